@@ -1,0 +1,104 @@
+"""Sharded training without Lightning: :func:`shard` a module, add optimizers, train as usual.
+
+::
+
+    engine = lightning_zero.shard(model, stage=3)
+    engine.add_optimizer(torch.optim.AdamW(model.parameters()))
+    loss = model(batch)
+    loss.backward()
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_zero.config import ConfigError, ZeroConfig, make_config
+from lightning_zero.engine import norms, values
+from lightning_zero.engine.engine import Engine, engine_of, engines
+
+__all__ = ["Engine", "clip_grad_norm_", "engine_of", "engines", "gather", "grad_norm", "shard"]
+
+Target = nn.Module | nn.Parameter | Iterable[nn.Parameter]
+
+
+def shard(
+    module: nn.Module,
+    *,
+    config: ZeroConfig | None = None,
+    process_group: Any = None,
+    device: torch.device | str | None = None,
+    **settings: Any,
+) -> Engine:
+    """Shard ``module`` over the ranks of a process group, in place.
+
+    All ranks call it; the values of rank 0 become everyone's. Parameters may be on any device or on meta.
+
+    Args:
+        config: a whole configuration; ``settings`` are fields of :class:`ZeroConfig` on top of it.
+        process_group: the data-parallel group; default: the world, or a single rank without ``torch.distributed``.
+        device: where to train; default: this rank's GPU, else the CPU.
+
+    Raises:
+        ConfigError: a setting that cannot work, a module that is sharded already, DTensor parameters.
+    """
+    config = make_config(config, **settings)
+    if process_group is None and dist.is_available() and dist.is_initialized():
+        process_group = dist.group.WORLD
+    if device is None:
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
+    return Engine(module, config, process_group, torch.device(device))
+
+
+def _resolve(target: Target) -> tuple[Engine, list[nn.Parameter]]:
+    if isinstance(target, nn.Parameter):
+        params = [target]
+    elif isinstance(target, nn.Module):
+        params = list(target.parameters())
+    else:
+        params = list(target)
+    found = {id(e): e for p in params for e in engines() if e.owns(p)}
+    if len(found) != 1:
+        raise ConfigError(
+            f"expected parameters of one sharded module, got {len(params)} parameters of {len(found)}. "
+            "Call this after the module was sharded (in training hooks, not in __init__)."
+        )
+    return next(iter(found.values())), params
+
+
+@contextlib.contextmanager
+def gather(target: Target, *, from_rank: int | None = None, grads: bool = False) -> Iterator[None]:
+    """Inside the ``with``, parameters hold their full fp32 master values; what is written to them is kept.
+
+    All ranks enter it. They write the same values, or ``from_rank`` names the rank whose values count.
+
+    Args:
+        target: a module, a parameter or several.
+        grads: ``param.grad`` holds the full reduced gradient inside, and changes to it are kept too.
+    """
+    engine, params = _resolve(target)
+    with values.show_full(engine, params, from_rank=from_rank, grads=grads):
+        yield
+
+
+def grad_norm(target: Target, norm_type: float = 2.0) -> Tensor:
+    """The norm of the reduced gradients over all ranks, between backward and step: a 0-d tensor. All ranks call it."""
+    engine, params = _resolve(target)
+    return norms.grad_norm_of(engine, params, norm_type)
+
+
+def clip_grad_norm_(
+    target: Target, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
+) -> Tensor:
+    """``torch.nn.utils.clip_grad_norm_`` for sharded gradients; returns the norm before clipping. All ranks call it.
+
+    Raises:
+        RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set.
+    """
+    engine, params = _resolve(target)
+    return norms.clip_by_norm(engine, params, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)

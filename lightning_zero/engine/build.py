@@ -1,0 +1,196 @@
+"""From a module to units: who owns which parameter, materialisation of meta parameters, rank 0's values to all."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_zero.config import ConfigError, DType, Precision, ZeroConfig
+from lightning_zero.engine.unit import Bucket, Dtypes, ParamInfo, Unit
+from lightning_zero.memory.collectives import Communicator
+from lightning_zero.planning.layout import lay_out, split_by_bytes
+from lightning_zero.planning.placement import REPLICATED, STAGES, StageRow
+from lightning_zero.planning.units import choose_units, owner_of
+
+# A parameter of the root unit with at least this many bytes has a bucket of its own: embedding and head lie at
+# opposite ends of the model, and the head's gradient need not wait for the embedding's.
+ROOT_SPLIT_NBYTES = 1024 * 1024
+
+_DTYPES = {DType.fp32: torch.float32, DType.bf16: torch.bfloat16}
+
+
+def build_units(module: nn.Module, config: ZeroConfig, precision: Precision, comm: Communicator) -> list[Unit]:
+    """Units of ``module`` with filled buckets; the root first. Parameters show their gathered values.
+
+    Raises:
+        ConfigError: units that do not occur, DTensor parameters, or meta modules without ``reset_parameters``.
+    """
+    names = choose_units(module, config.unit)
+    users = _users_of_parameters(module)
+    owners: dict[str, list[tuple[nn.Parameter, list[str]]]] = {name: [] for name in ["", *names]}
+    for param, fqns in users:
+        if isinstance(param, DTensor):
+            raise ConfigError(
+                f"parameter {fqns[0]} is a DTensor: tensor parallelism is not supported together with "
+                "lightning_zero yet. Pass the plain module."
+            )
+        owners[owner_of((fqn.rpartition(".")[0] for fqn in fqns), names)].append((param, fqns))
+    fp32 = {id(p) for m in fp32_modules(module, config.precision.fp32_modules) for p in m.parameters(recurse=False)}
+    ordered = [*names, ""]  # the root last: it owns what several units share
+    built: dict[str, Unit] = {}
+    for name in ordered:
+        _materialise(module, name, set(names), comm.device)
+        buckets = _build_buckets(name, owners[name], fp32, config, precision, comm)
+        built[name] = Unit(name, 0 if not name else 1 + names.index(name), module.get_submodule(name), buckets)
+    _move_buffers(module, comm)
+    return [built[name] for name in ["", *names]]
+
+
+def fp32_modules(module: nn.Module, patterns: Sequence[str]) -> Iterator[nn.Module]:
+    """Modules whose class name matches one of ``patterns``: they keep fp32 under bf16."""
+    for inner in module.modules():
+        if any(fnmatch.fnmatchcase(type(inner).__name__, pattern) for pattern in patterns):
+            yield inner
+
+
+def _users_of_parameters(module: nn.Module) -> list[tuple[nn.Parameter, list[str]]]:
+    """Every parameter once, with all its names, in order of registration."""
+    names: dict[int, list[str]] = {}
+    params: dict[int, nn.Parameter] = {}
+    for fqn, param in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(param), []).append(fqn)
+        params[id(param)] = param
+    return [(params[key], fqns) for key, fqns in names.items()]
+
+
+def _build_buckets(
+    unit: str,
+    members: Sequence[tuple[nn.Parameter, list[str]]],
+    fp32: set[int],
+    config: ZeroConfig,
+    precision: Precision,
+    comm: Communicator,
+) -> list[Bucket]:
+    groups: dict[tuple[Dtypes, bool, StageRow], list[ParamInfo]] = {}
+    for param, fqns in members:
+        dtypes = _dtypes(param, id(param) in fp32, config, precision)
+        row = STAGES[config.stage.name]
+        if param.numel() <= 1 or not param.is_floating_point():
+            row = REPLICATED
+        dtype = dtypes.master if precision is Precision.bf16_true else param.dtype
+        info = ParamInfo(param, tuple(fqns), param.shape, dtype)
+        groups.setdefault((dtypes, param.requires_grad, row), []).append(info)
+    buckets: list[Bucket] = []
+    for (dtypes, trainable, row), infos in groups.items():
+        for part in _split(infos, dtypes.reduce.itemsize, config.reduce_bucket_bytes, is_root=not unit):
+            for slot, info in enumerate(part):
+                info.slot = slot
+            layout = lay_out([info.numel for info in part], comm.world_size)
+            label = f"{unit or '(root)'}#{len(buckets)}"
+            bucket = Bucket(label, part, layout, row, dtypes, trainable, comm)
+            _fill(bucket)
+            buckets.append(bucket)
+    return buckets
+
+
+def _split(infos: list[ParamInfo], itemsize: int, limit: int, *, is_root: bool) -> list[list[ParamInfo]]:
+    large = [i for i in infos if is_root and i.numel * itemsize >= ROOT_SPLIT_NBYTES]
+    small = [i for i in infos if i not in large]
+    parts = [[i] for i in large]
+    parts += [[small[k] for k in part] for part in split_by_bytes([i.numel * itemsize for i in small], limit)]
+    return parts
+
+
+def _dtypes(param: nn.Parameter, keeps_fp32: bool, config: ZeroConfig, precision: Precision) -> Dtypes:
+    """The row of ``zero/precision`` for one parameter (architecture: fp32, bf16 with fp32 master, bf16 everywhere)."""
+    own = param.dtype
+    wide = torch.promote_types(own, torch.float32)
+    if not own.is_floating_point or own.itemsize == 1:
+        return Dtypes(compute=own, master=own, reduce=own, grad=own)
+    if precision is Precision.bf16_true:
+        reduce = _DTYPES[config.precision.reduce_dtype or DType.bf16]
+        return Dtypes(compute=torch.bfloat16, master=torch.bfloat16, reduce=reduce, grad=torch.bfloat16)
+    if precision is Precision.fp32:
+        return Dtypes(compute=own, master=own, reduce=own, grad=own)
+    reduce = _DTYPES[config.precision.reduce_dtype] if config.precision.reduce_dtype else wide
+    grad = _DTYPES[config.precision.grad_dtype] if config.precision.grad_dtype else wide
+    compute = own if keeps_fp32 or own.itemsize > 4 else torch.bfloat16
+    return Dtypes(compute=compute, master=wide, reduce=reduce, grad=grad)
+
+
+def _fill(bucket: Bucket) -> None:
+    """Rank 0's values into the bucket of every rank, unrounded."""
+    dtype = bucket.dtypes.master if bucket.trainable else bucket.dtypes.compute
+    values = torch.zeros(bucket.layout.numel, dtype=dtype, device=bucket.comm.device)
+    for info in bucket.params:
+        start = bucket.layout.slots[info.slot].start
+        values[start : start + info.numel].view(info.shape).copy_(info.param.detach())
+    bucket.comm.broadcast(values)
+    bucket.fill(values)
+    for info in bucket.params:
+        if info.param.device != bucket.comm.device:
+            _replace(info.param, torch.empty_like(info.param, device=bucket.comm.device))
+    bucket.show(gathered=True)
+
+
+def _replace(param: nn.Parameter, value: Tensor) -> None:
+    """Move a parameter to another device and keep the object: ``.data =`` refuses that, a swap does not."""
+    torch.utils.swap_tensors(param, nn.Parameter(value, requires_grad=param.requires_grad))
+
+
+# -- meta modules and buffers -----------------------------------------------------------------------------------------
+
+
+def _own_modules(module: nn.Module, unit: str, units: set[str]) -> Iterator[tuple[str, nn.Module]]:
+    """Modules that belong to ``unit`` and to no unit inside it."""
+    for name, inner in module.named_modules():
+        parts = name.split(".") if name else []
+        prefixes = (".".join(parts[:n]) for n in range(len(parts), 0, -1))
+        if next((p for p in prefixes if p in units), "") == unit:
+            yield name, inner
+
+
+def _materialise(module: nn.Module, unit: str, units: set[str], device: torch.device) -> None:
+    """Give meta parameters and buffers of a unit memory and initial values; tied parameters stay tied."""
+    for name, inner in _own_modules(module, unit, units):
+        if not any(t.is_meta for t in _own_tensors(inner)):
+            continue
+        reset = getattr(inner, "reset_parameters", None)
+        if not callable(reset):
+            raise ConfigError(
+                f"module {name or '(root)'} ({type(inner).__name__}) holds parameters or buffers on the meta device "
+                "and has no reset_parameters() to initialise them. Give it that method, or build it off meta."
+            )
+        for param in inner.parameters(recurse=False):
+            if param.is_meta:
+                _replace(param, torch.empty_like(param, device=device))
+        for key, buffer in inner.named_buffers(recurse=False):
+            if buffer.is_meta:
+                inner._buffers[key] = torch.empty_like(buffer, device=device)
+        reset()
+
+
+def _own_tensors(module: nn.Module) -> Iterable[Tensor]:
+    yield from module.parameters(recurse=False)
+    yield from module.buffers(recurse=False)
+
+
+def _move_buffers(module: nn.Module, comm: Communicator) -> None:
+    """Buffers are replicated: on the engine's device, with rank 0's values."""
+    moved: dict[int, Any] = {}
+    for inner in module.modules():
+        for key, buffer in inner._buffers.items():
+            if buffer is None:
+                continue
+            if id(buffer) not in moved:
+                moved[id(buffer)] = buffer.to(comm.device)
+                if buffer.numel():
+                    data = moved[id(buffer)].contiguous()
+                    comm.broadcast(data)
+                    moved[id(buffer)].copy_(data)
+            inner._buffers[key] = moved[id(buffer)]

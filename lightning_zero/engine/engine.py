@@ -1,0 +1,553 @@
+"""The engine: one sharded module, its units, and the passes through them. No Lightning here.
+
+A *pass* is a forward with its backward, or one evaluation step. It opens the root unit, which stays gathered until the
+pass ends; the other units come and go with the calls of their modules. A pass is opened by :meth:`Engine.step_scope`
+(the strategy does) or by the first call of a unit's module, and ends with its backward, or, where none follows, with
+the call or the scope that opened it.
+
+A backward is *explicit* where the engine is told of it (:meth:`Engine.backward_scope`): its end reduces what is left.
+A plain ``loss.backward()`` is noticed by the first hook that fires and ends with autograd's graph task; it reduces only
+if a gradient arrived, because ``torch.autograd.grad`` looks the same and brings none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_zero.config import ConfigError, Precision, ZeroConfig
+from lightning_zero.engine import build
+from lightning_zero.engine.gradients import GradSentinel, Reducer
+from lightning_zero.engine.guards import PlaceholderGuard
+from lightning_zero.engine.hooks import Hooks
+from lightning_zero.engine.optimizer import Place, ShardedOptimizer
+from lightning_zero.engine.order import GatherOrder
+from lightning_zero.engine.unit import Bucket, ParamInfo, State, Unit
+from lightning_zero.memory.collectives import Communicator
+
+_ENGINES: weakref.WeakKeyDictionary[nn.Module, Engine] = weakref.WeakKeyDictionary()
+
+
+def engine_of(module: nn.Module) -> Engine | None:
+    """The engine that shards ``module``, if ``module`` is the root of one."""
+    return _ENGINES.get(module)
+
+
+def engines() -> list[Engine]:
+    """All live engines of this process."""
+    return list(_ENGINES.values())
+
+
+def outside_autograd(method: Any) -> Any:
+    """Engine work neither records autograd history nor makes inference tensors."""
+
+    @functools.wraps(method)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        with torch.inference_mode(False), torch.no_grad():
+            return method(*args, **kwargs)
+
+    return wrapped
+
+
+class Engine:
+    """ZeRO for one module over one process group.
+
+    Attributes:
+        units: the root first, then in the order of ``named_modules``.
+        comm: collectives, their counts and observers.
+        optimizers: the optimizers that step this engine's shards.
+        in_backward: a backward is running.
+    """
+
+    @outside_autograd
+    def __init__(self, module: nn.Module, config: ZeroConfig, group: Any, device: torch.device) -> None:
+        if module in _ENGINES:
+            raise ConfigError("this module is sharded already. Call engine.release() before it is sharded again.")
+        self.config = config
+        self.precision = config.precision.name or Precision.fp32
+        self._module = weakref.ref(module)
+        self.comm = Communicator(
+            group, device, transport=config.comm.transport, stall_timeout_s=config.stall_timeout_s
+        )
+        self.units: list[Unit] = build.build_units(module, config, self.precision, self.comm)
+        self._places = {
+            id(info.param): Place(b, info) for u in self.units for b in u.buckets for info in b.params
+        }
+        self.order = GatherOrder(
+            self.units,
+            self.comm,
+            prefetch_bytes=config.prefetch_bytes,
+            keep_bytes=config.keep_gathered_bytes,
+            dynamic=config.dynamic,
+        )
+        self.reducer = Reducer(self.buckets, self.comm, config.reduce_bucket_bytes)
+        self._reduce_orders: dict[str, list[Bucket]] = {}
+        self._late: dict[str, list[int]] = {}
+        self._sentinels: dict[int, GradSentinel] = {}
+        self.optimizers: list[ShardedOptimizer] = []
+        self._pass_key: str | None = None
+        self._pass_owner: Unit | None = None
+        self._scope: tuple[str, bool] | None = None  # key and evaluation of the open step_scope
+        self._ordinal = 0
+        self.in_backward = False
+        self._explicit = False
+        self._second_order = False
+        self._refuses = True
+        self.shown: set[Bucket] = set()  # buckets inside a gather()
+        self._guard = PlaceholderGuard(self.buckets)
+        self.hooks = Hooks(self)
+        self._register_hooks(module)
+        for unit in self.units:
+            unit.reshard()
+        _ENGINES[module] = self
+
+    # -- the model --------------------------------------------------------------------------------------------------
+
+    @property
+    def module(self) -> nn.Module:
+        module = self._module()
+        assert module is not None
+        return module
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        return [b for u in self.units for b in u.buckets]
+
+    @property
+    def root(self) -> Unit:
+        return self.units[0]
+
+    @property
+    def rank(self) -> int:
+        return self.comm.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.comm.world_size
+
+    def place_of(self, param: nn.Parameter) -> Place:
+        """Where a parameter lives.
+
+        Raises:
+            ConfigError: it is not a parameter of the sharded module.
+        """
+        place = self._places.get(id(param))
+        if place is None:
+            raise ConfigError(
+                f"a parameter of shape {tuple(param.shape)} is not part of the sharded module, so ranks would step it "
+                "apart. Register it on the module before it is sharded (in __init__ or configure_model)."
+            )
+        return place
+
+    def owns(self, param: nn.Parameter) -> bool:
+        return id(param) in self._places
+
+    def _register_hooks(self, module: nn.Module) -> None:
+        for unit in self.units:
+            self.hooks.watch_unit(unit)
+        if self.precision is Precision.bf16:
+            for inner in build.fp32_modules(module, self.config.precision.fp32_modules):
+                self.hooks.keep_output_dtype(inner)
+        self.hooks.guard_module(module, self._refuse)
+        self._watch_trainable()
+
+    def _watch_trainable(self) -> None:
+        """Follow the parameters that require a gradient now; frozen ones may have been unfrozen since."""
+        for unit in self.units:
+            for bucket in unit.buckets:
+                for info in bucket.params:
+                    if info.param.requires_grad:
+                        if not bucket.trainable:
+                            bucket.make_trainable()
+                        self.hooks.watch_grad(unit, bucket, info.slot)
+
+    @contextlib.contextmanager
+    def placeholders_allowed(self) -> Iterator[None]:
+        """Inside, state dict calls of the module see placeholders, for callers that put values in their place."""
+        self._refuses = False
+        try:
+            yield
+        finally:
+            self._refuses = True
+
+    def _refuse(self, what: str) -> None:
+        """Raise where an operation on the module would see placeholders."""
+        if not self._refuses:
+            return
+        plain = what == "state_dict" and self._pass_key is None and not any(
+            b.resharding or b.refreshed or (b.has_master and b.trainable) for b in self.buckets
+        )
+        if plain or self.shown.issuperset(self.buckets):
+            return
+        raise RuntimeError(
+            f"{what} of a sharded module would read or write placeholders instead of parameters. Use "
+            "trainer.save_checkpoint() and trainer.fit(ckpt_path=), or engine.state_dict() and "
+            "engine.load_state_dict(), or wrap the call in `with lightning_zero.gather(module):`."
+        )
+
+    @outside_autograd
+    def release(self) -> None:
+        """Undo the sharding on all ranks: plain full parameters on the engine's device, no hooks, no groups."""
+        self.abort()
+        self.settle()
+        self.hooks.remove()
+        for bucket in self.buckets:
+            full = bucket.full_master()
+            for info in bucket.params:
+                start = bucket.layout.slots[info.slot].start
+                value = full[start : start + info.numel].view(info.shape)
+                info.param.data = value.to(info.dtype, copy=True)
+                info.param.grad = None
+        for optimizer in self.optimizers:
+            optimizer.release()
+        self.comm.close()
+        _ENGINES.pop(self.module, None)
+
+    # -- passes -----------------------------------------------------------------------------------------------------
+
+    @outside_autograd
+    def begin_pass(self, key: str, *, evaluation: bool, owner: Unit | None = None) -> None:
+        """Open the root unit."""
+        self._guard.check()
+        self._watch_trainable()
+        self._pass_key = f"{key}/{self._ordinal}"
+        self._pass_owner = owner
+        self._second_order = False
+        self.comm.place = f"pass {self._pass_key}"
+        self.order.begin(self._pass_key, cyclic=evaluation)
+        if self.root.state is State.SHARDED:
+            self.root.unshard_begin()
+        self.root.unshard_wait()
+
+    @outside_autograd
+    def end_pass(self) -> None:
+        """Close the root and whatever is still gathered. No-op outside of a pass."""
+        if self._pass_key is None:
+            return
+        self.order.end()
+        self._reshard_all()
+        self._pass_key, self._pass_owner = None, None
+        self._ordinal += 1
+        self.comm.place = "between passes"
+
+    @contextlib.contextmanager
+    def step_scope(self, key: str = "step", *, evaluation: bool = False) -> Iterator[None]:
+        """A step: parameters may be used inside, in calls of modules and (those of the root unit) directly.
+
+        All ranks enter it. With ``evaluation`` it ends the pass; otherwise a backward after it does.
+        """
+        if self._pass_key is not None:
+            self.abort()  # an exception, or a step without a backward, left it open
+        self._ordinal = 0
+        self._scope = (key, evaluation)
+        try:
+            self.begin_pass(key, evaluation=evaluation)
+            yield
+        except BaseException:
+            self._scope = None
+            self.abort()
+            raise
+        self._scope = None
+        if evaluation:
+            self.end_pass()
+
+    @outside_autograd
+    def abort(self) -> None:
+        """After an exception: every unit back to rest. Starts no collective; waits for those in flight."""
+        self.reducer.abort()
+        self.order.abort()
+        self._reshard_all()
+        self._pass_key, self._pass_owner = None, None
+        self.in_backward = self._explicit = self._second_order = False
+
+    def _reshard_all(self) -> None:
+        for unit in self.units:
+            if unit.resharding and unit.state is not State.SHARDED:
+                unit.unshard_wait()
+                unit.reshard()
+
+    @outside_autograd
+    def settle(self) -> None:
+        """Wait for the gathers that a step has issued: masters may be read and changed from here on."""
+        for unit in self.units:
+            unit.unshard_wait()
+
+    # -- forward ------------------------------------------------------------------------------------------------------
+
+    def pre_forward(self, unit: Unit) -> None:
+        """The module of ``unit`` is called."""
+        if self.in_backward and not self._explicit and unit is self.root:
+            self.abort()  # an exception ended the last backward: nothing told us
+        if self._pass_key is None:
+            key, evaluation = self._scope or ("call", not torch.is_grad_enabled())
+            self.begin_pass(key, evaluation=evaluation, owner=None if self._scope else unit)
+        if unit.index:
+            self._demand(unit, "forward")
+        else:
+            unit.unshard_wait()
+
+    @outside_autograd
+    def _demand(self, unit: Unit, what: str) -> None:
+        self.comm.place = f"{what} of unit {unit.title} in pass {self._pass_key}"
+        if unit.resharding:
+            self.order.demand(unit)
+        else:
+            unit.unshard_wait()
+
+    def post_forward(self, unit: Unit, *, awaits_backward: bool, hidden_outputs: bool) -> None:
+        """The module of ``unit`` returned.
+
+        Args:
+            awaits_backward: it should be called back in a backward.
+            hidden_outputs: ... but no output that could be hooked was found: it must stay gathered.
+        """
+        if unit is self._pass_owner and not awaits_backward and not self.in_backward:
+            self.end_pass()
+        elif unit.index and not self.in_backward and not hidden_outputs:
+            self._use_over(unit)
+
+    @outside_autograd
+    def _use_over(self, unit: Unit) -> None:
+        if unit.resharding and unit.state is State.GATHERED and self.order.used(unit):
+            unit.reshard()
+
+    # -- backward -----------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def backward_scope(self) -> Iterator[None]:
+        """Around a backward that all ranks run: at its end every bucket is reduced."""
+        self.begin_backward(explicit=True)
+        try:
+            yield
+        except BaseException:
+            self.abort()
+            raise
+        self.end_backward()
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """``loss.backward()`` inside :meth:`backward_scope`."""
+        with self.backward_scope():
+            loss.backward(**kwargs)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside accumulate without reducing, where gradients rest replicated (stages 0 and 1)."""
+        previous, self.reducer.synchronize = self.reducer.synchronize, False
+        try:
+            yield
+        finally:
+            self.reducer.synchronize = previous
+
+    @outside_autograd
+    def begin_backward(self, *, explicit: bool) -> None:
+        """A backward starts; ``explicit``: its end will be told."""
+        if self._pass_key is None:
+            key, evaluation = self._scope or ("call", False)
+            self.begin_pass(key, evaluation=evaluation)
+        self.in_backward, self._explicit = True, explicit
+        self._forget_zeroed()
+        self.reducer.order = self._reduce_orders.get(str(self._pass_key), self.reducer.order)
+        self.reducer.begin(lambda b: sum(info.param.requires_grad for info in b.params))
+        for sentinel in self._sentinels.values():
+            sentinel.added = False
+        for unit in self.units:
+            unit.expected = sum(info.param.requires_grad for info in unit.infos())
+            unit.arrived = 0
+            unit.calls.clear()
+
+    def pre_backward(self, unit: Unit, call: int | None) -> None:
+        """The gradient of an output of ``unit`` has been computed: its weights are needed next."""
+        if torch.is_grad_enabled():
+            self._second_order = True  # create_graph: weights are needed again, at moments no hook tells
+        self._notice_backward()
+        if not unit.resharding or not unit.index:
+            return
+        self._demand(unit, "backward")
+        if call is not None:
+            unit.calls.add(call)
+
+    def _notice_backward(self) -> None:
+        if not self.in_backward:
+            self.begin_backward(explicit=False)
+            torch.autograd.Variable._execution_engine.queue_callback(self._graph_task_ended)
+
+    def input_grads_arrived(self, unit: Unit, call: int) -> None:
+        unit.calls.discard(call)
+        self._maybe_reshard(unit)
+
+    @outside_autograd
+    def grad_arrived(self, unit: Unit, bucket: Bucket, slot: int, grad: Tensor) -> None:
+        """Autograd accumulated the gradient of one parameter."""
+        self._notice_backward()
+        self.reducer.take(bucket, slot, grad)
+        unit.arrived += 1
+        self._maybe_reshard(unit)
+
+    def _maybe_reshard(self, unit: Unit) -> None:
+        done = not unit.calls and unit.arrived >= unit.expected
+        if done and self.in_backward and unit.index and not self._second_order:
+            unit.arrived = 0
+            self._use_over(unit)
+
+    @outside_autograd
+    def _graph_task_ended(self) -> None:
+        if not self.in_backward or self._explicit:
+            return
+        if any(g.arrived for g in self.reducer.grads.values()):
+            self.end_backward()
+            return
+        # torch.autograd.grad: the forward goes on, or a second backward follows.
+        self.in_backward = False
+        if not self._second_order:
+            for unit in self.units[1:]:
+                self._use_over(unit)
+
+    @outside_autograd
+    def end_backward(self) -> None:
+        """The backward is over: reduce what is left, in order, and close the pass."""
+        key = str(self._pass_key)
+        self.comm.place = f"end of backward in pass {key}"
+        first = key not in self._reduce_orders
+        if first or self.config.dynamic:
+            self._agree_on_late(key)
+        self.reducer.end(self._late.get(key))
+        if first:
+            self._learn_reduce_order(key)
+        self._place_sentinels()
+        self.in_backward = self._explicit = False
+        self.end_pass()
+        if self._scope is not None:
+            self.begin_pass(self._scope[0], evaluation=self._scope[1])
+
+    def _agree_on_late(self, key: str) -> None:
+        """Buckets that got gradients after their reduction on any rank are reduced again by all."""
+        flags = torch.zeros(len(self.reducer.order), dtype=torch.uint8)
+        flags[self.reducer.late_buckets()] = 1
+        self._late[key] = torch.nonzero(self.comm.max_(flags)).flatten().tolist()
+
+    def _learn_reduce_order(self, key: str) -> None:
+        """The order in which buckets got ready on rank 0 becomes everyone's; those that did not, come last."""
+        everyone = {b: i for i, b in enumerate(self.buckets)}
+        seen = [everyone[b] for b in self.reducer.completed]
+        rest = [everyone[b] for b in self.reducer.order if b not in self.reducer.completed]
+        order = torch.tensor(seen + rest, dtype=torch.int64)
+        self.comm.broadcast_small(order)
+        buckets = self.buckets
+        learned = [buckets[i] for i in order.tolist()]
+        late = {self.reducer.order[i] for i in self._late.get(key, [])}
+        self._late[key] = [i for i, b in enumerate(learned) if b in late]
+        self._reduce_orders[key] = learned
+
+    # -- gradients between backward and step --------------------------------------------------------------------------
+
+    def _sentinel(self, info: ParamInfo) -> GradSentinel:
+        sentinel = self._sentinels.get(id(info.param))
+        if sentinel is None or sentinel.dtype != info.param.dtype:
+            sentinel = self._sentinels[id(info.param)] = GradSentinel(info)
+        return sentinel
+
+    def _place_sentinels(self) -> None:
+        for bucket, grads in self.reducer.grads.items():
+            for slot in grads.used:
+                info = bucket.params[slot]
+                sentinel = self._sentinel(info)
+                sentinel.zeroed = sentinel.added = False
+                info.param.grad = sentinel
+
+    def restore_sentinels(self, bucket: Bucket) -> None:
+        """Put the sentinels back where :func:`gather` showed values."""
+        for info in bucket.params:
+            if info.param.grad is not None and id(info.param) in self._sentinels:
+                info.param.grad = self._sentinel(info)
+
+    def _forget_zeroed(self) -> None:
+        """Drop the gradients that the user has cleared, and zero those zeroed, since the last backward."""
+        for bucket, grads in self.reducer.grads.items():
+            if not grads.used and not grads.written and bucket.grad is None:
+                continue
+            cleared, zeroed = [], []
+            for info in bucket.params:
+                sentinel = self._sentinels.get(id(info.param))
+                if sentinel is None or not (info.param.grad is sentinel or sentinel.added):
+                    cleared.append(info.slot)
+                elif sentinel.zeroed:
+                    zeroed.append(info.slot)
+                    sentinel.zeroed = False
+            grads.forget(cleared)
+            grads.zero(zeroed)
+
+    def _before_step(self) -> None:
+        self.settle()
+        self._forget_zeroed()
+
+    def used_params(self) -> set[int]:
+        """On all ranks: ids of the parameters that any rank gave a gradient since it was last zeroed."""
+        infos = [info for b in self.buckets for info in b.params]
+        flags = torch.zeros(len(infos), dtype=torch.uint8)
+        for i, info in enumerate(infos):
+            if info.param.grad is not None:
+                if not isinstance(info.param.grad, GradSentinel):
+                    raise RuntimeError(
+                        f"{info.fqn}.grad was assigned by hand. Gradients are sharded: change them inside "
+                        "`with lightning_zero.gather(module, grads=True):`."
+                    )
+                flags[i] = 1
+        used = self.comm.max_(flags).tolist()
+        return {id(info.param) for info, flag in zip(infos, used, strict=True) if flag}
+
+    # -- optimizers ---------------------------------------------------------------------------------------------------
+
+    def add_optimizer(self, optimizer: Optimizer) -> ShardedOptimizer:
+        """Make ``optimizer`` step this engine's shards.
+
+        Raises:
+            ConfigError: it is not element-wise, or has parameters that are not ours or are another optimizer's.
+        """
+        taken = {id(p) for other in self.optimizers for p in other.params()}
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                if id(p) in taken:
+                    raise ConfigError(
+                        f"parameter {self.place_of(p).info.fqn} is in two optimizers. Give each parameter to one."
+                    )
+        sharded = ShardedOptimizer(
+            optimizer,
+            self.place_of,
+            used=self.used_params,
+            before=self._before_step,
+            after=self._stepped,
+            device_type=self.comm.device.type,
+            declared_elementwise=self.config.optimizer.elementwise,
+        )
+        self.optimizers.append(sharded)
+        return sharded
+
+    def drop_optimizers(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.release()
+        self.optimizers = []
+
+    def _stepped(self, changed: set[Bucket]) -> None:
+        """Masters changed: bring the compute parameters up to date."""
+        self._guard.check()
+        if self._scope is None:
+            self._ordinal = 0
+        for unit in self.units:
+            buckets = [b for b in unit.buckets if b in changed]
+            refreshed = [b for b in buckets if b.refreshed]
+            if refreshed:
+                unit.refresh_begin(refreshed)
+            for bucket in buckets:
+                if not bucket.refreshed and (not bucket.resharding or unit.state is State.GATHERED):
+                    bucket.write_slice_to_full()
+        if self._pass_key is not None and self.root.resharding and any(b in changed for b in self.root.buckets):
+            self.root.reshard()
+            self.root.unshard_begin()
+            self.root.unshard_wait()

@@ -1,0 +1,59 @@
+"""Finds writes that reached the placeholders of sharded parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_zero.engine.unit import Bucket, ParamInfo
+from lightning_zero.memory.buffers import Guard
+
+
+class PlaceholderGuard:
+    """Gives parameters their placeholders, one guard vector for each dtype, and checks them."""
+
+    def __init__(self, buckets: Sequence[Bucket]) -> None:
+        by_dtype: dict[torch.dtype, list[ParamInfo]] = {}
+        for bucket in buckets:
+            if bucket.resharding or bucket.refreshed:
+                by_dtype.setdefault(bucket.dtypes.compute, []).extend(bucket.params)
+        self._guards: list[tuple[Guard, list[ParamInfo]]] = []
+        for dtype, infos in by_dtype.items():
+            guard = Guard(len(infos), dtype, buckets[0].comm.device)
+            for index, info in enumerate(infos):
+                info.placeholder = guard.placeholder(index, info.shape)
+            self._guards.append((guard, infos))
+        self._in_flight: list[tuple[Tensor, torch.cuda.Event | None]] = []
+
+    def check(self) -> None:
+        """Raise if a placeholder was written to. On a device this reads the flags of the previous check.
+
+        Raises:
+            RuntimeError: names the parameters.
+        """
+        flags = self._in_flight
+        self._in_flight = [self._read(guard) for guard, _ in self._guards]
+        if any(event is None for _, event in self._in_flight):
+            flags = self._in_flight  # host memory: known at once
+        for (flag, event), (guard, infos) in zip(flags, self._guards, strict=False):
+            if event is not None:
+                event.synchronize()
+            if bool(flag):
+                names = ", ".join(infos[i].fqn for i in guard.written())
+                raise RuntimeError(
+                    f"{names}: written to while sharded, where the write is lost. Change parameters inside "
+                    "`with lightning_zero.gather(module):`."
+                )
+
+    @staticmethod
+    def _read(guard: Guard) -> tuple[Tensor, torch.cuda.Event | None]:
+        flag = guard.touched()
+        if flag.device.type == "cpu":
+            return flag, None
+        host = torch.empty((), dtype=flag.dtype, pin_memory=True)
+        host.copy_(flag, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        return host, event

@@ -1,0 +1,256 @@
+"""The only file that registers hooks: module calls and gradients become engine events.
+
+::
+
+    forward   pre_forward(unit) ............ post_forward(unit)
+                 | identity node over inputs     | hook on every output that requires grad
+    backward  input_grads(unit) <----------- pre_backward(unit)
+                 grad_arrived(param) comes anywhere in between
+
+The identity node over all inputs of one call fires when the gradients of these inputs are complete. Hooks on the input
+tensors themselves would fire after every consumer of the tensor, other units included.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+
+from lightning_zero.engine.unit import Bucket, Unit
+
+if TYPE_CHECKING:
+    from lightning_zero.engine.engine import Engine
+
+
+NEVER_ENDS = 0  # number of a call whose input gradients are not watched
+
+
+class _InputGrads(torch.autograd.Function):
+    """Identity over the inputs of one unit call; its backward says that their gradients have arrived."""
+
+    @staticmethod
+    def forward(ctx: Any, arrived: Callable[[], None], *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.arrived = arrived
+        # detach() and not the inputs themselves: views made by a Function may not be changed in place by the module.
+        return tuple(t.detach() for t in inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        ctx.arrived()
+        return (None, *grads)
+
+
+def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Rebuild nested containers (tuples, named tuples, lists, mappings, dataclasses) with changed tensors.
+
+    Containers that hold no changed tensor are returned as they are.
+    """
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        items = [map_tensors(v, change) for v in value]
+        return type(value)(*items) if _differ(items, value) else value
+    if type(value) in (list, tuple):
+        items = [map_tensors(v, change) for v in value]
+        return type(value)(items) if _differ(items, value) else value
+    if isinstance(value, dict):
+        new = {k: map_tensors(v, change) for k, v in value.items()}
+        if _differ(new.values(), value.values()):
+            return _rebuild_dict(value, new)
+        return value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        changes = {}
+        for f in dataclasses.fields(value):
+            old = getattr(value, f.name)
+            if (new_value := map_tensors(old, change)) is not old:
+                changes[f.name] = new_value
+        if changes:
+            value = copy.copy(value)
+            for name, item in changes.items():
+                object.__setattr__(value, name, item)
+    return value
+
+
+def _differ(new: Any, old: Any) -> bool:
+    return any(a is not b for a, b in zip(new, old, strict=True))
+
+
+def _rebuild_dict(value: dict[Any, Any], new: dict[Any, Any]) -> Any:
+    rebuilt = copy.copy(value)  # keeps subclasses (OrderedDict, ModelOutput, BatchEncoding)
+    for k, v in new.items():
+        rebuilt[k] = v
+    return rebuilt
+
+
+def find_tensors(value: Any, only: tuple[type, ...] | None = None) -> Iterator[Tensor]:
+    """All tensors inside nested containers, dataclasses included; or inside containers of the types ``only``."""
+    if isinstance(value, Tensor):
+        yield value
+    elif only is not None:
+        if isinstance(value, only):
+            for item in value:
+                yield from find_tensors(item, only)
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from find_tensors(item)
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        for item in value:
+            yield from find_tensors(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for f in dataclasses.fields(value):
+            yield from find_tensors(getattr(value, f.name))
+
+
+class Hooks:
+    """All hooks of one engine. ``remove`` takes them off again."""
+
+    def __init__(self, engine: Engine) -> None:
+        # The module owns the engine through these hooks; a strong reference back would be a cycle through autograd.
+        self._engine = ref(engine)
+        self._handles: list[Any] = []
+        self._grad_handles: dict[int, Any] = {}
+        self._call = 0
+        self._guarded: nn.Module | None = None
+
+    @property
+    def engine(self) -> Engine:
+        engine = self._engine()
+        assert engine is not None, "the engine is gone but its hooks are not"
+        return engine
+
+    def remove(self) -> None:
+        for handle in (*self._handles, *self._grad_handles.values()):
+            handle.remove()
+        self._handles, self._grad_handles = [], {}
+        if self._guarded is not None:
+            for name in ("_apply", "__deepcopy__"):
+                self._guarded.__dict__.pop(name, None)
+
+    # -- registration -----------------------------------------------------------------------------------------------
+
+    def watch_unit(self, unit: Unit) -> None:
+        """Follow the calls of a unit's module. Ours run before the user's pre-hooks, so that these see weights."""
+        inplace = any(getattr(m, "inplace", False) is True for m in unit.module.modules())
+
+        def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            return self._pre_forward(unit, args, kwargs, wrap_inputs=not inplace)
+
+        def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+            return self._post_forward(unit, args, kwargs, output)
+
+        self._handles.append(unit.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+        self._handles.append(
+            unit.module.register_forward_hook(after, with_kwargs=True, always_call=unit.index == 0)
+        )
+
+    def watch_grad(self, unit: Unit, bucket: Bucket, slot: int) -> None:
+        """Take a parameter's gradient as soon as autograd has accumulated it. The parameter must require grad."""
+        param = bucket.params[slot].param
+        if id(param) in self._grad_handles:
+            return
+
+        def arrived(p: Tensor) -> None:
+            grad, p.grad = p.grad, None
+            if grad is not None:
+                self.engine.grad_arrived(unit, bucket, slot, grad)
+
+        self._grad_handles[id(param)] = param.register_post_accumulate_grad_hook(arrived)
+
+    def keep_output_dtype(self, module: nn.Module) -> None:
+        """A module that computes in fp32 among lower precision gives back the dtype that it was given."""
+
+        def after(module: nn.Module, args: Any, output: Any) -> Any:
+            given = next((t.dtype for t in find_tensors(args) if t.is_floating_point()), None)
+            if given is None:
+                return None
+            return map_tensors(output, lambda t: t.to(given) if t.is_floating_point() and t.dtype != given else t)
+
+        self._handles.append(module.register_forward_hook(after))
+
+    def guard_module(self, module: nn.Module, refuse: Callable[[str], None]) -> None:
+        """Let operations that would see placeholders ask ``refuse`` first: state dicts, conversions, copies."""
+        self._handles.append(module.register_state_dict_pre_hook(lambda *_: refuse("state_dict()")))
+        self._handles.append(module.register_load_state_dict_pre_hook(lambda *_: refuse("load_state_dict()")))
+
+        def apply(fn: Any, recurse: bool = True) -> nn.Module:
+            refuse("converting (.to(), .cuda(), .half(), ...)")
+            return type(module)._apply(module, fn, recurse)
+
+        def deepcopy(memo: dict[int, Any]) -> nn.Module:
+            refuse("copy.deepcopy()")
+            return self._plain_copy(module, memo)
+
+        module.__dict__["_apply"] = apply
+        module.__dict__["__deepcopy__"] = deepcopy
+        self._guarded = module
+
+    def _plain_copy(self, module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+        """A copy without our hooks."""
+        patches = {name: module.__dict__.pop(name) for name in ("_apply", "__deepcopy__")}
+        try:
+            copied = copy.deepcopy(module, memo)
+        finally:
+            module.__dict__.update(patches)
+        ours = {handle.id for handle in self._handles}
+        for inner in copied.modules():
+            for name, hooks in vars(inner).items():
+                if name.endswith("_hooks") or "_hooks_" in name:
+                    for hook_id in ours & set(hooks):
+                        del hooks[hook_id]
+        return copied
+
+    # -- module calls -----------------------------------------------------------------------------------------------
+
+    def _pre_forward(self, unit: Unit, args: Any, kwargs: Any, *, wrap_inputs: bool) -> Any:
+        engine = self.engine
+        engine.pre_forward(unit)
+        unit.open_call, unit.open_inputs = None, []
+        if not (torch.is_grad_enabled() and unit.resharding and unit.index):
+            return None
+        every = [t for t in find_tensors((args, kwargs)) if t.requires_grad]
+        if not every:
+            return None
+        # A list or dict may be changed by the module for its caller to see, so it cannot be rebuilt around wrapped
+        # tensors. Such a call is never seen to end: the unit stays until the end of backward.
+        inputs = [t for t in find_tensors((args, tuple(kwargs.values())), only=(tuple,)) if t.requires_grad]
+        unit.open_call = NEVER_ENDS
+        if not wrap_inputs or len(inputs) < len(every):
+            return None
+        self._call += 1
+        call = unit.open_call = self._call
+        wrapped = _InputGrads.apply(lambda: engine.input_grads_arrived(unit, call), *inputs)
+        unit.open_inputs = [(t, t._version) for t in inputs]
+        new = {id(t): w for t, w in zip(inputs, wrapped, strict=True)}
+        change = lambda t: new.get(id(t), t)  # noqa: E731
+        return map_tensors(args, change), {k: map_tensors(v, change) for k, v in kwargs.items()}
+
+    def _post_forward(self, unit: Unit, args: Any, kwargs: Any, output: Any) -> Any:
+        engine = self.engine
+        call, inputs = unit.open_call, unit.open_inputs
+        unit.open_call, unit.open_inputs = None, []
+        if output is None and unit.index == 0 and sys.exc_info()[0] is not None:
+            engine.abort()  # the root's own forward raised
+            return None
+        for tensor, version in inputs:
+            if tensor._version != version:
+                raise RuntimeError(
+                    f"unit {unit.title} changes its input in place ({tuple(tensor.shape)}, {tensor.dtype}), outside "
+                    "of modules with inplace=True, so gradients of the input could be wrong. Work on a copy of the "
+                    "input, or choose other units with zero.unit.classes."
+                )
+        outputs = [t for t in find_tensors(output) if t.requires_grad] if torch.is_grad_enabled() else []
+        for tensor in outputs:
+            tensor.register_hook(lambda _: engine.pre_backward(unit, call))
+        wants_grad = torch.is_grad_enabled() and (
+            any(t.requires_grad for t in find_tensors((args, kwargs)))
+            or any(info.param.requires_grad for info in unit.infos())
+        )
+        engine.post_forward(unit, awaits_backward=wants_grad, hidden_outputs=wants_grad and not outputs)
+        return None

@@ -1,0 +1,104 @@
+"""Gradient norms and clipping on shards.
+
+A norm is a sum of partial sums, one for each bucket and rank, each over that rank's shard of the bucket. The cuts are
+those of the shards at every stage, also where gradients rest replicated, so all stages agree to the bit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from lightning_zero.engine.engine import Engine
+from lightning_zero.engine.unit import Bucket
+from lightning_zero.planning.layout import cut_runs
+
+
+def shard_grads(engine: Engine, params: Iterable[nn.Parameter]) -> list[tuple[Bucket, Tensor]]:
+    """This rank's part of the reduced gradients of ``params``, as views that tile its shards."""
+    wanted: dict[Bucket, set[int]] = {}
+    for param in params:
+        place = engine.place_of(param)
+        wanted.setdefault(place.bucket, set()).add(place.info.slot)
+    pieces: list[tuple[Bucket, Tensor]] = []
+    for bucket in engine.buckets:
+        if bucket.grad is None or bucket not in wanted:
+            continue
+        shard = bucket.grad[bucket.own_shard_of_owned]
+        if len(wanted[bucket]) == len(bucket.params):
+            pieces.append((bucket, shard))
+            continue
+        fragments = bucket.layout.fragments(engine.rank)
+        keys = [True if f.index in wanted[bucket] else None for f in fragments]
+        pieces += [(bucket, shard[run.start : run.stop]) for _, run in cut_runs(fragments, keys)]
+    return pieces
+
+
+def grad_norm_of(engine: Engine, params: Sequence[nn.Parameter], norm_type: float = 2.0) -> Tensor:
+    """The norm of the reduced gradients of ``params`` over all ranks: a 0-d fp32 tensor. All ranks call it."""
+    device = engine.comm.device
+    index = {bucket: i for i, bucket in enumerate(engine.buckets)}
+    partial = torch.zeros(len(index), engine.world_size, dtype=torch.float64, device=device)
+    for bucket, grad in shard_grads(engine, params):
+        norm = torch.linalg.vector_norm(grad, norm_type, dtype=torch.promote_types(grad.dtype, torch.float32))
+        cell = partial[index[bucket], engine.rank]
+        if math.isinf(norm_type):
+            torch.maximum(cell, norm.double(), out=cell)
+        else:
+            cell.add_(norm.double() ** norm_type)
+    engine.comm.sum_(partial)
+    if math.isinf(norm_type):
+        return partial.max().float()
+    return (partial.sum() ** (1.0 / norm_type)).float()
+
+
+def scale_grads(engine: Engine, params: Iterable[nn.Parameter], factor: Tensor | float) -> None:
+    """Multiply the reduced gradients of ``params`` in place, wherever they rest."""
+    for grad in owned_grads(engine, params):
+        grad.mul_(factor)
+
+
+def owned_grads(engine: Engine, params: Iterable[nn.Parameter]) -> list[Tensor]:
+    """All that this rank holds of the reduced gradients of ``params``, as views (replicated ones whole)."""
+    wanted: dict[Bucket, set[int]] = {}
+    for param in params:
+        place = engine.place_of(param)
+        wanted.setdefault(place.bucket, set()).add(place.info.slot)
+    result = []
+    for bucket, slots in wanted.items():
+        if bucket.grad is not None:
+            fragments = bucket.owned_fragments()
+            keys = [True if f.index in slots else None for f in fragments]
+            result += [bucket.grad[run.start : run.stop] for _, run in cut_runs(fragments, keys)]
+    return result
+
+
+def clip_by_norm(
+    engine: Engine,
+    params: Sequence[nn.Parameter],
+    max_norm: float,
+    norm_type: float = 2.0,
+    *,
+    error_if_nonfinite: bool = False,
+) -> Tensor:
+    """Scale the gradients of ``params`` so that their norm is at most ``max_norm``; the norm before.
+
+    Raises:
+        RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set.
+    """
+    norm = grad_norm_of(engine, params, norm_type)
+    if error_if_nonfinite and not bool(torch.isfinite(norm)):
+        raise RuntimeError(f"the gradient norm is {norm.item()}: gradients cannot be clipped.")
+    # As torch.nn.utils.clip_grad_norm_: no host synchronization, a factor of one where nothing is to be clipped.
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    scale_grads(engine, params, factor)
+    return norm
+
+
+def clip_by_value(engine: Engine, params: Iterable[nn.Parameter], clip_value: float) -> None:
+    """Clamp the gradients of ``params`` to ``[-clip_value, clip_value]``."""
+    for grad in owned_grads(engine, params):
+        grad.clamp_(-clip_value, clip_value)

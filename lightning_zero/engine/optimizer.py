@@ -1,0 +1,362 @@
+"""The user's optimizer, stepping shards.
+
+The optimizer object is kept: schedulers and callbacks hold on to it. Outside ``step`` its param groups list the user's
+own Parameters. Inside the patched ``step`` *runs* stand in their place: flat slices of master_param, each of adjacent
+fragments of one param group with one step count, with the matching slice of the gradient.
+
+A parameter that no rank gave a gradient is left alone, as DDP leaves it: no decay, no state, no step count. Its
+fragments then differ in step count from their neighbours, and the run is cut there (and stays cut).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import types
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_zero.config import ConfigError
+from lightning_zero.engine.unit import Bucket, ParamInfo
+from lightning_zero.planning.layout import PARAM_ALIGN, Fragment, Run, cut_runs, round_up
+
+# Optimizers of torch that compute every element from that element's value, gradient and state alone.
+ELEMENTWISE = (
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.SGD,
+    torch.optim.Adagrad,
+    torch.optim.RMSprop,
+    torch.optim.Adadelta,
+    torch.optim.Adamax,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.Rprop,
+    torch.optim.ASGD,
+)
+PER_TENSOR = frozenset({"step", "eta", "mu", "mu_product"})  # state that torch's optimizers keep once per tensor
+FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
+
+
+class Place(NamedTuple):
+    """Where a parameter lives."""
+
+    bucket: Bucket
+    info: ParamInfo
+
+
+class Sliced(NamedTuple):
+    """A state value of one fragment."""
+
+    tensor: Tensor  # [fragment.numel]
+
+
+class FlatRun(NamedTuple):
+    """A run and the tensor that stands for it in the optimizer."""
+
+    bucket: Bucket
+    run: Run
+    tensor: Tensor  # [run.stop - run.start], a slice of bucket.master
+
+
+def check_supported(optimizer: Optimizer, *, declared_elementwise: bool) -> None:
+    """Refuse optimizers that need more than slices of parameters.
+
+    Raises:
+        ConfigError: the optimizer is not known to be element-wise.
+    """
+    kind = type(optimizer)
+    known = any(issubclass(kind, base) and kind.step is base.step for base in ELEMENTWISE)
+    if not known and not declared_elementwise:
+        raise ConfigError(
+            f"zero.optimizer.elementwise: {kind.__module__}.{kind.__qualname__} is not known to compute each element "
+            "from its own value, gradient and state alone, and ranks hold only slices of parameters. If it is "
+            "element-wise, set zero.optimizer.elementwise=true; optimizers that need whole matrices (Muon, Shampoo, "
+            "Adafactor, LAMB, LBFGS) are not supported: use torch.optim.AdamW, Adam, SGD or another element-wise one."
+        )
+    for group in optimizer.param_groups:
+        if group.get("differentiable"):
+            raise ConfigError("the optimizer's differentiable=True cannot work on shards. Drop it.")
+
+
+class ShardedOptimizer:
+    """Makes ``optimizer.step`` work on the shards of an engine.
+
+    Attributes:
+        optimizer: the user's object, patched.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        place_of: Callable[[nn.Parameter], Place],
+        *,
+        used: Callable[[], set[int]],
+        before: Callable[[], None],
+        after: Callable[[set[Bucket]], None],
+        device_type: str = "cpu",
+        declared_elementwise: bool = False,
+    ) -> None:
+        """
+        Args:
+            place_of: finds a parameter's bucket; raises for parameters that the engine does not own.
+            used: on all ranks: ids of the parameters that any rank gave a gradient since it was zeroed.
+            before, after: called around the arithmetic; ``after`` gets the buckets that changed.
+        """
+        check_supported(optimizer, declared_elementwise=declared_elementwise)
+        self.optimizer = optimizer
+        self._place_of = place_of
+        self._used, self._before, self._after = used, before, after
+        self._per_fragment = not any(isinstance(optimizer, kind) for kind in ELEMENTWISE)
+        self._steps: dict[tuple[Bucket, int], int] = {}  # step count of a parameter
+        self._runs: dict[Bucket, list[tuple[int, FlatRun]]] = {}  # bucket -> (param group, run), in order
+        self._device_type = device_type
+        self._patch()
+        self.places()
+
+    # -- the user's object ----------------------------------------------------------------------------------------
+
+    def _patch(self) -> None:
+        optimizer = self.optimizer
+        self._inner_step = optimizer.step
+        engine_side = self
+
+        def step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+            return engine_side.step(closure)
+
+        def state_dict(self: Optimizer) -> dict[str, Any]:
+            raise RuntimeError(
+                "optimizer.state_dict() would give this rank's slices only. Call trainer.strategy.optimizer_state("
+                "optimizer) or engine.optimizer_state(optimizer) on all ranks, or save with trainer.save_checkpoint()."
+            )
+
+        def load_state_dict(self: Optimizer, state_dict: dict[str, Any]) -> None:
+            raise RuntimeError(
+                "optimizer.load_state_dict() cannot load into slices. Call engine.load_optimizer_state(optimizer, "
+                "state) on all ranks, or resume with trainer.fit(ckpt_path=)."
+            )
+
+        bound = types.MethodType(step, optimizer)
+        # A scheduler made before has marked the method that it wrapped; one made later looks for the mark.
+        step._wrapped_by_lr_sched = getattr(self._inner_step, "_wrapped_by_lr_sched", False)  # type: ignore[attr-defined]
+        optimizer.step = bound  # type: ignore[method-assign]
+        optimizer.state_dict = types.MethodType(state_dict, optimizer)  # type: ignore[method-assign]
+        optimizer.load_state_dict = types.MethodType(load_state_dict, optimizer)  # type: ignore[method-assign]
+
+    def release(self) -> None:
+        """Undo the patches. The state of runs is dropped."""
+        for name in ("step", "state_dict", "load_state_dict"):
+            self.optimizer.__dict__.pop(name, None)
+        self.optimizer.state.clear()
+
+    def places(self) -> list[list[Place]]:
+        """Where the parameters of each param group live.
+
+        Raises:
+            ConfigError: a parameter is not part of the sharded module.
+        """
+        return [[self._place_of(p) for p in group["params"]] for group in self.optimizer.param_groups]
+
+    def params(self) -> list[nn.Parameter]:
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    # -- step -----------------------------------------------------------------------------------------------------
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """The user's ``optimizer.step``: the closure first (it needs the user's own groups), then the runs."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._before()
+        used = self._used()
+        changed = self._arrange(used)
+        with torch.inference_mode(False), torch.no_grad(), torch.autocast(self._device_type, enabled=False):
+            with self._runs_in_groups(used):
+                self._inner_step()
+        self._after(changed)
+        return loss
+
+    def _arrange(self, used: set[int]) -> set[Bucket]:
+        """Bring the runs up to date with param groups and step counts; the buckets that this step changes."""
+        group_of = self._group_of()
+        changed: set[Bucket] = set()
+        for bucket, groups in group_of.items():
+            if not bucket.trainable:
+                continue
+            active = {slot for slot in groups if id(bucket.params[slot].param) in used}
+            self._cut(bucket, groups, active)
+            for slot in active:
+                self._steps[bucket, slot] = self._steps.get((bucket, slot), 0) + 1
+            if active:
+                changed.add(bucket)
+        for bucket in [b for b in self._runs if b not in group_of]:
+            del self._runs[bucket]
+        return changed
+
+    def _cut(self, bucket: Bucket, groups: dict[int, int], active: set[int] | None = None) -> None:
+        """Cut a bucket's fragments into runs by param group, step count and whether they are used now."""
+        fragments = bucket.owned_fragments()
+        keys: list[object] = []
+        for fragment in fragments:
+            slot = fragment.index
+            if slot not in groups:
+                keys.append(None)
+                continue
+            own = slot if self._per_fragment else -1
+            used_now = active is None or slot in active
+            keys.append((groups[slot], self._steps.get((bucket, slot), 0), used_now, own))
+        wanted = cut_runs(fragments, keys)
+        present = self._runs.get(bucket, [])
+        # ``runs`` are plain tuples of integers, so this comparison is the whole check of whether anything changed.
+        same_cuts = [(g, r.run) for g, r in present] == [(key[0], run) for key, run in wanted]  # type: ignore[index]
+        if same_cuts and all(r.tensor.untyped_storage().data_ptr() == bucket.master.untyped_storage().data_ptr()
+                             for _, r in present):
+            return
+        runs: list[tuple[int, FlatRun]] = []
+        for key, run in wanted:
+            stop = run.fragments[-1].start + run.fragments[-1].numel if self._per_fragment else run.stop
+            tensor = bucket.master[run.start : stop].detach()
+            runs.append((key[0], FlatRun(bucket, run, tensor)))  # type: ignore[index]
+        self._hand_over(present, runs)
+        self._runs[bucket] = runs
+
+    def _hand_over(self, old: Sequence[tuple[int, FlatRun]], new: Sequence[tuple[int, FlatRun]]) -> None:
+        """Give the new runs their parts of the old runs' state."""
+        states = {id(r): self.optimizer.state.pop(r.tensor, {}) for _, r in old}
+        for _, target in new:
+            pieces = []
+            for _, source in old:
+                low, high = max(source.run.start, target.run.start), min(source.run.stop, target.run.stop)
+                if low < high and states[id(source)]:
+                    pieces.append((low, high, source))
+            if pieces:
+                self.optimizer.state[target.tensor] = self._assemble(pieces, target, states)
+
+    @staticmethod
+    def _assemble(
+        pieces: Sequence[tuple[int, int, FlatRun]], target: FlatRun, states: dict[int, dict[str, Any]]
+    ) -> dict[str, Any]:
+        low, high, first = pieces[0]
+        result: dict[str, Any] = {}
+        for name, value in states[id(first)].items():
+            if not is_elementwise_state(name, value, first.tensor):
+                result[name] = value.clone() if isinstance(value, Tensor) else value
+                continue
+            result[name] = torch.zeros_like(target.tensor, dtype=value.dtype)
+            for low, high, source in pieces:
+                part = states[id(source)][name][low - source.run.start : high - source.run.start]
+                start = low - target.run.start
+                result[name][start : start + part.numel()].copy_(part)
+        return result
+
+    @contextlib.contextmanager
+    def _runs_in_groups(self, used: set[int]) -> Iterator[None]:
+        optimizer = self.optimizer
+        kept = [(group["params"], group.get("fused")) for group in optimizer.param_groups]
+        lists: list[list[Tensor]] = [[] for _ in kept]
+        stepped: list[FlatRun] = []
+        for bucket, runs in self._runs.items():
+            for index, run in runs:
+                if bucket.grad is None or not self._is_used(run, used):
+                    continue
+                grad = bucket.grad[run.run.start : run.run.start + run.tensor.numel()]
+                run.tensor.grad = grad if grad.dtype == run.tensor.dtype else grad.to(run.tensor.dtype)
+                lists[index].append(run.tensor)
+                stepped.append(run)
+        try:
+            for group, params in zip(optimizer.param_groups, lists, strict=True):
+                group["params"] = params
+                if self._prefers_fused(group, params):
+                    group["fused"] = True
+            yield
+        finally:
+            for group, (params, fused) in zip(optimizer.param_groups, kept, strict=True):
+                group["params"] = params
+                if "fused" in group:
+                    group["fused"] = fused
+            for run in stepped:
+                run.tensor.grad = None
+
+    def _is_used(self, run: FlatRun, used: set[int]) -> bool:
+        slot = run.run.fragments[0].index  # runs are cut where this differs
+        return id(run.bucket.params[slot].param) in used
+
+    def _prefers_fused(self, group: dict[str, Any], params: Sequence[Tensor]) -> bool:
+        """Where the user has chosen no implementation, torch's fused kernel: the only one that is fast on a CPU."""
+        free = group.get("fused", False) is None and not group.get("foreach") and not group.get("capturable")
+        return free and isinstance(self.optimizer, FUSED) and all(p.is_floating_point() for p in params)
+
+    # -- state, keyed by parameter ----------------------------------------------------------------------------------
+
+    def runs_of(self, bucket: Bucket) -> list[FlatRun]:
+        return [run for _, run in self._runs.get(bucket, [])]
+
+    def fragment_states(self, bucket: Bucket) -> Iterator[tuple[Fragment, dict[str, Any]]]:
+        """This rank's state of a bucket's fragments: values with an element per element come as :class:`Sliced`."""
+        for run in self.runs_of(bucket):
+            state = self.optimizer.state.get(run.tensor, {})
+            for fragment in run.run.fragments if state else ():
+                start = fragment.start - run.run.start
+                yield fragment, {
+                    name: Sliced(value[start : start + fragment.numel])
+                    if is_elementwise_state(name, value, run.tensor)
+                    else value
+                    for name, value in state.items()
+                }
+
+    def load_param_states(self, states: dict[tuple[Bucket, int], dict[str, Any]]) -> None:
+        """Replace all state. ``states``: for a parameter, its full tensors (any shape of its numel) or plain values."""
+        self.optimizer.state.clear()
+        self._runs.clear()
+        self._steps = {key: _step_count(state) for key, state in states.items()}
+        for bucket, groups in self._group_of().items():
+            if bucket.trainable:
+                self._cut(bucket, groups)
+                for run in self.runs_of(bucket):
+                    self._fill_state(run, states)
+
+    def _group_of(self) -> dict[Bucket, dict[int, int]]:
+        """For each bucket: slot -> param group."""
+        result: dict[Bucket, dict[int, int]] = {}
+        for index, group in enumerate(self.places()):
+            for place in group:
+                result.setdefault(place.bucket, {})[place.info.slot] = index
+        return result
+
+    def _fill_state(self, run: FlatRun, states: dict[tuple[Bucket, int], dict[str, Any]]) -> None:
+        first = states.get((run.bucket, run.run.fragments[0].index))
+        if not first:
+            return
+        state: dict[str, Any] = {}
+        shape = run.bucket.params[run.run.fragments[0].index].shape
+        for name, value in first.items():
+            if name in PER_TENSOR or not isinstance(value, Tensor) or value.shape != shape:
+                state[name] = value.clone() if isinstance(value, Tensor) else value
+                continue
+            flat = torch.zeros(run.tensor.numel(), dtype=_state_dtype(value, run.tensor), device=run.tensor.device)
+            for fragment in run.run.fragments:
+                source = states[run.bucket, fragment.index][name].reshape(-1)
+                start = fragment.start - run.run.start
+                flat[start : start + fragment.numel].copy_(source[fragment.offset : fragment.offset + fragment.numel])
+            state[name] = flat
+        self.optimizer.state[run.tensor] = state
+
+
+def is_elementwise_state(name: str, value: Any, tensor: Tensor) -> bool:
+    """Whether a state value has an element for every element of the run (and not, say, a step count)."""
+    return name not in PER_TENSOR and isinstance(value, Tensor) and value.shape == tensor.shape
+
+
+def _state_dtype(value: Tensor, tensor: Tensor) -> torch.dtype:
+    return tensor.dtype if value.is_floating_point() else value.dtype
+
+
+def _step_count(state: dict[str, Any]) -> int:
+    """Only equality matters: parameters with equal counts share a run. SGD keeps no count, but state or none."""
+    step = state.get("step", 1 if state else 0)
+    return int(step.item()) if isinstance(step, Tensor) else int(step or 0)

@@ -1,0 +1,1 @@
+"""Device primitives: collectives, buffers, streams. Each testable alone."""

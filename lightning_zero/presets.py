@@ -1,0 +1,35 @@
+"""Presets: the names that ``Trainer(strategy=...)`` knows, each a composition of rows of the config groups."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from lightning_zero.config import ZeroConfig, make_config
+
+
+class Preset(NamedTuple):
+    stage: str  # a row of zero/stage
+    offload: str  # a row of zero/offload
+
+
+PRESETS: dict[str, Preset] = {
+    "zero0": Preset("zero0", "none"),
+    "zero1": Preset("zero1", "none"),
+    "zero2": Preset("zero2", "none"),
+    "zero3": Preset("zero3", "none"),
+    "zero1_offload": Preset("zero1", "optimizer_cpu"),
+    "zero2_offload": Preset("zero2", "optimizer_cpu"),
+    "zero3_offload": Preset("zero3", "cpu"),
+    "zero3_offload_optimizer": Preset("zero3", "optimizer_cpu"),
+    "zero3_nvme": Preset("zero3", "nvme"),
+}
+
+
+def preset_config(name: str) -> ZeroConfig:
+    """The configuration that a preset stands for.
+
+    Raises:
+        ConfigError: a row of the preset is not part of this release.
+    """
+    row = PRESETS[name]
+    return make_config(stage=row.stage, offload=row.offload)
