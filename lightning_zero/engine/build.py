@@ -46,7 +46,7 @@ def build_units(module: nn.Module, config: ZeroConfig, precision: Precision, com
     for name in ordered:
         _materialise(module, name, set(names), comm.device)
         buckets = _build_buckets(name, owners[name], fp32, config, precision, comm)
-        built[name] = Unit(name, 0 if not name else 1 + names.index(name), module.get_submodule(name), buckets)
+        built[name] = Unit(name, 0 if not name else 1 + names.index(name), buckets)
     _move_buffers(module, comm)
     return [built[name] for name in ["", *names]]
 

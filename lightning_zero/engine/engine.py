@@ -151,7 +151,7 @@ class Engine:
 
     def _register_hooks(self, module: nn.Module) -> None:
         for unit in self.units:
-            self.hooks.watch_unit(unit)
+            self.hooks.watch_unit(unit, module.get_submodule(unit.name))
         if self.precision is Precision.bf16:
             for inner in build.fp32_modules(module, self.config.precision.fp32_modules):
                 self.hooks.keep_output_dtype(inner)
@@ -267,6 +267,12 @@ class Engine:
         self._pass_key, self._pass_owner = None, None
         self.in_backward = self._explicit = self._second_order = False
 
+    def rest(self) -> None:
+        """Between runs: no pass is open and no gather in flight."""
+        if self._pass_key is not None:
+            self.abort()
+        self.settle()
+
     def _reshard_all(self) -> None:
         for unit in self.units:
             if unit.resharding and unit.state is not State.SHARDED:
@@ -355,6 +361,10 @@ class Engine:
         self._forget_zeroed()
         self.reducer.order = self._reduce_orders.get(str(self._pass_key), self.reducer.order)
         self.reducer.begin(lambda b: sum(info.param.requires_grad for info in b.params))
+        for grads in self.reducer.grads.values():
+            for info in grads.bucket.params:
+                if isinstance(info.param.grad, GradSentinel):
+                    info.param.grad = None
         for sentinel in self._sentinels.values():
             sentinel.added = False
         for unit in self.units:
@@ -535,10 +545,15 @@ class Engine:
         self.optimizers = []
 
     def _stepped(self, changed: set[Bucket]) -> None:
-        """Masters changed: bring the compute parameters up to date."""
         self._guard.check()
         if self._scope is None:
             self._ordinal = 0
+        self.masters_changed(changed)
+
+    @outside_autograd
+    def masters_changed(self, changed: set[Bucket] | None = None) -> None:
+        """On all ranks: bring the compute parameters up to date with their masters (default: all)."""
+        changed = set(self.buckets) if changed is None else changed
         for unit in self.units:
             buckets = [b for b in unit.buckets if b in changed]
             refreshed = [b for b in buckets if b.refreshed]

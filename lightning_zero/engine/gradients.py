@@ -36,6 +36,7 @@ class GradSentinel(Tensor):
     fqn: str
     zeroed: bool  # by the user, since the last backward
     added: bool  # autograd added a new gradient to it before the engine took notice of the backward
+    incoming: Tensor | None  # that gradient
 
     @staticmethod
     def __new__(cls, info: ParamInfo) -> GradSentinel:
@@ -45,7 +46,13 @@ class GradSentinel(Tensor):
         )
         wrapper.fqn = info.fqn
         wrapper.zeroed = wrapper.added = False
+        wrapper.incoming = None
         return wrapper
+
+    def take(self) -> Tensor | None:
+        """The gradient that autograd added."""
+        incoming, self.incoming = self.incoming, None
+        return incoming
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"<the gradient of {self.fqn} is sharded; lightning_zero.grad_norm and lightning_zero.gather read it>"
@@ -59,9 +66,10 @@ class GradSentinel(Tensor):
             for tensor in tensors:
                 tensor.zeroed = True
             return args[0] if func is torch.ops.aten.zero_.default else None
-        if func is torch.ops.aten.add.Tensor and isinstance(args[0], GradSentinel):
+        if func is torch.ops.aten.add_.Tensor and isinstance(args[0], GradSentinel):
             args[0].added = True  # autograd accumulates: what has been reduced stays where it is
-            return args[1]
+            args[0].incoming = args[1]
+            return args[0]
         flat = [a for arg in args for a in (arg if isinstance(arg, (list, tuple)) else [arg])]
         name = next((a.fqn for a in flat if isinstance(a, GradSentinel)), "a parameter")
         raise RuntimeError(

@@ -16,6 +16,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import sys
+import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 from weakref import ref
@@ -23,6 +24,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
+from lightning_zero.engine.gradients import GradSentinel
 from lightning_zero.engine.unit import Bucket, Unit
 
 if TYPE_CHECKING:
@@ -117,7 +119,7 @@ class Hooks:
         self._handles: list[Any] = []
         self._grad_handles: dict[int, Any] = {}
         self._call = 0
-        self._guarded: nn.Module | None = None
+        self._guarded: Callable[[], nn.Module | None] = lambda: None
 
     @property
     def engine(self) -> Engine:
@@ -129,15 +131,15 @@ class Hooks:
         for handle in (*self._handles, *self._grad_handles.values()):
             handle.remove()
         self._handles, self._grad_handles = [], {}
-        if self._guarded is not None:
+        if (module := self._guarded()) is not None:
             for name in ("_apply", "__deepcopy__"):
-                self._guarded.__dict__.pop(name, None)
+                module.__dict__.pop(name, None)
 
     # -- registration -----------------------------------------------------------------------------------------------
 
-    def watch_unit(self, unit: Unit) -> None:
+    def watch_unit(self, unit: Unit, target: nn.Module) -> None:
         """Follow the calls of a unit's module. Ours run before the user's pre-hooks, so that these see weights."""
-        inplace = any(getattr(m, "inplace", False) is True for m in unit.module.modules())
+        inplace = any(getattr(m, "inplace", False) is True for m in target.modules())
 
         def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
             return self._pre_forward(unit, args, kwargs, wrap_inputs=not inplace)
@@ -145,9 +147,9 @@ class Hooks:
         def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
             return self._post_forward(unit, args, kwargs, output)
 
-        self._handles.append(unit.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+        self._handles.append(target.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
         self._handles.append(
-            unit.module.register_forward_hook(after, with_kwargs=True, always_call=unit.index == 0)
+            target.register_forward_hook(after, with_kwargs=True, always_call=unit.index == 0)
         )
 
     def watch_grad(self, unit: Unit, bucket: Bucket, slot: int) -> None:
@@ -158,6 +160,8 @@ class Hooks:
 
         def arrived(p: Tensor) -> None:
             grad, p.grad = p.grad, None
+            if isinstance(grad, GradSentinel):
+                grad = grad.take()
             if grad is not None:
                 self.engine.grad_arrived(unit, bucket, slot, grad)
 
@@ -179,17 +183,17 @@ class Hooks:
         self._handles.append(module.register_state_dict_pre_hook(lambda *_: refuse("state_dict()")))
         self._handles.append(module.register_load_state_dict_pre_hook(lambda *_: refuse("load_state_dict()")))
 
-        def apply(fn: Any, recurse: bool = True) -> nn.Module:
+        def apply(self: nn.Module, fn: Any, recurse: bool = True) -> nn.Module:
             refuse("converting (.to(), .cuda(), .half(), ...)")
-            return type(module)._apply(module, fn, recurse)
+            return type(self)._apply(self, fn, recurse)
 
-        def deepcopy(memo: dict[int, Any]) -> nn.Module:
+        def deepcopy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
             refuse("copy.deepcopy()")
             return self._plain_copy(module, memo)
 
-        module.__dict__["_apply"] = apply
-        module.__dict__["__deepcopy__"] = deepcopy
-        self._guarded = module
+        module.__dict__["_apply"] = types.MethodType(apply, module)
+        module.__dict__["__deepcopy__"] = types.MethodType(deepcopy, module)
+        self._guarded = ref(module)
 
     def _plain_copy(self, module: nn.Module, memo: dict[int, Any]) -> nn.Module:
         """A copy without our hooks."""

@@ -192,11 +192,10 @@ class Bucket:
 
 @dataclass(slots=True, eq=False)
 class Unit:
-    """Buckets that are gathered, reduced and stepped together, and the module whose calls drive them."""
+    """Buckets that are gathered, reduced and stepped together, driven by the calls of one module."""
 
     name: str  # fqn of the module, "" for the root
     index: int
-    module: nn.Module
     buckets: list[Bucket]
     state: State = State.GATHERED
     pending: list[Pending] = field(default_factory=list)

@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -425,7 +426,7 @@ class _Watchdog:
         ranks: Sequence[int] = dist.get_process_group_ranks(comm._parent)
         self._prefix = f"lightning_zero/{_Watchdog._serial}"
         self._ranks = list(ranks)
-        self._comm = comm
+        self._comm = ref(comm)
         # The clone has a connection of its own: a rank that waits inside the store must not block this thread.
         store = dist.distributed_c10d._get_default_store()
         self._store = store.clone() if hasattr(store, "clone") else store
@@ -439,9 +440,12 @@ class _Watchdog:
     def _run(self) -> None:
         posted = None
         while not self._stop.wait(POST_PLACE_EVERY_S):
-            if (place := self._comm.place) != posted:
+            comm = self._comm()
+            if comm is None:
+                return
+            if (place := comm.place) != posted:
                 try:
-                    self._store.set(self._key(self._comm.rank), place)
+                    self._store.set(self._key(comm.rank), place)
                 except Exception:  # the store is gone with its server: this rank will hear of it elsewhere
                     return
                 posted = place
@@ -450,8 +454,9 @@ class _Watchdog:
         found = []
         for rank in range(len(self._ranks)):
             place = "unknown: it has posted nothing"
-            if rank == self._comm.rank:
-                place = self._comm.place
+            comm = self._comm()
+            if comm is not None and rank == comm.rank:
+                place = comm.place
             else:
                 with contextlib.suppress(Exception):
                     if self._store.check([self._key(rank)]):

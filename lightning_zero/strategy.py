@@ -1,0 +1,378 @@
+"""ZeroStrategy: Lightning's lifecycle in terms of the engine. No sharding logic here."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import sys
+from collections.abc import Generator, Mapping
+from datetime import timedelta
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.fabric.utilities.distributed import (
+    _get_default_process_group_backend_for_device,
+    _init_dist_connection,
+    _sync_ddp_if_available,
+)
+from lightning.fabric.utilities.init import _EmptyInit
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins.precision import Precision as LightningPrecision
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+from lightning.pytorch.strategies.parallel import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from lightning_utilities.core.rank_zero import rank_zero_only as utils_rank_zero_only
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from lightning_zero import averaging
+from lightning_zero.config import ConfigError, PrecisionConfig, ZeroConfig, make_config
+from lightning_zero.engine import Engine, engine_of, shard, values
+from lightning_zero.precision import FLAGS, ZeroPrecision
+from lightning_zero.summary import print_units
+
+EXIT_BARRIER_S = 20.0
+
+
+class ZeroStrategy(ParallelStrategy):
+    """ZeRO stages 0-3 as a Lightning strategy.
+
+    Args:
+        stage: a row of ``zero/stage`` (``"zero0"`` .. ``"zero3"``, or 0 .. 3); default ``zero3``.
+        offload: a row of ``zero/offload``.
+        config: a whole :class:`ZeroConfig`; other arguments are set on top of it.
+        settings: fields of :class:`ZeroConfig`, such as ``prefetch_bytes`` or ``unit={"classes": ["Block"]}``.
+
+    The remaining arguments are those of every Lightning strategy.
+
+    Raises:
+        ConfigError: a setting that cannot work; the message names the key to change.
+    """
+
+    def __init__(
+        self,
+        stage: int | str | None = None,
+        *,
+        offload: str | None = None,
+        config: ZeroConfig | None = None,
+        accelerator: pl.accelerators.Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: LightningPrecision | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+        **settings: Any,
+    ) -> None:
+        rows = {"stage": stage, "offload": offload}
+        self.config = make_config(config, **{k: v for k, v in rows.items() if v is not None}, **settings)
+        self._asked_precision = self.config.precision.name
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+        )
+        self._num_nodes = 1
+        self._process_group_backend = process_group_backend
+        self._timeout = timeout
+
+    # -- what the Trainer asks and tells --------------------------------------------------------------------------
+
+    @property
+    def is_distributed(self) -> bool:
+        """Without this Lightning would leave the samplers alone and every rank would train on the same data."""
+        return True
+
+    @property
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_nodes(self) -> int:
+        return self._num_nodes
+
+    @num_nodes.setter
+    def num_nodes(self, num_nodes: int) -> None:
+        self._num_nodes = num_nodes
+
+    @property
+    def num_processes(self) -> int:
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.num_nodes * self.num_processes, "rank": self.global_rank}
+
+    @property
+    def process_group_backend(self) -> str | None:
+        return self._process_group_backend
+
+    @property
+    def precision_plugin(self) -> ZeroPrecision:
+        return self._precision_plugin if self._precision_plugin is not None else ZeroPrecision()  # type: ignore
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: LightningPrecision | None) -> None:
+        """Lightning hands over the plugin it chose from ``Trainer(precision=)``; ours takes its place.
+
+        Raises:
+            ConfigError: another precision than ``zero.precision.name`` asks for.
+        """
+        if plugin is None:
+            self._precision_plugin = None
+            return
+        ours = ZeroPrecision.from_plugin(plugin)
+        if self._asked_precision is not None and ours.row is not self._asked_precision:
+            raise ConfigError(
+                f"trainer.precision: expected {FLAGS[self._asked_precision]!r}, which "
+                f"zero/precision={self._asked_precision.name} means, got {ours.precision!r}. Set "
+                f"Trainer(precision={FLAGS[self._asked_precision]!r}), or drop zero.precision.name."
+            )
+        ours.attach(self)
+        self._precision_plugin = ours
+
+    @property
+    def engine(self) -> Engine:
+        """The engine of the connected LightningModule.
+
+        Raises:
+            RuntimeError: it is not sharded yet.
+        """
+        module = self.lightning_module
+        engine = engine_of(module) if module is not None else None
+        if engine is None:
+            raise RuntimeError(
+                "the LightningModule is not sharded yet: that happens after the setup() and configure_model() hooks. "
+                "Use this from on_fit_start on."
+            )
+        return engine
+
+    def step_scope(self, key: str = "step_scope") -> contextlib.AbstractContextManager[None]:
+        """Inside, the sharded module may be called outside of a Lightning step (generation, say). All ranks enter."""
+
+        @contextlib.contextmanager
+        def scope() -> Generator[None, None, None]:
+            with torch.no_grad(), self.precision_plugin.forward_context():
+                with self.engine.step_scope(key, evaluation=True):
+                    yield
+
+        return scope()
+
+    # -- processes ------------------------------------------------------------------------------------------------
+
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        if not self.cluster_environment.creates_processes_externally:
+            self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        reset_seed()
+        self.set_world_ranks()
+        device = self.root_device
+        self._process_group_backend = (
+            self._process_group_backend or _get_default_process_group_backend_for_device(device)
+        )
+        assert self.cluster_environment is not None
+        first = not dist.is_initialized()
+        _init_dist_connection(
+            self.cluster_environment,
+            self._process_group_backend,
+            timeout=self._timeout,
+            device_id=None if device.type == "cpu" else device,
+        )
+        if first:
+            atexit.register(_destroy_process_group)
+        if self.lightning_module is not None:
+            averaging.keep_off_plain_module(self.lightning_module.trainer)
+
+    def set_world_ranks(self) -> None:
+        if self.cluster_environment is not None:
+            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        rank_zero_only.rank = utils_rank_zero_only.rank = self.global_rank
+
+    def barrier(self, name: str | None = None) -> None:
+        if not dist.is_initialized():
+            return
+        on_device = dist.get_backend() == "nccl"
+        dist.barrier(device_ids=[self.root_device.index] if on_device else None)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        if not dist.is_initialized():
+            return obj
+        box = [obj]
+        dist.broadcast_object_list(box, src)
+        return box[0]
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op) if isinstance(tensor, Tensor) else tensor
+
+    # -- setup and teardown ---------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
+        """Modules are built on the host (on meta with ``empty_init``): the whole need not fit on the device."""
+        if empty_init:
+            with torch.device("meta"), self.precision_plugin.tensor_init_context():
+                yield
+        else:
+            with _EmptyInit(enabled=False), self.precision_plugin.tensor_init_context():
+                yield
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        assert self.accelerator is not None and self.model is not None
+        self.accelerator.setup(trainer)
+        _refuse_callbacks(trainer)
+        if trainer.state.fn == TrainerFn.FITTING and self._layer_sync:
+            self.model = self._layer_sync.apply(self.model)
+        self.model = self._setup_model(self.model)
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+            averaging.average_shards(trainer, self.engine)
+        self.setup_precision_plugin()
+
+    def model_to_device(self) -> None:
+        """The engine moves buckets and buffers itself."""
+
+    def _setup_model(self, model: Module) -> Module:
+        """Shard the module; one that is sharded already, by an earlier run, stays so if its settings are the same."""
+        wanted = self._engine_config()
+        engine = engine_of(model)
+        if engine is not None and (engine.config != wanted or engine.comm.device != self.root_device):
+            engine.release()
+            engine = None
+        if engine is None:
+            engine = shard(model, config=wanted, device=self.root_device)
+            if self.config.summary and self.is_global_zero:
+                print_units(engine)
+        assert isinstance(model, pl.LightningModule)
+        model._device = self.root_device  # module.device: buckets were moved, not the module
+        return model
+
+    def _engine_config(self) -> ZeroConfig:
+        precision = self.config.precision
+        row = PrecisionConfig(
+            name=self.precision_plugin.row,
+            reduce_dtype=precision.reduce_dtype,
+            grad_dtype=precision.grad_dtype,
+            fp32_modules=precision.fp32_modules,
+        )
+        return make_config(self.config, precision=row)
+
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        self.engine.drop_optimizers()
+        super().setup_optimizers(trainer)
+        for optimizer in self.optimizers:
+            self.engine.add_optimizer(optimizer)
+
+    def teardown(self) -> None:
+        """Shards stay where they are: saving, testing and fitting again work afterwards."""
+        assert self.cluster_environment is not None and self.accelerator is not None
+        module = self.lightning_module
+        if module is not None:
+            engine = engine_of(module)
+            if engine is not None:
+                engine.rest()
+            if module._trainer is not None:
+                averaging.let_go(module.trainer)
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+
+    def on_exception(self, exception: BaseException) -> None:
+        """No collective here: the other ranks may be gone."""
+        global _FAILED
+        _FAILED = True
+        module = self.lightning_module
+        engine = engine_of(module) if module is not None else None
+        if engine is not None:
+            engine.abort()
+
+    # -- steps ----------------------------------------------------------------------------------------------------
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.engine.step_scope("training_step"):
+            return super().training_step(*args, **kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.engine.step_scope("validation_step", evaluation=True):
+            return super().validation_step(*args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.engine.step_scope("test_step", evaluation=True):
+            return super().test_step(*args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.engine.step_scope("predict_step", evaluation=True):
+            return super().predict_step(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """Accumulate locally where gradients rest replicated (stages 0 and 1); elsewhere reduce every time."""
+        with self.engine.no_sync():
+            yield
+
+    # -- checkpoints ----------------------------------------------------------------------------------------------
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True  # optimizers and shards exist only then
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        return values.module_state_dict(self.engine)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        if isinstance(optimizer, LightningOptimizer):
+            optimizer = optimizer._optimizer
+        return values.optimizer_state(self.engine, optimizer)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        # Lightning forgets the user's weights_only on this road. None means a checkpoint of our own, with whatever
+        # hyperparameters it holds.
+        return super().load_checkpoint(checkpoint_path, weights_only=bool(weights_only))
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        values.load_module_state_dict(self.engine, checkpoint["state_dict"], strict=strict)
+        self.engine.masters_changed()
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            values.load_optimizer_state(self.engine, optimizer, state)
+
+
+_FAILED = False
+
+
+def _refuse_callbacks(trainer: pl.Trainer) -> None:
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, StochasticWeightAveraging):
+            raise ConfigError(
+                "StochasticWeightAveraging copies parameters one by one and would average placeholders. Use "
+                "lightning.pytorch.callbacks.WeightAveraging, whose copy is kept on shards."
+            )
+
+
+def _destroy_process_group() -> None:
+    """At a clean exit: leave together, or gloo aborts at random. After an exception the others may never come."""
+    if _FAILED or hasattr(sys, "last_value") or not dist.is_initialized():
+        return
+    with contextlib.suppress(Exception):
+        if dist.get_backend() == "nccl":
+            torch.cuda.synchronize()
+        else:
+            work = dist.barrier(async_op=True)
+            work.wait(timedelta(seconds=EXIT_BARRIER_S))
+        dist.destroy_process_group()
