@@ -24,12 +24,13 @@ from torch.optim import Optimizer
 
 from lightning_zero.config import ConfigError, Precision, ZeroConfig
 from lightning_zero.engine import build
-from lightning_zero.engine.gradients import GradSentinel, Reducer
+from lightning_zero.engine.gradients import Reducer
 from lightning_zero.engine.guards import PlaceholderGuard
 from lightning_zero.engine.hooks import Hooks
 from lightning_zero.engine.optimizer import Place, ShardedOptimizer
 from lightning_zero.engine.order import GatherOrder
-from lightning_zero.engine.unit import Bucket, ParamInfo, State, Unit
+from lightning_zero.engine.sentinels import Sentinels
+from lightning_zero.engine.unit import Bucket, State, Unit
 from lightning_zero.memory.collectives import Communicator
 
 _ENGINES: weakref.WeakKeyDictionary[nn.Module, Engine] = weakref.WeakKeyDictionary()
@@ -73,13 +74,9 @@ class Engine:
         self.config = config
         self.precision = config.precision.name or Precision.fp32
         self._module = weakref.ref(module)
-        self.comm = Communicator(
-            group, device, transport=config.comm.transport, stall_timeout_s=config.stall_timeout_s
-        )
+        self.comm = Communicator(group, device, transport=config.comm.transport, stall_timeout_s=config.stall_timeout_s)
         self.units: list[Unit] = build.build_units(module, config, self.precision, self.comm)
-        self._places = {
-            id(info.param): Place(b, info) for u in self.units for b in u.buckets for info in b.params
-        }
+        self._places = {id(info.param): Place(b, info) for u in self.units for b in u.buckets for info in b.params}
         self.order = GatherOrder(
             self.units,
             self.comm,
@@ -88,9 +85,7 @@ class Engine:
             dynamic=config.dynamic,
         )
         self.reducer = Reducer(self.buckets, self.comm, config.reduce_bucket_bytes)
-        self._reduce_orders: dict[str, list[Bucket]] = {}
-        self._late: dict[str, list[int]] = {}
-        self._sentinels: dict[int, GradSentinel] = {}
+        self.sentinels = Sentinels()
         self.optimizers: list[ShardedOptimizer] = []
         self._pass_key: str | None = None
         self._pass_owner: Unit | None = None
@@ -181,8 +176,10 @@ class Engine:
         """Raise where an operation on the module would see placeholders."""
         if not self._refuses:
             return
-        plain = what == "state_dict" and self._pass_key is None and not any(
-            b.resharding or b.refreshed or (b.has_master and b.trainable) for b in self.buckets
+        plain = (
+            what == "state_dict"
+            and self._pass_key is None
+            and not any(b.resharding or b.refreshed or (b.has_master and b.trainable) for b in self.buckets)
         )
         if plain or self.shown.issuperset(self.buckets):
             return
@@ -260,10 +257,11 @@ class Engine:
 
     @outside_autograd
     def abort(self) -> None:
-        """After an exception: every unit back to rest. Starts no collective; waits for those in flight."""
+        """After an exception: every unit back to rest. Starts no collective, and waits a bounded time for others."""
         self.reducer.abort()
         self.order.abort()
-        self._reshard_all()
+        for unit in self.units:
+            unit.abandon()
         self._pass_key, self._pass_owner = None, None
         self.in_backward = self._explicit = self._second_order = False
 
@@ -359,14 +357,8 @@ class Engine:
             self.begin_pass(key, evaluation=evaluation)
         self.in_backward, self._explicit = True, explicit
         self._forget_zeroed()
-        self.reducer.order = self._reduce_orders.get(str(self._pass_key), self.reducer.order)
-        self.reducer.begin(lambda b: sum(info.param.requires_grad for info in b.params))
-        for grads in self.reducer.grads.values():
-            for info in grads.bucket.params:
-                if isinstance(info.param.grad, GradSentinel):
-                    info.param.grad = None
-        for sentinel in self._sentinels.values():
-            sentinel.added = False
+        self.reducer.begin(str(self._pass_key), lambda b: sum(info.param.requires_grad for info in b.params))
+        self.sentinels.remove(info for unit in self.units for info in unit.infos())
         for unit in self.units:
             unit.expected = sum(info.param.requires_grad for info in unit.infos())
             unit.arrived = 0
@@ -410,7 +402,7 @@ class Engine:
     def _graph_task_ended(self) -> None:
         if not self.in_backward or self._explicit:
             return
-        if any(g.arrived for g in self.reducer.grads.values()):
+        if self.reducer.has_arrivals:
             self.end_backward()
             return
         # torch.autograd.grad: the forward goes on, or a second backward follows.
@@ -422,93 +414,33 @@ class Engine:
     @outside_autograd
     def end_backward(self) -> None:
         """The backward is over: reduce what is left, in order, and close the pass."""
-        key = str(self._pass_key)
-        self.comm.place = f"end of backward in pass {key}"
-        first = key not in self._reduce_orders
-        if first or self.config.dynamic:
-            self._agree_on_late(key)
-        self.reducer.end(self._late.get(key))
-        if first:
-            self._learn_reduce_order(key)
-        self._place_sentinels()
+        self.comm.place = f"end of backward in pass {self._pass_key}"
+        self.reducer.end(agree=self.config.dynamic)
+        for bucket, grads in self.reducer.grads.items():
+            self.sentinels.place(bucket.params[slot] for slot in grads.used)
         self.in_backward = self._explicit = False
         self.end_pass()
         if self._scope is not None:
             self.begin_pass(self._scope[0], evaluation=self._scope[1])
 
-    def _agree_on_late(self, key: str) -> None:
-        """Buckets that got gradients after their reduction on any rank are reduced again by all."""
-        flags = torch.zeros(len(self.reducer.order), dtype=torch.uint8)
-        flags[self.reducer.late_buckets()] = 1
-        self._late[key] = torch.nonzero(self.comm.max_(flags)).flatten().tolist()
-
-    def _learn_reduce_order(self, key: str) -> None:
-        """The order in which buckets got ready on rank 0 becomes everyone's; those that did not, come last."""
-        everyone = {b: i for i, b in enumerate(self.buckets)}
-        seen = [everyone[b] for b in self.reducer.completed]
-        rest = [everyone[b] for b in self.reducer.order if b not in self.reducer.completed]
-        order = torch.tensor(seen + rest, dtype=torch.int64)
-        self.comm.broadcast_small(order)
-        buckets = self.buckets
-        learned = [buckets[i] for i in order.tolist()]
-        late = {self.reducer.order[i] for i in self._late.get(key, [])}
-        self._late[key] = [i for i, b in enumerate(learned) if b in late]
-        self._reduce_orders[key] = learned
-
     # -- gradients between backward and step --------------------------------------------------------------------------
-
-    def _sentinel(self, info: ParamInfo) -> GradSentinel:
-        sentinel = self._sentinels.get(id(info.param))
-        if sentinel is None or sentinel.dtype != info.param.dtype:
-            sentinel = self._sentinels[id(info.param)] = GradSentinel(info)
-        return sentinel
-
-    def _place_sentinels(self) -> None:
-        for bucket, grads in self.reducer.grads.items():
-            for slot in grads.used:
-                info = bucket.params[slot]
-                sentinel = self._sentinel(info)
-                sentinel.zeroed = sentinel.added = False
-                info.param.grad = sentinel
-
-    def restore_sentinels(self, bucket: Bucket) -> None:
-        """Put the sentinels back where :func:`gather` showed values."""
-        for info in bucket.params:
-            if info.param.grad is not None and id(info.param) in self._sentinels:
-                info.param.grad = self._sentinel(info)
 
     def _forget_zeroed(self) -> None:
         """Drop the gradients that the user has cleared, and zero those zeroed, since the last backward."""
         for bucket, grads in self.reducer.grads.items():
-            if not grads.used and not grads.written and bucket.grad is None:
-                continue
-            cleared, zeroed = [], []
-            for info in bucket.params:
-                sentinel = self._sentinels.get(id(info.param))
-                if sentinel is None or not (info.param.grad is sentinel or sentinel.added):
-                    cleared.append(info.slot)
-                elif sentinel.zeroed:
-                    zeroed.append(info.slot)
-                    sentinel.zeroed = False
-            grads.forget(cleared)
-            grads.zero(zeroed)
+            if grads.used or grads.written or bucket.grad is not None:
+                cleared, zeroed = self.sentinels.changes(bucket)
+                grads.forget(cleared)
+                grads.zero(zeroed)
 
     def _before_step(self) -> None:
         self.settle()
         self._forget_zeroed()
 
     def used_params(self) -> set[int]:
-        """On all ranks: ids of the parameters that any rank gave a gradient since it was last zeroed."""
-        infos = [info for b in self.buckets for info in b.params]
-        flags = torch.zeros(len(infos), dtype=torch.uint8)
-        for i, info in enumerate(infos):
-            if info.param.grad is not None:
-                if not isinstance(info.param.grad, GradSentinel):
-                    raise RuntimeError(
-                        f"{info.fqn}.grad was assigned by hand. Gradients are sharded: change them inside "
-                        "`with lightning_zero.gather(module, grads=True):`."
-                    )
-                flags[i] = 1
+        """On all ranks: ids of the parameters that any rank gave a gradient since it was last cleared."""
+        infos = [info for unit in self.units for info in unit.infos()]
+        flags = torch.tensor([self.sentinels.has_grad(info) for info in infos], dtype=torch.uint8)
         used = self.comm.max_(flags).tolist()
         return {id(info.param) for info, flag in zip(infos, used, strict=True) if flag}
 

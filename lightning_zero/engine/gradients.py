@@ -13,70 +13,15 @@ Where gradients rest replicated (stages 0 and 1) the local buffer itself accumul
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_zero.engine.unit import Bucket, ParamInfo
+from lightning_zero.engine.unit import Bucket
 from lightning_zero.memory.collectives import Communicator, Pending
 from lightning_zero.planning.placement import Placement
-
-_ZEROING = {torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero_.default}
-
-
-class GradSentinel(Tensor):
-    """Stands for the gradient of a sharded parameter in ``param.grad`` between backward and step.
-
-    It has the shape of the gradient and no values. Zeroing it is noticed by the engine; any other use raises.
-    """
-
-    fqn: str
-    zeroed: bool  # by the user, since the last backward
-    added: bool  # autograd added a new gradient to it before the engine took notice of the backward
-    incoming: Tensor | None  # that gradient
-
-    @staticmethod
-    def __new__(cls, info: ParamInfo) -> GradSentinel:
-        param = info.param
-        wrapper: GradSentinel = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, info.shape, dtype=param.dtype, device=param.device, requires_grad=False
-        )
-        wrapper.fqn = info.fqn
-        wrapper.zeroed = wrapper.added = False
-        wrapper.incoming = None
-        return wrapper
-
-    def take(self) -> Tensor | None:
-        """The gradient that autograd added."""
-        incoming, self.incoming = self.incoming, None
-        return incoming
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
-        return f"<the gradient of {self.fqn} is sharded; lightning_zero.grad_norm and lightning_zero.gather read it>"
-
-    @classmethod
-    def __torch_dispatch__(
-        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func in _ZEROING:
-            tensors = args[0] if isinstance(args[0], (list, tuple)) else [args[0]]
-            for tensor in tensors:
-                tensor.zeroed = True
-            return args[0] if func is torch.ops.aten.zero_.default else None
-        if func is torch.ops.aten.add_.Tensor and isinstance(args[0], GradSentinel):
-            args[0].added = True  # autograd accumulates: what has been reduced stays where it is
-            args[0].incoming = args[1]
-            return args[0]
-        flat = [a for arg in args for a in (arg if isinstance(arg, (list, tuple)) else [arg])]
-        name = next((a.fqn for a in flat if isinstance(a, GradSentinel)), "a parameter")
-        raise RuntimeError(
-            f"the gradient of {name} is sharded over the ranks and cannot be read from .grad ({func}). Use "
-            "lightning_zero.grad_norm(module) for norms, lightning_zero.clip_grad_norm_(module, max_norm) or "
-            "Trainer(gradient_clip_val=) for clipping, lightning_zero.gather(module, grads=True) for values."
-        )
 
 
 @dataclass(slots=True, eq=False)
@@ -186,6 +131,9 @@ class Reducer:
         self.order: list[Bucket] = list(reversed(list(self.grads)))
         self.synchronize = True
         self.completed: list[Bucket] = []  # in the order in which they got ready in this backward
+        self._orders: dict[str, list[Bucket]] = {}  # learned, by kind of pass
+        self._late_places: dict[str, list[int]] = {}
+        self._key = ""
         self._late: set[Bucket] = set()
         self._next = 0
         self._ready: set[Bucket] = set()
@@ -194,8 +142,15 @@ class Reducer:
         self._flying_nbytes = 0
         self._max_in_flight_nbytes = max_in_flight_nbytes
 
-    def begin(self, expected: Callable[[Bucket], int]) -> None:
-        """A backward starts. ``expected`` tells how many of a bucket's parameters require a gradient now."""
+    def begin(self, key: str, expected: Callable[[Bucket], int]) -> None:
+        """A backward starts.
+
+        Args:
+            key: backwards of one key are expected to bring gradients in the same order.
+            expected: how many of a bucket's parameters require a gradient now.
+        """
+        self._key = key
+        self.order = self._orders.get(key, self.order)
         self._expected = {b: expected(b) for b in self.grads}
         self._ready, self._late = set(), set()
         self.completed = []
@@ -216,31 +171,55 @@ class Reducer:
             self._set_ready(bucket)
             self._pump()
 
-    def late_buckets(self) -> list[int]:
-        """Places (in ``order``) of buckets that must be reduced a second time."""
-        return sorted(self.order.index(b) for b in self._late)
+    @property
+    def has_arrivals(self) -> bool:
+        return any(grads.arrived for grads in self.grads.values())
 
-    def end(self, late: Sequence[int] | None = None) -> None:
+    def end(self, *, agree: bool) -> None:
         """The backward is over: issue everything that is left, in order, and wait for all of it.
 
         Args:
-            late: places of the buckets that any rank must reduce again; default: this rank's own.
+            agree: ask the other ranks which buckets must be reduced a second time, also where that is known from an
+                earlier backward of this key.
         """
-        again = self.late_buckets() if late is None else list(late)
+        first = self._key not in self._orders
+        if first or agree:
+            self._agree_on_late()
         for bucket in self.order:
             if self._synchronizes(bucket) and self._expected[bucket] and bucket not in self._ready:
                 self._set_ready(bucket)
         self._pump()
-        for place in again:
+        for place in self._late_places[self._key]:
             self._issue(self.order[place])
         while self._in_flight:
             self._land()
         self._land_second_halves()
+        if first:
+            self._learn_order()
+
+    def _agree_on_late(self) -> None:
+        """Buckets that got gradients after their reduction, on any rank, are reduced again by all."""
+        flags = torch.zeros(len(self.order), dtype=torch.uint8)
+        flags[[self.order.index(b) for b in self._late]] = 1
+        self._late_places[self._key] = torch.nonzero(self.comm.max_(flags)).flatten().tolist()
+
+    def _learn_order(self) -> None:
+        """The order in which buckets got ready on rank 0 becomes everyone's; those that did not, come last."""
+        buckets = list(self.grads)
+        number = {b: i for i, b in enumerate(buckets)}
+        seen = [number[b] for b in self.completed]
+        rest = [number[b] for b in self.order if b not in self.completed]
+        order = torch.tensor(seen + rest, dtype=torch.int64)
+        self.comm.broadcast_small(order)
+        learned = [buckets[i] for i in order.tolist()]
+        late = {self.order[i] for i in self._late_places[self._key]}
+        self._late_places[self._key] = [i for i, b in enumerate(learned) if b in late]
+        self._orders[self._key] = learned
 
     def abort(self) -> None:
-        """After an exception: drop this backward's partial gradients. Waits for messages, starts none."""
+        """After an exception: drop this backward's partial gradients. Starts no message."""
         for _, pending in (*self._in_flight, *self._second_half):
-            pending.wait()
+            pending.abandon()
         self._in_flight, self._second_half = [], []
         self._flying_nbytes = 0
         for grads in self.grads.values():

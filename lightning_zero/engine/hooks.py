@@ -17,14 +17,14 @@ import copy
 import dataclasses
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, cast
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.engine.gradients import GradSentinel
+from lightning_zero.engine.sentinels import GradSentinel
 from lightning_zero.engine.unit import Bucket, Unit
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def find_tensors(value: Any, only: tuple[type, ...] | None = None) -> Iterator[T
         yield value
     elif only is not None:
         if isinstance(value, only):
-            for item in value:
+            for item in cast(Iterable[Any], value):
                 yield from find_tensors(item, only)
     elif isinstance(value, Mapping):
         for item in value.values():
@@ -148,9 +148,7 @@ class Hooks:
             return self._post_forward(unit, args, kwargs, output)
 
         self._handles.append(target.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
-        self._handles.append(
-            target.register_forward_hook(after, with_kwargs=True, always_call=unit.index == 0)
-        )
+        self._handles.append(target.register_forward_hook(after, with_kwargs=True, always_call=unit.index == 0))
 
     def watch_grad(self, unit: Unit, bucket: Bucket, slot: int) -> None:
         """Take a parameter's gradient as soon as autograd has accumulated it. The parameter must require grad."""
@@ -161,7 +159,7 @@ class Hooks:
         def arrived(p: Tensor) -> None:
             grad, p.grad = p.grad, None
             if isinstance(grad, GradSentinel):
-                grad = grad.take()
+                grad = grad.pop_incoming()
             if grad is not None:
                 self.engine.grad_arrived(unit, bucket, slot, grad)
 
@@ -229,10 +227,15 @@ class Hooks:
             return None
         self._call += 1
         call = unit.open_call = self._call
-        wrapped = _InputGrads.apply(lambda: engine.input_grads_arrived(unit, call), *inputs)
+        wrapped = _InputGrads.apply(  # type: ignore[no-untyped-call]
+            lambda: engine.input_grads_arrived(unit, call), *inputs
+        )
         unit.open_inputs = [(t, t._version) for t in inputs]
         new = {id(t): w for t, w in zip(inputs, wrapped, strict=True)}
-        change = lambda t: new.get(id(t), t)  # noqa: E731
+
+        def change(tensor: Tensor) -> Tensor:
+            return new.get(id(tensor), tensor)
+
         return map_tensors(args, change), {k: map_tensors(v, change) for k, v in kwargs.items()}
 
     def _post_forward(self, unit: Unit, args: Any, kwargs: Any, output: Any) -> Any:

@@ -11,9 +11,8 @@ fragments then differ in step count from their neighbours, and the run is cut th
 from __future__ import annotations
 
 import contextlib
-import inspect
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +21,7 @@ from torch.optim import Optimizer
 
 from lightning_zero.config import ConfigError
 from lightning_zero.engine.unit import Bucket, ParamInfo
-from lightning_zero.planning.layout import PARAM_ALIGN, Fragment, Run, cut_runs, round_up
+from lightning_zero.planning.layout import Fragment, Run, cut_runs
 
 # Optimizers of torch that compute every element from that element's value, gradient and state alone.
 ELEMENTWISE = (
@@ -175,9 +174,13 @@ class ShardedOptimizer:
         self._before()
         used = self._used()
         changed = self._arrange(used)
-        with torch.inference_mode(False), torch.no_grad(), torch.autocast(self._device_type, enabled=False):
-            with self._runs_in_groups(used):
-                self._inner_step()
+        with (
+            torch.inference_mode(False),
+            torch.no_grad(),
+            torch.autocast(self._device_type, enabled=False),
+            self._runs_in_groups(used),
+        ):
+            self._inner_step()
         self._after(changed)
         return loss
 
@@ -214,8 +217,9 @@ class ShardedOptimizer:
         present = self._runs.get(bucket, [])
         # ``runs`` are plain tuples of integers, so this comparison is the whole check of whether anything changed.
         same_cuts = [(g, r.run) for g, r in present] == [(key[0], run) for key, run in wanted]  # type: ignore[index]
-        if same_cuts and all(r.tensor.untyped_storage().data_ptr() == bucket.master.untyped_storage().data_ptr()
-                             for _, r in present):
+        if same_cuts and all(
+            r.tensor.untyped_storage().data_ptr() == bucket.master.untyped_storage().data_ptr() for _, r in present
+        ):
             return
         runs: list[tuple[int, FlatRun]] = []
         for key, run in wanted:
@@ -302,12 +306,15 @@ class ShardedOptimizer:
             state = self.optimizer.state.get(run.tensor, {})
             for fragment in run.run.fragments if state else ():
                 start = fragment.start - run.run.start
-                yield fragment, {
-                    name: Sliced(value[start : start + fragment.numel])
-                    if is_elementwise_state(name, value, run.tensor)
-                    else value
-                    for name, value in state.items()
-                }
+                yield (
+                    fragment,
+                    {
+                        name: Sliced(value[start : start + fragment.numel])
+                        if is_elementwise_state(name, value, run.tensor)
+                        else value
+                        for name, value in state.items()
+                    },
+                )
 
     def load_param_states(self, states: dict[tuple[Bucket, int], dict[str, Any]]) -> None:
         """Replace all state. ``states``: for a parameter, its full tensors (any shape of its numel) or plain values."""

@@ -248,6 +248,17 @@ class Unit:
                     bucket.show(gathered=True)
             self._enter(State.GATHERED)
 
+    def abandon(self) -> None:
+        """After an exception: back to rest, whatever was in flight."""
+        if self.resharding:
+            for pending in self.pending:
+                pending.abandon()
+            self.pending = []
+            if self.state is State.GATHERING:
+                self._enter(State.GATHERED)
+            if self.state is State.GATHERED:
+                self.reshard()
+
     def reshard(self) -> None:
         """Drop the gathered parameters; autograd's saved views wait for the next gather."""
         if not self.resharding:

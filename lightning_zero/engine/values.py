@@ -60,9 +60,7 @@ def _show(engine: Engine, buckets: list[Bucket], grads: bool) -> dict[Bucket, tu
 
 
 @outside_autograd
-def _write_back(
-    engine: Engine, shown: Mapping[Bucket, tuple[Tensor, Tensor | None]], from_rank: int | None
-) -> None:
+def _write_back(engine: Engine, shown: Mapping[Bucket, tuple[Tensor, Tensor | None]], from_rank: int | None) -> None:
     for bucket, (full, full_grad) in shown.items():
         for info in bucket.params:  # a parameter whose .data was replaced inside
             place = bucket.layout.slots[info.slot]
@@ -92,7 +90,7 @@ def _hide(engine: Engine, shown: Mapping[Bucket, tuple[Tensor, Tensor | None]]) 
             bucket.show(gathered=not bucket.resharding or unit.state is State.GATHERED)
             engine.shown.discard(bucket)
             if shown[bucket][1] is not None:
-                engine.restore_sentinels(bucket)
+                engine.sentinels.place(info for info in bucket.params if info.param.grad is not None)
 
 
 def full_reduced_grad(bucket: Bucket) -> Tensor | None:
@@ -108,7 +106,7 @@ def full_reduced_grad(bucket: Bucket) -> Tensor | None:
     return full
 
 
-# -- state dicts of the module ------------------------------------------------------------------------------------------
+# -- state dicts of the module ----------------------------------------------------------------------------------------
 
 
 @outside_autograd
@@ -152,7 +150,7 @@ def module_state_dict(engine: Engine, *, only_rank_0: bool = True) -> dict[str, 
 
     result = type(state)((key, value(entry)) for key, entry in state.items())
     if hasattr(state, "_metadata"):
-        result._metadata = state._metadata
+        result._metadata = state._metadata  # type: ignore[attr-defined]
     return result
 
 
@@ -203,7 +201,7 @@ def loading_into_shards(engine: Engine) -> Iterator[None]:
         yield
 
 
-# -- optimizer state ----------------------------------------------------------------------------------------------------
+# -- optimizer state --------------------------------------------------------------------------------------------------
 
 
 def sharded_optimizer(engine: Engine, optimizer: Optimizer) -> ShardedOptimizer:
@@ -275,7 +273,7 @@ def _full_states(engine: Engine, sharded: ShardedOptimizer, wanted: bool) -> dic
 
 
 def _full_entry(bucket: Bucket, dtype: torch.dtype, parts: list[tuple[int, int, Tensor]]) -> Tensor:
-    low, high = bucket.owned_range
+    low, _ = bucket.owned_range
     full = torch.zeros(bucket.layout.numel, dtype=dtype, device=bucket.comm.device)
     for start, numel, value in parts:
         full[low + start : low + start + numel].copy_(value)

@@ -193,6 +193,13 @@ class Pending:
         """Whether ``wait`` would return at once (never true for device work, whose end the host need not know)."""
         return self._event is None and all(work.is_completed() for work in self._works)
 
+    def abandon(self) -> None:
+        """After an exception: let the messages end, for a bounded time; the other ranks may be gone."""
+        for work in self._works:
+            with contextlib.suppress(RuntimeError):
+                work.wait(timedelta(seconds=ABANDON_S))
+        self._works, self._finish = [], None
+
     def wait(self) -> Any:
         for work in self._works:
             self._comm.wait_work(work, self.label)
@@ -204,6 +211,9 @@ class Pending:
             finish, self._finish = self._finish, None
             self._result = finish()
         return self._result
+
+
+ABANDON_S = 10.0  # after an exception: how long messages in flight may take to arrive
 
 
 class Communicator:
@@ -380,7 +390,7 @@ class Communicator:
             StallError: the others did not come; names this rank's place and theirs.
             RuntimeError: the connection broke (a rank is gone).
         """
-        if work.is_completed() or self.device.type != "cpu" and label not in _HOST_LABELS:
+        if work.is_completed() or (self.device.type != "cpu" and label not in _HOST_LABELS):
             work.wait()
             return
         started = time.monotonic()
@@ -416,6 +426,20 @@ class Communicator:
 _HOST_LABELS = frozenset({"the agreement on the next gather", "a small reduction"})
 
 
+_PLACES_STORE: list[tuple[Any, Any]] = []  # the default store and its clone
+
+
+def _store_for_places() -> Any:
+    """A connection of its own to the default store: a rank that waits inside that one must not block the watchdog.
+
+    It is made once, because connecting looks host names up, which takes seconds where name servers do not answer.
+    """
+    store = dist.distributed_c10d._get_default_store()
+    if not _PLACES_STORE or _PLACES_STORE[0][0] is not store:
+        _PLACES_STORE[:] = [(store, store.clone() if hasattr(store, "clone") else store)]
+    return _PLACES_STORE[0][1]
+
+
 class _Watchdog:
     """Posts this rank's place to the store every few seconds, for the error messages of ranks that wait."""
 
@@ -427,9 +451,7 @@ class _Watchdog:
         self._prefix = f"lightning_zero/{_Watchdog._serial}"
         self._ranks = list(ranks)
         self._comm = ref(comm)
-        # The clone has a connection of its own: a rank that waits inside the store must not block this thread.
-        store = dist.distributed_c10d._get_default_store()
-        self._store = store.clone() if hasattr(store, "clone") else store
+        self._store = _store_for_places()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="lightning_zero-places", daemon=True)
         self._thread.start()

@@ -26,7 +26,8 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-class Slot(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Slot:
     """A parameter inside a bucket: elements ``[start, start + numel)``, followed by a gap of zeros up to ``stop``."""
 
     index: int  # position of the parameter in the bucket
@@ -39,7 +40,8 @@ class Slot(NamedTuple):
         return round_up(self.start + self.numel, PARAM_ALIGN)
 
 
-class Fragment(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Fragment:
     """The part of one parameter inside one shard."""
 
     index: int  # position of the parameter in the bucket
@@ -80,9 +82,7 @@ class BucketLayout:
             first = max(low, slot.start)
             last = min(high, slot.start + slot.numel)
             if first < last:
-                yield Fragment(
-                    slot.index, first - slot.start, last - first, first - low, min(high, slot.stop) - low
-                )
+                yield Fragment(slot.index, first - slot.start, last - first, first - low, min(high, slot.stop) - low)
 
     def gaps(self) -> tuple[tuple[int, int], ...]:
         """Element ranges of the bucket that belong to no parameter. They always hold zeros."""

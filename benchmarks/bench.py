@@ -1,0 +1,240 @@
+"""``make bench``: our stages beside DDP and FSDP2, in one run.
+
+Every round gives each side a turn of a few steps on the same batches, so that a machine whose speed drifts treats all
+alike; medians of rounds are compared. The first step of a turn is not timed: what a step leaves running (the gathers of
+stages 1 and 2) then falls on the same side's next step, as it does in training. Peak memory is measured in processes of
+its own, one pair for each side. Losses are printed beside the times: a fast wrong answer does not count.
+
+    python -m benchmarks.bench                                # the table of the README
+    python -m benchmarks.bench --case 4:fp32 --rounds 20      # one case
+    python -m benchmarks.bench --one-rank                     # the engine against the bare module, one process
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import os
+import resource
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from datetime import date
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_zero.models.gpt import GPT, Block
+
+MODEL = {"vocab_size": 8192, "n_layer": 8, "n_head": 8, "d_model": 512, "block_size": 256}  # 33.7 M parameters
+CASES = ("4:fp32", "4:bf16", "1:fp32", "1:bf16")
+WARM_UP = 1  # turns
+TIMED_STEPS = 2  # of each turn, after one that is not timed
+
+
+@dataclass
+class Side:
+    """One way to train: ``step(tokens)`` returns the loss of a whole optimizer step."""
+
+    name: str
+    step: Callable[[Tensor], float]
+    wall_s: list[float] = field(default_factory=list)
+    cpu_s: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+
+
+def make_adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
+
+
+def train_step(model: nn.Module, optimizer: Any, tokens: Tensor, autocast: bool) -> float:
+    with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False) if autocast else nullcontext():
+        logits = model(tokens[:, :-1])
+        loss = F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return loss.item()
+
+
+def build(name: str, model: nn.Module, precision: str) -> Side:
+    """The sides, each as its documentation advises."""
+    bf16 = precision == "bf16"
+    if name == "bare":
+        optimizer = make_adamw(model)
+        return Side(name, lambda tokens: train_step(model, optimizer, tokens, bf16))
+    if name == "ddp":
+        wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+        optimizer = make_adamw(wrapped)
+        return Side(name, lambda tokens: train_step(wrapped, optimizer, tokens, bf16))
+    if name == "fsdp2":
+        return build_fsdp2(model, bf16)
+    return build_ours(name, model, precision)
+
+
+def build_fsdp2(model: nn.Module, bf16: bool) -> Side:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if bf16 else None
+    options: dict[str, Any] = {"mesh": mesh, **({"mp_policy": policy} if policy else {})}
+    for module in model.modules():
+        if isinstance(module, Block):
+            fully_shard(module, **options)
+    fully_shard(model, **options)
+    optimizer = make_adamw(model)
+    return Side("fsdp2", lambda tokens: train_step(model, optimizer, tokens, False))
+
+
+def build_ours(name: str, model: nn.Module, precision: str) -> Side:
+    import lightning_zero
+
+    stage, _, option = name.partition("+")
+    settings = {"keep_gathered_bytes": 1 << 40} if option == "keep" else {}
+    engine = lightning_zero.shard(model, stage=stage, precision=precision, device="cpu", **settings)
+    optimizer = make_adamw(model)
+    engine.add_optimizer(optimizer)
+
+    def step(tokens: Tensor) -> float:
+        _ = engine  # lives as long as the step
+        return train_step(model, optimizer, tokens, precision == "bf16")
+
+    return Side(name, step)
+
+
+def batch(rank: int, world: int, step: int, micro_batch: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 + step)
+    tokens = torch.randint(0, MODEL["vocab_size"], (world * micro_batch, MODEL["block_size"] + 1), generator=generator)
+    return tokens[rank * micro_batch : (rank + 1) * micro_batch]
+
+
+def race(rank: int, world: int, store: str, names: list[str], case: str, rounds: int, queue: Any) -> None:
+    """All sides in turn, ``rounds`` times; rank 0 reports medians."""
+    start_process(rank, world, store)
+    micro_batch, precision = int(case.split(":")[0]), case.split(":")[1]
+    torch.manual_seed(0)
+    seed_model = GPT(**MODEL)
+    sides = [build(name, copy.deepcopy(seed_model), precision) for name in names]
+    for turn in range(WARM_UP + rounds):
+        batches = [batch(rank, world, turn * (1 + TIMED_STEPS) + i, micro_batch) for i in range(1 + TIMED_STEPS)]
+        # Each round starts with another side: none always runs on the caches that the same other left behind.
+        for i in range(len(sides)):
+            take_turn(sides[(i + turn) % len(sides)], batches, timed=turn >= WARM_UP)
+    if rank == 0:
+        queue.put([(s.name, s.wall_s, s.cpu_s, s.losses) for s in sides])
+    stop_process(world)
+
+
+def take_turn(side: Side, batches: list[Tensor], *, timed: bool) -> None:
+    if dist.get_world_size() > 1:
+        dist.barrier()
+    side.losses.append(side.step(batches[0]))
+    wall, cpu = time.perf_counter(), time.process_time()
+    for tokens in batches[1:]:
+        side.losses.append(side.step(tokens))
+    if timed:
+        side.wall_s.append((time.perf_counter() - wall) / TIMED_STEPS)
+        side.cpu_s.append((time.process_time() - cpu) / TIMED_STEPS)
+
+
+def peak(rank: int, world: int, store: str, name: str, case: str, queue: Any) -> None:
+    """Peak resident memory of one side above the imported libraries, in processes of its own."""
+    start_process(rank, world, store)
+    torch.manual_seed(0)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    side = build(name, GPT(**MODEL), case.split(":")[1])
+    for step in range(4):
+        side.step(batch(rank, world, step, int(case.split(":")[0])))
+    if rank == 0:
+        queue.put((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
+    stop_process(world)
+
+
+def start_process(rank: int, world: int, store: str) -> None:
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // world))
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+
+
+def stop_process(world: int) -> None:
+    if world > 1:
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+def launch(function: Callable[..., None], world: int, *args: Any) -> Any:
+    context = mp.get_context("fork")
+    queue = context.SimpleQueue()
+    with tempfile.TemporaryDirectory() as folder:
+        running = mp.start_processes(
+            function, (world, f"{folder}/store", *args, queue), world, start_method="fork", join=False
+        )
+        result = queue.get()
+        while not running.join():
+            pass
+    return result
+
+
+def report(case: str, names: list[str], rounds: int, world: int, memory: bool) -> list[dict[str, Any]]:
+    results = launch(race, world, names, case, rounds)
+    tokens = int(case.split(":")[0]) * MODEL["block_size"] * world
+    walls = {name: wall for name, wall, _, _ in results}
+    rows = []
+    for name, wall, cpu, losses in results:
+        row = {
+            "case": case,
+            "side": name,
+            "ranks": world,
+            "tokens_per_s": round(tokens / statistics.median(wall), 1),
+            "step_s": round(statistics.median(wall), 4),
+            "cpu_s": round(statistics.median(cpu), 4),
+            "loss_first": round(losses[0], 5),
+            "loss_last": round(losses[-1], 5),
+        }
+        for other in ("ddp", "fsdp2", "bare"):
+            if other in walls:
+                ratios = [b / a for a, b in zip(wall, walls[other], strict=True)]  # pair by pair, round by round
+                row[f"vs_{other}"] = round(statistics.median(ratios), 3)
+        if memory:
+            row["peak_mib"] = round(launch(peak, world, name, case))
+        rows.append(row)
+        print(json.dumps(row), flush=True)
+    return rows
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    keys = list(dict.fromkeys(key for row in rows for key in row))
+    lines = ["| " + " | ".join(keys) + " |", "|" + "---|" * len(keys)]
+    lines += ["| " + " | ".join(str(row.get(key, "")) for key in keys) + " |" for row in rows]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--case", action="append", help="micro-batch:precision; default: " + " ".join(CASES))
+    parser.add_argument("--sides", default="ddp,fsdp2,zero0,zero1,zero2,zero3,zero3+keep")
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--no-memory", action="store_true")
+    parser.add_argument("--one-rank", action="store_true", help="the engine against the bare module")
+    args = parser.parse_args()
+    sides, ranks = args.sides.split(","), args.ranks
+    if args.one_rank:
+        sides, ranks = ["bare", "zero0", "zero3"], 1
+    print(f"{date.today()}, {os.cpu_count()} CPU cores, torch {torch.__version__}")
+    rows = []
+    for case in args.case or CASES:
+        rows += report(case, sides, args.rounds, ranks, memory=not args.no_memory)
+    print(table(rows))
+
+
+if __name__ == "__main__":
+    main()
