@@ -9,6 +9,7 @@ Enums have members named as users type them (``zero/stage=zero3``): OmegaConf ma
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any
@@ -35,6 +36,11 @@ class Precision(Enum):
 
 class Offload(Enum):
     none = "none"
+    optimizer_cpu = "optimizer_cpu"
+    cpu = "cpu"
+    optimizer_nvme = "optimizer_nvme"
+    optimizer_cpu_param_nvme = "optimizer_cpu_param_nvme"
+    nvme = "nvme"
 
 
 class DType(Enum):
@@ -104,10 +110,43 @@ class OffloadConfig:
     """Group ``zero/offload``: the tier on which each role rests.
 
     Attributes:
-        name: ``none`` keeps everything on the device.
+        name: ``none`` keeps everything on the device; ``optimizer_cpu`` and ``optimizer_nvme`` hold optimizer state and
+            master weights in host memory or in files; ``cpu``, ``nvme`` and ``optimizer_cpu_param_nvme`` the
+            parameters too (stage 3 only).
+        nvme_path: the folder for the files. By preset string it is taken from ``LIGHTNING_ZERO_NVME_PATH``.
+        host_budget: bytes of host memory that one rank may hold at rest. ``None``: what the machine has available.
+        nvme_budget: bytes of files that one rank may hold. ``None``: what the disk has free.
+        threads: CPU threads of a rank's offloaded step. ``None``: the cores of the machine over the local ranks, less
+            one for transfers where there are several.
+        io_threads: reads and writes in flight at a time.
     """
 
     name: Offload = Offload.none
+    nvme_path: str | None = None
+    host_budget: int | None = None
+    nvme_budget: int | None = None
+    threads: int | None = None
+    io_threads: int = 4
+
+    def __post_init__(self) -> None:
+        for key in ("host_budget", "nvme_budget", "threads", "io_threads"):
+            value = getattr(self, key)
+            if value is not None:
+                _positive(f"zero.offload.{key}", value)
+        uses_nvme = "nvme" in self.name.name
+        if uses_nvme and not self.nvme_path:
+            raise ConfigError(
+                f"zero.offload.nvme_path: expected a folder on a local disk for zero/offload={self.name.name}, got "
+                "none. Set zero.offload.nvme_path=/path, or LIGHTNING_ZERO_NVME_PATH=/path for a preset string."
+            )
+        ignored = [k for k in ("nvme_path", "nvme_budget") if getattr(self, k) is not None and not uses_nvme]
+        if self.name is Offload.none:
+            ignored += [k for k in ("host_budget", "threads") if getattr(self, k) is not None]
+        if ignored:
+            raise ConfigError(
+                f"zero.offload.{ignored[0]} has no effect with zero/offload={self.name.name}. Drop it, or choose a row "
+                "of zero/offload that uses it."
+            )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -190,6 +229,7 @@ class ZeroConfig:
     summary: bool = True
 
     def __post_init__(self) -> None:
+        _check_rows(self.stage.name, self.offload.name)
         _positive("zero.prefetch_bytes", self.prefetch_bytes, zero_ok=True)
         _positive("zero.keep_gathered_bytes", self.keep_gathered_bytes, zero_ok=True)
         _positive("zero.reduce_bucket_bytes", self.reduce_bucket_bytes)
@@ -207,6 +247,22 @@ class ZeroConfig:
             )
 
 
+def _check_rows(stage: Stage, offload: Offload) -> None:
+    """Which rows of ``zero/offload`` go with which stages."""
+    moves_params = offload in {Offload.cpu, Offload.nvme, Offload.optimizer_cpu_param_nvme}
+    if moves_params and stage is not Stage.zero3:
+        raise ConfigError(
+            f"zero/offload={offload.name}: parameters can be offloaded at stage 3 only (below it every rank uses all of "
+            f"them), got zero/stage={stage.name}. Choose zero/stage=zero3, or zero/offload="
+            f"{'optimizer_nvme' if offload is Offload.nvme else 'optimizer_cpu'}."
+        )
+    if offload is not Offload.none and stage is Stage.zero0:
+        raise ConfigError(
+            f"zero/offload={offload.name}: stage 0 replicates the optimizer, so every rank would step all of it on the "
+            "host. Choose zero/stage=zero1, zero2 or zero3, or zero/offload=none."
+        )
+
+
 _GROUPS = {
     "stage": (StageConfig, Stage),
     "precision": (PrecisionConfig, Precision),
@@ -217,7 +273,7 @@ _GROUPS = {
 _PLANNED = {
     "stage": (),
     "precision": ("fp16",),
-    "offload": ("optimizer_cpu", "cpu", "optimizer_nvme", "optimizer_cpu_param_nvme", "nvme", "auto"),
+    "offload": ("auto",),
 }
 
 
@@ -259,7 +315,15 @@ def make_config(base: ZeroConfig | None = None, **settings: Any) -> ZeroConfig:
     return ZeroConfig(**known)
 
 
+def offload_row(name: Offload) -> OffloadConfig:
+    """A row of ``zero/offload`` given by name alone: its folder comes from the environment."""
+    path = os.environ.get("LIGHTNING_ZERO_NVME_PATH") if "nvme" in name.name else None
+    return OffloadConfig(name=name, nvme_path=path)
+
+
 def _convert(key: str, value: Any) -> Any:
+    if key == "offload" and isinstance(value, (str, Offload)):
+        return offload_row(choose(key, value))
     if key in _GROUPS and not isinstance(value, (dict, _GROUPS[key][0])):
         return _GROUPS[key][0](name=choose(key, value))
     classes = {k: c for k, (c, _) in _GROUPS.items()} | {

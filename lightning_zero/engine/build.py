@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_zero.config import ConfigError, DType, Precision, ZeroConfig
-from lightning_zero.engine.unit import Bucket, Dtypes, ParamInfo, Unit
+from lightning_zero.engine.unit import Bucket, Dtypes, ParamInfo, Tiers, Unit
 from lightning_zero.memory.collectives import Communicator
 from lightning_zero.planning.layout import lay_out, split_by_bytes
 from lightning_zero.planning.placement import REPLICATED, STAGES, StageRow
@@ -24,7 +24,9 @@ ROOT_SPLIT_NBYTES = 1024 * 1024
 _DTYPES = {DType.fp32: torch.float32, DType.bf16: torch.bfloat16}
 
 
-def build_units(module: nn.Module, config: ZeroConfig, precision: Precision, comm: Communicator) -> list[Unit]:
+def build_units(
+    module: nn.Module, config: ZeroConfig, precision: Precision, comm: Communicator, tiers: Tiers
+) -> list[Unit]:
     """Units of ``module`` with filled buckets; the root first. Parameters show their gathered values.
 
     Raises:
@@ -45,7 +47,7 @@ def build_units(module: nn.Module, config: ZeroConfig, precision: Precision, com
     built: dict[str, Unit] = {}
     for name in ordered:
         _materialise(module, name, set(names), comm.device)
-        buckets = _build_buckets(name, owners[name], fp32, config, precision, comm)
+        buckets = _build_buckets(name, owners[name], fp32, config, precision, comm, tiers)
         built[name] = Unit(name, 0 if not name else 1 + names.index(name), buckets)
     _move_buffers(module, comm)
     return [built[name] for name in ["", *names]]
@@ -75,6 +77,7 @@ def _build_buckets(
     config: ZeroConfig,
     precision: Precision,
     comm: Communicator,
+    tiers: Tiers,
 ) -> list[Bucket]:
     groups: dict[tuple[Dtypes, bool, StageRow], list[ParamInfo]] = {}
     for param, fqns in members:
@@ -92,7 +95,8 @@ def _build_buckets(
                 info.slot = slot
             layout = lay_out([info.numel for info in part], comm.world_size)
             label = f"{unit or '(root)'}#{len(buckets)}"
-            bucket = Bucket(label, part, layout, row, dtypes, trainable, comm)
+            own_tiers = tiers.on_device if row == REPLICATED else tiers
+            bucket = Bucket(label, part, layout, row, dtypes, trainable, comm, own_tiers)
             _fill(bucket)
             buckets.append(bucket)
     return buckets

@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import weakref
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,12 +28,16 @@ from lightning_zero.config import ConfigError, Precision, ZeroConfig
 from lightning_zero.engine import build
 from lightning_zero.engine.gradients import Reducer
 from lightning_zero.engine.guards import PlaceholderGuard
+from lightning_zero.engine.homes import opened
 from lightning_zero.engine.hooks import Hooks
+from lightning_zero.engine.offload import StepJob, StepWorker, default_threads
 from lightning_zero.engine.optimizer import Place, ShardedOptimizer
 from lightning_zero.engine.order import GatherOrder
 from lightning_zero.engine.sentinels import Sentinels
-from lightning_zero.engine.unit import Bucket, State, Unit
+from lightning_zero.engine.unit import Bucket, State, Tiers, Unit
 from lightning_zero.memory.collectives import Communicator
+from lightning_zero.memory.tiers import HostTier, NvmeTier
+from lightning_zero.planning.placement import OFFLOADS, Tier
 
 _ENGINES: weakref.WeakKeyDictionary[nn.Module, Engine] = weakref.WeakKeyDictionary()
 
@@ -75,7 +81,10 @@ class Engine:
         self.precision = config.precision.name or Precision.fp32
         self._module = weakref.ref(module)
         self.comm = Communicator(group, device, transport=config.comm.transport, stall_timeout_s=config.stall_timeout_s)
-        self.units: list[Unit] = build.build_units(module, config, self.precision, self.comm)
+        self.tiers = self._make_tiers()
+        self.units: list[Unit] = build.build_units(module, config, self.precision, self.comm, self.tiers)
+        self._worker: StepWorker | None = None
+        self._stale: deque[tuple[Unit, list[Bucket]]] = deque()  # refreshes to be issued, in the order of units
         self._places = {id(info.param): Place(b, info) for u in self.units for b in u.buckets for info in b.params}
         self.order = GatherOrder(
             self.units,
@@ -102,6 +111,17 @@ class Engine:
         for unit in self.units:
             unit.reshard()
         _ENGINES[module] = self
+
+    def _make_tiers(self) -> Tiers:
+        offload = self.config.offload
+        row = OFFLOADS[offload.name]
+        host = nvme = None
+        if Tier.host in row:
+            host = HostTier(self.comm.device, budget=offload.host_budget)
+        if Tier.nvme in row:
+            assert offload.nvme_path is not None
+            nvme = NvmeTier(offload.nvme_path, rank=self.comm.rank, budget=offload.nvme_budget)
+        return Tiers(row, host, nvme)
 
     # -- the model --------------------------------------------------------------------------------------------------
 
@@ -204,6 +224,9 @@ class Engine:
                 info.param.grad = None
         for optimizer in self.optimizers:
             optimizer.release()
+        if self._worker is not None:
+            self._worker.close()
+        self.tiers.close()
         self.comm.close()
         _ENGINES.pop(self.module, None)
 
@@ -219,6 +242,7 @@ class Engine:
         self._second_order = False
         self.comm.place = f"pass {self._pass_key}"
         self.order.begin(self._pass_key, cyclic=evaluation)
+        self._refresh(self.root)
         if self.root.state is State.SHARDED:
             self.root.unshard_begin()
         self.root.unshard_wait()
@@ -280,8 +304,27 @@ class Engine:
     @outside_autograd
     def settle(self) -> None:
         """Wait for the gathers that a step has issued: masters may be read and changed from here on."""
+        self._flush()
         for unit in self.units:
             unit.unshard_wait()
+
+    def _flush(self) -> None:
+        """Wait for offloaded steps, and issue the refreshes that follow them."""
+        if self._worker is not None:
+            self._worker.wait()
+            for bucket in self.buckets:
+                bucket.wait_step()
+        while self._stale:
+            self._refresh(self._stale[0][0])
+
+    def _refresh(self, needed: Unit | None = None) -> None:
+        """Issue refreshes in the order of units, which is the same on all ranks: up to ``needed``, waiting for its
+        step, and on from there as far as steps are done."""
+        behind = any(unit is needed for unit, _ in self._stale)
+        while self._stale and (behind or self._stale[0][0].step_done):
+            unit, buckets = self._stale.popleft()
+            unit.refresh_begin(buckets)
+            behind = behind and unit is not needed
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
@@ -300,10 +343,10 @@ class Engine:
     @outside_autograd
     def _demand(self, unit: Unit, what: str) -> None:
         self.comm.place = f"{what} of unit {unit.title} in pass {self._pass_key}"
+        self._refresh(unit)
         if unit.resharding:
             self.order.demand(unit)
-        else:
-            unit.unshard_wait()
+        unit.unshard_wait()
 
     def post_forward(self, unit: Unit, *, awaits_backward: bool, hidden_outputs: bool) -> None:
         """The module of ``unit`` returned.
@@ -356,6 +399,7 @@ class Engine:
             key, evaluation = self._scope or ("call", False)
             self.begin_pass(key, evaluation=evaluation)
         self.in_backward, self._explicit = True, explicit
+        self._flush()
         self._forget_zeroed()
         self.reducer.begin(str(self._pass_key), lambda b: sum(info.param.requires_grad for info in b.params))
         self.sentinels.remove(info for unit in self.units for info in unit.infos())
@@ -465,6 +509,7 @@ class Engine:
             used=self.used_params,
             before=self._before_step,
             after=self._stepped,
+            submit=self._submit,
             device_type=self.comm.device.type,
             declared_elementwise=self.config.optimizer.elementwise,
         )
@@ -484,17 +529,32 @@ class Engine:
 
     @outside_autograd
     def masters_changed(self, changed: set[Bucket] | None = None) -> None:
-        """On all ranks: bring the compute parameters up to date with their masters (default: all)."""
-        changed = set(self.buckets) if changed is None else changed
+        """On all ranks: the masters of ``changed`` buckets are new (default: all; then compute parameters follow here).
+
+        Replicated compute parameters are brought up to date by gathers that the next forward waits for, unit by unit.
+        """
+        if changed is None:
+            changed = set(self.buckets)
+            for bucket in self.buckets:
+                with opened(bucket.home):
+                    bucket.push()
         for unit in self.units:
-            buckets = [b for b in unit.buckets if b in changed]
-            refreshed = [b for b in buckets if b.refreshed]
+            refreshed = [b for b in unit.buckets if b.refreshed and b in changed]
+            for bucket in refreshed:
+                bucket.show(gathered=False)
             if refreshed:
-                unit.refresh_begin(refreshed)
-            for bucket in buckets:
-                if not bucket.refreshed and (not bucket.resharding or unit.state is State.GATHERED):
-                    bucket.write_slice_to_full()
-        if self._pass_key is not None and self.root.resharding and any(b in changed for b in self.root.buckets):
+                self._stale.append((unit, refreshed))
+        self._refresh()
+        if self._pass_key is not None and any(b in changed for b in self.root.buckets):
+            self._refresh(self.root)
             self.root.reshard()
-            self.root.unshard_begin()
+            if self.root.state is State.SHARDED:
+                self.root.unshard_begin()
             self.root.unshard_wait()
+
+    def _submit(self, jobs: list[StepJob]) -> None:
+        if self._worker is None:
+            local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
+            self._worker = StepWorker(self.config.offload.threads or default_threads(local_ranks))
+        numbers = {b: i for i, b in enumerate(self.buckets)}
+        self._worker.submit(sorted(jobs, key=lambda job: numbers[job.bucket]))

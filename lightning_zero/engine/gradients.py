@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lightning_zero.engine.unit import Bucket
 from lightning_zero.memory.collectives import Communicator, Pending
-from lightning_zero.planning.placement import Placement
+from lightning_zero.planning.placement import Placement, Tier
 
 
 @dataclass(slots=True, eq=False)
@@ -77,14 +77,27 @@ class BucketGrads:
         return full if full.dtype == bucket.dtypes.reduce else full.to(bucket.dtypes.reduce)
 
     def add_reduced(self, reduced: Tensor) -> None:
-        """Add a reduced gradient [owned numel] to ``bucket.grad``."""
+        """Add a reduced gradient [owned numel] to ``bucket.grad``, on the tier where gradients rest."""
         bucket = self.bucket
+        if bucket.tiers.row.grad is not Tier.device:
+            self._add_on_host(reduced)
+            return
         if bucket.grad is None:
             own_memory = reduced.untyped_storage().nbytes() == reduced.numel() * reduced.element_size()
             same = reduced.dtype == bucket.dtypes.grad
             bucket.grad = reduced if same and own_memory else reduced.to(bucket.dtypes.grad, copy=True)
         else:
             bucket.grad.add_(reduced)
+
+    def _add_on_host(self, reduced: Tensor) -> None:
+        bucket = self.bucket
+        pinned = reduced.device.type == "cuda"
+        host = torch.empty(reduced.shape, dtype=bucket.dtypes.grad, pin_memory=pinned)
+        host.copy_(reduced)
+        if bucket.grad is None:
+            bucket.grad = host
+        else:
+            bucket.grad.add_(host)
 
     def forget(self, slots: Iterable[int]) -> None:
         """The user zeroed these parameters' gradients."""

@@ -44,6 +44,7 @@ def grad_norm_of(engine: Engine, params: Sequence[nn.Parameter], norm_type: floa
     partial = torch.zeros(len(index), engine.world_size, dtype=torch.float64, device=device)
     for bucket, grad in shard_grads(engine, params):
         norm = torch.linalg.vector_norm(grad, norm_type, dtype=torch.promote_types(grad.dtype, torch.float32))
+        norm = norm.to(device)
         cell = partial[index[bucket], engine.rank]
         if math.isinf(norm_type):
             torch.maximum(cell, norm.double(), out=cell)
@@ -58,7 +59,7 @@ def grad_norm_of(engine: Engine, params: Sequence[nn.Parameter], norm_type: floa
 def scale_grads(engine: Engine, params: Iterable[nn.Parameter], factor: Tensor | float) -> None:
     """Multiply the reduced gradients of ``params`` in place, wherever they rest."""
     for grad in owned_grads(engine, params):
-        grad.mul_(factor)
+        grad.mul_(factor.to(grad.device) if isinstance(factor, Tensor) else factor)
 
 
 def owned_grads(engine: Engine, params: Iterable[nn.Parameter]) -> list[Tensor]:

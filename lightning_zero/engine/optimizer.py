@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import types
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -20,6 +21,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zero.config import ConfigError
+from lightning_zero.engine.homes import opened
+from lightning_zero.engine.offload import StepJob
 from lightning_zero.engine.unit import Bucket, ParamInfo
 from lightning_zero.planning.layout import Fragment, Run, cut_runs
 
@@ -60,6 +63,7 @@ class FlatRun(NamedTuple):
     bucket: Bucket
     run: Run
     tensor: Tensor  # [run.stop - run.start], a slice of bucket.master
+    base: Tensor  # bucket.master as it was when the run was cut
 
 
 def check_supported(optimizer: Optimizer, *, declared_elementwise: bool) -> None:
@@ -97,6 +101,7 @@ class ShardedOptimizer:
         used: Callable[[], set[int]],
         before: Callable[[], None],
         after: Callable[[set[Bucket]], None],
+        submit: Callable[[list[StepJob]], None],
         device_type: str = "cpu",
         declared_elementwise: bool = False,
     ) -> None:
@@ -104,12 +109,14 @@ class ShardedOptimizer:
         Args:
             place_of: finds a parameter's bucket; raises for parameters that the engine does not own.
             used: on all ranks: ids of the parameters that any rank gave a gradient since it was zeroed.
+            submit: takes the steps of buckets whose masters rest off the device, in the order of the forward.
             before, after: called around the arithmetic; ``after`` gets the buckets that changed.
         """
         check_supported(optimizer, declared_elementwise=declared_elementwise)
         self.optimizer = optimizer
         self._place_of = place_of
         self._used, self._before, self._after = used, before, after
+        self._submit = submit
         self._per_fragment = not any(isinstance(optimizer, kind) for kind in ELEMENTWISE)
         self._steps: dict[tuple[Bucket, int], int] = {}  # step count of a parameter
         self._runs: dict[Bucket, list[tuple[int, FlatRun]]] = {}  # bucket -> (param group, run), in order
@@ -174,15 +181,71 @@ class ShardedOptimizer:
         self._before()
         used = self._used()
         changed = self._arrange(used)
+        lazy = [b for b in self._runs if b in changed and self._is_lazy(b)]
+        eager = [b for b in self._runs if b in changed and b not in lazy]
+        jobs = [self._job(bucket, used) for bucket in lazy]
         with (
             torch.inference_mode(False),
             torch.no_grad(),
             torch.autocast(self._device_type, enabled=False),
-            self._runs_in_groups(used),
+            self._open(eager),
+            self._runs_in_groups(self.optimizer, eager, used),
         ):
             self._inner_step()
+        if jobs:
+            self._submit(jobs)
         self._after(changed)
         return loss
+
+    def _is_lazy(self, bucket: Bucket) -> bool:
+        """Whether a bucket is stepped in the worker, on its own. Unknown optimizers may count steps for a whole group,
+        so they step whole and at once."""
+        return bucket.tiers.row.steps_on_host and not self._per_fragment
+
+    @contextlib.contextmanager
+    def _open(self, buckets: Sequence[Bucket]) -> Iterator[None]:
+        """Have masters and state in memory for an eager step; then bring the compute parameters up to date."""
+        with contextlib.ExitStack() as stack:
+            for bucket in buckets:
+                stack.enter_context(opened(bucket.home, changed=True))
+            yield
+            for bucket in buckets:
+                self._adopt(bucket)
+                bucket.push()
+
+    def _job(self, bucket: Bucket, used: set[int]) -> StepJob:
+        """The step of one bucket, with hyperparameters and gradient as they are now: schedulers run next."""
+        optimizer = self.optimizer
+        shadow: Optimizer = object.__new__(type(optimizer))
+        shadow.__dict__.update(optimizer.__dict__)
+        for name in ("step", "state_dict", "load_state_dict"):
+            shadow.__dict__.pop(name, None)
+        shadow.param_groups = [
+            {k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"} | {"params": []}
+            for group in optimizer.param_groups
+        ]
+        shadow._optimizer_step_pre_hooks = OrderedDict()  # the user's hooks run once, around the eager part
+        shadow._optimizer_step_post_hooks = OrderedDict()
+        grad = bucket.grad
+        step = type(optimizer).step
+
+        def run() -> None:
+            with torch.inference_mode(False), torch.no_grad():
+                with self._runs_in_groups(shadow, [bucket], used, grad):
+                    step(shadow)
+                self._adopt(bucket)
+
+        return StepJob(bucket, run)
+
+    def _adopt(self, bucket: Bucket) -> None:
+        """Tell the bucket's home which state tensors rest beside the master."""
+        states = [
+            value
+            for run in self.runs_of(bucket)
+            for name, value in self.optimizer.state.get(run.tensor, {}).items()
+            if is_elementwise_state(name, value, run.tensor)
+        ]
+        bucket.home.adopt(states)
 
     def _arrange(self, used: set[int]) -> set[Bucket]:
         """Bring the runs up to date with param groups and step counts; the buckets that this step changes."""
@@ -217,17 +280,17 @@ class ShardedOptimizer:
         present = self._runs.get(bucket, [])
         # ``runs`` are plain tuples of integers, so this comparison is the whole check of whether anything changed.
         same_cuts = [(g, r.run) for g, r in present] == [(key[0], run) for key, run in wanted]  # type: ignore[index]
-        if same_cuts and all(
-            r.tensor.untyped_storage().data_ptr() == bucket.master.untyped_storage().data_ptr() for _, r in present
-        ):
+        if same_cuts and all(r.base is bucket.master for _, r in present):
             return
-        runs: list[tuple[int, FlatRun]] = []
-        for key, run in wanted:
-            stop = run.fragments[-1].start + run.fragments[-1].numel if self._per_fragment else run.stop
-            tensor = bucket.master[run.start : stop].detach()
-            runs.append((key[0], FlatRun(bucket, run, tensor)))  # type: ignore[index]
-        self._hand_over(present, runs)
-        self._runs[bucket] = runs
+        with opened(bucket.home, changed=True):
+            runs: list[tuple[int, FlatRun]] = []
+            for key, run in wanted:
+                stop = run.fragments[-1].start + run.fragments[-1].numel if self._per_fragment else run.stop
+                tensor = bucket.master[run.start : stop].detach()
+                runs.append((key[0], FlatRun(bucket, run, tensor, bucket.master)))  # type: ignore[index]
+            self._hand_over(present, runs)
+            self._runs[bucket] = runs
+            self._adopt(bucket)
 
     def _hand_over(self, old: Sequence[tuple[int, FlatRun]], new: Sequence[tuple[int, FlatRun]]) -> None:
         """Give the new runs their parts of the old runs' state."""
@@ -259,17 +322,20 @@ class ShardedOptimizer:
         return result
 
     @contextlib.contextmanager
-    def _runs_in_groups(self, used: set[int]) -> Iterator[None]:
-        optimizer = self.optimizer
+    def _runs_in_groups(
+        self, optimizer: Optimizer, buckets: Sequence[Bucket], used: set[int], grad: Tensor | None = None
+    ) -> Iterator[None]:
+        """Inside, the param groups of ``optimizer`` list the runs of ``buckets`` that got a gradient."""
         kept = [(group["params"], group.get("fused")) for group in optimizer.param_groups]
         lists: list[list[Tensor]] = [[] for _ in kept]
         stepped: list[FlatRun] = []
-        for bucket, runs in self._runs.items():
-            for index, run in runs:
-                if bucket.grad is None or not self._is_used(run, used):
+        for bucket in buckets:
+            full = bucket.grad if grad is None else grad
+            for index, run in self._runs[bucket]:
+                if full is None or not self._is_used(run, used):
                     continue
-                grad = bucket.grad[run.run.start : run.run.start + run.tensor.numel()]
-                run.tensor.grad = grad if grad.dtype == run.tensor.dtype else grad.to(run.tensor.dtype)
+                part = full[run.run.start : run.run.start + run.tensor.numel()]
+                run.tensor.grad = part.to(run.tensor.device, run.tensor.dtype)
                 lists[index].append(run.tensor)
                 stepped.append(run)
         try:
@@ -324,8 +390,10 @@ class ShardedOptimizer:
         for bucket, groups in self._group_of().items():
             if bucket.trainable:
                 self._cut(bucket, groups)
-                for run in self.runs_of(bucket):
-                    self._fill_state(run, states)
+                with opened(bucket.home, changed=True):
+                    for run in self.runs_of(bucket):
+                        self._fill_state(run, states)
+                    self._adopt(bucket)
 
     def _group_of(self) -> dict[Bucket, dict[int, int]]:
         """For each bucket: slot -> param group."""

@@ -143,7 +143,7 @@ class GatherOrder:
 
         def admit(index: int) -> bool:
             unit = self.units[index]
-            if unit.state is not State.SHARDED or not self.prefetch_bytes:
+            if unit.state is not State.SHARDED or not self.prefetch_bytes or not unit.step_done:
                 return False
             idle = sum(u.gathered_nbytes for u in self._idle)
             if self._idle and idle + unit.gathered_nbytes > self.prefetch_bytes:
@@ -152,6 +152,10 @@ class GatherOrder:
             return True
 
         self._cursor.ahead(admit)
+        if (following := self._cursor.peek()) is not None and self.prefetch_bytes:
+            unit = self.units[following]
+            if unit.state is State.SHARDED and unit.step_done:
+                unit.stage_ahead()
 
     def _drop_idle(self) -> None:
         """Units gathered for others, or by a wrong guess, may not pile up."""

@@ -14,15 +14,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from concurrent.futures import Future
 from enum import Enum
 
 import torch
 from torch import Tensor, nn
 
+from lightning_zero.engine.homes import FileHome, Home, ParamFile, ResidentHome, copy_cast, host_tensor, opened
 from lightning_zero.memory.buffers import FlatBuffer
 from lightning_zero.memory.collectives import Communicator, Pending
 from lightning_zero.planning.layout import BucketLayout, Fragment
-from lightning_zero.planning.placement import Placement, StageRow
+from lightning_zero.memory.tiers import HostTier, NvmeTier
+from lightning_zero.planning.placement import ON_DEVICE, Placement, StageRow, Tier, TierRow
 
 
 class State(Enum):
@@ -70,14 +73,35 @@ class ParamInfo:
         return math.prod(self.shape)
 
 
+@dataclass(frozen=True, slots=True)
+class Tiers:
+    """The tiers of one engine that exist; a bucket takes what its row asks for."""
+
+    row: TierRow
+    host: HostTier | None = None
+    nvme: NvmeTier | None = None
+
+    @property
+    def on_device(self) -> Tiers:
+        """For buckets that stay on the device whatever the row says."""
+        return Tiers(ON_DEVICE)
+
+    def close(self) -> None:
+        for tier in (self.host, self.nvme):
+            if tier is not None:
+                tier.close()
+
+
 class Bucket:
     """Parameters of one dtype in one flat buffer, with the roles that rest beside it.
 
     Attributes:
         full: compute_param, [layout.numel] compute_dtype; has memory while gathered.
-        master: master_param, the owned range of the bucket in master_dtype. It is the compute parameters' own memory
-            where these are replicated and of the same dtype.
-        grad: reduced gradient [owned numel] grad_dtype, or None.
+        home: of master_param, the owned range of the bucket in master_dtype, and of its optimizer state. On the device
+            it is the compute parameters' own memory where these are replicated and of the same dtype.
+        grad: reduced gradient [owned numel] grad_dtype, or None; on the host where the row says so.
+        resharding: compute parameters are dropped after use.
+        refreshed: compute parameters are replicated, and brought up to date after a step.
     """
 
     def __init__(
@@ -89,6 +113,7 @@ class Bucket:
         dtypes: Dtypes,
         trainable: bool,
         comm: Communicator,
+        tiers: Tiers,
     ) -> None:
         self.label = label
         self.params = list(params)
@@ -97,13 +122,18 @@ class Bucket:
         self.dtypes = dtypes
         self.trainable = trainable
         self.comm = comm
-        self.resharding = row.compute_param is Placement.sharded and comm.world_size > 1
-        self.refreshed = (  # compute parameters are gathered after a step
-            row.compute_param is Placement.replicated and row.master is Placement.sharded and comm.world_size > 1
-        )
+        self.tiers = tiers
+        shared = comm.world_size > 1
+        params_leave = shared or tiers.row.compute_param is not Tier.device
+        self.resharding = row.compute_param is Placement.sharded and params_leave
+        master_differs = tiers.row.steps_on_host or (shared and row.master is Placement.sharded)
+        self.refreshed = not self.resharding and master_differs
         self.grad: Tensor | None = None
         self.full = FlatBuffer(layout.numel, dtypes.compute, comm.device)
-        self.master: Tensor
+        self.home: Home
+        self.param_shard: Tensor | None = None  # [owned numel] compute_dtype, where the master rests elsewhere
+        self.param_file: ParamFile | None = None
+        self.step_future: Future[None] | None = None  # an offloaded step of this bucket that is under way
         for info in self.params:
             info.gathered = self.full.view(layout.slots[info.slot].start, info.shape)
 
@@ -138,47 +168,111 @@ class Bucket:
     @property
     def has_master(self) -> bool:
         """Whether master_param is memory of its own beside the full buffer."""
-        return self.resharding or (self.trainable and self.dtypes.master != self.dtypes.compute)
+        differs = self.trainable and (self.dtypes.master != self.dtypes.compute or self.tiers.row.steps_on_host)
+        return self.resharding or differs
 
     # -- values ---------------------------------------------------------------------------------------------------
+
+    @property
+    def master(self) -> Tensor:
+        """master_param [owned numel]; readable while the home is open (always, on the device and the host)."""
+        return self.home.master
 
     def fill(self, values: Tensor) -> None:
         """Take initial values: ``values`` [layout.numel] in master_dtype, the same on every rank."""
         low, high = self.owned_range
         if self.has_master:
-            dtype = self.dtypes.master if self.trainable else self.dtypes.compute
-            self.master = values[low:high].to(dtype, copy=True)
+            self._make_home(values[low:high])
         if not self.resharding:
             self.full.data.copy_(values)
         if not self.has_master:
-            self.master = self.full.data[low:high]
+            self.home = ResidentHome(self.full.data[low:high])
+
+    def _make_home(self, values: Tensor) -> None:
+        """A home for master_param, and one for the compute parameters where these rest on another tier."""
+        row, tiers = self.tiers.row, self.tiers
+        tier = row.master if self.trainable else row.compute_param  # a frozen bucket has the compute role only
+        dtype = self.dtypes.master if self.trainable else self.dtypes.compute
+        if tier is Tier.host:
+            assert tiers.host is not None
+            self.home = ResidentHome(host_tensor(tiers.host, self.label, values, dtype))
+        elif tier is Tier.nvme:
+            assert tiers.nvme is not None
+            self.home = FileHome(tiers.nvme, self.label, values.to("cpu", dtype, copy=True))
+        else:
+            self.home = ResidentHome(values.to(dtype, copy=True))
+        if self.resharding and self.trainable and tier is not row.compute_param:
+            compute = values.to(self.dtypes.compute)
+            if row.compute_param is Tier.nvme:
+                assert tiers.nvme is not None
+                self.param_file = ParamFile(tiers.nvme, self.label, compute.cpu())
+            elif row.compute_param is Tier.device:
+                self.param_shard = compute.clone()
 
     def make_trainable(self) -> None:
         """Give a frozen bucket the roles that it lacks."""
+        if self.has_master:
+            with opened(self.home) as master:
+                values = master.clone()
+        else:
+            values = self.home.master
         self.trainable = True
-        if self.has_master and self.dtypes.master != self.dtypes.compute:
-            low, high = self.owned_range
-            source = self.master if self.resharding else self.full.data[low:high]
-            self.master = source.to(self.dtypes.master, copy=True)
+        if self.has_master and (self.dtypes.master != self.dtypes.compute or self.tiers.row.steps_on_host):
+            self._make_home(values)
 
-    def write_slice_to_full(self) -> None:
-        """Copy (and cast) this rank's master into its place of the full buffer."""
+    def push(self) -> None:
+        """The master changed (its home is open): bring the compute parameters' own slice up to date."""
+        if not self.has_master:
+            return
         low, high = self.owned_range
-        target = self.full.data[low:high]
-        if target.data_ptr() != self.master.data_ptr():
-            target.copy_(self.master)
+        if self.param_file is not None:
+            self.param_file.write(self.master.to(self.dtypes.compute))
+        elif self.param_shard is not None:
+            copy_cast(self.master, self.param_shard)
+        elif not self.resharding:
+            copy_cast(self.master, self.full.data[low:high])
+
+    def stage_ahead(self) -> None:
+        """The bucket will be gathered soon: start reading what rests in files."""
+        if self.param_file is not None:
+            self.param_file.begin_read()
+        elif self.resharding:
+            self.home.begin_open()
+
+    def _write_slice(self, target: Tensor) -> None:
+        """This rank's compute parameters into ``target`` [owned numel], its place of a full buffer."""
+        if self.param_file is not None:
+            self.param_file.read(target)
+        elif self.param_shard is not None:
+            target.copy_(self.param_shard)
+        elif self.resharding:
+            with opened(self.home) as master:
+                copy_cast(master, target)
+
+    def wait_step(self) -> None:
+        """Wait for an offloaded step of this bucket; its error is raised here."""
+        if self.step_future is not None:
+            future, self.step_future = self.step_future, None
+            future.result()
+
+    @property
+    def step_done(self) -> bool:
+        return self.step_future is None or self.step_future.done()
 
     def gather_begin(self) -> Pending:
         """Issue the gather of the compute parameters. The full buffer has memory from here on."""
+        self.wait_step()
         self.full.allocate()
-        self.write_slice_to_full()
+        low, high = self.owned_range
+        self._write_slice(self.full.data[low:high])
         return self.comm.all_gather(self.full.data, self.label)
 
     def full_master(self) -> Tensor:
-        """Blocking, on all ranks: master_param of the whole bucket, [layout.numel], a new tensor."""
+        """Blocking, on all ranks: master_param of the whole bucket, [layout.numel], a new tensor on the device."""
         low, high = self.owned_range
-        full = self.master.new_empty(self.layout.numel)
-        full[low:high].copy_(self.master)
+        with opened(self.home) as master:
+            full = torch.empty(self.layout.numel, dtype=master.dtype, device=self.comm.device)
+            full[low:high].copy_(master)
         if self.row.master is Placement.sharded:
             self.comm.all_gather(full, f"{self.label} (values)").wait()
         return full
@@ -273,12 +367,13 @@ class Unit:
         """Take part in a gather that other ranks need while this one has the unit gathered already."""
         for bucket in self.buckets:
             if bucket.resharding:
-                scratch = self.buffer_like(bucket)
-                bucket.comm.all_gather(scratch, bucket.label).wait()
+                bucket.comm.all_gather(bucket.full.data.clone(), bucket.label).wait()
 
-    @staticmethod
-    def buffer_like(bucket: Bucket) -> Tensor:
-        low, high = bucket.owned_range
-        scratch = bucket.master.new_empty(bucket.layout.numel, dtype=bucket.dtypes.compute)
-        scratch[low:high].copy_(bucket.master)
-        return scratch
+    def stage_ahead(self) -> None:
+        for bucket in self.buckets:
+            bucket.stage_ahead()
+
+    @property
+    def step_done(self) -> bool:
+        """Whether a gather could be issued without waiting for an offloaded step."""
+        return all(b.step_done for b in self.buckets)

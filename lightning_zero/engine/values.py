@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_zero.config import ConfigError
 from lightning_zero.engine.engine import Engine, outside_autograd
+from lightning_zero.engine.homes import opened
 from lightning_zero.engine.optimizer import Place, ShardedOptimizer, Sliced
 from lightning_zero.engine.unit import Bucket, State
 from lightning_zero.planning.placement import Placement
@@ -70,7 +71,9 @@ def _write_back(engine: Engine, shown: Mapping[Bucket, tuple[Tensor, Tensor | No
         if from_rank is not None:
             bucket.comm.broadcast(full, from_rank)
         low, high = bucket.owned_range
-        bucket.master.copy_(full[low:high])
+        with opened(bucket.home, changed=True) as master:
+            master.copy_(full[low:high])
+            bucket.push()
         if not bucket.resharding or bucket.full.allocated:
             bucket.full.data.copy_(full)
         if full_grad is not None and bucket.grad is not None:
@@ -178,10 +181,11 @@ def write_param(place: Place, value: Tensor) -> None:
     """Set one parameter from a full value of its shape; every rank takes its own part."""
     bucket, info = place
     flat = value.detach().reshape(-1)
-    for fragment in bucket.owned_fragments():
-        if fragment.index == info.slot:
-            target = bucket.master[fragment.start : fragment.start + fragment.numel]
-            target.copy_(flat[fragment.offset : fragment.offset + fragment.numel])
+    with opened(bucket.home, changed=True) as master:
+        for fragment in bucket.owned_fragments():
+            if fragment.index == info.slot:
+                target = master[fragment.start : fragment.start + fragment.numel]
+                target.copy_(flat[fragment.offset : fragment.offset + fragment.numel])
     if not bucket.resharding:
         assert info.gathered is not None
         info.gathered.copy_(value.detach().reshape(info.shape))
@@ -199,6 +203,7 @@ def loading_into_shards(engine: Engine) -> Iterator[None]:
     engine.settle()
     with engine.placeholders_allowed(), _CopyIntoShards(engine):
         yield
+    engine.masters_changed()
 
 
 # -- optimizer state --------------------------------------------------------------------------------------------------
@@ -239,26 +244,17 @@ _Key = tuple[int, int]  # bucket, slot
 def _full_states(engine: Engine, sharded: ShardedOptimizer, wanted: bool) -> dict[tuple[Bucket, int], dict[str, Any]]:
     """Every parameter's state with full tensors. One exchange says who has what; then a gather per bucket and name."""
     buckets = engine.buckets
-    local: dict[_Key, dict[str, Any]] = {}
-    parts: dict[tuple[int, str], list[tuple[int, int, Tensor]]] = {}
-    for i, bucket in enumerate(buckets):
-        for fragment, state in sharded.fragment_states(bucket):
-            entry = local.setdefault((i, fragment.index), {})
-            for name, value in state.items():
-                if isinstance(value, Sliced):
-                    entry[name] = value.tensor.dtype
-                    parts.setdefault((i, name), []).append((fragment.start, fragment.numel, value.tensor))
-                else:
-                    entry[name] = value.cpu() if isinstance(value, Tensor) else value
     known: dict[_Key, dict[str, Any]] = {}
-    for contribution in engine.comm.all_gather_objects(local):
+    for contribution in engine.comm.all_gather_objects(_who_has_what(buckets, sharded)):
         for key, entry in contribution.items():
             known.setdefault(key, {}).update(entry)
     result: dict[tuple[Bucket, int], dict[str, Any]] = {}
     for i, bucket in enumerate(buckets):
         slots = {slot: entry for (b, slot), entry in known.items() if b == i}
         dtypes = {n: v for entry in slots.values() for n, v in entry.items() if isinstance(v, torch.dtype)}
-        full = {name: _full_entry(bucket, dtypes[name], parts.get((i, name), [])) for name in sorted(dtypes)}
+        with opened(bucket.home):
+            parts = _local_parts(bucket, sharded)
+            full = {name: _full_entry(bucket, dtypes[name], parts.get(name, [])) for name in sorted(dtypes)}
         if not wanted:
             continue
         for slot, entry in slots.items():
@@ -270,6 +266,30 @@ def _full_states(engine: Engine, sharded: ShardedOptimizer, wanted: bool) -> dic
                 for name, value in entry.items()
             }
     return result
+
+
+def _who_has_what(buckets: list[Bucket], sharded: ShardedOptimizer) -> dict[_Key, dict[str, Any]]:
+    """This rank's state by parameter: a dtype stands for a sliced value, plain values for themselves."""
+    local: dict[_Key, dict[str, Any]] = {}
+    for i, bucket in enumerate(buckets):
+        for fragment, state in sharded.fragment_states(bucket):
+            entry = local.setdefault((i, fragment.index), {})
+            for name, value in state.items():
+                if isinstance(value, Sliced):
+                    entry[name] = value.tensor.dtype
+                else:
+                    entry[name] = value.cpu() if isinstance(value, Tensor) else value
+    return local
+
+
+def _local_parts(bucket: Bucket, sharded: ShardedOptimizer) -> dict[str, list[tuple[int, int, Tensor]]]:
+    """This rank's slices of a bucket's state: name -> (start in the owned range, numel, values)."""
+    parts: dict[str, list[tuple[int, int, Tensor]]] = {}
+    for fragment, state in sharded.fragment_states(bucket):
+        for name, value in state.items():
+            if isinstance(value, Sliced):
+                parts.setdefault(name, []).append((fragment.start, fragment.numel, value.tensor))
+    return parts
 
 
 def _full_entry(bucket: Bucket, dtype: torch.dtype, parts: list[tuple[int, int, Tensor]]) -> Tensor:

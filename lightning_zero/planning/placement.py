@@ -15,6 +15,8 @@ class Placement(Enum):
 
 class Tier(Enum):
     device = "device"
+    host = "host"
+    nvme = "nvme"
 
 
 class StageRow(NamedTuple):
@@ -28,11 +30,16 @@ class StageRow(NamedTuple):
 class TierRow(NamedTuple):
     """The tier on which each role is at rest."""
 
-    optim_state: Tier  # and master_param
+    master: Tier  # master_param and optim_state
     grad: Tier
     compute_param: Tier
 
+    @property
+    def steps_on_host(self) -> bool:
+        return self.master is not Tier.device
 
+
+_D, _H, _N = Tier.device, Tier.host, Tier.nvme
 _R, _S = Placement.replicated, Placement.sharded
 
 STAGES: dict[Stage, StageRow] = {
@@ -43,8 +50,14 @@ STAGES: dict[Stage, StageRow] = {
 }
 
 OFFLOADS: dict[Offload, TierRow] = {
-    Offload.none: TierRow(optim_state=Tier.device, grad=Tier.device, compute_param=Tier.device),
+    Offload.none: TierRow(_D, _D, _D),
+    Offload.optimizer_cpu: TierRow(_H, _H, _D),
+    Offload.cpu: TierRow(_H, _H, _H),
+    Offload.optimizer_nvme: TierRow(_N, _H, _D),
+    Offload.optimizer_cpu_param_nvme: TierRow(_H, _H, _N),
+    Offload.nvme: TierRow(_N, _H, _N),
 }
+ON_DEVICE = OFFLOADS[Offload.none]
 
 # Parameters that cannot be shown as a placeholder (0-d, one element, integers) keep this row at every stage.
 REPLICATED = STAGES[Stage.zero0]

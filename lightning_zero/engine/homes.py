@@ -1,0 +1,207 @@
+"""Where the values of a bucket rest: the master weights with their optimizer state, and the parameters to be gathered.
+
+A home owns tensors that stay the same objects for ever, so that runs, optimizer state and views of them need not know
+what is behind: on the device and in host memory they are always readable; in files they have memory only while the
+home is open, and lie in their extents otherwise. ``open`` and ``close`` nest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from lightning_zero.memory.tiers import HostTier, NvmeTier, Wanted
+
+CAST_CHUNK = 1 << 20  # elements: a cast piece and its result stay in the cache
+
+
+class Home(Protocol):
+    """The place of a bucket's master_param and optimizer state.
+
+    Attributes:
+        master: [owned numel]; readable while open.
+    """
+
+    master: Tensor
+
+    def begin_open(self) -> None:
+        """Start bringing the tensors into memory."""
+        ...
+
+    def open(self) -> None:
+        """Have the tensors in memory, until the matching ``close``."""
+        ...
+
+    def close(self, *, changed: bool) -> None:
+        """Let go; the last one to do so starts the way back to rest. ``changed``: they were written to."""
+        ...
+
+    def settle(self) -> None:
+        """Wait until what was closed is at rest."""
+        ...
+
+    def adopt(self, states: Sequence[Tensor]) -> None:
+        """While open: these are the optimizer state tensors that rest beside the master from now on."""
+        ...
+
+
+@contextlib.contextmanager
+def opened(home: Home, *, changed: bool = False) -> Iterator[Tensor]:
+    """The master tensor, readable inside (and writable, with ``changed``)."""
+    home.open()
+    try:
+        yield home.master
+    finally:
+        home.close(changed=changed)
+
+
+class ResidentHome:
+    """Always readable: device memory, or host memory (state that an optimizer makes lies beside its parameter)."""
+
+    def __init__(self, master: Tensor) -> None:
+        self.master = master
+
+    def begin_open(self) -> None: ...
+
+    def open(self) -> None: ...
+
+    def close(self, *, changed: bool) -> None: ...
+
+    def settle(self) -> None: ...
+
+    def adopt(self, states: Sequence[Tensor]) -> None: ...
+
+
+class FileHome:
+    """In files: tensors without memory between ``close`` and ``open``."""
+
+    def __init__(self, tier: NvmeTier, label: str, master: Tensor) -> None:
+        self._tier = tier
+        self._label = label
+        self.master = master
+        self._tensors: list[Tensor] = []
+        self._extents: list[Any] = []
+        self._opens = 0
+        self._changed = False
+        self._reading: list[Future[Any]] = []
+        self._writing: list[Future[Any]] = []
+        self._in_memory = True
+        self._opens = 1
+        self._place([master])
+        self.close(changed=True)
+
+    def begin_open(self) -> None:
+        if not self._in_memory and not self._reading:
+            self.settle()
+            for tensor in self._tensors:
+                tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
+            self._reading = [
+                self._tier.stage_in(extent, tensor)
+                for extent, tensor in zip(self._extents, self._tensors, strict=True)
+            ]
+
+    def open(self) -> None:
+        self._opens += 1
+        if self._writing:
+            self.settle()
+        self.begin_open()
+        for future in self._reading:
+            future.result()
+        self._reading = []
+        self._in_memory = True
+
+    def close(self, *, changed: bool) -> None:
+        self._changed |= changed
+        self._opens -= 1
+        if self._opens:
+            return
+        if self._changed:
+            self._writing = [
+                self._tier.stage_out(extent, tensor)
+                for extent, tensor in zip(self._extents, self._tensors, strict=True)
+            ]
+            self._changed = False
+        else:
+            self._release()
+
+    def settle(self) -> None:
+        for future in self._writing:
+            future.result()
+        if self._writing:
+            self._writing = []
+            self._release()
+
+    def _release(self) -> None:
+        for tensor in self._tensors:
+            tensor.untyped_storage().resize_(0)
+        self._in_memory = False
+
+    def adopt(self, states: Sequence[Tensor]) -> None:
+        wanted = [self.master, *states]
+        if [id(t) for t in wanted] != [id(t) for t in self._tensors]:
+            self._place(wanted)
+
+    def _place(self, tensors: Sequence[Tensor]) -> None:
+        self._tier.free(self._extents)
+        self._tensors = list(tensors)
+        self._extents = self._tier.reserve([Wanted(self._label, t.numel(), t.dtype) for t in tensors])
+
+
+def host_tensor(tier: HostTier, label: str, values: Tensor, dtype: torch.dtype) -> Tensor:
+    """A copy of ``values`` in the host tier: a real one, also where the device is the host."""
+    extent = tier.reserve([Wanted(label, values.numel(), dtype)])[0]
+    tensor = tier.resident(extent)
+    assert tensor is not None
+    copy_cast(values, tensor)
+    return tensor
+
+
+def copy_cast(source: Tensor, target: Tensor) -> None:
+    """``target.copy_(source)`` in pieces: a cast between devices would otherwise need a whole second copy."""
+    if source.device == target.device or source.dtype == target.dtype:
+        target.copy_(source, non_blocking=True)
+        return
+    for start in range(0, source.numel(), CAST_CHUNK):
+        piece = source[start : start + CAST_CHUNK]
+        target[start : start + CAST_CHUNK].copy_(piece.to(target.dtype), non_blocking=False)
+
+
+class ParamFile:
+    """Compute parameters of a shard in a file: what a gather reads, and a step writes."""
+
+    def __init__(self, tier: NvmeTier, label: str, values: Tensor) -> None:
+        self._tier = tier
+        self._extent = tier.reserve([Wanted(f"{label} (parameters)", values.numel(), values.dtype)])[0]
+        self._staged: Tensor | None = None
+        self._reading: Future[Any] | None = None
+        self._writing: Future[Any] | None = None
+        self.write(values)
+
+    def write(self, values: Tensor) -> None:
+        """Replace the values; ``values`` is not needed any more when this returns."""
+        self._tier.stage_out(self._extent, values).result()
+
+    def begin_read(self) -> None:
+        """Start reading into host memory."""
+        if self._reading is None:
+            self._staged = torch.empty(self._extent.numel, dtype=self._extent.dtype)
+            self._reading = self._tier.stage_in(self._extent, self._staged)
+
+    def read(self, target: Tensor) -> None:
+        """Copy the values into ``target``."""
+        self.begin_read()
+        assert self._reading is not None and self._staged is not None
+        self._reading.result()
+        target.copy_(self._staged, non_blocking=False)
+        self.drop()
+
+    def drop(self) -> None:
+        """Forget what was read: the file may change."""
+        if self._reading is not None:
+            self._reading.result()
+        self._reading, self._staged = None, None

@@ -1,0 +1,72 @@
+"""Dynamic loss scaling for fp16, with the arithmetic of ``torch.amp.GradScaler``.
+
+The loss is multiplied by ``scale``; gradients are divided by it as they land in their shards, so that at rest they are
+always true, whatever tier they rest on. A step is skipped by all ranks if any of them holds a gradient that is not
+finite.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning_zero.config import ConfigError
+
+
+class LossScaler:
+    """The scale and its history.
+
+    Args:
+        init_scale: the first scale.
+        growth_factor: what the scale is multiplied by after ``growth_interval`` steps in a row without overflow.
+        backoff_factor: what it is multiplied by after an overflow.
+        growth_interval: steps.
+
+    Raises:
+        ConfigError: a factor on the wrong side of one.
+    """
+
+    def __init__(
+        self,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+    ) -> None:
+        if growth_factor <= 1.0 or not 0.0 < backoff_factor < 1.0:
+            raise ConfigError(
+                f"loss scaling: expected growth_factor > 1 and 0 < backoff_factor < 1, got {growth_factor} and "
+                f"{backoff_factor}."
+            )
+        self.scale = float(init_scale)
+        self.growth_factor = growth_factor
+        self.backoff_factor = backoff_factor
+        self.growth_interval = growth_interval
+        self._good_steps = 0
+
+    def update(self, *, overflowed: bool) -> None:
+        """A step was made, or skipped because of an overflow."""
+        if overflowed:
+            self.scale *= self.backoff_factor
+            self._good_steps = 0
+            return
+        self._good_steps += 1
+        if self._good_steps == self.growth_interval:
+            self.scale *= self.growth_factor
+            self._good_steps = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """The keys of ``torch.amp.GradScaler.state_dict``."""
+        return {
+            "scale": self.scale,
+            "growth_factor": self.growth_factor,
+            "backoff_factor": self.backoff_factor,
+            "growth_interval": self.growth_interval,
+            "_growth_tracker": self._good_steps,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.scale = float(state["scale"])
+        self.growth_factor = float(state["growth_factor"])
+        self.backoff_factor = float(state["backoff_factor"])
+        self.growth_interval = int(state["growth_interval"])
+        self._good_steps = int(state["_growth_tracker"])
