@@ -98,6 +98,7 @@ class Engine:
         self.optimizers: list[ShardedOptimizer] = []
         self._pass_key: str | None = None
         self._pass_owner: Unit | None = None
+        self._evaluates = False  # the open pass has no backward
         self._scope: tuple[str, bool] | None = None  # key and evaluation of the open step_scope
         self._ordinal = 0
         self.in_backward = False
@@ -237,7 +238,10 @@ class Engine:
         """Open the root unit."""
         self._guard.check()
         self._watch_trainable()
-        self._pass_key = f"{key}/{self._ordinal}"
+        # Passes of training that follow one another may take different paths; evaluation repeats its own, and does not
+        # count among them.
+        self._pass_key = f"{key}, evaluating {owner.title if owner else ''}" if evaluation else f"{key}/{self._ordinal}"
+        self._evaluates = evaluation
         self._pass_owner = owner
         self._second_order = False
         self.comm.place = f"pass {self._pass_key}"
@@ -255,7 +259,7 @@ class Engine:
         self.order.end()
         self._reshard_all()
         self._pass_key, self._pass_owner = None, None
-        self._ordinal += 1
+        self._ordinal += not self._evaluates
         self.comm.place = "between passes"
 
     @contextlib.contextmanager

@@ -1,0 +1,76 @@
+# make train    the main job: a small GPT on real text under ZeRO stage 3
+# make test     the tests (make test-full: with the full matrices)
+#
+# Each target makes the virtual environment and installs what is missing. Overrides:
+#   PYTHON=python3.12  VENV=path  TORCH_VERSION=2.12.0  TORCH_INDEX_URL=an index with builds of torch
+#   ARGS="trainer.max_steps=50"  for make train, or options of pytest for make test
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH_VERSION ?=
+TORCH_INDEX_URL ?=
+ARGS ?=
+
+PY := $(VENV)/bin/python
+GPU := $(shell command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU && echo yes)
+
+# Which torch: TORCH_VERSION if given; else the newest (a CUDA build) beside a GPU; else the CPU build.
+ifneq ($(TORCH_VERSION),)
+TORCH := torch==$(TORCH_VERSION)
+else ifeq ($(GPU),yes)
+TORCH :=
+else
+TORCH := -c constraints-cpu.txt
+endif
+ifneq ($(TORCH_INDEX_URL),)
+TORCH += --extra-index-url $(TORCH_INDEX_URL)
+endif
+
+# Another choice of torch or interpreter, or other dependencies, make another stamp, and so install again.
+CHOICE := $(shell echo '$(PYTHON) $(TORCH) $(GPU)' | cksum | cut -d' ' -f1)
+STAMP := $(VENV)/.installed-$(CHOICE)
+DEV_STAMP := $(VENV)/.installed-dev-$(CHOICE)
+
+.PHONY: help install train test test-full bench lint format clean
+.DEFAULT_GOAL := help
+
+help:
+	@sed -n 's/^# \{0,1\}//p' Makefile | head -6
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml constraints-cpu.txt
+	@test -x $(PY) || $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "needs Python 3.11: PYTHON=...")'
+	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet --disable-pip-version-check $(TORCH) -e '.[test]'
+	@rm -f $(VENV)/.installed-*
+	@touch $@
+
+$(DEV_STAMP): $(STAMP)
+	$(PY) -m pip install --quiet --disable-pip-version-check $(TORCH) -e '.[test,dev]'
+	@touch $@
+
+train: $(STAMP)
+	$(PY) -m lightning_zero.train $(ARGS)
+
+test: $(STAMP)
+	$(PY) -m pytest $(ARGS)
+
+test-full: $(STAMP)
+	$(PY) -m pytest -m '$(if $(GPU),,not gpu)' --timeout=1800 $(ARGS)
+
+bench: $(STAMP)
+	$(PY) -m benchmarks.bench $(ARGS)
+
+lint: $(DEV_STAMP)
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+format: $(DEV_STAMP)
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+clean:
+	rm -rf $(VENV) build dist outputs multirun *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,63 @@
+"""ZeRO stages 0-3 as a PyTorch Lightning strategy.
+
+``import lightning_zero`` makes ``Trainer(strategy="zero3")`` work. It imports neither torch nor Lightning: the public
+names below are imported when they are first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from lightning_zero.registration import register_presets
+
+if TYPE_CHECKING:
+    from lightning_zero.callbacks import ZeroMonitor as ZeroMonitor
+    from lightning_zero.config import ZeroConfig as ZeroConfig
+    from lightning_zero.engine import clip_grad_norm_ as clip_grad_norm_
+    from lightning_zero.engine import gather as gather
+    from lightning_zero.engine import grad_norm as grad_norm
+    from lightning_zero.engine import shard as shard
+    from lightning_zero.precision import ZeroPrecision as ZeroPrecision
+    from lightning_zero.strategy import ZeroStrategy as ZeroStrategy
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "ZeroStrategy": "lightning_zero.strategy",
+    "ZeroConfig": "lightning_zero.config",
+    "ZeroPrecision": "lightning_zero.precision",
+    "ZeroMonitor": "lightning_zero.callbacks",
+    "gather": "lightning_zero.engine",
+    "grad_norm": "lightning_zero.engine",
+    "clip_grad_norm_": "lightning_zero.engine",
+    "shard": "lightning_zero.engine",
+}
+
+__all__ = [
+    "ZeroConfig",
+    "ZeroMonitor",
+    "ZeroPrecision",
+    "ZeroStrategy",
+    "__version__",
+    "clip_grad_norm_",
+    "gather",
+    "grad_norm",
+    "shard",
+]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(home), name)
+    globals()[name] = value  # found once: the next access does not come here
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})
+
+
+register_presets()

@@ -1,0 +1,1 @@
+"""The default data of the main job."""

@@ -1,0 +1,292 @@
+"""Bytes of real text as tokens.
+
+The files are joined once into a flat file of bytes in a cache folder, which every process then maps::
+
+    file 0 | 0 | file 1 | 0 | ... | file n | 0        one token per byte, 0 ends a document
+    chunk 0   chunk 1   chunk 2   ...                 block_size tokens each; an item holds one token more
+    segment 0         segment 1         ...           neighbouring chunks: a whole segment is for training or validation
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import os
+import shutil
+import sysconfig
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+import numpy as np
+import torch
+from lightning.pytorch import LightningDataModule
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_zero.config import ConfigError
+
+FORMAT = 1  # of the cache file; part of its name
+SEGMENT_CHUNKS = 16
+MIN_SEGMENTS = 50  # a short text has shorter segments
+HEAD_NBYTES = 8192  # a file of a folder is text if there is no NUL in so many bytes
+SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "__pycache__"})
+
+
+class Source(NamedTuple):
+    path: Path
+    nbytes: int
+    mtime_ns: int
+
+
+def find_sources(path: str | None) -> list[Source]:
+    """The files that ``data.path`` stands for, sorted; ``None`` is the standard library of this interpreter.
+
+    Raises:
+        ConfigError: nothing is there, or nothing that can be read.
+    """
+    if path is None:
+        return _stat(_standard_library())
+    text = os.path.expanduser(path)
+    if os.path.isfile(text):
+        files: Iterable[Path] = [Path(text)]
+    elif os.path.isdir(text):
+        files = [f for f in _walk(Path(text)) if _looks_like_text(f)]
+    else:
+        files = [Path(f) for f in glob.glob(text, recursive=True) if os.path.isfile(f)]
+        if not files:
+            what = "the pattern matches no file" if glob.has_magic(text) else "there is nothing"
+            raise ConfigError(
+                f"data.path: expected a file, a folder or a glob of text, got {path!r}: {what} "
+                f"(seen from {os.getcwd()}). Change data.path."
+            )
+    sources = _stat(files)
+    if not sources:
+        raise ConfigError(f"data.path: expected files of text in the folder {path!r}, found none. Change data.path.")
+    return sources
+
+
+def _standard_library() -> list[Path]:
+    root = Path(sysconfig.get_path("stdlib"))
+    files = [f for f in root.rglob("*.py") if not SKIPPED_FOLDERS.intersection(f.relative_to(root).parts)]
+    if not files:
+        raise ConfigError(
+            f"data.path: the interpreter has no Python sources in {root}. "
+            "Give data.path=a file, folder or glob of text."
+        )
+    return files
+
+
+def _walk(folder: Path) -> list[Path]:
+    found = (f for f in folder.rglob("*") if not any(p.startswith(".") for p in f.relative_to(folder).parts))
+    return [f for f in found if f.is_file()]
+
+
+def _looks_like_text(path: Path) -> bool:
+    with _open(path) as file:
+        return b"\0" not in file.read(HEAD_NBYTES)
+
+
+def _open(path: Path) -> BinaryIO:
+    try:
+        return path.open("rb")
+    except OSError as error:
+        raise ConfigError(f"data.path: cannot read {path}: {error.strerror}. Change data.path.") from error
+
+
+def _stat(files: Iterable[Path]) -> list[Source]:
+    found = []
+    for file in sorted({f.absolute() for f in files}):
+        if not os.access(file, os.R_OK):
+            raise ConfigError(f"data.path: cannot read {file}: permission denied. Change data.path.")
+        stat = file.stat()
+        found.append(Source(file, stat.st_size, stat.st_mtime_ns))
+    return found
+
+
+class Split(NamedTuple):
+    train: np.ndarray  # chunk indices
+    val: np.ndarray
+
+
+def split_chunks(n_chunks: int, val_fraction: float, seed: int) -> Split:
+    """Divide chunks into training and validation by whole segments; the same for the same arguments everywhere."""
+    length = max(1, min(SEGMENT_CHUNKS, n_chunks // MIN_SEGMENTS))
+    n_segments = -(-n_chunks // length)
+    n_val = max(1, round(n_segments * val_fraction))
+    held_out = np.zeros(n_segments, dtype=bool)
+    held_out[np.random.default_rng(seed).permutation(n_segments)[:n_val]] = True
+    is_val = np.repeat(held_out, length)[:n_chunks]
+    return Split(np.flatnonzero(~is_val), np.flatnonzero(is_val))
+
+
+class Chunks(Dataset[Tensor]):
+    """Items ``[block_size + 1] int64`` of a mapped file of tokens."""
+
+    def __init__(self, path: Path, chunks: np.ndarray, block_size: int) -> None:
+        self.chunks = chunks
+        self.block_size = block_size
+        self.path = path
+        self._tokens: np.memmap | None = None  # mapped by the process that reads: pickling a map would copy it
+
+    def __len__(self) -> int:
+        return len(self.chunks)
+
+    def __getitem__(self, index: int) -> Tensor:
+        if self._tokens is None:
+            self._tokens = np.memmap(self.path, dtype=np.uint8, mode="r")
+        start = int(self.chunks[index]) * self.block_size
+        return torch.from_numpy(self._tokens[start : start + self.block_size + 1].astype(np.int64))
+
+
+class TextData(LightningDataModule):
+    """Byte-level language modelling over text files.
+
+    Args:
+        path: a file, a folder or a glob. Default: the Python sources of the interpreter's standard library.
+        block_size: tokens that the model sees at once; a batch is ``[batch_size, block_size + 1]``.
+        batch_size: items per process.
+        val_fraction: share of the text that is held out.
+        split_seed: which part that is.
+        cache_dir: where the joined tokens are kept. Default: ``lightning_zero`` in the user's cache folder.
+        num_workers: processes that load data, for each training process.
+
+    Raises:
+        ConfigError: no such file, too little text, a value out of range: at once, before any process starts.
+    """
+
+    def __init__(
+        self,
+        path: str | None = None,
+        *,
+        block_size: int = 256,
+        batch_size: int = 8,
+        val_fraction: float = 0.01,
+        split_seed: int = 0,
+        cache_dir: str | None = None,
+        num_workers: int = 0,
+    ) -> None:
+        super().__init__()
+        _whole_number("block_size", block_size, 1)
+        _whole_number("batch_size", batch_size, 1)
+        _whole_number("split_seed", split_seed, 0)
+        _whole_number("num_workers", num_workers, 0)
+        if isinstance(val_fraction, bool) or not isinstance(val_fraction, (int, float)) or not 0 < val_fraction < 1:
+            raise ConfigError(
+                f"data.val_fraction: expected a number > 0 and < 1, got {val_fraction!r}. Change data.val_fraction."
+            )
+        if path is not None and not isinstance(path, str):
+            raise ConfigError(f"data.path: expected text, got {path!r}. Change data.path.")
+        self.path = path
+        self.block_size = block_size
+        self.batch_size = batch_size
+        self.val_fraction = val_fraction
+        self.split_seed = split_seed
+        self.num_workers = num_workers
+        self.sources = find_sources(path)
+        self.n_tokens = sum(s.nbytes + 1 for s in self.sources)
+        self.cache_file = _cache_folder(cache_dir) / f"text-{_key(self.sources)}.bin"
+        self.check(world_size=1)
+
+    def check(self, world_size: int) -> None:
+        """Refuse a text that has no full batch for every process.
+
+        Raises:
+            ConfigError: names what is needed and what there is.
+        """
+        n_chunks = (self.n_tokens - 1) // self.block_size
+        needed = self.batch_size * world_size
+        found = len(self.split().train) if n_chunks >= 2 else 0
+        if found < needed:
+            raise ConfigError(
+                f"data.path: expected text for at least one batch of training on each of {world_size} processes "
+                f"({needed} pieces of {self.block_size} bytes), got {found} pieces from {self.n_tokens} bytes in "
+                f"{len(self.sources)} files. Give more text by data.path, or lower data.batch_size or data.block_size."
+            )
+
+    def split(self) -> Split:
+        return split_chunks((self.n_tokens - 1) // self.block_size, self.val_fraction, self.split_seed)
+
+    def prepare_data(self) -> None:
+        if self.cache_file.is_file() and self.cache_file.stat().st_size == self.n_tokens:
+            return
+        _join(self.sources, self.cache_file, self.n_tokens)
+
+    def setup(self, stage: str) -> None:
+        if self.trainer is not None:
+            self.check(self.trainer.world_size)
+        split = self.split()
+        self.train_data = Chunks(self.cache_file, split.train, self.block_size)
+        self.val_data = Chunks(self.cache_file, split.val, self.block_size)
+
+    def train_dataloader(self) -> DataLoader[Tensor]:
+        return self._loader(self.train_data, train=True)
+
+    def val_dataloader(self) -> DataLoader[Tensor]:
+        return self._loader(self.val_data, train=False)
+
+    def test_dataloader(self) -> DataLoader[Tensor]:
+        return self.val_dataloader()
+
+    def _loader(self, data: Chunks, train: bool) -> DataLoader[Tensor]:
+        # Lightning puts a distributed sampler in the place of this one.
+        return DataLoader(
+            data,
+            self.batch_size,
+            shuffle=train,
+            drop_last=train,
+            num_workers=self.num_workers,
+            pin_memory=torch.cuda.is_available(),
+            persistent_workers=self.num_workers > 0,
+        )
+
+
+def _whole_number(key: str, value: object, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigError(f"data.{key}: expected a whole number >= {least}, got {value!r}. Change data.{key}.")
+
+
+def _cache_folder(cache_dir: str | None) -> Path:
+    """The folder of the cache, made here so that one which cannot be written is refused before any process starts."""
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    folder = Path(os.path.expanduser(cache_dir) if cache_dir else os.path.join(base, "lightning_zero")).absolute()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"data.cache_dir: cannot make the folder {folder}: {error.strerror}. Change data.cache_dir."
+        ) from error
+    if not os.access(folder, os.W_OK):
+        raise ConfigError(f"data.cache_dir: expected a folder to write in, got {folder}. Change data.cache_dir.")
+    return folder
+
+
+def _key(sources: list[Source]) -> str:
+    digest = hashlib.sha256(f"format {FORMAT}\n".encode())
+    for source in sources:
+        digest.update(f"{source.path}\0{source.nbytes}\0{source.mtime_ns}\n".encode("utf-8", "surrogateescape"))
+    return digest.hexdigest()[:16]
+
+
+def _join(sources: list[Source], target: Path, expected_nbytes: int) -> None:
+    """Write the tokens aside and rename: no process ever maps half a file, and two jobs may do this at once."""
+    handle, aside = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    try:
+        with os.fdopen(handle, "wb") as out:
+            for source in sources:
+                with _open(source.path) as file:
+                    shutil.copyfileobj(file, out)
+                out.write(b"\0")
+            written = out.tell()
+            out.flush()
+            os.fsync(out.fileno())
+        if written != expected_nbytes:
+            raise ConfigError(
+                f"data.path: the files changed while they were read (expected {expected_nbytes} bytes, got {written}). "
+                "Start again once they are at rest."
+            )
+        os.replace(aside, target)
+    except BaseException:
+        os.unlink(aside)
+        raise

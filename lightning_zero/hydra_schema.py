@@ -1,0 +1,139 @@
+"""The typed schema of the Hydra groups, from the dataclasses of :mod:`lightning_zero.config`.
+
+Imported by the entry points and by the Hydra plugin only, at the start of every Hydra app: it imports no torch.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import OmegaConf
+
+from lightning_zero.config import ConfigError, Precision, ZeroConfig, choose
+
+TRAIN_SCHEMA = "lightning_zero_train"
+RUN_NAME_RESOLVER = "lightning_zero_run_name"
+PRECISION_RESOLVER = "lightning_zero_precision"
+
+# A row of zero/precision -> Trainer(precision=)
+PRECISIONS = {Precision.fp32: "32-true", Precision.bf16: "bf16-mixed", Precision.bf16_true: "bf16-true"}
+
+
+@dataclass(kw_only=True, slots=True)
+class TrainerConfig:
+    """Group ``trainer``: arguments of ``lightning.pytorch.Trainer``. ``None`` means Lightning's own default.
+
+    ``strategy``, ``callbacks`` and ``logger`` are groups of their own.
+    """
+
+    accelerator: str = "auto"
+    devices: Any = "auto"
+    num_nodes: int = 1
+    precision: str | None = None  # driven by zero/precision
+    fast_dev_run: Any = False
+    max_epochs: int | None = None
+    min_epochs: int | None = None
+    max_steps: int = -1
+    min_steps: int | None = None
+    max_time: str | None = None
+    limit_train_batches: int | float | None = None
+    limit_val_batches: int | float | None = None
+    limit_test_batches: int | float | None = None
+    limit_predict_batches: int | float | None = None
+    overfit_batches: int | float = 0.0
+    val_check_interval: int | float | str | None = None
+    check_val_every_n_epoch: int | None = 1
+    num_sanity_val_steps: int | None = None
+    log_every_n_steps: int | None = None
+    enable_checkpointing: bool | None = None
+    enable_progress_bar: bool | None = None
+    enable_model_summary: bool | None = None
+    accumulate_grad_batches: int = 1
+    gradient_clip_val: float | None = None
+    gradient_clip_algorithm: str | None = None
+    deterministic: bool | str | None = None
+    benchmark: bool | None = None
+    inference_mode: bool = True
+    use_distributed_sampler: bool = True
+    profiler: str | None = None
+    detect_anomaly: bool = False
+    sync_batchnorm: bool = False
+    reload_dataloaders_every_n_epochs: int = 0
+
+    def __post_init__(self) -> None:
+        _at_least("max_steps", self.max_steps, -1)
+        _at_least("max_epochs", self.max_epochs, -1)
+        _at_least("num_nodes", self.num_nodes, 1)
+        _at_least("accumulate_grad_batches", self.accumulate_grad_batches, 1)
+        _at_least("gradient_clip_val", self.gradient_clip_val, 0)
+        _at_least("log_every_n_steps", self.log_every_n_steps, 0)
+        _at_least("num_sanity_val_steps", self.num_sanity_val_steps, -1)
+        if isinstance(self.devices, int) and not isinstance(self.devices, bool):
+            _at_least("devices", self.devices, -1)
+            if self.devices == 0:
+                raise ConfigError(
+                    "trainer.devices: expected auto, a number > 0 or a list, got 0. Change trainer.devices."
+                )
+
+
+def _at_least(key: str, value: float | None, bound: int) -> None:
+    if value is not None and value < bound:
+        raise ConfigError(f"trainer.{key}: expected a number >= {bound}, got {value}. Change trainer.{key}.")
+
+
+@dataclass(kw_only=True, slots=True)
+class TrainConfig:
+    """Everything in ``conf/train.yaml``. Groups that may hold a user's own class are plain mappings."""
+
+    zero: ZeroConfig = field(default_factory=ZeroConfig)
+    model: dict[str, Any] = field(default_factory=dict)
+    data: dict[str, Any] = field(default_factory=dict)
+    optimizer: dict[str, Any] = field(default_factory=dict)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    callbacks: dict[str, Any] = field(default_factory=dict)
+    logger: dict[str, Any] = field(default_factory=dict)
+    seed: int = 0
+    ckpt_path: str | None = None
+    run_dir: str = "."
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.seed < 2**32:
+            raise ConfigError(f"seed: expected a number from 0 to 2**32 - 1, got {self.seed}. Change seed.")
+
+
+def run_name() -> str:
+    """The name of a run's folder: one for all processes of a run, and the same again when a SLURM job is requeued.
+
+    Processes that Lightning starts are told the folder. Those that srun or torchrun start each work it out
+    themselves, so that it must not hold the time of day then.
+    """
+    if "SLURM_JOB_ID" in os.environ and "SLURM_PROCID" in os.environ:
+        return f"slurm-{os.environ['SLURM_JOB_ID']}-{os.environ.get('SLURM_STEP_ID', '0')}"
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        run = os.environ["TORCHELASTIC_RUN_ID"]
+        run = f"{datetime.now():%Y-%m-%d}-{os.getppid()}" if run == "none" else run
+        return f"torchrun-{run}"
+    return f"{datetime.now():%Y-%m-%d_%H-%M-%S}"
+
+
+def trainer_precision(row: Any) -> str | None:
+    """What ``Trainer(precision=)`` must be for a row of ``zero/precision``; ``None`` leaves it to the Trainer."""
+    return None if row is None else PRECISIONS[choose("precision", row)]
+
+
+def register_schema() -> None:
+    """Register the schema and the resolvers with Hydra; may be called again.
+
+    ``lightning_zero_train`` is the schema of our own ``train.yaml``. Another app takes ``zero: schema`` into its
+    defaults list to have every setting of the group ``zero`` typed and defaulted, and
+    ``precision: ${lightning_zero_precision:${zero.precision.name}}`` among the arguments of its Trainer.
+    """
+    store = ConfigStore.instance()
+    store.store(name=TRAIN_SCHEMA, node=TrainConfig, provider="lightning_zero")
+    store.store(group="zero", name="schema", node=ZeroConfig, provider="lightning_zero")
+    OmegaConf.register_new_resolver(RUN_NAME_RESOLVER, run_name, replace=True, use_cache=True)
+    OmegaConf.register_new_resolver(PRECISION_RESOLVER, trainer_precision, replace=True)

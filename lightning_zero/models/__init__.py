@@ -1,0 +1,1 @@
+"""The default model of the main job."""

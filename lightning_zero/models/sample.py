@@ -1,0 +1,52 @@
+"""A callback that lets the model write a few lines when training ends."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from lightning_zero.config import ConfigError
+
+
+class SampleText(Callback):
+    """Prints text that the model continues from ``prompt``, at the end of training.
+
+    Every rank makes the same calls of ``pl_module.generate(tokens, n, temperature=, seed=)``, which a sharded model
+    needs: each call gathers. Rank 0 prints. A module without ``generate`` is left alone.
+    """
+
+    def __init__(self, prompt: str = "def ", new_tokens: int = 200, temperature: float = 0.8, seed: int = 0) -> None:
+        if not prompt:
+            raise ConfigError("callbacks.sample.prompt: expected at least one character, got none.")
+        if new_tokens < 1:
+            raise ConfigError(f"callbacks.sample.new_tokens: expected a number > 0, got {new_tokens}.")
+        if temperature <= 0:
+            raise ConfigError(f"callbacks.sample.temperature: expected a number > 0, got {temperature}.")
+        self.prompt = prompt
+        self.new_tokens = new_tokens
+        self.temperature = temperature
+        self.seed = seed
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        generate = getattr(pl_module, "generate", None)
+        if generate is None or trainer.fast_dev_run:  # type: ignore[attr-defined]
+            return
+        tokens = torch.tensor([list(self.prompt.encode())], device=pl_module.device)
+        training = pl_module.training
+        pl_module.eval()
+        try:
+            with _inside_engine(trainer), trainer.precision_plugin.forward_context():
+                tokens = generate(tokens, self.new_tokens, temperature=self.temperature, seed=self.seed)
+        finally:
+            pl_module.train(training)
+        if trainer.is_global_zero:
+            text = bytes(tokens[0].tolist()).decode("utf-8", "replace")
+            print(f"\n--- sample of generated text ---\n{text}\n--------------------------------", flush=True)
+
+
+def _inside_engine(trainer: Trainer) -> AbstractContextManager[object]:
+    """Where a sharded module may be called outside of Lightning's steps; other strategies need nothing."""
+    scope = getattr(trainer.strategy, "step_scope", None)
+    return scope() if scope is not None else nullcontext()

@@ -1,0 +1,48 @@
+"""Checks that hold for every test: nothing leaks out of one, and worker pools end in good order."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import settings
+
+from tests import harness
+
+# Reproducible runs: the same examples every time, no time limit on a shared machine, no folder left behind.
+settings.register_profile("repeatable", deadline=None, derandomize=True, database=None, max_examples=150)
+settings.load_profile("repeatable")
+
+_NOT_OURS = {"PYTEST_CURRENT_TEST"}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def pools_end_cleanly() -> Iterator[None]:
+    """Every worker of every pool exits with 0."""
+    yield
+    codes = harness.close_pools()
+    assert all(code == 0 for exits in codes.values() for code in exits), f"exit codes of the workers, by pool: {codes}"
+
+
+@pytest.fixture(autouse=True)
+def nothing_leaks() -> Iterator[None]:
+    """A test leaves no thread and no changed environment variable behind in this process."""
+    threads, environ = set(threading.enumerate()), _environ()
+    yield
+    deadline = time.monotonic() + 2
+    while (left := _new_threads(threads)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not left, f"threads left behind: {sorted(t.name for t in left)}"
+    changed = {key for key, _ in environ.items() ^ _environ().items()}
+    assert not changed, f"environment variables changed: {sorted(changed)}"
+
+
+def _environ() -> dict[str, str]:
+    return {key: value for key, value in os.environ.items() if key not in _NOT_OURS}
+
+
+def _new_threads(known: set[threading.Thread]) -> set[threading.Thread]:
+    return {t for t in threading.enumerate() if t not in known and t.is_alive()}

@@ -1,0 +1,350 @@
+"""Models, a plain replicated twin, and training both side by side.
+
+The twin is what sharded training must equal: a copy of the module on every rank whose gradients are averaged over the
+ranks as architecture.md (sections 6 and 9) defines it. It uses no part of ``lightning_zero``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import lightning_zero
+from lightning_zero.engine import Engine
+
+VOCABULARY = 11
+TOKENS = 7
+NORMS = (nn.LayerNorm, nn.BatchNorm1d)
+
+
+class Block(nn.Module):
+    """Odd sizes, so that parameters need gaps behind them and shards are cut inside of parameters."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * width + 1)
+        self.down = nn.Linear(2 * width + 1, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Model(nn.Module):
+    def __init__(self, width: int = 19, depth: int = 3) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
+        self.head = nn.Linear(width, VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def tokens(step: int, micro: int = 0, *, rank: int | None = None, rows: int = 2) -> Tensor:
+    """Another batch for every rank, step and micro-batch."""
+    rank = dist.get_rank() if rank is None else rank
+    generator = torch.Generator().manual_seed(1000 * step + 10 * micro + rank)
+    return torch.randint(0, VOCABULARY, (rows, TOKENS), generator=generator)
+
+
+def floats(step: int, *shape: int, rank: int | None = None) -> Tensor:
+    rank = dist.get_rank() if rank is None else rank
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(7 + 1000 * step + rank))
+
+
+def language_loss(module: nn.Module, batch: Tensor) -> Tensor:
+    logits = module(batch)
+    return F.cross_entropy(logits.reshape(-1, VOCABULARY).float(), batch.roll(1, 1).reshape(-1))
+
+
+def autocast(precision: str) -> Any:
+    """What the precision plugin opens around forward and loss."""
+    return torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16", cache_enabled=False)
+
+
+def sgd(params: Any) -> Optimizer:
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.01, fused=True)
+
+
+def adamw(params: Any) -> Optimizer:
+    return torch.optim.AdamW(params, lr=0.01, weight_decay=0.1, fused=True)
+
+
+# -- two sides of a comparison ----------------------------------------------------------------------------------------
+
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
+
+
+class Master:
+    """What the twin's optimizer steps for one parameter: flat, and padded as the layout pads it.
+
+    torch's fused kernels compute the last elements of a tensor, those that fill no vector, with other roundings.
+    """
+
+    def __init__(self, param: nn.Parameter) -> None:
+        padded = torch.zeros(-(-param.numel() // 16) * 16, dtype=param.dtype)
+        padded[: param.numel()] = param.detach().reshape(-1)
+        self.flat = nn.Parameter(padded, requires_grad=param.requires_grad)
+        self._shape = param.shape
+
+    @property
+    def value(self) -> Tensor:
+        return self.flat.detach()[: self._shape.numel()].view(self._shape)
+
+    @property
+    def grad(self) -> Tensor | None:
+        return None if self.flat.grad is None else self.flat.grad[: self._shape.numel()].view(self._shape)
+
+    @grad.setter
+    def grad(self, grad: Tensor | None) -> None:
+        self.flat.grad = None
+        if grad is not None:
+            self.flat.grad = torch.zeros_like(self.flat)
+            self.flat.grad[: grad.numel()] = grad.reshape(-1)
+
+
+class Twin:
+    """A replicated copy of a module; its gradients are averaged over ranks, in rank order.
+
+    Attributes:
+        module: with compute parameters (rounded to bf16 where the engine would).
+        grads: averaged gradients by parameter of ``module``; a parameter that no rank used has none.
+    """
+
+    def __init__(
+        self, module: nn.Module, *, optimizer: MakeOptimizer = adamw, precision: str = "fp32", each: bool = True
+    ) -> None:
+        """
+        Args:
+            each: gradients are averaged at every backward (stages 2 and 3), else in the last of a step.
+        """
+        self.module = copy.deepcopy(module)
+        for param, source in zip(self.module.parameters(), module.parameters(), strict=True):
+            dist.broadcast(param.data.copy_(source.data), 0)
+        self.grads: dict[nn.Parameter, Tensor] = {}
+        self.synchronize = True
+        self._each = each
+        self._local: dict[nn.Parameter, Tensor] = {}
+        self._reduce_dtype = {"bf16": torch.float32, "bf16_true": torch.bfloat16}.get(precision)
+        self.masters = _lower(self.module, precision)
+        self.optimizer = optimizer([master.flat for master in self.masters.values()])
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        for param in self.masters:
+            param.grad = None
+        loss.backward(**kwargs)
+        self._take()
+        if self._each or self.synchronize:
+            self._average()
+
+    def _take(self) -> None:
+        scale = 1 / dist.get_world_size()
+        for param in self.masters:
+            if param.grad is None:
+                continue
+            if param in self._local:
+                self._local[param].add_(param.grad, alpha=scale)
+            else:
+                self._local[param] = param.grad.to(self._reduce_dtype or param.dtype) * scale
+            param.grad = None
+
+    def _average(self) -> None:
+        for param in self.masters:
+            total = _sum_over_ranks(self._local.pop(param, None), like=param, dtype=self._reduce_dtype)
+            if total is not None:
+                self.grads[param] = self.grads[param] + total if param in self.grads else total
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        self.synchronize = False
+        yield
+        self.synchronize = True
+
+    def show_grads(self) -> None:
+        """Put the gradients where a plain optimizer and plain clipping look for them."""
+        for param, master in self.masters.items():
+            grad = self.grads.get(param)
+            master.grad = grad
+
+    def step(self) -> None:
+        self.show_grads()
+        self.optimizer.step()
+        with torch.no_grad():
+            for param, master in self.masters.items():
+                param.copy_(master.value)
+
+    def clip(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Clip, and keep what is clipped: the next ``step`` uses it."""
+        self.show_grads()
+        norm = torch.nn.utils.clip_grad_norm_([m.flat for m in self.masters.values()], max_norm, norm_type)
+        self.grads = {p: m.grad for p, m in self.masters.items() if m.grad is not None}
+        return norm
+
+    def zero_grad(self) -> None:
+        self.grads.clear()
+        self._local.clear()
+
+
+class Sharded:
+    """The engine behind the interface of :class:`Twin`. Use it as a context: it gives the plain module back."""
+
+    def __init__(self, module: nn.Module, *, optimizer: MakeOptimizer = adamw, plain: bool = False, **config: Any):
+        """
+        Args:
+            plain: call ``loss.backward()`` and let the engine notice, instead of telling it.
+        """
+        self.module = module
+        self.engine = lightning_zero.shard(module, device="cpu", **{"summary": False, **config})
+        self.optimizer = optimizer(module.parameters())
+        self.engine.add_optimizer(self.optimizer)
+        self._plain = plain
+
+    def __enter__(self) -> Sharded:
+        return self
+
+    def __exit__(self, kind: Any, *_: Any) -> None:
+        if kind is None:  # otherwise ranks may be at different places, and the pool is remade
+            self.engine.release()
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        if self._plain:
+            loss.backward(**kwargs)
+        else:
+            self.engine.backward(loss, **kwargs)
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        return self.engine.no_sync()
+
+    def step(self) -> None:
+        self.optimizer.step()
+
+    def clip(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        return lightning_zero.clip_grad_norm_(self.module, max_norm, norm_type)
+
+    def zero_grad(self) -> None:
+        self.optimizer.zero_grad()
+
+
+Side = Twin | Sharded
+Work = Callable[[Side, int], Any]
+
+
+def _lower(module: nn.Module, precision: str) -> dict[nn.Parameter, Master]:
+    """Round the parameters of ``module`` as ``precision`` says; each with the master that the optimizer steps."""
+    if precision == "bf16_true":
+        module.to(torch.bfloat16)
+    masters = {param: Master(param) for param in module.parameters()}
+    if precision == "bf16":
+        norms = [m for m in module.modules() if isinstance(m, NORMS)]
+        kept = {id(p) for m in norms for p in m.parameters()}
+        for norm in norms:
+            norm.register_forward_hook(lambda _, args, output: output.to(args[0].dtype))
+        for param in masters:
+            if id(param) not in kept:
+                param.data = param.data.to(torch.bfloat16)
+    return masters
+
+
+def _sum_over_ranks(local: Tensor | None, *, like: Tensor, dtype: torch.dtype | None) -> Tensor | None:
+    used = torch.tensor([local is not None], dtype=torch.uint8)
+    dist.all_reduce(used, op=dist.ReduceOp.MAX)
+    if not used.item():
+        return None
+    own = local if local is not None else torch.zeros(like.shape, dtype=dtype or like.dtype)
+    parts = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, own.contiguous())
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total
+
+
+# -- comparing --------------------------------------------------------------------------------------------------------
+
+
+def assert_same(sharded: Sharded, twin: Twin, *, grads: bool = False, tolerance: float = 0.0, what: str = "") -> None:
+    """Master parameters (and gradients) are equal: to the bit, or within ``tolerance``."""
+    masters = list(twin.masters.items())
+    with lightning_zero.gather(sharded.module, grads=grads):
+        for (name, own), (param, master) in zip(sharded.module.named_parameters(), masters, strict=True):
+            assert own.dtype == master.value.dtype
+            _assert_equal(own.detach(), master.value, tolerance, f"{what}{name}")
+            if grads:
+                expected = twin.grads.get(param)
+                assert (own.grad is None) == (expected is None), f"{what}{name}: {own.grad} but twin {expected}"
+                if own.grad is not None:
+                    assert expected is not None
+                    _assert_equal(own.grad, expected, tolerance, f"{what}gradient of {name}")
+
+
+def _assert_equal(own: Tensor, expected: Tensor, tolerance: float, what: str) -> None:
+    if tolerance:
+        torch.testing.assert_close(own, expected, rtol=tolerance, atol=tolerance, msg=lambda m: f"{what}: {m}")
+    elif not torch.equal(own, expected):
+        gap = (own.double() - expected.double()).abs().max().item() if own.numel() else 0.0
+        raise AssertionError(f"{what}: differs by {gap:.3g}\n{own}\n{expected}")
+
+
+def check(
+    build: Callable[[], nn.Module],
+    work: Work,
+    *,
+    steps: int = 3,
+    stage: int = 3,
+    precision: str = "fp32",
+    optimizer: MakeOptimizer = adamw,
+    tolerance: float = 0.0,
+    **config: Any,
+) -> None:
+    """Train the sharded module and its twin side by side; losses, gradients and parameters agree at every step.
+
+    Args:
+        work: forwards and backwards of one step, with ``side.module`` and ``side.backward``; what it returns is
+            compared too.
+    """
+    torch.manual_seed(3)
+    module = build()
+    twin = Twin(module, optimizer=optimizer, precision=precision, each=stage >= 2)
+    with Sharded(module, stage=stage, precision=precision, optimizer=optimizer, **config) as sharded:
+        for step in range(steps):
+            results = []
+            for side in (sharded, twin):
+                with autocast(precision):
+                    results.append(work(side, step))
+            if isinstance(results[0], Tensor):
+                _assert_equal(results[0].detach(), results[1].detach(), tolerance, f"step {step}: result")
+            assert_same(sharded, twin, grads=True, tolerance=tolerance, what=f"step {step}, after backward: ")
+            for side in (sharded, twin):
+                side.step()
+                side.zero_grad()
+            assert_same(sharded, twin, tolerance=tolerance, what=f"step {step}, after the optimizer: ")
+
+
+def language_work(side: Side, step: int) -> Tensor:
+    loss = language_loss(side.module, tokens(step))
+    side.backward(loss)
+    return loss
+
+
+def accumulate(side: Side, step: int, micro_batches: int) -> Tensor:
+    """Backwards of one step; all but the last inside ``no_sync``."""
+    total = torch.zeros(())
+    for micro in range(micro_batches):
+        last = micro == micro_batches - 1
+        with contextlib.nullcontext() if last else side.no_sync():
+            loss = language_loss(side.module, tokens(step, micro)) / micro_batches
+            side.backward(loss)
+        total = total + loss.detach()
+    return total

@@ -1,0 +1,131 @@
+"""The logical collectives of a step are those of the design's table, and nothing rests where it should not."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from lightning_zero.engine import Engine
+from lightning_zero.engine.unit import Bucket, State
+from lightning_zero.planning.placement import logical_collectives
+from tests.engine.support import Model, Sharded, accumulate, autocast, language_loss, tokens
+from tests.harness import on_ranks
+
+BLOCK_NBYTES = 8192  # of the support model, on 2 ranks
+
+
+def step_counts(side: Sharded, step: int, micro_batches: int, precision: str) -> Counter[tuple[str, str]]:
+    """Operations of one whole step, up to the gathers that the next forward waits for."""
+    side.engine.settle()
+    side.engine.comm.counts.clear()
+    with autocast(precision):
+        accumulate(side, step, micro_batches)
+    side.step()
+    side.zero_grad()
+    return side.engine.comm.counts.copy()
+
+
+def expected_counts(engine: Engine, micro_batches: int) -> Counter[tuple[str, str]]:
+    expected: Counter[tuple[str, str]] = Counter()
+    last = len(engine.units) - 1
+    for unit in engine.units:
+        for bucket in unit.buckets:
+            stays = unit.index in (0, last)
+            counts = logical_collectives(bucket.row, micro_batches, stays_gathered=stays)
+            expected.update({(kind, bucket.label): n for kind, n in counts.items() if n})
+    return expected
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("k", [1, 2, 3])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_collectives_are_those_of_the_table(stage: int, k: int, precision: str) -> None:
+    for plain in (False, True):
+        with Sharded(Model(), stage=stage, precision=precision, plain=plain) as side:
+            step_counts(side, 0, k, precision)  # recorded
+            for step in (1, 2):
+                assert step_counts(side, step, k, precision) == expected_counts(side.engine, k)
+
+
+@on_ranks(2)
+def test_units_that_stay_gathered_are_gathered_once() -> None:
+    with Sharded(Model(depth=4), keep_gathered_bytes=2 * BLOCK_NBYTES) as side:
+        assert side.engine.units[1].gathered_nbytes == BLOCK_NBYTES
+        step_counts(side, 0, 1, "fp32")
+        counts = step_counts(side, 1, 1, "fp32")
+        gathers = {unit.name: counts["all_gather", unit.buckets[0].label] for unit in side.engine.units}
+        assert gathers == {"": 1, "blocks.0": 2, "blocks.1": 1, "blocks.2": 1, "blocks.3": 1}
+
+
+@on_ranks(2)
+def test_a_pass_that_is_known_needs_no_agreement() -> None:
+    with Sharded(Model()) as side:
+        agreements: list[str] = []
+        side.engine.comm.observers.append(lambda kind, _: agreements.append(kind) if kind == "exchange" else None)
+        for step in range(3):
+            accumulate(side, step, micro_batches=2)
+            side.step()
+            side.zero_grad()
+            assert bool(agreements) == (step == 0)
+            agreements.clear()
+
+
+def full_nbytes(bucket: Bucket) -> int:
+    return bucket.full.data.untyped_storage().nbytes()
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_between_steps_gathered_parameters_hold_no_memory(precision: str) -> None:
+    with Sharded(Model(), precision=precision) as side:
+        for step in range(3):
+            assert all(unit.state is State.SHARDED for unit in side.engine.units)
+            assert all(full_nbytes(bucket) == 0 for bucket in side.engine.buckets)
+            with autocast(precision):
+                side.backward(language_loss(side.module, tokens(step)))
+            assert all(full_nbytes(bucket) == 0 for bucket in side.engine.buckets)
+            side.step()
+            side.zero_grad()
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_bytes_at_rest_by_role(stage: int) -> None:
+    """Masters, gradients and optimizer state have the size of the shard or of the bucket, as the stage's row says."""
+    with Sharded(Model(), stage=stage, precision="bf16") as side:
+        with autocast("bf16"):
+            side.backward(language_loss(side.module, tokens(0)))
+        world = side.engine.world_size
+        for bucket in side.engine.buckets:
+            owned = bucket.layout.numel // (world if stage >= 1 else 1)
+            assert bucket.master.numel() == owned
+            assert bucket.grad is not None
+            assert bucket.grad.untyped_storage().nbytes() == 4 * owned
+        side.step()
+        state = side.optimizer.state
+        moments = sum(s["exp_avg"].numel() for s in state.values())
+        assert moments <= sum(b.owned_numel for b in side.engine.buckets)
+        side.zero_grad()
+        side.backward(language_loss(side.module, tokens(1)).float() * 0)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(("prefetched", "most"), [(0, 1), (0.5, 2), (1, 2), (2, 3), (3, 4)])
+def test_no_more_units_are_gathered_than_the_budget_allows(prefetched: float, most: int) -> None:
+    """One unit is always gathered ahead, unless prefetching is off."""
+    with Sharded(Model(depth=6), prefetch_bytes=int(prefetched * BLOCK_NBYTES)) as side:
+        gathered: list[int] = []
+
+        def count(*_: Any) -> None:
+            gathered.append(sum(unit.state is not State.SHARDED for unit in side.engine.units[1:]))
+
+        for block in side.module.blocks:  # type: ignore[union-attr]
+            block.register_forward_pre_hook(count)
+        for step in range(3):
+            gathered.clear()
+            side.backward(language_loss(side.module, tokens(step)))
+            side.step()
+        assert max(gathered) == most

@@ -1,0 +1,74 @@
+"""Collectives that come late, at random, change nothing: races would show as other numbers."""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from lightning_zero.engine import Engine
+from tests.engine.support import Model, Sharded, Side, Twin, accumulate, assert_same, autocast
+from tests.harness import on_ranks
+
+MAX_DELAY_S = 0.004
+
+
+class LateWork:
+    """A message that is seen to be complete only some time after it is."""
+
+    def __init__(self, work: Any, delay: float) -> None:
+        self._work = work
+        self._from = time.monotonic() + delay
+
+    def is_completed(self) -> bool:
+        return time.monotonic() >= self._from and self._work.is_completed()
+
+    def wait(self, *limit: Any) -> Any:
+        time.sleep(max(0.0, self._from - time.monotonic()))
+        return self._work.wait(*limit)
+
+
+class LateTransport:
+    """Issues messages after a pause and shows their end late, each rank by other lengths."""
+
+    def __init__(self, inner: Any, chance: random.Random) -> None:
+        self._inner, self._chance = inner, chance
+
+    def _pause(self) -> float:
+        return self._chance.random() ** 4 * MAX_DELAY_S  # mostly short
+
+    def gather(self, *args: Any) -> list[Any]:
+        time.sleep(self._pause())
+        return [LateWork(work, self._pause()) for work in self._inner.gather(*args)]
+
+    def reduce(self, *args: Any) -> tuple[list[Any], Any]:
+        time.sleep(self._pause())
+        works, total = self._inner.reduce(*args)
+        return [LateWork(work, self._pause()) for work in works], total
+
+
+def delay(engine: Engine, seed: int) -> None:
+    chance = random.Random(100 * seed + dist.get_rank())
+    engine.comm._transport = LateTransport(engine.comm._transport, chance)
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_random_delays_change_nothing(stage: int, precision: str) -> None:
+    module = Model(depth=4)
+    twin = Twin(module, precision=precision, each=stage >= 2)
+    config: dict[str, Any] = {"prefetch_bytes": 15_000, "reduce_bucket_bytes": 3000}
+    with Sharded(module, stage=stage, precision=precision, plain=True, **config) as sharded:
+        delay(sharded.engine, stage)
+        sides: tuple[Side, Side] = (sharded, twin)
+        for step in range(4):
+            for side in sides:
+                with autocast(precision):
+                    accumulate(side, step, micro_batches=2)
+                side.step()
+                side.zero_grad()
+        assert_same(sharded, twin)

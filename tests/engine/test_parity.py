@@ -1,0 +1,177 @@
+"""Sharded training equals a plain replicated twin: parameters, gradients and losses, at every step.
+
+The twin averages as the design says (in rank order; per backward or per step), so fp32 *and* bf16 are compared to the
+bit, for all stages. Equality of the stages among themselves follows; what the twin cannot show is compared directly.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import lightning_zero
+from tests.engine.support import (
+    Model,
+    Sharded,
+    Side,
+    Twin,
+    accumulate,
+    adamw,
+    assert_same,
+    autocast,
+    check,
+    language_loss,
+    language_work,
+    sgd,
+    tokens,
+)
+from tests.harness import on_ranks, run
+
+
+class Case(NamedTuple):
+    world: int
+    stage: int
+    micro_batches: int
+    precision: str
+    prefetch_bytes: int
+    optimizer: str
+
+    def __str__(self) -> str:
+        return "-".join(map(str, self))
+
+
+VALUES: dict[str, Sequence[Any]] = {
+    "world": (2, 3),
+    "stage": (0, 1, 2, 3),
+    "micro_batches": (1, 2, 3),
+    "precision": ("fp32", "bf16", "bf16_true"),
+    "prefetch_bytes": (0, 256 * 1024**2),
+    "optimizer": ("sgd", "adamw"),
+}
+MATRIX = [Case(*values) for values in itertools.product(*VALUES.values())]
+
+
+def pairs(case: Case) -> set[tuple[tuple[str, Any], ...]]:
+    return set(itertools.combinations(case._asdict().items(), 2))
+
+
+def pairwise_selection(cases: Sequence[Case]) -> list[Case]:
+    """A few cases in which every pair of settings occurs."""
+    missing = set().union(*map(pairs, cases))
+    chosen: list[Case] = []
+    while missing:
+        best = max(cases, key=lambda case: len(pairs(case) & missing))
+        chosen.append(best)
+        missing -= pairs(best)
+    return chosen
+
+
+SELECTED = pairwise_selection(MATRIX)
+OPTIMIZERS = {"sgd": sgd, "adamw": adamw}
+
+
+def _check_case(case: Case, **config: Any) -> None:
+    check(
+        Model,
+        functools.partial(accumulate, micro_batches=case.micro_batches),
+        stage=case.stage,
+        precision=case.precision,
+        optimizer=OPTIMIZERS[case.optimizer],
+        prefetch_bytes=case.prefetch_bytes,
+        **config,
+    )
+
+
+@pytest.mark.parametrize("case", SELECTED, ids=str)
+def test_training_equals_the_twin(case: Case) -> None:
+    run(case.world, _check_case, case)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", [c for c in MATRIX if c not in SELECTED], ids=str)
+def test_training_equals_the_twin_in_the_whole_matrix(case: Case) -> None:
+    run(case.world, _check_case, case)
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_plain_backward_is_enough(stage: int) -> None:
+    check(Model, functools.partial(accumulate, micro_batches=2), stage=stage, plain=True)
+
+
+@on_ranks(1)
+@pytest.mark.parametrize("precision", VALUES["precision"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_one_rank(stage: int, precision: str) -> None:
+    work = functools.partial(accumulate, micro_batches=2)
+    check(Model, work, stage=stage, precision=precision, plain=stage % 2 == 0)
+
+
+# -- settings that only move things in time or place --------------------------------------------------------------------
+
+
+def _history(stage: int, *, micro_batches: int = 1, precision: str = "fp32", **config: Any) -> list[Tensor]:
+    """Losses, norms and final parameters of a few clipped steps. (Adam would blow differences of 1e-9 up.)"""
+    torch.manual_seed(3)
+    found: list[Tensor] = []
+    with Sharded(Model(), stage=stage, precision=precision, optimizer=sgd, **config) as side:
+        for step in range(3):
+            with autocast(precision):
+                found.append(accumulate(side, step, micro_batches))
+            found.append(side.clip(0.3))
+            side.step()
+            side.zero_grad()
+        with lightning_zero.gather(side.module):
+            found += [p.detach().clone() for p in side.module.parameters()]
+    return found
+
+
+def _assert_alike(a: Sequence[Tensor], b: Sequence[Tensor], tolerance: float = 0.0) -> None:
+    for one, other in zip(a, b, strict=True):
+        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_true"])
+def test_stages_agree_to_the_bit_with_clipping(precision: str) -> None:
+    first = _history(0, precision=precision)
+    for stage in (1, 2, 3):
+        _assert_alike(first, _history(stage, precision=precision))
+
+
+@on_ranks(2, 3)
+def test_accumulating_stages_agree_in_pairs_to_the_bit() -> None:
+    zero0, zero1, zero2, zero3 = (_history(stage, micro_batches=3) for stage in range(4))
+    _assert_alike(zero0, zero1)
+    _assert_alike(zero2, zero3)
+    _assert_alike(zero0, zero2, 1e-6)
+
+
+@on_ranks(2, 3)
+def test_settings_of_time_and_memory_change_nothing() -> None:
+    plain = _history(3)
+    for config in (
+        {"prefetch_bytes": 0},
+        {"prefetch_bytes": 10_000},  # a block has 8 KiB
+        {"keep_gathered_bytes": 10_000},
+        {"keep_gathered_bytes": 10**9, "prefetch_bytes": 0},
+        {"reduce_bucket_bytes": 3000},  # less than the largest parameter
+        {"dynamic": True},
+        {"unit": {"classes": ["Block", "Linear"]}},  # nested units: another order of partial norms
+    ):
+        _assert_alike(plain, _history(3, **config), 1e-6 if "unit" in config else 0.0)
+
+
+@on_ranks(2, 3)
+def test_transports_agree() -> None:
+    tolerance = 0.0 if dist.get_world_size() == 2 else 1e-6
+    for stage in (0, 3):
+        direct = _history(stage, comm={"transport": "direct"})
+        _assert_alike(direct, _history(stage, comm={"transport": "plain"}), tolerance)

@@ -1,0 +1,280 @@
+"""Tests with real processes: pools of forked workers, each with one gloo process group that runs many cases.
+
+The short way, a test whose body runs on every rank of pools of 2 and then of 3 workers::
+
+    @on_ranks(2, 3)
+    @pytest.mark.parametrize("stage", [0, 3])
+    def test_something(stage):
+        assert dist.get_world_size() in (2, 3)
+
+(``parametrize`` and fixtures with picklable values work as usual; they are evaluated in the parent.)
+
+The long way, where the parent looks at what the ranks found::
+
+    losses = run(2, train, stage, timeout=30)     # train is a function at module level: it is sent by its name
+    assert losses[0] == losses[1]
+
+- An exception on any rank fails the test with that rank's traceback. The other ranks are killed after a short grace,
+  and so are all ranks of a case that takes longer than ``timeout`` (with their stacks in the message). The next case
+  then gets a new pool; otherwise it gets the workers as the case before left them, so undo global changes.
+  What the harness undoes itself: environment variables, the working directory, seeds, default dtype, grad mode.
+- Workers look like processes that were started from outside: RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and
+  MASTER_PORT are set, and the default group exists, which Lightning's strategies take over as it is.
+- Fork takes 0.1 s where spawn takes 5. The price: the parent may not run parallel torch code before it forks, so
+  everything here runs on one thread.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import faulthandler
+import functools
+import gc
+import inspect
+import multiprocessing
+import os
+import pickle
+import random
+import signal
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+DEFAULT_TIMEOUT_S = 60.0
+GRACE_S = 3.0  # for the other ranks, once one has failed
+EXIT_S = 20.0
+_DUMP_STACKS = signal.SIGUSR2  # SIGUSR1 is SLURM's
+
+torch.set_num_threads(1)
+
+
+class CaseTimeout(AssertionError):
+    """A case took too long; the message holds the stacks of the ranks that were still running."""
+
+
+def run(world: int, function: Callable[..., Any], *args: Any, timeout: float = DEFAULT_TIMEOUT_S, **kwargs: Any) -> list[Any]:
+    """Call ``function(*args, **kwargs)`` on all ranks of a pool of ``world`` workers; its results in rank order."""
+    pool = _POOLS.get(world)
+    if pool is None:
+        pool = _POOLS[world] = Pool(world)
+    try:
+        return pool.run(pickle.dumps((function, args, kwargs)), timeout)
+    except BaseException:
+        del _POOLS[world]
+        pool.kill()
+        raise
+
+
+def on_ranks(*worlds: int, timeout: float = DEFAULT_TIMEOUT_S) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a test of a function that is to run on every rank, once for each number of ranks."""
+
+    def decorate(body: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(body)
+        def test(world: int, **kwargs: Any) -> None:
+            run(world, test, timeout=timeout, **kwargs)
+
+        parameters = inspect.signature(body).parameters.values()
+        world = inspect.Parameter("world", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        test.__signature__ = inspect.Signature([world, *parameters])  # type: ignore[attr-defined]
+        test.__dict__["body"] = body  # what a worker runs: it finds ``test`` by name
+        return pytest.mark.parametrize("world", worlds, ids=lambda n: f"{n}ranks")(test)
+
+    return decorate
+
+
+def close_pools() -> dict[int, list[int | None]]:
+    """End all pools in good order; the exit codes of their workers (None: had to be killed), by pool size."""
+    codes = {world: pool.close() for world, pool in _POOLS.items()}
+    _POOLS.clear()
+    return codes
+
+
+class Pool:
+    """``world`` workers that stand in one process group."""
+
+    def __init__(self, world: int) -> None:
+        self.world = world
+        self._folder = tempfile.TemporaryDirectory(prefix="lightning_zero_pool_")
+        fork = multiprocessing.get_context("fork")
+        port = _free_port()
+        self._pipes: list[Connection] = []
+        self._processes: list[BaseProcess] = []
+        for rank in range(world):
+            ours, theirs = fork.Pipe()
+            process = fork.Process(
+                target=_work, args=(rank, world, port, theirs, self._stack_file(rank)), name=f"pool{world}-rank{rank}"
+            )
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def run(self, case: bytes, timeout: float) -> list[Any]:
+        for pipe in self._pipes:
+            pipe.send_bytes(case)
+        answers = self._collect(time.monotonic() + timeout, timeout)
+        failed = [(rank, answer) for rank, (ok, answer) in answers.items() if not ok]
+        if failed:
+            raise _restored(failed)
+        return [answers[rank][1] for rank in range(self.world)]
+
+    def _collect(self, deadline: float, timeout: float) -> dict[int, tuple[bool, Any]]:
+        """The answers of all ranks; of fewer if one failed and others did not come back within the grace time."""
+        answers: dict[int, tuple[bool, Any]] = {}
+        waiting: dict[Any, int] = {pipe: rank for rank, pipe in enumerate(self._pipes)}
+        one_failed = False
+        while waiting:
+            ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                if one_failed:
+                    return answers
+                stacks = "\n".join(self._stack(rank) for rank in sorted(waiting.values()))
+                raise CaseTimeout(f"ranks {sorted(waiting.values())} took longer than {timeout:g} s\n{stacks}")
+            for pipe in ready:
+                rank = waiting.pop(pipe)
+                answers[rank] = self._receive(rank)
+                if not answers[rank][0] and not one_failed:
+                    one_failed = True
+                    deadline = min(deadline, time.monotonic() + GRACE_S)
+        return answers
+
+    def _receive(self, rank: int) -> tuple[bool, Any]:
+        try:
+            answer: tuple[bool, Any] = pickle.loads(self._pipes[rank].recv_bytes())
+            return answer
+        except EOFError:
+            self._processes[rank].join(EXIT_S)
+            return False, (RuntimeError(f"the worker died with exit code {self._processes[rank].exitcode}"), "")
+
+    def _stack_file(self, rank: int) -> Path:
+        return Path(self._folder.name) / f"stack{rank}"
+
+    def _stack(self, rank: int) -> str:
+        pid = self._processes[rank].pid
+        assert pid is not None
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, _DUMP_STACKS)
+        time.sleep(0.3)  # the handler writes at once; nothing tells when
+        return f"--- rank {rank} ---\n{self._stack_file(rank).read_text()}"
+
+    def close(self) -> list[int | None]:
+        for pipe in self._pipes:
+            with contextlib.suppress(OSError):
+                pipe.send_bytes(b"")
+        for process in self._processes:
+            process.join(EXIT_S)
+        codes = [process.exitcode for process in self._processes]
+        self.kill()
+        return codes
+
+    def kill(self) -> None:
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+        for pipe in self._pipes:
+            pipe.close()
+        self._folder.cleanup()
+
+
+_POOLS: dict[int, Pool] = {}
+
+
+def _kill_pools() -> None:
+    for pool in _POOLS.values():
+        pool.kill()
+
+
+atexit.register(_kill_pools)
+
+
+def _restored(failed: list[tuple[int, tuple[BaseException, str]]]) -> BaseException:
+    """The first exception that is more than a consequence of another rank's, with every rank's traceback as a note."""
+    rank, (error, _) = next((f for f in failed if not isinstance(f[1][0], ConnectionError)), failed[0])
+    error.add_note(f"on rank {rank}")
+    for other, (_, text) in failed:
+        error.add_note(f"--- rank {other} ---\n{text}")
+    return error
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+# -- in the workers ---------------------------------------------------------------------------------------------------
+
+
+def _work(rank: int, world: int, port: int, pipe: Connection, stack_file: Path) -> None:
+    _die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the parent tells us to end
+    stacks = stack_file.open("w")
+    faulthandler.register(_DUMP_STACKS, file=stacks, all_threads=True)
+    sys.stdin = open(os.devnull)  # noqa: SIM115
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({key: str(value) for key, value in place.items()})
+    torch.set_num_threads(1)
+    gc.freeze()  # what came with the fork is not looked at again
+    dist.init_process_group("gloo", rank=rank, world_size=world)
+    while case := pipe.recv_bytes():
+        with _undone():
+            answer = _answer(case)
+        pipe.send_bytes(answer)
+    dist.barrier()  # gloo aborts at random if a rank destroys the group while another still uses it
+    dist.destroy_process_group()
+
+
+def _answer(case: bytes) -> bytes:
+    try:
+        function, args, kwargs = pickle.loads(case)
+        return pickle.dumps((True, getattr(function, "body", function)(*args, **kwargs)))
+    except BaseException as error:
+        text = traceback.format_exc()
+        return pickle.dumps((False, (_picklable(error), text)))
+
+
+def _picklable(error: BaseException) -> BaseException:
+    try:
+        again: BaseException = pickle.loads(pickle.dumps(error))
+        return again
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+
+
+@contextlib.contextmanager
+def _undone() -> Iterator[None]:
+    """Every case starts with the same seeds, and its changes to the process are undone."""
+    environ, folder = dict(os.environ), os.getcwd()
+    dtype = torch.get_default_dtype()
+    torch.manual_seed(0)
+    random.seed(0)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(environ)
+        os.chdir(folder)
+        torch.set_default_dtype(dtype)
+        torch.set_grad_enabled(True)
+        gc.collect()
+
+
+def _die_with_parent() -> None:
+    """A worker must not outlive a killed test run (Linux only; elsewhere the closed pipe ends it)."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)

@@ -1,0 +1,92 @@
+"""Flat buffers that come and go under one storage object, and guarded placeholders."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lightning_zero.memory.buffers import FlatBuffer, Guard
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+def test_memory_comes_and_goes_under_the_same_storage(dtype: torch.dtype) -> None:
+    buffer = FlatBuffer(10, dtype, CPU)
+    view = buffer.view(2, torch.Size([2, 3]))
+    storage = buffer.data.untyped_storage()._cdata
+    assert buffer.allocated and buffer.nbytes == 10 * dtype.itemsize
+    buffer.release()
+    assert not buffer.allocated
+    assert buffer.data.untyped_storage().nbytes() == 0
+    buffer.allocate()
+    assert buffer.allocated
+    buffer.data.copy_(torch.arange(10))
+    assert view.tolist() == [[2, 3, 4], [5, 6, 7]]
+    assert view.untyped_storage()._cdata == storage
+
+
+def test_what_autograd_saved_finds_the_refilled_values() -> None:
+    buffer = FlatBuffer(4, torch.float32, CPU)
+    buffer.data.copy_(torch.arange(4.0))
+    weight = torch.nn.Parameter(torch.empty(2, 2))
+    weight.data = buffer.view(0, torch.Size([2, 2]))
+    x = torch.ones(1, 2, requires_grad=True)
+    out = torch.nn.functional.linear(x, weight)
+    buffer.release()
+    with torch.no_grad():
+        buffer.allocate()
+        buffer.data.copy_(torch.arange(4.0))
+    out.sum().backward()
+    assert x.grad is not None and x.grad.tolist() == [[2.0, 4.0]]
+
+
+def test_views_are_refused_while_there_is_no_memory() -> None:
+    buffer = FlatBuffer(4, torch.float32, CPU)
+    buffer.release()
+    with pytest.raises(RuntimeError, match="has memory"):
+        buffer.view(0, torch.Size([4]))
+
+
+def test_allocating_twice_and_releasing_twice_do_nothing() -> None:
+    buffer = FlatBuffer(4, torch.float32, CPU)
+    pointer = buffer.data.data_ptr()
+    buffer.allocate()
+    assert buffer.data.data_ptr() == pointer
+    buffer.release()
+    buffer.release()
+    assert not buffer.allocated
+
+
+def test_a_buffer_made_under_inference_mode_can_train() -> None:
+    with torch.inference_mode():
+        buffer = FlatBuffer(4, torch.float32, CPU)
+        guard = Guard(1, torch.float32, CPU)
+    assert not buffer.data.is_inference()
+    assert not guard.placeholder(0, torch.Size([2])).is_inference()
+
+
+def test_placeholders_have_the_true_shape_and_read_nan() -> None:
+    placeholder = Guard(2, torch.bfloat16, CPU).placeholder(1, torch.Size([3, 4]))
+    assert placeholder.shape == (3, 4) and placeholder.ndim == 2 and placeholder.numel() == 12
+    assert placeholder.dtype is torch.bfloat16
+    assert placeholder.isnan().all()
+    assert placeholder.untyped_storage().nbytes() == 2 * 2  # one element for each placeholder
+
+
+@pytest.mark.parametrize("write", [lambda t: t.zero_(), lambda t: t.fill_(1.0)], ids=["zero_", "fill_"])
+def test_a_write_that_gets_through_is_found_and_undone(write: object) -> None:
+    guard = Guard(3, torch.float32, CPU)
+    placeholders = [guard.placeholder(i, torch.Size([2, 2])) for i in range(3)]
+    assert not guard.touched()
+    write(placeholders[1])  # type: ignore[operator]
+    assert guard.touched()
+    assert guard.written() == [1]
+    assert not guard.touched()
+    assert placeholders[1].isnan().all()
+
+
+def test_other_writes_are_refused_by_torch() -> None:
+    placeholder = Guard(1, torch.float32, CPU).placeholder(0, torch.Size([4]))
+    with pytest.raises(RuntimeError, match="single memory location"):
+        placeholder.copy_(torch.ones(4))

@@ -1,0 +1,131 @@
+"""The layout of buckets, for every size and number of ranks."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_zero.planning.layout import (
+    PARAM_ALIGN,
+    SHARD_ALIGN,
+    BucketLayout,
+    Fragment,
+    cut_runs,
+    lay_out,
+    round_up,
+    split_by_bytes,
+)
+
+sizes = st.lists(st.integers(1, 3000), min_size=1, max_size=12)
+worlds = st.integers(1, 9)
+aligns = st.sampled_from([1, 16, SHARD_ALIGN, 1024])
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> BucketLayout:
+    return lay_out(draw(sizes), draw(worlds), shard_align=draw(aligns))
+
+
+def _elements(low: int, high: int) -> set[int]:
+    return set(range(low, high))
+
+
+@given(st.integers(0, 10**6), st.integers(1, 10**4))
+def test_round_up_gives_the_next_multiple(value: int, multiple: int) -> None:
+    result = round_up(value, multiple)
+    assert result % multiple == 0
+    assert value <= result < value + multiple
+
+
+@given(layouts())
+def test_shards_tile_the_bucket(layout: BucketLayout) -> None:
+    ranges = [layout.shard_range(rank) for rank in range(layout.world_size)]
+    assert ranges[0][0] == 0
+    assert ranges[-1][1] == layout.numel
+    assert all(a[1] == b[0] for a, b in pairwise(ranges))
+    assert len({high - low for low, high in ranges}) == 1
+
+
+@given(sizes, worlds, aligns)
+def test_parameters_and_shards_are_aligned_and_padding_is_small(numels: list[int], world: int, align: int) -> None:
+    layout = lay_out(numels, world, shard_align=align)
+    assert layout.shard_numel % align == 0
+    assert all(slot.start % PARAM_ALIGN == 0 for slot in layout.slots)
+    assert [slot.numel for slot in layout.slots] == numels
+    assert layout.numel - layout.used_numel < world * align
+    assert layout.used_numel - sum(numels) < PARAM_ALIGN * len(numels)
+
+
+@given(layouts())
+def test_fragments_tile_every_parameter(layout: BucketLayout) -> None:
+    found: dict[int, list[tuple[int, int]]] = {slot.index: [] for slot in layout.slots}
+    for rank in range(layout.world_size):
+        low, high = layout.shard_range(rank)
+        for fragment in layout.fragments(rank):
+            slot = layout.slots[fragment.index]
+            assert low + fragment.start == slot.start + fragment.offset  # both ways lead to one element
+            assert fragment.start + fragment.numel <= fragment.stop <= high - low
+            found[fragment.index].append((fragment.offset, fragment.offset + fragment.numel))
+    for slot in layout.slots:
+        parts = found[slot.index]
+        assert parts[0][0] == 0 and parts[-1][1] == slot.numel
+        assert all(a[1] == b[0] for a, b in pairwise(parts))
+
+
+@given(layouts())
+def test_gaps_are_what_slots_leave(layout: BucketLayout) -> None:
+    slots = set().union(*(_elements(s.start, s.start + s.numel) for s in layout.slots))
+    gaps = [_elements(low, high) for low, high in layout.gaps()]
+    assert all(gaps)
+    assert sum(map(len, gaps)) + len(slots) == layout.numel
+    assert set().union(slots, *gaps) == _elements(0, layout.numel)
+
+
+@given(layouts(), st.data())
+def test_a_cut_of_the_whole_bucket_joins_the_cuts_of_shards(layout: BucketLayout, data: st.DataObject) -> None:
+    low = data.draw(st.integers(0, layout.numel))
+    high = data.draw(st.integers(low, layout.numel))
+    wanted = _elements(low, high) - set().union(*(_elements(*gap) for gap in layout.gaps()))
+    cut = list(layout.cut(low, high))
+    assert set().union(*(_elements(low + f.start, low + f.start + f.numel) for f in cut)) == wanted
+    assert sum(f.numel for f in cut) == len(wanted)
+
+
+@given(layouts(), st.integers(0, 8), st.data())
+def test_runs_join_neighbours_with_equal_keys_and_nothing_else(
+    layout: BucketLayout, rank: int, data: st.DataObject
+) -> None:
+    fragments = layout.fragments(rank % layout.world_size)
+    keys = data.draw(st.lists(st.sampled_from([None, "a", "b"]), min_size=len(fragments), max_size=len(fragments)))
+    runs = cut_runs(fragments, keys)
+    key_of = dict(zip(fragments, keys, strict=True))
+    assert [f for _, run in runs for f in run.fragments] == [f for f in fragments if key_of[f] is not None]
+    for key, run in runs:
+        assert {key_of[f] for f in run.fragments} == {key}
+        assert run.start == run.fragments[0].start and run.stop == run.fragments[-1].stop
+        assert all(a.stop == b.start for a, b in pairwise(run.fragments))
+    for (key, run), (other_key, other) in pairwise(runs):
+        assert key != other_key or run.stop < other.start  # else they should have been one
+
+
+def test_a_left_out_fragment_parts_its_neighbours() -> None:
+    fragments = [Fragment(i, 0, 16, 16 * i, 16 * i + 16) for i in range(3)]
+    assert [run.start for _, run in cut_runs(fragments, ["a", None, "a"])] == [0, 32]
+
+
+@given(st.lists(st.integers(0, 100), max_size=20), st.integers(1, 120))
+def test_split_by_bytes_keeps_order_and_limit(nbytes: list[int], limit: int) -> None:
+    groups = split_by_bytes(nbytes, limit)
+    assert [i for group in groups for i in group] == list(range(len(nbytes)))
+    for group in groups:
+        assert sum(nbytes[i] for i in group) <= limit or len(group) == 1
+    for group, following in pairwise(groups):
+        assert sum(nbytes[i] for i in group) + nbytes[following[0]] > limit  # no group is cut too early
+
+
+def test_a_bucket_with_fewer_elements_than_ranks_has_empty_shards() -> None:
+    layout = lay_out([3], 4)
+    assert [len(layout.fragments(rank)) for rank in range(4)] == [1, 0, 0, 0]
+    assert layout.shard_numel == SHARD_ALIGN

@@ -1,0 +1,33 @@
+"""The table of stages and the counts that follow from it (architecture, section 3)."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_zero.config import Offload, Stage
+from lightning_zero.planning.placement import OFFLOADS, STAGES, Placement, logical_collectives
+
+ROLES = ("compute_param", "grad", "master")
+
+
+def test_every_stage_and_offload_has_a_row() -> None:
+    assert set(STAGES) == set(Stage)
+    assert set(OFFLOADS) == set(Offload)
+
+
+def test_every_stage_shards_one_role_more() -> None:
+    sharded = [sum(getattr(STAGES[s], role) is Placement.sharded for role in ROLES) for s in Stage]
+    assert sharded == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+@pytest.mark.parametrize("stays", [False, True])
+def test_logical_collectives_are_those_of_the_table(k: int, stays: bool) -> None:
+    table = {
+        Stage.zero0: {"all_gather": 0, "reduce_scatter": 0, "all_reduce": 1},
+        Stage.zero1: {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 0},
+        Stage.zero2: {"all_gather": 1, "reduce_scatter": k, "all_reduce": 0},
+        Stage.zero3: {"all_gather": k if stays else 2 * k, "reduce_scatter": k, "all_reduce": 0},
+    }
+    for stage, counts in table.items():
+        assert logical_collectives(STAGES[stage], k, stays_gathered=stays) == counts

@@ -1,0 +1,123 @@
+"""Which modules are units, and who owns a parameter."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from lightning_zero.config import ConfigError, UnitConfig
+from lightning_zero.planning.units import choose_units, owner_of
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width))
+
+
+class Stack(nn.Module):
+    def __init__(self, depth: int = 3) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(10, 4)
+        self.blocks = nn.ModuleList(Block() for _ in range(depth))
+        self.head = nn.Linear(4, 10)
+
+
+class Hinted(Stack):
+    _no_split_modules = ("Linear",)
+
+
+def choose(module: nn.Module, **settings: object) -> list[str]:
+    return choose_units(module, UnitConfig(**settings))  # type: ignore[arg-type]
+
+
+def test_repeated_blocks_are_units() -> None:
+    assert choose(Stack()) == ["blocks.0", "blocks.1", "blocks.2"]
+
+
+def test_repeated_blocks_of_a_sequential_are_units() -> None:
+    assert choose(nn.Sequential(nn.Linear(4, 4), Block(), Block(), nn.Linear(4, 4))) == ["1", "2"]
+
+
+def test_a_single_block_and_bare_layers_are_not() -> None:
+    assert choose(Stack(depth=1)) == []
+    assert choose(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))) == []
+
+
+def test_blocks_inside_blocks_stay_with_them() -> None:
+    outer = [nn.Sequential(Block(), Block()) for _ in range(2)]
+    assert choose(nn.ModuleList(outer)) == ["0", "1"]
+
+
+def test_hints_of_hugging_face_models_come_first() -> None:
+    assert set(choose(Hinted())) == {"head", *(f"blocks.{i}.inner.{j}" for i in range(3) for j in (0, 2))}
+
+
+def test_class_names_override() -> None:
+    assert choose(Hinted(), classes=["Block"]) == ["blocks.0", "blocks.1", "blocks.2"]
+    assert choose(Stack(), classes=["Embedding", "Linear"])[0] == "embed"
+
+
+def test_nested_units_by_class_name() -> None:
+    assert choose(Stack(depth=1), classes=["Block", "Linear"]) == [
+        "blocks.0",
+        "blocks.0.inner.0",
+        "blocks.0.inner.2",
+        "head",
+    ]
+
+
+def test_an_unknown_class_is_refused_with_those_there_are() -> None:
+    with pytest.raises(ConfigError, match=r"zero\.unit\.classes.*'Blok'.*Block"):
+        choose(Stack(), classes=["Blok"])
+
+
+def test_small_modules_stay_with_their_parent() -> None:
+    block_nbytes = 2 * (4 * 4 + 4) * 4
+    assert choose(Stack(), min_bytes=block_nbytes) == ["blocks.0", "blocks.1", "blocks.2"]
+    assert choose(Stack(), min_bytes=block_nbytes + 1) == []
+
+
+def test_large_blocks_are_divided() -> None:
+    names = choose(Stack(), max_bytes=100)
+    assert names[:2] == ["blocks.0.inner.0", "blocks.0.inner.2"]
+    assert not {"blocks.0", "embed", "head"} & set(names)
+
+
+def test_a_large_model_without_blocks_is_divided_by_size() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 8))
+    assert choose(model) == []
+    assert choose(model, max_bytes=100) == ["0", "1"]
+
+
+def test_containers_that_are_never_called_are_no_units() -> None:
+    model = nn.Module()
+    model.parts = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 8)})
+    assert choose(model, max_bytes=100) == ["parts.a", "parts.b"]
+
+
+def test_modules_without_parameters_are_no_units() -> None:
+    model = nn.ModuleList(nn.Sequential(nn.Flatten(), nn.ReLU()) for _ in range(3))
+    assert choose(model) == []
+
+
+def test_owner_is_the_lowest_unit_above_all_users() -> None:
+    units = ["blocks.0", "blocks.0.inner", "blocks.1"]
+    assert owner_of(["blocks.0.inner.a"], units) == "blocks.0.inner"
+    assert owner_of(["blocks.0.inner.a", "blocks.0.b"], units) == "blocks.0"
+    assert owner_of(["blocks.0.inner.a", "blocks.1"], units) == ""
+    assert owner_of(["blocks.0"], units) == "blocks.0"
+    assert owner_of(["blocks.0", "blocks.0.inner"], units) == "blocks.0"
+    assert owner_of([""], units) == ""
+    assert owner_of(["blocks.00"], units) == ""  # a name is not a prefix of its neighbour's
+
+
+paths = st.lists(st.sampled_from("abc"), min_size=1, max_size=4).map(".".join)
+
+
+@given(st.lists(paths, min_size=1, max_size=4), st.sets(paths, max_size=5))
+def test_owner_by_definition(users: list[str], units: set[str]) -> None:
+    above = [u for u in units if all(user == u or user.startswith(u + ".") for user in users)]
+    assert owner_of(users, units) == max(above, key=len, default="")

@@ -1,0 +1,65 @@
+"""The harness itself: failures reach the parent, and the next case is clean."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.harness import CaseTimeout, on_ranks, run
+
+
+@on_ranks(1, 2, 3)
+def test_workers_stand_in_one_group() -> None:
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    assert total.item() == dist.get_world_size() == int(os.environ["WORLD_SIZE"])
+    assert dist.get_rank() == int(os.environ["RANK"]) == int(os.environ["LOCAL_RANK"])
+
+
+def _rank_times(factor: int) -> int:
+    return dist.get_rank() * factor
+
+
+def _fail_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        raise KeyError("no such thing")
+    dist.barrier()
+
+
+def _sleep_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        time.sleep(60)
+
+
+def _exit_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        os._exit(3)
+    dist.barrier()
+
+
+def test_results_come_in_rank_order() -> None:
+    assert run(3, _rank_times, 10) == [0, 10, 20]
+
+
+def test_exception_of_one_rank_is_raised_and_the_next_case_is_clean() -> None:
+    with pytest.raises(KeyError, match="no such thing") as caught:
+        run(2, _fail_on, 1)
+    assert any("on rank 1" in note for note in caught.value.__notes__)
+    assert any("_fail_on" in note for note in caught.value.__notes__)
+    assert run(2, _rank_times, 1) == [0, 1]
+
+
+def test_time_limit_shows_where_the_rank_stood() -> None:
+    with pytest.raises(CaseTimeout, match="_sleep_on"):
+        run(2, _sleep_on, 1, timeout=0.5)
+    assert run(2, _rank_times, 1) == [0, 1]
+
+
+def test_a_rank_that_dies_is_noticed() -> None:
+    with pytest.raises(RuntimeError, match="exit code 3"):
+        run(2, _exit_on, 0)
+    assert run(2, _rank_times, 1) == [0, 1]

@@ -1,0 +1,175 @@
+"""What is shipped: a wheel that works without the repository, bounds that are true, no names of machines."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+import lightning_zero
+
+ROOT = Path(__file__).parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+TEXT_FILES = ["pyproject.toml", "Makefile", "README.md", "constraints-cpu.txt", ".ci/run", ".pre-commit-config.yaml"]
+
+
+def test_conf_is_a_real_folder_and_a_link_to_it() -> None:
+    assert (ROOT / "conf").is_dir()
+    assert not (ROOT / "conf").is_symlink()
+    assert os.readlink(ROOT / "lightning_zero" / "conf") == "../conf"
+    assert (ROOT / "lightning_zero" / "conf" / "train.yaml").is_file()
+
+
+def test_hydra_plugins_is_a_namespace() -> None:
+    """With an __init__.py it would hide the plugins of others."""
+    assert not (ROOT / "hydra_plugins" / "__init__.py").exists()
+    assert (ROOT / "hydra_plugins" / "lightning_zero_plugin" / "__init__.py").is_file()
+
+
+def test_every_dependency_is_within_its_bounds() -> None:
+    """The tests run on these very versions, so that a lower bound above them would be untrue."""
+    extras = PROJECT["project"]["optional-dependencies"]["test"]
+    for text in PROJECT["project"]["dependencies"] + extras:
+        requirement = Requirement(text)
+        installed = Version(importlib.metadata.version(requirement.name)).base_version
+        assert requirement.specifier.contains(installed), f"{text}: {installed} is installed"
+        assert any(s.operator == ">=" for s in requirement.specifier), f"{text} has no lower bound"
+
+
+def test_everything_that_is_imported_is_a_dependency() -> None:
+    known = {Requirement(t).name.replace("-", "_").partition("_core")[0] for t in PROJECT["project"]["dependencies"]}
+    known |= {"lightning_zero", "lightning_utilities", *sys.stdlib_module_names}  # the second is a part of lightning
+    imported: dict[str, str] = {}
+    for file in [*(ROOT / "lightning_zero").rglob("*.py"), *(ROOT / "hydra_plugins").rglob("*.py")]:
+        for name in re.findall(r"^\s*(?:import|from) +(\w+)", file.read_text(), re.MULTILINE):
+            imported.setdefault(name, str(file))
+    assert {name: file for name, file in imported.items() if name not in known} == {}
+
+
+def test_constraints_pin_an_exact_torch_within_the_bound() -> None:
+    lines = [x for x in (ROOT / "constraints-cpu.txt").read_text().splitlines() if x and not x.startswith("#")]
+    (pin,) = (Requirement(x) for x in lines)
+    (bound,) = (Requirement(x) for x in PROJECT["project"]["dependencies"] if Requirement(x).name == "torch")
+    (specifier,) = pin.specifier
+    assert pin.name == "torch"
+    assert specifier.operator == "=="
+    assert bound.specifier.contains(specifier.version)
+
+
+def test_ci_calls_make_test() -> None:
+    script = ROOT / ".ci" / "run"
+    assert os.access(script, os.X_OK)
+    assert "make test" in script.read_text()
+
+
+def test_make_targets_are_there_and_install_by_themselves() -> None:
+    done = subprocess.run(
+        ["make", "-n", "VENV=no-such-venv", "train", "test", "test-full", "bench", "lint", "clean", "ARGS=seed=7"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "-m venv no-such-venv" in done.stdout
+    assert "-m lightning_zero.train seed=7" in done.stdout
+    assert "-m pytest" in done.stdout
+    assert "-m benchmarks.bench" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ([], "-c constraints-cpu.txt"),
+        (["TORCH_VERSION=2.12.0"], "torch==2.12.0"),
+        (["TORCH_INDEX_URL=file:///wheels"], "--extra-index-url file:///wheels"),
+        (["GPU=yes"], "install --quiet --disable-pip-version-check  -e"),
+    ],
+)
+def test_which_torch_is_installed(variables: list[str], expected: str) -> None:
+    given = variables if any(v.startswith("GPU") for v in variables) else ["GPU=", *variables]
+    done = subprocess.run(
+        ["make", "-n", "VENV=no-such-venv", "install", *given], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert expected in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("name", TEXT_FILES)
+def test_no_names_of_machines_or_indexes(name: str) -> None:
+    text = (ROOT / name).read_text()
+    assert not re.search(r"https?://", text)
+    assert not re.search(r"(?<![\w.])/(opt|root|home|work|tmp)/", text)
+
+
+def test_version_has_one_source() -> None:
+    assert PROJECT["project"]["dynamic"] == ["version"]
+    assert PROJECT["tool"]["setuptools"]["dynamic"]["version"]["attr"] == "lightning_zero.__version__"
+    assert Version(lightning_zero.__version__) >= Version("0.1.0")
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", "wheel", "--no-deps", "--quiet", "--wheel-dir", str(folder), str(ROOT)],
+        capture_output=True,
+        text=True,
+        timeout=250,
+    )
+    assert done.returncode == 0, done.stderr
+    return next(folder.glob("*.whl"))
+
+
+@pytest.mark.slow
+def test_what_is_in_the_wheel(wheel: Path) -> None:
+    names = set(zipfile.ZipFile(wheel).namelist())
+    shipped = {f"lightning_zero/conf/{f.relative_to(ROOT / 'conf').as_posix()}" for f in (ROOT / "conf").rglob("*.yaml")}
+    assert shipped <= names
+    assert {"lightning_zero/py.typed", "hydra_plugins/lightning_zero_plugin/__init__.py"} <= names
+    tops = {n.split("/")[0] for n in names if ".dist-info/" not in n}
+    assert tops == {"lightning_zero", "hydra_plugins"}
+    assert any(n.endswith("LICENSE") for n in names)
+
+
+@pytest.mark.slow
+def test_the_wheel_works_elsewhere(wheel: Path, tmp_path: Path) -> None:
+    """A fresh environment, which sees the dependencies of this one by a path file, and not the repository."""
+    subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "venv")], check=True, timeout=120)
+    python = tmp_path / "venv" / "bin" / "python"
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    site = tmp_path / "venv" / "lib" / version / "site-packages"
+    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib"))  # path files in there are not read
+    environ = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    environ |= {"OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(tmp_path / "cache")}
+
+    def call(*arguments: str) -> str:
+        done = subprocess.run(
+            [str(python), *arguments], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=250
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    call("-m", "pip", "install", "--no-deps", "--no-index", "--quiet", str(wheel))
+    where = call("-c", "import lightning_zero, hydra_plugins.lightning_zero_plugin as p; print(p.__file__)")
+    assert where.startswith(str(site))
+    assert "n_layer: 5" in call("-m", "lightning_zero.train", "--cfg", "job", "model.n_layer=5")
+    out = call(
+        *("-m", "lightning_zero.train", "experiment=tiny", "trainer.accelerator=cpu", "trainer.devices=2"),
+        *("trainer.max_steps=3", "hydra.run.dir=run"),
+    )
+    assert "validation bits per byte: " in out
+    assert (tmp_path / "run" / "checkpoints" / "last.ckpt").exists()
+    entry = call(
+        "-c", "from importlib.metadata import entry_points as e; print([x.value for x in e(group='hydra.plugins')])"
+    )
+    assert "hydra_plugins.lightning_zero_plugin" in entry
