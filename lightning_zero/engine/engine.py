@@ -84,7 +84,7 @@ class Engine:
             keep_bytes=config.keep_gathered_bytes,
             dynamic=config.dynamic,
         )
-        self.reducer = Reducer(self.buckets, self.comm, config.reduce_bucket_bytes)
+        self.reducer = Reducer(self.buckets, self.comm, config.reduce_bucket_bytes, dynamic=config.dynamic)
         self.sentinels = Sentinels()
         self.optimizers: list[ShardedOptimizer] = []
         self._pass_key: str | None = None
@@ -178,7 +178,7 @@ class Engine:
         if not self._refuses:
             return
         plain = (
-            what == "state_dict"
+            what == "state_dict()"
             and self._pass_key is None
             and not any(b.resharding or b.refreshed or (b.has_master and b.trainable) for b in self.buckets)
         )
@@ -230,9 +230,11 @@ class Engine:
     @outside_autograd
     def end_pass(self) -> None:
         """Close the root and whatever is still gathered. No-op outside of a pass."""
-        if self._pass_key is None:
-            return
-        self.order.end()
+        if self._pass_key is not None:
+            self.order.end()
+            self._close_pass()
+
+    def _close_pass(self) -> None:
         self._reshard_all()
         self._pass_key, self._pass_owner = None, None
         self._ordinal += not self._evaluates
@@ -360,7 +362,7 @@ class Engine:
             key, evaluation = self._scope or ("call", False)
             self.begin_pass(key, evaluation=evaluation)
         self.in_backward, self._explicit = True, explicit
-        self._forget_zeroed()
+        self.forget_zeroed()
         self.reducer.begin(str(self._pass_key), lambda b: sum(info.param.requires_grad for info in b.params))
         self.sentinels.remove(info for unit in self.units for info in unit.infos())
         for unit in self.units:
@@ -419,17 +421,19 @@ class Engine:
     def end_backward(self) -> None:
         """The backward is over: reduce what is left, in order, and close the pass."""
         self.comm.place = f"end of backward in pass {self._pass_key}"
-        self.reducer.end(agree=self.config.dynamic)
+        self.reducer.flush()
+        self.order.end()  # ranks that are still on their way may need gathers before they come to agree
+        self.reducer.end()
         for bucket, grads in self.reducer.grads.items():
             self.sentinels.place(bucket.params[slot] for slot in grads.used)
         self.in_backward = self._explicit = False
-        self.end_pass()
+        self._close_pass()
         if self._scope is not None:
             self.begin_pass(self._scope[0], evaluation=self._scope[1])
 
     # -- gradients between backward and step --------------------------------------------------------------------------
 
-    def _forget_zeroed(self) -> None:
+    def forget_zeroed(self) -> None:
         """Drop the gradients that the user has cleared, and zero those zeroed, since the last backward."""
         for bucket, grads in self.reducer.grads.items():
             if grads.used or grads.written or bucket.grad is not None:
@@ -439,14 +443,16 @@ class Engine:
 
     def _before_step(self) -> None:
         self.settle()
-        self._forget_zeroed()
+        self.forget_zeroed()
 
     def used_params(self) -> set[int]:
-        """On all ranks: ids of the parameters that any rank gave a gradient since it was last cleared."""
-        infos = [info for unit in self.units for info in unit.infos()]
-        flags = torch.tensor([self.sentinels.has_grad(info) for info in infos], dtype=torch.uint8)
-        used = self.comm.max_(flags).tolist()
-        return {id(info.param) for info, flag in zip(infos, used, strict=True) if flag}
+        """Ids of the parameters that any rank gave a gradient since it was last cleared."""
+        return {
+            id(info.param)
+            for bucket, grads in self.reducer.grads.items()
+            for info in bucket.params
+            if self.sentinels.has_grad(info) and info.slot in grads.agreed
+        }
 
     # -- optimizers ---------------------------------------------------------------------------------------------------
 

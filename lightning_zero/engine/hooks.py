@@ -155,13 +155,18 @@ class Hooks:
         param = bucket.params[slot].param
         if id(param) in self._grad_handles:
             return
+        # Python's garbage collector does not see through this hook: what it held strongly would live for ever, the
+        # bucket with its master weights among it, because the bucket holds the parameter and so the hook.
+        engine_ref, place = self._engine, (unit.index, unit.buckets.index(bucket))
 
         def arrived(p: Tensor) -> None:
             grad, p.grad = p.grad, None
             if isinstance(grad, GradSentinel):
                 grad = grad.pop_incoming()
-            if grad is not None:
-                self.engine.grad_arrived(unit, bucket, slot, grad)
+            engine = engine_ref()
+            if grad is not None and engine is not None:
+                unit = engine.units[place[0]]
+                engine.grad_arrived(unit, unit.buckets[place[1]], slot, grad)
 
         self._grad_handles[id(param)] = param.register_post_accumulate_grad_hook(arrived)
 

@@ -103,7 +103,7 @@ class ShardedOptimizer:
         """
         Args:
             place_of: finds a parameter's bucket; raises for parameters that the engine does not own.
-            used: on all ranks: ids of the parameters that any rank gave a gradient since it was zeroed.
+            used: ids of the parameters that any rank gave a gradient since it was cleared.
             before, after: called around the arithmetic; ``after`` gets the buckets that changed.
         """
         check_supported(optimizer, declared_elementwise=declared_elementwise)
@@ -275,6 +275,7 @@ class ShardedOptimizer:
         try:
             for group, params in zip(optimizer.param_groups, lists, strict=True):
                 group["params"] = params
+                self._start_momentum(group, params)
                 if self._prefers_fused(group, params):
                     group["fused"] = True
             yield
@@ -285,6 +286,14 @@ class ShardedOptimizer:
                     group["fused"] = fused
             for run in stepped:
                 run.tensor.grad = None
+
+    def _start_momentum(self, group: dict[str, Any], params: Sequence[Tensor]) -> None:
+        """torch's fused SGD cannot step runs that have momentum beside new ones. Zeros are what these start from."""
+        if isinstance(self.optimizer, torch.optim.SGD) and group["momentum"] and not group["dampening"]:
+            for param in params:
+                state = self.optimizer.state[param]
+                if state.get("momentum_buffer") is None:
+                    state["momentum_buffer"] = torch.zeros_like(param)
 
     def _is_used(self, run: FlatRun, used: set[int]) -> bool:
         slot = run.run.fragments[0].index  # runs are cut where this differs

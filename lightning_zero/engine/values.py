@@ -44,6 +44,7 @@ def show_full(
 @outside_autograd
 def _show(engine: Engine, buckets: list[Bucket], grads: bool) -> dict[Bucket, tuple[Tensor, Tensor | None]]:
     engine.settle()
+    engine.forget_zeroed()
     shown: dict[Bucket, tuple[Tensor, Tensor | None]] = {}
     for bucket in buckets:
         full = bucket.full_master()
