@@ -504,7 +504,8 @@ class Engine:
             for bucket in buckets:
                 if not bucket.refreshed and (not bucket.resharding or unit.state is State.GATHERED):
                     bucket.write_slice_to_full()
-        if self._pass_key is not None and self.root.resharding and any(b in changed for b in self.root.buckets):
-            self.root.reshard()
-            self.root.unshard_begin()
+        if self._pass_key is not None:  # a step inside a pass, whose root is in use
+            if self.root.resharding and any(b in changed for b in self.root.buckets):
+                self.root.reshard()
+                self.root.unshard_begin()
             self.root.unshard_wait()

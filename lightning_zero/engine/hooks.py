@@ -260,9 +260,13 @@ class Hooks:
         outputs = [t for t in find_tensors(output) if t.requires_grad] if torch.is_grad_enabled() else []
         for tensor in outputs:
             tensor.register_hook(lambda _: engine.pre_backward(unit, call))
-        wants_grad = torch.is_grad_enabled() and (
-            any(t.requires_grad for t in find_tensors((args, kwargs)))
-            or any(info.param.requires_grad for info in unit.infos())
+        inside = engine.units if unit.index == 0 else [unit]  # a root without parameters of its own has its units'
+        wants_grad = bool(outputs) or (
+            torch.is_grad_enabled()
+            and (
+                any(t.requires_grad for t in find_tensors((args, kwargs)))
+                or any(info.param.requires_grad for member in inside for info in member.infos())
+            )
         )
         engine.post_forward(unit, awaits_backward=wants_grad, hidden_outputs=wants_grad and not outputs)
         return None

@@ -30,6 +30,7 @@ from tests.engine.support import (
     floats,
     language_loss,
     language_work,
+    sgd,
     tokens,
 )
 from tests.harness import on_ranks
@@ -193,7 +194,7 @@ def test_a_checkpointed_block_used_twice(stage: int, reentrant: bool) -> None:
         square_work,
         stage=stage,
         tolerance=1e-6,
-        optimizer=lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, fused=True),
+        optimizer=sgd,
     )
 
 
@@ -551,7 +552,8 @@ def test_inputs_that_need_gradients_and_inputs_that_do_not(stage: int) -> None:
         side.backward(loss)
         return loss if x.grad is None else x.grad
 
-    check(Gates, work, stage=stage, steps=4)
+    # With three users of one tensor, the order in which autograd adds depends on the graph, which stage 3 extends.
+    check(Gates, work, stage=stage, steps=4, tolerance=1e-6, optimizer=sgd)
 
 
 @on_ranks(2)
@@ -615,7 +617,7 @@ def test_user_hooks_see_gathered_parameters() -> None:
         block.register_forward_pre_hook(look)
     with Sharded(module) as side:
         for block in module.blocks:
-            block.register_full_backward_pre_hook(look)
+            block.register_full_backward_hook(look)
         for step in range(2):
             language_work(side, step)
     assert len(seen) == 12 and all(seen)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import os
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -226,6 +229,22 @@ def test_lightning_puts_a_distributed_sampler_in(tmp_path: Path) -> None:
     of = trainer("zero3", tmp_path, max_epochs=1, use_distributed_sampler=True)
     of.fit(seeded(Counting), DataLoader(Samples(), batch_size=2))
     assert sum(seen) == SAMPLES // 2
+
+
+@on_ranks(2)
+def test_nothing_of_a_forgotten_run_lives_on(tmp_path: Path) -> None:
+    threads = []
+    for _ in range(6):
+        run = fit("zero3", tmp_path, max_epochs=1)
+        engine = run.trainer.strategy.engine  # type: ignore[attr-defined]
+        left = [weakref.ref(engine), weakref.ref(run.module), *(weakref.ref(b) for b in engine.buckets)]
+        left += [weakref.ref(info.param) for u in engine.units for info in u.infos()]
+        del run, engine
+        gc.collect()
+        gc.collect()  # what C++ held in the first round
+        assert not any(ref() is not None for ref in left)
+        threads.append(len(os.listdir("/proc/self/task")))
+    assert threads[-1] <= threads[2] + 2  # process groups are used again (a thread that is about to end may be there)
 
 
 class NoOptimizer(Lit):
