@@ -384,6 +384,10 @@ class ZeroStrategy(ParallelStrategy):
             return optimizer.state_dict()
         return values.optimizer_state(self.engine, optimizer)
 
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        # Not said: a checkpoint of the user's own, with whatever hyperparameters it holds.
+        return super().load_checkpoint(checkpoint_path, weights_only=bool(weights_only))
+
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert self.lightning_module is not None
         engine = engine_of(self.lightning_module)

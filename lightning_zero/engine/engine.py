@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ from lightning_zero.engine.optimizer import Place, ShardedOptimizer
 from lightning_zero.engine.order import GatherOrder
 from lightning_zero.engine.sentinels import Sentinels
 from lightning_zero.engine.unit import Bucket, State, Unit
-from lightning_zero.memory.collectives import Communicator
+from lightning_zero.memory.collectives import ABANDON_S, Communicator
 
 _ENGINES: weakref.WeakKeyDictionary[nn.Module, Engine] = weakref.WeakKeyDictionary()
 
@@ -109,7 +110,7 @@ class Engine:
     @property
     def module(self) -> nn.Module:
         module = self._module()
-        assert module is not None
+        assert module is not None, "the module that was sharded is gone: keep a reference to it"
         return module
 
     @property
@@ -151,7 +152,9 @@ class Engine:
         if self.precision is Precision.bf16:
             for inner in build.fp32_modules(module, self.config.precision.fp32_modules):
                 self.hooks.keep_output_dtype(inner)
-        self.hooks.guard_module(module, self._refuse)
+        for inner in module.modules():
+            if any(self.owns(p) for p in inner.parameters()):
+                self.hooks.guard_module(inner, self._refuse)
         self._watch_trainable()
 
     def _watch_trainable(self) -> None:
@@ -167,11 +170,11 @@ class Engine:
     @contextlib.contextmanager
     def placeholders_allowed(self) -> Iterator[None]:
         """Inside, state dict calls of the module see placeholders, for callers that put values in their place."""
-        self._refuses = False
+        previous, self._refuses = self._refuses, False
         try:
             yield
         finally:
-            self._refuses = True
+            self._refuses = previous
 
     def _refuse(self, what: str) -> None:
         """Raise where an operation on the module would see placeholders."""
@@ -207,6 +210,34 @@ class Engine:
             optimizer.release()
         self.comm.close()
         _ENGINES.pop(self.module, None)
+
+    # -- whole values (values.py builds on this class, so it is imported late) --------------------------------------
+
+    def state_dict(self, *, only_rank_0: bool = True) -> dict[str, Any]:
+        """On all ranks: the module's state dict with full values on the host; empty on other ranks by default."""
+        from lightning_zero.engine import values
+
+        return values.module_state_dict(self, only_rank_0=only_rank_0)
+
+    def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> Any:
+        """On all ranks, each with the same full ``state``: load it into the shards."""
+        from lightning_zero.engine import values
+
+        result = values.load_module_state_dict(self, state, strict=strict)
+        self.masters_changed()
+        return result
+
+    def optimizer_state(self, optimizer: Optimizer, *, only_rank_0: bool = True) -> dict[str, Any]:
+        """On all ranks: ``optimizer.state_dict()`` as without sharding; by default empty on other ranks than 0."""
+        from lightning_zero.engine import values
+
+        return values.optimizer_state(self, optimizer, only_rank_0=only_rank_0)
+
+    def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+        """On all ranks, each with the same full ``state``: load it into the slices."""
+        from lightning_zero.engine import values
+
+        values.load_optimizer_state(self, optimizer, state)
 
     # -- passes -----------------------------------------------------------------------------------------------------
 
@@ -246,8 +277,7 @@ class Engine:
 
         All ranks enter it. With ``evaluation`` it ends the pass; otherwise a backward after it does.
         """
-        if self._pass_key is not None:
-            self.abort()  # an exception, or a step without a backward, left it open
+        self._leave_pass()
         self._ordinal = 0
         self._scope = (key, evaluation)
         try:
@@ -264,17 +294,29 @@ class Engine:
     @outside_autograd
     def abort(self) -> None:
         """After an exception: every unit back to rest. Starts no collective, and waits a bounded time for others."""
-        self.reducer.abort()
+        deadline = time.monotonic() + ABANDON_S
+        if self.in_backward:
+            self.reducer.abort(deadline)
         self.order.abort()
         for unit in self.units:
-            unit.abandon()
+            unit.abandon(deadline)
         self._pass_key, self._pass_owner = None, None
         self.in_backward = self._explicit = self._second_order = False
 
+    @outside_autograd
+    def _leave_pass(self) -> None:
+        """No backward ended the open pass: a step without one, or the rest of a step after the last one.
+
+        All ranks come here, so all end it: they may have issued different parts of its plan.
+        """
+        if self.in_backward:
+            self.abort()  # an exception in a backward that the engine was not told of
+        else:
+            self.end_pass()
+
     def rest(self) -> None:
         """Between runs: no pass is open and no gather in flight."""
-        if self._pass_key is not None:
-            self.abort()
+        self._leave_pass()
         self.settle()
 
     def _reshard_all(self) -> None:
@@ -293,7 +335,8 @@ class Engine:
 
     def pre_forward(self, unit: Unit) -> None:
         """The module of ``unit`` is called."""
-        if self.in_backward and not self._explicit and unit is self.root:
+        recomputed = torch._C._current_graph_task_id() != -1  # a checkpoint around the whole model
+        if self.in_backward and not self._explicit and unit is self.root and not recomputed:
             self.abort()  # an exception ended the last backward: nothing told us
         if self._pass_key is None:
             key, evaluation = self._scope or ("call", not torch.is_grad_enabled())
@@ -394,6 +437,12 @@ class Engine:
     def grad_arrived(self, unit: Unit, bucket: Bucket, slot: int, grad: Tensor) -> None:
         """Autograd accumulated the gradient of one parameter."""
         self._notice_backward()
+        if unit.index and unit.resharding and unit.state is State.SHARDED:
+            raise RuntimeError(
+                f"unit {unit.title} got a gradient (of {bucket.params[slot].fqn}) before any of its outputs did, while "
+                "its parameters were dropped: a tensor left the unit by another way than its outputs. Return it from "
+                "the unit's forward, or choose other units with zero.unit.classes."
+            )
         self.reducer.take(bucket, slot, grad)
         unit.arrived += 1
         self._maybe_reshard(unit)
@@ -413,6 +462,7 @@ class Engine:
             return
         # torch.autograd.grad: the forward goes on, or a second backward follows.
         self.in_backward = False
+        self._place_sentinels()
         if not self._second_order:
             for unit in self.units[1:]:
                 self._use_over(unit)
@@ -424,12 +474,15 @@ class Engine:
         self.reducer.flush()
         self.order.end()  # ranks that are still on their way may need gathers before they come to agree
         self.reducer.end()
-        for bucket, grads in self.reducer.grads.items():
-            self.sentinels.place(bucket.params[slot] for slot in grads.used)
+        self._place_sentinels()
         self.in_backward = self._explicit = False
         self._close_pass()
         if self._scope is not None:
             self.begin_pass(self._scope[0], evaluation=self._scope[1])
+
+    def _place_sentinels(self) -> None:
+        for bucket, grads in self.reducer.grads.items():
+            self.sentinels.place(bucket.params[slot] for slot in grads.used)
 
     # -- gradients between backward and step --------------------------------------------------------------------------
 
@@ -442,8 +495,26 @@ class Engine:
                 grads.zero(zeroed)
 
     def _before_step(self) -> None:
+        if self.shown:
+            raise RuntimeError(
+                "optimizer.step() inside gather(): what is written to the shown parameters would replace the step's "
+                "result. Leave the `with lightning_zero.gather(...)` block first."
+            )
+        self.check_reduced()
         self.settle()
         self.forget_zeroed()
+
+    def check_reduced(self) -> None:
+        """Raise where gradients wait for a backward that reduces them.
+
+        Raises:
+            RuntimeError: all backwards were run inside ``no_sync``.
+        """
+        if any(grads.written for grads in self.reducer.grads.values()):
+            raise RuntimeError(
+                "gradients of backwards inside no_sync() have not been reduced over the ranks. Run the last backward "
+                "before a step, a norm or clipping outside of no_sync() (sync_grad=True)."
+            )
 
     def used_params(self) -> set[int]:
         """Ids of the parameters that any rank gave a gradient since it was last cleared."""
@@ -502,10 +573,11 @@ class Engine:
             if refreshed:
                 unit.refresh_begin(refreshed)
             for bucket in buckets:
-                if not bucket.refreshed and (not bucket.resharding or unit.state is State.GATHERED):
+                if not bucket.refreshed and not bucket.resharding:
                     bucket.write_slice_to_full()
-        if self._pass_key is not None:  # a step inside a pass, whose root is in use
-            if self.root.resharding and any(b in changed for b in self.root.buckets):
-                self.root.reshard()
-                self.root.unshard_begin()
+            if buckets and unit.resharding and unit.state is not State.SHARDED:
+                unit.unshard_wait()  # a step inside a pass: what is gathered, in use or ahead, is old
+                unit.reshard()
+                unit.unshard_begin()
+        if self._pass_key is not None:
             self.root.unshard_wait()

@@ -48,6 +48,8 @@ class BucketGrads:
             dtype = bucket.dtypes.grad if self.accumulates else bucket.dtypes.reduce
             self.local = torch.empty(bucket.layout.numel, dtype=dtype, device=grad.device)
         place = bucket.layout.slots[slot]
+        if grad.layout is not torch.strided:
+            grad = grad.to_dense()  # sparse embedding gradients: shards are dense
         view = self.local[place.start : place.start + place.numel].view(bucket.params[slot].shape)
         if slot in self.written:
             view.add_(grad, alpha=self.scale)
@@ -248,10 +250,10 @@ class Reducer:
         """
         return not self.dynamic and self._key in self._lagging and bucket not in self._lagging[self._key]
 
-    def abort(self) -> None:
-        """After an exception: drop this backward's partial gradients. Starts no message."""
+    def abort(self, deadline: float) -> None:
+        """After an exception in a backward: drop its partial gradients. Starts no message, waits until ``deadline``."""
         for _, pending in (*self._in_flight, *self._second_half):
-            pending.abandon()
+            pending.abandon(deadline)
         self._in_flight, self._second_half = [], []
         self._flying_nbytes = 0
         for grads in self.grads.values():
@@ -278,10 +280,11 @@ class Reducer:
 
     def _issue(self, bucket: Bucket) -> None:
         nbytes = bucket.layout.numel * bucket.dtypes.reduce.itemsize
-        while self._in_flight and (
-            self._in_flight[0][1].done()
-            or (self._flying_nbytes + nbytes > self._max_in_flight_nbytes and self._all_ranks_come(self._in_flight[0][0]))
-        ):
+        while self._in_flight:
+            oldest, pending = self._in_flight[0]
+            crowded = self._flying_nbytes + nbytes > self._max_in_flight_nbytes
+            if not (pending.done() or (crowded and self._all_ranks_come(oldest))):
+                break
             self._land()
         grads = self.grads[bucket]
         full = grads.complete()

@@ -102,6 +102,7 @@ class Bucket:
             row.compute_param is Placement.replicated and row.master is Placement.sharded and comm.world_size > 1
         )
         self.grad: Tensor | None = None
+        self.shown_full = False  # inside gather(): parameters hold full masters
         self.full = FlatBuffer(layout.numel, dtypes.compute, comm.device)
         self.master: Tensor
         for info in self.params:
@@ -184,6 +185,9 @@ class Bucket:
         return full
 
     def show(self, gathered: bool) -> None:
+        """Point the parameters at their gathered values or placeholders; inside ``gather`` they stay as they are."""
+        if self.shown_full:
+            return
         for info in self.params:
             value = info.gathered if gathered else info.placeholder
             assert value is not None
@@ -248,11 +252,13 @@ class Unit:
                     bucket.show(gathered=True)
             self._enter(State.GATHERED)
 
-    def abandon(self) -> None:
+    def abandon(self, deadline: float) -> None:
         """After an exception: back to rest, whatever was in flight."""
+        self.open_call, self.open_inputs = None, []
+        self.calls.clear()
         if self.resharding:
             for pending in self.pending:
-                pending.abandon()
+                pending.abandon(deadline)
             self.pending = []
             if self.state is State.GATHERING:
                 self._enter(State.GATHERED)
@@ -273,12 +279,4 @@ class Unit:
         """Take part in a gather that other ranks need while this one has the unit gathered already."""
         for bucket in self.buckets:
             if bucket.resharding:
-                scratch = self.buffer_like(bucket)
-                bucket.comm.all_gather(scratch, bucket.label).wait()
-
-    @staticmethod
-    def buffer_like(bucket: Bucket) -> Tensor:
-        low, high = bucket.owned_range
-        scratch = bucket.master.new_empty(bucket.layout.numel, dtype=bucket.dtypes.compute)
-        scratch[low:high].copy_(bucket.master)
-        return scratch
+                bucket.comm.all_gather(bucket.full.data.clone(), bucket.label).wait()

@@ -30,6 +30,11 @@ def show_full(
     one whose values count.
     """
     wanted = {engine.place_of(p).bucket for p in params}
+    if (from_rank is not None or grads) and wanted & engine.shown:
+        raise RuntimeError(
+            "gather(from_rank=) and gather(grads=True) cannot be nested in another gather() of the same parameters. "
+            "Give these arguments to the outer one."
+        )
     buckets = [b for b in engine.buckets if b in wanted and b not in engine.shown]
     shown = _show(engine, buckets, grads)
     try:
@@ -56,6 +61,7 @@ def _show(engine: Engine, buckets: list[Bucket], grads: bool) -> dict[Bucket, tu
                 part = full_grad[place.start : place.start + place.numel].view(info.shape)
                 info.param.grad = part.to(info.param.dtype) if part.dtype != info.param.dtype else part
         shown[bucket] = (full, full_grad)
+        bucket.shown_full = True
         engine.shown.add(bucket)
     return shown
 
@@ -88,6 +94,7 @@ def _hide(engine: Engine, shown: Mapping[Bucket, tuple[Tensor, Tensor | None]]) 
         for bucket in unit.buckets:
             if bucket not in shown:
                 continue
+            bucket.shown_full = False
             bucket.show(gathered=not bucket.resharding or unit.state is State.GATHERED)
             engine.shown.discard(bucket)
             if shown[bucket][1] is not None:

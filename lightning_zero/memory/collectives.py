@@ -209,25 +209,31 @@ class Pending:
         self._finish = finish
         self._event: Any = None
         self._result: Any = None
+        self._keep: Any = None  # memory that another stream reads until the event
 
     def done(self) -> bool:
         """Whether ``wait`` would return at once (never true for device work, whose end the host need not know)."""
         return self._event is None and all(work.is_completed() for work in self._works)
 
-    def abandon(self) -> None:
-        """After an exception: let the messages end, for a bounded time; the other ranks may be gone."""
+    def abandon(self, deadline: float) -> None:
+        """After an exception: let the messages end, until ``deadline`` (monotonic); the other ranks may be gone."""
         for work in self._works:
             with contextlib.suppress(RuntimeError):
-                work.wait(timedelta(seconds=ABANDON_S))
-        self._works, self._finish = [], None
+                work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
+        self._wait_event()
+        self._works, self._finish, self._keep = [], None, None
+
+    def _wait_event(self) -> None:
+        if self._event is not None:
+            torch.cuda.current_stream(self._comm.device).wait_event(self._event)
+            self._event = None
 
     def wait(self) -> Any:
         for work in self._works:
             self._comm.wait_work(work, self.label)
         self._works = []
-        if self._event is not None:
-            torch.cuda.current_stream().wait_event(self._event)
-            self._event = None
+        self._wait_event()
+        self._keep = None
         if self._finish is not None:
             finish, self._finish = self._finish, None
             self._result = finish()
@@ -303,8 +309,9 @@ class Communicator:
         """Blocking: every rank gets ``tensor`` of rank ``src`` (of this group)."""
         if self._groups is not None:
             host = isinstance(self._transport, HostTransport)
-            data = tensor.cpu() if host else tensor
-            dist.broadcast(data, group_src=src, group=self._groups.gather)
+            data = (tensor.cpu() if host else tensor).contiguous()
+            # As bytes: backends do not know every integer type.
+            dist.broadcast(data.view(-1).view(torch.uint8), group_src=src, group=self._groups.gather)
             if data is not tensor:
                 tensor.copy_(data)
 
@@ -369,7 +376,9 @@ class Communicator:
             return Pending(self, label, [], lambda: full)
         with self._on("reduce") as stream:
             works, total = self._transport.reduce(full, self.rank, self.world_size, self._groups.reduce)
-            return self._pending(label, works, total, stream)
+            pending = self._pending(label, works, total, stream)
+            pending._keep = full  # the reduce stream reads it, whose memory belongs to the compute stream
+            return pending
 
     def _pending(self, label: str, works: list[Any], finish: Callable[[], Any], stream: Any) -> Pending:
         if stream is None:
@@ -388,7 +397,7 @@ class Communicator:
         if stream is None:
             yield None
             return
-        stream.wait_stream(torch.cuda.current_stream())
+        stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
             yield stream
 
@@ -401,20 +410,23 @@ class Communicator:
             return tensor.copy_(self._small(tensor.cpu(), op))
         group = self._groups.control if host else self._groups.reduce
         work = dist.all_reduce(tensor, op=op, group=group, async_op=True)
-        self.wait_work(work, "a small reduction")
+        self.wait_work(work, "a small reduction", on_device=not host)
         return tensor
 
     # -- waiting, counting ----------------------------------------------------------------------------------------
 
-    def wait_work(self, work: Any, label: str) -> None:
+    def wait_work(self, work: Any, label: str, *, on_device: bool = False) -> None:
         """Wait for a message; on the host no longer than ``stall_timeout_s``.
+
+        Args:
+            on_device: the message is of a backend that works on the device's streams.
 
         Raises:
             StallError: the others did not come; names this rank's place and theirs.
             RuntimeError: the connection broke (a rank is gone).
         """
-        if work.is_completed() or (self.device.type != "cpu" and label not in _HOST_LABELS):
-            work.wait()
+        if work.is_completed() or on_device:
+            work.wait()  # on a device this makes the stream wait, not the host
             return
         started = time.monotonic()
         try:
@@ -456,9 +468,6 @@ class Communicator:
             self._groups.issued += 1
         for observer in self.observers:
             observer(kind, label)
-
-
-_HOST_LABELS = frozenset({"the agreement on the next gather", "a small reduction"})
 
 
 _PLACES_STORE: list[tuple[Any, Any]] = []  # the default store and its clone
@@ -507,6 +516,7 @@ class _Watchdog:
                 except Exception:  # the store is gone with its server: this rank will hear of it elsewhere
                     return
                 posted = place
+            comm = None  # or it would live through the next wait
 
     def places(self) -> list[str]:
         found = []

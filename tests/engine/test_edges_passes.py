@@ -430,9 +430,7 @@ def test_a_forward_with_gradients_and_no_backward(stage: int) -> None:
 
 
 @on_ranks(2)
-def test_buffers_of_engine_and_optimizer_made_in_inference_mode_train() -> None:
-    with torch.inference_mode():
-        pass
+def test_what_the_engine_makes_in_inference_mode_can_train() -> None:
     module = Model()
     twin = Twin(module)
     with Sharded(module) as sharded:
@@ -582,10 +580,8 @@ def test_a_unit_that_changes_its_input_in_place_is_refused_by_name() -> None:
 
     module = nn.Sequential(nn.Linear(WIDTH, WIDTH), Adds(), Adds())
     with Sharded(module):
-        try:
+        with pytest.raises(RuntimeError, match=r"unit 1 changes its input.*zero\.unit\.classes"):
             module(floats(0, 4, WIDTH))
-        except RuntimeError as error:
-            assert "unit 1" in str(error) and "zero.unit.classes" in str(error)
 
 
 # -- nested units, user hooks -------------------------------------------------------------------------------------------
@@ -679,8 +675,6 @@ def test_an_exception_leaves_nothing_gathered() -> None:
             side.module.fail = where
             with pytest.raises(ZeroDivisionError):
                 square_work(side, 0)
-            if where == "backward":  # where the forward raised, its root has told the engine
-                side.engine.abort()
             assert all(unit.state is State.SHARDED for unit in side.engine.units)
             assert not any(b.full.allocated for b in side.engine.buckets)
             side.zero_grad()

@@ -231,6 +231,19 @@ def test_lightning_puts_a_distributed_sampler_in(tmp_path: Path) -> None:
     assert sum(seen) == SAMPLES // 2
 
 
+class Skipping(Lit):
+    """Has no loss for some batches."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:  # type: ignore[override]
+        loss = super().training_step(batch, batch_idx)
+        return None if batch_idx % 5 == 1 else loss
+
+
+@on_ranks(2)
+def test_a_skipped_batch_in_an_accumulation_window(tmp_path: Path) -> None:
+    same_as_ddp(lambda s: fit(s, tmp_path, seeded(Skipping), accumulate_grad_batches=3), STAGES)
+
+
 @on_ranks(2)
 def test_nothing_of_a_forgotten_run_lives_on(tmp_path: Path) -> None:
     threads = []
