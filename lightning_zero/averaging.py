@@ -8,18 +8,21 @@ without sharding.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim.swa_utils import get_swa_multi_avg_fn
 
-from lightning_zero.engine import Engine, values
+from lightning_zero.engine import Engine, engine_of, values
 from lightning_zero.engine.engine import outside_autograd
 
-_PATCHED = ("setup", "_swap_models", "_copy_average_to_current", "on_load_checkpoint")
+_WAITING = "_lightning_zero_checkpoint"  # a checkpoint that was loaded before there were shards
+_PATCHED = ("setup", "_swap_models", "_copy_average_to_current", "on_load_checkpoint", _WAITING)
 
 
 class ShardedAverage:
@@ -27,7 +30,7 @@ class ShardedAverage:
 
     @outside_autograd
     def __init__(self, engine: Engine, *, use_buffers: bool, device: Any = None, **kwargs: Any) -> None:
-        self._engine = engine
+        self.engine = engine
         self._device = device
         self._avg_fn: Callable[..., Any] | None = kwargs.get("avg_fn")
         self._multi_avg_fn: Callable[..., Any] | None = kwargs.get("multi_avg_fn")
@@ -38,16 +41,19 @@ class ShardedAverage:
         engine.settle()
         self._shards = [self._place(b.master) for b in engine.buckets]
         self._buffers = [self._place(b) for b in engine.module.buffers()]
-        self.module = self  # the callback calls _average_model.module.load_state_dict
+        self.module = _AveragedModule(self)
 
     def _place(self, tensor: Tensor) -> Tensor:
         return tensor.detach().to(self._device if self._device is not None else tensor.device, copy=True)
 
     @outside_autograd
     def update_parameters(self, module: Any) -> None:
-        engine = self._engine
+        engine = self.engine
         engine.settle()
-        own, current = list(self._shards), [b.master for b in engine.buckets]
+        current = [b.master for b in engine.buckets]
+        # A bucket that was frozen and is trainable now has a master of another dtype.
+        self._shards = [a.to(c.dtype) for a, c in zip(self._shards, current, strict=True)]
+        own = list(self._shards)
         if self._use_buffers:
             own, current = own + self._buffers, current + list(engine.module.buffers())
         self._average(own, current)
@@ -72,8 +78,8 @@ class ShardedAverage:
 
     @outside_autograd
     def exchange(self, *, swap: bool) -> None:
-        """Put the averages into the model; with ``swap`` the model's values into the averages."""
-        engine = self._engine
+        """Put the averages into the model; with ``swap`` also the model's values into the averages."""
+        engine = self.engine
         engine.settle()
         pairs = [(a, b.master) for a, b in zip(self._shards, engine.buckets, strict=True)]
         pairs += list(zip(self._buffers, engine.module.buffers(), strict=True))
@@ -88,47 +94,58 @@ class ShardedAverage:
         """On all ranks: the ``AveragedModel``'s state dict with full tensors; empty on other ranks than 0."""
         self.exchange(swap=True)
         try:
-            state = values.module_state_dict(self._engine)
+            state = values.module_state_dict(self.engine)
         finally:
             self.exchange(swap=True)
         full = {f"module.{name}": value for name, value in state.items()}
         return {"n_averaged": self.n_averaged.clone(), **full} if full else {}
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        self.exchange(swap=True)
+        self.n_averaged.copy_(state["n_averaged"])
+        inner = {name.removeprefix("module."): value for name, value in state.items() if name != "n_averaged"}
+        self.module.load_state_dict(inner, strict=strict)
+
+
+class _AveragedModule:
+    """Stands for ``AveragedModel.module``, which the callback loads plain checkpoints into."""
+
+    def __init__(self, average: ShardedAverage) -> None:
+        self._average = average
+
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
+        average = self._average
+        average.exchange(swap=True)
         try:
-            inner = {k.removeprefix("module."): v for k, v in state.items() if k != "n_averaged"}
-            values.load_module_state_dict(self._engine, inner, strict=strict)
+            values.load_module_state_dict(average.engine, state, strict=strict)
         finally:
-            self.exchange(swap=True)
-        if "n_averaged" in state:
-            self.n_averaged.copy_(state["n_averaged"])
+            average.exchange(swap=True)
+        average.engine.settle()  # the current weights are loaded next
 
 
-def keep_off_plain_module(trainer: pl.Trainer) -> None:
-    """Before setup hooks: averaging callbacks must not copy the unsharded module."""
+def attach(trainer: pl.Trainer) -> None:
+    """Before setup hooks: averaging callbacks must not copy the plain module, nor touch parameters one by one."""
     for callback in _averaging(trainer):
-        callback.__dict__["setup"] = lambda trainer, pl_module, stage: None
+        if trainer.state.fn == TrainerFn.FITTING:
+            callback._average_model = None  # of an earlier fit
+        callback.__dict__.update(
+            {
+                "setup": _set_up_later,
+                "_swap_models": partial(_exchange, callback, swap=True),
+                "_copy_average_to_current": partial(_exchange, callback, swap=False),
+                "on_load_checkpoint": partial(_on_load_checkpoint, callback),
+            }
+        )
 
 
 def average_shards(trainer: pl.Trainer, engine: Engine) -> None:
     """After sharding: give averaging callbacks a sharded copy."""
     for callback in _averaging(trainer):
-        average = ShardedAverage(
+        callback._average_model = ShardedAverage(  # type: ignore[assignment]
             engine, use_buffers=callback._use_buffers, device=callback._device, **callback._kwargs
         )
-        callback._average_model = average  # type: ignore[assignment]
-        callback.__dict__["_swap_models"] = lambda pl_module, a=average: a.exchange(swap=True)
-        callback.__dict__["_copy_average_to_current"] = lambda pl_module, a=average: a.exchange(swap=False)
-        callback.__dict__["on_load_checkpoint"] = _loader(callback, engine)
-
-
-def _loader(callback: WeightAveraging, engine: Engine) -> Callable[..., None]:
-    def on_load_checkpoint(trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        with values.loading_into_shards(engine):  # the callback calls pl_module.load_state_dict
-            type(callback).on_load_checkpoint(callback, trainer, pl_module, checkpoint)
-
-    return on_load_checkpoint
+        if (checkpoint := callback.__dict__.pop(_WAITING, None)) is not None:
+            assert trainer.lightning_module is not None
+            _on_load_checkpoint(callback, trainer, trainer.lightning_module, checkpoint)
 
 
 def let_go(trainer: pl.Trainer) -> None:
@@ -140,3 +157,39 @@ def let_go(trainer: pl.Trainer) -> None:
 
 def _averaging(trainer: pl.Trainer) -> list[WeightAveraging]:
     return [c for c in trainer.callbacks if isinstance(c, WeightAveraging)]  # type: ignore[attr-defined]
+
+
+# -- what stands for the callback's methods during a run ------------------------------------------------------------------
+
+
+def _set_up_later(trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    """Nothing: :func:`average_shards` does it after sharding."""
+
+
+def _exchange(callback: WeightAveraging, pl_module: pl.LightningModule, *, swap: bool) -> None:
+    _average_of(callback).exchange(swap=swap)
+
+
+def _on_load_checkpoint(
+    callback: WeightAveraging, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+) -> None:
+    if callback._average_model is None:
+        if trainer.state.fn == TrainerFn.FITTING:
+            callback.__dict__[_WAITING] = checkpoint  # until there are shards
+        else:
+            type(callback).on_load_checkpoint(callback, trainer, pl_module, checkpoint)
+        return
+    engine = _average_of(callback).engine
+    with values.loading_into_shards(engine):  # the callback calls pl_module.load_state_dict
+        type(callback).on_load_checkpoint(callback, trainer, pl_module, checkpoint)
+    engine.masters_changed()
+
+
+def _average_of(callback: WeightAveraging) -> ShardedAverage:
+    average: Any = callback._average_model
+    if not isinstance(average, ShardedAverage) or engine_of(average.engine.module) is not average.engine:
+        raise RuntimeError(
+            f"the averages of {type(callback).__name__} belong to a run with another strategy or other settings. Give "
+            "each Trainer a callback of its own."
+        )
+    return average

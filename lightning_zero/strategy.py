@@ -22,7 +22,7 @@ from lightning.fabric.utilities.distributed import (
 from lightning.fabric.utilities.init import _EmptyInit
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.callbacks import StochasticWeightAveraging
-from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.core.optimizer import LightningOptimizer, _MockOptimizer
 from lightning.pytorch.plugins.precision import Precision as LightningPrecision
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.strategies.parallel import ParallelStrategy
@@ -30,12 +30,14 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from lightning_utilities.core.rank_zero import rank_zero_only as utils_rank_zero_only
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, SyncBatchNorm
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from lightning_zero import averaging
-from lightning_zero.config import ConfigError, PrecisionConfig, ZeroConfig, make_config
+from lightning_zero.config import ConfigError, Precision, PrecisionConfig, ZeroConfig, make_config
 from lightning_zero.engine import Engine, engine_of, shard, values
+from lightning_zero.interruptions import Requeue, refuse_lonely_save
 from lightning_zero.precision import FLAGS, ZeroPrecision
 from lightning_zero.summary import print_units
 
@@ -83,6 +85,8 @@ class ZeroStrategy(ParallelStrategy):
             precision_plugin=precision_plugin,
         )
         self._num_nodes = 1
+        self._to_load: tuple[Mapping[str, Any], bool] | None = None  # a state dict that waits for the shards, and strict
+        self._requeue: Requeue | None = None
         self._process_group_backend = process_group_backend
         self._timeout = timeout
 
@@ -91,7 +95,7 @@ class ZeroStrategy(ParallelStrategy):
     @property
     def is_distributed(self) -> bool:
         """Without this Lightning would leave the samplers alone and every rank would train on the same data."""
-        return True
+        return self.num_nodes * self.num_processes > 1
 
     @property
     def root_device(self) -> torch.device:
@@ -172,11 +176,12 @@ class ZeroStrategy(ParallelStrategy):
     # -- processes ------------------------------------------------------------------------------------------------
 
     def _configure_launcher(self) -> None:
+        # Also where something else has made the processes: it sets the number of threads of every rank.
         assert self.cluster_environment is not None
-        if not self.cluster_environment.creates_processes_externally:
-            self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+        self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     def setup_environment(self) -> None:
+        self._to_load = None
         super().setup_environment()
         reset_seed()
         self.set_world_ranks()
@@ -195,7 +200,7 @@ class ZeroStrategy(ParallelStrategy):
         if first:
             atexit.register(_destroy_process_group)
         if self.lightning_module is not None:
-            averaging.keep_off_plain_module(self.lightning_module.trainer)
+            averaging.attach(self.lightning_module.trainer)
 
     def set_world_ranks(self) -> None:
         if self.cluster_environment is not None:
@@ -235,31 +240,53 @@ class ZeroStrategy(ParallelStrategy):
         assert self.accelerator is not None and self.model is not None
         self.accelerator.setup(trainer)
         _refuse_callbacks(trainer)
-        if trainer.state.fn == TrainerFn.FITTING and self._layer_sync:
-            self.model = self._layer_sync.apply(self.model)
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if fitting and self._layer_sync:
+            self.model = self._sync_layers(self.model)
         self.model = self._setup_model(self.model)
-        if trainer.state.fn == TrainerFn.FITTING:
+        if fitting:
             self.setup_optimizers(trainer)
             averaging.average_shards(trainer, self.engine)
         self.setup_precision_plugin()
+        if Requeue.wanted(trainer):
+            self._requeue = Requeue(trainer, self.engine, training=fitting)
+
+    def _sync_layers(self, model: Module) -> Module:
+        """Convert batch norms; they are other modules afterwards, so this comes before sharding."""
+        assert self._layer_sync is not None
+        plain = [m for m in model.modules() if isinstance(m, _BatchNorm) and not isinstance(m, SyncBatchNorm)]
+        if not plain:
+            return model
+        if (engine := engine_of(model)) is not None:
+            engine.release()
+        return self._layer_sync.apply(model)
 
     def model_to_device(self) -> None:
         """The engine moves buckets and buffers itself."""
 
     def _setup_model(self, model: Module) -> Module:
-        """Shard the module; one that is sharded already, by an earlier run, stays so if its settings are the same."""
+        """Shard the module; one that is sharded already, by an earlier run, stays so if nothing has changed."""
         wanted = self._engine_config()
         engine = engine_of(model)
-        if engine is not None and (engine.config != wanted or engine.comm.device != self.root_device):
+        if engine is not None and not self._still_fits(engine, model, wanted):
             engine.release()
             engine = None
         if engine is None:
             engine = shard(model, config=wanted, device=self.root_device)
             if self.config.summary and self.is_global_zero:
                 print_units(engine)
-        assert isinstance(model, pl.LightningModule)
-        model._device = self.root_device  # module.device: buckets were moved, not the module
+        with engine.placeholders_allowed():
+            model.to(self.root_device)  # what is neither parameter nor buffer: module.device, states of metrics
+        if self.precision_plugin.row is Precision.bf16_true:
+            model._dtype = torch.bfloat16  # module.dtype
+        if self._to_load is not None:
+            (state, strict), self._to_load = self._to_load, None
+            self._load_into_shards(engine, state, strict)
         return model
+
+    def _still_fits(self, engine: Engine, model: Module, wanted: ZeroConfig) -> bool:
+        same_params = {id(p) for p in model.parameters()} == {id(i.param) for u in engine.units for i in u.infos()}
+        return same_params and engine.config == wanted and engine.comm.device == self.root_device
 
     def _engine_config(self) -> ZeroConfig:
         precision = self.config.precision
@@ -275,7 +302,8 @@ class ZeroStrategy(ParallelStrategy):
         self.engine.drop_optimizers()
         super().setup_optimizers(trainer)
         for optimizer in self.optimizers:
-            self.engine.add_optimizer(optimizer)
+            if not isinstance(optimizer, _MockOptimizer):  # configure_optimizers returned None
+                self.engine.add_optimizer(optimizer)
 
     def teardown(self) -> None:
         """Shards stay where they are: saving, testing and fitting again work afterwards."""
@@ -287,6 +315,9 @@ class ZeroStrategy(ParallelStrategy):
                 engine.rest()
             if module._trainer is not None:
                 averaging.let_go(module.trainer)
+        if self._requeue is not None:
+            self._requeue.let_go()
+            self._requeue = None
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
@@ -319,6 +350,15 @@ class ZeroStrategy(ParallelStrategy):
         with self.engine.step_scope("predict_step", evaluation=True):
             return super().predict_step(*args, **kwargs)
 
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        assert self.lightning_module is not None
+        if self._requeue is not None and batch_idx % self.lightning_module.trainer.accumulate_grad_batches == 0:
+            self._requeue.at_boundary()  # not inside an accumulation window, whose gradients would be lost
+
+    def on_train_end(self) -> None:
+        if self._requeue is not None:
+            self._requeue.at_boundary()
+
     @contextlib.contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
         """Accumulate locally where gradients rest replicated (stages 0 and 1); elsewhere reduce every time."""
@@ -329,28 +369,48 @@ class ZeroStrategy(ParallelStrategy):
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        return True  # optimizers and shards exist only then
+        """As under DDP: hooks see the checkpoint before configure_optimizers and on_fit_start (BaseFinetuning needs
+        it so), and Lightning passes the user's ``weights_only`` on. Weights wait until there are shards."""
+        return False
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
+        refuse_lonely_save(self.engine)
         return values.module_state_dict(self.engine)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer._optimizer
+        if isinstance(optimizer, _MockOptimizer):
+            return optimizer.state_dict()
         return values.optimizer_state(self.engine, optimizer)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        # Lightning forgets the user's weights_only on this road. None means a checkpoint of our own, with whatever
-        # hyperparameters it holds.
+        # Not said: a checkpoint of the user's own, with whatever hyperparameters it holds.
         return super().load_checkpoint(checkpoint_path, weights_only=bool(weights_only))
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        values.load_module_state_dict(self.engine, checkpoint["state_dict"], strict=strict)
-        self.engine.masters_changed()
+        assert self.lightning_module is not None
+        engine = engine_of(self.lightning_module)
+        if engine is None:
+            self._to_load = checkpoint["state_dict"], strict
+        else:
+            self._load_into_shards(engine, checkpoint["state_dict"], strict)
+
+    @staticmethod
+    def _load_into_shards(engine: Engine, state: Mapping[str, Any], strict: bool) -> None:
+        values.load_module_state_dict(engine, state, strict=strict)
+        engine.masters_changed()
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            values.load_optimizer_state(self.engine, optimizer, state)
+        states = checkpoint["optimizer_states"]
+        if len(states) != len(self.optimizers):
+            raise ConfigError(
+                f"the checkpoint holds {len(states)} optimizers, configure_optimizers() gives {len(self.optimizers)}. "
+                "Resume with the optimizers it was saved with, or load weights only (load_from_checkpoint)."
+            )
+        for optimizer, state in zip(self.optimizers, states, strict=True):
+            if not isinstance(optimizer, _MockOptimizer):
+                values.load_optimizer_state(self.engine, optimizer, state)
 
 
 _FAILED = False

@@ -35,9 +35,7 @@ from lightning_zero.presets import PRESETS, preset_config
 ROOT = Path(__file__).parent.parent
 CONF = ROOT / "conf"
 OPTIONS = sorted(
-    f"{file.parent.relative_to(CONF).as_posix()}={file.stem}"
-    for file in CONF.rglob("*.yaml")
-    if file.parent != CONF
+    f"{file.parent.relative_to(CONF).as_posix()}={file.stem}" for file in CONF.rglob("*.yaml") if file.parent != CONF
 )
 
 
@@ -218,9 +216,7 @@ def test_ranks_that_are_started_from_outside_share_a_run_folder(monkeypatch: pyt
 
 
 @pytest.fixture
-def command_line(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> Iterator[Any]:
+def command_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Iterator[Any]:
     """Calls main with overrides; returns (exit code, what it wrote to stderr). A fit is a failure."""
 
     def started(*args: object, **kwargs: object) -> None:

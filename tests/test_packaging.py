@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -119,9 +120,16 @@ def test_version_has_one_source() -> None:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from a copy: setuptools leaves a build folder, whose old files would go into the next wheel."""
     folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
+    source.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    for name in ("lightning_zero", "conf", "hydra_plugins", "tests", "examples"):
+        shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     done = subprocess.run(
-        [sys.executable, "-m", "pip", "wheel", "--no-deps", "--quiet", "--wheel-dir", str(folder), str(ROOT)],
+        [sys.executable, "-m", "pip", "wheel", "--no-deps", "--quiet", "--wheel-dir", str(folder), str(source)],
         capture_output=True,
         text=True,
         timeout=250,
@@ -133,7 +141,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 def test_what_is_in_the_wheel(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
-    shipped = {f"lightning_zero/conf/{f.relative_to(ROOT / 'conf').as_posix()}" for f in (ROOT / "conf").rglob("*.yaml")}
+    shipped = {
+        f"lightning_zero/conf/{f.relative_to(ROOT / 'conf').as_posix()}" for f in (ROOT / "conf").rglob("*.yaml")
+    }
     assert shipped <= names
     assert {"lightning_zero/py.typed", "hydra_plugins/lightning_zero_plugin/__init__.py"} <= names
     tops = {n.split("/")[0] for n in names if ".dist-info/" not in n}

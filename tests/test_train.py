@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import lightning.pytorch  # noqa: F401  here, because it sets environment variables
@@ -238,7 +239,7 @@ def test_learning_rate_rises_and_falls() -> None:
     values = [factor(step) for step in range(25)]
     assert values[:4] == pytest.approx([0.2, 0.4, 0.6, 0.8])
     assert values[4] == 1.0
-    assert all(a >= b for a, b in zip(values[4:], values[5:], strict=False))
+    assert all(a >= b for a, b in pairwise(values[4:]))
     assert values[20:] == pytest.approx([0.1] * 5)
     assert warmup_cosine(0, float("inf"), 0.1)(10**6) == 1.0
 

@@ -14,7 +14,7 @@ from lightning_zero.config import ConfigError, DType, Precision, ZeroConfig
 from lightning_zero.engine.unit import Bucket, Dtypes, ParamInfo, Tiers, Unit
 from lightning_zero.memory.collectives import Communicator
 from lightning_zero.planning.layout import lay_out, split_by_bytes
-from lightning_zero.planning.placement import REPLICATED, STAGES, StageRow
+from lightning_zero.planning.placement import REPLICATED, STAGES
 from lightning_zero.planning.units import choose_units, owner_of
 
 # A parameter of the root unit with at least this many bytes has a bucket of its own: embedding and head lie at
@@ -79,17 +79,17 @@ def _build_buckets(
     comm: Communicator,
     tiers: Tiers,
 ) -> list[Bucket]:
-    groups: dict[tuple[Dtypes, bool, StageRow], list[ParamInfo]] = {}
+    # Which parameters share a bucket does not depend on the stage: sums over buckets add in the same order at all.
+    groups: dict[tuple[Dtypes, bool, bool], list[ParamInfo]] = {}
     for param, fqns in members:
         dtypes = _dtypes(param, id(param) in fp32, config, precision)
-        row = STAGES[config.stage.name]
-        if param.numel() <= 1 or not param.is_floating_point():
-            row = REPLICATED
+        whole = param.numel() <= 1 or not param.is_floating_point()
         dtype = dtypes.master if precision is Precision.bf16_true else param.dtype
         info = ParamInfo(param, tuple(fqns), param.shape, dtype)
-        groups.setdefault((dtypes, param.requires_grad, row), []).append(info)
+        groups.setdefault((dtypes, param.requires_grad, whole), []).append(info)
     buckets: list[Bucket] = []
-    for (dtypes, trainable, row), infos in groups.items():
+    for (dtypes, trainable, whole), infos in groups.items():
+        row = REPLICATED if whole else STAGES[config.stage.name]
         for part in _split(infos, dtypes.reduce.itemsize, config.reduce_bucket_bytes, is_root=not unit):
             for slot, info in enumerate(part):
                 info.slot = slot

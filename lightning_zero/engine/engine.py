@@ -15,9 +15,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import time
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ from lightning_zero.engine.optimizer import Place, ShardedOptimizer
 from lightning_zero.engine.order import GatherOrder
 from lightning_zero.engine.sentinels import Sentinels
 from lightning_zero.engine.unit import Bucket, State, Tiers, Unit
-from lightning_zero.memory.collectives import Communicator
+from lightning_zero.memory.collectives import ABANDON_S, Communicator
 from lightning_zero.memory.tiers import HostTier, NvmeTier
 from lightning_zero.planning.placement import OFFLOADS, Tier
 
@@ -93,7 +94,7 @@ class Engine:
             keep_bytes=config.keep_gathered_bytes,
             dynamic=config.dynamic,
         )
-        self.reducer = Reducer(self.buckets, self.comm, config.reduce_bucket_bytes)
+        self.reducer = Reducer(self.buckets, self.comm, config.reduce_bucket_bytes, dynamic=config.dynamic)
         self.sentinels = Sentinels()
         self.optimizers: list[ShardedOptimizer] = []
         self._pass_key: str | None = None
@@ -129,7 +130,7 @@ class Engine:
     @property
     def module(self) -> nn.Module:
         module = self._module()
-        assert module is not None
+        assert module is not None, "the module that was sharded is gone: keep a reference to it"
         return module
 
     @property
@@ -171,7 +172,9 @@ class Engine:
         if self.precision is Precision.bf16:
             for inner in build.fp32_modules(module, self.config.precision.fp32_modules):
                 self.hooks.keep_output_dtype(inner)
-        self.hooks.guard_module(module, self._refuse)
+        for inner in module.modules():
+            if any(self.owns(p) for p in inner.parameters()):
+                self.hooks.guard_module(inner, self._refuse)
         self._watch_trainable()
 
     def _watch_trainable(self) -> None:
@@ -187,18 +190,18 @@ class Engine:
     @contextlib.contextmanager
     def placeholders_allowed(self) -> Iterator[None]:
         """Inside, state dict calls of the module see placeholders, for callers that put values in their place."""
-        self._refuses = False
+        previous, self._refuses = self._refuses, False
         try:
             yield
         finally:
-            self._refuses = True
+            self._refuses = previous
 
     def _refuse(self, what: str) -> None:
         """Raise where an operation on the module would see placeholders."""
         if not self._refuses:
             return
         plain = (
-            what == "state_dict"
+            what == "state_dict()"
             and self._pass_key is None
             and not any(b.resharding or b.refreshed or (b.has_master and b.trainable) for b in self.buckets)
         )
@@ -231,6 +234,34 @@ class Engine:
         self.comm.close()
         _ENGINES.pop(self.module, None)
 
+    # -- whole values (values.py builds on this class, so it is imported late) --------------------------------------
+
+    def state_dict(self, *, only_rank_0: bool = True) -> dict[str, Any]:
+        """On all ranks: the module's state dict with full values on the host; empty on other ranks by default."""
+        from lightning_zero.engine import values
+
+        return values.module_state_dict(self, only_rank_0=only_rank_0)
+
+    def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> Any:
+        """On all ranks, each with the same full ``state``: load it into the shards."""
+        from lightning_zero.engine import values
+
+        result = values.load_module_state_dict(self, state, strict=strict)
+        self.masters_changed()
+        return result
+
+    def optimizer_state(self, optimizer: Optimizer, *, only_rank_0: bool = True) -> dict[str, Any]:
+        """On all ranks: ``optimizer.state_dict()`` as without sharding; by default empty on other ranks than 0."""
+        from lightning_zero.engine import values
+
+        return values.optimizer_state(self, optimizer, only_rank_0=only_rank_0)
+
+    def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+        """On all ranks, each with the same full ``state``: load it into the slices."""
+        from lightning_zero.engine import values
+
+        values.load_optimizer_state(self, optimizer, state)
+
     # -- passes -----------------------------------------------------------------------------------------------------
 
     @outside_autograd
@@ -254,9 +285,11 @@ class Engine:
     @outside_autograd
     def end_pass(self) -> None:
         """Close the root and whatever is still gathered. No-op outside of a pass."""
-        if self._pass_key is None:
-            return
-        self.order.end()
+        if self._pass_key is not None:
+            self.order.end()
+            self._close_pass()
+
+    def _close_pass(self) -> None:
         self._reshard_all()
         self._pass_key, self._pass_owner = None, None
         self._ordinal += not self._evaluates
@@ -268,8 +301,7 @@ class Engine:
 
         All ranks enter it. With ``evaluation`` it ends the pass; otherwise a backward after it does.
         """
-        if self._pass_key is not None:
-            self.abort()  # an exception, or a step without a backward, left it open
+        self._leave_pass()
         self._ordinal = 0
         self._scope = (key, evaluation)
         try:
@@ -286,17 +318,29 @@ class Engine:
     @outside_autograd
     def abort(self) -> None:
         """After an exception: every unit back to rest. Starts no collective, and waits a bounded time for others."""
-        self.reducer.abort()
+        deadline = time.monotonic() + ABANDON_S
+        if self.in_backward:
+            self.reducer.abort(deadline)
         self.order.abort()
         for unit in self.units:
-            unit.abandon()
+            unit.abandon(deadline)
         self._pass_key, self._pass_owner = None, None
         self.in_backward = self._explicit = self._second_order = False
 
+    @outside_autograd
+    def _leave_pass(self) -> None:
+        """No backward ended the open pass: a step without one, or the rest of a step after the last one.
+
+        All ranks come here, so all end it: they may have issued different parts of its plan.
+        """
+        if self.in_backward:
+            self.abort()  # an exception in a backward that the engine was not told of
+        else:
+            self.end_pass()
+
     def rest(self) -> None:
         """Between runs: no pass is open and no gather in flight."""
-        if self._pass_key is not None:
-            self.abort()
+        self._leave_pass()
         self.settle()
 
     def _reshard_all(self) -> None:
@@ -334,7 +378,8 @@ class Engine:
 
     def pre_forward(self, unit: Unit) -> None:
         """The module of ``unit`` is called."""
-        if self.in_backward and not self._explicit and unit is self.root:
+        recomputed = torch._C._current_graph_task_id() != -1  # a checkpoint around the whole model
+        if self.in_backward and not self._explicit and unit is self.root and not recomputed:
             self.abort()  # an exception ended the last backward: nothing told us
         if self._pass_key is None:
             key, evaluation = self._scope or ("call", not torch.is_grad_enabled())
@@ -404,7 +449,7 @@ class Engine:
             self.begin_pass(key, evaluation=evaluation)
         self.in_backward, self._explicit = True, explicit
         self._flush()
-        self._forget_zeroed()
+        self.forget_zeroed()
         self.reducer.begin(str(self._pass_key), lambda b: sum(info.param.requires_grad for info in b.params))
         self.sentinels.remove(info for unit in self.units for info in unit.infos())
         for unit in self.units:
@@ -436,6 +481,12 @@ class Engine:
     def grad_arrived(self, unit: Unit, bucket: Bucket, slot: int, grad: Tensor) -> None:
         """Autograd accumulated the gradient of one parameter."""
         self._notice_backward()
+        if unit.index and unit.resharding and unit.state is State.SHARDED:
+            raise RuntimeError(
+                f"unit {unit.title} got a gradient (of {bucket.params[slot].fqn}) before any of its outputs did, while "
+                "its parameters were dropped: a tensor left the unit by another way than its outputs. Return it from "
+                "the unit's forward, or choose other units with zero.unit.classes."
+            )
         self.reducer.take(bucket, slot, grad)
         unit.arrived += 1
         self._maybe_reshard(unit)
@@ -455,6 +506,7 @@ class Engine:
             return
         # torch.autograd.grad: the forward goes on, or a second backward follows.
         self.in_backward = False
+        self._place_sentinels()
         if not self._second_order:
             for unit in self.units[1:]:
                 self._use_over(unit)
@@ -463,17 +515,22 @@ class Engine:
     def end_backward(self) -> None:
         """The backward is over: reduce what is left, in order, and close the pass."""
         self.comm.place = f"end of backward in pass {self._pass_key}"
-        self.reducer.end(agree=self.config.dynamic)
-        for bucket, grads in self.reducer.grads.items():
-            self.sentinels.place(bucket.params[slot] for slot in grads.used)
+        self.reducer.flush()
+        self.order.end()  # ranks that are still on their way may need gathers before they come to agree
+        self.reducer.end()
+        self._place_sentinels()
         self.in_backward = self._explicit = False
-        self.end_pass()
+        self._close_pass()
         if self._scope is not None:
             self.begin_pass(self._scope[0], evaluation=self._scope[1])
 
+    def _place_sentinels(self) -> None:
+        for bucket, grads in self.reducer.grads.items():
+            self.sentinels.place(bucket.params[slot] for slot in grads.used)
+
     # -- gradients between backward and step --------------------------------------------------------------------------
 
-    def _forget_zeroed(self) -> None:
+    def forget_zeroed(self) -> None:
         """Drop the gradients that the user has cleared, and zero those zeroed, since the last backward."""
         for bucket, grads in self.reducer.grads.items():
             if grads.used or grads.written or bucket.grad is not None:
@@ -482,15 +539,35 @@ class Engine:
                 grads.zero(zeroed)
 
     def _before_step(self) -> None:
+        if self.shown:
+            raise RuntimeError(
+                "optimizer.step() inside gather(): what is written to the shown parameters would replace the step's "
+                "result. Leave the `with lightning_zero.gather(...)` block first."
+            )
+        self.check_reduced()
         self.settle()
-        self._forget_zeroed()
+        self.forget_zeroed()
+
+    def check_reduced(self) -> None:
+        """Raise where gradients wait for a backward that reduces them.
+
+        Raises:
+            RuntimeError: all backwards were run inside ``no_sync``.
+        """
+        if any(grads.written for grads in self.reducer.grads.values()):
+            raise RuntimeError(
+                "gradients of backwards inside no_sync() have not been reduced over the ranks. Run the last backward "
+                "before a step, a norm or clipping outside of no_sync() (sync_grad=True)."
+            )
 
     def used_params(self) -> set[int]:
-        """On all ranks: ids of the parameters that any rank gave a gradient since it was last cleared."""
-        infos = [info for unit in self.units for info in unit.infos()]
-        flags = torch.tensor([self.sentinels.has_grad(info) for info in infos], dtype=torch.uint8)
-        used = self.comm.max_(flags).tolist()
-        return {id(info.param) for info, flag in zip(infos, used, strict=True) if flag}
+        """Ids of the parameters that any rank gave a gradient since it was last cleared."""
+        return {
+            id(info.param)
+            for bucket, grads in self.reducer.grads.items()
+            for info in bucket.params
+            if self.sentinels.has_grad(info) and info.slot in grads.agreed
+        }
 
     # -- optimizers ---------------------------------------------------------------------------------------------------
 
@@ -543,17 +620,19 @@ class Engine:
                 with opened(bucket.home):
                     bucket.push()
         for unit in self.units:
-            refreshed = [b for b in unit.buckets if b.refreshed and b in changed]
+            buckets = [b for b in unit.buckets if b in changed]
+            refreshed = [b for b in buckets if b.refreshed]
             for bucket in refreshed:
                 bucket.show(gathered=False)
             if refreshed:
                 self._stale.append((unit, refreshed))
+            if buckets and unit.resharding and unit.state is not State.SHARDED:
+                unit.unshard_wait()  # a step inside a pass: what is gathered, in use or ahead, is old
+                unit.reshard()
+                unit.unshard_begin()
         self._refresh()
-        if self._pass_key is not None and any(b in changed for b in self.root.buckets):
+        if self._pass_key is not None:
             self._refresh(self.root)
-            self.root.reshard()
-            if self.root.state is State.SHARDED:
-                self.root.unshard_begin()
             self.root.unshard_wait()
 
     def _submit(self, jobs: list[StepJob]) -> None:

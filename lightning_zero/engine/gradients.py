@@ -13,7 +13,7 @@ Where gradients rest replicated (stages 0 and 1) the local buffer itself accumul
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -34,7 +34,8 @@ class BucketGrads:
     written: set[int] = field(default_factory=set)  # slots of ``local`` that hold a gradient
     arrived: int = 0  # gradients of this backward
     issued: bool = False  # reduced in this backward
-    used: set[int] = field(default_factory=set)  # slots with a gradient since they were last zeroed, on this rank
+    used: set[int] = field(default_factory=set)  # slots with a gradient on this rank since they were last cleared
+    agreed: set[int] = field(default_factory=set)  # ... on any rank, as far as gradients are reduced
 
     @property
     def accumulates(self) -> bool:
@@ -47,6 +48,8 @@ class BucketGrads:
             dtype = bucket.dtypes.grad if self.accumulates else bucket.dtypes.reduce
             self.local = torch.empty(bucket.layout.numel, dtype=dtype, device=grad.device)
         place = bucket.layout.slots[slot]
+        if grad.layout is not torch.strided:
+            grad = grad.to_dense()  # sparse embedding gradients: shards are dense
         view = self.local[place.start : place.start + place.numel].view(bucket.params[slot].shape)
         if slot in self.written:
             view.add_(grad, alpha=self.scale)
@@ -100,27 +103,24 @@ class BucketGrads:
             bucket.grad.add_(host)
 
     def forget(self, slots: Iterable[int]) -> None:
-        """The user zeroed these parameters' gradients."""
-        gone = set(slots) & (self.used | self.written)
+        """The user cleared these parameters' gradients."""
+        gone = set(slots) & (self.used | self.agreed)
         if not gone:
             return
-        bucket = self.bucket
         self.used -= gone
+        self.agreed -= gone
         self.written -= gone
         if not self.written:
             self.local = None
-        if bucket.grad is None:
-            return
-        if self.used:
+        if self.agreed:
             self._zero_reduced(gone)
         else:
-            bucket.grad = None
+            self.bucket.grad = None
 
     def zero(self, slots: Iterable[int]) -> None:
         """The user zeroed these parameters' gradients and kept them: zero is a gradient, unlike none."""
-        zeroed = set(slots) & (self.used | self.written)
-        self.written -= zeroed
-        self._zero_reduced(zeroed)
+        self.written -= set(slots)
+        self._zero_reduced(set(slots))
 
     def _zero_reduced(self, slots: set[int]) -> None:
         bucket = self.bucket
@@ -138,18 +138,27 @@ class Reducer:
         synchronize: off inside ``no_sync``: gradients that rest replicated are not reduced.
     """
 
-    def __init__(self, buckets: Iterable[Bucket], comm: Communicator, max_in_flight_nbytes: int) -> None:
+    def __init__(
+        self, buckets: Iterable[Bucket], comm: Communicator, max_in_flight_nbytes: int, *, dynamic: bool = False
+    ) -> None:
+        """
+        Args:
+            max_in_flight_nbytes: bound on buffers of reductions that are not over yet, as far as waiting is safe.
+            dynamic: ranks may take different paths in every pass.
+        """
         self.comm = comm
+        self.dynamic = dynamic
         self.grads: dict[Bucket, BucketGrads] = {b: BucketGrads(b, 1.0 / comm.world_size) for b in buckets}
         self.order: list[Bucket] = list(reversed(list(self.grads)))
         self.synchronize = True
         self.completed: list[Bucket] = []  # in the order in which they got ready in this backward
         self._orders: dict[str, list[Bucket]] = {}  # learned, by kind of pass
-        self._late_places: dict[str, list[int]] = {}
+        self._lagging: dict[str, set[Bucket]] = {}  # buckets that some rank completed only when its backward was over
         self._key = ""
         self._late: set[Bucket] = set()
         self._next = 0
         self._ready: set[Bucket] = set()
+        self._lagging_here: set[Bucket] = set()
         self._in_flight: list[tuple[Bucket, Pending]] = []
         self._second_half: list[tuple[Bucket, Pending]] = []
         self._flying_nbytes = 0
@@ -165,7 +174,7 @@ class Reducer:
         self._key = key
         self.order = self._orders.get(key, self.order)
         self._expected = {b: expected(b) for b in self.grads}
-        self._ready, self._late = set(), set()
+        self._ready, self._late, self._lagging_here = set(), set(), set()
         self.completed = []
         self._next = 0
         for grads in self.grads.values():
@@ -188,33 +197,49 @@ class Reducer:
     def has_arrivals(self) -> bool:
         return any(grads.arrived for grads in self.grads.values())
 
-    def end(self, *, agree: bool) -> None:
-        """The backward is over: issue everything that is left, in order, and wait for all of it.
-
-        Args:
-            agree: ask the other ranks which buckets must be reduced a second time, also where that is known from an
-                earlier backward of this key.
-        """
-        first = self._key not in self._orders
-        if first or agree:
-            self._agree_on_late()
+    def flush(self) -> None:
+        """The backward is over: issue everything that is left, in order."""
         for bucket in self.order:
             if self._synchronizes(bucket) and self._expected[bucket] and bucket not in self._ready:
                 self._set_ready(bucket)
+                self._lagging_here.add(bucket)
         self._pump()
-        for place in self._late_places[self._key]:
-            self._issue(self.order[place])
+
+    def end(self) -> None:
+        """After :meth:`flush`, on all ranks: reduce again what needs it, and wait for all of it."""
+        reduced = [b for b in self.grads if self._synchronizes(b)]
+        if not reduced:
+            return
+        for bucket in self._agree(reduced):
+            self._issue(bucket)
         while self._in_flight:
             self._land()
         self._land_second_halves()
-        if first:
+        if self._key not in self._orders:
             self._learn_order()
+        self._put_lagging_last()
 
-    def _agree_on_late(self) -> None:
-        """Buckets that got gradients after their reduction, on any rank, are reduced again by all."""
-        flags = torch.zeros(len(self.order), dtype=torch.uint8)
-        flags[[self.order.index(b) for b in self._late]] = 1
-        self._late_places[self._key] = torch.nonzero(self.comm.max_(flags)).flatten().tolist()
+    def _agree(self, reduced: Sequence[Bucket]) -> list[Bucket]:
+        """One exchange says which parameters any rank has used, and which buckets all must reduce a second time.
+
+        A bucket gets gradients after its reduction where a module is used again under checkpointing.
+        """
+        lagging = self._lagging.setdefault(self._key, set())
+        flags: list[bool] = []
+        for bucket in reduced:
+            flags += [bucket in self._late, bucket in self._lagging_here]
+            flags += [slot in self.grads[bucket].used for slot in range(len(bucket.params))]
+        agreed = iter(self.comm.max_(torch.tensor(flags, dtype=torch.uint8)).tolist())
+        late = []
+        for bucket in reduced:
+            if next(agreed):
+                late.append(bucket)
+            if next(agreed):
+                lagging.add(bucket)
+            grads = self.grads[bucket]
+            grads.agreed = {slot for slot in range(len(bucket.params)) if next(agreed)}
+            grads.used |= grads.agreed
+        return sorted(late, key=self.order.index)
 
     def _learn_order(self) -> None:
         """The order in which buckets got ready on rank 0 becomes everyone's; those that did not, come last."""
@@ -224,15 +249,24 @@ class Reducer:
         rest = [number[b] for b in self.order if b not in self.completed]
         order = torch.tensor(seen + rest, dtype=torch.int64)
         self.comm.broadcast_small(order)
-        learned = [buckets[i] for i in order.tolist()]
-        late = {self.order[i] for i in self._late_places[self._key]}
-        self._late_places[self._key] = [i for i, b in enumerate(learned) if b in late]
-        self._orders[self._key] = learned
+        self._orders[self._key] = [buckets[i] for i in order.tolist()]
 
-    def abort(self) -> None:
-        """After an exception: drop this backward's partial gradients. Starts no message."""
+    def _put_lagging_last(self) -> None:
+        """A bucket that one rank cannot reduce before its end must not hold up the others, on no rank."""
+        lagging = self._lagging[self._key]
+        self._orders[self._key].sort(key=lambda bucket: bucket in lagging)
+
+    def _all_ranks_come(self, bucket: Bucket) -> bool:
+        """Whether all ranks reduce ``bucket`` without needing anything of this rank first.
+
+        A rank that waited for one that lags would hold up gathers that this one needs to get there.
+        """
+        return not self.dynamic and self._key in self._lagging and bucket not in self._lagging[self._key]
+
+    def abort(self, deadline: float) -> None:
+        """After an exception in a backward: drop its partial gradients. Starts no message, waits until ``deadline``."""
         for _, pending in (*self._in_flight, *self._second_half):
-            pending.abandon()
+            pending.abandon(deadline)
         self._in_flight, self._second_half = [], []
         self._flying_nbytes = 0
         for grads in self.grads.values():
@@ -259,9 +293,11 @@ class Reducer:
 
     def _issue(self, bucket: Bucket) -> None:
         nbytes = bucket.layout.numel * bucket.dtypes.reduce.itemsize
-        while self._in_flight and (
-            self._in_flight[0][1].done() or self._flying_nbytes + nbytes > self._max_in_flight_nbytes
-        ):
+        while self._in_flight:
+            oldest, pending = self._in_flight[0]
+            crowded = self._flying_nbytes + nbytes > self._max_in_flight_nbytes
+            if not (pending.done() or (crowded and self._all_ranks_come(oldest))):
+                break
             self._land()
         grads = self.grads[bucket]
         full = grads.complete()

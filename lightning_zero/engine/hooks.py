@@ -19,7 +19,7 @@ import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, cast
-from weakref import ref
+from weakref import WeakSet, ref
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from lightning_zero.engine.engine import Engine
 
 
+_PATCHES = ("_apply", "__deepcopy__")  # methods of guarded modules that are replaced on the instance
 NEVER_ENDS = 0  # number of a call whose input gradients are not watched
 
 
@@ -40,6 +41,7 @@ class _InputGrads(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, arrived: Callable[[], None], *inputs: Tensor) -> tuple[Tensor, ...]:
         ctx.arrived = arrived
+        ctx.set_materialize_grads(False)  # an input that the unit did not use has no gradient, which is not zero
         # detach() and not the inputs themselves: views made by a Function may not be changed in place by the module.
         return tuple(t.detach() for t in inputs)
 
@@ -119,7 +121,7 @@ class Hooks:
         self._handles: list[Any] = []
         self._grad_handles: dict[int, Any] = {}
         self._call = 0
-        self._guarded: Callable[[], nn.Module | None] = lambda: None
+        self._guarded: WeakSet[nn.Module] = WeakSet()
 
     @property
     def engine(self) -> Engine:
@@ -131,9 +133,10 @@ class Hooks:
         for handle in (*self._handles, *self._grad_handles.values()):
             handle.remove()
         self._handles, self._grad_handles = [], {}
-        if (module := self._guarded()) is not None:
-            for name in ("_apply", "__deepcopy__"):
+        for module in self._guarded:
+            for name in _PATCHES:
                 module.__dict__.pop(name, None)
+        self._guarded.clear()
 
     # -- registration -----------------------------------------------------------------------------------------------
 
@@ -155,26 +158,31 @@ class Hooks:
         param = bucket.params[slot].param
         if id(param) in self._grad_handles:
             return
+        # Python's garbage collector does not see through this hook: what it held strongly would live for ever, the
+        # bucket with its master weights among it, because the bucket holds the parameter and so the hook.
+        engine_ref, place = self._engine, (unit.index, unit.buckets.index(bucket))
 
         def arrived(p: Tensor) -> None:
             grad, p.grad = p.grad, None
             if isinstance(grad, GradSentinel):
                 grad = grad.pop_incoming()
-            if grad is not None:
-                self.engine.grad_arrived(unit, bucket, slot, grad)
+            engine = engine_ref()
+            if grad is not None and engine is not None:
+                unit = engine.units[place[0]]
+                engine.grad_arrived(unit, unit.buckets[place[1]], slot, grad)
 
         self._grad_handles[id(param)] = param.register_post_accumulate_grad_hook(arrived)
 
     def keep_output_dtype(self, module: nn.Module) -> None:
         """A module that computes in fp32 among lower precision gives back the dtype that it was given."""
 
-        def after(module: nn.Module, args: Any, output: Any) -> Any:
-            given = next((t.dtype for t in find_tensors(args) if t.is_floating_point()), None)
+        def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+            given = next((t.dtype for t in find_tensors((args, kwargs)) if t.is_floating_point()), None)
             if given is None:
                 return None
             return map_tensors(output, lambda t: t.to(given) if t.is_floating_point() and t.dtype != given else t)
 
-        self._handles.append(module.register_forward_hook(after))
+        self._handles.append(module.register_forward_hook(after, with_kwargs=True))
 
     def guard_module(self, module: nn.Module, refuse: Callable[[str], None]) -> None:
         """Let operations that would see placeholders ask ``refuse`` first: state dicts, conversions, copies."""
@@ -191,11 +199,11 @@ class Hooks:
 
         module.__dict__["_apply"] = types.MethodType(apply, module)
         module.__dict__["__deepcopy__"] = types.MethodType(deepcopy, module)
-        self._guarded = ref(module)
+        self._guarded.add(module)
 
     def _plain_copy(self, module: nn.Module, memo: dict[int, Any]) -> nn.Module:
         """A copy without our hooks."""
-        patches = {name: module.__dict__.pop(name) for name in ("_apply", "__deepcopy__")}
+        patches = {name: module.__dict__.pop(name) for name in _PATCHES}
         try:
             copied = copy.deepcopy(module, memo)
         finally:
@@ -242,7 +250,8 @@ class Hooks:
         engine = self.engine
         call, inputs = unit.open_call, unit.open_inputs
         unit.open_call, unit.open_inputs = None, []
-        if output is None and unit.index == 0 and sys.exc_info()[0] is not None:
+        raised = output is None and sys.exc_info()[0] is not None
+        if raised and unit.index == 0 and torch._C._current_graph_task_id() == -1:  # a recompute stops by an exception
             engine.abort()  # the root's own forward raised
             return None
         for tensor, version in inputs:
@@ -252,12 +261,16 @@ class Hooks:
                     "of modules with inplace=True, so gradients of the input could be wrong. Work on a copy of the "
                     "input, or choose other units with zero.unit.classes."
                 )
-        outputs = [t for t in find_tensors(output) if t.requires_grad] if torch.is_grad_enabled() else []
+        outputs = [t for t in find_tensors(output) if t.grad_fn is not None] if torch.is_grad_enabled() else []
         for tensor in outputs:
             tensor.register_hook(lambda _: engine.pre_backward(unit, call))
-        wants_grad = torch.is_grad_enabled() and (
-            any(t.requires_grad for t in find_tensors((args, kwargs)))
-            or any(info.param.requires_grad for info in unit.infos())
+        inside = engine.units if unit.index == 0 else [unit]  # a root without parameters of its own has its units'
+        wants_grad = bool(outputs) or (
+            torch.is_grad_enabled()
+            and (
+                any(t.requires_grad for t in find_tensors((args, kwargs)))
+                or any(info.param.requires_grad for member in inside for info in member.infos())
+            )
         )
         engine.post_forward(unit, awaits_backward=wants_grad, hidden_outputs=wants_grad and not outputs)
         return None

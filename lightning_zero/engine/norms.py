@@ -19,6 +19,8 @@ from lightning_zero.planning.layout import cut_runs
 
 def shard_grads(engine: Engine, params: Iterable[nn.Parameter]) -> list[tuple[Bucket, Tensor]]:
     """This rank's part of the reduced gradients of ``params``, as views that tile its shards."""
+    engine.check_reduced()
+    engine.forget_zeroed()
     wanted: dict[Bucket, set[int]] = {}
     for param in params:
         place = engine.place_of(param)

@@ -108,7 +108,7 @@ class ShardedOptimizer:
         """
         Args:
             place_of: finds a parameter's bucket; raises for parameters that the engine does not own.
-            used: on all ranks: ids of the parameters that any rank gave a gradient since it was zeroed.
+            used: ids of the parameters that any rank gave a gradient since it was cleared.
             submit: takes the steps of buckets whose masters rest off the device, in the order of the forward.
             before, after: called around the arithmetic; ``after`` gets the buckets that changed.
         """
@@ -129,6 +129,7 @@ class ShardedOptimizer:
     def _patch(self) -> None:
         optimizer = self.optimizer
         self._inner_step = optimizer.step
+        self._step_of_scheduler = optimizer.__dict__.get("step")
         engine_side = self
 
         def step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
@@ -148,7 +149,8 @@ class ShardedOptimizer:
 
         bound = types.MethodType(step, optimizer)
         # A scheduler made before has marked the method that it wrapped; one made later looks for the mark.
-        step._wrapped_by_lr_sched = getattr(self._inner_step, "_wrapped_by_lr_sched", False)  # type: ignore[attr-defined]
+        if hasattr(self._inner_step, "_wrapped_by_lr_sched"):
+            step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
         optimizer.step = bound  # type: ignore[method-assign]
         optimizer.state_dict = types.MethodType(state_dict, optimizer)  # type: ignore[method-assign]
         optimizer.load_state_dict = types.MethodType(load_state_dict, optimizer)  # type: ignore[method-assign]
@@ -157,6 +159,8 @@ class ShardedOptimizer:
         """Undo the patches. The state of runs is dropped."""
         for name in ("step", "state_dict", "load_state_dict"):
             self.optimizer.__dict__.pop(name, None)
+        if self._step_of_scheduler is not None:
+            self.optimizer.__dict__["step"] = self._step_of_scheduler
         self.optimizer.state.clear()
 
     def places(self) -> list[list[Place]]:
@@ -261,7 +265,8 @@ class ShardedOptimizer:
             if active:
                 changed.add(bucket)
         for bucket in [b for b in self._runs if b not in group_of]:
-            del self._runs[bucket]
+            for _, run in self._runs.pop(bucket):
+                self.optimizer.state.pop(run.tensor, None)
         return changed
 
     def _cut(self, bucket: Bucket, groups: dict[int, int], active: set[int] | None = None) -> None:
@@ -341,6 +346,7 @@ class ShardedOptimizer:
         try:
             for group, params in zip(optimizer.param_groups, lists, strict=True):
                 group["params"] = params
+                self._start_momentum(group, params)
                 if self._prefers_fused(group, params):
                     group["fused"] = True
             yield
@@ -351,6 +357,14 @@ class ShardedOptimizer:
                     group["fused"] = fused
             for run in stepped:
                 run.tensor.grad = None
+
+    def _start_momentum(self, group: dict[str, Any], params: Sequence[Tensor]) -> None:
+        """torch's fused SGD cannot step runs that have momentum beside new ones. Zeros are what these start from."""
+        if isinstance(self.optimizer, torch.optim.SGD) and group["momentum"] and not group["dampening"]:
+            for param in params:
+                state = self.optimizer.state[param]
+                if state.get("momentum_buffer") is None:
+                    state["momentum_buffer"] = torch.zeros_like(param)
 
     def _is_used(self, run: FlatRun, used: set[int]) -> bool:
         slot = run.run.fragments[0].index  # runs are cut where this differs
@@ -411,7 +425,8 @@ class ShardedOptimizer:
         shape = run.bucket.params[run.run.fragments[0].index].shape
         for name, value in first.items():
             if name in PER_TENSOR or not isinstance(value, Tensor) or value.shape != shape:
-                state[name] = value.clone() if isinstance(value, Tensor) else value
+                # Fused kernels want the step count on the device; on the host it is there already.
+                state[name] = value.to(run.tensor.device, copy=True) if isinstance(value, Tensor) else value
                 continue
             flat = torch.zeros(run.tensor.numel(), dtype=_state_dtype(value, run.tensor), device=run.tensor.device)
             for fragment in run.run.fragments:

@@ -19,7 +19,7 @@ from lightning_zero.memory.collectives import Communicator
 from lightning_zero.planning.schedule import Cursor, Plan, compile_plan
 
 DONE = -1
-FORGIVEN = 1  # passes in a row that may leave the plan before the new path becomes the plan
+FORGIVEN = 1  # passes in a row that may leave the plan before it is recorded anew
 
 
 class GatherOrder:
@@ -47,7 +47,8 @@ class GatherOrder:
         """A pass starts. Passes of one ``key`` are expected to take the same path."""
         self._key, self._cyclic = key, cyclic
         plan = self.plans.get(key)
-        self._agreeing = plan is None or self.dynamic
+        anything = any(unit.resharding for unit in self.units)  # else nothing is ever gathered along the path
+        self._agreeing = (plan is None or self.dynamic) and anything
         self._cursor = None if plan is None or self.dynamic else Cursor(plan)
         self._guess = Cursor(plan) if plan is not None and self.dynamic else None
         self._history = []
@@ -60,6 +61,7 @@ class GatherOrder:
             if steps is not None:
                 for index in steps:
                     self._issue(index, ahead=index != unit.index)
+                    self._drop_idle(unit)
             else:
                 self._agree_on(unit)
         if unit in self._idle:
@@ -82,6 +84,7 @@ class GatherOrder:
         elif self._cursor is not None and not (self._cyclic and self._cursor.position == 0):
             for index in self._cursor.rest():
                 self._issue(index, ahead=True)
+                self._drop_idle()
             self._strays[self._key] = 0
 
     def abort(self) -> None:
@@ -113,13 +116,14 @@ class GatherOrder:
         return [] if following is None or following in wanted else [following]
 
     def _learn(self) -> None:
-        known = self.plans.get(self._key)
         strays = self._strays.get(self._key, 0)
-        if known is None or self.dynamic or strays >= FORGIVEN:
+        if self._key not in self.plans or self.dynamic:
             nbytes = [unit.gathered_nbytes for unit in self.units]
             keep = 0 if self.dynamic else self.keep_bytes
             self.plans[self._key] = compile_plan(self._history, nbytes, keep, cyclic=self._cyclic)
             self._strays[self._key] = 0
+        elif strays >= FORGIVEN:
+            del self.plans[self._key]  # the next pass is recorded as a whole: this one knows only what it gathered
         else:
             self._strays[self._key] = strays + 1
 
@@ -157,10 +161,12 @@ class GatherOrder:
             if unit.state is State.SHARDED and unit.step_done:
                 unit.stage_ahead()
 
-    def _drop_idle(self) -> None:
-        """Units gathered for others, or by a wrong guess, may not pile up."""
+    def _drop_idle(self, wanted: Unit | None = None) -> None:
+        """Units gathered for others, or by a wrong guess, may not pile up. ``wanted`` is needed at once."""
         budget = max(self.prefetch_bytes, max((u.gathered_nbytes for u in self._idle), default=0))
         while len(self._idle) > 1 and sum(u.gathered_nbytes for u in self._idle) > budget:
             unit = self._idle.popleft()
+            if unit is wanted:
+                continue
             unit.unshard_wait()
             unit.reshard()

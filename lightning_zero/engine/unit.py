@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from enum import Enum
 
 import torch
@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from lightning_zero.engine.homes import FileHome, Home, ParamFile, ResidentHome, copy_cast, host_tensor, opened
 from lightning_zero.memory.buffers import FlatBuffer
 from lightning_zero.memory.collectives import Communicator, Pending
-from lightning_zero.planning.layout import BucketLayout, Fragment
 from lightning_zero.memory.tiers import HostTier, NvmeTier
+from lightning_zero.planning.layout import BucketLayout, Fragment
 from lightning_zero.planning.placement import ON_DEVICE, Placement, StageRow, Tier, TierRow
 
 
@@ -129,6 +129,7 @@ class Bucket:
         master_differs = tiers.row.steps_on_host or (shared and row.master is Placement.sharded)
         self.refreshed = not self.resharding and master_differs
         self.grad: Tensor | None = None
+        self.shown_full = False  # inside gather(): parameters hold full masters
         self.full = FlatBuffer(layout.numel, dtypes.compute, comm.device)
         self.home: Home
         self.param_shard: Tensor | None = None  # [owned numel] compute_dtype, where the master rests elsewhere
@@ -278,6 +279,9 @@ class Bucket:
         return full
 
     def show(self, gathered: bool) -> None:
+        """Point the parameters at their gathered values or placeholders; inside ``gather`` they stay as they are."""
+        if self.shown_full:
+            return
         for info in self.params:
             value = info.gathered if gathered else info.placeholder
             assert value is not None
@@ -342,11 +346,13 @@ class Unit:
                     bucket.show(gathered=True)
             self._enter(State.GATHERED)
 
-    def abandon(self) -> None:
+    def abandon(self, deadline: float) -> None:
         """After an exception: back to rest, whatever was in flight."""
+        self.open_call, self.open_inputs = None, []
+        self.calls.clear()
         if self.resharding:
             for pending in self.pending:
-                pending.abandon()
+                pending.abandon(deadline)
             self.pending = []
             if self.state is State.GATHERING:
                 self._enter(State.GATHERED)

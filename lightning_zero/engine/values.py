@@ -31,6 +31,11 @@ def show_full(
     one whose values count.
     """
     wanted = {engine.place_of(p).bucket for p in params}
+    if (from_rank is not None or grads) and wanted & engine.shown:
+        raise RuntimeError(
+            "gather(from_rank=) and gather(grads=True) cannot be nested in another gather() of the same parameters. "
+            "Give these arguments to the outer one."
+        )
     buckets = [b for b in engine.buckets if b in wanted and b not in engine.shown]
     shown = _show(engine, buckets, grads)
     try:
@@ -45,6 +50,7 @@ def show_full(
 @outside_autograd
 def _show(engine: Engine, buckets: list[Bucket], grads: bool) -> dict[Bucket, tuple[Tensor, Tensor | None]]:
     engine.settle()
+    engine.forget_zeroed()
     shown: dict[Bucket, tuple[Tensor, Tensor | None]] = {}
     for bucket in buckets:
         full = bucket.full_master()
@@ -56,6 +62,7 @@ def _show(engine: Engine, buckets: list[Bucket], grads: bool) -> dict[Bucket, tu
                 part = full_grad[place.start : place.start + place.numel].view(info.shape)
                 info.param.grad = part.to(info.param.dtype) if part.dtype != info.param.dtype else part
         shown[bucket] = (full, full_grad)
+        bucket.shown_full = True
         engine.shown.add(bucket)
     return shown
 
@@ -90,6 +97,7 @@ def _hide(engine: Engine, shown: Mapping[Bucket, tuple[Tensor, Tensor | None]]) 
         for bucket in unit.buckets:
             if bucket not in shown:
                 continue
+            bucket.shown_full = False
             bucket.show(gathered=not bucket.resharding or unit.state is State.GATHERED)
             engine.shown.discard(bucket)
             if shown[bucket][1] is not None:

@@ -134,46 +134,67 @@ def choose_transport(name: TransportName, backend: str, world_size: int, device:
     return HostTransport(transport) if host_side and device.type != "cpu" else transport
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Groups:
+    """The process groups of one communicator at a time.
+
+    Attributes:
+        issued: operations of all kinds asked for so far on this rank.
+        user: the communicator, as long as it lives.
+    """
+
     gather: Any
     reduce: Any
     second_half: Any  # the gather that ends an all-reduce
     control: Any  # host-side
+    issued: int = 0
+    user: Callable[[], Communicator | None] = lambda: None
 
     @classmethod
-    def create(cls, parent: Any) -> _Groups:
-        ranks = dist.get_process_group_ranks(parent)
-        host = "gloo"  # exists in every build; agreements are a few integers
-        return cls(
-            dist.new_group(ranks, use_local_synchronization=True),
-            dist.new_group(ranks, use_local_synchronization=True),
-            dist.new_group(ranks, use_local_synchronization=True),
-            dist.new_group(ranks, backend=host, use_local_synchronization=True),
-        )
+    def create(cls, ranks: list[int]) -> _Groups:
+        return cls(_new_group(ranks), _new_group(ranks), _new_group(ranks), _new_group(ranks, backend=_HOST))
+
+
+_HOST = "gloo"  # exists in every build; agreements are a few integers
+
+
+def _new_group(ranks: list[int], **options: Any) -> Any:
+    return dist.new_group(ranks, use_local_synchronization=True, **options)
 
 
 class _GroupPool:
-    """Groups of closed communicators, to be used again: making them costs sockets and milliseconds.
+    """Groups are used again: torch never frees them, and each costs threads, sockets and milliseconds.
 
-    Communicators are closed in the same order on every rank (a close is a step of the program, never of the garbage
-    collector), so all ranks take the same groups out.
+    Communicators end when they are closed or collected as garbage, at moments that differ between ranks. So the ranks
+    agree on what is free, and take nothing where they issued different operations (after an exception).
     """
 
     def __init__(self) -> None:
-        self._free: list[tuple[Any, _Groups]] = []
+        self._parents: list[tuple[Any, Any, list[_Groups]]] = []  # parent, group for agreements, all sets made for it
 
-    def take(self, parent: Any) -> _Groups:
-        for i, (owner, _) in enumerate(self._free):
-            if owner is parent:
-                return self._free.pop(i)[1]
-        return _Groups.create(parent)
+    def take(self, parent: Any, user: Communicator) -> _Groups:
+        ranks = dist.get_process_group_ranks(parent)
+        agreement, made = next(((a, m) for p, a, m in self._parents if p is parent), (None, None))
+        if made is None:
+            agreement, made = _new_group(ranks, backend=_HOST), []
+            self._parents.append((parent, agreement, made))
+        free = self._free(made, agreement, len(ranks))
+        if free is None:
+            free = _Groups.create(ranks)
+            made.append(free)
+        free.user = ref(user)
+        return free
 
-    def give_back(self, parent: Any, groups: _Groups) -> None:
-        self._free.append((parent, groups))
-
-    def clear(self) -> None:
-        self._free.clear()
+    @staticmethod
+    def _free(made: list[_Groups], agreement: Any, world_size: int) -> _Groups | None:
+        """The first set of groups that all ranks have free after the same operations."""
+        if not made:
+            return None
+        own = torch.tensor([groups.issued if groups.user() is None else -1 for groups in made])
+        table = [torch.empty_like(own) for _ in range(world_size)]
+        dist.all_gather(table, own, group=agreement)
+        columns = torch.stack(table).t().tolist()
+        return next((g for g, c in zip(made, columns, strict=True) if c[0] >= 0 and len(set(c)) == 1), None)
 
 
 GROUP_POOL = _GroupPool()
@@ -188,25 +209,31 @@ class Pending:
         self._finish = finish
         self._event: Any = None
         self._result: Any = None
+        self._keep: Any = None  # memory that another stream reads until the event
 
     def done(self) -> bool:
         """Whether ``wait`` would return at once (never true for device work, whose end the host need not know)."""
         return self._event is None and all(work.is_completed() for work in self._works)
 
-    def abandon(self) -> None:
-        """After an exception: let the messages end, for a bounded time; the other ranks may be gone."""
+    def abandon(self, deadline: float) -> None:
+        """After an exception: let the messages end, until ``deadline`` (monotonic); the other ranks may be gone."""
         for work in self._works:
             with contextlib.suppress(RuntimeError):
-                work.wait(timedelta(seconds=ABANDON_S))
-        self._works, self._finish = [], None
+                work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
+        self._wait_event()
+        self._works, self._finish, self._keep = [], None, None
+
+    def _wait_event(self) -> None:
+        if self._event is not None:
+            torch.cuda.current_stream(self._comm.device).wait_event(self._event)
+            self._event = None
 
     def wait(self) -> Any:
         for work in self._works:
             self._comm.wait_work(work, self.label)
         self._works = []
-        if self._event is not None:
-            torch.cuda.current_stream().wait_event(self._event)
-            self._event = None
+        self._wait_event()
+        self._keep = None
         if self._finish is not None:
             finish, self._finish = self._finish, None
             self._result = finish()
@@ -224,6 +251,7 @@ class Communicator:
         counts: logical operations asked for, by kind and bucket: ``counts["all_gather", label]``.
         observers: called with (kind, label) when an operation is issued.
         place: what this rank is doing, in words; posted for the others' error messages.
+        waited_s: seconds that the host has spent waiting for messages.
     """
 
     def __init__(
@@ -241,12 +269,13 @@ class Communicator:
         self.counts: Counter[tuple[str, str]] = Counter()
         self.observers: list[Callable[[str, str], None]] = []
         self.place = "starting"
+        self.waited_s = 0.0
         self.stall_timeout_s = stall_timeout_s
         self._groups: _Groups | None = None
         self._watchdog: _Watchdog | None = None
         if self.world_size > 1:
             self._transport = choose_transport(transport, str(dist.get_backend(group)), self.world_size, device)
-            self._groups = GROUP_POOL.take(group)
+            self._groups = GROUP_POOL.take(group, self)
             self._watchdog = _Watchdog(self)
         self._streams: dict[str, Any] = {}
         if device.type == "cuda":
@@ -280,8 +309,9 @@ class Communicator:
         """Blocking: every rank gets ``tensor`` of rank ``src`` (of this group)."""
         if self._groups is not None:
             host = isinstance(self._transport, HostTransport)
-            data = tensor.cpu() if host else tensor
-            dist.broadcast(data, group_src=src, group=self._groups.gather)
+            data = (tensor.cpu() if host else tensor).contiguous()
+            # As bytes: backends do not know every integer type.
+            dist.broadcast(data.view(-1).view(torch.uint8), group_src=src, group=self._groups.gather)
             if data is not tensor:
                 tensor.copy_(data)
 
@@ -324,12 +354,12 @@ class Communicator:
             self.exchange(0)
 
     def close(self) -> None:
-        """Give the groups back. Call it on every rank, in the same order as other communicators."""
+        """End the thread and give the groups back."""
         if self._watchdog is not None:
             self._watchdog.stop()
             self._watchdog = None
         if self._groups is not None:
-            GROUP_POOL.give_back(self._parent, self._groups)
+            self._groups.user = lambda: None
             self._groups = None
 
     # -- messages -----------------------------------------------------------------------------------------------
@@ -346,7 +376,9 @@ class Communicator:
             return Pending(self, label, [], lambda: full)
         with self._on("reduce") as stream:
             works, total = self._transport.reduce(full, self.rank, self.world_size, self._groups.reduce)
-            return self._pending(label, works, total, stream)
+            pending = self._pending(label, works, total, stream)
+            pending._keep = full  # the reduce stream reads it, whose memory belongs to the compute stream
+            return pending
 
     def _pending(self, label: str, works: list[Any], finish: Callable[[], Any], stream: Any) -> Pending:
         if stream is None:
@@ -365,7 +397,7 @@ class Communicator:
         if stream is None:
             yield None
             return
-        stream.wait_stream(torch.cuda.current_stream())
+        stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
             yield stream
 
@@ -378,24 +410,28 @@ class Communicator:
             return tensor.copy_(self._small(tensor.cpu(), op))
         group = self._groups.control if host else self._groups.reduce
         work = dist.all_reduce(tensor, op=op, group=group, async_op=True)
-        self.wait_work(work, "a small reduction")
+        self.wait_work(work, "a small reduction", on_device=not host)
         return tensor
 
     # -- waiting, counting ----------------------------------------------------------------------------------------
 
-    def wait_work(self, work: Any, label: str) -> None:
+    def wait_work(self, work: Any, label: str, *, on_device: bool = False) -> None:
         """Wait for a message; on the host no longer than ``stall_timeout_s``.
+
+        Args:
+            on_device: the message is of a backend that works on the device's streams.
 
         Raises:
             StallError: the others did not come; names this rank's place and theirs.
             RuntimeError: the connection broke (a rank is gone).
         """
-        if work.is_completed() or (self.device.type != "cpu" and label not in _HOST_LABELS):
-            work.wait()
+        if work.is_completed() or on_device:
+            work.wait()  # on a device this makes the stream wait, not the host
             return
         started = time.monotonic()
         try:
             work.wait(timedelta(seconds=self.stall_timeout_s))
+            self.waited_s += time.monotonic() - started
         except RuntimeError as error:
             waited = time.monotonic() - started
             if waited < 0.9 * self.stall_timeout_s:
@@ -418,12 +454,20 @@ class Communicator:
             self.counts[kind, label] += 1
             self._note(kind, label)
 
+    def missing_here(self, timeout_s: float) -> list[int]:
+        """Ranks that do not call this too, after the same number of operations, within ``timeout_s``.
+
+        It goes through the store and so works where ranks are at different places and a collective would hang.
+        """
+        if self._watchdog is None or self._groups is None:
+            return []
+        return self._watchdog.missing(f"after {self._groups.issued}", timeout_s)
+
     def _note(self, kind: str, label: str) -> None:
+        if self._groups is not None:
+            self._groups.issued += 1
         for observer in self.observers:
             observer(kind, label)
-
-
-_HOST_LABELS = frozenset({"the agreement on the next gather", "a small reduction"})
 
 
 _PLACES_STORE: list[tuple[Any, Any]] = []  # the default store and its clone
@@ -451,6 +495,7 @@ class _Watchdog:
         self._prefix = f"lightning_zero/{_Watchdog._serial}"
         self._ranks = list(ranks)
         self._comm = ref(comm)
+        self._meetings = 0
         self._store = _store_for_places()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="lightning_zero-places", daemon=True)
@@ -471,6 +516,7 @@ class _Watchdog:
                 except Exception:  # the store is gone with its server: this rank will hear of it elsewhere
                     return
                 posted = place
+            comm = None  # or it would live through the next wait
 
     def places(self) -> list[str]:
         found = []
@@ -485,6 +531,21 @@ class _Watchdog:
                         place = self._store.get(self._key(rank)).decode()
             found.append(place)
         return found
+
+    def missing(self, place: str, timeout_s: float) -> list[int]:
+        """Ranks that do not post ``place`` in time."""
+        comm = self._comm()
+        assert comm is not None
+        self._meetings += 1  # what was posted at an earlier meeting does not count
+        key = f"{self._prefix}/meeting {self._meetings} {place}"
+        missing = [rank for rank in range(len(self._ranks)) if rank != comm.rank]
+        deadline = time.monotonic() + timeout_s
+        with contextlib.suppress(Exception):  # the store is gone with its server
+            self._store.set(f"{key}/{comm.rank}", "")
+            while missing and time.monotonic() < deadline:
+                missing = [rank for rank in missing if not self._store.check([f"{key}/{rank}"])]
+                time.sleep(0.02)
+        return missing
 
     def stop(self) -> None:
         self._stop.set()

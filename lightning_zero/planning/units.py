@@ -70,7 +70,7 @@ def _divide_large(module: nn.Module, names: list[str], max_bytes: int) -> list[s
     result: list[str] = []
     for name in names:
         block = module.get_submodule(name)
-        if _nbytes(block) > max_bytes:
+        if _nbytes(block) > max_bytes and not any(True for _ in block.parameters(recurse=False)):
             result += [f"{name}.{inner}" for inner in _by_size(block, max_bytes)]
         else:
             result.append(name)
@@ -83,7 +83,9 @@ def _by_size(module: nn.Module, max_bytes: int) -> list[str]:
         size = _nbytes(child)
         if size == 0:
             continue
-        divisible = any(_nbytes(c) for c in child.children())
+        # A module with parameters of its own uses them, and maybe its children's, without calling the children
+        # (MultiheadAttention and its out_proj): it stays whole.
+        divisible = any(_nbytes(c) for c in child.children()) and not any(True for _ in child.parameters(recurse=False))
         if _is_plain_list(child) or (size > max_bytes and divisible):
             result += [f"{name}.{inner}" for inner in _by_size(child, max_bytes)]
         else:

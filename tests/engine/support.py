@@ -180,10 +180,18 @@ class Twin:
 
     def step(self) -> None:
         self.show_grads()
+        self._start_momentum()
         self.optimizer.step()
         with torch.no_grad():
             for param, master in self.masters.items():
                 param.copy_(master.value)
+
+    def _start_momentum(self) -> None:
+        """torch's fused SGD steps all parameters with momentum or all without; DDP's users have the slower one."""
+        if isinstance(self.optimizer, torch.optim.SGD):
+            for master in self.masters.values():
+                if master.flat.grad is not None and self.optimizer.defaults["momentum"]:
+                    self.optimizer.state[master.flat].setdefault("momentum_buffer", torch.zeros_like(master.flat))
 
     def clip(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip, and keep what is clipped: the next ``step`` uses it."""
@@ -245,6 +253,9 @@ def _lower(module: nn.Module, precision: str) -> dict[nn.Parameter, Master]:
     """Round the parameters of ``module`` as ``precision`` says; each with the master that the optimizer steps."""
     if precision == "bf16_true":
         module.to(torch.bfloat16)
+    if precision == "bf16":  # frozen parameters have no master: they rest as they are used
+        for param in (p for p in module.parameters() if not p.requires_grad and p.is_floating_point()):
+            param.data = param.data.to(torch.bfloat16).to(param.dtype)
     masters = {param: Master(param) for param in module.parameters()}
     if precision == "bf16":
         norms = [m for m in module.modules() if isinstance(m, NORMS)]
@@ -279,8 +290,8 @@ def assert_same(sharded: Sharded, twin: Twin, *, grads: bool = False, tolerance:
     masters = list(twin.masters.items())
     with lightning_zero.gather(sharded.module, grads=grads):
         for (name, own), (param, master) in zip(sharded.module.named_parameters(), masters, strict=True):
-            assert own.dtype == master.value.dtype
-            _assert_equal(own.detach(), master.value, tolerance, f"{what}{name}")
+            assert own.dtype == master.value.dtype or not own.requires_grad
+            _assert_equal(own.detach().to(master.value.dtype), master.value, tolerance, f"{what}{name}")
             if grads:
                 expected = twin.grads.get(param)
                 assert (own.grad is None) == (expected is None), f"{what}{name}: {own.grad} but twin {expected}"

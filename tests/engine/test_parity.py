@@ -162,11 +162,20 @@ def test_settings_of_time_and_memory_change_nothing() -> None:
         {"prefetch_bytes": 10_000},  # a block has 8 KiB
         {"keep_gathered_bytes": 10_000},
         {"keep_gathered_bytes": 10**9, "prefetch_bytes": 0},
-        {"reduce_bucket_bytes": 3000},  # less than the largest parameter
         {"dynamic": True},
-        {"unit": {"classes": ["Block", "Linear"]}},  # nested units: another order of partial norms
     ):
-        _assert_alike(plain, _history(3, **config), 1e-6 if "unit" in config else 0.0)
+        _assert_alike(plain, _history(3, **config))
+
+
+@on_ranks(2, 3)
+def test_other_buckets_sum_norms_in_another_order_and_that_is_all() -> None:
+    plain = _history(3)
+    for config in (
+        {"reduce_bucket_bytes": 3000},  # less than the largest parameter
+        {"unit": {"classes": ["Block", "Linear"]}},  # nested units
+        {"unit": {"min_bytes": 10**6}},  # the root alone
+    ):
+        _assert_alike(plain, _history(3, **config), 1e-6)
 
 
 @on_ranks(2, 3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import mmap
 import os
 import pickle
@@ -104,7 +105,7 @@ def test_short_reads_and_writes_are_continued(tmp_path: Path, threads: int) -> N
             with lock:
                 counts[name] += 1
                 n = counts[name]
-            moved = getattr(os, name)(fd, [buffers[0][: max(PAGE, len(buffers[0]) // 2 // PAGE * PAGE)]], offset)
+            moved: int = getattr(os, name)(fd, [buffers[0][: max(PAGE, len(buffers[0]) // 2 // PAGE * PAGE)]], offset)
             return moved if n % 3 else min(moved, moved - PAGE + 100)  # not even whole pages, now and then
 
         return call
@@ -144,6 +145,23 @@ def test_errors_that_pass_are_retried_after_pauses(tmp_path: Path, code: int) ->
         file.read(0, out, "r").result(timeout=10)
     assert out == data
     assert failed == [0] * len(RETRY_PAUSES_S) and tuple(pauses) == RETRY_PAUSES_S
+
+
+def test_attempts_are_counted_anew_after_progress(tmp_path: Path) -> None:
+    calls = 0
+
+    def preadv(fd: int, buffers: list[memoryview], offset: int) -> int:
+        nonlocal calls
+        calls += 1
+        if calls % 3:
+            raise OSError(errno.EIO, "busy")
+        return os.preadv(fd, [buffers[0][:PAGE]], offset)
+
+    with disk_file(tmp_path, 6 * PAGE, syscalls=Syscalls(preadv=preadv, sleep=lambda _: None)) as file:
+        data, out = memory_of(6 * PAGE, 1), memory_of(6 * PAGE, 2)
+        file.write(0, data, "w").result(timeout=10)
+        file.read(0, out, "r").result(timeout=10)
+    assert out == data and calls == 18
 
 
 @pytest.mark.parametrize(("name", "verb"), [("preadv", "reading"), ("pwritev", "writing")])
@@ -235,8 +253,6 @@ def refusing(call: str) -> Syscalls:
         return os.open(path, flags, mode)
 
     def pwritev(fd: int, buffers: list[memoryview], offset: int) -> int:
-        import fcntl
-
         if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
             raise OSError(errno.EINVAL, "no O_DIRECT here")
         return os.pwritev(fd, buffers, offset)
@@ -360,10 +376,12 @@ def test_pages_made_under_inference_mode_can_train() -> None:
 def test_pages_for_cuda_are_pinned_and_unpinned(code: int, monkeypatch: pytest.MonkeyPatch) -> None:
     pinned: list[tuple[int, int]] = []
     unpinned: list[int] = []
-    cudart = SimpleNamespace(
-        cudaHostRegister=lambda address, size, flags: pinned.append((address, size)) or code,
-        cudaHostUnregister=lambda address: unpinned.append(address) or 0,
-    )
+
+    def register(address: int, size: int, flags: int) -> int:
+        pinned.append((address, size))
+        return code
+
+    cudart = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=unpinned.append)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     if code:

@@ -16,7 +16,6 @@ from torch import Tensor
 from lightning_zero.config import Transport as TransportName
 from lightning_zero.memory.collectives import (
     DIRECT_MAX_RANKS,
-    GROUP_POOL,
     Communicator,
     DirectTransport,
     HostTransport,
@@ -248,4 +247,30 @@ def test_closing_ends_the_thread_and_gives_the_groups_to_the_next() -> None:
         assert again._groups is groups
         with communicator() as other:
             assert other._groups is not groups
-    assert len(GROUP_POOL._free) >= 2
+
+
+@on_ranks(2)
+def test_groups_of_a_communicator_that_was_forgotten_are_used_again() -> None:
+    first = Communicator(dist.group.WORLD, CPU)
+    groups = first._groups
+    dist.barrier()
+    if first.rank == 0:
+        del first  # the garbage collectors of two ranks do not work at the same time
+        with communicator() as other:
+            assert other._groups is not groups
+    else:
+        with communicator() as other:
+            assert other._groups is not groups
+        del first
+    with communicator() as again:
+        assert again._groups is groups
+
+
+@on_ranks(2)
+def test_groups_on_which_ranks_differ_are_not_used_again() -> None:
+    with communicator() as comm:
+        groups = comm._groups
+        assert groups is not None
+        groups.issued += comm.rank  # an exception kept one rank from an operation
+    with communicator() as again:
+        assert again._groups is not groups

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -187,9 +188,11 @@ def test_a_slab_takes_its_bytes_at_once_and_frees_them_with_its_last_extent() ->
     assert tier.nbytes == 64 * MIB + 64  # each at a multiple of 64 bytes, and no power of two on top
     assert all(tier.resident(e).data_ptr() % 64 == 0 for e in extents)
     assert rss() - start == pytest.approx(tier.nbytes, rel=0.1)  # taken now, not when it is first used
+    pages = tier._held[extents[0]][0].pages
     tier.free(extents[:2])
     assert tier.nbytes == 64 * MIB + 64
     tier.free(extents[2:])
+    assert pages.bytes.numel() == 0  # closed, which unpins them on a GPU's host
     assert tier.nbytes == 0 and rss() - start < 0.1 * 64 * MIB
     tier.reserve(wanted)
     tier.close()
@@ -384,9 +387,9 @@ def test_paths_that_cannot_work_are_refused(tmp_path: Path) -> None:
     key = "zero.offload.nvme_path: expected"
     refused(lambda: NvmeTier(tmp_path / "no", rank=0), key, f"{tmp_path}/no", "does not exist", "NVME_PATH")
     refused(lambda: NvmeTier(tmp_path / "file", rank=0), key, f"{tmp_path}/file", "not a folder")
-    for open_ in (read_only, read_only_data):
-        calls = Syscalls(open=open_)
-        refused(lambda calls=calls: NvmeTier(folder, rank=0, syscalls=calls), key, str(folder), "Read-only file system")
+    for calls in (Syscalls(open=read_only), Syscalls(open=read_only_data)):
+        make_tier = partial(NvmeTier, folder, rank=0, syscalls=calls)
+        refused(make_tier, key, str(folder), "Read-only file system")
     (folder / "lightning_zero").write_text("mine")
     refused(lambda: NvmeTier(folder, rank=0), key, "nothing can be written or locked (File exists)")
     assert (tmp_path / "file").read_text() == (folder / "lightning_zero").read_text() == "mine"
@@ -435,6 +438,20 @@ def test_a_write_that_fails_is_not_forgotten_until_it_is_made_good(tmp_path: Pat
         put(tier, extent, torch.ones(5120))
         tier.flush()
         assert get(tier, extent).tolist() == [1] * 5120
+
+
+def test_the_rest_of_an_extent_is_not_tried_after_an_error(tmp_path: Path) -> None:
+    calls: list[int] = []
+
+    def pwritev(fd: int, buffers: list[memoryview], offset: int) -> int:
+        calls.append(offset)
+        raise OSError(errno.ENXIO, "gone")
+
+    with nvme(tmp_path, Wanted("a", 20480, torch.float32), ring_count=1) as (tier, (extent,)):
+        tier._file.syscalls.pwritev = pwritev
+        with pytest.raises(DiskError, match=f"offset {extent.offset} "):
+            put(tier, extent, torch.ones(20480))
+        assert len(calls) < 5  # of 10 pieces
 
 
 def test_close_waits_and_leaves_no_file_thread_or_descriptor(tmp_path: Path) -> None:
@@ -548,6 +565,21 @@ def test_a_second_tier_of_this_process_is_refused_until_the_first_is_closed(
         refused(lambda: NvmeTier(tmp_path, rank=0), "this process", f"pid {os.getpid()}", "close")
     with nvme(tmp_path):
         pass
+
+
+def test_a_lock_on_a_file_that_was_just_removed_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiers, "CLAIM_WAIT_S", 0.1)
+    opened: list[str] = []
+
+    def open_(path: str, flags: int, mode: int) -> int:
+        fd = os.open(path, flags, mode)
+        if not opened:
+            os.unlink(path)  # its last holder ends now
+        opened.append(path)
+        return fd
+
+    with nvme(tmp_path, syscalls=Syscalls(open=open_)):
+        refused(lambda: NvmeTier(tmp_path, rank=0), "this process")
 
 
 def test_ranks_that_start_and_end_together_do_not_disturb_each_other(tmp_path: Path) -> None:

@@ -1,0 +1,479 @@
+"""Optimizers on shards: norms, clipping, state, refusals."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import io
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import lightning_zero
+from lightning_zero.engine import values
+from tests.engine.support import (
+    MakeOptimizer,
+    Model,
+    Sharded,
+    Side,
+    Twin,
+    adamw,
+    assert_same,
+    autocast,
+    check,
+    language_work,
+    sgd,
+)
+from tests.harness import on_ranks
+
+STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
+OUTER_STAGES = pytest.mark.parametrize("stage", [0, 3])
+
+
+# -- norms and clipping -------------------------------------------------------------------------------------------------
+
+
+def tied_model() -> nn.Module:
+    module = Model()
+    module.head.weight = module.embed.weight
+    module.scale = nn.Parameter(torch.tensor(2.0))  # 0-d: replicated at every stage, to be counted once
+    module.register_forward_hook(lambda m, _, out: out * m.scale)
+    return module
+
+
+@on_ranks(1, 2, 3)
+@STAGES
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, math.inf])
+def test_norm_and_clipping_equal_torch_s(stage: int, norm_type: float) -> None:
+    torch.manual_seed(3)
+    module = tied_model()
+    twin = Twin(module, optimizer=sgd, each=stage >= 2)
+    with Sharded(module, stage=stage, optimizer=sgd) as sharded:
+        for step in range(2):
+            for side in (sharded, twin):
+                language_work(side, step)
+            own = lightning_zero.grad_norm(module, norm_type)
+            norms = [side.clip(0.5, norm_type) for side in (sharded, twin)]
+            assert torch.equal(own, norms[0])
+            torch.testing.assert_close(norms[0], norms[1])
+            assert_same(sharded, twin, grads=True, tolerance=1e-6)
+            torch.testing.assert_close(lightning_zero.grad_norm(module, norm_type), torch.tensor(0.5), rtol=1e-4, atol=0)
+            for side in (sharded, twin):
+                side.step()
+                side.zero_grad()
+            assert_same(sharded, twin, tolerance=1e-6)
+
+
+@on_ranks(2)
+@OUTER_STAGES
+def test_norm_of_some_parameters(stage: int) -> None:
+    module = Model()
+    twin = Twin(module)
+    with Sharded(module, stage=stage) as sharded:
+        for side in (sharded, twin):
+            language_work(side, 0)
+        for name in ("blocks.1", "head", "blocks.0.up"):
+            grads = [twin.grads[p] for p in twin.module.get_submodule(name).parameters()]
+            expected = torch.linalg.vector_norm(torch.cat([g.reshape(-1) for g in grads]))
+            torch.testing.assert_close(lightning_zero.grad_norm(module.get_submodule(name)), expected)
+
+
+@on_ranks(2)
+def test_a_small_norm_is_not_scaled_up() -> None:
+    with Sharded(Model()) as side:
+        language_work(side, 0)
+        before = lightning_zero.grad_norm(side.module)
+        side.clip(1e6)
+        assert torch.equal(lightning_zero.grad_norm(side.module), before)
+
+
+@on_ranks(2)
+def test_a_norm_that_is_not_finite_is_an_error_on_demand() -> None:
+    with Sharded(Model()) as side:
+        language_work(side, 0)
+        with lightning_zero.gather(side.module, grads=True):
+            side.module.head.bias.grad[0] = math.inf
+        assert side.clip(1.0).isinf()
+        with lightning_zero.gather(side.module, grads=True):
+            side.module.head.bias.grad[0] = math.nan
+        with pytest.raises(RuntimeError, match="gradient norm is"):
+            lightning_zero.clip_grad_norm_(side.module, 1.0, error_if_nonfinite=True)
+
+
+@on_ranks(2)
+def test_norm_takes_one_message() -> None:
+    with Sharded(Model()) as side:
+        language_work(side, 0)
+        issued: list[str] = []
+        side.engine.comm.observers.append(lambda kind, _: issued.append(kind))
+        side.clip(1.0)
+        assert len(issued) == 1
+
+
+# -- every optimizer ----------------------------------------------------------------------------------------------------
+
+OPTIMIZERS: dict[str, MakeOptimizer] = {
+    "adam": lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True, fused=True),
+    "adamw with maximize": lambda p: torch.optim.AdamW(p, lr=0.01, maximize=True, fused=True),
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, fused=True),
+    "sgd with nesterov": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, fused=True),
+    "sgd with dampening": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.5, fused=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.05, fused=True),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5, centered=True),
+    "adadelta": lambda p: torch.optim.Adadelta(p),
+    "adamax": lambda p: torch.optim.Adamax(p, lr=0.01),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=0.01),
+    "radam": lambda p: torch.optim.RAdam(p, lr=0.01),
+    "rprop": lambda p: torch.optim.Rprop(p, lr=0.01),
+    "asgd": lambda p: torch.optim.ASGD(p, lr=0.01),
+}
+
+
+@on_ranks(2)
+@OUTER_STAGES
+@pytest.mark.parametrize("name", list(OPTIMIZERS))
+def test_element_wise_optimizers_of_torch(stage: int, name: str) -> None:
+    check(Model, language_work, stage=stage, optimizer=OPTIMIZERS[name], steps=4, tolerance=1e-6)
+
+
+@on_ranks(2)
+@STAGES
+def test_param_groups_with_settings_of_their_own(stage: int) -> None:
+    """No decay for vectors: groups alternate inside every bucket."""
+
+    def grouped(params: Iterable[nn.Parameter]) -> Optimizer:
+        params = list(params)
+        bounds = (200, 400)  # by size, which the twin's flat masters keep
+        groups = [
+            {"params": [p for p in params if p.numel() < bounds[0]], "weight_decay": 0.0},
+            {"params": [p for p in params if bounds[0] <= p.numel() < bounds[1]], "lr": 0.02},
+            {"params": [p for p in params if bounds[1] <= p.numel()], "betas": (0.8, 0.9)},
+        ]
+        return torch.optim.AdamW(groups, lr=0.01, weight_decay=0.3, fused=True)
+
+    check(Model, language_work, stage=stage, optimizer=grouped)
+
+
+@on_ranks(2)
+@OUTER_STAGES
+def test_several_optimizers(stage: int) -> None:
+    """Stepped in turns; the second one's gradients wait for it."""
+    torch.manual_seed(3)
+    module = Model()
+    twin = Twin(module)
+    engine = lightning_zero.shard(module, stage=stage, device="cpu")
+    names = dict(module.named_parameters())
+    blocks = [n for n in names if n.startswith("blocks")]
+    others = [n for n in names if n not in blocks]
+    ours = [adamw([names[n] for n in part]) for part in (blocks, others)]
+    for optimizer in ours:
+        engine.add_optimizer(optimizer)
+    masters = dict(zip(names, twin.masters.values(), strict=True))
+    theirs = [adamw([masters[n].flat for n in part]) for part in (blocks, others)]
+    for step in range(4):
+        engine.backward(language_loss_of(module, step))
+        twin.backward(language_loss_of(twin.module, step))
+        twin.show_grads()
+        which = step % 2
+        ours[which].step()
+        theirs[which].step()
+        with torch.no_grad():
+            for param, master in twin.masters.items():
+                param.copy_(master.value)
+        module.zero_grad()
+        twin.zero_grad()
+        with lightning_zero.gather(module):
+            for own, master in zip(module.parameters(), twin.masters.values(), strict=True):
+                assert torch.equal(own, master.value)
+    engine.release()
+
+
+def language_loss_of(module: nn.Module, step: int) -> Tensor:
+    from tests.engine.support import language_loss, tokens
+
+    return language_loss(module, tokens(step))
+
+
+@on_ranks(2)
+def test_the_user_s_optimizer_object_lists_the_user_s_parameters() -> None:
+    with Sharded(Model()) as side:
+        params = list(side.module.parameters())
+        assert [id(p) for p in side.optimizer.param_groups[0]["params"]] == [id(p) for p in params]
+        language_work(side, 0)
+        side.step()
+        assert [id(p) for p in side.optimizer.param_groups[0]["params"]] == [id(p) for p in params]
+
+
+@on_ranks(2)
+@OUTER_STAGES
+def test_schedulers_and_closures(stage: int) -> None:
+    torch.manual_seed(3)
+    module = Model()
+    twin = Twin(module)
+    with Sharded(module, stage=stage) as sharded:
+        schedulers = [torch.optim.lr_scheduler.StepLR(side.optimizer, 2, 0.5) for side in (sharded, twin)]
+        for step in range(5):
+            language_work(twin, step)
+            twin.step()
+            loss = sharded.optimizer.step(functools.partial(language_work, sharded, step))
+            assert isinstance(loss, Tensor)
+            for side, scheduler in zip((sharded, twin), schedulers, strict=True):
+                side.zero_grad()
+                scheduler.step()
+            assert_same(sharded, twin)
+        assert schedulers[0].get_last_lr() == schedulers[1].get_last_lr() == [0.0025]
+
+
+@on_ranks(2)
+def test_an_optimizer_built_before_sharding() -> None:
+    torch.manual_seed(3)
+    module = Model()
+    twin = Twin(module)
+    optimizer = adamw(module.parameters())
+    engine = lightning_zero.shard(module, device="cpu")
+    engine.add_optimizer(optimizer)
+    for step in range(2):
+        engine.backward(language_loss_of(module, step))
+        optimizer.step()
+        optimizer.zero_grad()
+        language_work(twin, step)
+        twin.step()
+        twin.zero_grad()
+    with lightning_zero.gather(module):
+        for own, master in zip(module.parameters(), twin.masters.values(), strict=True):
+            assert torch.equal(own, master.value)
+    engine.release()
+
+
+# -- refusals ---------------------------------------------------------------------------------------------------------
+
+
+class SignDescent(Optimizer):
+    """Element-wise, and unknown to us."""
+
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.state[p].setdefault("mean", torch.zeros_like(p)).lerp_(p.grad, 0.5)
+                    p.sub_(self.state[p]["mean"].sign(), alpha=group["lr"])
+
+
+class Rewritten(torch.optim.SGD):
+    """A subclass of a known optimizer with arithmetic of its own."""
+
+    def step(self, closure: Any = None) -> None:
+        raise AssertionError("never called")
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize(
+    "make",
+    [torch.optim.LBFGS, SignDescent, Rewritten, torch.optim.Adafactor],
+    ids=lambda make: make.__name__,
+)
+def test_optimizers_that_may_need_whole_parameters_are_refused_with_the_key(make: Any) -> None:
+    module = Model()
+    engine = lightning_zero.shard(module, device="cpu")
+    with pytest.raises(ValueError, match=r"zero\.optimizer\.elementwise.*" + make.__name__):
+        engine.add_optimizer(make(module.parameters()))
+    engine.release()
+
+
+@on_ranks(2)
+@STAGES
+def test_an_unknown_optimizer_that_is_declared_element_wise(stage: int) -> None:
+    settings = {"optimizer": {"elementwise": True}}
+    torch.manual_seed(3)
+    module = Model()
+    twin = Twin(module, optimizer=SignDescent)
+    engine = lightning_zero.shard(module, stage=stage, device="cpu", **settings)
+    optimizer = SignDescent(module.parameters())
+    engine.add_optimizer(optimizer)
+    for step in range(3):
+        engine.backward(language_loss_of(module, step))
+        optimizer.step()
+        optimizer.zero_grad()
+        language_work(twin, step)
+        twin.step()
+        twin.zero_grad()
+        with lightning_zero.gather(module):
+            for own, master in zip(module.parameters(), twin.masters.values(), strict=True):
+                assert torch.equal(own, master.value)
+    engine.release()
+
+
+@on_ranks(1, 2)
+def test_bad_parameters_are_refused_by_name() -> None:
+    module = Model()
+    engine = lightning_zero.shard(module, device="cpu")
+    engine.add_optimizer(adamw(module.blocks.parameters()))
+    with pytest.raises(ValueError, match=r"blocks\.0\.norm\.weight is in two optimizers"):
+        engine.add_optimizer(sgd(module.parameters()))
+    foreign = nn.Linear(7, 3)
+    with pytest.raises(ValueError, match=r"shape \(3, 7\) is not part of the sharded module"):
+        engine.add_optimizer(sgd([*module.head.parameters(), *foreign.parameters()]))
+    with pytest.raises(ValueError, match="differentiable"):
+        engine.add_optimizer(torch.optim.SGD(module.head.parameters(), differentiable=True))
+    engine.add_optimizer(sgd(module.head.parameters()))
+    engine.release()
+
+
+@on_ranks(2)
+def test_a_parameter_added_to_a_group_later_that_is_not_ours_is_refused() -> None:
+    with Sharded(Model()) as side:
+        side.optimizer.add_param_group({"params": nn.Linear(7, 3).parameters()})
+        language_work(side, 0)
+        with pytest.raises(ValueError, match="not part of the sharded module"):
+            side.step()
+
+
+@on_ranks(2)
+def test_state_dicts_of_slices_are_refused_with_the_way_out() -> None:
+    with Sharded(Model()) as side:
+        with pytest.raises(RuntimeError, match="optimizer_state"):
+            side.optimizer.state_dict()
+        with pytest.raises(RuntimeError, match="load_optimizer_state"):
+            side.optimizer.load_state_dict({})
+    side.optimizer.state_dict()  # after release it is the plain object again
+
+
+# -- optimizer state ----------------------------------------------------------------------------------------------------
+
+
+def through_a_file(state: dict[str, Any]) -> dict[str, Any]:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    loaded: dict[str, Any] = torch.load(file)
+    return loaded
+
+
+def unused_head(side: Side, step: int) -> Tensor:
+    """Leaves the head alone in odd steps, so that step counts differ."""
+    module = side.module
+    if step % 2 == 0:
+        return language_work(side, step)
+    from tests.engine.support import tokens
+
+    x = module.embed(tokens(step))
+    for block in module.blocks:
+        x = block(x)
+    loss = x.square().mean()
+    side.backward(loss)
+    return loss
+
+
+def train(side: Side, steps: Iterable[int], precision: str) -> None:
+    for step in steps:
+        scope = side.engine.step_scope("train") if isinstance(side, Sharded) else autocast("fp32")
+        with scope, autocast(precision):
+            unused_head(side, step)
+        side.step()
+        side.zero_grad()
+
+
+@on_ranks(1, 2, 3)
+@STAGES
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_true"])
+@pytest.mark.parametrize("optimizer", [adamw, sgd])
+def test_optimizer_state_is_that_of_the_plain_optimizer(stage: int, precision: str, optimizer: MakeOptimizer) -> None:
+    torch.manual_seed(3)
+    module = Model()
+    twin = Twin(module, optimizer=optimizer, precision=precision, each=stage >= 2)
+    with Sharded(module, stage=stage, precision=precision, optimizer=optimizer) as sharded:
+        for side in (sharded, twin):
+            train(side, range(3), precision)
+        own = values.optimizer_state(sharded.engine, sharded.optimizer, only_rank_0=False)
+        expected = twin.optimizer.state_dict()
+        assert own["param_groups"] == expected["param_groups"]
+        assert own["state"].keys() == expected["state"].keys()
+        for number, param in enumerate(module.parameters()):
+            for key, value in expected["state"][number].items():
+                found = own["state"][number][key]
+                if value.dim():
+                    assert found.shape == param.shape
+                    value = value[: param.numel()].view(param.shape)
+                assert torch.equal(found, value), (number, key)
+        if dist.get_rank():
+            assert values.optimizer_state(sharded.engine, sharded.optimizer) == {}
+        else:
+            values.optimizer_state(sharded.engine, sharded.optimizer)
+
+
+def _assert_resumes(source: int, target: int, precision: str, optimizer: MakeOptimizer) -> None:
+    torch.manual_seed(3)
+    module, expected = Model(), None
+    with Sharded(module, stage=source, precision=precision, optimizer=optimizer) as first:
+        train(first, range(3), precision)
+        weights = through_a_file(values.module_state_dict(first.engine, only_rank_0=False))
+        state = through_a_file(values.optimizer_state(first.engine, first.optimizer, only_rank_0=False))
+        train(first, range(3, 6), precision)
+        expected = values.module_state_dict(first.engine, only_rank_0=False)
+    with Sharded(Model(), stage=target, precision=precision, optimizer=optimizer) as second:
+        train(second, range(1), precision)  # what was there is replaced
+        values.load_module_state_dict(second.engine, weights)
+        second.engine.masters_changed()
+        values.load_optimizer_state(second.engine, second.optimizer, state)
+        train(second, range(3, 6), precision)
+        for name, value in values.module_state_dict(second.engine, only_rank_0=False).items():
+            assert torch.equal(value, expected[name]), name
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(("source", "target"), [(3, 3), (0, 3), (3, 1), (2, 0)])
+@pytest.mark.parametrize("optimizer", [adamw, sgd])
+def test_training_resumes_in_any_stage(source: int, target: int, precision: str, optimizer: MakeOptimizer) -> None:
+    _assert_resumes(source, target, precision, optimizer)
+
+
+@on_ranks(2)
+@OUTER_STAGES
+def test_state_goes_into_a_plain_optimizer_and_back(stage: int) -> None:
+    torch.manual_seed(3)
+    module = Model()
+    with Sharded(module, stage=stage) as side:
+        train(side, range(3), "fp32")
+        plain = copy.deepcopy(Model())
+        plain.load_state_dict(values.module_state_dict(side.engine, only_rank_0=False))
+        optimizer = adamw(plain.parameters())
+        optimizer.load_state_dict(values.optimizer_state(side.engine, side.optimizer, only_rank_0=False))
+        values.load_optimizer_state(side.engine, side.optimizer, optimizer.state_dict())
+        again = values.optimizer_state(side.engine, side.optimizer, only_rank_0=False)
+        for number, state in optimizer.state_dict()["state"].items():
+            for key, value in state.items():
+                assert torch.equal(again["state"][number][key], value)
+
+
+@on_ranks(2)
+def test_state_of_another_model_is_refused() -> None:
+    with Sharded(Model()) as side:
+        other = adamw(Model(width=23).parameters())
+        for param in other.param_groups[0]["params"]:
+            param.grad = torch.ones_like(param)
+        other.step()
+        with pytest.raises(ValueError, match=r"embed\.weight has shape"):
+            values.load_optimizer_state(side.engine, side.optimizer, other.state_dict())
+        fewer = adamw(list(Model().parameters())[:-1])
+        with pytest.raises(ValueError, match="param groups"):
+            values.load_optimizer_state(side.engine, side.optimizer, fewer.state_dict())
+
+
+@on_ranks(2)
+def test_settings_of_param_groups_are_loaded() -> None:
+    with Sharded(Model()) as side:
+        state = values.optimizer_state(side.engine, side.optimizer, only_rank_0=False)
+        state["param_groups"][0]["lr"] = 0.123
+        values.load_optimizer_state(side.engine, side.optimizer, state)
+        assert side.optimizer.param_groups[0]["lr"] == 0.123

@@ -1,0 +1,149 @@
+"""Ranks that take different paths through the model: right numbers, or an error that names where they stand."""
+
+from __future__ import annotations
+
+import functools
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import lightning_zero
+from lightning_zero.memory import collectives
+from lightning_zero.memory.collectives import StallError
+from tests.engine.support import Block, Sharded, Side, check, floats
+from tests.harness import on_ranks
+
+WIDTH = 19
+
+
+class Paths(nn.Module):
+    """Blocks in the order that the caller names."""
+
+    def __init__(self, depth: int = 4) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(depth))
+
+    def forward(self, x: Tensor, path: tuple[int, ...]) -> Tensor:
+        x = self.first(x)
+        for i in path:
+            x = self.blocks[i](x)
+        return x
+
+
+def work(side: Side, step: int, *, path_of: Any) -> Tensor:
+    loss = side.module(floats(step, 4, WIDTH), path_of(step, dist.get_rank())).square().mean()
+    side.backward(loss)
+    return loss
+
+
+def other_blocks(step: int, rank: int) -> tuple[int, ...]:
+    return ((0, 1, 3), (0, 2, 3), (3,))[(step + rank) % 3]
+
+
+def other_order(step: int, rank: int) -> tuple[int, ...]:
+    return (0, 1, 2, 3) if (step + rank) % 2 else (3, 1, 0, 2)
+
+
+def other_number(step: int, rank: int) -> tuple[int, ...]:
+    return (1,) * (1 + rank) if step != 1 else (1, 2)
+
+
+def nothing_on_one_rank(step: int, rank: int) -> tuple[int, ...]:
+    return () if rank == step % 2 else (0, 1, 2, 3)
+
+
+PATHS = {f.__name__: f for f in (other_blocks, other_order, other_number, nothing_on_one_rank)}
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("path", list(PATHS))
+@pytest.mark.parametrize("config", [{}, {"prefetch_bytes": 0}, {"reduce_bucket_bytes": 3000}], ids=str)
+def test_dynamic_paths_train_with_the_right_gradients(path: str, config: dict[str, Any]) -> None:
+    paths = functools.partial(work, path_of=PATHS[path])
+    check(Paths, paths, steps=5, dynamic=True, stall_timeout_s=20, **config)
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("path", list(PATHS))
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_paths_are_free_where_parameters_are_replicated(stage: int, path: str) -> None:
+    check(Paths, functools.partial(work, path_of=PATHS[path]), steps=4, stage=stage, stall_timeout_s=20)
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("path", list(PATHS))
+def test_the_first_pass_is_agreed_step_by_step(path: str) -> None:
+    """It is recorded, so ranks may differ in it; a unit that any of them needs is gathered by all."""
+    check(Paths, functools.partial(work, path_of=PATHS[path]), steps=1, stall_timeout_s=20)
+
+
+@on_ranks(2)
+def test_a_unit_that_one_rank_always_skips_is_gathered_in_its_place() -> None:
+    """The recorded order of the first pass holds for both, so nothing is agreed afterwards."""
+    exchanged: list[str] = []
+
+    def path(step: int, rank: int) -> tuple[int, ...]:
+        return (0, 1, 2, 3) if rank == 0 else (0, 3)
+
+    def observed(side: Side, step: int) -> Tensor:
+        if isinstance(side, Sharded) and step == 1:
+            side.engine.comm.observers.append(lambda kind, _: exchanged.append(kind))
+        return work(side, step, path_of=path)
+
+    check(Paths, observed, steps=4, stall_timeout_s=20)
+    assert "exchange" not in exchanged
+
+
+@on_ranks(2)
+def test_all_ranks_may_leave_the_plan_together() -> None:
+    """It costs an agreement, and a new path that comes to stay becomes the plan."""
+    paths = [(0, 1, 2, 3)] * 3 + [(3, 1), (0, 1, 2, 3)] + [(3, 2, 0)] * 4
+    check(Paths, functools.partial(work, path_of=lambda step, rank: paths[step]), steps=len(paths), stall_timeout_s=20)
+
+
+@on_ranks(2)
+def test_a_rank_that_leaves_the_plan_alone_is_told_who_stands_where() -> None:
+    collectives.POST_PLACE_EVERY_S, before = 0.05, collectives.POST_PLACE_EVERY_S
+    module = Paths()
+    engine = lightning_zero.shard(module, device="cpu", stall_timeout_s=2.0)
+    collectives.POST_PLACE_EVERY_S = before
+    path = (0, 1, 2, 3)
+    for step in range(2):
+        engine.backward(module(floats(step, 4, WIDTH), path).mean())
+    if dist.get_rank() == 1:
+        path = (3, 0, 1, 2, 3, 0)
+    started = time.monotonic()
+    with pytest.raises((StallError, RuntimeError)) as caught:
+        engine.backward(module(floats(2, 4, WIDTH), path).mean())
+        engine.backward(module(floats(2, 4, WIDTH), path).mean())
+        time.sleep(2.5)
+        raise RuntimeError("did not wait")
+    assert time.monotonic() - started < 6
+    _note_stall(caught.value)
+    engine.comm._watchdog.stop()  # the groups have lost messages: this engine is not released
+
+
+def _note_stall(error: BaseException) -> None:
+    """At least the rank that left the plan says which unit it needs, and what to change."""
+    if dist.get_rank() == 1:
+        assert isinstance(error, StallError)
+        assert "blocks." in str(error) and "zero.dynamic" in str(error)
+        assert "rank 0:" in str(error) and "rank 1:" in str(error)
+
+
+@on_ranks(2)
+def test_dynamic_evaluation() -> None:
+    with Sharded(Paths(), dynamic=True, stall_timeout_s=20) as side:
+        full = Paths()
+        with lightning_zero.gather(side.module):
+            full.load_state_dict(side.module.state_dict())
+        for step in range(3):
+            path = other_order(step, dist.get_rank())
+            with torch.no_grad():
+                x = floats(step, 4, WIDTH)
+                assert torch.equal(side.module(x, path), full(x, path))

@@ -1,0 +1,250 @@
+"""Small modules, data and trainers for the Lightning tests, and what a run is compared by.
+
+Everything here runs inside pool workers (see ``tests/harness.py``): every rank calls the same functions.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+from lightning_zero import ZeroStrategy
+
+STAGES = ("zero0", "zero1", "zero2", "zero3")
+SAMPLES, FEATURES = 24, 4
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.down(torch.tanh(self.up(self.norm(x))))
+        return out
+
+
+class Lit(pl.LightningModule):
+    """A regression whose losses are kept in ``losses``; ``optimizer`` and ``scheduler`` are names in the tables below."""
+
+    def __init__(self, width: int = 8, depth: int = 2, optimizer: str = "sgd", scheduler: str = "none", lr: float = 0.05):
+        super().__init__()
+        self.save_hyperparameters()
+        self.losses: list[float] = []
+        self.evaluated: list[float] = []
+        self.rates: list[float] = []
+        self.first = nn.Linear(FEATURES, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
+        self.head = nn.Linear(width, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        out: Tensor = self.head(x)
+        return out
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        return nn.functional.mse_loss(self(x), y)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.losses.append(loss.item())
+        self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+        return loss
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.rates += [group["lr"] for optimizer in self.trainer.optimizers for group in optimizer.param_groups]
+
+    def _evaluate(self, batch: Any) -> None:
+        loss = self.loss(batch)
+        self.evaluated.append(loss.item())
+        self.log("val", loss, sync_dist=True)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self._evaluate(batch)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self._evaluate(batch)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        out: Tensor = self(batch[0])
+        return out
+
+    def configure_optimizers(self) -> Any:
+        optimizer = OPTIMIZERS[self.hparams["optimizer"]](self.parameters(), self.hparams["lr"])
+        scheduler = SCHEDULERS[self.hparams["scheduler"]](optimizer)
+        return optimizer if scheduler is None else {"optimizer": optimizer, "lr_scheduler": scheduler}
+
+
+OPTIMIZERS: dict[str, Callable[[Any, float], torch.optim.Optimizer]] = {
+    "sgd": lambda params, lr: torch.optim.SGD(params, lr=lr, momentum=0.9, weight_decay=0.01),
+    "adamw": lambda params, lr: torch.optim.AdamW(params, lr=lr / 5),
+}
+
+SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
+    "none": lambda _: None,
+    "epoch": lambda o: torch.optim.lr_scheduler.StepLR(o, 1, 0.5),
+    "step": lambda o: {"scheduler": torch.optim.lr_scheduler.StepLR(o, 2, 0.5), "interval": "step"},
+    "every second step": lambda o: {
+        "scheduler": torch.optim.lr_scheduler.ExponentialLR(o, 0.7),
+        "interval": "step",
+        "frequency": 2,
+    },
+    "onecycle": lambda o: {
+        "scheduler": torch.optim.lr_scheduler.OneCycleLR(o, max_lr=0.1, total_steps=20),
+        "interval": "step",
+    },
+    "plateau": lambda o: {
+        "scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau(o, factor=0.5, patience=0, threshold=10.0),
+        "monitor": "val",
+    },
+    "plateau by step": lambda o: {
+        "scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau(o, factor=0.5, patience=0, threshold=10.0),
+        "monitor": "loss_step",
+        "interval": "step",
+        "strict": False,
+    },
+}
+
+
+class Samples(Dataset[tuple[Tensor, Tensor]]):
+    """The same regression data on every rank."""
+
+    def __init__(self, count: int = SAMPLES) -> None:
+        generator = torch.Generator().manual_seed(7)
+        self.x = torch.randn(count, FEATURES, generator=generator)
+        self.y = self.x.sum(1, keepdim=True).sin()
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.x[index], self.y[index]
+
+
+def loader(batch_size: int = 2, count: int = SAMPLES) -> DataLoader[Any]:
+    """This rank's part of the samples, always in the same order."""
+    data = Samples(count)
+    return DataLoader(data, batch_size=batch_size, sampler=DistributedSampler(data, shuffle=False))
+
+
+def whole_loader(batch_size: int, count: int = SAMPLES) -> DataLoader[Any]:
+    """For one process what ``loader(batch_size // ranks)`` is for all ranks together: batches of the same samples."""
+    return DataLoader(Samples(count), batch_size=batch_size)
+
+
+def seeded(make: Callable[[], Any], seed: int = 3) -> Any:
+    pl.seed_everything(seed, verbose=False)
+    return make()
+
+
+def trainer(strategy: Any, root: Path | str, **settings: Any) -> pl.Trainer:
+    """A quiet Trainer over all ranks of the pool."""
+    _quiet()
+    alone = strategy == "auto"
+    defaults = {
+        "accelerator": "cpu",
+        "devices": 1 if alone else dist.get_world_size(),
+        "max_epochs": 2,
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": False,
+        "num_sanity_val_steps": 0,
+        "use_distributed_sampler": False,
+        "default_root_dir": str(root),
+    }
+    if isinstance(strategy, str) and strategy.startswith("zero"):
+        strategy = ZeroStrategy(strategy, summary=False)
+    return pl.Trainer(strategy=strategy, **{**defaults, **settings})
+
+
+def _quiet() -> None:
+    for name in ("lightning.pytorch", "lightning.fabric", "lightning.pytorch.utilities.rank_zero"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+
+
+def weights(of: pl.Trainer) -> dict[str, Tensor]:
+    """On all ranks: the module's full state dict, on all ranks."""
+    state = of.strategy.lightning_module_state_dict()
+    result: dict[str, Tensor] = of.strategy.broadcast(state)
+    return result
+
+
+def optimizer_states(of: pl.Trainer) -> list[dict[str, Any]]:
+    """On all ranks: every optimizer's state dict, on all ranks."""
+    states = [of.strategy.optimizer_state(optimizer) for optimizer in of.optimizers]
+    result: list[dict[str, Any]] = of.strategy.broadcast(states)
+    return result
+
+
+@dataclass
+class Run:
+    """What a run is compared by."""
+
+    trainer: pl.Trainer
+    module: Any
+    weights: dict[str, Tensor]
+    losses: list[float]
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+def fit(strategy: Any, root: Path | str, module: Any = None, *, batch_size: int = 2, count: int = SAMPLES, **settings: Any) -> Run:
+    """``Trainer.fit`` of ``module`` (default: :class:`Lit`), with validation."""
+    module = seeded(Lit) if module is None else module
+    ckpt_path = settings.pop("ckpt_path", None)
+    of = trainer(strategy, root, **settings)
+    of.fit(module, loader(batch_size, count), loader(batch_size, count), ckpt_path=ckpt_path)
+    return record(of, module)
+
+
+def record(of: pl.Trainer, module: Any) -> Run:
+    metrics = {k: float(v) for k, v in of.callback_metrics.items()}
+    return Run(of, module, weights(of), list(getattr(module, "losses", [])), metrics)
+
+
+def assert_same(found: Run, expected: Run, *, tolerance: float = 1e-5, what: str = "") -> None:
+    """Equal losses, metrics and weights."""
+    __tracebackhide__ = True
+    close = {"rtol": tolerance, "atol": tolerance}
+
+    def says(part: str) -> Callable[[str], str]:
+        return lambda text: f"{what} {part}: {text}"
+
+    assert len(found.losses) == len(expected.losses), what
+    torch.testing.assert_close(found.losses, expected.losses, msg=says("losses"), **close)
+    assert_weights(found.weights, expected.weights, tolerance=tolerance, what=what)
+    shared = found.metrics.keys() & expected.metrics.keys()
+    assert shared == found.metrics.keys() == expected.metrics.keys(), what
+    torch.testing.assert_close(found.metrics, expected.metrics, msg=says("metrics"), **close)
+
+
+def assert_weights(
+    found: Mapping[str, Tensor], expected: Mapping[str, Tensor], *, tolerance: float = 1e-5, what: str = ""
+) -> None:
+    assert list(found) == list(expected), what
+    for name, value in expected.items():
+        assert found[name].dtype == value.dtype, f"{what} {name}"
+        torch.testing.assert_close(
+            found[name].float(), value.float(), rtol=tolerance, atol=tolerance, msg=lambda t, n=name: f"{what} {n}: {t}"
+        )
+
+
+def assert_changed(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
+    """Training did something: a test that compares runs must not pass because nothing moved."""
+    assert any(not torch.equal(before[name], after[name]) for name in before)
