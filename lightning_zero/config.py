@@ -31,6 +31,7 @@ class Stage(Enum):
 class Precision(Enum):
     fp32 = "fp32"
     bf16 = "bf16"
+    fp16 = "fp16"
     bf16_true = "bf16_true"
 
 
@@ -78,10 +79,11 @@ class PrecisionConfig:
 
     Attributes:
         name: ``fp32`` (Lightning's ``32-true``), ``bf16`` (``bf16-mixed``: fp32 master, parameters gathered and
-            used in bf16 under autocast) or ``bf16_true`` (bf16 everywhere). ``None`` follows ``Trainer(precision=)``.
+            used in bf16 under autocast), ``fp16`` (``16-mixed``: the same in fp16, with dynamic loss scaling) or
+            ``bf16_true`` (bf16 everywhere). ``None`` follows ``Trainer(precision=)``.
         reduce_dtype: what gradients travel in. ``None``: fp32, but bf16 under ``bf16_true``.
         grad_dtype: what gradients rest and accumulate in. ``None``: as ``reduce_dtype``.
-        fp32_modules: class names (``*`` matches anything) whose parameters keep fp32 under ``bf16``.
+        fp32_modules: class names (``*`` matches anything) whose parameters keep fp32 under ``bf16`` and ``fp16``.
     """
 
     name: Precision | None = None
@@ -272,7 +274,7 @@ _GROUPS = {
 # Names that are designed but not built: asked for, they are refused with this sentence and not as a typo.
 _PLANNED = {
     "stage": (),
-    "precision": ("fp16",),
+    "precision": (),
     "offload": ("auto",),
 }
 

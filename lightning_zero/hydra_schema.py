@@ -20,7 +20,12 @@ RUN_NAME_RESOLVER = "lightning_zero_run_name"
 PRECISION_RESOLVER = "lightning_zero_precision"
 
 # A row of zero/precision -> Trainer(precision=)
-PRECISIONS = {Precision.fp32: "32-true", Precision.bf16: "bf16-mixed", Precision.bf16_true: "bf16-true"}
+PRECISIONS = {
+    Precision.fp32: "32-true",
+    Precision.bf16: "bf16-mixed",
+    Precision.fp16: "16-mixed",
+    Precision.bf16_true: "bf16-true",
+}
 
 
 @dataclass(kw_only=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any
 from weakref import ReferenceType, ref
 
@@ -18,12 +18,19 @@ from torch.optim import Optimizer
 
 from lightning_zero.config import ConfigError, Precision
 from lightning_zero.engine import norms
+from lightning_zero.engine.scaler import LossScaler
 
 if TYPE_CHECKING:
     from lightning_zero.strategy import ZeroStrategy
 
 # Trainer(precision=...) -> row of zero/precision
-ROWS = {"32-true": Precision.fp32, "bf16-mixed": Precision.bf16, "bf16-true": Precision.bf16_true}
+ROWS = {
+    "32-true": Precision.fp32,
+    "bf16-mixed": Precision.bf16,
+    "16-mixed": Precision.fp16,
+    "bf16-true": Precision.bf16_true,
+}
+_AUTOCAST = {Precision.bf16: torch.bfloat16, Precision.fp16: torch.float16}
 FLAGS = {row: flag for flag, row in ROWS.items()}
 
 
@@ -31,19 +38,23 @@ class ZeroPrecision(LightningPrecision):
     """Precision of :class:`~lightning_zero.ZeroStrategy`. The strategy makes it from ``Trainer(precision=)``.
 
     Args:
-        precision: ``32-true``, ``bf16-mixed`` or ``bf16-true``.
+        precision: ``32-true``, ``bf16-mixed``, ``16-mixed`` or ``bf16-true``.
+        scaler: the loss scaling of ``16-mixed``; default: that of ``torch.amp.GradScaler``.
 
     Raises:
         ConfigError: another precision.
     """
 
-    def __init__(self, precision: str = "32-true") -> None:
+    def __init__(self, precision: str = "32-true", scaler: LossScaler | None = None) -> None:
         if precision not in ROWS:
             raise ConfigError(
                 f"trainer.precision: expected one of {', '.join(ROWS)} with a ZeRO strategy, got {precision!r}. "
                 f"Change Trainer(precision=) or zero/precision ({', '.join(r.name for r in ROWS.values())})."
             )
         self.precision = precision  # type: ignore[assignment]
+        if scaler is not None and self.row is not Precision.fp16:
+            raise ConfigError(f"a loss scaler has no effect with precision {precision!r}. Drop it, or use 16-mixed.")
+        self.scaler = scaler or (LossScaler() if self.row is Precision.fp16 else None)
         self._strategy: ReferenceType[ZeroStrategy] | None = None
 
     @property
@@ -61,7 +72,8 @@ class ZeroPrecision(LightningPrecision):
                 f"the precision plugin {type(plugin).__name__} cannot be used with a ZeRO strategy. Drop it and set "
                 f"Trainer(precision=) to one of {', '.join(ROWS)}."
             )
-        return cls(str(plugin.precision))
+        given = getattr(plugin, "scaler", None)
+        return cls(str(plugin.precision), None if given is None else LossScaler.like(given))
 
     def attach(self, strategy: ZeroStrategy) -> None:
         self._strategy = ref(strategy)
@@ -81,10 +93,10 @@ class ZeroPrecision(LightningPrecision):
 
     @contextlib.contextmanager
     def forward_context(self) -> Generator[None, None, None]:
-        if self.row is Precision.bf16:
+        if self.row in _AUTOCAST:
             # The weight cache would keep copies of weights that have been dropped and changed since.
             device = self.strategy.root_device.type
-            with torch.autocast(device, dtype=torch.bfloat16, cache_enabled=False):
+            with torch.autocast(device, dtype=_AUTOCAST[self.row], cache_enabled=False):
                 yield
         elif self._default_dtype is not None:
             with _DtypeContextManager(self._default_dtype):
@@ -112,12 +124,49 @@ class ZeroPrecision(LightningPrecision):
 
     # -- backward and clipping ------------------------------------------------------------------------------------
 
+    def pre_backward(self, tensor: Tensor, module: pl.LightningModule) -> Tensor:
+        if self.scaler is not None:
+            tensor = tensor * self.scaler.scale
+        return super().pre_backward(tensor, module)
+
     def backward(  # type: ignore[override]
         self, tensor: Tensor, model: pl.LightningModule, optimizer: Any, *args: Any, **kwargs: Any
     ) -> None:
         """Reduction ends inside, so that ``on_after_backward`` finds finished gradients."""
-        with self.strategy.engine.backward_scope():
+        engine = self.strategy.engine
+        if self.scaler is not None:
+            engine.reducer.set_loss_scale(self.scaler.scale)
+        with engine.backward_scope():
             super().backward(tensor, model, optimizer, *args, **kwargs)
+
+    def optimizer_step(  # type: ignore[override]
+        self, optimizer: Any, model: pl.LightningModule, closure: Callable[[], Any], **kwargs: Any
+    ) -> Any:
+        """As Lightning's mixed precision does it: a step whose gradients overflowed on any rank is skipped by all."""
+        if self.scaler is None:
+            return super().optimizer_step(optimizer, model, closure, **kwargs)
+        result = closure()
+        if result is None and model.automatic_optimization:  # training_step returned None: there was no backward
+            self._after_closure(model, optimizer)
+            return result
+        overflowed = norms.overflowed(self.strategy.engine, self.main_params(optimizer))
+        self._after_closure(model, optimizer)
+        if not overflowed:
+            optimizer.step(**kwargs)
+        self.scaler.update(overflowed=overflowed)
+        return result
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self.scaler is None else self.scaler.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if self.scaler is not None and state_dict:
+            self.scaler.load_state_dict(state_dict)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Scaler state that DDP or FSDP saved, under the names of their plugins."""
+        for name in ("MixedPrecision", "FSDPPrecision"):
+            self.load_state_dict(checkpoint.get(name) or {})
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         norms.clip_by_norm(self.strategy.engine, list(self.main_params(optimizer)), clip_val)

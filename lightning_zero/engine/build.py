@@ -123,7 +123,8 @@ def _dtypes(param: nn.Parameter, keeps_fp32: bool, config: ZeroConfig, precision
         return Dtypes(compute=own, master=own, reduce=own, grad=own)
     reduce = _DTYPES[config.precision.reduce_dtype] if config.precision.reduce_dtype else wide
     grad = _DTYPES[config.precision.grad_dtype] if config.precision.grad_dtype else wide
-    compute = own if keeps_fp32 or own.itemsize > 4 else torch.bfloat16
+    low = torch.float16 if precision is Precision.fp16 else torch.bfloat16
+    compute = own if keeps_fp32 or own.itemsize > 4 else low
     return Dtypes(compute=compute, master=wide, reduce=reduce, grad=grad)
 
 

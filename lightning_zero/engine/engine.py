@@ -169,7 +169,7 @@ class Engine:
     def _register_hooks(self, module: nn.Module) -> None:
         for unit in self.units:
             self.hooks.watch_unit(unit, module.get_submodule(unit.name))
-        if self.precision is Precision.bf16:
+        if self.precision in (Precision.bf16, Precision.fp16):
             for inner in build.fp32_modules(module, self.config.precision.fp32_modules):
                 self.hooks.keep_output_dtype(inner)
         for inner in module.modules():

@@ -29,7 +29,7 @@ class BucketGrads:
     """What one bucket has received and not yet reduced."""
 
     bucket: Bucket
-    scale: float  # 1 / number of ranks: averages, as DDP does, before anything is added up
+    scale: float  # 1 / number of ranks (averages, as DDP does, before anything is added up) / scale of the loss
     local: Tensor | None = None  # [numel] unreduced gradient: reduce_dtype, or grad_dtype where it accumulates
     written: set[int] = field(default_factory=set)  # slots of ``local`` that hold a gradient
     arrived: int = 0  # gradients of this backward
@@ -55,7 +55,7 @@ class BucketGrads:
             view.add_(grad, alpha=self.scale)
         elif self.scale == 1.0:
             view.copy_(grad)
-        elif grad.dtype == view.dtype or math.frexp(self.scale)[0] == 0.5:
+        elif grad.dtype == view.dtype or (math.frexp(self.scale)[0] == 0.5 and grad.dtype is torch.bfloat16):
             torch.mul(grad, self.scale, out=view)
         else:
             view.copy_(grad).mul_(self.scale)  # a product rounded to the gradient's lower dtype would be inexact
@@ -179,6 +179,11 @@ class Reducer:
         self._next = 0
         for grads in self.grads.values():
             grads.arrived, grads.issued = 0, False
+
+    def set_loss_scale(self, scale: float) -> None:
+        """The loss of the next backwards is multiplied by ``scale``: gradients are divided by it as they arrive."""
+        for grads in self.grads.values():
+            grads.scale = 1.0 / (self.comm.world_size * scale)
 
     def take(self, bucket: Bucket, slot: int, grad: Tensor) -> None:
         """A gradient arrived. Issues what has become ready."""

@@ -105,3 +105,10 @@ def clip_by_value(engine: Engine, params: Iterable[nn.Parameter], clip_value: fl
     """Clamp the gradients of ``params`` to ``[-clip_value, clip_value]``."""
     for grad in owned_grads(engine, params):
         grad.clamp_(-clip_value, clip_value)
+
+
+def overflowed(engine: Engine, params: Iterable[nn.Parameter]) -> bool:
+    """On all ranks: whether any rank holds a gradient of ``params`` that is not finite. Checked where they rest."""
+    engine.check_reduced()
+    found = any(not bool(torch.isfinite(grad).all()) for _, grad in shard_grads(engine, params))
+    return bool(engine.comm.max_(torch.tensor([found], dtype=torch.uint8)))

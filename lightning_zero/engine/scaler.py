@@ -1,8 +1,8 @@
 """Dynamic loss scaling for fp16, with the arithmetic of ``torch.amp.GradScaler``.
 
-The loss is multiplied by ``scale``; gradients are divided by it as they land in their shards, so that at rest they are
-always true, whatever tier they rest on. A step is skipped by all ranks if any of them holds a gradient that is not
-finite.
+The loss is multiplied by ``scale``; gradients are divided by it as they leave autograd, in fp32, so that they travel and
+rest as true gradients, whatever the stage and tier. A step is skipped by all ranks if any of them holds a gradient that
+is not finite.
 """
 
 from __future__ import annotations
@@ -42,6 +42,16 @@ class LossScaler:
         self.backoff_factor = backoff_factor
         self.growth_interval = growth_interval
         self._good_steps = 0
+
+    @classmethod
+    def like(cls, scaler: Any) -> LossScaler:
+        """With the settings of a ``torch.amp.GradScaler``."""
+        return cls(
+            scaler._init_scale if scaler.is_enabled() else 2.0**16,
+            scaler.get_growth_factor() if scaler.is_enabled() else 2.0,
+            scaler.get_backoff_factor() if scaler.is_enabled() else 0.5,
+            scaler.get_growth_interval() if scaler.is_enabled() else 2000,
+        )
 
     def update(self, *, overflowed: bool) -> None:
         """A step was made, or skipped because of an overflow."""
