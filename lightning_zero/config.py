@@ -44,6 +44,12 @@ class Offload(Enum):
     nvme = "nvme"
 
 
+class Recompute(Enum):
+    none = "none"
+    blocks = "blocks"
+    offload = "offload"
+
+
 class DType(Enum):
     fp32 = "fp32"
     bf16 = "bf16"
@@ -212,6 +218,8 @@ class ZeroConfig:
             first), which saves their second gather. The last unit of the forward always stays.
         reduce_bucket_bytes: a bucket holds at most this many bytes of gradient (one parameter that is larger
             travels alone): it bounds the buffers that a reduction needs.
+        activation_checkpointing: ``blocks``: every unit but the root keeps its inputs only and computes the rest again
+            in backward; ``offload``: and these inputs wait in host memory.
         dynamic: ranks may take different paths through the model; they agree on every gather by a small exchange.
         stall_timeout_s: seconds that a rank waits for others before it raises, naming unit, ranks and places.
         summary: print the table of units at the start.
@@ -226,6 +234,7 @@ class ZeroConfig:
     prefetch_bytes: int = 256 * MIB
     keep_gathered_bytes: int = 0
     reduce_bucket_bytes: int = 256 * MIB
+    activation_checkpointing: Recompute = Recompute.none
     dynamic: bool = False
     stall_timeout_s: float = 300.0
     summary: bool = True
@@ -328,6 +337,8 @@ def _convert(key: str, value: Any) -> Any:
         return offload_row(choose(key, value))
     if key in _GROUPS and not isinstance(value, (dict, _GROUPS[key][0])):
         return _GROUPS[key][0](name=choose(key, value))
+    if key == "activation_checkpointing" and isinstance(value, str):
+        return _member(Recompute, "zero.activation_checkpointing", value)
     classes = {k: c for k, (c, _) in _GROUPS.items()} | {
         "unit": UnitConfig,
         "comm": CommConfig,

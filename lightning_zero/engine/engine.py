@@ -18,14 +18,14 @@ import os
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_zero.config import ConfigError, Precision, ZeroConfig
+from lightning_zero.config import ConfigError, Precision, Recompute, ZeroConfig
 from lightning_zero.engine import build
 from lightning_zero.engine.gradients import Reducer
 from lightning_zero.engine.guards import PlaceholderGuard
@@ -34,6 +34,7 @@ from lightning_zero.engine.hooks import Hooks
 from lightning_zero.engine.offload import StepJob, StepWorker, default_threads
 from lightning_zero.engine.optimizer import Place, ShardedOptimizer
 from lightning_zero.engine.order import GatherOrder
+from lightning_zero.engine.recompute import recompute_forward
 from lightning_zero.engine.sentinels import Sentinels
 from lightning_zero.engine.unit import Bucket, State, Tiers, Unit
 from lightning_zero.memory.collectives import ABANDON_S, Communicator
@@ -108,11 +109,26 @@ class Engine:
         self._refuses = True
         self.shown: set[Bucket] = set()  # buckets inside a gather()
         self._guard = PlaceholderGuard(self.buckets)
+        self._undo: list[Callable[[], None]] = self._wrap_blocks(module)
         self.hooks = Hooks(self)
         self._register_hooks(module)
         for unit in self.units:
             unit.reshard()
         _ENGINES[module] = self
+
+    def _wrap_blocks(self, module: nn.Module) -> list[Callable[[], None]]:
+        how = self.config.activation_checkpointing
+        if how is Recompute.none:
+            return []
+        blocks = [module.get_submodule(unit.name) for unit in self.units[1:]]
+        if not blocks:
+            raise ConfigError(
+                f"zero.activation_checkpointing={how.name}: the model has no blocks that were found to be units. Name "
+                "them in zero.unit.classes, or set zero.activation_checkpointing=none."
+            )
+        pinned = self.comm.device.type == "cuda"
+        offload = how is Recompute.offload
+        return [recompute_forward(block, offload_inputs=offload, pin_memory=pinned) for block in blocks]
 
     def _make_tiers(self) -> Tiers:
         offload = self.config.offload
@@ -219,6 +235,8 @@ class Engine:
         self.abort()
         self.settle()
         self.hooks.remove()
+        for undo in self._undo:
+            undo()
         for bucket in self.buckets:
             full = bucket.full_master()
             for info in bucket.params:

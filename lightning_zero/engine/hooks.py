@@ -24,6 +24,7 @@ from weakref import WeakSet, ref
 import torch
 from torch import Tensor, nn
 
+from lightning_zero.engine.recompute import WRAPPED
 from lightning_zero.engine.sentinels import GradSentinel
 from lightning_zero.engine.unit import Bucket, Unit
 
@@ -203,7 +204,8 @@ class Hooks:
 
     def _plain_copy(self, module: nn.Module, memo: dict[int, Any]) -> nn.Module:
         """A copy without our hooks."""
-        patches = {name: module.__dict__.pop(name) for name in _PATCHES}
+        wrapped = hasattr(module.__dict__.get("forward"), WRAPPED)
+        patches = {name: module.__dict__.pop(name) for name in (*_PATCHES, *(["forward"] if wrapped else []))}
         try:
             copied = copy.deepcopy(module, memo)
         finally:
