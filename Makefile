@@ -31,7 +31,7 @@ CHOICE := $(shell echo '$(PYTHON) $(TORCH) $(GPU)' | cksum | cut -d' ' -f1)
 STAMP := $(VENV)/.installed-$(CHOICE)
 DEV_STAMP := $(VENV)/.installed-dev-$(CHOICE)
 
-.PHONY: help install train test test-full bench lint format clean
+.PHONY: help install train test test-full bench bench-offload lint format clean
 .DEFAULT_GOAL := help
 
 help:
@@ -61,6 +61,9 @@ test-full: $(STAMP)
 
 bench: $(STAMP)
 	$(PY) -m benchmarks.bench $(ARGS)
+
+bench-offload: $(STAMP)
+	$(PY) -m benchmarks.bench_offload $(ARGS)
 
 lint: $(DEV_STAMP)
 	$(PY) -m ruff check .

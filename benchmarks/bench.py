@@ -99,7 +99,11 @@ def build_ours(name: str, model: nn.Module, precision: str) -> Side:
     import lightning_zero
 
     stage, _, option = name.partition("+")
-    settings = {"keep_gathered_bytes": 1 << 40} if option == "keep" else {}
+    settings: dict[str, Any] = {}
+    if option == "keep":
+        settings = {"keep_gathered_bytes": 1 << 40}
+    elif option:
+        settings = {"offload": option}  # a row of zero/offload
     engine = lightning_zero.shard(model, stage=stage, precision=precision, device="cpu", **settings)
     optimizer = make_adamw(model)
     engine.add_optimizer(optimizer)
@@ -199,7 +203,7 @@ def report(case: str, names: list[str], rounds: int, world: int, memory: bool) -
             "loss_first": round(losses[0], 5),
             "loss_last": round(losses[-1], 5),
         }
-        for other in ("ddp", "fsdp2", "bare"):
+        for other in ("ddp", "fsdp2", "bare", "zero3"):
             if other in walls:
                 ratios = [b / a for a, b in zip(wall, walls[other], strict=True)]  # pair by pair, round by round
                 row[f"vs_{other}"] = round(statistics.median(ratios), 3)

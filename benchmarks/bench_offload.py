@@ -1,0 +1,116 @@
+"""``make bench-offload``: every row of ``zero/offload`` beside none, in one run, and the disk's share of it.
+
+Step time, CPU seconds and peak memory of the rows are measured as in ``benchmarks.bench``. For the NVMe optimizer a
+second part does nothing but optimizer steps: its bound is ``12 P (1/R + 1/W)`` seconds for P parameters of a rank and
+the read and write rates R and W of the disk, which are measured first, through the same file access; phi is bound over
+measured.
+
+    python -m benchmarks.bench_offload --nvme /path/on/a/local/disk
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks import bench
+from lightning_zero.memory.tiers import NvmeTier, Wanted
+
+ROWS = ("optimizer_cpu", "cpu", "optimizer_nvme", "optimizer_cpu_param_nvme", "nvme")
+LARGE = {"vocab_size": 8192, "n_layer": 22, "n_head": 16, "d_model": 1024, "block_size": 256}  # 294 M parameters
+PROBE_NBYTES = 512 << 20
+
+
+def disk_rates(folder: str) -> tuple[float, float]:
+    """Bytes per second that the disk reads and writes, through the tier that the engine uses."""
+    tier = NvmeTier(folder, rank=0)
+    try:
+        extent = tier.reserve([Wanted("probe", PROBE_NBYTES // 4, torch.float32)])[0]
+        value = torch.ones(PROBE_NBYTES // 4)
+        reads, writes = [], []
+        for _ in range(3):
+            started = time.perf_counter()
+            tier.stage_out(extent, value).result()
+            writes.append(PROBE_NBYTES / (time.perf_counter() - started))
+            started = time.perf_counter()
+            tier.stage_in(extent, value).result()
+            reads.append(PROBE_NBYTES / (time.perf_counter() - started))
+        return statistics.median(reads), statistics.median(writes)
+    finally:
+        tier.close()
+
+
+def optimizer_only(folder: str, steps: int = 4) -> dict[str, Any]:
+    """phi of AdamW with its state in files: steps on gradients that are there already, one rank."""
+    import lightning_zero
+
+    width, blocks = 2048, 12
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.Identity()) for _ in range(blocks)))
+    numel = sum(p.numel() for p in model.parameters())
+    offload = {"name": "optimizer_nvme", "nvme_path": folder}
+    engine = lightning_zero.shard(model, stage=3, offload=offload, device="cpu", unit={"classes": ["Linear"]})
+    optimizer = bench.make_adamw(model)
+    engine.add_optimizer(optimizer)
+    times = []
+    for step in range(2 + steps):
+        model(torch.ones(1, width)).sum().backward()
+        started = time.perf_counter()
+        optimizer.step()
+        engine.settle()
+        if step >= 2:
+            times.append(time.perf_counter() - started)
+        optimizer.zero_grad()
+    engine.release()
+    read, write = disk_rates(folder)
+    bound = 12 * numel * (1 / read + 1 / write)
+    return {
+        "optimizer_only_s": round(statistics.median(times), 3),
+        "parameters": numel,
+        "read_gb_s": round(read / 1e9, 2),
+        "write_gb_s": round(write / 1e9, 2),
+        "bound_s": round(bound, 3),
+        "phi": round(bound / statistics.median(times), 3),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--nvme", default=tempfile.gettempdir(), help="a folder on a local disk")
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--ranks", type=int, nargs="*", default=[1, 2])
+    parser.add_argument("--large", action="store_true", help="the 294 M model too")
+    parser.add_argument("--no-memory", action="store_true")
+    args = parser.parse_args()
+    folder = Path(tempfile.mkdtemp(prefix="lightning_zero_bench_", dir=args.nvme))
+    print(f"{date.today()}, {os.cpu_count()} CPU cores, torch {torch.__version__}")
+    print(json.dumps(optimizer_only(str(folder))), flush=True)
+    rows: list[dict[str, Any]] = []
+    sides = ["zero3", *(f"zero3+{row}" for row in ROWS)]
+    for ranks in args.ranks:
+        for model in [bench.MODEL, LARGE] if args.large else [bench.MODEL]:
+            bench.MODEL = model
+            rows += race_rows(sides, ranks, args.rounds, str(folder), memory=not args.no_memory)
+    print(bench.table(rows))
+
+
+def race_rows(sides: list[str], ranks: int, rounds: int, folder: str, *, memory: bool) -> list[dict[str, Any]]:
+    """Each row against none, pair by pair: files of two rows may not share a folder at a time."""
+    rows = []
+    for side in sides[1:]:
+        os.environ["LIGHTNING_ZERO_NVME_PATH"] = folder
+        rows += bench.report("4:fp32", [sides[0], side], rounds, ranks, memory)
+    return rows
+
+
+if __name__ == "__main__":
+    main()
