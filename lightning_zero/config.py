@@ -42,6 +42,7 @@ class Offload(Enum):
     optimizer_nvme = "optimizer_nvme"
     optimizer_cpu_param_nvme = "optimizer_cpu_param_nvme"
     nvme = "nvme"
+    auto = "auto"
 
 
 class Recompute(Enum):
@@ -120,8 +121,11 @@ class OffloadConfig:
     Attributes:
         name: ``none`` keeps everything on the device; ``optimizer_cpu`` and ``optimizer_nvme`` hold optimizer state and
             master weights in host memory or in files; ``cpu``, ``nvme`` and ``optimizer_cpu_param_nvme`` the
-            parameters too (stage 3 only).
+            parameters too (stage 3 only). ``auto`` splits the optimizer by units over device, host and files, under
+            the budgets.
         nvme_path: the folder for the files. By preset string it is taken from ``LIGHTNING_ZERO_NVME_PATH``.
+        device_budget: bytes of optimizer state, master weights and gradients that one rank may hold on the device
+            under ``auto``. ``None``: none on a CPU, half of the free memory on a GPU.
         host_budget: bytes of host memory that one rank may hold at rest. ``None``: what the machine has available.
         nvme_budget: bytes of files that one rank may hold. ``None``: what the disk has free.
         threads: CPU threads of a rank's offloaded step. ``None``: the cores of the machine over the local ranks, less
@@ -131,23 +135,26 @@ class OffloadConfig:
 
     name: Offload = Offload.none
     nvme_path: str | None = None
+    device_budget: int | None = None
     host_budget: int | None = None
     nvme_budget: int | None = None
     threads: int | None = None
     io_threads: int = 4
 
     def __post_init__(self) -> None:
-        for key in ("host_budget", "nvme_budget", "threads", "io_threads"):
+        for key in ("device_budget", "host_budget", "nvme_budget", "threads", "io_threads"):
             value = getattr(self, key)
             if value is not None:
-                _positive(f"zero.offload.{key}", value)
-        uses_nvme = "nvme" in self.name.name
-        if uses_nvme and not self.nvme_path:
+                _positive(f"zero.offload.{key}", value, zero_ok=key == "device_budget")
+        uses_nvme = "nvme" in self.name.name or self.name is Offload.auto
+        if uses_nvme and not self.nvme_path and self.name is not Offload.auto:
             raise ConfigError(
                 f"zero.offload.nvme_path: expected a folder on a local disk for zero/offload={self.name.name}, got "
                 "none. Set zero.offload.nvme_path=/path, or LIGHTNING_ZERO_NVME_PATH=/path for a preset string."
             )
         ignored = [k for k in ("nvme_path", "nvme_budget") if getattr(self, k) is not None and not uses_nvme]
+        if self.name is not Offload.auto and self.device_budget is not None:
+            ignored.append("device_budget")
         if self.name is Offload.none:
             ignored += [k for k in ("host_budget", "threads") if getattr(self, k) is not None]
         if ignored:
@@ -284,7 +291,7 @@ _GROUPS = {
 _PLANNED = {
     "stage": (),
     "precision": (),
-    "offload": ("auto",),
+    "offload": (),
 }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from lightning_zero.config import ConfigError, DType, Precision, ZeroConfig
 from lightning_zero.engine.unit import Bucket, Dtypes, ParamInfo, Tiers, Unit
 from lightning_zero.memory.collectives import Communicator
 from lightning_zero.planning.layout import lay_out, split_by_bytes
-from lightning_zero.planning.placement import REPLICATED, STAGES
+from lightning_zero.planning.placement import REPLICATED, STAGES, Placement, UnitBytes
 from lightning_zero.planning.units import choose_units, owner_of
 
 # A parameter of the root unit with at least this many bytes has a bucket of its own: embedding and head lie at
@@ -25,9 +25,16 @@ _DTYPES = {DType.fp32: torch.float32, DType.bf16: torch.bfloat16}
 
 
 def build_units(
-    module: nn.Module, config: ZeroConfig, precision: Precision, comm: Communicator, tiers: Tiers
+    module: nn.Module,
+    config: ZeroConfig,
+    precision: Precision,
+    comm: Communicator,
+    tiers_for: Callable[[Sequence[UnitBytes]], dict[str, Tiers]],
 ) -> list[Unit]:
     """Units of ``module`` with filled buckets; the root first. Parameters show their gathered values.
+
+    Args:
+        tiers_for: for the sizes of all units, in forward order, the tiers of each.
 
     Raises:
         ConfigError: units that do not occur, DTensor parameters, or meta modules without ``reset_parameters``.
@@ -43,14 +50,38 @@ def build_units(
             )
         owners[owner_of((fqn.rpartition(".")[0] for fqn in fqns), names)].append((param, fqns))
     fp32 = {id(p) for m in fp32_modules(module, config.precision.fp32_modules) for p in m.parameters(recurse=False)}
+    sizes = [_unit_bytes(name, owners[name], fp32, config, precision, comm.world_size) for name in ["", *names]]
+    tiers = tiers_for(sizes)
     ordered = [*names, ""]  # the root last: it owns what several units share
     built: dict[str, Unit] = {}
     for name in ordered:
         _materialise(module, name, set(names), comm.device)
-        buckets = _build_buckets(name, owners[name], fp32, config, precision, comm, tiers)
+        buckets = _build_buckets(name, owners[name], fp32, config, precision, comm, tiers[name])
         built[name] = Unit(name, 0 if not name else 1 + names.index(name), buckets)
     _move_buffers(module, comm)
     return [built[name] for name in ["", *names]]
+
+
+STATES_PER_PARAM = 2  # of Adam; planned for before the optimizer is known
+
+
+def _unit_bytes(
+    name: str,
+    members: Sequence[tuple[nn.Parameter, list[str]]],
+    fp32: set[int],
+    config: ZeroConfig,
+    precision: Precision,
+    world_size: int,
+) -> UnitBytes:
+    """What a unit's trainable parameters need at rest on one rank."""
+    shares = world_size if STAGES[config.stage.name].master is Placement.sharded else 1
+    state = grad = 0
+    for param, _ in members:
+        if param.requires_grad:
+            dtypes = _dtypes(param, id(param) in fp32, config, precision)
+            state += param.numel() * dtypes.master.itemsize * (1 + STATES_PER_PARAM)
+            grad += param.numel() * dtypes.grad.itemsize
+    return UnitBytes(name, -(-state // shares), -(-grad // shares))
 
 
 def fp32_modules(module: nn.Module, patterns: Sequence[str]) -> Iterator[nn.Module]:

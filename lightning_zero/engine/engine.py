@@ -15,17 +15,18 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import shutil
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_zero.config import ConfigError, Precision, Recompute, ZeroConfig
+from lightning_zero.config import ConfigError, Offload, Precision, Recompute, ZeroConfig
 from lightning_zero.engine import build
 from lightning_zero.engine.gradients import Reducer
 from lightning_zero.engine.guards import PlaceholderGuard
@@ -38,8 +39,8 @@ from lightning_zero.engine.recompute import recompute_forward
 from lightning_zero.engine.sentinels import Sentinels
 from lightning_zero.engine.unit import Bucket, State, Tiers, Unit
 from lightning_zero.memory.collectives import ABANDON_S, Communicator
-from lightning_zero.memory.tiers import HostTier, NvmeTier
-from lightning_zero.planning.placement import OFFLOADS, Tier
+from lightning_zero.memory.tiers import HostTier, NvmeTier, available_host_memory
+from lightning_zero.planning.placement import OFFLOADS, ON_DEVICE, Budgets, Tier, UnitBytes, split_by_budget
 
 _ENGINES: weakref.WeakKeyDictionary[nn.Module, Engine] = weakref.WeakKeyDictionary()
 
@@ -83,8 +84,8 @@ class Engine:
         self.precision = config.precision.name or Precision.fp32
         self._module = weakref.ref(module)
         self.comm = Communicator(group, device, transport=config.comm.transport, stall_timeout_s=config.stall_timeout_s)
-        self.tiers = self._make_tiers()
-        self.units: list[Unit] = build.build_units(module, config, self.precision, self.comm, self.tiers)
+        self.tiers = Tiers(ON_DEVICE)
+        self.units: list[Unit] = build.build_units(module, config, self.precision, self.comm, self._make_tiers)
         self._worker: StepWorker | None = None
         self._stale: deque[tuple[Unit, list[Bucket]]] = deque()  # refreshes to be issued, in the order of units
         self._places = {id(info.param): Place(b, info) for u in self.units for b in u.buckets for info in b.params}
@@ -130,16 +131,35 @@ class Engine:
         offload = how is Recompute.offload
         return [recompute_forward(block, offload_inputs=offload, pin_memory=pinned) for block in blocks]
 
-    def _make_tiers(self) -> Tiers:
+    def _make_tiers(self, sizes: Sequence[UnitBytes]) -> dict[str, Tiers]:
+        """The tiers that the configuration asks for, and each unit's row of them."""
         offload = self.config.offload
-        row = OFFLOADS[offload.name]
-        host = nvme = None
-        if Tier.host in row:
-            host = HostTier(self.comm.device, budget=offload.host_budget)
-        if Tier.nvme in row:
+        if offload.name is Offload.auto:
+            rows = split_by_budget(sizes, self._budgets())
+        else:
+            rows = [OFFLOADS[offload.name]] * len(sizes)
+        used = {tier for row in rows for tier in row}
+        host = HostTier(self.comm.device, budget=offload.host_budget) if Tier.host in used else None
+        nvme = None
+        if Tier.nvme in used:
             assert offload.nvme_path is not None
-            nvme = NvmeTier(offload.nvme_path, rank=self.comm.rank, budget=offload.nvme_budget)
-        return Tiers(row, host, nvme)
+            nvme = NvmeTier(
+                offload.nvme_path, rank=self.comm.rank, budget=offload.nvme_budget, threads=offload.io_threads
+            )
+        self.tiers = Tiers(ON_DEVICE, host, nvme)
+        return {unit.name: Tiers(row, host, nvme) for unit, row in zip(sizes, rows, strict=True)}
+
+    def _budgets(self) -> Budgets:
+        """Byte budgets of this rank; what is derived from free memory is the least of all ranks."""
+        offload = self.config.offload
+        local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
+        device = torch.cuda.mem_get_info(self.comm.device)[0] // 2 if self.comm.device.type == "cuda" else 0
+        host = int(available_host_memory() * 0.9) // local_ranks
+        disk = shutil.disk_usage(offload.nvme_path).free // local_ranks if offload.nvme_path else 0
+        found = torch.tensor([device, host, disk], dtype=torch.int64)
+        device, host, disk = (-self.comm.max_(-found)).tolist()
+        given = (offload.device_budget, offload.host_budget, offload.nvme_budget)
+        return Budgets(*(f if g is None else g for f, g in zip((device, host, disk), given, strict=True)))
 
     # -- the model --------------------------------------------------------------------------------------------------
 

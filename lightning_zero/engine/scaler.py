@@ -1,8 +1,8 @@
 """Dynamic loss scaling for fp16, with the arithmetic of ``torch.amp.GradScaler``.
 
-The loss is multiplied by ``scale``; gradients are divided by it as they leave autograd, in fp32, so that they travel and
-rest as true gradients, whatever the stage and tier. A step is skipped by all ranks if any of them holds a gradient that
-is not finite.
+The loss is multiplied by ``scale``; gradients are divided by it as they leave autograd, in fp32, so that they travel
+and rest as true gradients, whatever the stage and tier. A step is skipped by all ranks if any of them holds a gradient
+that is not finite.
 """
 
 from __future__ import annotations
