@@ -231,6 +231,7 @@ def optimizer_state(engine: Engine, optimizer: Optimizer, *, only_rank_0: bool =
     Empty on other ranks than 0.
     """
     sharded = sharded_optimizer(engine, optimizer)
+    engine.settle()
     wanted = not only_rank_0 or engine.rank == 0
     states = _full_states(engine, sharded, wanted)
     groups: list[dict[str, Any]] = []

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterable, Iterator
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -359,3 +360,21 @@ def accumulate(side: Side, step: int, micro_batches: int) -> Tensor:
             side.backward(loss)
         total = total + loss.detach()
     return total
+
+
+# -- matrices of settings ---------------------------------------------------------------------------------------------
+
+
+def pairwise_selection(cases: Sequence[Any]) -> list[Any]:
+    """A few of ``cases`` (named tuples) in which every pair of settings occurs."""
+    missing = set().union(*map(_pairs, cases))
+    chosen: list[Any] = []
+    while missing:
+        best = max(cases, key=lambda case: len(_pairs(case) & missing))
+        chosen.append(best)
+        missing -= _pairs(best)
+    return chosen
+
+
+def _pairs(case: Any) -> set[tuple[tuple[str, Any], ...]]:
+    return set(itertools.combinations(case._asdict().items(), 2))

@@ -29,6 +29,7 @@ from tests.engine.support import (
     check,
     language_loss,
     language_work,
+    pairwise_selection,
     sgd,
     tokens,
 )
@@ -56,21 +57,6 @@ VALUES: dict[str, Sequence[Any]] = {
     "optimizer": ("sgd", "adamw"),
 }
 MATRIX = [Case(*values) for values in itertools.product(*VALUES.values())]
-
-
-def pairs(case: Case) -> set[tuple[tuple[str, Any], ...]]:
-    return set(itertools.combinations(case._asdict().items(), 2))
-
-
-def pairwise_selection(cases: Sequence[Case]) -> list[Case]:
-    """A few cases in which every pair of settings occurs."""
-    missing = set().union(*map(pairs, cases))
-    chosen: list[Case] = []
-    while missing:
-        best = max(cases, key=lambda case: len(pairs(case) & missing))
-        chosen.append(best)
-        missing -= pairs(best)
-    return chosen
 
 
 SELECTED = pairwise_selection(MATRIX)

@@ -1,0 +1,730 @@
+"""Offload moves things in time and place, and that is all: every row of ``zero/offload`` equals ``none`` to the bit.
+
+Both runs are of the same stage, so losses, gradients, parameters and optimizer state are compared without tolerance.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import lightning_zero
+from lightning_zero.config import ConfigError
+from lightning_zero.engine import Engine
+from lightning_zero.engine.offload import StepJob, StepWorker
+from lightning_zero.memory.tiers import HostTier, NvmeTier
+from tests.engine.support import (
+    MakeOptimizer,
+    Model,
+    Sharded,
+    accumulate,
+    adamw,
+    autocast,
+    floats,
+    language_loss,
+    pairwise_selection,
+    sgd,
+    tokens,
+)
+from tests.engine.test_delays import delay
+from tests.harness import on_ranks, run
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*has no O_DIRECT:RuntimeWarning")
+
+PLACES = [
+    *((row, stage) for row in ("optimizer_cpu", "optimizer_nvme") for stage in (1, 2, 3)),
+    *((row, 3) for row in ("cpu", "optimizer_cpu_param_nvme", "nvme")),
+]
+SOME = [("optimizer_cpu", 1), ("optimizer_nvme", 2), ("cpu", 3), ("nvme", 3)]
+EVERYWHERE = pytest.mark.parametrize(("row", "stage"), PLACES, ids=lambda v: str(v))
+SOMEWHERE = pytest.mark.parametrize(("row", "stage"), SOME, ids=lambda v: str(v))
+
+OPTIMIZERS: dict[str, MakeOptimizer] = {
+    "sgd": sgd,
+    "adamw": adamw,
+    "adagrad": lambda params: torch.optim.Adagrad(params, lr=0.05),
+}
+
+
+def offload(row: str, folder: Path) -> dict[str, Any]:
+    """The argument of ``shard``."""
+    return {"offload": {"name": row, "nvme_path": str(folder)} if "nvme" in row else row}
+
+
+def whole(side: Sharded) -> list[Any]:
+    """Parameters and optimizer state, on every rank."""
+    state = side.engine.optimizer_state(side.optimizer, only_rank_0=False)
+    found: list[Any] = [(n, k, v) for n, entry in sorted(state["state"].items()) for k, v in sorted(entry.items())]
+    with lightning_zero.gather(side.module):
+        return found + [(name, p.detach().clone()) for name, p in side.module.named_parameters()]
+
+
+def assert_equal(found: Sequence[Any], expected: Sequence[Any], what: str = "") -> None:
+    assert len(found) == len(expected), what
+    for one, other in zip(found, expected, strict=True):
+        if isinstance(one, tuple):
+            assert_equal(one, other, f"{what} {one[:-1]}")
+        elif isinstance(one, Tensor):
+            assert one.dtype == other.dtype, what
+            assert torch.equal(one, other), f"{what}: differs by {(one.double() - other.double()).abs().max():.3g}"
+        else:
+            assert one == other, what
+
+
+Body = Callable[[Sharded], list[Any]]
+
+
+def compare(
+    row: str, stage: int, folder: Path, body: Body, build: Callable[[], nn.Module] = Model, **config: Any
+) -> None:
+    """``body`` finds the same with and without offload."""
+    found = []
+    for place in (offload(row, folder), {"offload": "none"}):
+        torch.manual_seed(3)
+        with Sharded(build(), stage=stage, **place, **config) as side:
+            found.append(body(side) + whole(side))
+    assert_equal(*found, f"{row} at stage {stage}")
+
+
+def train(side: Sharded, steps: int, *, first: int = 0, precision: str = "fp32") -> list[Tensor]:
+    losses = []
+    for step in range(first, first + steps):
+        with autocast(precision):
+            losses.append(accumulate(side, step, 1))
+        side.step()
+        side.zero_grad()
+    return losses
+
+
+# -- the matrix ---------------------------------------------------------------------------------------------------------
+
+
+class Case(NamedTuple):
+    world: int
+    place: tuple[str, int]
+    precision: str
+    clip: bool
+    micro_batches: int
+    optimizer: str
+
+    def __str__(self) -> str:
+        return f"{self.world}ranks-{self.place[0]}-{self.place[1]}-" + "-".join(map(str, self[2:]))
+
+
+MATRIX = [
+    Case(*values)
+    for values in itertools.product(
+        (1, 2), PLACES, ("fp32", "bf16", "bf16_true"), (False, True), (1, 2), tuple(OPTIMIZERS)
+    )
+]
+SELECTED = pairwise_selection(MATRIX)
+
+
+def _history(side: Sharded, case: Case) -> list[Any]:
+    found: list[Any] = []
+    for step in range(3):
+        with autocast(case.precision):
+            found.append(accumulate(side, step, case.micro_batches))
+        if case.clip:
+            found.append(side.clip(0.3))
+        if step == 2:  # not before: whoever looks waits for the step before
+            with lightning_zero.gather(side.module, grads=True):
+                found += [p.grad.clone() for p in side.module.parameters() if p.grad is not None]
+        side.step()
+        side.zero_grad()
+    assert len(found) > 20
+    return found
+
+
+def _check_case(case: Case, folder: Path) -> None:
+    row, stage = case.place
+    settings: dict[str, Any] = {"precision": case.precision, "optimizer": OPTIMIZERS[case.optimizer]}
+    compare(row, stage, folder, lambda side: _history(side, case), **settings)
+
+
+@pytest.mark.parametrize("case", SELECTED, ids=str)
+def test_training_equals_none(case: Case, tmp_path: Path) -> None:
+    run(case.world, _check_case, case, tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", [c for c in MATRIX if c not in SELECTED], ids=str)
+def test_training_equals_none_in_the_whole_matrix(case: Case, tmp_path: Path) -> None:
+    run(case.world, _check_case, case, tmp_path)
+
+
+@on_ranks(2)
+@SOMEWHERE
+def test_gradients_that_rest_in_another_dtype_than_they_travel_in(row: str, stage: int, tmp_path: Path) -> None:
+    def body(side: Sharded) -> list[Any]:
+        found: list[Any] = []
+        for step in range(3):
+            with autocast("bf16"):
+                found.append(accumulate(side, step, 3))
+            side.step()
+            side.zero_grad()
+        return found
+
+    precision = {"name": "bf16", "grad_dtype": "bf16", "reduce_dtype": "fp32"}
+    compare(row, stage, tmp_path, body, precision=precision, optimizer=sgd)
+
+
+@on_ranks(1)
+@pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
+def test_threads_of_the_step_do_not_matter(optimizer: str, tmp_path: Path) -> None:
+    """Buckets that torch's kernels divide among threads."""
+    found = []
+    for threads in (None, 1, 3):
+        place: dict[str, Any] = {} if threads is None else {"offload": {"name": "cpu", "threads": threads}}
+        torch.manual_seed(3)
+        side = Sharded(Model(width=301, depth=1), optimizer=OPTIMIZERS[optimizer], **place)
+        with side:
+            found.append([*train(side, 2), *whole(side)])
+    assert_equal(found[1], found[0])
+    assert_equal(found[2], found[0])
+
+
+# -- which parameters are stepped ---------------------------------------------------------------------------------------
+
+
+class Adapter(nn.Module):
+    """A frozen layer with a trainable low-rank one beside it."""
+
+    def __init__(self, width: int = 19) -> None:
+        super().__init__()
+        self.base = nn.Linear(width, width).requires_grad_(False)
+        self.norm = nn.LayerNorm(width).requires_grad_(False)
+        self.down, self.up = nn.Linear(width, 3, bias=False), nn.Linear(3, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + torch.tanh(self.base(self.norm(x)) + self.up(self.down(x)))
+        return out
+
+
+def adapted() -> nn.Module:
+    module = Model()
+    module.embed.requires_grad_(False)
+    module.blocks = nn.ModuleList([Adapter(), module.blocks[1].requires_grad_(False), Adapter(), module.blocks[2]])
+    module.scale = nn.Parameter(torch.tensor(2.0))  # 0-d: stays on the device in every row
+    module.register_forward_hook(lambda m, _, out: out * m.scale)
+    return module
+
+
+def trainable(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for p in params if p.requires_grad], lr=0.01)
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@SOMEWHERE
+def test_frozen_units_and_adapters(row: str, stage: int, precision: str, tmp_path: Path) -> None:
+    def body(side: Sharded) -> list[Any]:
+        return list(train(side, 3, precision=precision))
+
+    settings: dict[str, Any] = {"unit": {"classes": ["Block", "Adapter"]}, "optimizer": trainable}
+    compare(row, stage, tmp_path, body, adapted, precision=precision, **settings)
+
+
+class Spare(nn.Module):
+    """A layer of its parameters is used in every second step only, a block of its model in every third."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.sometimes, self.never = nn.Linear(19, 19), nn.Linear(19, 19), nn.Linear(19, 2)
+
+    def forward(self, x: Tensor, step: int) -> Tensor:
+        x = torch.tanh(self.always(x))
+        return x if step % 2 else torch.tanh(self.sometimes(x))
+
+
+class Spares(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Spare() for _ in range(3))
+
+    def forward(self, x: Tensor, step: int) -> Tensor:
+        for i, block in enumerate(self.blocks):
+            if i != step % 3:
+                x = block(x, step)
+        return x
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@SOMEWHERE
+def test_parameters_that_are_not_always_used(row: str, stage: int, optimizer: str, tmp_path: Path) -> None:
+    """Runs are cut anew, and with them the tensors that rest in files."""
+
+    def body(side: Sharded) -> list[Any]:
+        losses = []
+        for step in range(7):
+            loss = side.module(floats(step, 4, 19), step).square().mean()
+            side.backward(loss)
+            side.step()
+            side.zero_grad()
+            losses.append(loss.detach())
+        return losses
+
+    settings: dict[str, Any] = {"unit": {"classes": ["Spare"]}, "optimizer": OPTIMIZERS[optimizer]}
+    compare(row, stage, tmp_path, body, Spares, **settings)
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@SOMEWHERE
+def test_freezing_and_unfreezing(row: str, stage: int, precision: str, tmp_path: Path) -> None:
+    def build() -> nn.Module:
+        module = Model()
+        module.blocks[0].requires_grad_(False)
+        return module
+
+    def body(side: Sharded) -> list[Any]:
+        found = train(side, 2, precision=precision)
+        unfrozen = side.module.blocks[0].requires_grad_(True)
+        side.optimizer.add_param_group({"params": list(unfrozen.parameters()), "lr": 0.003})
+        found += train(side, 2, first=2, precision=precision)
+        side.module.blocks[1].requires_grad_(False)
+        found += train(side, 1, first=4, precision=precision)
+        side.module.blocks[1].requires_grad_(True)
+        return found + train(side, 2, first=5, precision=precision)
+
+    compare(row, stage, tmp_path, body, build, precision=precision, optimizer=trainable)
+
+
+# -- what happens right after step() --------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def slow_steps(seconds: float = 0.01) -> Iterator[None]:
+    """The worker takes its time: whatever does not wait for it, but should, sees old values."""
+
+    def late(job: StepJob) -> StepJob:
+        def run() -> None:
+            time.sleep(seconds)
+            job.run()
+
+        return job._replace(run=run)
+
+    submit = StepWorker.submit
+    with mock.patch.object(StepWorker, "submit", lambda self, jobs: submit(self, [late(job) for job in jobs])):
+        yield
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("tensor_lr", [False, True])
+@SOMEWHERE
+def test_hyperparameters_are_those_at_the_step(row: str, stage: int, tensor_lr: bool, tmp_path: Path) -> None:
+    def grouped(params: Any) -> torch.optim.Optimizer:
+        some, others = [], []
+        for i, p in enumerate(params):
+            (some if i % 3 else others).append(p)
+        lr: Any = torch.tensor(0.02) if tensor_lr else 0.02
+        return torch.optim.AdamW([{"params": some, "weight_decay": 0.1}, {"params": others, "lr": 0.003}], lr=lr)
+
+    def body(side: Sharded) -> list[Any]:
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(side.optimizer, 0.5)
+        found = []
+        for step in range(4):
+            found.append(accumulate(side, step, 1))
+            side.step()
+            scheduler.step()
+            side.optimizer.param_groups[0]["weight_decay"] *= 0.1
+            side.optimizer.param_groups[0]["betas"] = (0.5 + step / 10, 0.99)
+            side.zero_grad()
+        return found
+
+    with slow_steps():
+        compare(row, stage, tmp_path, body, optimizer=grouped)
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("set_to_none", [True, False])
+@SOMEWHERE
+def test_several_optimizers_that_share_buckets(row: str, stage: int, set_to_none: bool, tmp_path: Path) -> None:
+    """Clearing, clipping and clamping the gradients of one leaves the step of the other alone."""
+
+    def body(side: Sharded) -> list[Any]:
+        second = sgd([p for i, p in enumerate(side.module.parameters()) if i % 2])
+        side.engine.add_optimizer(second)
+        found = []
+        for step in range(4):
+            found.append(accumulate(side, step, 1))
+            side.optimizer.step()
+            side.optimizer.zero_grad(set_to_none)
+            found.append(lightning_zero.clip_grad_norm_(second.param_groups[0]["params"], 0.1))
+            second.step()
+            second.zero_grad(set_to_none)
+            found.append(lightning_zero.clip_grad_norm_(side.module, 1e-3))  # too late for either step
+        return found
+
+    def first(params: Any) -> torch.optim.Optimizer:
+        return adamw([p for i, p in enumerate(params) if not i % 2])
+
+    with slow_steps():
+        compare(row, stage, tmp_path, body, optimizer=first)
+
+
+@on_ranks(1, 2)
+@SOMEWHERE
+def test_looking_at_values_right_after_the_step(row: str, stage: int, tmp_path: Path) -> None:
+    def body(side: Sharded) -> list[Any]:
+        found: list[Any] = []
+        for step in range(4):
+            train(side, 1, first=step)
+            if step == 0:
+                with lightning_zero.gather(side.module.blocks[2]):
+                    side.module.blocks[2].down.weight[0] = 0.25
+                    found.append(side.module.blocks[2].up.weight.detach().clone())
+            elif step == 1:
+                with torch.no_grad(), side.engine.step_scope("evaluate", evaluation=True):
+                    found.append(side.module(tokens(9)).clone())
+                with torch.no_grad():
+                    found.append(side.module(tokens(8)).clone())
+            elif step == 2:
+                state = side.engine.optimizer_state(side.optimizer, only_rank_0=False)["state"]
+                found += [v for entry in state.values() for v in entry.values()]
+            else:
+                found += list(side.engine.state_dict(only_rank_0=False).values())
+        return found + train(side, 1, first=7)
+
+    with slow_steps():
+        compare(row, stage, tmp_path, body)
+
+
+class Broken(RuntimeError):
+    pass
+
+
+class _BreakBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grad: Tensor) -> Any:
+        raise Broken
+
+
+@on_ranks(1, 2)
+@SOMEWHERE
+def test_a_step_after_an_exception_is_clean(row: str, stage: int, tmp_path: Path) -> None:
+    def body(side: Sharded) -> list[Any]:
+        def broken(*_: Any) -> None:
+            raise Broken
+
+        found = list(train(side, 2))
+        with pytest.raises(Broken), contextlib.closing(_Handle(side.module.blocks[1].register_forward_hook(broken))):
+            side.module(tokens(2))
+        side.engine.abort()
+        found += train(side, 1, first=2)
+        hook = side.module.blocks[1].register_forward_hook(lambda m, args, out: _BreakBackward.apply(out))
+        with pytest.raises(Broken), contextlib.closing(_Handle(hook)):
+            side.backward(language_loss(side.module, tokens(3)))
+        side.zero_grad()
+        return found + train(side, 2, first=3)
+
+    with slow_steps():
+        compare(row, stage, tmp_path, body)
+
+
+class _Handle:
+    def __init__(self, handle: Any) -> None:
+        self.close = handle.remove
+
+
+# -- other settings -------------------------------------------------------------------------------------------------------
+
+
+@on_ranks(1, 2)
+@EVERYWHERE
+def test_settings_of_time_and_memory(row: str, stage: int, tmp_path: Path) -> None:
+    at_stage_3 = [{"keep_gathered_bytes": 10**9}, {"keep_gathered_bytes": 10_000, "prefetch_bytes": 10_000}]
+    for config in ({"prefetch_bytes": 0}, {"reduce_bucket_bytes": 3000}, *(at_stage_3 if stage == 3 else [])):
+        with slow_steps(0.002):
+            compare(row, stage, tmp_path, lambda side: list(train(side, 3)), **config)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("row", ["optimizer_cpu", "nvme"])
+def test_dynamic_paths(row: str, tmp_path: Path) -> None:
+    compare(row, 3, tmp_path, lambda side: list(train(side, 3)), dynamic=True)
+
+
+@on_ranks(2)
+@SOMEWHERE
+def test_a_module_from_meta(row: str, stage: int, tmp_path: Path) -> None:
+    def build() -> nn.Module:
+        with torch.device("meta"):
+            return Model()
+
+    compare(row, stage, tmp_path, lambda side: list(train(side, 2)), build)
+
+
+def _state(place: dict[str, Any], stage: int, steps: int, loaded: Any = None) -> tuple[Any, list[Any]]:
+    """Train from ``loaded`` on (or from the start); what could be saved, and what is found at the end."""
+    torch.manual_seed(3)
+    with Sharded(Model(), stage=stage, optimizer=trainable, **place) as side:
+        first = 0
+        if loaded is not None:
+            first = 2
+            with lightning_zero.gather(side.module):
+                for p in side.module.parameters():
+                    p.data.zero_()
+            side.engine.load_state_dict(loaded[0])
+            side.engine.load_optimizer_state(side.optimizer, loaded[1])
+        losses = train(side, steps, first=first)
+        optimizer = side.engine.optimizer_state(side.optimizer, only_rank_0=False)
+        return (side.engine.state_dict(only_rank_0=False), optimizer), [*losses, *whole(side)]
+
+
+@on_ranks(1, 2)
+def test_state_moves_between_tiers_and_stages(tmp_path: Path) -> None:
+    places = [({"offload": "none"}, 2), *((offload(row, tmp_path), stage) for row, stage in PLACES)]
+    expected = _state(*places[0], 4)[1]
+    with slow_steps(0.002):
+        for i, (place, stage) in enumerate(places):
+            saved, _ = _state(place, stage, 2)
+            other, other_stage = places[(i * 4 + 3) % len(places)]  # another one for each
+            found = _state(other, other_stage, 2, saved)[1]
+            assert_equal(found[2:], expected[4:], f"{place} {stage} -> {other} {other_stage}")
+
+
+@on_ranks(1, 2)
+@EVERYWHERE
+def test_release_gives_a_plain_module_back(row: str, stage: int, tmp_path: Path) -> None:
+    threads = set(threading.enumerate())
+    torch.manual_seed(3)
+    side = Sharded(Model(), stage=stage, **offload(row, tmp_path))
+    for _ in range(2):  # in the same folder again
+        with slow_steps():
+            train(side, 2)
+            expected = side.engine.state_dict(only_rank_0=False)
+            train(side, 1)
+            tiers, changed = side.engine.tiers, side.engine.state_dict(only_rank_0=False)
+            side.engine.release()
+        assert not torch.equal(changed["head.weight"], expected["head.weight"])
+        for name, value in side.module.state_dict().items():
+            assert torch.equal(value, changed[name])
+            assert value.untyped_storage().nbytes() == value.nbytes
+        for tier in (tiers.host, tiers.nvme):
+            assert tier is None or tier.nbytes == 0
+        dist.barrier()
+        assert not any(tmp_path.rglob("*.*")), "files are left behind"
+        plain = torch.optim.AdamW(side.module.parameters())
+        language_loss(side.module, tokens(0)).backward()
+        plain.step()
+        side = Sharded(side.module, stage=stage, **offload(row, tmp_path))
+    side.engine.release()
+    deadline = time.monotonic() + 5
+    ours = {"lightning_zero-step", "lightning_zero-disk", "lightning_zero-stager"}
+    while left := [t for t in threading.enumerate() if t not in threads and t.name.rsplit("_", 1)[0] in ours]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.01)
+
+
+@on_ranks(1, 2)
+@SOMEWHERE
+def test_two_models_side_by_side(row: str, stage: int, tmp_path: Path) -> None:
+    """A generator and its critic, say: each has an engine of its own, in the same folder."""
+    found = []
+    for place in (offload(row, tmp_path), {"offload": "none"}):
+        torch.manual_seed(3)
+        with Sharded(Model(), stage=stage, **place) as one, Sharded(Model(width=24), stage=stage, **place) as other:
+            losses = []
+            for step in range(3):
+                for side in (one, other):
+                    losses.append(accumulate(side, step, 1))
+                for side in (one, other):
+                    side.step()
+                    side.zero_grad()
+            found.append([*losses, *whole(one), *whole(other)])
+    assert_equal(*found)
+
+
+@on_ranks(1)
+def test_a_module_that_cannot_be_sharded_leaves_its_folder_free(tmp_path: Path) -> None:
+    class Plain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.empty(3, 3, device="meta"))
+
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="reset_parameters"):
+            lightning_zero.shard(nn.Sequential(nn.Linear(3, 3), Plain()), device="cpu", **offload("nvme", tmp_path))
+    assert not list(tmp_path.rglob("*.bin"))
+
+
+@on_ranks(1)
+def test_files_do_not_grow_with_the_steps(tmp_path: Path) -> None:
+    """Places in the file that tensors leave are taken again."""
+    side = Sharded(Spares(), unit={"classes": ["Spare"]}, **offload("nvme", tmp_path))
+    sizes = []
+    with side:
+        for step in range(24):
+            side.backward(side.module(floats(step, 4, 19), step).square().mean())
+            side.step()
+            side.zero_grad()
+            side.engine.settle()
+            sizes.append(sum(os.path.getsize(f) for f in tmp_path.rglob("*.bin")))
+    assert sizes[-1] == sizes[7]
+
+
+# -- optimizers that the worker cannot take apart ---------------------------------------------------------------------------
+
+
+class Counting(torch.optim.AdamW):
+    """Keeps a count per group: every call of its step must see all of the group."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["calls"] = group.get("calls", 0) + 1
+            group["lr"] = 0.01 / group["calls"]
+        return super().step(closure)
+
+
+@on_ranks(1, 2)
+@SOMEWHERE
+def test_an_optimizer_of_ones_own_steps_whole(row: str, stage: int, tmp_path: Path) -> None:
+    def body(side: Sharded) -> list[Any]:
+        losses = train(side, 3)
+        assert [group["calls"] for group in side.optimizer.param_groups] == [3]
+        return list(losses)
+
+    settings: dict[str, Any] = {"optimizer": Counting, "optimizer_settings": {"elementwise": True}}
+    compare_own(row, stage, tmp_path, body, **settings)
+
+
+def compare_own(row: str, stage: int, folder: Path, body: Body, *, optimizer: Any, optimizer_settings: Any) -> None:
+    found = []
+    for place in (offload(row, folder), {"offload": "none"}):
+        torch.manual_seed(3)
+        module = Model()
+        engine = lightning_zero.shard(module, stage=stage, device="cpu", optimizer=optimizer_settings, **place)
+        side = object.__new__(Sharded)
+        side.module, side.engine, side.optimizer, side._plain = module, engine, optimizer(module.parameters()), False
+        engine.add_optimizer(side.optimizer)
+        with side:
+            found.append(body(side) + whole(side))
+    assert_equal(*found)
+
+
+@on_ranks(1, 2)
+@SOMEWHERE
+def test_hooks_and_closures_of_the_optimizer_run_once(row: str, stage: int, tmp_path: Path) -> None:
+    def body(side: Sharded) -> list[Any]:
+        calls: list[str] = []
+        side.optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+        side.optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+        found: list[Any] = []
+        for step in range(3):
+
+            def closure(step: int = step) -> Tensor:
+                side.zero_grad()
+                return accumulate(side, step, 1)
+
+            found.append(side.optimizer.step(closure))
+        assert calls == ["before", "after"] * 3
+        return found
+
+    compare(row, stage, tmp_path, body)
+
+
+# -- random delays ----------------------------------------------------------------------------------------------------------
+
+
+class LateFuture:
+    """A transfer that is seen to be over only some time after it is."""
+
+    def __init__(self, inner: Future[Any], delay_s: float) -> None:
+        self._inner, self._from = inner, time.monotonic() + delay_s
+
+    def result(self) -> Any:
+        time.sleep(max(0.0, self._from - time.monotonic()))
+        return self._inner.result()
+
+
+@contextlib.contextmanager
+def delays(seed: int) -> Iterator[None]:
+    """Pauses before and after everything that happens in another thread, each rank with others."""
+    chance = random.Random(100 * seed + dist.get_rank())
+
+    def pause() -> float:
+        return chance.random() ** 4 * 0.006  # mostly short
+
+    def late(method: Any) -> Any:
+        def call(*args: Any) -> Any:
+            time.sleep(pause())
+            return LateFuture(method(*args), pause())
+
+        return call
+
+    def late_job(job: StepJob) -> StepJob:
+        def run() -> None:
+            time.sleep(pause())
+            job.run()
+            time.sleep(pause())
+
+        return job._replace(run=run)
+
+    submit = StepWorker.submit
+    with contextlib.ExitStack() as stack:
+        for tier in (HostTier, NvmeTier):
+            for name in ("stage_in", "stage_out"):
+                stack.enter_context(mock.patch.object(tier, name, late(getattr(tier, name))))
+        late_submit = mock.patch.object(StepWorker, "submit", lambda self, jobs: submit(self, [late_job(j) for j in jobs]))
+        stack.enter_context(late_submit)
+        yield
+
+
+def slow_disk(engine: Engine, seed: int) -> None:
+    chance = random.Random(seed)
+    if (nvme := engine.tiers.nvme) is not None:
+        calls = nvme._file.syscalls
+
+        def slow(call: Any) -> Any:
+            def moved(*args: Any) -> int:
+                time.sleep(chance.random() ** 4 * 0.004)
+                count: int = call(*args)
+                return count
+
+            return moved
+
+        calls.preadv, calls.pwritev = slow(calls.preadv), slow(calls.pwritev)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@EVERYWHERE
+def test_random_delays_change_nothing(row: str, stage: int, precision: str, tmp_path: Path) -> None:
+    def body(side: Sharded) -> list[Any]:
+        delay(side.engine, stage)
+        slow_disk(side.engine, stage)
+        found: list[Any] = []
+        for step in range(4):
+            with autocast(precision):
+                found.append(accumulate(side, step, 2))
+            side.step()
+            side.zero_grad()
+            if step == 1:
+                with torch.no_grad(), autocast(precision):
+                    found.append(side.module(tokens(9)).float())
+        return found
+
+    settings: dict[str, Any] = {"prefetch_bytes": 15_000, "reduce_bucket_bytes": 3000, "precision": precision}
+    with delays(stage):
+        compare(row, stage, tmp_path, body, lambda: Model(depth=4), **settings)
