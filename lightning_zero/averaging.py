@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor
-from torch.optim.swa_utils import get_swa_multi_avg_fn
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 from lightning_zero.engine import Engine, engine_of, values
 from lightning_zero.engine.engine import outside_autograd
@@ -25,73 +25,59 @@ _WAITING = "_lightning_zero_checkpoint"  # a checkpoint that was loaded before t
 _PATCHED = ("setup", "_swap_models", "_copy_average_to_current", "on_load_checkpoint", _WAITING)
 
 
-class ShardedAverage:
-    """Stands for the callback's ``AveragedModel``: same methods, on shards."""
+class _Tensors(nn.Module):
+    """This rank's master shards as parameters, the module's buffers as buffers: what torch's AveragedModel averages."""
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__()
+        for i, bucket in enumerate(engine.buckets):
+            self.register_parameter(str(i), nn.Parameter(bucket.master, requires_grad=False))
+        for name, buffer in engine.module.named_buffers():
+            self.register_buffer(name.replace(".", "/"), buffer)
+
+
+class _AveragedTensors(_Tensors):
+    """The averages. The callback loads plain checkpoints into them."""
+
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:  # type: ignore[override]
+        self.load(state, strict)
+
+    load: Callable[[Mapping[str, Any], bool], None]
+
+
+class ShardedAverage(AveragedModel):
+    """An ``AveragedModel`` of shards. Its state dict is that of an AveragedModel of the whole module."""
 
     @outside_autograd
     def __init__(self, engine: Engine, *, use_buffers: bool, device: Any = None, **kwargs: Any) -> None:
-        self.engine = engine
-        self._device = device
-        self._avg_fn: Callable[..., Any] | None = kwargs.get("avg_fn")
-        self._multi_avg_fn: Callable[..., Any] | None = kwargs.get("multi_avg_fn")
-        if self._avg_fn is None and self._multi_avg_fn is None:
-            self._multi_avg_fn = get_swa_multi_avg_fn()
-        self._use_buffers = use_buffers
-        self.n_averaged = torch.tensor(0, dtype=torch.long)
         engine.settle()
-        self._shards = [self._place(b.master) for b in engine.buckets]
-        self._buffers = [self._place(b) for b in engine.module.buffers()]
-        self.module = _AveragedModule(self)
-
-    def _place(self, tensor: Tensor) -> Tensor:
-        return tensor.detach().to(self._device if self._device is not None else tensor.device, copy=True)
+        super().__init__(_AveragedTensors(engine), device=device, use_buffers=use_buffers, **kwargs)  # type: ignore[no-untyped-call]
+        self.engine = engine
+        self.module.load = self._load
 
     @outside_autograd
-    def update_parameters(self, module: Any) -> None:
-        engine = self.engine
-        engine.settle()
-        current = [b.master for b in engine.buckets]
-        # A bucket that was frozen and is trainable now has a master of another dtype.
-        self._shards = [a.to(c.dtype) for a, c in zip(self._shards, current, strict=True)]
-        own = list(self._shards)
-        if self._use_buffers:
-            own, current = own + self._buffers, current + list(engine.module.buffers())
-        self._average(own, current)
-        if not self._use_buffers:
-            for average, buffer in zip(self._buffers, engine.module.buffers(), strict=True):
-                average.copy_(buffer)
-        self.n_averaged += 1
-
-    def _average(self, own: list[Tensor], current: list[Tensor]) -> None:
-        floats = [(a, c.to(a.device)) for a, c in zip(own, current, strict=True) if a.is_floating_point()]
-        for a, c in zip(own, current, strict=True):
-            if self.n_averaged == 0 or not a.is_floating_point():
-                a.copy_(c)
-        if self.n_averaged == 0:
-            return
-        if self._multi_avg_fn is not None:
-            self._multi_avg_fn([a for a, _ in floats], [c for _, c in floats], self.n_averaged)
-        else:
-            assert self._avg_fn is not None
-            for a, c in floats:
-                a.copy_(self._avg_fn(a, c, self.n_averaged.to(a.device)))
+    def update_parameters(self, model: nn.Module) -> None:
+        self.engine.settle()
+        current = _Tensors(self.engine)
+        for average, now in zip(self.module.parameters(), current.parameters(), strict=True):
+            average.data = average.data.to(now.dtype)  # a bucket that was frozen may have another since it is not
+        super().update_parameters(current)
 
     @outside_autograd
     def exchange(self, *, swap: bool) -> None:
         """Put the averages into the model; with ``swap`` also the model's values into the averages."""
-        engine = self.engine
-        engine.settle()
-        pairs = [(a, b.master) for a, b in zip(self._shards, engine.buckets, strict=True)]
-        pairs += list(zip(self._buffers, engine.module.buffers(), strict=True))
-        for average, current in pairs:
-            previous = current.clone() if swap else None
-            current.copy_(average)
+        self.engine.settle()
+        current = _Tensors(self.engine)
+        tensors = (chain(t.parameters(), t.buffers()) for t in (self.module, current))
+        for average, now in zip(*tensors, strict=True):
+            previous = now.clone() if swap else None
+            now.copy_(average)
             if previous is not None:
                 average.copy_(previous)
-        engine.masters_changed()
+        self.engine.masters_changed()
 
-    def state_dict(self) -> dict[str, Any]:
-        """On all ranks: the ``AveragedModel``'s state dict with full tensors; empty on other ranks than 0."""
+    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+        """On all ranks: full tensors on rank 0; empty on other ranks."""
         self.exchange(swap=True)
         try:
             state = values.module_state_dict(self.engine)
@@ -100,26 +86,17 @@ class ShardedAverage:
         full = {f"module.{name}": value for name, value in state.items()}
         return {"n_averaged": self.n_averaged.clone(), **full} if full else {}
 
-    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:  # type: ignore[override]
         self.n_averaged.copy_(state["n_averaged"])
-        inner = {name.removeprefix("module."): value for name, value in state.items() if name != "n_averaged"}
-        self.module.load_state_dict(inner, strict=strict)
+        self._load({name.removeprefix("module."): v for name, v in state.items() if name != "n_averaged"}, strict)
 
-
-class _AveragedModule:
-    """Stands for ``AveragedModel.module``, which the callback loads plain checkpoints into."""
-
-    def __init__(self, average: ShardedAverage) -> None:
-        self._average = average
-
-    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        average = self._average
-        average.exchange(swap=True)
+    def _load(self, state: Mapping[str, Any], strict: bool) -> None:
+        self.exchange(swap=True)
         try:
-            values.load_module_state_dict(average.engine, state, strict=strict)
+            values.load_module_state_dict(self.engine, state, strict=strict)
         finally:
-            average.exchange(swap=True)
-        average.engine.settle()  # the current weights are loaded next
+            self.exchange(swap=True)
+        self.engine.settle()  # the current weights are loaded next
 
 
 def attach(trainer: pl.Trainer) -> None:
@@ -146,6 +123,12 @@ def average_shards(trainer: pl.Trainer, engine: Engine) -> None:
         if (checkpoint := callback.__dict__.pop(_WAITING, None)) is not None:
             assert trainer.lightning_module is not None
             _on_load_checkpoint(callback, trainer, trainer.lightning_module, checkpoint)
+
+
+def current_weights(checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The weights that training goes on with; the callback saves averages under their key."""
+    weights: Mapping[str, Any] = checkpoint.get("current_model_state", checkpoint["state_dict"])
+    return weights
 
 
 def let_go(trainer: pl.Trainer) -> None:

@@ -34,7 +34,7 @@ from torch.nn import Module, SyncBatchNorm
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
-from lightning_zero import averaging
+from lightning_zero import averaging, finetuning
 from lightning_zero.config import ConfigError, Precision, PrecisionConfig, ZeroConfig, make_config
 from lightning_zero.engine import Engine, engine_of, shard, values
 from lightning_zero.interruptions import Requeue, refuse_lonely_save
@@ -87,6 +87,7 @@ class ZeroStrategy(ParallelStrategy):
         self._num_nodes = 1
         self._to_load: tuple[Mapping[str, Any], bool] | None = None  # a state dict that waits for the shards, and strict
         self._requeue: Requeue | None = None
+        self._evaluation_starts = False
         self._process_group_backend = process_group_backend
         self._timeout = timeout
 
@@ -201,6 +202,7 @@ class ZeroStrategy(ParallelStrategy):
             atexit.register(_destroy_process_group)
         if self.lightning_module is not None:
             averaging.attach(self.lightning_module.trainer)
+            finetuning.attach(self.lightning_module.trainer)
 
     def set_world_ranks(self) -> None:
         if self.cluster_environment is not None:
@@ -315,6 +317,7 @@ class ZeroStrategy(ParallelStrategy):
                 engine.rest()
             if module._trainer is not None:
                 averaging.let_go(module.trainer)
+                finetuning.let_go(module.trainer)
         if self._requeue is not None:
             self._requeue.let_go()
             self._requeue = None
@@ -335,20 +338,36 @@ class ZeroStrategy(ParallelStrategy):
     # -- steps ----------------------------------------------------------------------------------------------------
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        self.engine.sync_buffers()  # as DDP does: ranks compute with rank 0's, which its own batches have changed
         with self.engine.step_scope("training_step"):
             return super().training_step(*args, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.engine.step_scope("validation_step", evaluation=True):
+        with self._evaluation("validation_step"):
             return super().validation_step(*args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.engine.step_scope("test_step", evaluation=True):
+        with self._evaluation("test_step"):
             return super().test_step(*args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.engine.step_scope("predict_step", evaluation=True):
+        with self._evaluation("predict_step"):
             return super().predict_step(*args, **kwargs)
+
+    def on_validation_start(self) -> None:
+        self._evaluation_starts = True
+
+    def on_test_start(self) -> None:
+        self._evaluation_starts = True
+
+    def on_predict_start(self) -> None:
+        self._evaluation_starts = True
+
+    def _evaluation(self, key: str) -> contextlib.AbstractContextManager[None]:
+        if self._evaluation_starts:  # once: nothing changes buffers now, and ranks may have more or fewer batches
+            self._evaluation_starts = False
+            self.engine.sync_buffers()
+        return self.engine.step_scope(key, evaluation=True)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         assert self.lightning_module is not None
@@ -408,9 +427,12 @@ class ZeroStrategy(ParallelStrategy):
                 f"the checkpoint holds {len(states)} optimizers, configure_optimizers() gives {len(self.optimizers)}. "
                 "Resume with the optimizers it was saved with, or load weights only (load_from_checkpoint)."
             )
+        frozen = [bucket for bucket in self.engine.buckets if not bucket.trainable]
         for optimizer, state in zip(self.optimizers, states, strict=True):
             if not isinstance(optimizer, _MockOptimizer):
                 values.load_optimizer_state(self.engine, optimizer, state)
+        if any(bucket.trainable for bucket in frozen):  # weights of frozen buckets were rounded when they were loaded
+            self._load_into_shards(self.engine, averaging.current_weights(checkpoint), strict=False)
 
 
 _FAILED = False

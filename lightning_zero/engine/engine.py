@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 
 from lightning_zero.config import ConfigError, Offload, Precision, Recompute, ZeroConfig
 from lightning_zero.engine import build
+from lightning_zero.engine.buffers import BufferSync
 from lightning_zero.engine.gradients import Reducer
 from lightning_zero.engine.guards import PlaceholderGuard
 from lightning_zero.engine.homes import opened
@@ -111,6 +112,7 @@ class Engine:
         self.shown: set[Bucket] = set()  # buckets inside a gather()
         self._guard = PlaceholderGuard(self.buckets)
         self._undo: list[Callable[[], None]] = self._wrap_blocks(module)
+        self._buffer_sync = BufferSync(module, self.comm)
         self.hooks = Hooks(self)
         self._register_hooks(module)
         for unit in self.units:
@@ -332,6 +334,11 @@ class Engine:
         self._pass_key, self._pass_owner = None, None
         self._ordinal += not self._evaluates
         self.comm.place = "between passes"
+
+    @outside_autograd
+    def sync_buffers(self) -> None:
+        """On all ranks: rank 0's buffers, if they have changed on any rank since."""
+        self._buffer_sync.sync(self.module)
 
     @contextlib.contextmanager
     def step_scope(self, key: str = "step", *, evaluation: bool = False) -> Iterator[None]:

@@ -373,6 +373,11 @@ class ShardedOptimizer:
     def _prefers_fused(self, group: dict[str, Any], params: Sequence[Tensor]) -> bool:
         """Where the user has chosen no implementation, torch's fused kernel: the only one that is fast on a CPU."""
         free = group.get("fused", False) is None and not group.get("foreach") and not group.get("capturable")
+        if isinstance(self.optimizer, torch.optim.SGD):
+            if group["momentum"] and group["dampening"]:
+                return False  # momentum does not start at zero then, and the fused kernel starts all runs or none
+            if any(p.device.type == "cpu" and p.itemsize < 4 for p in params):
+                return False  # torch's fused kernel gives wrong numbers for bf16 on the CPU (2.13)
         return free and isinstance(self.optimizer, FUSED) and all(p.is_floating_point() for p in params)
 
     # -- state, keyed by parameter ----------------------------------------------------------------------------------
@@ -402,6 +407,8 @@ class ShardedOptimizer:
         self._runs.clear()
         self._steps = {key: _step_count(state) for key, state in states.items()}
         for bucket, groups in self._group_of().items():
+            if not bucket.trainable and any((bucket, slot) in states for slot in groups):
+                bucket.make_trainable()  # a fine-tuning callback had thawed it, and will again
             if bucket.trainable:
                 self._cut(bucket, groups)
                 with opened(bucket.home, changed=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -271,7 +272,7 @@ def _full_states(engine: Engine, sharded: ShardedOptimizer, wanted: bool) -> dic
             result[bucket, slot] = {
                 name: full[name][start : start + info.numel].view(info.shape).to("cpu", copy=True)
                 if isinstance(value, torch.dtype)
-                else value
+                else copy.deepcopy(value)  # a plain optimizer would add to a step count as often as it is shared
                 for name, value in entry.items()
             }
     return result

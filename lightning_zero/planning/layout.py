@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-PARAM_ALIGN = 16  # elements; 64 bytes of fp32 master
+PARAM_ALIGN = 32  # elements; 64 bytes of the narrowest master, bf16
 SHARD_ALIGN = 256  # elements
 
 

@@ -123,7 +123,7 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
     "adamw with maximize": lambda p: torch.optim.AdamW(p, lr=0.01, maximize=True, fused=True),
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, fused=True),
     "sgd with nesterov": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, fused=True),
-    "sgd with dampening": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.5, fused=True),
+    "sgd with dampening": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.5),
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.05, fused=True),
     "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5, centered=True),
     "adadelta": lambda p: torch.optim.Adadelta(p),
@@ -142,9 +142,10 @@ def test_element_wise_optimizers_of_torch(stage: int, name: str) -> None:
     check(Model, language_work, stage=stage, optimizer=OPTIMIZERS[name], steps=4, tolerance=1e-6)
 
 
-@on_ranks(2)
+@on_ranks(2, 3)
 @STAGES
-def test_param_groups_with_settings_of_their_own(stage: int) -> None:
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_true"])
+def test_param_groups_with_settings_of_their_own(stage: int, precision: str) -> None:
     """No decay for vectors: groups alternate inside every bucket."""
 
     def grouped(params: Iterable[nn.Parameter]) -> Optimizer:
@@ -157,7 +158,7 @@ def test_param_groups_with_settings_of_their_own(stage: int) -> None:
         ]
         return torch.optim.AdamW(groups, lr=0.01, weight_decay=0.3, fused=True)
 
-    check(Model, language_work, stage=stage, optimizer=grouped)
+    check(Model, language_work, stage=stage, precision=precision, optimizer=grouped)
 
 
 @on_ranks(2)
@@ -396,7 +397,8 @@ def test_optimizer_state_is_that_of_the_plain_optimizer(stage: int, precision: s
             train(side, range(3), precision)
         own = values.optimizer_state(sharded.engine, sharded.optimizer, only_rank_0=False)
         expected = twin.optimizer.state_dict()
-        assert own["param_groups"] == expected["param_groups"]
+        settings = [[{**group, "fused": None} for group in state["param_groups"]] for state in (own, expected)]
+        assert settings[0] == settings[1]
         assert own["state"].keys() == expected["state"].keys()
         for number, param in enumerate(module.parameters()):
             for key, value in expected["state"][number].items():

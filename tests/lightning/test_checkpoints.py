@@ -450,7 +450,7 @@ def _fail_alone(stage: str, root: Path) -> str:
     from lightning_zero import interruptions
 
     interruptions.MEET_S = 1.0
-    strategy = ZeroStrategy(stage, summary=False, stall_timeout_s=8.0)
+    strategy = ZeroStrategy(stage, summary=False, stall_timeout_s=3.0)
     of = trainer(strategy, root, enable_checkpointing=True, callbacks=[OnExceptionCheckpoint(root)])
     try:
         of.fit(seeded(lambda: Failing((1,))), loader())

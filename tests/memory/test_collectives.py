@@ -23,6 +23,7 @@ from lightning_zero.memory.collectives import (
     StallError,
     choose_transport,
 )
+from tests.engine.support import places_posted_often
 from tests.harness import on_ranks
 
 CPU = torch.device("cpu")
@@ -200,11 +201,12 @@ def test_a_host_backend_for_a_device_is_wrapped() -> None:
 
 @on_ranks(2, 3)
 def test_a_stall_names_the_operation_the_ranks_and_their_places() -> None:
-    from lightning_zero.memory import collectives
+    with places_posted_often():
+        _stall()
 
-    collectives.POST_PLACE_EVERY_S, before = 0.05, collectives.POST_PLACE_EVERY_S
+
+def _stall() -> None:
     comm = Communicator(dist.group.WORLD, CPU, stall_timeout_s=1.0)
-    collectives.POST_PLACE_EVERY_S = before
     last = comm.world_size - 1
     comm.place = f"at work on {comm.rank}"
     time.sleep(0.3)

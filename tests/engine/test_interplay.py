@@ -1,0 +1,378 @@
+"""Passes, backwards and steps that come between one another: each leaves the others' state as it was."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import lightning_zero
+from lightning_zero.engine.unit import State
+from tests.engine.support import (
+    Block,
+    Model,
+    Sharded,
+    Side,
+    Twin,
+    assert_same,
+    autocast,
+    check,
+    floats,
+    language_loss,
+    language_work,
+    sgd,
+    tokens,
+)
+from tests.harness import on_ranks
+
+WIDTH = 19
+PLAIN = pytest.mark.parametrize("plain", [False, True], ids=["told", "noticed"])
+
+
+class Blocks(nn.Module):
+    """Blocks in a row; the first ``depth`` of them if asked."""
+
+    def __init__(self, number: int = 4, kind: type[nn.Module] = Block) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(kind(WIDTH) for _ in range(number))
+
+    def forward(self, x: Tensor, depth: int | None = None) -> Tensor:
+        x = self.first(x)
+        for block in list(self.blocks)[:depth]:
+            x = block(x)
+        return x
+
+
+def scope(side: Side, key: str = "train") -> Any:
+    return side.engine.step_scope(key) if isinstance(side, Sharded) else contextlib.nullcontext()
+
+
+def square_work(side: Side, step: int) -> Tensor:
+    loss = side.module(floats(step, 4, WIDTH)).square().mean()
+    side.backward(loss)
+    return loss
+
+
+def slope_of_input(module: nn.Module, step: int) -> Tensor:
+    """``torch.autograd.grad`` of an input: no parameter gets a gradient."""
+    x = floats(step, 4, WIDTH).requires_grad_()
+    (slope,) = torch.autograd.grad(module(x).square().sum(), x)
+    return slope
+
+
+# -- autograd.grad beside backwards ------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@PLAIN
+@pytest.mark.parametrize("where", ["before the step", "between", "between, no_sync", "of a block"])
+def test_autograd_grad_keeps_the_gradients_held_so_far(stage: int, plain: bool, where: str) -> None:
+    def work(side: Side, step: int) -> Tensor:
+        with side.no_sync() if where == "between, no_sync" else contextlib.nullcontext():
+            loss = square_work(side, step)
+        if where == "of a block":
+            return slope_of_input(side.module.blocks[0], step + 50)
+        slope = slope_of_input(side.module, step + 50)
+        if where != "before the step":
+            loss = square_work(side, step + 20)
+        return slope + loss.detach()
+
+    check(Blocks, work, stage=stage, plain=plain)
+
+
+# -- inside gather -----------------------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_forward_inside_gather_leaves_masters_intact(stage: int, precision: str) -> None:
+    def work(side: Side, step: int) -> Tensor:
+        shown = lightning_zero.gather(side.module) if isinstance(side, Sharded) else contextlib.nullcontext()
+        with shown, torch.no_grad():
+            looked_at = side.module(tokens(step + 30))
+        loss = language_work(side, step).detach()
+        return loss if precision == "bf16" else looked_at + loss  # inside, bf16 runs on the unrounded masters
+
+    check(Model, work, stage=stage, precision=precision)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_a_step_inside_gather_is_refused_and_right_after_it(stage: int) -> None:
+    def work(side: Side, step: int) -> Tensor:
+        loss = language_work(side, step)
+        if isinstance(side, Sharded):
+            for target in (side.module, side.module.head.weight):
+                with lightning_zero.gather(target), pytest.raises(RuntimeError, match=r"step\(\) inside gather"):
+                    side.step()
+        return loss
+
+    check(Model, work, stage=stage)
+
+
+# -- manual optimization: several passes and steps in one scope --------------------------------------------------------
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("prefetch_bytes", [0, 10**6])
+def test_what_was_gathered_ahead_of_a_step_is_not_used_after_it(stage: int, prefetch_bytes: int) -> None:
+    def work(side: Side, step: int) -> Tensor:
+        with scope(side):
+            language_work(side, step)
+            with torch.no_grad():
+                side.module(tokens(step, 1))
+            side.step()
+            side.zero_grad()
+            with torch.no_grad():
+                looked_at = side.module(tokens(step, 2))
+            loss = language_loss(side.module, tokens(step, 3))
+            side.backward(loss)
+        return looked_at + loss.detach()
+
+    check(Model, work, steps=4, stage=stage, prefetch_bytes=prefetch_bytes)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [0, 1])
+@PLAIN
+def test_accumulation_goes_on_over_scopes(stage: int, plain: bool) -> None:
+    def work(side: Side, step: int) -> Tensor:
+        with scope(side), side.no_sync():
+            first = square_work(side, step)
+        with scope(side):
+            return first.detach() + square_work(side, step + 20)
+
+    check(Blocks, work, stage=stage, plain=plain)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [0, 1])
+def test_what_only_no_sync_backwards_left_is_not_stepped_measured_or_clipped(stage: int) -> None:
+    def work(side: Side, step: int) -> Tensor:
+        with side.no_sync():
+            first = language_work(side, step)
+        if isinstance(side, Sharded):
+            for use in (side.step, lambda: lightning_zero.grad_norm(side.module), lambda: side.clip(1.0)):
+                with pytest.raises(RuntimeError, match="no_sync.*not been reduced"):
+                    use()
+        return first.detach() + language_work(side, step + 20)
+
+    check(Model, work, stage=stage)
+
+
+# -- passes that end early, or on one rank only ------------------------------------------------------------------------
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("prefetch_bytes", [1, 10**6])
+def test_ranks_leave_a_step_after_different_numbers_of_blocks(prefetch_bytes: int) -> None:
+    """Each has looked ahead from where it stopped; the next step is right on both."""
+    lengths = {0: (1, 3), 1: (3, 1)}
+
+    def work(side: Side, step: int) -> Tensor:
+        if step in (3, 4):
+            with scope(side):
+                x = floats(step, 4, WIDTH)
+                for block in list(side.module.blocks)[: lengths[dist.get_rank()][step - 3]]:
+                    x = block(x)
+        with scope(side):
+            return square_work(side, step)
+
+    check(lambda: Blocks(6), work, steps=6, prefetch_bytes=prefetch_bytes, stall_timeout_s=10)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_forward_on_one_rank_does_not_hang(stage: int, grad: bool) -> None:
+    def work(side: Side, step: int) -> Tensor:
+        if dist.get_rank() == 0:
+            with torch.set_grad_enabled(grad):
+                side.module(tokens(step + 50))
+        return language_work(side, step)
+
+    check(Model, work, stage=stage, stall_timeout_s=5)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("evaluation", [True, False], ids=["evaluation", "training"])
+def test_passes_that_end_early_or_skip_do_not_pile_units_up(evaluation: bool) -> None:
+    number = 12
+    with Sharded(Blocks(number), prefetch_bytes=1, stall_timeout_s=10) as side:
+        engine = side.engine
+        gathered: list[int] = []
+
+        def look(*_: str) -> None:
+            gathered.append(sum(unit.state is not State.SHARDED for unit in engine.units[1:]))
+
+        engine.comm.observers.append(look)
+        for path in ([*range(number)], [*range(number)], [0], [0, number - 1], [*range(number)], [5]):
+            with engine.step_scope("s", evaluation=evaluation), torch.set_grad_enabled(not evaluation):
+                x = floats(0, 4, WIDTH)
+                for i in path:
+                    x = side.module.blocks[i](x)
+            if not evaluation:
+                engine.backward(x.sum())
+            assert max(gathered) <= 3, path
+        assert gathered
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("scoped", [False, True])
+def test_a_path_that_changes_for_good_is_soon_known(scoped: bool) -> None:
+    with Sharded(Blocks(12), stall_timeout_s=10) as side:
+        exchanged: list[bool] = []
+        side.engine.comm.observers.append(lambda kind, _: exchanged.append(kind == "exchange"))
+
+        def passes(depth: int, number: int) -> int:
+            """How many of them had to agree."""
+            count = 0
+            for step in range(number):
+                exchanged.clear()
+                with scope(side) if scoped else contextlib.nullcontext():
+                    loss = side.module(floats(step, 4, WIDTH), depth).mean()
+                side.backward(loss)
+                side.step()
+                count += any(exchanged)
+            return count
+
+        assert passes(6, 3) == 1
+        assert 1 <= passes(12, 8) <= 4
+        assert passes(12, 3) == 0
+
+
+# -- what goes in and out of units -------------------------------------------------------------------------------------
+
+
+class IgnoresItsSecondInput(Block):
+    def forward(self, x: Tensor, other: Tensor) -> Tensor:
+        return super().forward(x)
+
+
+class FeedsWhatIsIgnored(Blocks):
+    def __init__(self) -> None:
+        super().__init__(3, IgnoresItsSecondInput)
+        self.beside = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        other = self.beside(x)
+        for block in self.blocks:
+            x = block(self.first(x), other)
+        return x
+
+
+@on_ranks(2)
+def test_an_ignored_input_has_no_gradient_and_not_zeros() -> None:
+    """AdamW leaves parameters without a gradient alone, and decays those with zeros."""
+    twins: list[Twin] = []
+
+    def work(side: Side, step: int) -> Tensor:
+        if isinstance(side, Twin):
+            twins.append(side)
+        return square_work(side, step)
+
+    check(FeedsWhatIsIgnored, work)
+    assert twins[0].module.beside.weight not in twins[0].grads
+
+
+class Hides(Block):
+    """Leaves a part of the loss on itself, made after its output: autograd gets there first."""
+
+    kind = ""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.scale, self.linear = nn.Parameter(torch.ones(1, width)), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        self.hidden = (self.linear(out) if self.kind == "linear" else out * self.scale).square().mean()
+        return out
+
+
+@on_ranks(2)
+@PLAIN
+@pytest.mark.parametrize("kind", ["scale", "linear"])
+def test_a_hidden_output_is_an_error_that_names_the_unit(plain: bool, kind: str) -> None:
+    module = Blocks(2, Hides)
+    for block in module.blocks:
+        block.kind = kind
+    with Sharded(module, plain=plain) as side:
+        for _ in range(2):
+            with scope(side):
+                out = side.module(floats(0, 4, WIDTH))
+                loss = out.square().mean() + sum(block.hidden for block in side.module.blocks)
+            with pytest.raises(RuntimeError, match=r"blocks\.1.*another way than its outputs"):
+                side.backward(loss)
+            side.engine.abort()
+            del out, loss
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("reentrant", [False, True], ids=["nonreentrant", "reentrant"])
+def test_two_checkpoints_of_the_whole_model(stage: int, reentrant: bool) -> None:
+    def work(side: Side, step: int) -> Tensor:
+        inputs = [floats(step + 50 * i, 4, WIDTH).requires_grad_() for i in range(2)]
+        loss = sum(checkpoint(side.module, x, use_reentrant=reentrant).square().mean() for x in inputs)
+        side.backward(loss)  # type: ignore[arg-type]
+        return loss  # type: ignore[return-value]
+
+    check(Blocks, work, stage=stage, plain=True, optimizer=sgd, tolerance=1e-6)
+
+
+class ReturnsItsWeight(Block):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return super().forward(x), self.up.weight
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_returned_parameter_does_not_collect_hooks(stage: int) -> None:
+    with Sharded(nn.ModuleList([ReturnsItsWeight(WIDTH)]), stage=stage) as side:
+        block = side.module[0]
+        for step in range(3):
+            out, weight = block(floats(step, 4, WIDTH))
+            side.backward(out.mean())
+            assert weight is block.up.weight and not weight._backward_hooks
+            side.step()
+            side.zero_grad()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("max_bytes", [1500, 6000])
+def test_attention_that_reads_its_children_s_weights(precision: str, max_bytes: int) -> None:
+    """``nn.MultiheadAttention`` uses ``out_proj.weight`` without a call; in eval mode, a layer all of its weights."""
+
+    def build() -> nn.Module:
+        layer = nn.TransformerEncoderLayer(16, 2, 33, dropout=0.0, batch_first=True)
+        return nn.Sequential(layer, nn.TransformerEncoderLayer(16, 2, 33, dropout=0.0, batch_first=True))
+
+    torch.manual_seed(3)
+    module = build()
+    twin = Twin(module, precision=precision)
+    with Sharded(module, precision=precision, unit={"max_bytes": max_bytes}) as sharded:
+        assert len(sharded.engine.units) > 3
+        for step in range(3):
+            seen = []
+            for side in (sharded, twin):
+                with autocast(precision):
+                    side.backward(side.module(floats(step, 2, 5, 16)).square().mean())
+                    side.step()
+                    side.zero_grad()
+                    side.module.eval()
+                    with torch.no_grad():
+                        seen.append(side.module(floats(step, 2, 5, 16)).float())
+                    side.module.train()
+            torch.testing.assert_close(seen[0], seen[1], atol=0.05 if precision == "bf16" else 1e-5, rtol=0)
+            assert_same(sharded, twin)

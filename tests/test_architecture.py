@@ -1,0 +1,159 @@
+"""The rules of the house (architecture, section 11), read from the sources."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import lightning_zero
+
+PACKAGE = Path(lightning_zero.__file__).parent
+LAYERS = ["config", "planning", "memory", "engine", "checkpoint", "strategy", "entry points"]
+# Modules at the top level that are no layer of their own; the rest are found by their folder.
+TOP_LEVEL = {
+    "config": "config",
+    "presets": "config",
+    "registration": "strategy",  # imports it when Lightning is there
+    "finetuning": "strategy",
+    "summary": "strategy",
+    "precision": "strategy",
+    "callbacks": "strategy",
+    "averaging": "strategy",
+    "interruptions": "strategy",
+    "strategy": "strategy",
+}
+ENTRY_POINTS = {"train", "plan", "submit", "export", "build", "hydra_schema"}
+USES_HYDRA = {"train", "plan", "submit", "export", "hydra_schema"}
+# What the main job trains. Layers do not import it.
+MAIN_JOB = {"models", "data"}
+COLLECTIVES = re.compile(
+    r"^(all_gather|all_reduce|reduce_scatter|all_to_all|broadcast|scatter|gather|reduce|send|recv|isend|irecv|barrier"
+    r"|monitored_barrier|new_group|batch_isend_irecv)(_.*)?$"
+)
+
+
+def modules() -> list[Path]:
+    return sorted(p for p in PACKAGE.rglob("*.py") if "conf" not in p.relative_to(PACKAGE).parts[:1])
+
+
+def name_of(path: Path) -> str:
+    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
+
+
+def layer_of(name: str) -> str | None:
+    first = name.split(".")[0]
+    if first in ENTRY_POINTS:
+        return "entry points"
+    if first in TOP_LEVEL:
+        return TOP_LEVEL[first]
+    return first if first in LAYERS else None
+
+
+def imports_of(path: Path) -> Iterator[str]:
+    """Names of imported modules, those imported inside of functions and for type checking included."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def calls_of(path: Path) -> Iterator[tuple[str, str]]:
+    """Calls as (what it is called on, name)."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            yield ast.unparse(node.func.value), node.func.attr
+
+
+def in_layer(*layers: str) -> list[Path]:
+    return [p for p in modules() if layer_of(name_of(p)) in layers]
+
+
+@pytest.mark.parametrize("path", modules(), ids=name_of)
+def test_every_module_has_a_place_in_the_house(path: Path) -> None:
+    name = name_of(path)
+    assert layer_of(name) or name in ("", "__init__") or name.split(".")[0] in MAIN_JOB, f"{name}: which layer is it?"
+
+
+@pytest.mark.parametrize("path", modules(), ids=name_of)
+def test_imports_run_one_way(path: Path) -> None:
+    own = layer_of(name_of(path))
+    if own is None:
+        return
+    for imported in imports_of(path):
+        if not imported.startswith("lightning_zero."):
+            continue
+        other = layer_of(imported.removeprefix("lightning_zero."))
+        assert other is not None or own == "entry points", f"{imported} is no layer"
+        if other is not None:
+            assert LAYERS.index(other) <= LAYERS.index(own), f"{own} imports {imported}"
+
+
+def imports_package(path: Path, *packages: str) -> list[str]:
+    return [i for i in imports_of(path) if any(i == p or i.startswith(p + ".") for p in packages)]
+
+
+@pytest.mark.parametrize("path", in_layer("config", "planning", "memory", "engine", "checkpoint"), ids=name_of)
+def test_layers_below_the_strategy_know_no_lightning(path: Path) -> None:
+    assert not imports_package(path, "lightning", "pytorch_lightning")
+
+
+@pytest.mark.parametrize("path", in_layer("config", "planning"), ids=name_of)
+def test_planning_knows_no_process_group(path: Path) -> None:
+    assert not imports_package(path, "torch.distributed")
+    assert "torch.distributed" not in path.read_text()
+
+
+@pytest.mark.parametrize("path", modules(), ids=name_of)
+def test_only_entry_points_know_hydra(path: Path) -> None:
+    if name_of(path) not in USES_HYDRA:
+        assert not imports_package(path, "hydra", "omegaconf")
+
+
+@pytest.mark.parametrize("path", in_layer("config", "planning", "memory", "engine", "checkpoint"), ids=name_of)
+def test_one_file_calls_collectives(path: Path) -> None:
+    if name_of(path) == "memory.collectives":
+        return
+    for target, name in calls_of(path):
+        if target in ("dist", "torch.distributed"):
+            assert not COLLECTIVES.match(name), f"{target}.{name}: only memory/collectives.py calls collectives"
+    for imported in imports_package(path, "torch.distributed"):
+        assert not COLLECTIVES.match(imported.rpartition(".")[2]), imported
+
+
+@pytest.mark.parametrize("path", modules(), ids=name_of)
+def test_one_file_registers_hooks(path: Path) -> None:
+    if name_of(path) == "engine.hooks":
+        return
+    for target, name in calls_of(path):
+        assert not (name.startswith("register_") and "hook" in name), f"{target}.{name}: hooks belong into engine/hooks.py"
+
+
+@pytest.mark.parametrize("path", in_layer("engine"), ids=name_of)
+def test_the_engine_asks_for_placements_and_not_for_stages(path: Path) -> None:
+    source = path.read_text()
+    code = ast.unparse(ast.parse(source))
+    assert not re.search(r"Stage\.zero\d|['\"]zero[0-3]['\"]", code)
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Compare):
+            text = ast.unparse(node)
+            assert not re.search(r"\bstage\b", text), f"{name_of(path)} asks: {text}"
+
+
+def test_the_rules_find_what_breaks_them(tmp_path: Path) -> None:
+    """The checks above look for something: each finds its own example."""
+    example = tmp_path / "example.py"
+    example.write_text(
+        "import hydra.core\nfrom lightning.pytorch import Trainer\nimport torch.distributed as dist\n"
+        "dist.all_reduce(x)\nmodule.register_forward_hook(f)\n"
+    )
+    assert imports_package(example, "hydra") and imports_package(example, "lightning")
+    calls = list(calls_of(example))
+    assert COLLECTIVES.match(calls[0][1]) and calls[0][0] == "dist"
+    assert calls[1][1].startswith("register_") and "hook" in calls[1][1]
+    assert layer_of("engine.unit") == "engine" and layer_of("train") == "entry points"
