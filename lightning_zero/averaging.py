@@ -7,7 +7,8 @@ without sharding.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -20,9 +21,20 @@ from torch.optim.swa_utils import AveragedModel
 
 from lightning_zero.engine import Engine, engine_of, values
 from lightning_zero.engine.engine import outside_autograd
+from lightning_zero.engine.homes import opened
 
 _WAITING = "_lightning_zero_checkpoint"  # a checkpoint that was loaded before there were shards
 _PATCHED = ("setup", "_swap_models", "_copy_average_to_current", "on_load_checkpoint", _WAITING)
+
+
+@contextlib.contextmanager
+def _masters(engine: Engine, *, changed: bool = False) -> Iterator[None]:
+    """Inside, the masters of all buckets are in memory, which the averages take once more anyway."""
+    engine.settle()
+    with contextlib.ExitStack() as stack:
+        for bucket in engine.buckets:
+            stack.enter_context(opened(bucket.home, changed=changed))
+        yield
 
 
 class _Tensors(nn.Module):
@@ -50,30 +62,30 @@ class ShardedAverage(AveragedModel):
 
     @outside_autograd
     def __init__(self, engine: Engine, *, use_buffers: bool, device: Any = None, **kwargs: Any) -> None:
-        engine.settle()
-        super().__init__(_AveragedTensors(engine), device=device, use_buffers=use_buffers, **kwargs)  # type: ignore[no-untyped-call]
+        with _masters(engine):
+            super().__init__(_AveragedTensors(engine), device=device, use_buffers=use_buffers, **kwargs)  # type: ignore[no-untyped-call]
         self.engine = engine
         self.module.load = self._load
 
     @outside_autograd
     def update_parameters(self, model: nn.Module) -> None:
-        self.engine.settle()
-        current = _Tensors(self.engine)
-        for average, now in zip(self.module.parameters(), current.parameters(), strict=True):
-            average.data = average.data.to(now.dtype)  # a bucket that was frozen may have another since it is not
-        super().update_parameters(current)
+        with _masters(self.engine):
+            current = _Tensors(self.engine)
+            for average, now in zip(self.module.parameters(), current.parameters(), strict=True):
+                average.data = average.data.to(now.dtype)  # a bucket that was frozen may have another since it is not
+            super().update_parameters(current)
 
     @outside_autograd
     def exchange(self, *, swap: bool) -> None:
         """Put the averages into the model; with ``swap`` also the model's values into the averages."""
-        self.engine.settle()
-        current = _Tensors(self.engine)
-        tensors = (chain(t.parameters(), t.buffers()) for t in (self.module, current))
-        for average, now in zip(*tensors, strict=True):
-            previous = now.clone() if swap else None
-            now.copy_(average)
-            if previous is not None:
-                average.copy_(previous)
+        with _masters(self.engine, changed=True):
+            current = _Tensors(self.engine)
+            tensors = (chain(t.parameters(), t.buffers()) for t in (self.module, current))
+            for average, now in zip(*tensors, strict=True):
+                previous = now.clone() if swap else None
+                now.copy_(average)
+                if previous is not None:
+                    average.copy_(previous)
         self.engine.masters_changed()
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]

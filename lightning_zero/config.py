@@ -130,7 +130,7 @@ class OffloadConfig:
         nvme_budget: bytes of files that one rank may hold. ``None``: what the disk has free.
         threads: CPU threads of a rank's offloaded step. ``None``: the cores of the machine over the local ranks, less
             one for transfers where there are several.
-        io_threads: reads and writes in flight at a time.
+        io_threads: reads and writes in flight at a time. ``None``: 4.
     """
 
     name: Offload = Offload.none
@@ -139,7 +139,7 @@ class OffloadConfig:
     host_budget: int | None = None
     nvme_budget: int | None = None
     threads: int | None = None
-    io_threads: int = 4
+    io_threads: int | None = None
 
     def __post_init__(self) -> None:
         for key in ("device_budget", "host_budget", "nvme_budget", "threads", "io_threads"):
@@ -152,7 +152,8 @@ class OffloadConfig:
                 f"zero.offload.nvme_path: expected a folder on a local disk for zero/offload={self.name.name}, got "
                 "none. Set zero.offload.nvme_path=/path, or LIGHTNING_ZERO_NVME_PATH=/path for a preset string."
             )
-        ignored = [k for k in ("nvme_path", "nvme_budget") if getattr(self, k) is not None and not uses_nvme]
+        of_nvme = ("nvme_path", "nvme_budget", "io_threads")
+        ignored = [k for k in of_nvme if getattr(self, k) is not None and not uses_nvme]
         if self.name is not Offload.auto and self.device_budget is not None:
             ignored.append("device_budget")
         if self.name is Offload.none:
@@ -247,7 +248,7 @@ class ZeroConfig:
     summary: bool = True
 
     def __post_init__(self) -> None:
-        _check_rows(self.stage.name, self.offload.name)
+        check_rows(self.stage.name, self.offload.name)
         _positive("zero.prefetch_bytes", self.prefetch_bytes, zero_ok=True)
         _positive("zero.keep_gathered_bytes", self.keep_gathered_bytes, zero_ok=True)
         _positive("zero.reduce_bucket_bytes", self.reduce_bucket_bytes)
@@ -265,7 +266,7 @@ class ZeroConfig:
             )
 
 
-def _check_rows(stage: Stage, offload: Offload) -> None:
+def check_rows(stage: Stage, offload: Offload) -> None:
     """Which rows of ``zero/offload`` go with which stages."""
     moves_params = offload in {Offload.cpu, Offload.nvme, Offload.optimizer_cpu_param_nvme}
     if moves_params and stage is not Stage.zero3:

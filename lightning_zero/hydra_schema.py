@@ -6,16 +6,18 @@ Imported by the entry points and by the Hydra plugin only, at the start of every
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
-from omegaconf import OmegaConf
+from omegaconf import BooleanNode, IntegerNode, OmegaConf
 
 from lightning_zero.config import ConfigError, Precision, ZeroConfig, choose
 
 TRAIN_SCHEMA = "lightning_zero_train"
+PLAN_SCHEMA = "lightning_zero_plan"
 RUN_NAME_RESOLVER = "lightning_zero_run_name"
 PRECISION_RESOLVER = "lightning_zero_precision"
 
@@ -110,6 +112,55 @@ class TrainConfig:
             raise ConfigError(f"seed: expected a number from 0 to 2**32 - 1, got {self.seed}. Change seed.")
 
 
+@dataclass(kw_only=True, slots=True)
+class MachineConfig:
+    """What the memory plan is made for. ``None``: as the machine at hand has it.
+
+    Attributes:
+        gpus: per host.
+        gpu_memory: of one GPU, such as ``80GB``, ``80GiB`` or a number of bytes.
+        host_memory: of one host, for all its processes.
+        nvme: of one host's disk.
+        nodes: hosts.
+    """
+
+    gpus: int | None = None
+    gpu_memory: Any = None
+    host_memory: Any = None
+    nvme: Any = None
+    nodes: int | None = None
+
+    def __post_init__(self) -> None:
+        for key in ("gpus", "nodes"):
+            value = getattr(self, key)
+            if value is not None and value < 1:
+                raise ConfigError(f"machine.{key}: expected a number > 0, got {value}. Change machine.{key}.")
+        for key in ("gpu_memory", "host_memory", "nvme"):
+            value = getattr(self, key)
+            if value is not None:
+                setattr(self, key, parse_bytes(f"machine.{key}", value))
+
+
+_UNITS = {"": 1, "B": 1} | {
+    f"{letter}{i}B": (1024 if i else 1000) ** power for power, letter in enumerate("KMGTP", 1) for i in ("", "i")
+}
+
+
+def parse_bytes(key: str, value: Any) -> int:
+    """``80GB``, ``74.5GiB`` or a plain number of bytes.
+
+    Raises:
+        ConfigError: it is nothing of that.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d*)?(?:e\d+)?) *([a-z]*)", str(value).strip(), re.IGNORECASE)
+    unit = next((n for name, n in _UNITS.items() if match and name.lower() == match[2].lower()), None)
+    if match is None or unit is None or isinstance(value, bool):
+        raise ConfigError(
+            f"{key}: expected a size such as 80GB, 80GiB or a number of bytes, got {value!r}. Change {key}."
+        )
+    return int(float(match[1]) * unit)
+
+
 def run_name() -> str:
     """The name of a run's folder: one for all processes of a run, and the same again when a SLURM job is requeued.
 
@@ -139,6 +190,9 @@ def register_schema() -> None:
     """
     store = ConfigStore.instance()
     store.store(name=TRAIN_SCHEMA, node=TrainConfig, provider="lightning_zero")
+    # What a plan takes besides a run's settings; train.yaml is merged into it.
+    plan = {"machine": MachineConfig, "json": BooleanNode(False), "optimizer_states": IntegerNode(None)}
+    store.store(name=PLAN_SCHEMA, node=plan, provider="lightning_zero")
     store.store(group="zero", name="schema", node=ZeroConfig, provider="lightning_zero")
     OmegaConf.register_new_resolver(RUN_NAME_RESOLVER, run_name, replace=True, use_cache=True)
     OmegaConf.register_new_resolver(PRECISION_RESOLVER, trainer_precision, replace=True)

@@ -418,7 +418,6 @@ class ZeroStrategy(ParallelStrategy):
     @staticmethod
     def _load_into_shards(engine: Engine, state: Mapping[str, Any], strict: bool) -> None:
         values.load_module_state_dict(engine, state, strict=strict)
-        engine.masters_changed()
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         states = checkpoint["optimizer_states"]

@@ -6,11 +6,13 @@ ends here, in one process, with a sentence and exit code 2. What goes wrong in t
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
 import sys
 import warnings
+from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -185,6 +187,7 @@ def run(config: TrainConfig) -> None:
     from lightning.pytorch import seed_everything
 
     from lightning_zero.data.text import TextData
+    from lightning_zero.summary import print_held
 
     _quieten()
     seed_everything(config.seed, workers=True, verbose=False)
@@ -201,6 +204,8 @@ def run(config: TrainConfig) -> None:
         last = getattr(trainer.checkpoint_callback, "last_model_path", "")
         print(f"checkpoint: {last}" if last else "no checkpoint was written")
     results = trainer.validate(model, datamodule=data, verbose=False) if trainer.enable_validation else []
+    if config.zero.summary and trainer.is_global_zero:
+        print_held(trainer.strategy.engine, config.trainer.accumulate_grad_batches)  # type: ignore[attr-defined]
     if trainer.is_global_zero:
         report({k: v for result in results for k, v in result.items()}, config.run_dir)
 
@@ -224,13 +229,29 @@ def report(metrics: dict[str, float], run_dir: str) -> None:
 
 @hydra.main(version_base="1.3", config_path="pkg://lightning_zero.conf", config_name="train")
 def _task(cfg: DictConfig) -> None:
+    with refusals():
+        run(train_config(cfg))
+
+
+def train_config(cfg: DictConfig) -> TrainConfig:
+    """The checked configuration of a run.
+
+    Raises:
+        ConfigError: a setting that cannot work.
+    """
+    check_keys(cfg)
+    config = OmegaConf.to_object(cfg)  # runs every __post_init__
+    assert isinstance(config, TrainConfig)
+    return config
+
+
+@contextlib.contextmanager
+def refusals() -> Iterator[None]:
+    """Around all that Hydra calls: a mistake in the configuration ends in a sentence and exit code 2."""
     global _entered
     _entered = True
     try:
-        check_keys(cfg)
-        config = OmegaConf.to_object(cfg)  # runs every __post_init__
-        assert isinstance(config, TrainConfig)
-        run(config)
+        yield
     except ConfigError as error:
         _refuse(str(error))
     except OmegaConfBaseException as error:
@@ -299,16 +320,21 @@ def _hydra_cannot_read(group: str, value: str) -> bool:
     return False
 
 
-def main() -> None:
+def start(task: Callable[[], None]) -> None:
+    """Compose the configuration and call ``task``, a function that :func:`hydra.main` has wrapped."""
     register_schema()  # also where the Hydra plugin is not found
     try:
         check_arguments(sys.argv[1:])
-        _task()
+        task()
     except ConfigError as error:
         _refuse(str(error))
     except SystemExit as stop:
         # Hydra's own errors (an unknown key or group, a wrong type) end with 1, as a failed training does.
         raise SystemExit(2 if stop.code == 1 and not _entered else stop.code) from None
+
+
+def main() -> None:
+    start(_task)
 
 
 if __name__ == "__main__":

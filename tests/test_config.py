@@ -14,6 +14,7 @@ from lightning_zero.config import (
     ConfigError,
     DType,
     Offload,
+    OffloadConfig,
     Precision,
     PrecisionConfig,
     Stage,
@@ -24,6 +25,8 @@ from lightning_zero.config import (
     make_config,
 )
 from lightning_zero.presets import PRESETS, preset_config
+
+NVME_PATH = "LIGHTNING_ZERO_NVME_PATH"
 
 
 def test_defaults_are_stage_3_on_the_device() -> None:
@@ -59,6 +62,17 @@ def test_every_way_to_write_a_stage(stage: Any) -> None:
         ({"precision": {"name": "fp32", "reduce_dtype": "bf16"}}, "zero.precision.reduce_dtype", "bf16"),
         ({"precision": {"name": "bf16_true", "grad_dtype": "fp32"}}, "zero.precision.grad_dtype", "fp32"),
         ({"precision": {"reduce_dtype": "int8"}}, "zero.precision.reduce_dtype", "int8"),
+        ({"offload": {"name": "none", "nvme_path": "/a"}}, "zero.offload.nvme_path", "none"),
+        ({"offload": {"name": "cpu", "nvme_path": "/a"}}, "zero.offload.nvme_path", "cpu"),
+        ({"offload": {"name": "cpu", "nvme_budget": 1}}, "zero.offload.nvme_budget", "cpu"),
+        ({"offload": {"name": "cpu", "io_threads": 2}}, "zero.offload.io_threads", "cpu"),
+        ({"offload": {"name": "cpu", "device_budget": 1}}, "zero.offload.device_budget", "cpu"),
+        ({"offload": {"name": "none", "host_budget": 1}}, "zero.offload.host_budget", "none"),
+        ({"offload": {"name": "none", "threads": 1}}, "zero.offload.threads", "none"),
+        ({"offload": {"name": "cpu", "threads": 0}}, "zero.offload.threads", "0"),
+        ({"offload": {"name": "cpu", "host_budget": -1}}, "zero.offload.host_budget", "-1"),
+        ({"offload": {"name": "nvme", "nvme_path": ""}}, "zero.offload.nvme_path", "nvme"),
+        ({"offload": {"name": "cpu", "nvme": "/a"}}, "zero.offload.nvme", "nvme_path"),
         ({"prefetch_byte": 1}, "zero.prefetch_byte", "prefetch_bytes"),
         ({"unit": {"clases": []}}, "zero.unit.clases", "classes"),
     ],
@@ -74,14 +88,37 @@ def test_zero_turns_prefetching_off() -> None:
     assert make_config(prefetch_bytes=0).prefetch_bytes == 0
 
 
-@pytest.mark.parametrize(("group", "row"), [("offload", "cpu"), ("offload", "nvme"), ("precision", "fp16")])
-def test_a_planned_row_is_not_a_typo(group: str, row: str) -> None:
-    with pytest.raises(ConfigError, match="not part of this release") as planned:
-        choose(group, row)
-    assert row in str(planned.value)
-    with pytest.raises(ConfigError) as typo:
-        choose(group, "zzz")
-    assert "not part of this release" not in str(typo.value)
+@pytest.mark.parametrize("row", ["optimizer_nvme", "optimizer_cpu_param_nvme", "nvme"])
+def test_files_need_a_folder(row: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By name it comes from the environment, else from the setting alone."""
+    monkeypatch.delenv(NVME_PATH, raising=False)
+    for given in (row, {"name": row}):
+        with pytest.raises(ConfigError) as error:
+            make_config(offload=given)
+        assert "zero.offload.nvme_path" in str(error.value)
+        assert NVME_PATH in str(error.value)
+    assert make_config(offload={"name": row, "nvme_path": "/a"}).offload.nvme_path == "/a"
+    monkeypatch.setenv(NVME_PATH, "/b")
+    assert make_config(offload=row).offload == OffloadConfig(name=Offload[row], nvme_path="/b")
+    assert make_config(offload={"name": row, "nvme_path": "/a"}).offload.nvme_path == "/a"
+    assert make_config(offload="cpu").offload.nvme_path is None
+    with pytest.raises(ConfigError, match="zero.offload.nvme_path"):
+        make_config(offload={"name": row})
+
+
+@pytest.mark.parametrize("row", [row.name for row in Offload])
+@pytest.mark.parametrize("stage", range(4))
+def test_rows_of_offload_and_stages(stage: int, row: str) -> None:
+    moves_params = row in ("cpu", "nvme", "optimizer_cpu_param_nvme")
+    fits = row == "none" or (stage == 3 if moves_params else stage >= 1)
+    settings: dict[str, Any] = {"stage": stage, "offload": {"name": row, "nvme_path": "/a" if "nvme" in row else None}}
+    if fits:
+        assert make_config(**settings).offload.name is Offload[row]
+        return
+    with pytest.raises(ConfigError) as error:
+        make_config(**settings)
+    assert f"zero/offload={row}" in str(error.value)
+    assert "zero/stage=zero3" in str(error.value)  # the way out
 
 
 def test_mappings_become_the_dataclasses() -> None:
@@ -109,13 +146,24 @@ def test_two_configs_share_no_lists() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
-def test_presets_build_or_say_that_they_are_not_there_yet(name: str) -> None:
+def test_presets_build(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(NVME_PATH, "/b")
     row = PRESETS[name]
-    if row.offload == "none":
-        assert preset_config(name) == make_config(stage=row.stage)
-    else:
-        with pytest.raises(ConfigError, match=f"zero/offload={row.offload} is not part of this release"):
-            preset_config(name)
+    config = preset_config(name)
+    assert (config.stage.name.name, config.offload.name.name) == row
+    assert config == make_config(stage=row.stage, offload=row.offload)
+    assert config.offload.nvme_path == ("/b" if "nvme" in name else None)
+
+
+def test_presets_are_those_of_the_design() -> None:
+    assert PRESETS == {
+        **{f"zero{n}": (f"zero{n}", "none") for n in range(4)},
+        "zero1_offload": ("zero1", "optimizer_cpu"),
+        "zero2_offload": ("zero2", "optimizer_cpu"),
+        "zero3_offload": ("zero3", "cpu"),
+        "zero3_offload_optimizer": ("zero3", "optimizer_cpu"),
+        "zero3_nvme": ("zero3", "nvme"),
+    }
 
 
 @given(st.text())

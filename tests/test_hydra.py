@@ -31,6 +31,7 @@ from lightning_zero.hydra_schema import (
 from lightning_zero.models.gpt import LitGPT
 from lightning_zero.precision import FLAGS
 from lightning_zero.presets import PRESETS, preset_config
+from lightning_zero.strategy import ZeroStrategy
 
 ROOT = Path(__file__).parent.parent
 CONF = ROOT / "conf"
@@ -94,11 +95,25 @@ def test_defaults_in_the_files_are_those_of_python() -> None:
     assert zero == make_config(precision="fp32")
 
 
-@pytest.mark.parametrize("name", sorted(n for n, row in PRESETS.items() if row.offload == "none"))
-def test_a_preset_is_a_composition_of_rows(name: str) -> None:
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_a_preset_is_a_composition_of_rows(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """By string, in Python and by Hydra: one configuration."""
+    folder = str(tmp_path)
     row = PRESETS[name]
-    zero = config_of(f"zero/stage={row.stage}", f"zero/offload={row.offload}", "zero.precision.name=null").zero
-    assert zero == preset_config(name)
+    uses_files = "nvme" in row.offload
+    by_hydra = config_of(
+        f"zero/stage={row.stage}",
+        f"zero/offload={row.offload}",
+        "zero.precision.name=null",
+        *([f"zero.offload.nvme_path={folder}"] if uses_files else []),
+    ).zero
+    offload = {"name": row.offload, **({"nvme_path": folder} if uses_files else {})}
+    in_python = ZeroStrategy(row.stage, config=make_config(offload=offload)).config
+    monkeypatch.setenv("LIGHTNING_ZERO_NVME_PATH", folder)
+    by_string = Trainer(strategy=name, accelerator="cpu", devices=1, logger=False, barebones=True).strategy
+    assert isinstance(by_string, ZeroStrategy)
+    assert by_hydra == in_python == by_string.config == preset_config(name)
+    assert by_hydra.offload.nvme_path == (folder if uses_files else None)
 
 
 def test_files_of_a_row_hold_its_name_alone() -> None:
@@ -275,10 +290,17 @@ def command_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.
         ("zero/offload=null", ["zero/offload", "null", "none"]),
         ("model=null", ["model", "null"]),
         ("logger=null", ["logger", "none"]),
-        # planned, not built
-        ("zero/offload=cpu", ["zero/offload=cpu", "not part of this release"]),
-        ("zero/offload=nvme", ["zero/offload=nvme", "not part of this release"]),
-        ("zero/precision=fp16", ["zero/precision=fp16", "not part of this release"]),
+        # offload
+        ("zero/offload=nvme", ["zero.offload.nvme_path", "LIGHTNING_ZERO_NVME_PATH"]),
+        ("zero/offload=optimizer_nvme", ["zero.offload.nvme_path", "LIGHTNING_ZERO_NVME_PATH"]),
+        ("zero/offload=nvme zero.offload.nvme_path=/none/here", ["zero.offload.nvme_path", "/none/here", "not exist"]),
+        ("zero/offload=cpu zero/stage=zero2", ["zero/offload=cpu", "zero/stage=zero2", "optimizer_cpu"]),
+        ("zero/offload=nvme zero/stage=zero1 zero.offload.nvme_path=/tmp", ["zero/offload=nvme", "optimizer_nvme"]),
+        ("zero/offload=optimizer_cpu zero/stage=zero0", ["zero/offload=optimizer_cpu", "zero/stage=zero1"]),
+        ("zero/offload=cpu zero.offload.nvme_path=/tmp", ["zero.offload.nvme_path", "zero/offload=cpu", "no effect"]),
+        ("zero.offload.host_budget=100", ["zero.offload.host_budget", "zero/offload=none", "no effect"]),
+        ("zero/offload=cpu zero.offload.io_threads=2", ["zero.offload.io_threads", "no effect"]),
+        ("zero/offload=gpu", ["zero/offload", "gpu", "optimizer_cpu"]),
         # a value
         ("zero.stage.name=zero9", ["zero9", "zero3"]),
         ("zero.comm.transport=pigeon", ["pigeon", "direct"]),

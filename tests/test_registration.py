@@ -84,27 +84,30 @@ def test_registering_again_changes_nothing() -> None:
     assert sys.meta_path == finders
 
 
-@pytest.mark.parametrize("name", [n for n, row in PRESETS.items() if row.offload == "none"])
-def test_trainer_takes_the_name(name: str) -> None:
+@pytest.mark.parametrize("name", list(PRESETS))
+def test_trainer_takes_the_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from lightning.pytorch import Trainer
 
     from lightning_zero import ZeroStrategy
     from lightning_zero.presets import preset_config
 
+    monkeypatch.setenv("LIGHTNING_ZERO_NVME_PATH", "/somewhere")
     trainer = Trainer(
         strategy=name.upper(), accelerator="cpu", devices=2, logger=False, enable_checkpointing=False, barebones=True
     )
     assert isinstance(trainer.strategy, ZeroStrategy)
-    assert trainer.strategy.config.stage == preset_config(name).stage
+    assert trainer.strategy.config == preset_config(name)
     assert trainer.world_size == 2
 
 
-@pytest.mark.parametrize("name", [n for n, row in PRESETS.items() if row.offload != "none"])
-def test_a_preset_that_is_not_there_yet_is_refused_with_a_sentence(name: str) -> None:
+def test_a_preset_with_files_needs_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     from lightning.pytorch import Trainer
 
-    with pytest.raises(ConfigError, match="not part of this release"):
-        Trainer(strategy=name, accelerator="cpu", devices=1, logger=False)
+    monkeypatch.delenv("LIGHTNING_ZERO_NVME_PATH", raising=False)
+    with pytest.raises(ConfigError) as error:
+        Trainer(strategy="zero3_nvme", accelerator="cpu", devices=1, logger=False)
+    assert "LIGHTNING_ZERO_NVME_PATH" in str(error.value)
+    assert "zero.offload.nvme_path" in str(error.value)
 
 
 def test_public_names() -> None:

@@ -78,6 +78,14 @@ def test_progress_bar_shows_loss_and_rate(finished: tuple[Path, subprocess.Compl
     assert "tokens_per_s=" in out
 
 
+def test_the_plan_is_shown_beside_what_was_measured(finished: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+    err = finished[1].stderr
+    assert err.count("bytes of rank 0 at rest") == 1
+    rows = re.findall(r"│ (compute_param|grad|optim_state) +│ device +│ +(\S+ \S+) +│ +(\S+ \S+) +│", err)
+    assert {"compute_param", "optim_state"} <= {role for role, _, _ in rows}, err
+    assert all(planned == measured for _, planned, measured in rows)
+
+
 def test_a_sample_is_printed_once(finished: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
     out = finished[1].stdout
     assert out.count("--- sample of generated text ---\ndef ") == 1

@@ -1,9 +1,11 @@
-"""From a module to units: who owns which parameter, materialisation of meta parameters, rank 0's values to all."""
+"""From a module to units: who owns which parameter and which share a bucket (pure, also for the memory plan);
+materialisation of meta parameters; rank 0's values to all."""
 
 from __future__ import annotations
 
 import fnmatch
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,7 +16,8 @@ from lightning_zero.config import ConfigError, DType, Precision, ZeroConfig
 from lightning_zero.engine.unit import Bucket, Dtypes, ParamInfo, Tiers, Unit
 from lightning_zero.memory.collectives import Communicator
 from lightning_zero.planning.layout import lay_out, split_by_bytes
-from lightning_zero.planning.placement import REPLICATED, STAGES, Placement, UnitBytes
+from lightning_zero.planning.memory import BucketShape, Itemsizes, unit_bytes
+from lightning_zero.planning.placement import REPLICATED, STAGES, UnitBytes
 from lightning_zero.planning.units import choose_units, owner_of
 
 # A parameter of the root unit with at least this many bytes has a bucket of its own: embedding and head lie at
@@ -22,6 +25,65 @@ from lightning_zero.planning.units import choose_units, owner_of
 ROOT_SPLIT_NBYTES = 1024 * 1024
 
 _DTYPES = {DType.fp32: torch.float32, DType.bf16: torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class BucketGroup:
+    """The parameters of one bucket: grouped by dtypes and by whether they are trainable, split by size."""
+
+    params: list[ParamInfo]
+    dtypes: Dtypes
+    trainable: bool
+    whole: bool  # stays replicated at every stage
+
+    def shape(self, unit: int) -> BucketShape:
+        """What planning needs to know."""
+        numels = tuple(info.numel for info in self.params)
+        return BucketShape(unit, numels, itemsizes(self.dtypes), self.trainable, self.whole)
+
+
+@dataclass(frozen=True, slots=True)
+class UnitGroup:
+    """The buckets of one unit, before anything is sharded."""
+
+    name: str  # fqn of the module, "" for the root
+    buckets: list[BucketGroup]
+
+
+def itemsizes(dtypes: Dtypes) -> Itemsizes:
+    """The dtypes of a bucket's roles, as planning takes them."""
+    return Itemsizes(dtypes.compute.itemsize, dtypes.master.itemsize, dtypes.reduce.itemsize, dtypes.grad.itemsize)
+
+
+def describe_units(module: nn.Module, config: ZeroConfig, precision: Precision) -> list[UnitGroup]:
+    """Units of ``module`` and their buckets, the root first. Sizes and dtypes only: the module may be on meta.
+
+    Raises:
+        ConfigError: units that do not occur, or DTensor parameters.
+    """
+    names = choose_units(module, config.unit)
+    owners: dict[str, list[tuple[nn.Parameter, list[str]]]] = {name: [] for name in ["", *names]}
+    known = set(names)
+    for param, fqns in _users_of_parameters(module):
+        if isinstance(param, DTensor):
+            raise ConfigError(
+                f"parameter {fqns[0]} is a DTensor: tensor parallelism is not supported together with "
+                "lightning_zero yet. Pass the plain module."
+            )
+        owners[owner_of((fqn.rpartition(".")[0] for fqn in fqns), known)].append((param, fqns))
+    fp32 = {id(p) for m in fp32_modules(module, config.precision.fp32_modules) for p in m.parameters(recurse=False)}
+    return [UnitGroup(name, _group(name, owners[name], fp32, config, precision)) for name in ["", *names]]
+
+
+def bucket_shapes(units: Sequence[UnitGroup]) -> list[BucketShape]:
+    """All buckets of a model, as planning takes them."""
+    return [bucket.shape(index) for index, unit in enumerate(units) for bucket in unit.buckets]
+
+
+def sizes_of(units: Sequence[UnitGroup], config: ZeroConfig, world_size: int) -> list[UnitBytes]:
+    """What the optimizer of each unit needs on one rank, for a split under budgets."""
+    row = STAGES[config.stage.name]
+    return [unit_bytes(u.name, (b.shape(0) for b in u.buckets), row, world_size) for u in units]
 
 
 def build_units(
@@ -39,49 +101,15 @@ def build_units(
     Raises:
         ConfigError: units that do not occur, DTensor parameters, or meta modules without ``reset_parameters``.
     """
-    names = choose_units(module, config.unit)
-    users = _users_of_parameters(module)
-    owners: dict[str, list[tuple[nn.Parameter, list[str]]]] = {name: [] for name in ["", *names]}
-    for param, fqns in users:
-        if isinstance(param, DTensor):
-            raise ConfigError(
-                f"parameter {fqns[0]} is a DTensor: tensor parallelism is not supported together with "
-                "lightning_zero yet. Pass the plain module."
-            )
-        owners[owner_of((fqn.rpartition(".")[0] for fqn in fqns), names)].append((param, fqns))
-    fp32 = {id(p) for m in fp32_modules(module, config.precision.fp32_modules) for p in m.parameters(recurse=False)}
-    sizes = [_unit_bytes(name, owners[name], fp32, config, precision, comm.world_size) for name in ["", *names]]
-    tiers = tiers_for(sizes)
-    ordered = [*names, ""]  # the root last: it owns what several units share
-    built: dict[str, Unit] = {}
-    for name in ordered:
-        _materialise(module, name, set(names), comm.device)
-        buckets = _build_buckets(name, owners[name], fp32, config, precision, comm, tiers[name])
-        built[name] = Unit(name, 0 if not name else 1 + names.index(name), buckets)
+    groups = describe_units(module, config, precision)
+    names = {group.name for group in groups if group.name}
+    tiers = tiers_for(sizes_of(groups, config, comm.world_size))
+    built: dict[int, Unit] = {}
+    for index, group in [*list(enumerate(groups))[1:], (0, groups[0])]:  # the root last: it owns what units share
+        _materialise(module, group.name, names, comm.device)
+        built[index] = Unit(group.name, index, _build_buckets(group, config, comm, tiers[group.name]))
     _move_buffers(module, comm)
-    return [built[name] for name in ["", *names]]
-
-
-STATES_PER_PARAM = 2  # of Adam; planned for before the optimizer is known
-
-
-def _unit_bytes(
-    name: str,
-    members: Sequence[tuple[nn.Parameter, list[str]]],
-    fp32: set[int],
-    config: ZeroConfig,
-    precision: Precision,
-    world_size: int,
-) -> UnitBytes:
-    """What a unit's trainable parameters need at rest on one rank."""
-    shares = world_size if STAGES[config.stage.name].master is Placement.sharded else 1
-    state = grad = 0
-    for param, _ in members:
-        if param.requires_grad:
-            dtypes = _dtypes(param, id(param) in fp32, config, precision)
-            state += param.numel() * dtypes.master.itemsize * (1 + STATES_PER_PARAM)
-            grad += param.numel() * dtypes.grad.itemsize
-    return UnitBytes(name, -(-state // shares), -(-grad // shares))
+    return [built[index] for index in range(len(groups))]
 
 
 def fp32_modules(module: nn.Module, patterns: Sequence[str]) -> Iterator[nn.Module]:
@@ -101,15 +129,13 @@ def _users_of_parameters(module: nn.Module) -> list[tuple[nn.Parameter, list[str
     return [(params[key], fqns) for key, fqns in names.items()]
 
 
-def _build_buckets(
+def _group(
     unit: str,
     members: Sequence[tuple[nn.Parameter, list[str]]],
     fp32: set[int],
     config: ZeroConfig,
     precision: Precision,
-    comm: Communicator,
-    tiers: Tiers,
-) -> list[Bucket]:
+) -> list[BucketGroup]:
     # Which parameters share a bucket does not depend on the stage: sums over buckets add in the same order at all.
     groups: dict[tuple[Dtypes, bool, bool], list[ParamInfo]] = {}
     for param, fqns in members:
@@ -118,18 +144,25 @@ def _build_buckets(
         dtype = dtypes.master if precision is Precision.bf16_true else param.dtype
         info = ParamInfo(param, tuple(fqns), param.shape, dtype)
         groups.setdefault((dtypes, param.requires_grad, whole), []).append(info)
-    buckets: list[Bucket] = []
+    buckets: list[BucketGroup] = []
     for (dtypes, trainable, whole), infos in groups.items():
-        row = REPLICATED if whole else STAGES[config.stage.name]
         for part in _split(infos, dtypes.reduce.itemsize, config.reduce_bucket_bytes, is_root=not unit):
             for slot, info in enumerate(part):
                 info.slot = slot
-            layout = lay_out([info.numel for info in part], comm.world_size)
-            label = f"{unit or '(root)'}#{len(buckets)}"
-            own_tiers = tiers.on_device if row == REPLICATED else tiers
-            bucket = Bucket(label, part, layout, row, dtypes, trainable, comm, own_tiers)
-            _fill(bucket)
-            buckets.append(bucket)
+            buckets.append(BucketGroup(part, dtypes, trainable, whole))
+    return buckets
+
+
+def _build_buckets(group: UnitGroup, config: ZeroConfig, comm: Communicator, tiers: Tiers) -> list[Bucket]:
+    buckets: list[Bucket] = []
+    for part in group.buckets:
+        row = REPLICATED if part.whole else STAGES[config.stage.name]
+        layout = lay_out([info.numel for info in part.params], comm.world_size)
+        label = f"{group.name or '(root)'}#{len(buckets)}"
+        own_tiers = tiers.on_device if row == REPLICATED else tiers
+        bucket = Bucket(label, part.params, layout, row, part.dtypes, part.trainable, comm, own_tiers)
+        _fill(bucket)
+        buckets.append(bucket)
     return buckets
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import os
 import shutil
 import time
@@ -43,6 +44,8 @@ from lightning_zero.memory.collectives import ABANDON_S, Communicator
 from lightning_zero.memory.tiers import HostTier, NvmeTier, available_host_memory
 from lightning_zero.planning.placement import OFFLOADS, ON_DEVICE, Budgets, Tier, UnitBytes, split_by_budget
 
+IO_THREADS = 4  # a disk wants several requests in flight
+
 _ENGINES: weakref.WeakKeyDictionary[nn.Module, Engine] = weakref.WeakKeyDictionary()
 
 
@@ -54,6 +57,12 @@ def engine_of(module: nn.Module) -> Engine | None:
 def engines() -> list[Engine]:
     """All live engines of this process."""
     return list(_ENGINES.values())
+
+
+def _close_tiers(tiers: Tiers, pid: int) -> None:
+    """Files and locks go with their engine, but not with a forked child's copy of it."""
+    if os.getpid() == pid:
+        tiers.close()
 
 
 def outside_autograd(method: Any) -> Any:
@@ -86,7 +95,11 @@ class Engine:
         self._module = weakref.ref(module)
         self.comm = Communicator(group, device, transport=config.comm.transport, stall_timeout_s=config.stall_timeout_s)
         self.tiers = Tiers(ON_DEVICE)
-        self.units: list[Unit] = build.build_units(module, config, self.precision, self.comm, self._make_tiers)
+        try:
+            self.units: list[Unit] = build.build_units(module, config, self.precision, self.comm, self._make_tiers)
+        except BaseException:
+            self.tiers.close()
+            raise
         self._worker: StepWorker | None = None
         self._stale: deque[tuple[Unit, list[Bucket]]] = deque()  # refreshes to be issued, in the order of units
         self._places = {id(info.param): Place(b, info) for u in self.units for b in u.buckets for info in b.params}
@@ -145,10 +158,16 @@ class Engine:
         nvme = None
         if Tier.nvme in used:
             assert offload.nvme_path is not None
+            taken = {other.tiers.nvme.instance for other in engines() if other.tiers.nvme is not None}
             nvme = NvmeTier(
-                offload.nvme_path, rank=self.comm.rank, budget=offload.nvme_budget, threads=offload.io_threads
+                offload.nvme_path,
+                rank=self.comm.rank,
+                instance=next(n for n in itertools.count() if n not in taken),
+                budget=offload.nvme_budget,
+                threads=offload.io_threads or IO_THREADS,
             )
         self.tiers = Tiers(ON_DEVICE, host, nvme)
+        weakref.finalize(self, _close_tiers, self.tiers, os.getpid())  # also at the end of the process
         return {unit.name: Tiers(row, host, nvme) for unit, row in zip(sizes, rows, strict=True)}
 
     def _budgets(self) -> Budgets:
@@ -286,9 +305,7 @@ class Engine:
         """On all ranks, each with the same full ``state``: load it into the shards."""
         from lightning_zero.engine import values
 
-        result = values.load_module_state_dict(self, state, strict=strict)
-        self.masters_changed()
-        return result
+        return values.load_module_state_dict(self, state, strict=strict)
 
     def optimizer_state(self, optimizer: Optimizer, *, only_rank_0: bool = True) -> dict[str, Any]:
         """On all ranks: ``optimizer.state_dict()`` as without sharding; by default empty on other ranks than 0."""
@@ -401,12 +418,16 @@ class Engine:
         for unit in self.units:
             unit.unshard_wait()
 
-    def _flush(self) -> None:
-        """Wait for offloaded steps, and issue the refreshes that follow them."""
+    def wait_for_steps(self) -> None:
+        """Wait for offloaded steps: until then they own the gradients that they were given."""
         if self._worker is not None:
             self._worker.wait()
             for bucket in self.buckets:
                 bucket.wait_step()
+
+    def _flush(self) -> None:
+        """Wait for offloaded steps, and issue the refreshes that follow them."""
+        self.wait_for_steps()
         while self._stale:
             self._refresh(self._stale[0][0])
 
@@ -577,6 +598,7 @@ class Engine:
 
     def forget_zeroed(self) -> None:
         """Drop the gradients that the user has cleared, and zero those zeroed, since the last backward."""
+        self.wait_for_steps()
         for bucket, grads in self.reducer.grads.items():
             if grads.used or grads.written or bucket.grad is not None:
                 cleared, zeroed = self.sentinels.changes(bucket)

@@ -95,7 +95,9 @@ class BucketGrads:
     def _add_on_host(self, reduced: Tensor) -> None:
         bucket = self.bucket
         pinned = reduced.device.type == "cuda"
-        host = torch.empty(reduced.shape, dtype=bucket.dtypes.grad, pin_memory=pinned)
+        # Added before it is rounded, as on the device.
+        dtype = bucket.dtypes.grad if bucket.grad is None else reduced.dtype
+        host = torch.empty(reduced.shape, dtype=dtype, pin_memory=pinned)
         host.copy_(reduced)
         if bucket.grad is None:
             bucket.grad = host

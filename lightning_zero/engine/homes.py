@@ -3,12 +3,14 @@
 A home owns tensors that stay the same objects for ever, so that runs, optimizer state and views of them need not know
 what is behind: on the device and in host memory they are always readable; in files they have memory only while the
 home is open, and lie in their extents otherwise. ``open`` and ``close`` nest.
+
+A home is used by one thread at a time: by the worker while a step of its bucket is under way, else by the main thread.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
@@ -49,22 +51,28 @@ class Home(Protocol):
         """While open: these are the optimizer state tensors that rest beside the master from now on."""
         ...
 
+    def free(self) -> None:
+        """Give its place back; the master is not readable any more."""
+        ...
+
 
 @contextlib.contextmanager
 def opened(home: Home, *, changed: bool = False) -> Iterator[Tensor]:
-    """The master tensor, readable inside (and writable, with ``changed``)."""
+    """The master tensor, readable inside (and writable, with ``changed``); at rest again afterwards."""
     home.open()
     try:
         yield home.master
     finally:
         home.close(changed=changed)
+        home.settle()
 
 
 class ResidentHome:
     """Always readable: device memory, or host memory (state that an optimizer makes lies beside its parameter)."""
 
-    def __init__(self, master: Tensor) -> None:
+    def __init__(self, master: Tensor, free: Callable[[], None] | None = None) -> None:
         self.master = master
+        self._free = free
 
     def begin_open(self) -> None: ...
 
@@ -75,6 +83,10 @@ class ResidentHome:
     def settle(self) -> None: ...
 
     def adopt(self, states: Sequence[Tensor]) -> None: ...
+
+    def free(self) -> None:
+        if self._free is not None:
+            self._free()
 
 
 class FileHome:
@@ -94,6 +106,7 @@ class FileHome:
         self._opens = 1
         self._place([master])
         self.close(changed=True)
+        self.settle()
 
     def begin_open(self) -> None:
         if not self._in_memory and not self._reading:
@@ -147,18 +160,34 @@ class FileHome:
             self._place(wanted)
 
     def _place(self, tensors: Sequence[Tensor]) -> None:
+        """Extents for ``tensors``: those there are, as far as they have the right size."""
+        spare = list(self._extents)
+        self._extents, self._tensors = [], list(tensors)
+        for tensor in self._tensors:
+            size = tensor.numel(), tensor.dtype
+            extent = next((e for e in spare if (e.numel, e.dtype) == size), None)
+            if extent is not None:
+                spare.remove(extent)
+            self._extents.append(extent)
+        self._tier.free(spare)
+        missing = [i for i, extent in enumerate(self._extents) if extent is None]
+        wanted = [Wanted(self._label, self._tensors[i].numel(), self._tensors[i].dtype) for i in missing]
+        for i, extent in zip(missing, self._tier.reserve(wanted), strict=True):
+            self._extents[i] = extent
+        self._changed = True
+
+    def free(self) -> None:
         self._tier.free(self._extents)
-        self._tensors = list(tensors)
-        self._extents = self._tier.reserve([Wanted(self._label, t.numel(), t.dtype) for t in tensors])
+        self._extents, self._tensors = [], []
 
 
-def host_tensor(tier: HostTier, label: str, values: Tensor, dtype: torch.dtype) -> Tensor:
+def host_home(tier: HostTier, label: str, values: Tensor, dtype: torch.dtype) -> ResidentHome:
     """A copy of ``values`` in the host tier: a real one, also where the device is the host."""
     extent = tier.reserve([Wanted(label, values.numel(), dtype)])[0]
     tensor = tier.resident(extent)
     assert tensor is not None
     copy_cast(values, tensor)
-    return tensor
+    return ResidentHome(tensor, free=lambda: tier.free([extent]))
 
 
 def copy_cast(source: Tensor, target: Tensor) -> None:
@@ -184,6 +213,7 @@ class ParamFile:
 
     def write(self, values: Tensor) -> None:
         """Replace the values; ``values`` is not needed any more when this returns."""
+        self.drop()
         self._tier.stage_out(self._extent, values).result()
 
     def begin_read(self) -> None:
@@ -203,5 +233,5 @@ class ParamFile:
     def drop(self) -> None:
         """Forget what was read: the file may change."""
         if self._reading is not None:
-            self._reading.result()
+            self._reading.exception()  # waits; whether it failed does not matter
         self._reading, self._staged = None, None

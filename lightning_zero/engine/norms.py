@@ -66,6 +66,7 @@ def scale_grads(engine: Engine, params: Iterable[nn.Parameter], factor: Tensor |
 
 def owned_grads(engine: Engine, params: Iterable[nn.Parameter]) -> list[Tensor]:
     """All that this rank holds of the reduced gradients of ``params``, as views (replicated ones whole)."""
+    engine.wait_for_steps()
     wanted: dict[Bucket, set[int]] = {}
     for param in params:
         place = engine.place_of(param)

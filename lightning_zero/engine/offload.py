@@ -76,8 +76,8 @@ class StepWorker:
     def wait(self) -> None:
         """Wait for everything that was submitted; its error is raised here."""
         if self._last is not None:
-            last, self._last = self._last, None
-            last.result()
+            self._last.result()  # an error is raised again whenever someone waits: nothing can be right afterwards
+            self._last = None
 
     def close(self) -> None:
         self._pool.shutdown(wait=threading.current_thread() is threading.main_thread())

@@ -52,9 +52,16 @@ class Place(NamedTuple):
 
 
 class Sliced(NamedTuple):
-    """A state value of one fragment."""
+    """A state value of one fragment, whose tensor may rest in a file."""
 
-    tensor: Tensor  # [fragment.numel]
+    whole: Tensor  # of the run
+    start: int
+    numel: int
+
+    @property
+    def tensor(self) -> Tensor:
+        """The values [fragment.numel]; the bucket's home is open."""
+        return self.whole[self.start : self.start + self.numel]
 
 
 class FlatRun(NamedTuple):
@@ -66,6 +73,12 @@ class FlatRun(NamedTuple):
     base: Tensor  # bucket.master as it was when the run was cut
 
 
+def is_known(optimizer: Optimizer) -> bool:
+    """Whether its step is one of torch's element-wise ones, not overridden."""
+    kind = type(optimizer)
+    return any(issubclass(kind, base) and kind.step is base.step for base in ELEMENTWISE)
+
+
 def check_supported(optimizer: Optimizer, *, declared_elementwise: bool) -> None:
     """Refuse optimizers that need more than slices of parameters.
 
@@ -73,8 +86,7 @@ def check_supported(optimizer: Optimizer, *, declared_elementwise: bool) -> None
         ConfigError: the optimizer is not known to be element-wise.
     """
     kind = type(optimizer)
-    known = any(issubclass(kind, base) and kind.step is base.step for base in ELEMENTWISE)
-    if not known and not declared_elementwise:
+    if not is_known(optimizer) and not declared_elementwise:
         raise ConfigError(
             f"zero.optimizer.elementwise: {kind.__module__}.{kind.__qualname__} is not known to compute each element "
             "from its own value, gradient and state alone, and ranks hold only slices of parameters. If it is "
@@ -204,7 +216,7 @@ class ShardedOptimizer:
     def _is_lazy(self, bucket: Bucket) -> bool:
         """Whether a bucket is stepped in the worker, on its own. Unknown optimizers may count steps for a whole group,
         so they step whole and at once."""
-        return bucket.tiers.row.steps_on_host and not self._per_fragment
+        return bucket.tiers.row.steps_on_host and is_known(self.optimizer)
 
     @contextlib.contextmanager
     def _open(self, buckets: Sequence[Bucket]) -> Iterator[None]:
@@ -287,7 +299,7 @@ class ShardedOptimizer:
         same_cuts = [(g, r.run) for g, r in present] == [(key[0], run) for key, run in wanted]  # type: ignore[index]
         if same_cuts and all(r.base is bucket.master for _, r in present):
             return
-        with opened(bucket.home, changed=True):
+        with opened(bucket.home):
             runs: list[tuple[int, FlatRun]] = []
             for key, run in wanted:
                 stop = run.fragments[-1].start + run.fragments[-1].numel if self._per_fragment else run.stop
@@ -394,7 +406,7 @@ class ShardedOptimizer:
                 yield (
                     fragment,
                     {
-                        name: Sliced(value[start : start + fragment.numel])
+                        name: Sliced(value, start, fragment.numel)
                         if is_elementwise_state(name, value, run.tensor)
                         else value
                         for name, value in state.items()

@@ -20,7 +20,7 @@ from enum import Enum
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.engine.homes import FileHome, Home, ParamFile, ResidentHome, copy_cast, host_tensor, opened
+from lightning_zero.engine.homes import FileHome, Home, ParamFile, ResidentHome, copy_cast, host_home, opened
 from lightning_zero.memory.buffers import FlatBuffer
 from lightning_zero.memory.collectives import Communicator, Pending
 from lightning_zero.memory.tiers import HostTier, NvmeTier
@@ -196,13 +196,15 @@ class Bucket:
         dtype = self.dtypes.master if self.trainable else self.dtypes.compute
         if tier is Tier.host:
             assert tiers.host is not None
-            self.home = ResidentHome(host_tensor(tiers.host, self.label, values, dtype))
+            self.home = host_home(tiers.host, self.label, values, dtype)
         elif tier is Tier.nvme:
             assert tiers.nvme is not None
             self.home = FileHome(tiers.nvme, self.label, values.to("cpu", dtype, copy=True))
         else:
             self.home = ResidentHome(values.to(dtype, copy=True))
-        if self.resharding and self.trainable and tier is not row.compute_param:
+        # In files they rest apart from the master also where both do: a gather would read the optimizer state too.
+        apart = tier is not row.compute_param or tier is Tier.nvme
+        if self.resharding and self.trainable and apart:
             compute = values.to(self.dtypes.compute)
             if row.compute_param is Tier.nvme:
                 assert tiers.nvme is not None
@@ -212,13 +214,11 @@ class Bucket:
 
     def make_trainable(self) -> None:
         """Give a frozen bucket the roles that it lacks."""
-        if self.has_master:
-            with opened(self.home) as master:
-                values = master.clone()
-        else:
-            values = self.home.master
+        with opened(self.home) as master:
+            values = master.clone()
         self.trainable = True
         if self.has_master and (self.dtypes.master != self.dtypes.compute or self.tiers.row.steps_on_host):
+            self.home.free()
             self._make_home(values)
 
     def push(self) -> None:
@@ -253,8 +253,8 @@ class Bucket:
     def wait_step(self) -> None:
         """Wait for an offloaded step of this bucket; its error is raised here."""
         if self.step_future is not None:
-            future, self.step_future = self.step_future, None
-            future.result()
+            self.step_future.result()  # one that failed stays: what rests here is not what the user thinks
+            self.step_future = None
 
     @property
     def step_done(self) -> bool:
@@ -331,6 +331,7 @@ class Unit:
 
     def refresh_begin(self, buckets: Iterable[Bucket]) -> None:
         """After a step: issue the gathers of replicated compute parameters. Until they arrive, reads give NaN."""
+        self.unshard_wait()  # masters were changed twice in a row
         self._enter(State.GATHERING)
         for bucket in buckets:
             self.pending.append(bucket.gather_begin())

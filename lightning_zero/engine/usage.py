@@ -1,59 +1,102 @@
-"""What an engine holds: bytes of this rank by role, measured, and the plan that they should follow."""
+"""What an engine holds: bytes of this rank by role and tier, measured, and the plan that they should follow."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 from torch import Tensor
 
+from lightning_zero.engine.build import itemsizes
 from lightning_zero.engine.engine import Engine
 from lightning_zero.engine.unit import Bucket
-from lightning_zero.planning.memory import BucketPlan, Bytes, Role
+from lightning_zero.planning.layout import round_up
+from lightning_zero.planning.memory import FILE_PAGE_NBYTES, RESTING, BucketPlan, Bytes, Limits, Role
 from lightning_zero.planning.placement import Tier
 
 
 def held_bytes(engine: Engine) -> Bytes:
-    """Bytes of this rank now, by role and tier. Parameters that are gathered for a moment do not rest and do not count,
-    nor do numbers that the optimizer keeps once for a run (a step count)."""
-    held: Bytes = {(role, Tier.device): 0 for role in Role}
+    """Bytes of this rank now, by role and tier: every storage once, and files as their tier reserved them.
+
+    Parameters that are gathered for a moment do not rest and do not count, nor do numbers that the optimizer keeps once
+    for a run (a step count). Tensors of files that are in memory now count as staging, beside the ring.
+    """
+    held: Bytes = Counter({(role, Tier.device): 0 for role in RESTING})
+    seen: set[int] = set()
+
+    def add(role: Role, tier: Tier, tensor: Tensor | None) -> None:
+        storage = None if tensor is None else tensor.untyped_storage()
+        if storage is None or not storage.nbytes() or storage.data_ptr() in seen:
+            return
+        seen.add(storage.data_ptr())
+        held[(Role.staging, Tier.host) if tier is Tier.nvme else (role, tier)] += storage.nbytes()
+
     for bucket in engine.buckets:
-        held[Role.compute_param, Tier.device] += _compute_nbytes(bucket)
-        held[Role.master_param, Tier.device] += bucket.master.nbytes if _own_master(bucket) else 0
-        local = engine.reducer.grads[bucket].local
-        held[Role.grad, Tier.device] += sum(g.nbytes for g in (bucket.grad, local) if g is not None)
-        held[Role.optim_state, Tier.device] += sum(t.nbytes for t in _state_tensors(engine, bucket))
+        tiers = bucket.tiers.row
+        if not bucket.resharding:
+            add(Role.compute_param, Tier.device, bucket.full.data)
+        add(Role.compute_param, Tier.device, bucket.param_shard)
+        add(_role_of_home(bucket), tiers.master if bucket.trainable else tiers.compute_param, bucket.master)
+        for state in _state_tensors(engine, bucket):
+            add(Role.optim_state, tiers.master, state)
+        add(Role.grad, tiers.grad, bucket.grad)
+        add(Role.grad, Tier.device, engine.reducer.grads[bucket].local)
+    if engine.tiers.nvme is not None:
+        held[Role.staging, Tier.host] += engine.tiers.nvme.ring.nbytes
+        held.update(_in_files(engine, engine.tiers.nvme.nbytes))
     return held
 
 
-def _own_master(bucket: Bucket) -> bool:
-    """Whether master_param is more than the compute parameters at rest."""
-    return bucket.trainable and bucket.dtypes.master != bucket.dtypes.compute
+def _role_of_home(bucket: Bucket) -> Role:
+    """What the home of a bucket is for: it is the compute parameters' own memory where nothing else holds these."""
+    tiers = bucket.tiers.row
+    shares = bucket.dtypes.master == bucket.dtypes.compute and tiers.master is tiers.compute_param is not Tier.nvme
+    return Role.compute_param if shares or not bucket.trainable else Role.master_param
 
 
-def _compute_nbytes(bucket: Bucket) -> int:
-    if not bucket.resharding:
-        return bucket.full.nbytes
-    return 0 if _own_master(bucket) else bucket.master.nbytes
+def _in_files(engine: Engine, total: int) -> Bytes:
+    """Bytes in files by role. The tier knows their sum: what is neither master nor compute parameter is state."""
+    held: Bytes = Counter()
+    for bucket in engine.buckets:
+        tiers = bucket.tiers.row
+        if bucket.resharding and tiers.compute_param is Tier.nvme:
+            held[Role.compute_param, Tier.nvme] += _pages(bucket.owned_numel * bucket.dtypes.compute.itemsize)
+        if bucket.trainable and tiers.master is Tier.nvme:
+            held[Role.master_param, Tier.nvme] += _pages(bucket.master.nbytes)
+    held[Role.optim_state, Tier.nvme] = total - sum(held.values())
+    return held
+
+
+def _pages(nbytes: int) -> int:
+    return round_up(nbytes, FILE_PAGE_NBYTES)
 
 
 def _state_tensors(engine: Engine, bucket: Bucket) -> Iterator[Tensor]:
     for sharded in engine.optimizers:
         for run in sharded.runs_of(bucket):
-            state = sharded.optimizer.state.get(run.tensor, {})
-            yield from (value for value in state.values() if isinstance(value, Tensor) and value.shape == run.tensor.shape)
+            state = list(sharded.optimizer.state.get(run.tensor, {}).values())  # a step may be under way
+            yield from (v for v in state if isinstance(v, Tensor) and v.shape == run.tensor.shape)
 
 
 def plan_of(engine: Engine) -> list[BucketPlan]:
-    """What :func:`lightning_zero.planning.memory.planned_bytes` needs to know."""
+    """What :mod:`lightning_zero.planning.memory` needs to know."""
     return [
-        BucketPlan(
-            layout=bucket.layout,
-            row=bucket.row,
-            compute_itemsize=bucket.dtypes.compute.itemsize,
-            master_itemsize=bucket.dtypes.master.itemsize,
-            grad_itemsize=bucket.dtypes.grad.itemsize,
-            one_dtype=bucket.dtypes.master == bucket.dtypes.compute,
-            trainable=bucket.trainable,
-        )
-        for bucket in engine.buckets
+        BucketPlan(unit.index, b.layout, b.row, b.tiers.row, itemsizes(b.dtypes), b.trainable)
+        for unit in engine.units
+        for b in unit.buckets
     ]
+
+
+def state_tensors(engine: Engine) -> int:
+    """Elementwise tensors that the optimizers keep for each parameter, as far as they have stepped."""
+    counts = [0]
+    for bucket in engine.buckets:
+        runs = sum(len(sharded.runs_of(bucket)) for sharded in engine.optimizers)
+        counts.append(sum(1 for _ in _state_tensors(engine, bucket)) // max(1, runs))
+    return max(counts)
+
+
+def limits_of(engine: Engine, micro_batches: int = 1) -> Limits:
+    """The settings that bound what comes and goes."""
+    config = engine.config
+    return Limits(config.prefetch_bytes, config.keep_gathered_bytes, config.reduce_bucket_bytes, micro_batches)

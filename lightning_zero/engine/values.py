@@ -286,7 +286,7 @@ def _who_has_what(buckets: list[Bucket], sharded: ShardedOptimizer) -> dict[_Key
             entry = local.setdefault((i, fragment.index), {})
             for name, value in state.items():
                 if isinstance(value, Sliced):
-                    entry[name] = value.tensor.dtype
+                    entry[name] = value.whole.dtype
                 else:
                     entry[name] = value.cpu() if isinstance(value, Tensor) else value
     return local

@@ -16,6 +16,7 @@ map something else, which it then unmaps when it collects its copy of our mmap o
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import mmap
 import os
@@ -125,8 +126,11 @@ class HostPages:
 
 def byte_view(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous host tensor, for I/O. It keeps the tensor's memory alive."""
-    array: Any = tensor.detach().view(-1).view(torch.uint8).numpy()
-    return memoryview(array)
+    # Not numpy(): a storage that has once been lent to numpy can never be resized again.
+    flat = tensor.detach().view(-1).view(torch.uint8)
+    array: Any = (ctypes.c_ubyte * flat.numel()).from_address(flat.data_ptr())
+    array.owner = flat
+    return memoryview(array).cast("B")
 
 
 class StagingBuffer:

@@ -480,6 +480,7 @@ class NvmeTier:
     Args:
         path: an existing, writable folder on a local disk; one job at a time.
         rank: global rank.
+        instance: tells tiers apart that this process has at a time in one folder, one for each model.
         budget: bytes this rank may hold there.
         ring_count, ring_nbytes: buffers for staging; an extent that is larger passes in pieces.
         device: where staged tensors are; the ring is pinned for a CUDA device.
@@ -499,6 +500,7 @@ class NvmeTier:
         path: str | os.PathLike[str],
         *,
         rank: int,
+        instance: int = 0,
         budget: int | None = None,
         ring_count: int = 4,
         ring_nbytes: int = 32 << 20,
@@ -509,18 +511,21 @@ class NvmeTier:
         syscalls = syscalls if syscalls is not None else Syscalls()
         self._budget = budget
         self._folder = Path(path) / "lightning_zero"
-        self._claim = _claim(Path(path), self._folder, f"rank{rank:05d}", syscalls)
+        self.instance = instance
+        name = f"rank{rank:05d}" + (f".{instance}" if instance else "")
+        self._claim = _claim(Path(path), self._folder, name, syscalls)
         with contextlib.ExitStack() as undo:
             undo.callback(self._claim.release)
-            _remove_leftovers(self._folder, f"rank{rank:05d}", syscalls)
+            _remove_leftovers(self._folder, name, syscalls)
             with _as_config_error(path):
-                self._file = DiskFile(self._folder / f"rank{rank:05d}.bin", threads=threads, syscalls=syscalls)
+                self._file = DiskFile(self._folder / f"{name}.bin", threads=threads, syscalls=syscalls)
             undo.callback(self._file.close)
             self.ring = StagingRing(ring_count, ring_nbytes, device=device)
             undo.pop_all()
         self._copier = _Copier(device)
         self._stager = ThreadPoolExecutor(1, thread_name_prefix="lightning_zero-stager")
-        self._file_end = 0  # of what is reserved in the file; freed places are used again when all are free
+        self._file_end = 0  # of what is reserved in the file
+        self._holes: list[tuple[int, int]] = []  # freed places before that, in order, none next to another
         self._last: dict[Extent, Future[Any] | None] = {}  # of every extent that is reserved
         self._spoiled: dict[Extent, BaseException] = {}  # whose last write failed
         self._nbytes = 0
@@ -540,11 +545,8 @@ class NvmeTier:
                     f"{self._budget} are left. Raise zero.offload.nvme_budget or choose a row of zero/offload that "
                     "keeps less on disk."
                 )
-            with _as_config_error(self._folder.parent):
-                self._file.ensure(self._file_end + total)
-            extents, _ = _lay_out(wanted, self._file_end, PAGE)
+            extents, _ = _lay_out(wanted, self._take_place(total), PAGE)
             self._last |= dict.fromkeys(extents)
-            self._file_end += total
             self._nbytes += total
         return extents
 
@@ -563,8 +565,9 @@ class NvmeTier:
             with self._lock:
                 del self._last[extent]
                 self._spoiled.pop(extent, None)
-                self._nbytes -= round_up(extent.nbytes, PAGE)
-                self._file_end = self._file_end if self._last else 0
+                size = round_up(extent.nbytes, PAGE)
+                self._nbytes -= size
+                self._give_place_back(extent.offset, extent.offset + size)
 
     def flush(self) -> None:
         with self._lock:
@@ -588,6 +591,28 @@ class NvmeTier:
         self.ring.close()
 
     # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _take_place(self, nbytes: int) -> int:
+        """The offset of a region of the file: the first hole that is large enough, or at the end."""
+        for i, (low, high) in enumerate(self._holes):
+            if high - low >= nbytes:
+                self._holes[i : i + 1] = [(low + nbytes, high)] if high - low > nbytes else []
+                return low
+        with _as_config_error(self._folder.parent):
+            self._file.ensure(self._file_end + nbytes)
+        self._file_end += nbytes
+        return self._file_end - nbytes
+
+    def _give_place_back(self, low: int, high: int) -> None:
+        holes: list[tuple[int, int]] = []
+        for hole in sorted([*self._holes, (low, high)]):
+            if holes and holes[-1][1] == hole[0]:
+                holes[-1] = holes[-1][0], hole[1]
+            elif hole[0] < hole[1]:
+                holes.append(hole)
+        if holes and holes[-1][1] == self._file_end:
+            self._file_end = holes.pop()[0]
+        self._holes = holes
 
     def _stage(self, extent: Extent, tensor: Tensor, *, write: bool) -> Future[Any]:
         _check(extent, tensor)

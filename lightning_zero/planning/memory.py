@@ -1,114 +1,354 @@
-"""Bytes per rank at rest, by role. Pure: layouts, placements and dtypes in, integers out.
+"""Bytes of one rank by role and tier: at rest, and at the peak of each moment. Arithmetic on integers.
 
-For a trainable bucket of P elements on N ranks, with itemsizes c, m, g of compute_param, master_param and grad, and k
-elementwise state tensors of the optimizer (AdamW 2, SGD with momentum 1, SGD 0) in the master's dtype::
+With P parameters and N ranks, under bf16 with fp32 masters and Adam (4 bytes of master and 8 of state for each
+parameter), a rank holds, while gradients wait for more micro-batches (ZeRO: Rajbhandari et al. 2020, arXiv:1910.02054,
+section 5; architecture.md, section 3)::
 
-    role           replicated     sharded    nothing where
-    compute_param  c P            c P / N    sharded with a master of another dtype: it is cast from that when gathered
-    master_param   m P            m P / N    it has the dtype of compute_param, whose memory it then is
-    grad           g P            g P / N    cleared
-    optim_state    k m P          k m P / N
+    stage | compute | grad (bf16) | master, state | sum          | with fp32 grad (the default)
+    0     | 2P      | 2P          | 12P           | 16P          | 18P
+    1     | 2P      | 2P          | 12P/N         | 4P + 12P/N   | 6P + 12P/N
+    2     | 2P      | 2P/N        | 12P/N         | 2P + 14P/N   | 2P + 16P/N
+    3     | -       | 2P/N        | 12P/N         | 14P/N        | 16P/N
 
-Each role has the placement of the stage's row; optim_state goes with master_param. A frozen bucket has compute_param
-only. With bf16 compute, fp32 master, Adam and bf16 gradients: 16P, 4P + 12P/N, 2P + 14P/N and 14P/N for stages 0 to 3
-(architecture, section 3; ZeRO, arXiv 1910.02054, section 3.2, which also keeps the 2P/N of compute_param at stage 3).
+ZeRO's 16P/N of stage 3 has bf16 gradients and a bf16 shard beside the master. Here the shard is cast from the master
+as it is gathered, and kept only where the master rests on another tier.
 
-Gradients at stages 0 and 1 rest replicated while they accumulate; once reduced they rest where the master is. P counts
-the padding between parameters and at the end of the bucket; optim_state has none of the latter.
+Memory that two roles share (in fp32, where both rest on one tier) counts once, for ``compute_param``; parameters that
+are frozen have no other role. Padding counts: these are the bytes of buffers. Not counted are activations, what a
+library needs inside (the allocator's rounding, a transport's own buffers, temporaries of an optimizer without a fused
+kernel) and optimizer state that is one number for a tensor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
-from lightning_zero.planning.layout import BucketLayout
-from lightning_zero.planning.placement import Placement, StageRow, Tier
+from lightning_zero.planning.layout import BucketLayout, lay_out, round_up
+from lightning_zero.planning.placement import (
+    ON_DEVICE,
+    REPLICATED,
+    Placement,
+    StageRow,
+    Tier,
+    TierRow,
+    UnitBytes,
+)
+from lightning_zero.planning.schedule import Cursor, compile_plan
+
+ADAM_STATES = 2  # tensors of optimizer state for each parameter
+FILE_PAGE_NBYTES = 4096  # extents of files are whole pages
+RING_COUNT = 4  # staging buffers of files
+RING_NBYTES = 32 << 20  # each
+STEPS_IN_MEMORY = 3  # buckets of state in files that are in host memory at a time: read, stepped, written
 
 
 class Role(Enum):
+    """What bytes are for. The first four rest; the others come and go."""
+
     compute_param = "compute_param"
     master_param = "master_param"
     grad = "grad"
     optim_state = "optim_state"
+    gathered = "gathered"  # parameters of units in use, and ahead of use
+    reducing = "reducing"  # unsharded gradients: filling, or under way
+    staging = "staging"  # between tiers
+
+
+RESTING = (Role.compute_param, Role.master_param, Role.grad, Role.optim_state)
 
 
 class Moment(Enum):
-    """When bytes are counted."""
+    """When bytes at rest are counted."""
 
     accumulating = "accumulating"  # between two micro-batches of a step
     reduced = "reduced"  # after the last backward, before the gradients are zeroed
     cleared = "cleared"  # after they are
 
 
+class Phase(Enum):
+    """What is going on when bytes have a peak."""
+
+    forward = "forward"
+    backward = "backward"
+    step = "step"
+
+
+Bytes = Counter[tuple[Role, Tier]]
+
+
+class Itemsizes(NamedTuple):
+    """Bytes of an element of each role. Compute and master have one dtype where these are equal."""
+
+    compute: int
+    master: int
+    reduce: int
+    grad: int
+
+
 @dataclass(frozen=True, slots=True)
-class BucketPlan:
-    """What the bytes of a bucket follow from.
+class BucketShape:
+    """A bucket of a model, before it is known how it will be sharded.
 
     Attributes:
-        layout: elements, padding included, and ranks.
-        row: placements of its roles.
-        compute_itemsize, master_itemsize, grad_itemsize: bytes of an element of each role.
-        one_dtype: master_param and compute_param have the same dtype, and so the same memory.
-        trainable: it has roles besides compute_param.
+        unit: index of its unit; 0 is the root.
+        numels: elements of its parameters, in order.
+        whole: stays replicated and on the device at every stage.
     """
 
+    unit: int
+    numels: tuple[int, ...]
+    itemsizes: Itemsizes
+    trainable: bool = True
+    whole: bool = False
+
+    @property
+    def numel(self) -> int:
+        return sum(self.numels)
+
+
+@dataclass(frozen=True, slots=True)
+class BucketPlan:
+    """A bucket with its layout over the ranks and the places of its roles: what ``engine.unit.Bucket`` holds."""
+
+    unit: int
     layout: BucketLayout
     row: StageRow
-    compute_itemsize: int
-    master_itemsize: int
-    grad_itemsize: int
-    one_dtype: bool
+    tiers: TierRow
+    itemsizes: Itemsizes
     trainable: bool = True
 
+    @property
+    def resharding(self) -> bool:
+        """Compute parameters are dropped after use."""
+        params_leave = self.layout.world_size > 1 or self.tiers.compute_param is not Tier.device
+        return self.row.compute_param is Placement.sharded and params_leave
 
-Bytes = dict[tuple[Role, Tier], int]
+    @property
+    def owned_numel(self) -> int:
+        """Elements whose master_param and optim_state a rank holds."""
+        return self.layout.shard_numel if self.row.master is Placement.sharded else self.layout.numel
+
+    @property
+    def one_dtype(self) -> bool:
+        """Compute parameters and masters have the same dtype, and one memory where they rest on the same tier."""
+        return self.itemsizes.compute == self.itemsizes.master
+
+    @property
+    def full_nbytes(self) -> int:
+        """Compute parameters, gathered."""
+        return self.layout.numel * self.itemsizes.compute
+
+    def state_numel(self, rank: int) -> int:
+        """Elements that an optimizer has state for: the owned range up to its padding. Rank 0 has the most."""
+        low, high = (0, self.layout.numel)
+        if self.row.master is Placement.sharded:
+            low, high = self.layout.shard_range(rank)
+        return max(0, min(high, self.layout.used_numel) - low)
+
+
+def place(shape: BucketShape, row: StageRow, tiers: TierRow, world_size: int) -> BucketPlan:
+    """A bucket under a stage and an offload row."""
+    return BucketPlan(
+        shape.unit,
+        lay_out(shape.numels, world_size),
+        REPLICATED if shape.whole else row,
+        ON_DEVICE if shape.whole else tiers,
+        shape.itemsizes,
+        shape.trainable,
+    )
+
+
+def unit_bytes(name: str, shapes: Iterable[BucketShape], row: StageRow, world_size: int) -> UnitBytes:
+    """What a unit's optimizer needs at rest beside its compute parameters, wherever it is put."""
+    state = grad = 0
+    for bucket in (place(shape, row, ON_DEVICE, world_size) for shape in shapes):
+        if bucket.trainable:
+            state += bucket.owned_numel * bucket.itemsizes.master * (1 + ADAM_STATES)
+            grad += bucket.owned_numel * bucket.itemsizes.grad
+    return UnitBytes(name, state, grad)
+
+
+# -- at rest ---------------------------------------------------------------------------------------------------------
 
 
 def planned_bytes(
-    buckets: Iterable[BucketPlan], rank: int, *, state_tensors: int, moment: Moment = Moment.reduced
+    buckets: Iterable[BucketPlan], rank: int = 0, *, state_tensors: int = ADAM_STATES, moment: Moment = Moment.reduced
 ) -> Bytes:
-    """Bytes of one rank at rest, by role and tier.
+    """Bytes of one rank at rest, by role and tier. Rank 0 has the most: padding is at the end.
 
     Args:
         state_tensors: elementwise tensors that the optimizer keeps for each parameter, in the master's dtype.
         moment: which gradients there are.
     """
-    total: Bytes = {(role, Tier.device): 0 for role in Role}
+    total: Bytes = Counter({(role, Tier.device): 0 for role in RESTING})
+    files = False
     for bucket in buckets:
-        for role, nbytes in _bucket_bytes(bucket, rank, state_tensors, moment).items():
-            total[role, Tier.device] += nbytes
+        files |= Tier.nvme in bucket.tiers
+        for role, tier, nbytes in _at_rest(bucket, rank, state_tensors, moment):
+            total[role, tier] += round_up(nbytes, FILE_PAGE_NBYTES) if tier is Tier.nvme else nbytes
+    if files:
+        total[Role.staging, Tier.host] += RING_COUNT * RING_NBYTES
     return total
 
 
-def _bucket_bytes(bucket: BucketPlan, rank: int, state_tensors: int, moment: Moment) -> dict[Role, int]:
-    row = bucket.row
-    compute = _numel(bucket.layout, row.compute_param) * bucket.compute_itemsize
+def _at_rest(bucket: BucketPlan, rank: int, state_tensors: int, moment: Moment) -> Iterator[tuple[Role, Tier, int]]:
+    sizes, tiers, owned = bucket.itemsizes, bucket.tiers, bucket.owned_numel
+    one_memory = tiers.master is tiers.compute_param and tiers.master is not Tier.nvme  # files are always apart
+    if not bucket.resharding:
+        yield Role.compute_param, Tier.device, bucket.full_nbytes
+    elif not bucket.trainable or bucket.one_dtype or not one_memory:
+        yield Role.compute_param, tiers.compute_param, owned * sizes.compute
     if not bucket.trainable:
-        return {Role.compute_param: compute}
-    cast_from_master = row.compute_param is Placement.sharded and bucket.layout.world_size > 1 and not bucket.one_dtype
-    return {
-        Role.compute_param: 0 if cast_from_master else compute,
-        Role.master_param: 0 if bucket.one_dtype else _numel(bucket.layout, row.master) * bucket.master_itemsize,
-        Role.grad: _grad_numel(bucket, moment) * bucket.grad_itemsize,
-        Role.optim_state: _stepped_numel(bucket, rank) * state_tensors * bucket.master_itemsize,
-    }
+        return
+    if not (bucket.one_dtype and one_memory):
+        yield Role.master_param, tiers.master, owned * sizes.master
+    for _ in range(state_tensors):
+        yield Role.optim_state, tiers.master, bucket.state_numel(rank) * sizes.master
+    if moment is Moment.accumulating and bucket.row.grad is Placement.replicated:
+        yield Role.grad, Tier.device, bucket.layout.numel * sizes.grad  # not reduced, so not sent to its tier
+    elif moment is not Moment.cleared:
+        yield Role.grad, tiers.grad, owned * sizes.grad
 
 
-def _grad_numel(bucket: BucketPlan, moment: Moment) -> int:
-    if moment is Moment.cleared:
+# -- peaks -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The settings that bound what comes and goes.
+
+    Attributes:
+        micro_batches: backwards per step.
+    """
+
+    prefetch_bytes: int
+    keep_gathered_bytes: int
+    reduce_bucket_bytes: int
+    micro_batches: int = 1
+
+
+def gathered_peaks(nbytes: Sequence[int], limits: Limits) -> tuple[int, int]:
+    """The most bytes of gathered units in forward and in backward, for units called one after the other.
+
+    Args:
+        nbytes: gathered bytes of each unit that is dropped after use; the root, which stays for the whole pass, first.
+    """
+    units = [unit for unit, size in enumerate(nbytes) if unit and size]
+    history = units + units[::-1]
+    cursor = Cursor(compile_plan(history, nbytes, limits.keep_gathered_bytes))
+    held: set[int] = set()
+    ahead: list[int] = []
+    peaks = [nbytes[0] if nbytes else 0] * 2
+
+    def admit(unit: int) -> bool:
+        waiting = sum(nbytes[u] for u in ahead)
+        if unit in held or not limits.prefetch_bytes or (ahead and waiting + nbytes[unit] > limits.prefetch_bytes):
+            return False
+        ahead.append(unit)
+        held.add(unit)
+        return True
+
+    for event, unit in enumerate(history):
+        if unit not in held:
+            held.update(cursor.up_to(unit) or [unit])
+        if unit in ahead:
+            ahead.remove(unit)
+        cursor.ahead(admit)
+        phase = event // len(units)
+        peaks[phase] = max(peaks[phase], nbytes[0] + sum(nbytes[u] for u in held))
+        if cursor.used(unit):
+            held.discard(unit)
+    return peaks[0], peaks[1]
+
+
+def peak_bytes(
+    buckets: Sequence[BucketPlan], limits: Limits, rank: int = 0, *, state_tensors: int = ADAM_STATES
+) -> dict[Phase, Bytes]:
+    """Bytes of one rank at the peak of each phase.
+
+    ::
+
+        forward  = rest + gradients of the last backward + gathered (root, current, ahead)
+        backward = rest + gradients + gathered + reducing (the filling unit, under way) + copies to the host
+        step     = rest + gradients + casts of them + buckets of files in host memory
+    """
+    waiting = Moment.accumulating if limits.micro_batches > 1 else Moment.reduced
+
+    def rest(moment: Moment) -> Bytes:
+        return planned_bytes(buckets, rank, state_tensors=state_tensors, moment=moment)
+
+    total = {Phase.forward: rest(waiting), Phase.backward: rest(waiting), Phase.step: rest(Moment.reduced)}
+    forward, backward = gathered_peaks(_by_unit(buckets, lambda b: b.full_nbytes * b.resharding), limits)
+    total[Phase.forward][Role.gathered, Tier.device] = forward
+    total[Phase.backward][Role.gathered, Tier.device] = backward
+    total[Phase.backward][Role.reducing, Tier.device] = _reducing_nbytes(buckets, limits)
+    for phase, staging in _staging(buckets, state_tensors, rank).items():
+        total[phase].update(staging)
+    return {phase: +held for phase, held in total.items()}
+
+
+def _by_unit(buckets: Iterable[BucketPlan], size: Callable[[BucketPlan], int]) -> list[int]:
+    sums: dict[int, int] = {}
+    for bucket in buckets:
+        sums[bucket.unit] = sums.get(bucket.unit, 0) + size(bucket)
+    return [sums.get(unit, 0) for unit in range(max(sums, default=-1) + 1)]
+
+
+def _reducing_nbytes(buckets: Sequence[BucketPlan], limits: Limits) -> int:
+    """Unsharded gradients beyond those that rest: the unit that is filled now, and reductions under way.
+
+    Gradients that wait replicated for more micro-batches are reduced where they lie, if in their own dtype.
+    """
+    sizes = [
+        b.layout.numel * b.itemsizes.reduce
+        for b in buckets
+        if b.trainable
+        and not (
+            limits.micro_batches > 1 and b.row.grad is Placement.replicated and b.itemsizes.reduce == b.itemsizes.grad
+        )
+    ]
+    if not sizes:
         return 0
-    at_rest = bucket.row.grad if moment is Moment.accumulating else bucket.row.master
-    return _numel(bucket.layout, at_rest)
+    under_way = min(sum(sizes), max(limits.reduce_bucket_bytes, max(sizes)))
+    filling = max(_by_unit(buckets, lambda b: b.layout.numel * b.itemsizes.reduce * b.trainable))
+    return min(sum(sizes), under_way + filling)
 
 
-def _numel(layout: BucketLayout, placement: Placement) -> int:
-    return layout.numel if placement is Placement.replicated else layout.shard_numel
+def _staging(buckets: Sequence[BucketPlan], state_tensors: int, rank: int) -> dict[Phase, Bytes]:
+    """Bytes between tiers besides the ring, all of them bounded by a few buckets."""
+    found: dict[Phase, Bytes] = {phase: Counter() for phase in Phase}
+    trainable = [b for b in buckets if b.trainable]
+    host = (Role.staging, Tier.host)
+    for phase in (Phase.forward, Phase.backward):  # read for the unit in use and for the next
+        found[phase][host] += 2 * max(_by_unit(buckets, _read_nbytes), default=0)
+    landing = [b.owned_numel * b.itemsizes.grad for b in trainable if b.tiers.grad is Tier.host]
+    found[Phase.backward][host] += max(landing, default=0)
+    in_files = [
+        (b.owned_numel + state_tensors * b.state_numel(rank)) * b.itemsizes.master
+        for b in trainable
+        if b.tiers.master is Tier.nvme
+    ]
+    windows = (sum(in_files[i : i + STEPS_IN_MEMORY]) for i in range(len(in_files)))
+    # The step overlaps the next forward.
+    in_steps = max(windows, default=0)
+    casts = [(b, b.owned_numel * b.itemsizes.master) for b in trainable if b.itemsizes.grad != b.itemsizes.master]
+    in_steps += max((nbytes for b, nbytes in casts if b.tiers.steps_on_host), default=0)  # bucket by bucket
+    found[Phase.step][host] += in_steps
+    found[Phase.forward][host] += in_steps
+    found[Phase.step][Role.staging, Tier.device] += sum(n for b, n in casts if not b.tiers.steps_on_host)
+    return found
 
 
-def _stepped_numel(bucket: BucketPlan, rank: int) -> int:
-    """Elements that the optimizer of ``rank`` steps: its runs reach to the last parameter's end, not to the shard's."""
-    layout = bucket.layout
-    owned = (0, layout.numel) if bucket.row.master is Placement.replicated else layout.shard_range(rank)
-    return sum(fragment.stop - fragment.start for fragment in layout.cut(*owned))
+def _read_nbytes(bucket: BucketPlan) -> int:
+    """Host memory that holds what a gather reads from files."""
+    in_file = bucket.resharding and bucket.tiers.compute_param is Tier.nvme
+    return bucket.owned_numel * bucket.itemsizes.compute if in_file else 0
+
+
+def on_tier(held: Bytes, tier: Tier) -> int:
+    """All bytes on one tier."""
+    return sum(nbytes for (_, where), nbytes in held.items() if where is tier)

@@ -386,7 +386,7 @@ def test_looking_at_values_right_after_the_step(row: str, stage: int, tmp_path: 
         for step in range(4):
             train(side, 1, first=step)
             if step == 0:
-                with lightning_zero.gather(side.module.blocks[2]):
+                with lightning_zero.gather(side.module.blocks[2]), torch.no_grad():
                     side.module.blocks[2].down.weight[0] = 0.25
                     found.append(side.module.blocks[2].up.weight.detach().clone())
             elif step == 1:
@@ -656,6 +656,10 @@ class LateFuture:
     def result(self) -> Any:
         time.sleep(max(0.0, self._from - time.monotonic()))
         return self._inner.result()
+
+    def exception(self) -> BaseException | None:
+        time.sleep(max(0.0, self._from - time.monotonic()))
+        return self._inner.exception()
 
 
 @contextlib.contextmanager

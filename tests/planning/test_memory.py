@@ -6,18 +6,41 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_zero.config import Stage
+from lightning_zero.config import Offload, Stage
 from lightning_zero.planning.layout import lay_out
-from lightning_zero.planning.memory import BucketPlan, Moment, Role, planned_bytes
-from lightning_zero.planning.placement import STAGES, Placement, Tier
+from lightning_zero.planning.memory import (
+    RING_COUNT,
+    RING_NBYTES,
+    BucketPlan,
+    BucketShape,
+    Itemsizes,
+    Limits,
+    Moment,
+    Phase,
+    Role,
+    gathered_peaks,
+    on_tier,
+    peak_bytes,
+    place,
+    planned_bytes,
+)
+from lightning_zero.planning.placement import OFFLOADS, ON_DEVICE, STAGES, Placement, Tier, TierRow
 
 NUMELS = st.lists(st.integers(1, 5000), min_size=1, max_size=6)
 
 
-def bucket(numels: list[int], ranks: int, stage: Stage, *, mixed: bool = True, trainable: bool = True) -> BucketPlan:
+def bucket(
+    numels: list[int],
+    ranks: int,
+    stage: Stage,
+    *,
+    mixed: bool = True,
+    trainable: bool = True,
+    tiers: TierRow = ON_DEVICE,
+) -> BucketPlan:
     """Mixed: bf16 compute and gradients, fp32 master; else all fp32."""
-    compute, grad = (2, 2) if mixed else (4, 4)
-    return BucketPlan(lay_out(numels, ranks), STAGES[stage], compute, 4, grad, not mixed, trainable)
+    sizes = Itemsizes(2, 4, 4, 2) if mixed else Itemsizes(4, 4, 4, 4)
+    return BucketPlan(0, lay_out(numels, ranks), STAGES[stage], tiers, sizes, trainable)
 
 
 def total(plan: BucketPlan, rank: int = 0, moment: Moment = Moment.reduced) -> int:
@@ -72,3 +95,145 @@ def test_the_ranks_optimizer_states_cover_every_parameter(
 def test_a_later_stage_never_holds_more(numels: list[int], ranks: int, mixed: bool) -> None:
     totals = [total(bucket(numels, ranks, stage, mixed=mixed), moment=Moment.accumulating) for stage in Stage]
     assert totals == sorted(totals, reverse=True)
+
+
+# -- tiers ------------------------------------------------------------------------------------------------------------
+
+D, H, N = Tier.device, Tier.host, Tier.nvme
+C, M, G, S = Role.compute_param, Role.master_param, Role.grad, Role.optim_state
+RING = RING_COUNT * RING_NBYTES
+
+
+@pytest.mark.parametrize(
+    ("stage", "offload", "mixed", "expected"),
+    [  # 8192 parameters on 2 ranks: 4096 on each, in whole pages
+        (1, "optimizer_cpu", True, {(C, D): 2 * 8192, (M, H): 4 * 4096, (S, H): 8 * 4096, (G, H): 2 * 4096}),
+        (1, "optimizer_cpu", False, {(C, D): 4 * 8192, (M, H): 4 * 4096, (S, H): 8 * 4096, (G, H): 4 * 4096}),
+        (3, "optimizer_cpu", True, {(C, D): 2 * 4096, (M, H): 4 * 4096, (S, H): 8 * 4096, (G, H): 2 * 4096}),
+        (3, "cpu", True, {(M, H): 4 * 4096, (S, H): 8 * 4096, (G, H): 2 * 4096}),
+        (3, "cpu", False, {(C, H): 4 * 4096, (S, H): 8 * 4096, (G, H): 4 * 4096}),
+        (3, "optimizer_nvme", True, {(C, D): 2 * 4096, (M, N): 4 * 4096, (S, N): 8 * 4096, (G, H): 2 * 4096}),
+        (3, "optimizer_cpu_param_nvme", True, {(C, N): 8192, (M, H): 4 * 4096, (S, H): 8 * 4096, (G, H): 2 * 4096}),
+        (3, "nvme", True, {(C, N): 2 * 4096, (M, N): 4 * 4096, (S, N): 8 * 4096, (G, H): 2 * 4096}),
+        (3, "nvme", False, {(C, N): 4 * 4096, (M, N): 4 * 4096, (S, N): 8 * 4096, (G, H): 4 * 4096}),
+    ],
+)
+def test_bytes_by_tier(stage: int, offload: str, mixed: bool, expected: dict[tuple[Role, Tier], int]) -> None:
+    tiers = OFFLOADS[Offload[offload]]
+    held = planned_bytes([bucket([8192], 2, Stage(f"zero{stage}"), mixed=mixed, tiers=tiers)], 0)
+    staging = {(Role.staging, H): RING} if N in tiers else {}
+    assert {key: nbytes for key, nbytes in held.items() if nbytes} == expected | staging
+
+
+def test_gradients_that_were_not_reduced_are_on_the_device() -> None:
+    plan = bucket([8192], 2, Stage.zero1, tiers=OFFLOADS[Offload.optimizer_cpu])
+    held = planned_bytes([plan], 0, moment=Moment.accumulating)
+    assert (held[G, D], held[G, H]) == (2 * 8192, 0)
+
+
+def test_a_file_extent_is_whole_pages() -> None:
+    held = planned_bytes([bucket([100], 2, Stage.zero3, tiers=OFFLOADS[Offload.nvme])], 0)
+    assert held[M, N] == held[C, N] == 4096
+    assert held[S, N] == 2 * 4096
+
+
+def test_whole_buckets_ignore_the_stage_and_the_tiers() -> None:
+    shape = BucketShape(0, (1,), Itemsizes(2, 4, 4, 4), whole=True)
+    plan = place(shape, STAGES[Stage.zero3], OFFLOADS[Offload.nvme], 4)
+    assert on_tier(planned_bytes([plan]), Tier.device) == sum(planned_bytes([plan]).values())
+
+
+SHAPES = st.lists(
+    st.builds(
+        BucketShape,
+        st.integers(0, 3),
+        NUMELS.map(tuple),
+        st.sampled_from([Itemsizes(2, 4, 4, 4), Itemsizes(4, 4, 4, 4), Itemsizes(2, 2, 2, 2)]),
+        st.booleans(),
+        st.booleans(),
+    ),
+    min_size=1,
+    max_size=4,
+)
+ROWS = [(s, o) for s in Stage for o in OFFLOADS if o is Offload.none or (s is not Stage.zero0 and OFFLOADS[o][2] is D)]
+ROWS += [(Stage.zero3, o) for o in OFFLOADS if OFFLOADS[o].compute_param is not D]
+LIMITS = Limits(prefetch_bytes=10_000, keep_gathered_bytes=0, reduce_bucket_bytes=20_000)
+
+
+@given(SHAPES, st.sampled_from(ROWS), st.integers(0, 3))
+def test_twice_the_ranks_never_need_more_at_rest(shapes: list[BucketShape], row: tuple[Stage, Offload], k: int) -> None:
+    """But for padding: shards are whole multiples of 256 elements, and files of 4 KiB."""
+    few, many = (
+        planned_bytes([place(s, STAGES[row[0]], OFFLOADS[row[1]], ranks) for s in shapes]) for ranks in (2 << k, 4 << k)
+    )
+    slack = (4 << k) * 256 * 4 * len(shapes)
+    for tier in Tier:
+        assert on_tier(many, tier) <= on_tier(few, tier) + slack
+
+
+@given(SHAPES, st.sampled_from(ROWS), st.integers(1, 4))
+def test_a_peak_is_at_least_what_rests(shapes: list[BucketShape], row: tuple[Stage, Offload], ranks: int) -> None:
+    plans = [place(s, STAGES[row[0]], OFFLOADS[row[1]], ranks) for s in shapes]
+    rest = planned_bytes(plans)
+    for held in peak_bytes(plans, LIMITS).values():
+        for tier in Tier:
+            assert on_tier(held, tier) >= on_tier(rest, tier)
+
+
+def test_offload_never_needs_more_of_the_device() -> None:
+    shapes = [BucketShape(unit, (5000, 300), Itemsizes(2, 4, 4, 4)) for unit in range(4)]
+    for stage, offload in ROWS:
+        none, moved = (
+            planned_bytes([place(s, STAGES[stage], OFFLOADS[o], 2) for s in shapes]) for o in (Offload.none, offload)
+        )
+        # Compute parameters of their own, where masters are away, are less than the masters were.
+        assert on_tier(moved, D) <= on_tier(none, D)
+
+
+# -- peaks ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("prefetch", "keep", "forward", "backward"),
+    [
+        (0, 0, 10 + 100, 10 + 100),  # the root and the unit in use
+        (1, 0, 10 + 200, 10 + 200),  # one is always gathered ahead
+        (200, 0, 10 + 300, 10 + 300),
+        (0, 200, 10 + 300, 10 + 300),  # 4 stays by itself; 3 and 2 are kept
+        (10_000, 0, 10 + 400, 10 + 400),
+    ],
+)
+def test_gathered_units(prefetch: int, keep: int, forward: int, backward: int) -> None:
+    assert gathered_peaks([10, 100, 100, 100, 100], Limits(prefetch, keep, 1)) == (forward, backward)
+
+
+def test_reductions_under_way_are_bounded() -> None:
+    shapes = [BucketShape(unit, (1024,), Itemsizes(2, 4, 4, 4)) for unit in range(8)]
+    plans = [place(s, STAGES[Stage.zero3], ON_DEVICE, 2) for s in shapes]
+    for limit, expected in ((1, 2), (2 * 4096, 3), (10**9, 8)):  # buckets of 4096 bytes; one is filling
+        peak = peak_bytes(plans, Limits(0, 0, limit))[Phase.backward]
+        assert peak[Role.reducing, D] == expected * 4096
+
+
+def test_replicated_gradients_wait_for_more_micro_batches() -> None:
+    plans = [place(BucketShape(0, (4096,), Itemsizes(2, 4, 4, 4)), STAGES[Stage.zero1], ON_DEVICE, 4)]
+    once, thrice = (peak_bytes(plans, Limits(0, 0, 10**9, n))[Phase.forward] for n in (1, 3))
+    assert (once[G, D], thrice[G, D]) == (4 * 1024, 4 * 4096)
+
+
+def test_state_in_files_needs_three_buckets_of_the_host() -> None:
+    shapes = [BucketShape(unit, (8192,), Itemsizes(2, 4, 4, 4)) for unit in range(9)]
+    plans = [place(s, STAGES[Stage.zero3], OFFLOADS[Offload.nvme], 2) for s in shapes]
+    assert peak_bytes(plans, LIMITS)[Phase.step][Role.staging, H] == RING + 3 * 12 * 4096
+
+
+def test_the_ring_is_that_of_the_tier() -> None:
+    from inspect import signature
+
+    from lightning_zero.memory.aio import PAGE
+    from lightning_zero.memory.tiers import NvmeTier
+    from lightning_zero.planning import memory
+
+    defaults = signature(NvmeTier).parameters
+    assert (defaults["ring_count"].default, defaults["ring_nbytes"].default) == (RING_COUNT, RING_NBYTES)
+    assert memory.FILE_PAGE_NBYTES == PAGE

@@ -1,0 +1,171 @@
+"""Whether a plan fits a machine, and what would make it fit."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from lightning_zero.config import ConfigError, Offload, OffloadConfig, Stage, check_rows
+from lightning_zero.planning import memory
+from lightning_zero.planning.memory import ADAM_STATES, BucketShape, Bytes, Limits, Moment, Phase
+from lightning_zero.planning.placement import OFFLOADS, STAGES, Budgets, Tier, TierRow, split_by_budget
+
+MOST_DOUBLINGS = 10  # of the number of GPUs, when looking for one that fits
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What there is to train on. All hosts are alike.
+
+    Attributes:
+        gpus: per host; processes, where these share the host's memory.
+        gpu_memory, host_memory, nvme: bytes of one GPU, one host, one host's disk.
+        nodes: hosts.
+        shared: there are no GPUs: what rests on the device takes host memory.
+    """
+
+    gpus: int
+    gpu_memory: int
+    host_memory: int
+    nvme: int
+    nodes: int = 1
+    shared: bool = False
+
+    @property
+    def world_size(self) -> int:
+        return self.gpus * self.nodes
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A model as planning sees it.
+
+    Attributes:
+        names: of its units, the root first.
+        states: tensors of optimizer state for each parameter.
+    """
+
+    names: tuple[str, ...]
+    shapes: tuple[BucketShape, ...]
+    limits: Limits
+    states: int = ADAM_STATES
+
+
+@dataclass(frozen=True, slots=True)
+class Shortage:
+    """A tier that lacks ``nbytes``: of one GPU, of one host, of one host's disk."""
+
+    tier: Tier
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One stage with one row of ``zero/offload`` on one machine.
+
+    Attributes:
+        rest: bytes of one rank while gradients wait (before the step; between micro-batches, if there are several).
+        peaks: bytes of one rank at the peak of each moment.
+        per_rank, per_host: the peak on each tier, over all moments, of a rank and of the ranks of a host.
+        refused: the budgets of ``auto`` cannot hold the model, for this reason.
+    """
+
+    stage: Stage
+    offload: Offload
+    rest: Bytes
+    peaks: dict[Phase, Bytes]
+    per_rank: dict[Tier, int]
+    per_host: dict[Tier, int]
+    shortages: tuple[Shortage, ...]
+    refused: str = ""
+
+    @property
+    def fits(self) -> bool:
+        return not self.shortages and not self.refused
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """What would make a row fit: this many GPUs in all, or another row of ``zero/offload`` at the same stage."""
+
+    gpus: int | None
+    offload: Offload | None
+
+
+def allowed_rows() -> list[tuple[Stage, Offload]]:
+    """Every stage with every row of ``zero/offload`` that goes with it."""
+    found = []
+    for stage in Stage:
+        for offload in Offload:
+            try:
+                check_rows(stage, offload)
+            except ConfigError:
+                continue
+            found.append((stage, offload))
+    return found
+
+
+def plan_row(model: Model, stage: Stage, offload: Offload, machine: Machine, settings: OffloadConfig) -> Row:
+    """The bytes of one stage and offload row, and whether they fit.
+
+    Args:
+        settings: budgets for ``auto``.
+    """
+    try:
+        tiers = _tiers(model, stage, offload, machine, settings)
+    except ConfigError as error:
+        return Row(stage, offload, Counter(), {}, dict.fromkeys(Tier, 0), dict.fromkeys(Tier, 0), (), str(error))
+    buckets = [memory.place(s, STAGES[stage], tiers[s.unit], machine.world_size) for s in model.shapes]
+    waiting = Moment.accumulating if model.limits.micro_batches > 1 else Moment.reduced
+    rest = memory.planned_bytes(buckets, state_tensors=model.states, moment=waiting)
+    peaks = memory.peak_bytes(buckets, model.limits, state_tensors=model.states)
+    per_rank = {tier: max(memory.on_tier(held, tier) for held in peaks.values()) for tier in Tier}
+    per_host = {tier: nbytes * machine.gpus for tier, nbytes in per_rank.items()}
+    return Row(stage, offload, rest, peaks, per_rank, per_host, _shortages(per_rank, per_host, machine))
+
+
+def _tiers(model: Model, stage: Stage, offload: Offload, machine: Machine, settings: OffloadConfig) -> list[TierRow]:
+    """The tiers of each unit."""
+    if offload is not Offload.auto:
+        return [OFFLOADS[offload]] * len(model.names)
+    sizes = []
+    for unit, name in enumerate(model.names):
+        shapes = [shape for shape in model.shapes if shape.unit == unit]
+        sizes.append(memory.unit_bytes(name, shapes, STAGES[stage], machine.world_size))
+    device = 0 if machine.shared else machine.gpu_memory // 2
+    found = (device, int(machine.host_memory * 0.9) // machine.gpus, machine.nvme // machine.gpus)
+    given = (settings.device_budget, settings.host_budget, settings.nvme_budget)
+    return split_by_budget(sizes, Budgets(*(f if g is None else g for f, g in zip(found, given, strict=True))))
+
+
+def _shortages(per_rank: dict[Tier, int], per_host: dict[Tier, int], machine: Machine) -> tuple[Shortage, ...]:
+    if machine.shared:
+        needed = {Tier.host: (per_host[Tier.device] + per_host[Tier.host], machine.host_memory)}
+    else:
+        needed = {
+            Tier.device: (per_rank[Tier.device], machine.gpu_memory),
+            Tier.host: (per_host[Tier.host], machine.host_memory),
+        }
+    needed[Tier.nvme] = (per_host[Tier.nvme], machine.nvme)
+    return tuple(Shortage(tier, want - have) for tier, (want, have) in needed.items() if want > 2 * have)
+
+
+def advise(model: Model, row: Row, machine: Machine, settings: OffloadConfig, rows: Sequence[Row]) -> Advice:
+    """The smallest doubling of hosts (of GPUs, on one host with one) that fits, and the first other row that does."""
+    gpus = None
+    bigger = machine
+    for _ in range(MOST_DOUBLINGS):
+        bigger = replace(bigger, nodes=2 * bigger.nodes)
+        if plan_row(model, row.stage, row.offload, bigger, settings).fits:
+            gpus = bigger.world_size
+            break
+    other = next((r.offload for r in rows if r.stage is row.stage and r.fits), None)
+    return Advice(gpus, other)
+
+
+def best(rows: Sequence[Row]) -> Row | None:
+    """The row to try first: what is nearest to the device, then what communicates least."""
+    fitting = [row for row in rows if row.fits]
+    nearness = list(Offload)
+    return min(fitting, key=lambda r: (nearness.index(r.offload), r.stage.value), default=None)

@@ -1,0 +1,372 @@
+"""What rests in files is not in memory, transfers overlap the step, and a failing disk is named and does not hang."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import gc
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import lightning_zero
+from lightning_zero.engine import Engine
+from lightning_zero.engine.homes import FileHome
+from lightning_zero.engine.offload import StepJob, StepWorker
+from lightning_zero.memory import collectives
+from lightning_zero.memory.aio import DiskError
+from lightning_zero.memory.tiers import NvmeTier
+from tests.engine.support import Model, Sharded, accumulate, tokens
+from tests.engine.test_offload import PLACES, offload, slow_steps, train
+from tests.harness import on_ranks, run
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*has no O_DIRECT:RuntimeWarning")
+
+IN_FILES = pytest.mark.parametrize(("row", "stage"), [p for p in PLACES if "nvme" in p[0]], ids=str)
+STATE_IN_FILES = pytest.mark.parametrize(("row", "stage"), [("optimizer_nvme", 1), ("optimizer_nvme", 3), ("nvme", 3)])
+
+
+def file_homes(engine: Engine) -> list[FileHome]:
+    return [b.home for b in engine.buckets if isinstance(b.home, FileHome)]
+
+
+def nbytes_in_memory(home: FileHome) -> int:
+    return sum(t.untyped_storage().nbytes() for t in home._tensors)
+
+
+def assert_at_rest(engine: Engine) -> None:
+    """Nothing that rests in files, and no gathered parameter, has memory."""
+    homes = file_homes(engine)
+    assert sum(nbytes_in_memory(home) for home in homes) == 0
+    for bucket in engine.buckets:
+        if bucket.param_file is not None:
+            assert bucket.param_file._staged is None
+        if bucket.resharding:
+            assert bucket.full.data.untyped_storage().nbytes() == 0
+
+
+# -- memory -----------------------------------------------------------------------------------------------------------------
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize(("row", "stage"), PLACES, ids=str)
+def test_at_rest_nothing_of_it_is_in_memory(row: str, stage: int, tmp_path: Path) -> None:
+    with Sharded(Model(), stage=stage, precision="bf16", **offload(row, tmp_path)) as side:
+        engine = side.engine
+        has_homes = row in ("optimizer_nvme", "nvme")
+        assert (len(file_homes(engine)) == len(engine.buckets)) == has_homes
+        assert_at_rest(engine)
+        for step in range(2):
+            train(side, 1, first=step, precision="bf16")
+            engine.settle()
+            assert_at_rest(engine)
+        if has_homes:
+            # With two of Adam's; on two ranks there are shards of nothing but padding.
+            assert 3 in (counts := {len(home._tensors) for home in file_homes(engine)}) and counts <= {1, 3}
+        with torch.no_grad():
+            side.module(tokens(9))
+        assert_at_rest(engine)
+        engine.optimizer_state(side.optimizer)
+        assert_at_rest(engine)
+        state = engine.state_dict(only_rank_0=False)
+        engine.load_state_dict(state)
+        engine.settle()
+        assert_at_rest(engine)
+        with lightning_zero.gather(side.module):
+            if has_homes:
+                assert sum(nbytes_in_memory(home) for home in file_homes(engine)) == 0
+        assert_at_rest(engine)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(("row", "stage"), PLACES, ids=str)
+def test_bytes_of_the_tiers(row: str, stage: int, precision: str, tmp_path: Path) -> None:
+    """Master and two of Adam's once, and compute parameters where they rest apart; padding of pages and alignment."""
+    with Sharded(Model(width=64), stage=stage, precision=precision, **offload(row, tmp_path)) as side:
+        train(side, 2, precision=precision)
+        engine = side.engine
+        engine.settle()
+        owned = sum(b.owned_numel for b in engine.buckets)
+        compute = sum(b.owned_numel * b.dtypes.compute.itemsize for b in engine.buckets)
+        pages = 4096 * sum(4 for _ in engine.buckets)
+        if engine.tiers.nvme is not None:
+            wanted = (12 * owned if row != "optimizer_cpu_param_nvme" else 0) + (compute if "optimizer_n" not in row else 0)
+            assert wanted <= engine.tiers.nvme.nbytes <= wanted + pages
+            size = sum(os.path.getsize(f) for f in tmp_path.rglob(f"*{engine.rank}.bin"))
+            assert size == engine.tiers.nvme.nbytes  # no holes
+        if engine.tiers.host is not None:
+            wanted = 0 if row in ("optimizer_nvme", "nvme") else 4 * owned  # Adam's lies beside it, in torch's memory
+            assert wanted <= engine.tiers.host.nbytes <= wanted + pages
+
+
+# -- order --------------------------------------------------------------------------------------------------------------------
+
+
+class Recorder:
+    """Events of the worker: ("read" | "step" | "write" | "written", bucket); and how many buckets were in memory."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, str]] = []
+        self.most_in_memory = 0
+        self.homes: list[FileHome] = []
+
+    def note(self, kind: str, label: str) -> None:
+        if (kind, label) not in self.events[-1:]:  # a bucket has several tensors
+            self.events.append((kind, label))
+        self.most_in_memory = max(self.most_in_memory, sum(nbytes_in_memory(home) > 0 for home in self.homes))
+
+    def at(self, kind: str, label: str) -> int:
+        return self.events.index((kind, label))
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[Recorder]:
+    recorder = Recorder()
+    stage_in, stage_out, submit = NvmeTier.stage_in, NvmeTier.stage_out, StepWorker.submit
+
+    def read(self: NvmeTier, extent: Any, out: Any) -> Any:
+        if "(parameters)" not in extent.label:
+            recorder.note("read", extent.label)
+        return stage_in(self, extent, out)
+
+    class Seen:
+        def __init__(self, future: Any, label: str) -> None:
+            self._future, self._label = future, label
+
+        def result(self) -> Any:
+            result = self._future.result()
+            recorder.note("written", self._label)
+            return result
+
+    def write(self: NvmeTier, extent: Any, value: Any) -> Any:
+        future = stage_out(self, extent, value)
+        if "(parameters)" in extent.label:
+            return future
+        recorder.note("write", extent.label)
+        return Seen(future, extent.label)
+
+    def submitted(self: StepWorker, jobs: list[StepJob]) -> None:
+        def noted(job: StepJob) -> StepJob:
+            def work() -> None:
+                recorder.note("step", job.bucket.label)
+                job.run()
+                recorder.note("stepped", job.bucket.label)
+
+            return job._replace(run=work)
+
+        submit(self, [noted(job) for job in jobs])
+
+    with (
+        mock.patch.object(NvmeTier, "stage_in", read),
+        mock.patch.object(NvmeTier, "stage_out", write),
+        mock.patch.object(StepWorker, "submit", submitted),
+    ):
+        yield recorder
+
+
+@on_ranks(1, 2)
+@STATE_IN_FILES
+def test_the_next_is_read_and_the_last_is_written_while_one_is_stepped(row: str, stage: int, tmp_path: Path) -> None:
+    with recorded() as recorder:
+        side = Sharded(Model(depth=5), stage=stage, **offload(row, tmp_path))
+        recorder.homes = file_homes(side.engine)
+        with side:
+            train(side, 1)
+            side.engine.settle()
+            assert recorder.most_in_memory <= 3, "in the first step"
+            side.backward(side.module(tokens(1)).float().square().mean())
+            recorder.events.clear()
+            side.step()
+            side.engine.settle()
+            found = recorder
+            order = [label for kind, label in found.events if kind == "step"]
+            assert order == [b.label for b in side.engine.buckets]  # as the next forward needs them
+            for k, label in enumerate(order):
+                assert found.at("read", label) < found.at("step", label) < found.at("write", label)
+                if k + 1 < len(order):
+                    assert found.at("read", order[k + 1]) < found.at("step", label)
+                if k:
+                    before = order[k - 1]
+                    assert found.at("write", before) < found.at("step", label)
+                    assert found.at("stepped", label) < found.at("written", before)  # not waited for until then
+                if k > 1:
+                    assert found.at("written", order[k - 2]) < found.at("step", label)
+            assert recorder.most_in_memory == 3
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize(("row", "stage"), PLACES, ids=str)
+def test_a_unit_waits_for_its_own_step_only(row: str, stage: int, tmp_path: Path) -> None:
+    """The first block has run while the last one is still to be stepped."""
+    ran: list[str] = []
+    submit = StepWorker.submit
+
+    def late(job: StepJob) -> StepJob:
+        def work() -> None:
+            if job.bucket.label.startswith("blocks.4"):
+                deadline = time.monotonic() + 20
+                while "blocks.0" not in ran:
+                    assert time.monotonic() < deadline, "the forward waits for steps that it does not need"
+                    time.sleep(0.001)
+            job.run()
+
+        return job._replace(run=work)
+
+    with Sharded(Model(depth=5), stage=stage, **offload(row, tmp_path)) as side:
+        train(side, 2)
+        side.engine.settle()
+        side.module.blocks[0].register_forward_hook(lambda *_: ran.append("blocks.0"))
+        side.backward(side.module(tokens(3)).square().mean())
+        ran.clear()
+        with mock.patch.object(StepWorker, "submit", lambda self, jobs: submit(self, [late(job) for job in jobs])):
+            side.step()
+        side.zero_grad()
+        side.backward(side.module(tokens(4)).square().mean())
+
+
+# -- a disk that fails --------------------------------------------------------------------------------------------------------
+
+
+def let_go(engine: Engine) -> None:
+    """What is left of an engine whose values are lost."""
+    assert engine._worker is not None
+    engine._worker.close()
+    engine.tiers.close()
+    if engine.comm._watchdog is not None:
+        engine.comm._watchdog.stop()
+
+
+def assert_names_it(error: BaseException, folder: Path, what: str) -> None:
+    text = str(error)
+    assert str(folder) in text and ".bin" in text, text
+    assert "byte offset" in text and "#0" in text, text
+    assert what in text, text
+
+
+@on_ranks(1)
+@STATE_IN_FILES
+def test_a_file_that_was_cut_off(row: str, stage: int, tmp_path: Path) -> None:
+    side = Sharded(Model(), stage=stage, **offload(row, tmp_path))
+    train(side, 2)
+    side.engine.settle()
+    accumulate(side, 2, 1)
+    os.truncate(next(tmp_path.rglob("*.bin")), 4096)
+    for attempt in range(2):
+        with pytest.raises(DiskError) as caught:
+            if attempt == 0:
+                side.step()  # the worker finds it, perhaps before this has returned
+            accumulate(side, 3, 1)  # and it stays so
+        assert_names_it(caught.value, tmp_path, "the file ends here")
+        side.engine.abort()
+    for look in (side.engine.state_dict, side.engine.settle, lambda: side.engine.optimizer_state(side.optimizer)):
+        with pytest.raises(DiskError):
+            look()
+    let_go(side.engine)
+
+
+def failing(call: Callable[..., int], code: int, when: Callable[[], bool]) -> Callable[..., int]:
+    def moved(*args: Any) -> int:
+        if when():
+            raise OSError(code, os.strerror(code))
+        return call(*args)
+
+    return moved
+
+
+@on_ranks(1)
+@pytest.mark.parametrize("kind", ["read", "write"])
+@IN_FILES
+def test_an_error_of_the_disk(row: str, stage: int, kind: str, tmp_path: Path) -> None:
+    broken = False
+    side = Sharded(Model(), stage=stage, **offload(row, tmp_path))
+    assert side.engine.tiers.nvme is not None
+    calls = side.engine.tiers.nvme._file.syscalls
+    if kind == "read":
+        calls.preadv = failing(calls.preadv, errno.EIO, lambda: broken)
+    else:
+        calls.pwritev = failing(calls.pwritev, errno.ENOSPC, lambda: broken)
+    train(side, 2)
+    side.engine.settle()
+    if not (row == "optimizer_cpu_param_nvme" and kind == "read"):
+        accumulate(side, 2, 1)
+    broken = True
+    side.step()
+    with pytest.raises(DiskError) as caught:
+        accumulate(side, 3, 1)
+    assert_names_it(caught.value, tmp_path, "reading" if kind == "read" else "writing")
+    side.engine.abort()
+    broken = False
+    if kind == "write" or "optimizer_nvme" in row:  # what was lost stays lost
+        with pytest.raises(DiskError):
+            accumulate(side, 3, 1)
+    let_go(side.engine)
+
+
+@on_ranks(1)
+def test_an_error_that_passes_is_retried(tmp_path: Path) -> None:
+    failures = iter([False, False, True, True])
+    with Sharded(Model(), **offload("nvme", tmp_path)) as side, Sharded(Model(), offload="none") as plain:
+        with lightning_zero.gather(plain.module), lightning_zero.gather(side.module), torch.no_grad():
+            for p, q in zip(side.module.parameters(), plain.module.parameters(), strict=True):
+                q.copy_(p)
+        assert side.engine.tiers.nvme is not None
+        calls = side.engine.tiers.nvme._file.syscalls
+        calls.preadv = failing(calls.preadv, errno.EIO, lambda: next(failures, False))
+        assert train(side, 3) == train(plain, 3)
+        assert next(failures, None) is None
+
+
+STALL_S = 2.0
+
+
+def _fail_on_one_rank(folder: Path) -> tuple[str, float]:
+    collectives.POST_PLACE_EVERY_S = 0.05
+    side = Sharded(Model(), stall_timeout_s=STALL_S, **offload("nvme", folder))
+    train(side, 2)
+    side.engine.settle()
+    accumulate(side, 2, 1)
+    if dist.get_rank() == 0:
+        os.truncate(next(folder.rglob("rank00000.bin")), 4096)
+    side.step()
+    started = time.monotonic()
+    with pytest.raises((DiskError, RuntimeError)) as caught:
+        for step in range(3, 5):
+            accumulate(side, step, 1)
+    waited = time.monotonic() - started
+    return f"{type(caught.value).__name__}: {caught.value}", waited
+
+
+def _leave(folder: Path) -> None:
+    """The pool has lost messages of a group: it ends here."""
+    raise RuntimeError(*_fail_on_one_rank(folder))
+
+
+def test_the_other_rank_does_not_hang(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError) as caught:
+        run(2, _leave, tmp_path, timeout=40)
+    notes = "\n".join(caught.value.__notes__)
+    text = f"{caught.value} {notes}"
+    assert "DiskError" in text and "the file ends here" in text
+    assert "on rank" in text
+
+
+@on_ranks(1)
+def test_files_of_a_forgotten_model_go_with_it(tmp_path: Path) -> None:
+    for _ in range(3):
+        with slow_steps():
+            side = Sharded(Model(), **offload("nvme", tmp_path))
+            train(side, 2)
+        del side
+        deadline = time.monotonic() + 10
+        while list(tmp_path.rglob("rank*")):  # as soon as its last step is over
+            assert time.monotonic() < deadline
+            gc.collect()
+            time.sleep(0.01)
