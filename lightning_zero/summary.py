@@ -44,7 +44,9 @@ def unit_rows(engine: Engine) -> list[tuple[str, str, str, str]]:
 def print_units(engine: Engine, console: Console | None = None) -> None:
     """The table of units."""
     precision = engine.precision.name
-    table = Table(title=f"{engine.config.stage.name.name}, {precision}, {engine.world_size} rank(s)", title_justify="left")
+    table = Table(
+        title=f"{engine.config.stage.name.name}, {precision}, {engine.world_size} rank(s)", title_justify="left"
+    )
     for column in ("unit", "parameters", "gathered", "tier"):
         table.add_column(column, justify="left" if column in ("unit", "tier") else "right")
     for row in unit_rows(engine):

@@ -35,6 +35,7 @@ from lightning_zero.engine.sentinels import Sentinels
 from lightning_zero.engine.unit import Bucket, State, Unit
 from lightning_zero.memory.collectives import ABANDON_S, Communicator
 
+_DROPPED = "for storage of size 0"  # what torch says of a saved view whose memory is gone
 _ENGINES: weakref.WeakKeyDictionary[nn.Module, Engine] = weakref.WeakKeyDictionary()
 
 
@@ -386,10 +387,20 @@ class Engine:
         self.begin_backward(explicit=True)
         try:
             yield
-        except BaseException:
+        except BaseException as error:
             self.abort()
+            if isinstance(error, RuntimeError) and _DROPPED in str(error):
+                raise RuntimeError(self._needed_while_dropped()) from error
             raise
         self.end_backward()
+
+    def _needed_while_dropped(self) -> str:
+        waiting = [u.title for u in self.units if u.resharding and u.expected > u.arrived]
+        return (
+            f"backward needed parameters of a unit that had been dropped (one of {', '.join(waiting)}): a tensor left the "
+            "unit by another way than its outputs, or the graph was walked a second time (retain_graph). Return the "
+            "tensor from the unit's forward, or choose other units with zero.unit.classes."
+        )
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """``loss.backward()`` inside :meth:`backward_scope`."""

@@ -40,7 +40,9 @@ def _state_tensors(engine: Engine, bucket: Bucket) -> Iterator[Tensor]:
     for sharded in engine.optimizers:
         for run in sharded.runs_of(bucket):
             state = sharded.optimizer.state.get(run.tensor, {})
-            yield from (value for value in state.values() if isinstance(value, Tensor) and value.shape == run.tensor.shape)
+            yield from (
+                value for value in state.values() if isinstance(value, Tensor) and value.shape == run.tensor.shape
+            )
 
 
 def plan_of(engine: Engine) -> list[BucketPlan]:

@@ -44,7 +44,7 @@ from tests.lightning.toys import (
     whole_loader,
 )
 
-# -- fine-tuning --------------------------------------------------------------------------------------------------------
+# -- fine-tuning ------------------------------------------------------------------------------------------------------
 
 
 class Backbone(Lit):
@@ -138,7 +138,7 @@ def test_freezing_and_thawing_between_fits(tmp_path: Path) -> None:
         assert_weights(body(stage, loader()).weights, expected.weights, what=stage)
 
 
-# -- tuner --------------------------------------------------------------------------------------------------------------
+# -- tuner ------------------------------------------------------------------------------------------------------------
 
 
 class Tuned(Lit):
@@ -212,7 +212,7 @@ def test_batch_size_finder_on_one_rank(tmp_path: Path) -> None:
     assert_weights(results[1][1].weights, results[0][1].weights)
 
 
-# -- what is looked at --------------------------------------------------------------------------------------------------
+# -- what is looked at ------------------------------------------------------------------------------------------------
 
 
 @on_ranks(2)

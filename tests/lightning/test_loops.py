@@ -37,7 +37,6 @@ from tests.lightning.toys import (
     weights,
 )
 
-
 SOME = ("zero1", "zero3")  # the stages that differ most in what Lightning sees
 
 
@@ -48,7 +47,7 @@ def same_as_ddp(body: Callable[[str], Run], stages: tuple[str, ...] = SOME, **ho
         assert_same(body(stage), expected, what=stage, **how)
 
 
-# -- fit ----------------------------------------------------------------------------------------------------------------
+# -- fit --------------------------------------------------------------------------------------------------------------
 
 FITS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -124,7 +123,7 @@ def test_scheduled_accumulation(tmp_path: Path) -> None:
     same_as_ddp(body)
 
 
-# -- other entry points -------------------------------------------------------------------------------------------------
+# -- other entry points -----------------------------------------------------------------------------------------------
 
 
 @on_ranks(2)
@@ -306,7 +305,7 @@ def test_a_whole_run_under_inference_mode_before_training(tmp_path: Path) -> Non
         assert_weights(found.weights, expected.weights, what=stage)
 
 
-# -- configure_model ----------------------------------------------------------------------------------------------------
+# -- configure_model --------------------------------------------------------------------------------------------------
 
 
 class Late(Lit):
@@ -381,7 +380,7 @@ def test_init_module_builds_on_meta(tmp_path: Path) -> None:
     assert all(torch.isfinite(value).all() for value in weights(of).values())
 
 
-# -- hooks --------------------------------------------------------------------------------------------------------------
+# -- hooks ------------------------------------------------------------------------------------------------------------
 
 
 class Watching(Lit):
