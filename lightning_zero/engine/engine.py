@@ -16,7 +16,7 @@ import contextlib
 import functools
 import time
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -512,23 +512,23 @@ class Engine:
                 grads.forget(cleared)
                 grads.zero(zeroed)
 
-    def _before_step(self) -> None:
+    def _before_step(self, params: Iterable[nn.Parameter]) -> None:
         if self.shown:
             raise RuntimeError(
                 "optimizer.step() inside gather(): what is written to the shown parameters would replace the step's "
                 "result. Leave the `with lightning_zero.gather(...)` block first."
             )
-        self.check_reduced()
         self.settle()
         self.forget_zeroed()
+        self.check_reduced(params)
 
-    def check_reduced(self) -> None:
-        """Raise where gradients wait for a backward that reduces them.
+    def check_reduced(self, params: Iterable[nn.Parameter]) -> None:
+        """Raise where gradients of ``params`` wait for a backward that reduces them.
 
         Raises:
             RuntimeError: all backwards were run inside ``no_sync``.
         """
-        if any(grads.written for grads in self.reducer.grads.values()):
+        if any(p.info.slot in self.reducer.grads[p.bucket].written for p in map(self.place_of, params)):
             raise RuntimeError(
                 "gradients of backwards inside no_sync() have not been reduced over the ranks. Run the last backward "
                 "before a step, a norm or clipping outside of no_sync() (sync_grad=True)."

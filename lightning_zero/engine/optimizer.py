@@ -95,7 +95,7 @@ class ShardedOptimizer:
         place_of: Callable[[nn.Parameter], Place],
         *,
         used: Callable[[], set[int]],
-        before: Callable[[], None],
+        before: Callable[[Sequence[nn.Parameter]], None],
         after: Callable[[set[Bucket]], None],
         device_type: str = "cpu",
         declared_elementwise: bool = False,
@@ -175,7 +175,7 @@ class ShardedOptimizer:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._before()
+        self._before(self.params())
         used = self._used()
         changed = self._arrange(used)
         with (

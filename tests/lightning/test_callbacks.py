@@ -325,7 +325,7 @@ def test_prediction_writer(tmp_path: Path) -> None:
         folder.mkdir(exist_ok=True)
         of = trainer(strategy, tmp_path, callbacks=[Writer(folder, "batch_and_epoch")], use_distributed_sampler=True)
         result = of.predict(seeded(Lit), DataLoader(Samples(), batch_size=5), return_predictions=True)
-        written.append([torch.load(p) for p in sorted(folder.glob(f"*{rank}*"))] + [result])
+        written.append([torch.load(p) for p in sorted(folder.glob(f"*h{rank}*"))] + [result])
     torch.testing.assert_close(written[1], written[0])
 
 

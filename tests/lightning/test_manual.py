@@ -58,6 +58,29 @@ def test_manual_accumulation(block_sync: bool, tmp_path: Path) -> None:
         assert_same(body(stage), expected, what=stage)
 
 
+class Skipping(Manual):
+    """Has no backward for some batches, among them the one between two of a window."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        loss = self.loss(batch)
+        self.losses.append(loss.item())
+        if batch_idx % 3 != 1:
+            last = batch_idx % 3 == 2
+            with optimizer.toggle_model(sync_grad=last):
+                self.manual_backward(loss)
+            if last:
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+@on_ranks(2)
+def test_a_step_without_a_backward_inside_an_accumulation_window(tmp_path: Path) -> None:
+    expected = fit("ddp", tmp_path, seeded(Skipping))
+    for stage in STAGES:
+        assert_same(fit(stage, tmp_path, seeded(Skipping)), expected, what=stage)
+
+
 class TwoBackwards(Lit):
     """Two losses of one forward and one of another, one step."""
 

@@ -37,7 +37,7 @@ class Block(nn.Module):
 
 
 class Lit(pl.LightningModule):
-    """A regression. Its losses are kept in ``losses``; ``optimizer`` and ``scheduler`` name entries of the tables below."""
+    """A regression. Its losses are kept in ``losses``; ``optimizer`` and ``scheduler`` name entries of tables below."""
 
     def __init__(
         self, width: int = 8, depth: int = 2, optimizer: str = "sgd", scheduler: str = "none", lr: float = 0.05
