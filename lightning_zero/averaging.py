@@ -65,6 +65,7 @@ class ShardedAverage(AveragedModel):
         with _masters(engine):
             super().__init__(_AveragedTensors(engine), device=device, use_buffers=use_buffers, **kwargs)  # type: ignore[no-untyped-call]
         self.engine = engine
+        assert isinstance(self.module, _AveragedTensors)
         self.module.load = self._load
 
     @outside_autograd
@@ -154,7 +155,7 @@ def _averaging(trainer: pl.Trainer) -> list[WeightAveraging]:
     return [c for c in trainer.callbacks if isinstance(c, WeightAveraging)]  # type: ignore[attr-defined]
 
 
-# -- what stands for the callback's methods during a run ------------------------------------------------------------------
+# -- what stands for the callback's methods during a run --------------------------------------------------------------
 
 
 def _set_up_later(trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 from weakref import ReferenceType, ref
 
@@ -82,7 +82,9 @@ class ZeroPrecision(LightningPrecision):
     def strategy(self) -> ZeroStrategy:
         strategy = self._strategy() if self._strategy is not None else None
         if strategy is None:
-            raise ConfigError("ZeroPrecision works with ZeroStrategy only. Use Trainer(strategy='zero3', precision=...).")
+            raise ConfigError(
+                "ZeroPrecision works with ZeroStrategy only. Use Trainer(strategy='zero3', precision=...)."
+            )
         return strategy
 
     # -- contexts -------------------------------------------------------------------------------------------------
@@ -178,4 +180,3 @@ class ZeroPrecision(LightningPrecision):
         """The user's parameters of one optimizer (each once), which find their shards."""
         seen: dict[int, Any] = {id(p): p for group in optimizer.param_groups for p in group["params"]}
         return seen.values()
-

@@ -13,7 +13,6 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.utilities.distributed import (
     _get_default_process_group_backend_for_device,
     _init_dist_connection,
@@ -27,9 +26,9 @@ from lightning.pytorch.plugins.precision import Precision as LightningPrecision
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
-from lightning_utilities.core.rank_zero import rank_zero_only as utils_rank_zero_only
+from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
+from torch.distributed.constants import default_pg_timeout
 from torch.nn import Module, SyncBatchNorm
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
@@ -85,7 +84,9 @@ class ZeroStrategy(ParallelStrategy):
             precision_plugin=precision_plugin,
         )
         self._num_nodes = 1
-        self._to_load: tuple[Mapping[str, Any], bool] | None = None  # a state dict that waits for the shards, and strict
+        self._to_load: tuple[Mapping[str, Any], bool] | None = (
+            None  # a state dict that waits for the shards, and strict
+        )
         self._requeue: Requeue | None = None
         self._evaluation_starts = False
         self._process_group_backend = process_group_backend
@@ -163,16 +164,12 @@ class ZeroStrategy(ParallelStrategy):
             )
         return engine
 
-    def step_scope(self, key: str = "step_scope") -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def step_scope(self, key: str = "step_scope") -> Generator[None, None, None]:
         """Inside, the sharded module may be called outside of a Lightning step (generation, say). All ranks enter."""
-
-        @contextlib.contextmanager
-        def scope() -> Generator[None, None, None]:
-            with torch.no_grad(), self.precision_plugin.forward_context():
-                with self.engine.step_scope(key, evaluation=True):
-                    yield
-
-        return scope()
+        precision = self.precision_plugin.forward_context()
+        with torch.no_grad(), precision, self.engine.step_scope(key, evaluation=True):
+            yield
 
     # -- processes ------------------------------------------------------------------------------------------------
 
@@ -187,8 +184,8 @@ class ZeroStrategy(ParallelStrategy):
         reset_seed()
         self.set_world_ranks()
         device = self.root_device
-        self._process_group_backend = (
-            self._process_group_backend or _get_default_process_group_backend_for_device(device)
+        self._process_group_backend = self._process_group_backend or _get_default_process_group_backend_for_device(
+            device
         )
         assert self.cluster_environment is not None
         first = not dist.is_initialized()
@@ -208,7 +205,7 @@ class ZeroStrategy(ParallelStrategy):
         if self.cluster_environment is not None:
             self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        rank_zero_only.rank = utils_rank_zero_only.rank = self.global_rank
+        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
 
     def barrier(self, name: str | None = None) -> None:
         if not dist.is_initialized():
@@ -280,7 +277,7 @@ class ZeroStrategy(ParallelStrategy):
         with engine.placeholders_allowed():
             model.to(self.root_device)  # what is neither parameter nor buffer: module.device, states of metrics
         if self.precision_plugin.row is Precision.bf16_true:
-            model._dtype = torch.bfloat16  # module.dtype
+            model.__dict__["_dtype"] = torch.bfloat16  # module.dtype
         if self._to_load is not None:
             (state, strict), self._to_load = self._to_load, None
             self._load_into_shards(engine, state, strict)

@@ -43,7 +43,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -78,8 +78,17 @@ def run(world: int, function: Callable[..., Any], *args: Any, timeout: float = D
         raise
 
 
-def on_ranks(*worlds: int, timeout: float = DEFAULT_TIMEOUT_S) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Make a test of a function that is to run on every rank, once for each number of ranks."""
+def on_ranks(
+    *worlds: int, full: Sequence[int] = (), timeout: float = DEFAULT_TIMEOUT_S
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a test of a function that is to run on every rank, once for each number of ranks.
+
+    Args:
+        worlds: numbers of ranks of the default run.
+        full: more of them, for the full run.
+    """
+    cases = [pytest.param(n, id=f"{n}ranks") for n in worlds]
+    cases += [pytest.param(n, id=f"{n}ranks", marks=pytest.mark.full) for n in full]
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(body)
@@ -90,7 +99,7 @@ def on_ranks(*worlds: int, timeout: float = DEFAULT_TIMEOUT_S) -> Callable[[Call
         world = inspect.Parameter("world", inspect.Parameter.POSITIONAL_OR_KEYWORD)
         test.__signature__ = inspect.Signature([world, *parameters])  # type: ignore[attr-defined]
         test.__dict__["body"] = body  # what a worker runs: it finds ``test`` by name
-        return pytest.mark.parametrize("world", worlds, ids=lambda n: f"{n}ranks")(test)
+        return pytest.mark.parametrize("world", cases)(test)
 
     return decorate
 

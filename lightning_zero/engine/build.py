@@ -257,9 +257,12 @@ def _move_buffers(module: nn.Module, comm: Communicator) -> None:
             if buffer is None:
                 continue
             if id(buffer) not in moved:
-                moved[id(buffer)] = buffer.to(comm.device)
+                moved[id(buffer)] = on_device = buffer.to(comm.device)
                 if buffer.numel():
-                    data = moved[id(buffer)].contiguous()
+                    data = on_device.contiguous()
                     comm.broadcast(data)
-                    moved[id(buffer)].copy_(data)
+                    if any(stride == 0 and size > 1 for stride, size in zip(buffer.stride(), buffer.shape, strict=True)):
+                        moved[id(buffer)] = data  # an expanded buffer cannot be written to
+                    else:
+                        on_device.copy_(data)
             inner._buffers[key] = moved[id(buffer)]

@@ -20,7 +20,7 @@ import shutil
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -46,6 +46,7 @@ from lightning_zero.planning.placement import OFFLOADS, ON_DEVICE, Budgets, Tier
 
 IO_THREADS = 4  # a disk wants several requests in flight
 
+_DROPPED = "for storage of size 0"  # what torch says of a saved view whose memory is gone
 _ENGINES: weakref.WeakKeyDictionary[nn.Module, Engine] = weakref.WeakKeyDictionary()
 
 
@@ -488,10 +489,20 @@ class Engine:
         self.begin_backward(explicit=True)
         try:
             yield
-        except BaseException:
+        except BaseException as error:
             self.abort()
+            if isinstance(error, RuntimeError) and _DROPPED in str(error):
+                raise RuntimeError(self._needed_while_dropped()) from error
             raise
         self.end_backward()
+
+    def _needed_while_dropped(self) -> str:
+        waiting = [u.title for u in self.units if u.resharding and u.expected > u.arrived]
+        return (
+            f"backward needed parameters of a unit that had been dropped (one of {', '.join(waiting)}): a tensor left the "
+            "unit by another way than its outputs, or the graph was walked a second time (retain_graph). Return the "
+            "tensor from the unit's forward, or choose other units with zero.unit.classes."
+        )
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """``loss.backward()`` inside :meth:`backward_scope`."""
@@ -605,23 +616,23 @@ class Engine:
                 grads.forget(cleared)
                 grads.zero(zeroed)
 
-    def _before_step(self) -> None:
+    def _before_step(self, params: Iterable[nn.Parameter]) -> None:
         if self.shown:
             raise RuntimeError(
                 "optimizer.step() inside gather(): what is written to the shown parameters would replace the step's "
                 "result. Leave the `with lightning_zero.gather(...)` block first."
             )
-        self.check_reduced()
         self.settle()
         self.forget_zeroed()
+        self.check_reduced(params)
 
-    def check_reduced(self) -> None:
-        """Raise where gradients wait for a backward that reduces them.
+    def check_reduced(self, params: Iterable[nn.Parameter]) -> None:
+        """Raise where gradients of ``params`` wait for a backward that reduces them.
 
         Raises:
             RuntimeError: all backwards were run inside ``no_sync``.
         """
-        if any(grads.written for grads in self.reducer.grads.values()):
+        if any(p.info.slot in self.reducer.grads[p.bucket].written for p in map(self.place_of, params)):
             raise RuntimeError(
                 "gradients of backwards inside no_sync() have not been reduced over the ranks. Run the last backward "
                 "before a step, a norm or clipping outside of no_sync() (sync_grad=True)."

@@ -19,8 +19,9 @@ from lightning_zero.planning.layout import cut_runs
 
 def shard_grads(engine: Engine, params: Iterable[nn.Parameter]) -> list[tuple[Bucket, Tensor]]:
     """This rank's part of the reduced gradients of ``params``, as views that tile its shards."""
-    engine.check_reduced()
+    params = list(params)
     engine.forget_zeroed()
+    engine.check_reduced(params)
     wanted: dict[Bucket, set[int]] = {}
     for param in params:
         place = engine.place_of(param)

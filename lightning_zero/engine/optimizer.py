@@ -111,7 +111,7 @@ class ShardedOptimizer:
         place_of: Callable[[nn.Parameter], Place],
         *,
         used: Callable[[], set[int]],
-        before: Callable[[], None],
+        before: Callable[[Sequence[nn.Parameter]], None],
         after: Callable[[set[Bucket]], None],
         submit: Callable[[list[StepJob]], None],
         device_type: str = "cpu",
@@ -194,7 +194,7 @@ class ShardedOptimizer:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._before()
+        self._before(self.params())
         used = self._used()
         changed = self._arrange(used)
         lazy = [b for b in self._runs if b in changed and self._is_lazy(b)]

@@ -148,7 +148,7 @@ def _shortages(per_rank: dict[Tier, int], per_host: dict[Tier, int], machine: Ma
             Tier.host: (per_host[Tier.host], machine.host_memory),
         }
     needed[Tier.nvme] = (per_host[Tier.nvme], machine.nvme)
-    return tuple(Shortage(tier, want - have) for tier, (want, have) in needed.items() if want > 2 * have)
+    return tuple(Shortage(tier, want - have) for tier, (want, have) in needed.items() if want > have)
 
 
 def advise(model: Model, row: Row, machine: Machine, settings: OffloadConfig, rows: Sequence[Row]) -> Advice:

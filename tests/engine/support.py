@@ -143,8 +143,8 @@ class Twin:
             each: gradients are averaged at every backward (stages 2 and 3), else in the last of a step.
         """
         self.module = copy.deepcopy(module)
-        for param, source in zip(self.module.parameters(), module.parameters(), strict=True):
-            dist.broadcast(param.data.copy_(source.data), 0)
+        for param in self.module.parameters():
+            dist.broadcast(param.data, 0)
         self.grads: dict[nn.Parameter, Tensor] = {}
         self.synchronize = True
         self._each = each
@@ -173,10 +173,17 @@ class Twin:
             param.grad = None
 
     def _average(self) -> None:
-        for param in self.masters:
-            total = _sum_over_ranks(self._local.pop(param, None), like=param, dtype=self._reduce_dtype)
-            if total is not None:
-                self.grads[param] = self.grads[param] + total if param in self.grads else total
+        """A gradient that no rank has stays none."""
+        params = list(self.masters)
+        used = torch.tensor([param in self._local for param in params], dtype=torch.uint8)
+        dist.all_reduce(used, op=dist.ReduceOp.MAX)
+        local = {
+            param: self._local.pop(param, torch.zeros_like(param, dtype=self._reduce_dtype))
+            for param, flag in zip(params, used.tolist(), strict=True)
+            if flag
+        }
+        for param, total in _sum_over_ranks(local).items():
+            self.grads[param] = self.grads[param] + total if param in self.grads else total
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -281,18 +288,20 @@ def _lower(module: nn.Module, precision: str) -> dict[nn.Parameter, Master]:
     return masters
 
 
-def _sum_over_ranks(local: Tensor | None, *, like: Tensor, dtype: torch.dtype | None) -> Tensor | None:
-    used = torch.tensor([local is not None], dtype=torch.uint8)
-    dist.all_reduce(used, op=dist.ReduceOp.MAX)
-    if not used.item():
-        return None
-    own = local if local is not None else torch.zeros(like.shape, dtype=dtype or like.dtype)
-    parts = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, own.contiguous())
-    total = parts[0]
-    for part in parts[1:]:
-        total = total + part
-    return total
+def _sum_over_ranks(local: dict[nn.Parameter, Tensor]) -> dict[nn.Parameter, Tensor]:
+    """Sums of tensors that all ranks have, added in rank order. One message for each dtype."""
+    sums: dict[nn.Parameter, Tensor] = {}
+    for dtype in sorted({grad.dtype for grad in local.values()}, key=str):
+        own = {param: grad for param, grad in local.items() if grad.dtype == dtype}
+        flat = torch.cat([grad.reshape(-1) for grad in own.values()])
+        parts = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, flat)
+        total = parts[0]
+        for part in parts[1:]:
+            total = total + part
+        pieces = total.split([grad.numel() for grad in own.values()])
+        sums.update({param: piece.view(param.shape) for param, piece in zip(own, pieces, strict=True)})
+    return sums
 
 
 # -- comparing --------------------------------------------------------------------------------------------------------

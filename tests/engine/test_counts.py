@@ -38,7 +38,7 @@ def expected_counts(engine: Engine, micro_batches: int) -> Counter[tuple[str, st
     return expected
 
 
-@on_ranks(2, 3)
+@on_ranks(2, full=(3,))
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("k", [1, 2, 3])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -77,7 +77,7 @@ def full_nbytes(bucket: Bucket) -> int:
     return bucket.full.data.untyped_storage().nbytes()
 
 
-@on_ranks(2, 3)
+@on_ranks(2, full=(3,))
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_between_steps_gathered_parameters_hold_no_memory(precision: str) -> None:
     with Sharded(Model(), precision=precision) as side:
@@ -91,7 +91,7 @@ def test_between_steps_gathered_parameters_hold_no_memory(precision: str) -> Non
             side.zero_grad()
 
 
-@on_ranks(2, 3)
+@on_ranks(2, full=(3,))
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_bytes_at_rest_by_role(stage: int) -> None:
     """Masters, gradients and optimizer state have the size of the shard or of the bucket, as the stage's row says."""

@@ -94,7 +94,7 @@ def frozen_model(*names: str) -> nn.Module:
     return module
 
 
-@on_ranks(2, 3)
+@on_ranks(2, full=(3,))
 @STAGES
 @pytest.mark.parametrize(
     "frozen",
@@ -125,7 +125,7 @@ def test_frozen_parameters_have_no_gradient_state_or_reduction() -> None:
         assert sorted(state) == [i for i, p in enumerate(params) if p.requires_grad]
 
 
-@on_ranks(2, 3)
+@on_ranks(2, full=(3,))
 @STAGES
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_true"])
 def test_freezing_and_unfreezing_between_steps(stage: int, precision: str) -> None:
@@ -185,7 +185,7 @@ class Adapted(nn.Module):
         return torch.tanh(self.base(x) + self.up(self.down(x))) + x
 
 
-@on_ranks(2, 3)
+@on_ranks(2, full=(3,))
 @STAGES
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_true"])
 def test_adapters_beside_frozen_weights(stage: int, precision: str) -> None:
@@ -225,7 +225,7 @@ def branch_work(side: Side, step: int, *, paths: Any) -> Tensor:
     return loss
 
 
-@on_ranks(2, 3)
+@on_ranks(2, full=(3,))
 @STAGES
 @pytest.mark.parametrize("optimizer", [adamw, sgd, dampened_sgd])
 def test_parameters_that_no_rank_uses_are_left_alone(stage: int, optimizer: Any) -> None:
@@ -317,7 +317,7 @@ class Shapes(nn.Module):
         return torch.cat([x + y.sum(1, keepdim=True) + self.odd.sum(), y], 1)[:, :19]
 
 
-@on_ranks(1, 2, 3)
+@on_ranks(3, full=(1, 2))
 @STAGES
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_true"])
 def test_odd_shapes(stage: int, precision: str) -> None:

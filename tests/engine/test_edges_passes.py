@@ -74,7 +74,7 @@ class Twice(Chain):
         return x
 
 
-@on_ranks(2, 3)
+@on_ranks(2, full=(3,))
 @STAGES
 @PLAIN
 def test_a_module_used_several_times_in_one_forward(stage: int, plain: bool) -> None:
@@ -143,7 +143,7 @@ class SeveralBlocksInOne(Chain):
         return x
 
 
-@on_ranks(2, 3)
+@on_ranks(2, full=(3,))
 @STAGES
 @pytest.mark.parametrize("reentrant", [False, True], ids=["nonreentrant", "reentrant"])
 def test_checkpointed_blocks(stage: int, reentrant: bool) -> None:
@@ -218,7 +218,7 @@ def test_checkpointed_adapters(stage: int, reentrant: bool) -> None:
 # -- several backwards, gradients of gradients --------------------------------------------------------------------------
 
 
-@on_ranks(2, 3)
+@on_ranks(2, full=(3,))
 @STAGES
 @PLAIN
 def test_several_backwards_before_a_step(stage: int, plain: bool) -> None:
@@ -280,7 +280,7 @@ def test_gradients_of_a_backward_with_a_weight(stage: int, plain: bool) -> None:
     check(Chain, work, stage=stage, plain=plain)
 
 
-@on_ranks(2, 3)
+@on_ranks(2, full=(3,))
 @STAGES
 @PLAIN
 def test_gradient_penalty(stage: int, plain: bool) -> None:
@@ -317,7 +317,7 @@ def no_grad_or_inference(kind: str) -> Any:
     return torch.no_grad() if kind == "no_grad" else torch.inference_mode()
 
 
-@on_ranks(2, 3)
+@on_ranks(2, full=(3,))
 @STAGES
 @pytest.mark.parametrize("kind", ["no_grad", "inference_mode"])
 def test_evaluation_between_steps_gives_the_same_outputs(stage: int, kind: str) -> None:
@@ -646,7 +646,7 @@ def _raise_in_a_block(*_: Any) -> None:
     raise ZeroDivisionError("in a block")
 
 
-@on_ranks(2, 3)
+@on_ranks(2, full=(3,))
 @STAGES
 @PLAIN
 @pytest.mark.parametrize("where", ["forward", "backward", "block"])
@@ -683,7 +683,7 @@ def test_an_exception_leaves_nothing_gathered() -> None:
 # -- several models -----------------------------------------------------------------------------------------------------
 
 
-@on_ranks(2, 3)
+@on_ranks(2, full=(3,))
 @pytest.mark.parametrize("stages", [(3, 3), (0, 3), (2, 1)], ids=str)
 def test_two_models_in_one_process(stages: tuple[int, int]) -> None:
     """As in adversarial training: each is stepped by itself, and one's loss goes through the other."""

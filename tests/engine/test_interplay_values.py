@@ -54,7 +54,6 @@ def train(side: Side, steps: range) -> None:
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("argument", [{"from_rank": 0}, {"grads": True}], ids=str)
 def test_arguments_of_a_nested_gather_are_refused(stage: int, argument: dict[str, int]) -> None:
-    """The outer one would write back over what they say."""
     with Sharded(Model(), stage=stage) as side:
         weight = side.module.head.weight
         with lightning_zero.gather(side.module):
@@ -62,11 +61,6 @@ def test_arguments_of_a_nested_gather_are_refused(stage: int, argument: dict[str
             with pytest.raises(RuntimeError, match="cannot be nested"), lightning_zero.gather(weight, **argument):
                 weight.data.fill_(7.0)
             assert torch.equal(weight, before)
-        with (
-            lightning_zero.gather(side.module.embed.weight),
-            lightning_zero.gather(list(side.module.blocks.parameters())),
-        ):
-            assert side.module.blocks[0].up.weight.isfinite().all()
         with lightning_zero.gather(weight, **argument):  # alone it works
             assert torch.equal(weight, before)
         train(side, range(1))
@@ -160,7 +154,6 @@ def test_a_dropped_engine_is_collected(stage: int) -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("kind", ["gathers", "reductions"])
 def test_an_abort_waits_once_for_all_messages(kind: str) -> None:
-    """The peer of none of them comes: one deadline for all, and not one for each."""
     side = Sharded(_blocks(8), stage=3 if kind == "gathers" else 2, reduce_bucket_bytes=1000)
     engine = side.engine
     out = None
@@ -188,7 +181,6 @@ def _blocks(number: int) -> nn.Sequential:
 
 
 def _raise_with_gathers(engine: lightning_zero.engine.Engine) -> None:
-    """All units are on their way."""
     try:
         for unit in engine.units[1:]:
             unit.unshard_begin()
@@ -233,14 +225,14 @@ def test_a_scheduler_made_after_add_optimizer_sees_the_steps(stage: int) -> None
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("stage", [0, 3])
-def test_buffers_of_every_kind_start_as_on_rank_0(stage: int) -> None:
+@pytest.mark.parametrize("expanded", [False, True])
+def test_buffers_of_every_kind_start_as_on_rank_0(expanded: bool) -> None:
     mark = 1 + dist.get_rank()
     buffers = {
         "int16": torch.full((3,), mark, dtype=torch.int16),
         "boolean": torch.tensor([mark == 1, mark == 2]),
         "complex": torch.full((3,), complex(mark, -mark)),
-        "expanded": torch.full((1, 3), float(mark)).expand(4, 3),
+        "row": torch.full((1, 3), float(mark)).expand(4 if expanded else 1, 3),
         "transposed": torch.arange(6.0).view(2, 3).mul(mark).t(),
         "every_second": torch.arange(8.0).mul(mark)[::2],
         "empty": torch.empty(0, 3),
@@ -249,13 +241,13 @@ def test_buffers_of_every_kind_start_as_on_rank_0(stage: int) -> None:
     module = Model()
     for name, buffer in buffers.items():
         module.register_buffer(name, buffer)
-    with Sharded(module, stage=stage) as side:
+    with Sharded(module) as side:
         train(side, range(1))
         for name, buffer in buffers.items():
             now = getattr(module, name)
             assert now.dtype == buffer.dtype and now.shape == buffer.shape, name
         assert module.int16.tolist() == [1] * 3 and module.boolean.tolist() == [True, False]
-        assert module.complex.tolist() == [1 - 1j] * 3 and module.expanded.tolist() == [[1.0] * 3] * 4
+        assert module.complex.tolist() == [1 - 1j] * 3 and set(module.row.flatten().tolist()) == {1.0}
         assert module.transposed.tolist() == [[0, 3], [1, 4], [2, 5]]
         assert module.every_second.tolist() == [0, 2, 4, 6] and module.scalar.item() == 1
 
@@ -340,7 +332,6 @@ def test_a_plain_optimizer_goes_on_from_the_state(stage: int) -> None:
 
 
 def _assert_equal_state(own: object, other: object) -> None:
-    """Equal nested containers, tensors to the bit."""
     assert type(own) is type(other)
     if isinstance(own, Tensor):
         assert isinstance(other, Tensor) and own.dtype == other.dtype and torch.equal(own, other)

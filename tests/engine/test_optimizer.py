@@ -47,7 +47,7 @@ def tied_model() -> nn.Module:
     return module
 
 
-@on_ranks(1, 2, 3)
+@on_ranks(3, full=(1, 2))
 @STAGES
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, math.inf])
 def test_norm_and_clipping_equal_torch_s(stage: int, norm_type: float) -> None:
@@ -142,7 +142,7 @@ def test_element_wise_optimizers_of_torch(stage: int, name: str) -> None:
     check(Model, language_work, stage=stage, optimizer=OPTIMIZERS[name], steps=4, tolerance=1e-6)
 
 
-@on_ranks(2, 3)
+@on_ranks(2, full=(3,))
 @STAGES
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_true"])
 def test_param_groups_with_settings_of_their_own(stage: int, precision: str) -> None:
@@ -384,7 +384,7 @@ def train(side: Side, steps: Iterable[int], precision: str) -> None:
         side.zero_grad()
 
 
-@on_ranks(1, 2, 3)
+@on_ranks(3, full=(1, 2))
 @STAGES
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_true"])
 @pytest.mark.parametrize("optimizer", [adamw, sgd])

@@ -67,7 +67,7 @@ def test_dynamic_paths_train_with_the_right_gradients(path: str, config: dict[st
     check(Paths, paths, steps=5, dynamic=True, stall_timeout_s=20, **config)
 
 
-@on_ranks(2, 3)
+@on_ranks(2, full=(3,))
 @pytest.mark.parametrize("path", list(PATHS))
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_paths_are_free_where_parameters_are_replicated(stage: int, path: str) -> None:

@@ -38,7 +38,7 @@ def trained(steps: int = 1, **config: Any) -> tuple[Sharded, Twin]:
 # -- gather -----------------------------------------------------------------------------------------------------------
 
 
-@on_ranks(1, 2, 3)
+@on_ranks(3, full=(1, 2))
 @STAGES
 @PRECISIONS
 def test_what_is_written_inside_gather_is_kept(stage: int, precision: str) -> None:
@@ -63,7 +63,7 @@ def test_what_is_written_inside_gather_is_kept(stage: int, precision: str) -> No
         assert_same(sharded, twin, grads=True)
 
 
-@on_ranks(2, 3)
+@on_ranks(2, full=(3,))
 @STAGES
 def test_the_values_of_one_rank_count_where_it_is_named(stage: int) -> None:
     with Sharded(Model(), stage=stage) as side:
@@ -255,7 +255,7 @@ def test_a_gradient_that_was_assigned_is_refused_at_the_step() -> None:
         sharded.step()
 
 
-@on_ranks(2, 3)
+@on_ranks(2, full=(3,))
 @STAGES
 def test_zeroed_gradients_are_gradients_and_cleared_ones_are_not(stage: int) -> None:
     """``zero_grad(set_to_none=False)``: decay and momentum go on; and partly cleared gradients."""
@@ -297,7 +297,7 @@ def test_zeroing_some_parameters_between_backwards(stage: int) -> None:
 # -- whole state dicts ------------------------------------------------------------------------------------------------
 
 
-@on_ranks(1, 2, 3)
+@on_ranks(2, full=(1, 3))
 @STAGES
 @PRECISIONS
 def test_module_state_dict_holds_full_values_on_rank_0(stage: int, precision: str) -> None:

@@ -65,7 +65,9 @@ def test_checkpoints_hold_averages_and_resume(saved_by: str, loaded_by: str, tmp
     def run(strategy: str, epochs: int, **settings: Any) -> Any:
         callbacks = [EMAWeightAveraging(decay=0.8), ModelCheckpoint(tmp_path / f"{strategy}{epochs}", filename="end")]
         module = seeded(WithBatchNorm, seed=settings.pop("seed", 3))
-        return fit(strategy, tmp_path, module, max_epochs=epochs, enable_checkpointing=True, callbacks=callbacks, **settings)
+        return fit(
+            strategy, tmp_path, module, max_epochs=epochs, enable_checkpointing=True, callbacks=callbacks, **settings
+        )
 
     whole = run("ddp", 3)
     saved = run(saved_by, 2)

@@ -44,7 +44,7 @@ from tests.lightning.toys import (
     whole_loader,
 )
 
-# -- fine-tuning --------------------------------------------------------------------------------------------------------
+# -- fine-tuning ------------------------------------------------------------------------------------------------------
 
 
 class Backbone(Lit):
@@ -138,7 +138,7 @@ def test_freezing_and_thawing_between_fits(tmp_path: Path) -> None:
         assert_weights(body(stage, loader()).weights, expected.weights, what=stage)
 
 
-# -- tuner --------------------------------------------------------------------------------------------------------------
+# -- tuner ------------------------------------------------------------------------------------------------------------
 
 
 class Tuned(Lit):
@@ -212,7 +212,7 @@ def test_batch_size_finder_on_one_rank(tmp_path: Path) -> None:
     assert_weights(results[1][1].weights, results[0][1].weights)
 
 
-# -- what is looked at --------------------------------------------------------------------------------------------------
+# -- what is looked at ------------------------------------------------------------------------------------------------
 
 
 @on_ranks(2)
@@ -325,7 +325,7 @@ def test_prediction_writer(tmp_path: Path) -> None:
         folder.mkdir(exist_ok=True)
         of = trainer(strategy, tmp_path, callbacks=[Writer(folder, "batch_and_epoch")], use_distributed_sampler=True)
         result = of.predict(seeded(Lit), DataLoader(Samples(), batch_size=5), return_predictions=True)
-        written.append([torch.load(p) for p in sorted(folder.glob(f"*{rank}*"))] + [result])
+        written.append([torch.load(p) for p in sorted(folder.glob(f"*h{rank}*"))] + [result])
     torch.testing.assert_close(written[1], written[0])
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import pickle
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch import Tensor
 
 from lightning_zero import ZeroStrategy
-from tests.harness import on_ranks, run
+from tests.harness import Pool, on_ranks, run
 from tests.lightning.toys import (
     STAGES,
     Lit,
@@ -41,7 +43,7 @@ def other_weights() -> Lit:
     return module
 
 
-# -- what the file holds ------------------------------------------------------------------------------------------------
+# -- what the file holds ----------------------------------------------------------------------------------------------
 
 
 @on_ranks(2)
@@ -81,7 +83,7 @@ def test_tensors_own_their_memory(tmp_path: Path) -> None:
     assert os.path.getsize(tmp_path / "big.ckpt") < 2 * 4 * numel * 1.3  # weights and momentum
 
 
-# -- load anywhere ------------------------------------------------------------------------------------------------------
+# -- load anywhere ----------------------------------------------------------------------------------------------------
 
 
 def _save(strategy: str, root: Path) -> dict[str, Any]:
@@ -134,7 +136,7 @@ def test_training_goes_on_everywhere(saved_by: str, loaded_by: str, ranks: tuple
     run(ranks[1], _resume, loaded_by, tmp_path, expected)
 
 
-# -- resume -------------------------------------------------------------------------------------------------------------
+# -- resume -----------------------------------------------------------------------------------------------------------
 
 
 @on_ranks(2)
@@ -258,7 +260,7 @@ def test_a_checkpoint_with_other_optimizers_is_refused(tmp_path: Path) -> None:
         fit("zero3", tmp_path, seeded(TwoGroups), ckpt_path=tmp_path / "one.ckpt")
 
 
-# -- load_from_checkpoint, weights only, after teardown ------------------------------------------------------------------
+# -- load_from_checkpoint, weights only, after teardown ---------------------------------------------------------------
 
 
 @on_ranks(2)
@@ -355,7 +357,7 @@ def test_async_checkpoint_io(tmp_path: Path) -> None:
     assert_weights(torch.load(tmp_path / "after.ckpt", weights_only=False)["state_dict"], seen[6], tolerance=0)
 
 
-# -- ModelCheckpoint and EarlyStopping -----------------------------------------------------------------------------------
+# -- ModelCheckpoint and EarlyStopping --------------------------------------------------------------------------------
 
 CHECKPOINTS: dict[str, dict[str, Any]] = {
     "top 2": {"monitor": "val", "save_top_k": 2},
@@ -364,7 +366,7 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "every second step": {"every_n_train_steps": 2, "save_top_k": -1},
     "train-time metric": {"monitor": "loss_step", "every_n_train_steps": 3, "save_top_k": 2},
     "epoch metric after training": {"monitor": "loss_epoch", "save_on_train_epoch_end": True, "save_top_k": 1},
-    "by time": {"train_time_interval": __import__("datetime").timedelta(seconds=0), "save_top_k": 1},
+    "by time": {"train_time_interval": timedelta(seconds=0), "save_top_k": 1},
 }
 
 
@@ -414,7 +416,7 @@ def test_early_stopping(tmp_path: Path) -> None:
         assert_same(found, expected, what=stage)
 
 
-# -- exceptions ---------------------------------------------------------------------------------------------------------
+# -- exceptions -------------------------------------------------------------------------------------------------------
 
 
 class Failing(Lit):
@@ -462,9 +464,6 @@ def _fail_alone(stage: str, root: Path) -> str:
 @pytest.mark.parametrize("stage", ["zero1", "zero3"])
 def test_no_checkpoint_and_no_hang_on_an_exception_of_one_rank(stage: str, tmp_path: Path) -> None:
     """The rank that failed says why nothing is saved; the other one finds out by itself."""
-    from tests.harness import Pool
-    import pickle
-
     pool = Pool(2)
     try:
         waits, failed = pool.run(pickle.dumps((_fail_alone, (stage, tmp_path), {})), 60)

@@ -16,9 +16,7 @@ import lightning_zero
 from lightning_zero import ZeroStrategy
 from lightning_zero.config import ConfigError
 from tests.harness import on_ranks
-from tests.lightning.toys import Block, Lit, Run, assert_same, fit, seeded
-
-STRATEGIES = ("zero0", "zero1", "zero2", "zero3")
+from tests.lightning.toys import STAGES, Block, Lit, Run, assert_same, fit, record, seeded, trainer, whole_loader
 
 
 class Manual(Lit):
@@ -56,8 +54,31 @@ def test_manual_accumulation(block_sync: bool, tmp_path: Path) -> None:
         return fit(strategy, tmp_path, seeded(lambda: Manual(block_sync)))
 
     expected = body("ddp")
-    for stage in STRATEGIES:
+    for stage in STAGES:
         assert_same(body(stage), expected, what=stage)
+
+
+class Skipping(Manual):
+    """Has no backward for some batches, among them the one between two of a window."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        loss = self.loss(batch)
+        self.losses.append(loss.item())
+        if batch_idx % 3 != 1:
+            last = batch_idx % 3 == 2
+            with optimizer.toggle_model(sync_grad=last):
+                self.manual_backward(loss)
+            if last:
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+@on_ranks(2)
+def test_a_step_without_a_backward_inside_an_accumulation_window(tmp_path: Path) -> None:
+    expected = fit("ddp", tmp_path, seeded(Skipping))
+    for stage in STAGES:
+        assert_same(fit(stage, tmp_path, seeded(Skipping)), expected, what=stage)
 
 
 class TwoBackwards(Lit):
@@ -160,7 +181,7 @@ def test_gan(sync_grad: bool, tmp_path: Path) -> None:
         return fit(strategy, tmp_path, seeded(lambda: Gan(sync_grad)))
 
     expected = body(DDPStrategy(find_unused_parameters=True))
-    for stage in STRATEGIES:
+    for stage in STAGES:
         assert_same(body(stage), expected, what=stage)
 
 
@@ -188,8 +209,6 @@ class GradientPenalty(Lit):
 @on_ranks(2)
 def test_gradient_penalty(tmp_path: Path) -> None:
     """The oracle is one process on all samples: DDP does not support autograd.grad inside its forward."""
-    from tests.lightning.toys import record, trainer, whole_loader
-
     module = seeded(GradientPenalty)
     alone = trainer("auto", tmp_path)
     alone.fit(module, whole_loader(4))
@@ -237,7 +256,7 @@ class ReadsNorm(Manual):
 
 @on_ranks(2)
 def test_lightnings_grad_norm_names_ours(tmp_path: Path) -> None:
-    for stage in STRATEGIES:
+    for stage in STAGES:
         with pytest.raises(RuntimeError, match=r"lightning_zero\.grad_norm"):
             fit(stage, tmp_path, seeded(ReadsNorm))
 
@@ -277,7 +296,7 @@ class NormOfParts(Manual):
 @on_ranks(2)
 def test_norms_of_parts(tmp_path: Path) -> None:
     expected = fit("ddp", tmp_path, seeded(NormOfParts))
-    for stage in STRATEGIES:
+    for stage in STAGES:
         assert_same(fit(stage, tmp_path, seeded(NormOfParts)), expected, what=stage)
 
 

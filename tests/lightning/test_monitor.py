@@ -20,8 +20,6 @@ from lightning_zero.planning.placement import Tier
 from tests.harness import on_ranks
 from tests.lightning.toys import STAGES, Lit, fit, seeded
 
-STATE_TENSORS = {"sgd": 1, "adamw": 2}
-
 
 class Measure(Callback):
     def __init__(self) -> None:
@@ -39,17 +37,17 @@ class Measure(Callback):
         self._note(trainer, Moment.cleared)
 
 
-def frozen_head() -> Lit:
+def partly_frozen() -> Lit:
     module: Lit = seeded(lambda: Lit(optimizer="adamw", width=24))
     module.first.requires_grad_(False)
     return module
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
-@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@on_ranks(1, 3)
 def test_measured_bytes_are_the_planned_ones(precision: str, tmp_path: Path) -> None:
     for stage in STAGES:
-        for make, states in ((lambda: seeded(lambda: Lit(optimizer="sgd")), 1), (frozen_head, 2)):
+        for make, states in ((lambda: seeded(Lit), 1), (partly_frozen, 2)):
             measure = Measure()
             settings: dict[str, Any] = {"max_epochs": 1, "accumulate_grad_batches": 2, "precision": precision}
             run = fit(stage, tmp_path, make(), callbacks=[measure], limit_val_batches=0, **settings)
@@ -63,8 +61,8 @@ def test_measured_bytes_are_the_planned_ones(precision: str, tmp_path: Path) -> 
 @on_ranks(2)
 def test_the_log(tmp_path: Path) -> None:
     logger = CSVLogger(tmp_path, name="", version="")
-    monitor = ZeroMonitor(every_n_steps=2, prog_bar=True)
-    run = fit("zero3", tmp_path, logger=logger, callbacks=[monitor], log_every_n_steps=1, max_epochs=1)
+    monitor = ZeroMonitor(prog_bar=True)
+    run = fit("zero3", tmp_path, logger=logger, callbacks=[monitor], log_every_n_steps=2, max_epochs=1)
     dist.barrier()
     if dist.get_rank():
         return

@@ -103,7 +103,7 @@ def test_one_module_in_one_precision_after_another(tmp_path: Path) -> None:
     assert all(loss == loss for loss in module.losses)
 
 
-# -- what the Trainer chooses --------------------------------------------------------------------------------------------
+# -- what the Trainer chooses -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("flag", ["32-true", "32", "bf16-mixed", "bf16", "bf16-true"])

@@ -24,7 +24,7 @@ def trainer_of(strategy: Any, **settings: Any) -> pl.Trainer:
     return pl.Trainer(strategy=strategy, accelerator="cpu", devices=2, logger=False, **settings)
 
 
-# -- names ---------------------------------------------------------------------------------------------------------------
+# -- names ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["zero0", "zero1", "zero2", "zero3", "ZERO3", "Zero1"])
@@ -34,7 +34,9 @@ def test_presets_by_name(name: str) -> None:
     assert strategy.config.stage.name.name == name.lower()
 
 
-@pytest.mark.parametrize("name", ["zero1_offload", "zero2_offload", "zero3_offload", "ZERO3_NVME", "zero3_offload_optimizer"])
+@pytest.mark.parametrize(
+    "name", ["zero1_offload", "zero2_offload", "zero3_offload", "ZERO3_NVME", "zero3_offload_optimizer"]
+)
 def test_presets_of_a_later_release(name: str) -> None:
     with pytest.raises(ConfigError, match=r"zero/offload=\w+ is not part of this release; it has zero/offload: none"):
         trainer_of(name)
@@ -50,7 +52,7 @@ def test_arguments() -> None:
     assert ZeroStrategy(2).config.stage.name.name == "zero2"
 
 
-# -- callbacks, optimizers -----------------------------------------------------------------------------------------------
+# -- callbacks, optimizers --------------------------------------------------------------------------------------------
 
 
 @on_ranks(2)
@@ -85,7 +87,7 @@ def test_an_optimizer_of_other_parameters(tmp_path: Path) -> None:
         fit("zero3", tmp_path, with_optimizer(lambda m: torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)))
 
 
-# -- the module ----------------------------------------------------------------------------------------------------------
+# -- the module -------------------------------------------------------------------------------------------------------
 
 
 @on_ranks(2)
@@ -160,7 +162,7 @@ def test_synchronized_batch_norm_is_converted_as_under_ddp(tmp_path: Path) -> No
         module = seeded(BatchNorm)
         with pytest.raises(ValueError, match="SyncBatchNorm.* GPU"):
             fit(strategy, tmp_path, module, sync_batchnorm=True)
-        assert isinstance(module.norm, nn.SyncBatchNorm)
+    assert isinstance(module.norm, nn.SyncBatchNorm)
 
 
 @on_ranks(2)

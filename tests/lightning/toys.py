@@ -37,9 +37,11 @@ class Block(nn.Module):
 
 
 class Lit(pl.LightningModule):
-    """A regression whose losses are kept in ``losses``; ``optimizer`` and ``scheduler`` are names in the tables below."""
+    """A regression. Its losses are kept in ``losses``; ``optimizer`` and ``scheduler`` name entries of tables below."""
 
-    def __init__(self, width: int = 8, depth: int = 2, optimizer: str = "sgd", scheduler: str = "none", lr: float = 0.05):
+    def __init__(
+        self, width: int = 8, depth: int = 2, optimizer: str = "sgd", scheduler: str = "none", lr: float = 0.05
+    ):
         super().__init__()
         self.save_hyperparameters()
         self.losses: list[float] = []
@@ -204,7 +206,9 @@ class Run:
     metrics: dict[str, float] = field(default_factory=dict)
 
 
-def fit(strategy: Any, root: Path | str, module: Any = None, *, batch_size: int = 2, count: int = SAMPLES, **settings: Any) -> Run:
+def fit(
+    strategy: Any, root: Path | str, module: Any = None, *, batch_size: int = 2, count: int = SAMPLES, **settings: Any
+) -> Run:
     """``Trainer.fit`` of ``module`` (default: :class:`Lit`), with validation."""
     module = seeded(Lit) if module is None else module
     ckpt_path = settings.pop("ckpt_path", None)
