@@ -271,8 +271,8 @@ def check_rows(stage: Stage, offload: Offload) -> None:
     moves_params = offload in {Offload.cpu, Offload.nvme, Offload.optimizer_cpu_param_nvme}
     if moves_params and stage is not Stage.zero3:
         raise ConfigError(
-            f"zero/offload={offload.name}: parameters can be offloaded at stage 3 only (below it every rank uses all of "
-            f"them), got zero/stage={stage.name}. Choose zero/stage=zero3, or zero/offload="
+            f"zero/offload={offload.name}: parameters can be offloaded at stage 3 only (below it every rank uses all "
+            f"of them), got zero/stage={stage.name}. Choose zero/stage=zero3, or zero/offload="
             f"{'optimizer_nvme' if offload is Offload.nvme else 'optimizer_cpu'}."
         )
     if offload is not Offload.none and stage is Stage.zero0:

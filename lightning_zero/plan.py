@@ -61,7 +61,7 @@ def describe(config: TrainConfig, states: int | None) -> Model:
     precision = precision_row(config)
     dtype = torch.get_default_dtype()
     # What a model prints belongs to no JSON document.
-    with contextlib.redirect_stdout(sys.stderr):
+    with contextlib.redirect_stdout(sys.stderr), torch.device("meta"):
         try:
             if precision is Precision.bf16_true:
                 torch.set_default_dtype(torch.bfloat16)

@@ -70,16 +70,21 @@ def test_all_groups_are_there() -> None:
     }
 
 
+def needed_by(option: str) -> list[str]:
+    """Overrides without which a file means nothing: rows of ``zero/offload`` that use files."""
+    return ["zero.offload.nvme_path=/somewhere"] if option.startswith("zero/offload=") and "nvme" in option else []
+
+
 @pytest.mark.parametrize("option", OPTIONS)
 def test_every_file_composes_and_means_what_the_dataclasses_say(option: str) -> None:
-    config = config_of(option)
+    config = config_of(option, *needed_by(option))
     assert isinstance(config.zero, ZeroConfig)
     assert isinstance(config.trainer, TrainerConfig)
 
 
 @pytest.mark.parametrize("option", OPTIONS)
 def test_every_target_takes_what_its_file_gives_it(option: str) -> None:
-    config = config_of(option)
+    config = config_of(option, *needed_by(option))
     nodes = {"model": config.model, "data": config.data, "optimizer": config.optimizer}
     nodes |= {f"callbacks.{k}": v for k, v in config.callbacks.items()}
     nodes |= {f"logger.{k}": v for k, v in config.logger.items()}
@@ -293,7 +298,6 @@ def command_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.
         # offload
         ("zero/offload=nvme", ["zero.offload.nvme_path", "LIGHTNING_ZERO_NVME_PATH"]),
         ("zero/offload=optimizer_nvme", ["zero.offload.nvme_path", "LIGHTNING_ZERO_NVME_PATH"]),
-        ("zero/offload=nvme zero.offload.nvme_path=/none/here", ["zero.offload.nvme_path", "/none/here", "not exist"]),
         ("zero/offload=cpu zero/stage=zero2", ["zero/offload=cpu", "zero/stage=zero2", "optimizer_cpu"]),
         ("zero/offload=nvme zero/stage=zero1 zero.offload.nvme_path=/tmp", ["zero/offload=nvme", "optimizer_nvme"]),
         ("zero/offload=optimizer_cpu zero/stage=zero0", ["zero/offload=optimizer_cpu", "zero/stage=zero1"]),

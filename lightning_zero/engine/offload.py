@@ -43,7 +43,9 @@ class StepWorker:
 
     def __init__(self, threads: int) -> None:
         self._threads = threads
-        self._pool = ThreadPoolExecutor(1, "lightning_zero-step", initializer=torch.set_num_threads, initargs=(threads,))
+        self._pool = ThreadPoolExecutor(
+            1, "lightning_zero-step", initializer=torch.set_num_threads, initargs=(threads,)
+        )
         self._last: Future[None] | None = None
 
     def submit(self, jobs: Sequence[StepJob]) -> None:

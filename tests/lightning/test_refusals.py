@@ -15,6 +15,7 @@ from torch import nn
 import lightning_zero
 from lightning_zero import ZeroStrategy
 from lightning_zero.config import ConfigError
+from lightning_zero.presets import preset_config
 from tests.harness import on_ranks
 from tests.lightning.toys import Lit, assert_same, fit, loader, seeded, trainer
 
