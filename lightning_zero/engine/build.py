@@ -192,7 +192,7 @@ def _move_buffers(module: nn.Module, comm: Communicator) -> None:
                 if buffer.numel():
                     data = on_device.contiguous()
                     comm.broadcast(data)
-                    if any(stride == 0 and size > 1 for stride, size in zip(buffer.stride(), buffer.shape, strict=True)):
+                    if any(step == 0 and size > 1 for step, size in zip(buffer.stride(), buffer.shape, strict=True)):
                         moved[id(buffer)] = data  # an expanded buffer cannot be written to
                     else:
                         on_device.copy_(data)
