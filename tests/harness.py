@@ -65,7 +65,9 @@ class CaseTimeout(AssertionError):
     """A case took too long; the message holds the stacks of the ranks that were still running."""
 
 
-def run(world: int, function: Callable[..., Any], *args: Any, timeout: float = DEFAULT_TIMEOUT_S, **kwargs: Any) -> list[Any]:
+def run(
+    world: int, function: Callable[..., Any], *args: Any, timeout: float = DEFAULT_TIMEOUT_S, **kwargs: Any
+) -> list[Any]:
     """Call ``function(*args, **kwargs)`` on all ranks of a pool of ``world`` workers; its results in rank order."""
     pool = _POOLS.get(world)
     if pool is None:

@@ -131,7 +131,9 @@ def test_one_file_registers_hooks(path: Path) -> None:
     if name_of(path) == "engine.hooks":
         return
     for target, name in calls_of(path):
-        assert not (name.startswith("register_") and "hook" in name), f"{target}.{name}: hooks belong into engine/hooks.py"
+        assert not (name.startswith("register_") and "hook" in name), (
+            f"{target}.{name}: hooks belong into engine/hooks.py"
+        )
 
 
 @pytest.mark.parametrize("path", in_layer("engine"), ids=name_of)

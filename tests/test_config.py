@@ -156,14 +156,14 @@ def test_presets_build(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_presets_are_those_of_the_design() -> None:
-    assert PRESETS == {
+    assert {
         **{f"zero{n}": (f"zero{n}", "none") for n in range(4)},
         "zero1_offload": ("zero1", "optimizer_cpu"),
         "zero2_offload": ("zero2", "optimizer_cpu"),
         "zero3_offload": ("zero3", "cpu"),
         "zero3_offload_optimizer": ("zero3", "optimizer_cpu"),
         "zero3_nvme": ("zero3", "nvme"),
-    }
+    } == PRESETS
 
 
 @given(st.text())

@@ -114,8 +114,7 @@ class FileHome:
             for tensor in self._tensors:
                 tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
             self._reading = [
-                self._tier.stage_in(extent, tensor)
-                for extent, tensor in zip(self._extents, self._tensors, strict=True)
+                self._tier.stage_in(extent, tensor) for extent, tensor in zip(self._extents, self._tensors, strict=True)
             ]
 
     def open(self) -> None:

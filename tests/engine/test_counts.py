@@ -6,6 +6,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from lightning_zero.engine import Engine
 from lightning_zero.engine.unit import Bucket, State
@@ -124,8 +125,36 @@ def test_no_more_units_are_gathered_than_the_budget_allows(prefetched: float, mo
 
         for block in side.module.blocks:  # type: ignore[union-attr]
             block.register_forward_pre_hook(count)
+            block.register_full_backward_hook(count)
         for step in range(3):
             gathered.clear()
             side.backward(language_loss(side.module, tokens(step)))
             side.step()
         assert max(gathered) == most
+
+
+@on_ranks(2)
+def test_a_bucket_that_one_rank_completes_late_does_not_hold_up_the_others() -> None:
+    """Rank 1 does not use the last block, the first of the backward. From the second step on it comes last for both."""
+    early: list[int] = []
+    with Sharded(Model()) as side:
+        reducer = side.engine.reducer
+        issued: list[str] = []
+        side.engine.comm.observers.append(lambda kind, _: issued.append(kind))
+        flush = reducer.flush
+
+        def count_then_flush() -> None:
+            early.append(issued.count("reduce_scatter"))
+            flush()
+
+        reducer.flush = count_then_flush  # type: ignore[method-assign]
+        for step in range(3):
+            issued.clear()
+            module = side.module
+            x = module.embed(tokens(step))  # type: ignore[operator]
+            for block in module.blocks[: 3 - side.engine.rank]:  # type: ignore[index]
+                x = block(x)
+            side.backward(x.square().mean())
+            side.step()
+            side.zero_grad()
+    assert early[1:] == [3 - dist.get_rank()] * 2

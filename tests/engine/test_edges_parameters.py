@@ -327,7 +327,9 @@ def test_odd_shapes(stage: int, precision: str) -> None:
         side.backward(loss)
         return loss
 
-    check(lambda: nn.Sequential(nn.Sequential(Shapes()), nn.Sequential(Shapes())), work, stage=stage, precision=precision)
+    check(
+        lambda: nn.Sequential(nn.Sequential(Shapes()), nn.Sequential(Shapes())), work, stage=stage, precision=precision
+    )
 
 
 @on_ranks(2, 3)

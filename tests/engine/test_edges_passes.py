@@ -26,6 +26,7 @@ from tests.engine.support import (
     Twin,
     accumulate,
     assert_same,
+    autocast,
     check,
     floats,
     language_loss,
@@ -63,7 +64,7 @@ class Chain(nn.Module):
         return x
 
 
-# -- modules used more than once ----------------------------------------------------------------------------------------
+# -- modules used more than once --------------------------------------------------------------------------------------
 
 
 class Twice(Chain):
@@ -215,7 +216,7 @@ def test_checkpointed_adapters(stage: int, reentrant: bool) -> None:
     check(build, square_work, stage=stage)
 
 
-# -- several backwards, gradients of gradients --------------------------------------------------------------------------
+# -- several backwards, gradients of gradients ------------------------------------------------------------------------
 
 
 @on_ranks(2, full=(3,))
@@ -310,7 +311,7 @@ def test_autograd_grad_without_a_graph_then_an_ordinary_backward(stage: int) -> 
     check(Chain, work, stage=stage)
 
 
-# -- evaluation between training steps ----------------------------------------------------------------------------------
+# -- evaluation between training steps --------------------------------------------------------------------------------
 
 
 def no_grad_or_inference(kind: str) -> Any:
@@ -444,7 +445,7 @@ def test_what_the_engine_makes_in_inference_mode_can_train() -> None:
         assert_same(sharded, twin)
 
 
-# -- inputs and outputs -------------------------------------------------------------------------------------------------
+# -- inputs and outputs -----------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass
@@ -579,12 +580,11 @@ def test_a_unit_that_changes_its_input_in_place_is_refused_by_name() -> None:
             return x.add_(self.linear(x.clone()))
 
     module = nn.Sequential(nn.Linear(WIDTH, WIDTH), Adds(), Adds())
-    with Sharded(module):
-        with pytest.raises(RuntimeError, match=r"unit 1 changes its input.*zero\.unit\.classes"):
-            module(floats(0, 4, WIDTH))
+    with Sharded(module), pytest.raises(RuntimeError, match=r"unit 1 changes its input.*zero\.unit\.classes"):
+        module(floats(0, 4, WIDTH))
 
 
-# -- nested units, user hooks -------------------------------------------------------------------------------------------
+# -- nested units, user hooks -----------------------------------------------------------------------------------------
 
 
 @on_ranks(2, 3)
@@ -680,7 +680,7 @@ def test_an_exception_leaves_nothing_gathered() -> None:
             side.zero_grad()
 
 
-# -- several models -----------------------------------------------------------------------------------------------------
+# -- several models ---------------------------------------------------------------------------------------------------
 
 
 @on_ranks(2, full=(3,))
@@ -720,9 +720,8 @@ def _backward_through(loss: Tensor, first: Twin, second: Twin) -> None:
 @on_ranks(2)
 def test_a_module_cannot_be_sharded_twice_at_once_but_again_after_its_release() -> None:
     module = Model()
-    with Sharded(module):
-        with pytest.raises(ValueError, match="sharded already"):
-            lightning_zero.shard(module, device="cpu")
+    with Sharded(module), pytest.raises(ValueError, match="sharded already"):
+        lightning_zero.shard(module, device="cpu")
     assert engine_of(module) is None
     with Sharded(module, stage=2) as side:
         language_work(side, 0)
@@ -733,13 +732,12 @@ def test_a_module_cannot_be_sharded_twice_at_once_but_again_after_its_release() 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_true"])
 def test_release_gives_the_plain_module_back(stage: int, precision: str) -> None:
     module = Model()
-    before = {name: p for name, p in module.named_parameters()}
+    before = dict(module.named_parameters())
     twin = Twin(module, precision=precision)
-    with Sharded(module, stage=stage, precision=precision) as side:
-        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16", cache_enabled=False):
-            for one in (side, twin):
-                language_work(one, 0)
-                one.step()
+    with Sharded(module, stage=stage, precision=precision) as side, autocast(precision):
+        for one in (side, twin):
+            language_work(one, 0)
+            one.step()
     for (name, param), master in zip(module.named_parameters(), twin.masters.values(), strict=True):
         assert param is before[name]
         assert torch.equal(param, master.value) and param.grad is None

@@ -450,7 +450,7 @@ class _Handle:
 
 
 @on_ranks(1, 2)
-@EVERYWHERE
+@SOMEWHERE
 def test_settings_of_time_and_memory(row: str, stage: int, tmp_path: Path) -> None:
     at_stage_3 = [{"keep_gathered_bytes": 10**9}, {"keep_gathered_bytes": 10_000, "prefetch_bytes": 10_000}]
     for config in ({"prefetch_bytes": 0}, {"reduce_bucket_bytes": 3000}, *(at_stage_3 if stage == 3 else [])):
@@ -504,7 +504,7 @@ def test_state_moves_between_tiers_and_stages(tmp_path: Path) -> None:
 
 
 @on_ranks(1, 2)
-@EVERYWHERE
+@SOMEWHERE
 def test_release_gives_a_plain_module_back(row: str, stage: int, tmp_path: Path) -> None:
     threads = set(threading.enumerate())
     torch.manual_seed(3)
@@ -690,7 +690,9 @@ def delays(seed: int) -> Iterator[None]:
         for tier in (HostTier, NvmeTier):
             for name in ("stage_in", "stage_out"):
                 stack.enter_context(mock.patch.object(tier, name, late(getattr(tier, name))))
-        late_submit = mock.patch.object(StepWorker, "submit", lambda self, jobs: submit(self, [late_job(j) for j in jobs]))
+        late_submit = mock.patch.object(
+            StepWorker, "submit", lambda self, jobs: submit(self, [late_job(j) for j in jobs])
+        )
         stack.enter_context(late_submit)
         yield
 
@@ -712,7 +714,7 @@ def slow_disk(engine: Engine, seed: int) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.full)])
 @EVERYWHERE
 def test_random_delays_change_nothing(row: str, stage: int, precision: str, tmp_path: Path) -> None:
     def body(side: Sharded) -> list[Any]:

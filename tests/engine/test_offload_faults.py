@@ -98,7 +98,9 @@ def test_bytes_of_the_tiers(row: str, stage: int, precision: str, tmp_path: Path
         compute = sum(b.owned_numel * b.dtypes.compute.itemsize for b in engine.buckets)
         pages = 4096 * sum(4 for _ in engine.buckets)
         if engine.tiers.nvme is not None:
-            wanted = (12 * owned if row != "optimizer_cpu_param_nvme" else 0) + (compute if "optimizer_n" not in row else 0)
+            wanted = (12 * owned if row != "optimizer_cpu_param_nvme" else 0) + (
+                compute if "optimizer_n" not in row else 0
+            )
             assert wanted <= engine.tiers.nvme.nbytes <= wanted + pages
             size = sum(os.path.getsize(f) for f in tmp_path.rglob(f"*{engine.rank}.bin"))
             assert size == engine.tiers.nvme.nbytes  # no holes

@@ -27,8 +27,10 @@ from tests.engine.support import (
     assert_same,
     autocast,
     check,
+    language_loss,
     language_work,
     sgd,
+    tokens,
 )
 from tests.harness import on_ranks
 
@@ -36,7 +38,7 @@ STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 OUTER_STAGES = pytest.mark.parametrize("stage", [0, 3])
 
 
-# -- norms and clipping -------------------------------------------------------------------------------------------------
+# -- norms and clipping -----------------------------------------------------------------------------------------------
 
 
 def tied_model() -> nn.Module:
@@ -63,7 +65,9 @@ def test_norm_and_clipping_equal_torch_s(stage: int, norm_type: float) -> None:
             assert torch.equal(own, norms[0])
             torch.testing.assert_close(norms[0], norms[1])
             assert_same(sharded, twin, grads=True, tolerance=1e-6)
-            torch.testing.assert_close(lightning_zero.grad_norm(module, norm_type), torch.tensor(0.5), rtol=1e-4, atol=0)
+            torch.testing.assert_close(
+                lightning_zero.grad_norm(module, norm_type), torch.tensor(0.5), rtol=1e-4, atol=0
+            )
             for side in (sharded, twin):
                 side.step()
                 side.zero_grad()
@@ -116,7 +120,7 @@ def test_norm_takes_one_message() -> None:
         assert len(issued) == 1
 
 
-# -- every optimizer ----------------------------------------------------------------------------------------------------
+# -- every optimizer --------------------------------------------------------------------------------------------------
 
 OPTIMIZERS: dict[str, MakeOptimizer] = {
     "adam": lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True, fused=True),
@@ -178,8 +182,8 @@ def test_several_optimizers(stage: int) -> None:
     masters = dict(zip(names, twin.masters.values(), strict=True))
     theirs = [adamw([masters[n].flat for n in part]) for part in (blocks, others)]
     for step in range(4):
-        engine.backward(language_loss_of(module, step))
-        twin.backward(language_loss_of(twin.module, step))
+        engine.backward(language_loss(module, tokens(step)))
+        twin.backward(language_loss(twin.module, tokens(step)))
         twin.show_grads()
         which = step % 2
         ours[which].step()
@@ -193,12 +197,6 @@ def test_several_optimizers(stage: int) -> None:
             for own, master in zip(module.parameters(), twin.masters.values(), strict=True):
                 assert torch.equal(own, master.value)
     engine.release()
-
-
-def language_loss_of(module: nn.Module, step: int) -> Tensor:
-    from tests.engine.support import language_loss, tokens
-
-    return language_loss(module, tokens(step))
 
 
 @on_ranks(2)
@@ -240,7 +238,7 @@ def test_an_optimizer_built_before_sharding() -> None:
     engine = lightning_zero.shard(module, device="cpu")
     engine.add_optimizer(optimizer)
     for step in range(2):
-        engine.backward(language_loss_of(module, step))
+        engine.backward(language_loss(module, tokens(step)))
         optimizer.step()
         optimizer.zero_grad()
         language_work(twin, step)
@@ -302,7 +300,7 @@ def test_an_unknown_optimizer_that_is_declared_element_wise(stage: int) -> None:
     optimizer = SignDescent(module.parameters())
     engine.add_optimizer(optimizer)
     for step in range(3):
-        engine.backward(language_loss_of(module, step))
+        engine.backward(language_loss(module, tokens(step)))
         optimizer.step()
         optimizer.zero_grad()
         language_work(twin, step)
@@ -349,7 +347,7 @@ def test_state_dicts_of_slices_are_refused_with_the_way_out() -> None:
     side.optimizer.state_dict()  # after release it is the plain object again
 
 
-# -- optimizer state ----------------------------------------------------------------------------------------------------
+# -- optimizer state --------------------------------------------------------------------------------------------------
 
 
 def through_a_file(state: dict[str, Any]) -> dict[str, Any]:
@@ -365,8 +363,6 @@ def unused_head(side: Side, step: int) -> Tensor:
     module = side.module
     if step % 2 == 0:
         return language_work(side, step)
-    from tests.engine.support import tokens
-
     x = module.embed(tokens(step))
     for block in module.blocks:
         x = block(x)

@@ -20,18 +20,12 @@ import lightning_zero
 from tests.engine.support import (
     Model,
     Sharded,
-    Side,
-    Twin,
     accumulate,
     adamw,
-    assert_same,
     autocast,
     check,
-    language_loss,
-    language_work,
     pairwise_selection,
     sgd,
-    tokens,
 )
 from tests.harness import on_ranks, run
 
@@ -100,7 +94,7 @@ def test_one_rank(stage: int, precision: str) -> None:
     check(Model, work, stage=stage, precision=precision, plain=stage % 2 == 0)
 
 
-# -- settings that only move things in time or place --------------------------------------------------------------------
+# -- settings that only move things in time or place ------------------------------------------------------------------
 
 
 def _history(stage: int, *, micro_batches: int = 1, precision: str = "fp32", **config: Any) -> list[Tensor]:

@@ -12,7 +12,7 @@ from torch import nn
 
 import lightning_zero
 from lightning_zero.engine import values
-from tests.engine.support import Model, Sharded, Twin, assert_same, language_work, tokens
+from tests.engine.support import Model, Sharded, Twin, assert_same, autocast, language_work, tokens
 from tests.harness import on_ranks
 
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -27,7 +27,7 @@ def trained(steps: int = 1, **config: Any) -> tuple[Sharded, Twin]:
     sharded = Sharded(module, **config)
     for step in range(steps + 1):
         for side in (sharded, twin):
-            with torch.autocast("cpu", torch.bfloat16, enabled=config.get("precision") == "bf16", cache_enabled=False):
+            with autocast(config.get("precision", "fp32")):
                 language_work(side, step)
             if step < steps:
                 side.step()
@@ -58,7 +58,7 @@ def test_what_is_written_inside_gather_is_kept(stage: int, precision: str) -> No
             side.zero_grad()
         assert_same(sharded, twin)
         for side in (sharded, twin):
-            with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16", cache_enabled=False):
+            with autocast(precision):
                 language_work(side, 9)
         assert_same(sharded, twin, grads=True)
 
@@ -214,7 +214,11 @@ def test_copies_conversions_and_state_dicts_are_refused(stage: int, precision: s
 @on_ranks(2)
 def test_state_dicts_of_submodules_are_refused_too() -> None:
     with Sharded(Model()) as side:
-        for call in (side.module.blocks.state_dict, lambda: copy.deepcopy(side.module.blocks[0]), side.module.head.half):
+        for call in (
+            side.module.blocks.state_dict,
+            lambda: copy.deepcopy(side.module.blocks[0]),
+            side.module.head.half,
+        ):
             with pytest.raises(RuntimeError, match="gather"):
                 call()
 

@@ -113,6 +113,20 @@ def test_evaluation_before_and_after_and_a_second_fit(tmp_path: Path) -> None:
 
 
 @on_ranks(2)
+def test_a_second_fit_of_the_same_trainer_from_a_checkpoint(tmp_path: Path) -> None:
+    def body(strategy: str) -> Any:
+        module = seeded(Lit)
+        of = trainer(strategy, tmp_path, max_epochs=2, callbacks=[EMAWeightAveraging(decay=0.8)])
+        of.fit(module, loader())
+        of.save_checkpoint(tmp_path / f"{strategy}.ckpt")
+        of.fit_loop.max_epochs = 3
+        of.fit(module, loader(), ckpt_path=tmp_path / f"{strategy}.ckpt")
+        return record(of, module)
+
+    assert_same(body("zero3"), body("ddp"))
+
+
+@on_ranks(2)
 def test_averages_of_bf16_mixed_are_of_the_fp32_masters(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"precision": "bf16-mixed"}
     runs = [fit(s, tmp_path, callbacks=[EMAWeightAveraging(decay=0.5)], **settings) for s in ("zero0", "zero3")]

@@ -340,14 +340,11 @@ def test_async_checkpoint_io(tmp_path: Path) -> None:
             seen[trainer.global_step] = weights(trainer)
 
     save = ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=-1, filename="{step}")
-    of = fit(
-        ZeroStrategy("zero3", summary=False),
-        tmp_path,
-        enable_checkpointing=True,
-        callbacks=[save, Remember()],
-        plugins=[AsyncCheckpointIO()],
-        max_epochs=1,
-    ).trainer
+    plugin = AsyncCheckpointIO()
+    settings: dict[str, Any] = {"enable_checkpointing": True, "callbacks": [save, Remember()], "plugins": [plugin]}
+    of = fit("zero3", tmp_path, max_epochs=1, **settings).trainer
+    assert plugin._executor is None  # the run's end waits for the files
+    of.strategy.barrier()
     for step in (2, 4, 6):
         found = torch.load(tmp_path / f"step={step}.ckpt", weights_only=False)
         assert_weights(found["state_dict"], seen[step], tolerance=0)

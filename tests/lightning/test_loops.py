@@ -12,12 +12,14 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import lightning_zero
 from lightning_zero import ZeroStrategy
+from lightning_zero.planning.placement import logical_collectives
 from tests.harness import on_ranks
 from tests.lightning.toys import (
     SAMPLES,
@@ -97,6 +99,21 @@ def test_stages_agree_to_the_bit(tmp_path: Path) -> None:
     runs = [fit(stage, tmp_path, seeded(lambda: Lit(optimizer="adamw")), gradient_clip_val=0.5) for stage in STAGES]
     for stage, run in zip(STAGES[1:], runs[1:], strict=True):
         assert_same(run, runs[0], tolerance=0, what=stage)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("windows", [1, 3])
+def test_accumulation_costs_the_collectives_of_the_architectures_table(windows: int, tmp_path: Path) -> None:
+    for stage in STAGES:
+        settings: dict[str, Any] = {"accumulate_grad_batches": windows, "limit_val_batches": 0, "max_epochs": 2}
+        engine = fit(stage, tmp_path, **settings).trainer.strategy.engine  # type: ignore[attr-defined]
+        steps = 12 // windows
+        for unit in engine.units:
+            for bucket in unit.buckets:
+                expected = logical_collectives(bucket.row, windows, stays_gathered=unit.index in (0, 2))
+                kinds = ("reduce_scatter", "all_reduce")
+                found = {kind: engine.comm.counts[kind, bucket.label] / steps for kind in kinds}
+                assert found == {kind: expected[kind] for kind in kinds}, (stage, bucket.label)
 
 
 @on_ranks(2)
@@ -228,6 +245,25 @@ def test_lightning_puts_a_distributed_sampler_in(tmp_path: Path) -> None:
     of = trainer("zero3", tmp_path, max_epochs=1, use_distributed_sampler=True)
     of.fit(seeded(Counting), DataLoader(Samples(), batch_size=2))
     assert sum(seen) == SAMPLES // 2
+
+
+class NothingToLearn(Lit):
+    """One rank's batches give no parameter a gradient in every other step; it does not even call its layers."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if batch_idx % 2 and dist.is_initialized() and dist.get_rank() == 1:
+            return torch.zeros((), requires_grad=True)
+        return self.loss(batch)
+
+
+@on_ranks(2)
+def test_a_rank_without_any_gradient(tmp_path: Path) -> None:
+    """It steps with the others, on half of the other rank's gradient."""
+    runs = [
+        fit(stage, tmp_path, seeded(NothingToLearn), limit_val_batches=0, gradient_clip_val=0.4) for stage in STAGES
+    ]
+    for stage, run in zip(STAGES[1:], runs[1:], strict=True):
+        assert_weights(run.weights, runs[0].weights, what=stage)
 
 
 @on_ranks(2)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_zero import ZeroPrecision, ZeroStrategy
 from lightning_zero.config import ConfigError
@@ -101,6 +101,50 @@ def test_one_module_in_one_precision_after_another(tmp_path: Path) -> None:
     fit("zero3", tmp_path, module, max_epochs=1)
     fit("zero1", tmp_path, module, precision="bf16-true", max_epochs=1)
     assert all(loss == loss for loss in module.losses)
+
+
+class ProjectionNorm(nn.Module):
+    """By its name it keeps fp32, and autocast casts its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight)
+
+
+class StepsInside(Lit):
+    """Two steps on one batch inside one training step, and so inside one autocast region."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.projection = ProjectionNorm()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.projection(x))
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        for _ in range(2):
+            loss = self.loss(batch)
+            self.losses.append(loss.item())
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.projection.parameters(), lr=0.5)
+
+
+@on_ranks(2)
+def test_a_step_inside_autocast_leaves_no_stale_weights(tmp_path: Path) -> None:
+    runs = [fit(s, tmp_path, seeded(StepsInside), precision="bf16-mixed", max_steps=4) for s in STAGES]
+    losses = runs[0].losses
+    assert losses[0] != losses[1] and losses[2] != losses[3]
+    for run in runs[1:]:
+        assert_same(run, runs[0], tolerance=0)
 
 
 # -- what the Trainer chooses -----------------------------------------------------------------------------------------

@@ -201,6 +201,15 @@ def test_the_requeued_job_goes_on_by_itself(tmp_path: Path) -> None:
 
 
 @on_ranks(2)
+def test_a_signal_in_the_last_step_is_answered_at_the_end(tmp_path: Path) -> None:
+    module = seeded(lambda: Signalled(SAMPLES // 4 - 1, 1))
+    run = fit("zero3", tmp_path, module, max_epochs=1, limit_val_batches=0, plugins=[slurm(tmp_path)])
+    assert module.saved_at == [SAMPLES // 4]
+    assert requeued(tmp_path) == ["requeue 77"]
+    assert "_slurm_sigusr_handler_fn" not in vars(run.trainer._signal_connector)  # Lightning's own is back
+
+
+@on_ranks(2)
 def test_a_signal_in_validation_is_answered_in_training(tmp_path: Path) -> None:
     module = seeded(lambda: Signalled(1, 1, "validation"))
     fit("zero3", tmp_path, module, max_epochs=1, val_check_interval=3, plugins=[slurm(tmp_path)])

@@ -236,7 +236,7 @@ def test_a_small_agreement_stalls_too() -> None:
     comm._watchdog.stop()  # type: ignore[union-attr]
 
 
-# -- what a closed communicator leaves ---------------------------------------------------------------------------------
+# -- what a closed communicator leaves --------------------------------------------------------------------------------
 
 
 @on_ranks(2)
