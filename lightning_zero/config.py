@@ -268,17 +268,17 @@ class ZeroConfig:
 
 def check_rows(stage: Stage, offload: Offload) -> None:
     """Which rows of ``zero/offload`` go with which stages."""
+    if offload is not Offload.none and stage is Stage.zero0:
+        raise ConfigError(
+            f"zero/offload={offload.name}: stage 0 replicates the optimizer, so every rank would step all of it on the "
+            "host. Choose zero/stage=zero1, zero2 or zero3, or zero/offload=none."
+        )
     moves_params = offload in {Offload.cpu, Offload.nvme, Offload.optimizer_cpu_param_nvme}
     if moves_params and stage is not Stage.zero3:
         raise ConfigError(
             f"zero/offload={offload.name}: parameters can be offloaded at stage 3 only (below it every rank uses all "
             f"of them), got zero/stage={stage.name}. Choose zero/stage=zero3, or zero/offload="
             f"{'optimizer_nvme' if offload is Offload.nvme else 'optimizer_cpu'}."
-        )
-    if offload is not Offload.none and stage is Stage.zero0:
-        raise ConfigError(
-            f"zero/offload={offload.name}: stage 0 replicates the optimizer, so every rank would step all of it on the "
-            "host. Choose zero/stage=zero1, zero2 or zero3, or zero/offload=none."
         )
 
 

@@ -92,9 +92,9 @@ def test_zero_turns_prefetching_off() -> None:
 def test_files_need_a_folder(row: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By name it comes from the environment, else from the setting alone."""
     monkeypatch.delenv(NVME_PATH, raising=False)
-    for given in (row, {"name": row}):
+    for asked in (row, {"name": row}):
         with pytest.raises(ConfigError) as error:
-            make_config(offload=given)
+            make_config(offload=asked)
         assert "zero.offload.nvme_path" in str(error.value)
         assert NVME_PATH in str(error.value)
     assert make_config(offload={"name": row, "nvme_path": "/a"}).offload.nvme_path == "/a"

@@ -500,8 +500,8 @@ class Engine:
         waiting = [u.title for u in self.units if u.resharding and u.expected > u.arrived]
         return (
             f"backward needed parameters of a unit that had been dropped (one of {', '.join(waiting)}): a tensor left "
-            "the unit by another way than its outputs, or the graph was walked a second time (retain_graph). Return the "
-            "tensor from the unit's forward, or choose other units with zero.unit.classes."
+            "the unit by another way than its outputs, or the graph was walked a second time (retain_graph). Return "
+            "the tensor from the unit's forward, or choose other units with zero.unit.classes."
         )
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:

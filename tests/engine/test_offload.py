@@ -110,7 +110,7 @@ def train(side: Sharded, steps: int, *, first: int = 0, precision: str = "fp32")
     return losses
 
 
-# -- the matrix ---------------------------------------------------------------------------------------------------------
+# -- the matrix -------------------------------------------------------------------------------------------------------
 
 
 class Case(NamedTuple):
@@ -198,7 +198,7 @@ def test_threads_of_the_step_do_not_matter(optimizer: str, tmp_path: Path) -> No
     assert_equal(found[2], found[0])
 
 
-# -- which parameters are stepped ---------------------------------------------------------------------------------------
+# -- which parameters are stepped -------------------------------------------------------------------------------------
 
 
 class Adapter(nn.Module):
@@ -305,7 +305,7 @@ def test_freezing_and_unfreezing(row: str, stage: int, precision: str, tmp_path:
     compare(row, stage, tmp_path, body, build, precision=precision, optimizer=trainable)
 
 
-# -- what happens right after step() --------------------------------------------------------------------------------------
+# -- what happens right after step() ----------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -446,7 +446,7 @@ class _Handle:
         self.close = handle.remove
 
 
-# -- other settings -------------------------------------------------------------------------------------------------------
+# -- other settings ---------------------------------------------------------------------------------------------------
 
 
 @on_ranks(1, 2)
@@ -583,7 +583,7 @@ def test_files_do_not_grow_with_the_steps(tmp_path: Path) -> None:
     assert sizes[-1] == sizes[7]
 
 
-# -- optimizers that the worker cannot take apart ---------------------------------------------------------------------------
+# -- optimizers that the worker cannot take apart ---------------------------------------------------------------------
 
 
 class Counting(torch.optim.AdamW):
@@ -644,7 +644,7 @@ def test_hooks_and_closures_of_the_optimizer_run_once(row: str, stage: int, tmp_
     compare(row, stage, tmp_path, body)
 
 
-# -- random delays ----------------------------------------------------------------------------------------------------------
+# -- random delays ----------------------------------------------------------------------------------------------------
 
 
 class LateFuture:

@@ -12,7 +12,7 @@ ROLES = ("compute_param", "grad", "master")
 
 def test_every_stage_and_offload_has_a_row() -> None:
     assert set(STAGES) == set(Stage)
-    assert set(OFFLOADS) == set(Offload)
+    assert set(OFFLOADS) == set(Offload) - {Offload.auto}  # whose rows follow from budgets
 
 
 def test_every_stage_shards_one_role_more() -> None:
