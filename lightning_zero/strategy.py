@@ -179,6 +179,8 @@ class ZeroStrategy(ParallelStrategy):
         self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     def setup_environment(self) -> None:
+        global _FAILED
+        _FAILED = False  # an exception of an earlier run was survived, by all ranks
         self._to_load = None
         super().setup_environment()
         reset_seed()

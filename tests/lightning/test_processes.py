@@ -32,10 +32,11 @@ from tests.lightning.toys import Lit, Samples, _quiet
 from torch.utils.data import DataLoader
 _quiet()
 strategy, failing = sys.argv[1], int(sys.argv[2])
+EVERY = 100
 
 class Scripted(Lit):
     def training_step(self, batch, batch_idx):
-        if batch_idx == 3 and self.global_rank == failing:
+        if batch_idx == 3 and failing in (self.global_rank, EVERY):
             raise KeyError("planned")
         return super().training_step(batch, batch_idx)
 
@@ -44,7 +45,13 @@ trainer = pl.Trainer(
     strategy=strategy, accelerator="cpu", devices=2, max_epochs=2, logger=False, enable_checkpointing=False,
     enable_progress_bar=False, enable_model_summary=False,
 )
-trainer.fit(Scripted(), DataLoader(Samples(), batch_size=2), DataLoader(Samples(), batch_size=2))
+module, data = Scripted(), DataLoader(Samples(), batch_size=2)
+if failing == EVERY:
+    try:
+        trainer.fit(module, data)
+    except KeyError:
+        failing = -1
+trainer.fit(module, data, data)
 sys.stdout.write("done %d\\n" % trainer.global_rank)
 """
 
@@ -97,6 +104,14 @@ def test_an_exception_on_one_rank_ends_all(failing: int, tmp_path: Path) -> None
 def test_a_clean_exit_is_0_every_time(strategy: str, tmp_path: Path) -> None:
     for _ in range(10):
         clean_exit(tmp_path, strategy)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
+def test_an_exception_that_all_ranks_survive(strategy: str, tmp_path: Path) -> None:
+    code, output, _ = launch(tmp_path, strategy, failing=100)
+    assert code == 0, output
+    assert "done 0" in output and "done 1" in output
 
 
 @pytest.mark.slow
