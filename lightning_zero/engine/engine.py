@@ -437,7 +437,10 @@ class Engine:
         step, and on from there as far as steps are done."""
         behind = any(unit is needed for unit, _ in self._stale)
         while self._stale and (behind or self._stale[0][0].step_done):
-            unit, buckets = self._stale.popleft()
+            unit, buckets = self._stale[0]
+            for bucket in buckets:
+                bucket.wait_step()  # before it counts as refreshed: one that failed must not pass for done
+            self._stale.popleft()
             unit.refresh_begin(buckets)
             behind = behind and unit is not needed
 

@@ -111,6 +111,5 @@ def clip_by_value(engine: Engine, params: Iterable[nn.Parameter], clip_value: fl
 
 def overflowed(engine: Engine, params: Iterable[nn.Parameter]) -> bool:
     """On all ranks: whether any rank holds a gradient of ``params`` that is not finite. Checked where they rest."""
-    engine.check_reduced()
     found = any(not bool(torch.isfinite(grad).all()) for _, grad in shard_grads(engine, params))
     return bool(engine.comm.max_(torch.tensor([found], dtype=torch.uint8)))

@@ -50,9 +50,10 @@ class StepWorker:
 
     def submit(self, jobs: Sequence[StepJob]) -> None:
         """Start ``jobs``; each bucket's ``step_future`` ends with its own."""
-        for job in jobs:
-            job.bucket.step_future = Future()
-        self._last = self._pool.submit(self._run, jobs, [job.bucket.step_future for job in jobs])
+        futures: list[Future[None]] = [Future() for _ in jobs]
+        for job, future in zip(jobs, futures, strict=True):
+            job.bucket.step_future = future
+        self._last = self._pool.submit(self._run, jobs, futures)
 
     @staticmethod
     def _run(jobs: Sequence[StepJob], futures: Sequence[Future[None]]) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 import random
 import threading
 import time
@@ -568,32 +567,17 @@ def test_a_module_that_cannot_be_sharded_leaves_its_folder_free(tmp_path: Path) 
     assert not list(tmp_path.rglob("*.bin"))
 
 
-@on_ranks(1)
-def test_files_do_not_grow_with_the_steps(tmp_path: Path) -> None:
-    """Places in the file that tensors leave are taken again."""
-    side = Sharded(Spares(), unit={"classes": ["Spare"]}, **offload("nvme", tmp_path))
-    sizes = []
-    with side:
-        for step in range(24):
-            side.backward(side.module(floats(step, 4, 19), step).square().mean())
-            side.step()
-            side.zero_grad()
-            side.engine.settle()
-            sizes.append(sum(os.path.getsize(f) for f in tmp_path.rglob("*.bin")))
-    assert sizes[-1] == sizes[7]
-
-
 # -- optimizers that the worker cannot take apart ---------------------------------------------------------------------
 
 
 class Counting(torch.optim.AdamW):
-    """Keeps a count per group: every call of its step must see all of the group."""
+    """What it does depends on all of a group: every call of its step must see the whole."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             group["calls"] = group.get("calls", 0) + 1
-            group["lr"] = 0.01 / group["calls"]
+            group["lr"] = 0.001 * len(group["params"]) / group["calls"]
         return super().step(closure)
 
 
