@@ -126,7 +126,7 @@ class ZeroPrecision(LightningPrecision):
 
     # -- backward and clipping ------------------------------------------------------------------------------------
 
-    def pre_backward(self, tensor: Tensor, module: pl.LightningModule) -> Tensor:
+    def pre_backward(self, tensor: Tensor, module: pl.LightningModule) -> Tensor:  # type: ignore[override]
         if self.scaler is not None:
             tensor = tensor * self.scaler.scale
         return super().pre_backward(tensor, module)
