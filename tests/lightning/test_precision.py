@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 
@@ -175,11 +176,50 @@ def test_flags_that_are_refused(flag: Any) -> None:
         trainer_here(precision=flag)
 
 
+@on_ranks(1)
+def test_the_scales_of_fp16_are_those_of_torch_amp() -> None:
+    """The same overflows, skips, growth: on a CPU Lightning lets fp16 in through a plugin only."""
+    settings = {"init_scale": 2.0**22, "growth_interval": 3}
+
+    def scales(plugin: Any, strategy: Any) -> list[float]:
+        seen: list[float] = []
+
+        class Watch(Callback):
+            def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+                scaler = trainer.precision_plugin.scaler
+                seen.append(scaler.get_scale() if isinstance(scaler, torch.amp.GradScaler) else scaler.scale)
+
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))
+
+        class Fit(LightningModule):
+            def __init__(self) -> None:
+                super().__init__()
+                self.model = model
+
+            def training_step(self, batch: Any, batch_idx: int) -> Any:
+                return self.model(batch[0]).square().mean()
+
+            def configure_optimizers(self) -> Any:
+                return torch.optim.SGD(self.parameters(), lr=1e-2)
+
+        data = torch.utils.data.TensorDataset(torch.randn(40, 8, generator=torch.Generator().manual_seed(1)))
+        quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+        Trainer(
+            accelerator="cpu", devices=1, max_epochs=2, enable_checkpointing=False, callbacks=[Watch()],
+            plugins=[plugin], strategy=strategy, **quiet,
+        ).fit(Fit(), torch.utils.data.DataLoader(data, batch_size=2))  # fmt: skip
+        return seen
+
+    of_torch = scales(MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", **settings)), "auto")
+    plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", **settings))
+    ours = scales(plugin, ZeroStrategy("zero3", summary=False))
+    assert ours == of_torch and len(set(ours)) > 2
+
+
 def test_plugins_that_are_refused() -> None:
     from lightning.pytorch.plugins.precision import DoublePrecision
 
-    with pytest.raises(ConfigError, match="expected one of 32-true, bf16-mixed, bf16-true"):
-        trainer_here(plugins=[MixedPrecision("16-mixed", "cpu")])
     with pytest.raises(ConfigError, match="DoublePrecision"):
         trainer_here(plugins=[DoublePrecision()])
 
