@@ -181,7 +181,8 @@ class LitGPT(LightningModule):
         start, tokens = self._rate_start
         tokens += batch[:, 1:].numel() * self.trainer.world_size
         self._rate_start = (start, tokens)
-        if now - start >= RATE_WINDOW_S:
+        first = "tokens_per_s" not in self.trainer.callback_metrics  # a short run shows one too
+        if now - start >= RATE_WINDOW_S or (first and now > start):
             self.log("tokens_per_s", tokens / (now - start), prog_bar=True)
             self._rate_start = (now, 0)
 
