@@ -29,7 +29,7 @@ def preset_config(name: str) -> ZeroConfig:
     """The configuration that a preset stands for.
 
     Raises:
-        ConfigError: a row of the preset is not part of this release.
+        ConfigError: the preset keeps something in files and LIGHTNING_ZERO_NVME_PATH names no folder.
     """
     row = PRESETS[name]
     return make_config(stage=row.stage, offload=row.offload)

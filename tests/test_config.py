@@ -70,6 +70,7 @@ def test_every_way_to_write_a_stage(stage: Any) -> None:
         ({"offload": {"name": "none", "host_budget": 1}}, "zero.offload.host_budget", "none"),
         ({"offload": {"name": "none", "threads": 1}}, "zero.offload.threads", "none"),
         ({"offload": {"name": "cpu", "threads": 0}}, "zero.offload.threads", "0"),
+        ({"offload": {"name": "nvme", "nvme_path": "/a", "host_budget": 9}}, "zero.offload.host_budget", "nvme"),
         ({"offload": {"name": "cpu", "host_budget": -1}}, "zero.offload.host_budget", "-1"),
         ({"offload": {"name": "nvme", "nvme_path": ""}}, "zero.offload.nvme_path", "nvme"),
         ({"offload": {"name": "cpu", "nvme": "/a"}}, "zero.offload.nvme", "nvme_path"),
