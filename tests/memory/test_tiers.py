@@ -63,12 +63,17 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
+def unaligned(value: Tensor) -> Tensor:
+    """The same values in memory that is never page-aligned: what is so by chance would pass by the ring."""
+    return value.new_empty(value.numel() + 1)[1:].copy_(value.view(-1))
+
+
 def put(tier: Tier, extent: Extent, value: Tensor) -> None:
-    arrived(tier.stage_out(extent, value), host=True)
+    arrived(tier.stage_out(extent, unaligned(value)), host=True)
 
 
 def get(tier: Tier, extent: Extent) -> Tensor:
-    out = noise(extent.numel, extent.dtype, 99)
+    out = unaligned(noise(extent.numel, extent.dtype, 99))
     arrived(tier.stage_in(extent, out), host=True)
     return out
 
@@ -312,7 +317,7 @@ def test_page_aligned_tensors_go_without_the_ring(tmp_path: Path) -> None:
         with tier.ring.acquire("all of it"):
             value, out = (user.acquire().tensor(torch.float32, extent.numel) for _ in range(2))
             value.copy_(noise(extent.numel, torch.float32, 1))
-            put(tier, extent, value)
+            arrived(tier.stage_out(extent, value))
             arrived(tier.stage_in(extent, out))
         assert same_bits(out, value) and same_bits(get(tier, extent), value)
 
@@ -428,7 +433,7 @@ def test_a_read_that_fails_names_file_offset_and_label_and_spares_the_rest(tmp_p
 def test_a_write_that_fails_is_not_forgotten_until_it_is_made_good(tmp_path: Path) -> None:
     calls = Syscalls(pwritev=broken("pwritev", PAGE), sleep=lambda _: None)
     with nvme(tmp_path, Wanted("layers.0/master", 5120, torch.float32), syscalls=calls) as (tier, (extent,)):
-        written = tier.stage_out(extent, torch.ones(5120))
+        written = tier.stage_out(extent, unaligned(torch.ones(5120)))
         read = tier.stage_in(extent, torch.empty(5120))  # asked for before the write has failed
         for wait in (written.result, read.result, tier.flush, lambda: get(tier, extent)):
             with pytest.raises(DiskError, match=r"writing .*'layers.0/master'"):
@@ -463,7 +468,7 @@ def test_close_waits_and_leaves_no_file_thread_or_descriptor(tmp_path: Path) -> 
     (tmp_path / "users.txt").write_text("mine")
     tier = NvmeTier(tmp_path, rank=0, ring_count=1, ring_nbytes=PAGE, syscalls=Syscalls(pwritev=pwritev))
     (extent,) = tier.reserve([Wanted("a", 4096, torch.float32)])
-    future = tier.stage_out(extent, torch.ones(4096))
+    future = tier.stage_out(extent, unaligned(torch.ones(4096)))
     tier.close()
     assert future.done() and future.exception() is None
     assert set(threading.enumerate()) == threads and len(os.listdir("/proc/self/fd")) == descriptors
@@ -511,7 +516,7 @@ def write_for_ever(path: Path, rank: int) -> object:
 
     tier = NvmeTier(path, rank=rank, ring_nbytes=PAGE, syscalls=Syscalls(pwritev=pwritev))
     (extent,) = tier.reserve([Wanted("a", 4096, torch.float32)])
-    future = tier.stage_out(extent, torch.ones(4096))
+    future = tier.stage_out(extent, unaligned(torch.ones(4096)))
     started.wait(10)
     return tier, future
 
