@@ -80,6 +80,16 @@ class StageConfig:
     name: Stage = Stage.zero3
 
 
+def check_rounding(stochastic: bool, precision: Precision) -> None:
+    """Only weights that rest in bf16 are rounded at a step."""
+    if stochastic and precision is not Precision.bf16_true:
+        raise ConfigError(
+            "zero.precision.stochastic_rounding: expected false (masters are fp32 and not rounded), got true with "
+            f"zero/precision={precision.name}. Choose zero/precision=bf16_true or drop "
+            "zero.precision.stochastic_rounding."
+        )
+
+
 @dataclass(kw_only=True, slots=True)
 class PrecisionConfig:
     """Group ``zero/precision``: the dtype of each role.
@@ -91,14 +101,19 @@ class PrecisionConfig:
         reduce_dtype: what gradients travel in. ``None``: fp32, but bf16 under ``bf16_true``.
         grad_dtype: what gradients rest and accumulate in. ``None``: as ``reduce_dtype``.
         fp32_modules: class names (``*`` matches anything) whose parameters keep fp32 under ``bf16`` and ``fp16``.
+        stochastic_rounding: under ``bf16_true``, compute steps in fp32 and round weights and optimizer state to bf16 up
+            or down at random, right on average; to nearest, changes below 1/512 of a weight are lost.
     """
 
     name: Precision | None = None
     reduce_dtype: DType | None = None
     grad_dtype: DType | None = None
     fp32_modules: list[str] = field(default_factory=lambda: ["LayerNorm", "GroupNorm", "BatchNorm?d", "*Norm"])
+    stochastic_rounding: bool = False
 
     def __post_init__(self) -> None:
+        if self.name is not None:
+            check_rounding(self.stochastic_rounding, self.name)
         lower = [k for k in ("reduce_dtype", "grad_dtype") if getattr(self, k) is DType.bf16]
         if self.name is Precision.fp32 and lower:
             raise ConfigError(

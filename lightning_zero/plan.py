@@ -89,7 +89,7 @@ def optimizer_states(config: TrainConfig) -> int:
     """Tensors of state that the optimizer of the configuration keeps for each parameter: found by one step of it."""
     import torch
 
-    from lightning_zero.engine.optimizer import is_elementwise_state
+    from lightning_zero.engine.chunks import is_elementwise
 
     if not config.optimizer:
         return ADAM_STATES
@@ -97,7 +97,7 @@ def optimizer_states(config: TrainConfig) -> int:
     param.grad = torch.ones(2)
     optimizer = train.build_optimizer(config)([param])
     optimizer.step()
-    return sum(is_elementwise_state(name, value, param) for name, value in optimizer.state[param].items())
+    return sum(is_elementwise(name, value, param) for name, value in optimizer.state[param].items())
 
 
 def find_machine(asked: MachineConfig, config: TrainConfig) -> Machine:

@@ -91,19 +91,19 @@ def build_units(
     config: ZeroConfig,
     precision: Precision,
     comm: Communicator,
-    tiers_for: Callable[[Sequence[UnitBytes]], dict[str, Tiers]],
+    tiers_for: Callable[[Sequence[UnitGroup]], dict[str, Tiers]],
 ) -> list[Unit]:
     """Units of ``module`` with filled buckets; the root first. Parameters show their gathered values.
 
     Args:
-        tiers_for: for the sizes of all units, in forward order, the tiers of each.
+        tiers_for: for all units, in forward order, the tiers of each by name.
 
     Raises:
         ConfigError: units that do not occur, DTensor parameters, or meta modules without ``reset_parameters``.
     """
     groups = describe_units(module, config, precision)
     names = {group.name for group in groups if group.name}
-    tiers = tiers_for(sizes_of(groups, config, comm.world_size))
+    tiers = tiers_for(groups)
     built: dict[int, Unit] = {}
     for index, group in [*list(enumerate(groups))[1:], (0, groups[0])]:  # the root last: it owns what units share
         _materialise(module, group.name, names, comm.device)

@@ -14,9 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import os
-import shutil
 import time
 import weakref
 from collections import deque
@@ -27,8 +25,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_zero.config import ConfigError, Offload, Precision, Recompute, ZeroConfig
-from lightning_zero.engine import build
+from lightning_zero.config import ConfigError, Precision, Recompute, ZeroConfig, check_rounding
+from lightning_zero.engine import build, capacity
 from lightning_zero.engine.buffers import BufferSync
 from lightning_zero.engine.gradients import Reducer
 from lightning_zero.engine.guards import PlaceholderGuard
@@ -41,10 +39,7 @@ from lightning_zero.engine.recompute import recompute_forward
 from lightning_zero.engine.sentinels import Sentinels
 from lightning_zero.engine.unit import Bucket, State, Tiers, Unit
 from lightning_zero.memory.collectives import ABANDON_S, Communicator
-from lightning_zero.memory.tiers import HostTier, NvmeTier, available_host_memory
-from lightning_zero.planning.placement import OFFLOADS, ON_DEVICE, Budgets, Tier, UnitBytes, split_by_budget
-
-IO_THREADS = 4  # a disk wants several requests in flight
+from lightning_zero.planning.placement import ON_DEVICE
 
 _DROPPED = "for storage of size 0"  # what torch says of a saved view whose memory is gone
 _ENGINES: weakref.WeakKeyDictionary[nn.Module, Engine] = weakref.WeakKeyDictionary()
@@ -93,6 +88,7 @@ class Engine:
             raise ConfigError("this module is sharded already. Call engine.release() before it is sharded again.")
         self.config = config
         self.precision = config.precision.name or Precision.fp32
+        check_rounding(config.precision.stochastic_rounding, self.precision)
         self._module = weakref.ref(module)
         self.comm = Communicator(group, device, transport=config.comm.transport, stall_timeout_s=config.stall_timeout_s)
         self.tiers = Tiers(ON_DEVICE)
@@ -147,41 +143,12 @@ class Engine:
         offload = how is Recompute.offload
         return [recompute_forward(block, offload_inputs=offload, pin_memory=pinned) for block in blocks]
 
-    def _make_tiers(self, sizes: Sequence[UnitBytes]) -> dict[str, Tiers]:
-        """The tiers that the configuration asks for, and each unit's row of them."""
-        offload = self.config.offload
-        if offload.name is Offload.auto:
-            rows = split_by_budget(sizes, self._budgets())
-        else:
-            rows = [OFFLOADS[offload.name]] * len(sizes)
-        used = {tier for row in rows for tier in row}
-        host = HostTier(self.comm.device, budget=offload.host_budget) if Tier.host in used else None
-        nvme = None
-        if Tier.nvme in used:
-            assert offload.nvme_path is not None
-            taken = {other.tiers.nvme.instance for other in engines() if other.tiers.nvme is not None}
-            nvme = NvmeTier(
-                offload.nvme_path,
-                rank=self.comm.rank,
-                instance=next(n for n in itertools.count() if n not in taken),
-                budget=offload.nvme_budget,
-                threads=offload.io_threads or IO_THREADS,
-            )
-        self.tiers = Tiers(ON_DEVICE, host, nvme)
+    def _make_tiers(self, groups: Sequence[build.UnitGroup]) -> dict[str, Tiers]:
+        """Each unit's row of tiers."""
+        taken = {other.tiers.nvme.instance for other in engines() if other.tiers.nvme is not None}
+        self.tiers, by_unit = capacity.make_tiers(groups, self.config, self.comm, taken)
         weakref.finalize(self, _close_tiers, self.tiers, os.getpid())  # also at the end of the process
-        return {unit.name: Tiers(row, host, nvme) for unit, row in zip(sizes, rows, strict=True)}
-
-    def _budgets(self) -> Budgets:
-        """Byte budgets of this rank; what is derived from free memory is the least of all ranks."""
-        offload = self.config.offload
-        local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
-        device = torch.cuda.mem_get_info(self.comm.device)[0] // 2 if self.comm.device.type == "cuda" else 0
-        host = int(available_host_memory() * 0.9) // local_ranks
-        disk = shutil.disk_usage(offload.nvme_path).free // local_ranks if offload.nvme_path else 0
-        found = torch.tensor([device, host, disk], dtype=torch.int64)
-        device, host, disk = (-self.comm.max_(-found)).tolist()
-        given = (offload.device_budget, offload.host_budget, offload.nvme_budget)
-        return Budgets(*(f if g is None else g for f, g in zip((device, host, disk), given, strict=True)))
+        return by_unit
 
     # -- the model --------------------------------------------------------------------------------------------------
 
@@ -614,7 +581,7 @@ class Engine:
         """Drop the gradients that the user has cleared, and zero those zeroed, since the last backward."""
         self.wait_for_steps()
         for bucket, grads in self.reducer.grads.items():
-            if grads.used or grads.written or bucket.grad is not None:
+            if grads.used or grads.written or bucket.has_grad:
                 cleared, zeroed = self.sentinels.changes(bucket)
                 grads.forget(cleared)
                 grads.zero(zeroed)
@@ -674,6 +641,10 @@ class Engine:
             submit=self._submit,
             device_type=self.comm.device.type,
             declared_elementwise=self.config.optimizer.elementwise,
+            stochastic_rounding=self.config.precision.stochastic_rounding,
+        )
+        capacity.check_state_fits(
+            self.comm, self.tiers, sharded.buckets(), sharded.state_tensors(), self.config.offload
         )
         self.optimizers.append(sharded)
         return sharded
@@ -721,4 +692,7 @@ class Engine:
             local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
             self._worker = StepWorker(self.config.offload.threads or default_threads(local_ranks))
         numbers = {b: i for i, b in enumerate(self.buckets)}
+        event = self.comm.streams.mark()
+        for job in jobs:
+            job.bucket.submitted_event = event
         self._worker.submit(sorted(jobs, key=lambda job: numbers[job.bucket]))

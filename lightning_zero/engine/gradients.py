@@ -94,15 +94,10 @@ class BucketGrads:
 
     def _add_on_host(self, reduced: Tensor) -> None:
         bucket = self.bucket
-        pinned = reduced.device.type == "cuda"
-        # Added before it is rounded, as on the device.
-        dtype = bucket.dtypes.grad if bucket.grad is None else reduced.dtype
-        host = torch.empty(reduced.shape, dtype=dtype, pin_memory=pinned)
-        host.copy_(reduced)
-        if bucket.grad is None:
-            bucket.grad = host
+        if (grad := bucket.grad) is None:
+            bucket.bring_grad(reduced)
         else:
-            bucket.grad.add_(host)
+            grad.add_(reduced.cpu())  # added before it is rounded, as on the device
 
     def forget(self, slots: Iterable[int]) -> None:
         """The user cleared these parameters' gradients."""

@@ -10,7 +10,7 @@ A home is used by one thread at a time: by the worker while a step of its bucket
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
@@ -68,11 +68,10 @@ def opened(home: Home, *, changed: bool = False) -> Iterator[Tensor]:
 
 
 class ResidentHome:
-    """Always readable: device memory, or host memory (state that an optimizer makes lies beside its parameter)."""
+    """Always readable, in device memory; state that an optimizer makes lies beside its parameter."""
 
-    def __init__(self, master: Tensor, free: Callable[[], None] | None = None) -> None:
+    def __init__(self, master: Tensor) -> None:
         self.master = master
-        self._free = free
 
     def begin_open(self) -> None: ...
 
@@ -84,9 +83,41 @@ class ResidentHome:
 
     def adopt(self, states: Sequence[Tensor]) -> None: ...
 
+    def free(self) -> None: ...
+
+
+class HostHome(ResidentHome):
+    """Always readable, in slabs of the host tier: real copies, also where the device is the host."""
+
+    def __init__(self, tier: HostTier, label: str, values: Tensor, dtype: torch.dtype) -> None:
+        self._tier, self._label = tier, label
+        self._states: list[tuple[Tensor, Any]] = []  # with their extents
+        self._extent = tier.reserve([Wanted(label, values.numel(), dtype)])[0]
+        master = tier.resident(self._extent)
+        assert master is not None
+        copy_cast(values, master)
+        super().__init__(master)
+
+    def adopt(self, states: Sequence[Tensor]) -> None:
+        """Move the states that are new into a slab; they stay the same tensor objects."""
+        wanted = {id(state): state for state in states}
+        if gone := [extent for state, extent in self._states if id(state) not in wanted]:
+            self._tier.free(gone)
+        self._states = [(state, extent) for state, extent in self._states if id(state) in wanted]
+        known = {id(state) for state, _ in self._states}
+        new = [state for key, state in wanted.items() if key not in known]
+        if not new:
+            return
+        extents = self._tier.reserve([Wanted(f"{self._label} (state)", s.numel(), s.dtype) for s in new])
+        for state, extent in zip(new, extents, strict=True):
+            place = self._tier.resident(extent)
+            place.copy_(state.view(-1))
+            state.data = place.view(state.shape)
+            self._states.append((state, extent))
+
     def free(self) -> None:
-        if self._free is not None:
-            self._free()
+        self._tier.free([self._extent, *(extent for _, extent in self._states)])
+        self._states = []
 
 
 class FileHome:
@@ -178,15 +209,6 @@ class FileHome:
     def free(self) -> None:
         self._tier.free(self._extents)
         self._extents, self._tensors = [], []
-
-
-def host_home(tier: HostTier, label: str, values: Tensor, dtype: torch.dtype) -> ResidentHome:
-    """A copy of ``values`` in the host tier: a real one, also where the device is the host."""
-    extent = tier.reserve([Wanted(label, values.numel(), dtype)])[0]
-    tensor = tier.resident(extent)
-    assert tensor is not None
-    copy_cast(values, tensor)
-    return ResidentHome(tensor, free=lambda: tier.free([extent]))
 
 
 def copy_cast(source: Tensor, target: Tensor) -> None:

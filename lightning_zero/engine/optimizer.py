@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import types
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zero.config import ConfigError
+from lightning_zero.engine.chunks import PER_TENSOR, is_elementwise, salt_of, step_in_chunks
 from lightning_zero.engine.homes import opened
 from lightning_zero.engine.offload import StepJob
 from lightning_zero.engine.unit import Bucket, ParamInfo
@@ -40,7 +41,6 @@ ELEMENTWISE = (
     torch.optim.Rprop,
     torch.optim.ASGD,
 )
-PER_TENSOR = frozenset({"step", "eta", "mu", "mu_product"})  # state that torch's optimizers keep once per tensor
 FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 
 
@@ -116,6 +116,7 @@ class ShardedOptimizer:
         submit: Callable[[list[StepJob]], None],
         device_type: str = "cpu",
         declared_elementwise: bool = False,
+        stochastic_rounding: bool = False,
     ) -> None:
         """
         Args:
@@ -125,7 +126,13 @@ class ShardedOptimizer:
             before, after: called around the arithmetic; ``after`` gets the buckets that changed.
         """
         check_supported(optimizer, declared_elementwise=declared_elementwise)
+        if stochastic_rounding and not is_known(optimizer):
+            raise ConfigError(
+                f"zero.precision.stochastic_rounding: expected one of torch's element-wise optimizers, got "
+                f"{type(optimizer).__qualname__}. Use torch.optim.AdamW, or drop zero.precision.stochastic_rounding."
+            )
         self.optimizer = optimizer
+        self._stochastic = stochastic_rounding
         self._place_of = place_of
         self._used, self._before, self._after = used, before, after
         self._submit = submit
@@ -186,6 +193,27 @@ class ShardedOptimizer:
     def params(self) -> list[nn.Parameter]:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
+    def buckets(self) -> list[Bucket]:
+        """Whose masters it steps, in order."""
+        return list(dict.fromkeys(place.bucket for group in self.places() for place in group))
+
+    def state_tensors(self) -> int:
+        """Element-wise tensors of state for each parameter, found by one step of a small one; 0 for unknown kinds."""
+        if not is_known(self.optimizer):
+            return 0
+        counts = [0]
+        for group in self.optimizer.param_groups:
+            shadow = self._shadow()
+            probe = nn.Parameter(torch.zeros(2))
+            probe.grad = torch.zeros(2)
+            on_host = {k: v.cpu() if isinstance(v, Tensor) else v for k, v in group.items()}
+            on_host |= {"capturable": False} if "capturable" in group else {}
+            shadow.param_groups = [on_host | {"params": [probe]}]
+            shadow.state = defaultdict(dict)
+            type(shadow).step(shadow)
+            counts.append(sum(is_elementwise(name, value, probe) for name, value in shadow.state[probe].items()))
+        return max(counts)
+
     # -- step -----------------------------------------------------------------------------------------------------
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -231,6 +259,20 @@ class ShardedOptimizer:
 
     def _job(self, bucket: Bucket, used: set[int]) -> StepJob:
         """The step of one bucket, with hyperparameters and gradient as they are now: schedulers run next."""
+        shadow = self._shadow()
+        claimed = bucket.claim_grad()
+        step = type(shadow).step
+
+        def run() -> None:
+            with torch.inference_mode(False), torch.no_grad():
+                with self._runs_in_groups(shadow, [bucket], used, claimed()):
+                    step(shadow)
+                self._adopt(bucket)
+
+        return StepJob(bucket, run)
+
+    def _shadow(self) -> Optimizer:
+        """An optimizer with the same state and a copy of the hyperparameters, without params, hooks and patches."""
         optimizer = self.optimizer
         shadow: Optimizer = object.__new__(type(optimizer))
         shadow.__dict__.update(optimizer.__dict__)
@@ -242,16 +284,7 @@ class ShardedOptimizer:
         ]
         shadow._optimizer_step_pre_hooks = OrderedDict()  # the user's hooks run once, around the eager part
         shadow._optimizer_step_post_hooks = OrderedDict()
-        grad = bucket.grad
-        step = type(optimizer).step
-
-        def run() -> None:
-            with torch.inference_mode(False), torch.no_grad():
-                with self._runs_in_groups(shadow, [bucket], used, grad):
-                    step(shadow)
-                self._adopt(bucket)
-
-        return StepJob(bucket, run)
+        return shadow
 
     def _adopt(self, bucket: Bucket) -> None:
         """Tell the bucket's home which state tensors rest beside the master."""
@@ -259,7 +292,7 @@ class ShardedOptimizer:
             value
             for run in self.runs_of(bucket)
             for name, value in self.optimizer.state.get(run.tensor, {}).items()
-            if is_elementwise_state(name, value, run.tensor)
+            if is_elementwise(name, value, run.tensor)
         ]
         bucket.home.adopt(states)
 
@@ -328,7 +361,7 @@ class ShardedOptimizer:
         low, high, first = pieces[0]
         result: dict[str, Any] = {}
         for name, value in states[id(first)].items():
-            if not is_elementwise_state(name, value, first.tensor):
+            if not is_elementwise(name, value, first.tensor):
                 result[name] = value.clone() if isinstance(value, Tensor) else value
                 continue
             result[name] = torch.zeros_like(target.tensor, dtype=value.dtype)
@@ -346,12 +379,16 @@ class ShardedOptimizer:
         kept = [(group["params"], group.get("fused")) for group in optimizer.param_groups]
         lists: list[list[Tensor]] = [[] for _ in kept]
         stepped: list[FlatRun] = []
+        converted: list[tuple[int, FlatRun, Tensor]] = []
         for bucket in buckets:
             full = bucket.grad if grad is None else grad
             for index, run in self._runs[bucket]:
                 if full is None or not self._is_used(run, used):
                     continue
                 part = full[run.run.start : run.run.start + run.tensor.numel()]
+                if is_known(self.optimizer) and (self._rounds(run) or part.dtype != run.tensor.dtype):
+                    converted.append((index, run, part))
+                    continue
                 run.tensor.grad = part.to(run.tensor.device, run.tensor.dtype)
                 lists[index].append(run.tensor)
                 stepped.append(run)
@@ -361,6 +398,7 @@ class ShardedOptimizer:
                 self._start_momentum(group, params)
                 if self._prefers_fused(group, params):
                     group["fused"] = True
+            self._step_converted(optimizer, converted)
             yield
         finally:
             for group, (params, fused) in zip(optimizer.param_groups, kept, strict=True):
@@ -369,6 +407,28 @@ class ShardedOptimizer:
                     group["fused"] = fused
             for run in stepped:
                 run.tensor.grad = None
+
+    def _rounds(self, run: FlatRun) -> bool:
+        return self._stochastic and run.tensor.dtype is torch.bfloat16
+
+    def _step_converted(self, optimizer: Optimizer, runs: Sequence[tuple[int, FlatRun, Tensor]]) -> None:
+        """Step the runs whose arithmetic needs another dtype than they have, or than their gradient has."""
+        if not runs:
+            return
+        shadow = self._shadow()
+        groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+        for index, run, grad in runs:
+            group = groups[index]
+            shadow.param_groups = [group]
+            self._start_momentum(group, [run.tensor])
+            wide = torch.empty(0, dtype=torch.promote_types(run.tensor.dtype, torch.float32), device=run.tensor.device)
+            if self._prefers_fused(group, [wide]):
+                group["fused"] = True
+            rounding = None
+            if self._rounds(run):
+                step = self._steps[run.bucket, run.run.fragments[0].index]
+                rounding = run.bucket.owned_range[0] + run.run.start, salt_of(run.bucket.label, step)
+            step_in_chunks(shadow, group, run.tensor, grad, rounding=rounding)
 
     def _start_momentum(self, group: dict[str, Any], params: Sequence[Tensor]) -> None:
         """torch's fused SGD cannot step runs that have momentum beside new ones. Zeros are what these start from."""
@@ -406,9 +466,7 @@ class ShardedOptimizer:
                 yield (
                     fragment,
                     {
-                        name: Sliced(value, start, fragment.numel)
-                        if is_elementwise_state(name, value, run.tensor)
-                        else value
+                        name: Sliced(value, start, fragment.numel) if is_elementwise(name, value, run.tensor) else value
                         for name, value in state.items()
                     },
                 )
@@ -454,11 +512,6 @@ class ShardedOptimizer:
                 flat[start : start + fragment.numel].copy_(source[fragment.offset : fragment.offset + fragment.numel])
             state[name] = flat
         self.optimizer.state[run.tensor] = state
-
-
-def is_elementwise_state(name: str, value: Any, tensor: Tensor) -> bool:
-    """Whether a state value has an element for every element of the run (and not, say, a step count)."""
-    return name not in PER_TENSOR and isinstance(value, Tensor) and value.shape == tensor.shape
 
 
 def _state_dtype(value: Tensor, tensor: Tensor) -> torch.dtype:

@@ -12,15 +12,16 @@ of the others' slices.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.engine.homes import FileHome, Home, ParamFile, ResidentHome, copy_cast, host_home, opened
+from lightning_zero.engine.homes import FileHome, Home, HostHome, ParamFile, ResidentHome, copy_cast, opened
 from lightning_zero.memory.buffers import FlatBuffer
 from lightning_zero.memory.collectives import Communicator, Pending
 from lightning_zero.memory.tiers import HostTier, NvmeTier
@@ -100,6 +101,7 @@ class Bucket:
         home: of master_param, the owned range of the bucket in master_dtype, and of its optimizer state. On the device
             it is the compute parameters' own memory where these are replicated and of the same dtype.
         grad: reduced gradient [owned numel] grad_dtype, or None; on the host where the row says so.
+        submitted_event: on a GPU, when the masters' step was asked for: what its results may overwrite is read no more.
         resharding: compute parameters are dropped after use.
         refreshed: compute parameters are replicated, and brought up to date after a step.
     """
@@ -128,12 +130,15 @@ class Bucket:
         self.resharding = row.compute_param is Placement.sharded and params_leave
         master_differs = tiers.row.steps_on_host or (shared and row.master is Placement.sharded)
         self.refreshed = not self.resharding and master_differs
-        self.grad: Tensor | None = None
+        self._grad: Tensor | None = None
+        self._grad_event: Any = None  # the end of its way to the host
+        self._grad_source: Tensor | None = None  # device memory that this reads
         self.shown_full = False  # inside gather(): parameters hold full masters
         self.full = FlatBuffer(layout.numel, dtypes.compute, comm.device)
         self.home: Home
         self.param_shard: Tensor | None = None  # [owned numel] compute_dtype, where the master rests elsewhere
         self.param_file: ParamFile | None = None
+        self.submitted_event: Any = None
         self.step_future: Future[None] | None = None  # an offloaded step of this bucket that is under way
         for info in self.params:
             info.gathered = self.full.view(layout.slots[info.slot].start, info.shape)
@@ -172,6 +177,51 @@ class Bucket:
         differs = self.trainable and (self.dtypes.master != self.dtypes.compute or self.tiers.row.steps_on_host)
         return self.resharding or differs
 
+    # -- gradient ---------------------------------------------------------------------------------------------------
+
+    @property
+    def has_grad(self) -> bool:
+        """Whether there is a reduced gradient, arrived or on its way."""
+        return self._grad is not None
+
+    @property
+    def grad(self) -> Tensor | None:
+        """Reduced gradient [owned numel]. On a GPU the host waits for one that is still on its way to host memory."""
+        if self._grad_event is not None:
+            self._grad_event.synchronize()
+            self._grad_event = self._grad_source = None
+        return self._grad
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        _ = self.grad  # nothing may be in flight into memory that is let go
+        self._grad = value
+
+    def claim_grad(self) -> Callable[[], Tensor | None]:
+        """For an offloaded step: the gradient as it is now, to be called (and waited for) in the step's thread."""
+        grad, event, source = self._grad, self._grad_event, self._grad_source
+
+        def arrived() -> Tensor | None:
+            nonlocal source
+            if event is not None:
+                event.synchronize()
+            source = None
+            return grad
+
+        return arrived
+
+    def bring_grad(self, reduced: Tensor) -> None:
+        """Take ``reduced`` [owned numel] into host memory as the gradient; the host does not wait for it."""
+        streams = self.comm.streams
+        host = torch.empty(reduced.shape, dtype=self.dtypes.grad, pin_memory=reduced.device.type == "cuda")
+        with streams.on("d2h"):
+            # On a GPU it is cast there: a copy that casts would block.
+            source = reduced if reduced.device.type == "cpu" else reduced.to(self.dtypes.grad)
+            host.copy_(source, non_blocking=True)
+            event = streams.mark()
+        self.grad = host
+        self._grad_event, self._grad_source = event, source
+
     # -- values ---------------------------------------------------------------------------------------------------
 
     @property
@@ -196,7 +246,7 @@ class Bucket:
         dtype = self.dtypes.master if self.trainable else self.dtypes.compute
         if tier is Tier.host:
             assert tiers.host is not None
-            self.home = host_home(tiers.host, self.label, values, dtype)
+            self.home = HostHome(tiers.host, self.label, values, dtype)
         elif tier is Tier.nvme:
             assert tiers.nvme is not None
             self.home = FileHome(tiers.nvme, self.label, values.to("cpu", dtype, copy=True))
@@ -225,13 +275,19 @@ class Bucket:
         """The master changed (its home is open): bring the compute parameters' own slice up to date."""
         if not self.has_master:
             return
-        low, high = self.owned_range
         if self.param_file is not None:
             self.param_file.write(self.master.to(self.dtypes.compute))
-        elif self.param_shard is not None:
-            copy_cast(self.master, self.param_shard)
-        elif not self.resharding:
-            copy_cast(self.master, self.full.data[low:high])
+            return
+        target = self.param_shard
+        if target is None and not self.resharding:
+            target = self.full.data[slice(*self.owned_range)]
+        if target is None:
+            return
+        if not self.tiers.row.steps_on_host:
+            copy_cast(self.master, target)
+            return
+        with self.comm.streams.on("h2d", after=self.submitted_event):
+            copy_cast(self.master, target)
 
     def stage_ahead(self) -> None:
         """The bucket will be gathered soon: start reading what rests in files."""
@@ -254,7 +310,7 @@ class Bucket:
         """Wait for an offloaded step of this bucket; its error is raised here."""
         if self.step_future is not None:
             self.step_future.result()  # one that failed stays: what rests here is not what the user thinks
-            self.step_future = None
+            self.step_future = self.submitted_event = None
 
     @property
     def step_done(self) -> bool:
@@ -265,8 +321,12 @@ class Bucket:
         self.wait_step()
         self.full.allocate()
         low, high = self.owned_range
-        self._write_slice(self.full.data[low:high])
-        return self.comm.all_gather(self.full.data, self.label)
+        if not self.tiers.row.leaves_device:
+            self._write_slice(self.full.data[low:high])
+            return self.comm.all_gather(self.full.data, self.label)
+        with self.comm.streams.on("h2d"):  # the gather waits for this stream, and so for what a step has sent
+            self._write_slice(self.full.data[low:high])
+            return self.comm.all_gather(self.full.data, self.label)
 
     def full_master(self) -> Tensor:
         """Blocking, on all ranks: master_param of the whole bucket, [layout.numel], a new tensor on the device."""

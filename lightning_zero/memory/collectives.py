@@ -8,14 +8,8 @@ in the same order on every rank and the two kinds interleave freely. The gather 
 the first half is found complete, at moments that differ between ranks, so it has a third. Small host-side agreements
 run on a gloo group.
 
-CUDA. Each kind runs on a stream of its own::
-
-    compute : --e0------------------w1-- use
-    gather  :     \\w0-- all_gather --e1
-
-``e0`` is recorded when the operation is issued (its buffer was allocated on the compute stream, and may be memory
-that earlier kernels still read), ``e1`` when it is done; compute waits for ``e1`` before it uses the buffer, so a
-later free on the compute stream is ordered behind it and no ``record_stream`` is needed.
+CUDA. Each kind runs on a stream of its own (``streams.py`` draws the order of events). An operation waits for what the
+stream that issues it has queued: its buffer was allocated there, and may be memory that earlier kernels still read.
 """
 
 from __future__ import annotations
@@ -35,6 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_zero.config import Transport as TransportName
+from lightning_zero.memory.streams import Streams
 
 # The names before torch 2.13 still exist there, but warn at every call.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -225,7 +220,7 @@ class Pending:
 
     def _wait_event(self) -> None:
         if self._event is not None:
-            torch.cuda.current_stream(self._comm.device).wait_event(self._event)
+            self._comm.streams.wait(self._event)
             self._event = None
 
     def wait(self) -> Any:
@@ -252,6 +247,7 @@ class Communicator:
         observers: called with (kind, label) when an operation is issued.
         place: what this rank is doing, in words; posted for the others' error messages.
         waited_s: seconds that the host has spent waiting for messages.
+        streams: of the device, for every kind of transfer.
     """
 
     def __init__(
@@ -277,9 +273,7 @@ class Communicator:
             self._transport = choose_transport(transport, str(dist.get_backend(group)), self.world_size, device)
             self._groups = GROUP_POOL.take(group, self)
             self._watchdog = _Watchdog(self)
-        self._streams: dict[str, Any] = {}
-        if device.type == "cuda":
-            self._streams = {kind: torch.cuda.Stream(device, priority=-1) for kind in ("gather", "reduce")}
+        self.streams = Streams(device)
 
     # -- logical operations -------------------------------------------------------------------------------------
 
@@ -299,7 +293,7 @@ class Communicator:
         first = self._reduce(full, label)
 
         def second() -> Pending:
-            with self._on("reduce"):
+            with self.streams.on("reduce"):
                 full.view(self.world_size, -1)[self.rank].copy_(first.wait())
             return self._gather(full, label, "second_half")
 
@@ -366,15 +360,17 @@ class Communicator:
 
     def _gather(self, full: Tensor, label: str, group: str) -> Pending:
         if self._groups is None:
-            return Pending(self, label, [], lambda: full)
-        with self._on("gather" if group == "gather" else "reduce") as stream:
+            pending = Pending(self, label, [], lambda: full)
+            pending._event = self.streams.mark()  # the current stream may be one that still brings the bytes
+            return pending
+        with self.streams.on("gather" if group == "gather" else "reduce") as stream:
             works = self._transport.gather(full, self.rank, self.world_size, getattr(self._groups, group))
             return self._pending(label, works, lambda: full, stream)
 
     def _reduce(self, full: Tensor, label: str) -> Pending:
         if self._groups is None:
             return Pending(self, label, [], lambda: full)
-        with self._on("reduce") as stream:
+        with self.streams.on("reduce") as stream:
             works, total = self._transport.reduce(full, self.rank, self.world_size, self._groups.reduce)
             pending = self._pending(label, works, total, stream)
             pending._keep = full  # the reduce stream reads it, whose memory belongs to the compute stream
@@ -389,17 +385,6 @@ class Communicator:
         pending = Pending(self, label, [], lambda: result)
         pending._event = stream.record_event()
         return pending
-
-    @contextlib.contextmanager
-    def _on(self, kind: str) -> Iterator[Any]:
-        """Run the body on the stream of ``kind``, behind what the current stream has queued so far."""
-        stream = self._streams.get(kind)
-        if stream is None:
-            yield None
-            return
-        stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(stream):
-            yield stream
 
     def _small(self, tensor: Tensor, op: Any) -> Tensor:
         if self._groups is None:

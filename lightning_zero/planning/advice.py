@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from lightning_zero.config import ConfigError, Offload, OffloadConfig, Stage, check_rows
 from lightning_zero.planning import memory
 from lightning_zero.planning.memory import ADAM_STATES, BucketShape, Bytes, Limits, Moment, Phase
-from lightning_zero.planning.placement import OFFLOADS, STAGES, Budgets, Tier, TierRow, split_by_budget
+from lightning_zero.planning.placement import OFFLOADS, STAGES, Tier, TierRow, default_budgets, split_by_budget
 
 MOST_DOUBLINGS = 10  # of the number of GPUs, when looking for one that fits
 
@@ -133,10 +133,9 @@ def _tiers(model: Model, stage: Stage, offload: Offload, machine: Machine, setti
     for unit, name in enumerate(model.names):
         shapes = [shape for shape in model.shapes if shape.unit == unit]
         sizes.append(memory.unit_bytes(name, shapes, STAGES[stage], machine.world_size))
-    device = 0 if machine.shared else machine.gpu_memory // 2
-    found = (device, int(machine.host_memory * 0.9) // machine.gpus, machine.nvme // machine.gpus)
-    given = (settings.device_budget, settings.host_budget, settings.nvme_budget)
-    return split_by_budget(sizes, Budgets(*(f if g is None else g for f, g in zip(found, given, strict=True))))
+    device = 0 if machine.shared else machine.gpu_memory
+    found = default_budgets(device, machine.host_memory, machine.nvme, machine.gpus)
+    return split_by_budget(sizes, found.with_given(settings.device_budget, settings.host_budget, settings.nvme_budget))
 
 
 def _shortages(per_rank: dict[Tier, int], per_host: dict[Tier, int], machine: Machine) -> tuple[Shortage, ...]:

@@ -43,6 +43,7 @@ ADAM_STATES = 2  # tensors of optimizer state for each parameter
 FILE_PAGE_NBYTES = 4096  # extents of files are whole pages
 RING_COUNT = 4  # staging buffers of files
 RING_NBYTES = 32 << 20  # each
+STEP_CHUNK_NBYTES = 1 << 20  # fp32 copies that a step in pieces makes of gradients in another dtype
 STEPS_IN_MEMORY = 3  # buckets of state in files that are in host memory at a time: read, stepped, written
 
 
@@ -274,7 +275,7 @@ def peak_bytes(
 
         forward  = rest + gradients of the last backward + gathered (root, current, ahead)
         backward = rest + gradients + gathered + reducing (the filling unit, under way) + copies to the host
-        step     = rest + gradients + casts of them + buckets of files in host memory
+        step     = rest + gradients + pieces of them, cast + buckets of files in host memory
     """
     waiting = Moment.accumulating if limits.micro_batches > 1 else Moment.reduced
 
@@ -335,11 +336,11 @@ def _staging(buckets: Sequence[BucketPlan], state_tensors: int, rank: int) -> di
     windows = (sum(in_files[i : i + STEPS_IN_MEMORY]) for i in range(len(in_files)))
     # The step overlaps the next forward.
     in_steps = max(windows, default=0)
-    casts = [(b, b.owned_numel * b.itemsizes.master) for b in trainable if b.itemsizes.grad != b.itemsizes.master]
-    in_steps += max((nbytes for b, nbytes in casts if b.tiers.steps_on_host), default=0)  # bucket by bucket
+    cast = [b for b in trainable if b.itemsizes.grad != b.itemsizes.master]
+    in_steps += STEP_CHUNK_NBYTES * any(b.tiers.steps_on_host for b in cast)
     found[Phase.step][host] += in_steps
     found[Phase.forward][host] += in_steps
-    found[Phase.step][Role.staging, Tier.device] += sum(n for b, n in casts if not b.tiers.steps_on_host)
+    found[Phase.step][Role.staging, Tier.device] += STEP_CHUNK_NBYTES * any(not b.tiers.steps_on_host for b in cast)
     return found
 
 

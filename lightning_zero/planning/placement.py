@@ -39,6 +39,11 @@ class TierRow(NamedTuple):
     def steps_on_host(self) -> bool:
         return self.master is not Tier.device
 
+    @property
+    def leaves_device(self) -> bool:
+        """Whether any role rests elsewhere than on the device."""
+        return any(tier is not Tier.device for tier in self)
+
 
 _D, _H, _N = Tier.device, Tier.host, Tier.nvme
 _R, _S = Placement.replicated, Placement.sharded
@@ -97,35 +102,43 @@ class Budgets(NamedTuple):
     host: int
     nvme: int
 
+    def with_given(self, device: int | None, host: int | None, nvme: int | None) -> Budgets:
+        """With those that the user gave in place of what was found."""
+        pairs = zip((device, host, nvme), self, strict=True)
+        return Budgets(*(found if given is None else given for given, found in pairs))
+
+
+def default_budgets(device: int, host: int, nvme: int, local_ranks: int) -> Budgets:
+    """What a rank takes where no budget is given: half of its device (activations and gathered parameters need the
+    rest), and its share of the host's memory, less a tenth, and of its disk.
+
+    Args:
+        device: bytes of one device; 0 where it is the host itself.
+        host, nvme: bytes of one host, shared by ``local_ranks``.
+    """
+    return Budgets(device // 2, int(host * 0.9) // local_ranks, nvme // local_ranks)
+
 
 def split_by_budget(units: Sequence[UnitBytes], budgets: Budgets) -> list[TierRow]:
-    """Tiers of each unit's optimizer under budgets: the nearest tier that has room, for units in forward order.
+    """Tiers of each unit's optimizer under budgets: the first units on the device, then the host, then files.
 
-    The step is needed first by the first units of the next forward, so these stay nearest; gradients rest on the
-    device beside a resident optimizer, and on the host beside one that is not.
+    The step is needed first by the first units of the next forward, so these stay nearest. Gradients rest on the device
+    beside a resident optimizer, and on the host beside one that is not. As many units as fit stay on the device, which
+    is best for the other two as well; of the rest, as many on the host as leave room for the gradients of all of them.
 
     Raises:
         ConfigError: the budgets cannot hold the units; the message holds the plan as far as it got.
     """
-    left = dict(zip((_D, _H, _N), budgets, strict=True))
-    rows: list[TierRow] = []
-    nearest = 0
-    order = (_D, _H, _N)
-    for unit in units:
-        for place in range(nearest, len(order)):
-            tier = order[place]
-            grads = _D if tier is _D else _H
-            needs = {tier: unit.state_nbytes}
-            needs[grads] = needs.get(grads, 0) + unit.grad_nbytes
-            if all(left[t] >= n for t, n in needs.items()):
-                for t, n in needs.items():
-                    left[t] -= n
-                rows.append(TierRow(master=tier, grad=grads, compute_param=_D))
-                nearest = place  # never back: later units are needed later
-                break
-        else:
-            raise ConfigError(_no_room(units, rows, budgets))
-    return rows
+    state = [unit.state_nbytes for unit in units]
+    grad = [unit.grad_nbytes for unit in units]
+    count = len(units)
+    near = next(n for n in range(count, -1, -1) if sum(state[:n]) + sum(grad[:n]) <= budgets.device or not n)
+    waiting = sum(grad[near:])
+    hosted = next(n for n in range(count, near - 1, -1) if sum(state[near:n]) + waiting <= budgets.host or n == near)
+    rows = [TierRow(_D, _D, _D)] * near + [TierRow(_H, _H, _D)] * (hosted - near)
+    if waiting > budgets.host or sum(state[hosted:]) > budgets.nvme:
+        raise ConfigError(_no_room(units, rows, budgets))
+    return rows + [TierRow(_N, _H, _D)] * (count - hosted)
 
 
 def _no_room(units: Sequence[UnitBytes], rows: Sequence[TierRow], budgets: Budgets) -> str:
@@ -135,10 +148,13 @@ def _no_room(units: Sequence[UnitBytes], rows: Sequence[TierRow], budgets: Budge
         f"  {name}: {unit.state_nbytes:,} B of state on {row.master.name}"
         for name, unit, row in zip(names, units, rows, strict=False)
     ]
+    kept = sum(u.grad_nbytes for u in units[len(rows) :])
     return (
         f"zero/offload=auto: optimizer state, master weights and gradients of this rank need {needed:,} B; the budgets "
         f"hold device {budgets.device:,} B, host {budgets.host:,} B, nvme {budgets.nvme:,} B. The plan until room ran "
         "out at "
-        f"{names[len(rows)]}:\n" + "\n".join(placed) + "\nRaise zero.offload.device_budget, host_budget or "
-        "nvme_budget (with zero.offload.nvme_path), or use more ranks."
+        f"{names[len(rows)]} (gradients of units that are stepped from files, {kept:,} B, rest on the host):\n"
+        + "\n".join(placed)
+        + "\nRaise zero.offload.device_budget, host_budget or nvme_budget (with zero.offload.nvme_path), or use more "
+        "ranks."
     )

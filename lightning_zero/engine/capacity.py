@@ -1,0 +1,173 @@
+"""Which tiers an engine has, and whether they can hold it: asked before anything is moved there.
+
+Ranks of one host share its memory and its disk. What they need is summed by host and compared with what is there, so
+that the answer does not depend on which of them comes first, and every rank raises the same error.
+"""
+
+from __future__ import annotations
+
+import shutil
+import socket
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+from lightning_zero.config import ConfigError, Offload, OffloadConfig, ZeroConfig
+from lightning_zero.engine.build import UnitGroup, bucket_shapes, sizes_of
+from lightning_zero.engine.unit import Bucket, Tiers
+from lightning_zero.memory.collectives import Communicator
+from lightning_zero.memory.tiers import HostTier, NvmeTier, available_host_memory
+from lightning_zero.planning import memory
+from lightning_zero.planning.memory import Moment
+from lightning_zero.planning.placement import (
+    OFFLOADS,
+    ON_DEVICE,
+    STAGES,
+    Budgets,
+    Tier,
+    TierRow,
+    default_budgets,
+    split_by_budget,
+)
+
+IO_THREADS = 4  # a disk wants several requests in flight
+
+
+def make_tiers(
+    groups: Sequence[UnitGroup], config: ZeroConfig, comm: Communicator, instances: Collection[int]
+) -> tuple[Tiers, dict[str, Tiers]]:
+    """All tiers that the configuration asks for, and each unit's row of them.
+
+    Args:
+        instances: numbers of the tiers of files that this process has already.
+
+    Raises:
+        ConfigError: they cannot hold masters and parameters, or the folder for files cannot be used.
+    """
+    offload = config.offload
+    if offload.name is Offload.auto:
+        rows = split_by_budget(sizes_of(groups, config, comm.world_size), _budgets(offload, comm))
+    else:
+        rows = [OFFLOADS[offload.name]] * len(groups)
+    used = {tier for row in rows for tier in row}
+    if used != {Tier.device}:
+        check_host_memory(comm, _host_nbytes(groups, rows, config, comm.world_size), offload.host_budget, held=0)
+    host = HostTier(comm.device, budget=offload.host_budget) if Tier.host in used else None
+    nvme = None
+    if Tier.nvme in used:
+        assert offload.nvme_path is not None
+        nvme = NvmeTier(
+            offload.nvme_path,
+            rank=comm.rank,
+            instance=next(n for n in range(len(instances) + 1) if n not in instances),
+            budget=offload.nvme_budget,
+            ring_count=memory.RING_COUNT,
+            ring_nbytes=memory.RING_NBYTES,
+            threads=offload.io_threads or IO_THREADS,
+        )
+    by_unit = {group.name: Tiers(row, host, nvme) for group, row in zip(groups, rows, strict=True)}
+    return Tiers(ON_DEVICE, host, nvme), by_unit
+
+
+def check_state_fits(
+    comm: Communicator, tiers: Tiers, buckets: Sequence[Bucket], states: int, offload: OffloadConfig
+) -> None:
+    """Whether host memory and files will hold the state that an optimizer makes at its first step.
+
+    Args:
+        buckets: whose masters it steps.
+        states: element-wise tensors of state for each parameter.
+
+    Raises:
+        ConfigError: they will not.
+    """
+
+    def needed(tier: Tier) -> int:
+        return sum(
+            states * bucket.owned_numel * bucket.dtypes.master.itemsize
+            for bucket in buckets
+            if bucket.trainable and bucket.tiers.row.master is tier
+        )
+
+    if tiers.host is not None:
+        check_host_memory(comm, needed(Tier.host), offload.host_budget, held=tiers.host.nbytes)
+    if tiers.nvme is not None:
+        assert offload.nvme_path is not None
+        free = shutil.disk_usage(offload.nvme_path).free
+        _check_room(_FILES, comm, needed(Tier.nvme), offload.nvme_budget, held=tiers.nvme.nbytes, available=free)
+
+
+class _Kind(NamedTuple):
+    """What may run out, in words."""
+
+    what: str
+    budget_key: str
+    where: str
+    fix: str
+
+
+_MEMORY = _Kind(
+    "host memory",
+    "zero.offload.host_budget",
+    "available (in its cgroup, or on the machine)",
+    "Give the job more memory, use more hosts, or choose a row of zero/offload that keeps less on the host",
+)
+_FILES = _Kind(
+    "files",
+    "zero.offload.nvme_budget",
+    "free on the disk",
+    "Free space there, choose another zero.offload.nvme_path, use more hosts, or a row of zero/offload that keeps less "
+    "in files",
+)
+
+
+def check_host_memory(comm: Communicator, needed: int, budget: int | None, *, held: int) -> None:
+    """On all ranks: whether each host has the memory that its ranks need together, and each rank's budget what it needs.
+
+    Args:
+        needed: bytes that this rank will take, beside ``held`` that it has taken.
+
+    Raises:
+        ConfigError: with needed and available bytes, and what to change; the same on every rank.
+    """
+    _check_room(_MEMORY, comm, needed, budget, held=held, available=available_host_memory())
+
+
+def _check_room(kind: _Kind, comm: Communicator, needed: int, budget: int | None, *, held: int, available: int) -> None:
+    own = (socket.gethostname(), needed, held, budget is not None and held + needed > budget, available)
+    table = comm.all_gather_objects(own)
+    for rank, (_, want, holds, beyond, _) in enumerate(table):
+        if beyond:
+            raise ConfigError(
+                f"{kind.budget_key}: rank {rank} needs {want:,} more bytes of {kind.what} at rest, beside {holds:,} that "
+                f"it holds; the budget is {budget:,}. Raise {kind.budget_key}, use more ranks, or choose another row of "
+                "zero/offload."
+            )
+    for host in dict.fromkeys(name for name, *_ in table):
+        wants = [want for name, want, *_ in table if name == host]
+        free = min(left for name, *_, left in table if name == host)
+        if sum(wants) > free:
+            raise ConfigError(
+                f"zero.offload: the {len(wants)} rank(s) on host {host} need {sum(wants):,} more bytes of {kind.what} at "
+                f"rest; {free:,} are {kind.where}. {kind.fix} (python -m lightning_zero.plan shows all rows)."
+            )
+
+
+def _host_nbytes(groups: Sequence[UnitGroup], rows: Sequence[TierRow], config: ZeroConfig, world_size: int) -> int:
+    """Bytes that one rank takes at the start: masters, parameters and the ring. State and gradients come later."""
+    row = STAGES[config.stage.name]
+    buckets = [memory.place(shape, row, rows[shape.unit], world_size) for shape in bucket_shapes(groups)]
+    rest = memory.planned_bytes(buckets, state_tensors=0, moment=Moment.cleared)
+    return memory.on_tier(rest, Tier.host)
+
+
+def _budgets(offload: OffloadConfig, comm: Communicator) -> Budgets:
+    """Byte budgets of this rank; what is derived from free memory is the least of all ranks."""
+    import torch
+
+    hosts = comm.all_gather_objects(socket.gethostname())
+    local_ranks = hosts.count(hosts[comm.rank])
+    device = torch.cuda.mem_get_info(comm.device)[0] if comm.device.type == "cuda" else 0
+    disk = shutil.disk_usage(offload.nvme_path).free if offload.nvme_path else 0
+    found = default_budgets(device, available_host_memory(), disk, local_ranks)
+    least = (-comm.max_(-torch.tensor(found, dtype=torch.int64))).tolist()
+    return Budgets(*least).with_given(offload.device_budget, offload.host_budget, offload.nvme_budget)

@@ -1,0 +1,61 @@
+"""CUDA streams of one engine: one for each kind of transfer. Off CUDA everything here does nothing.
+
+::
+
+    compute : --e0------------------w1-- use          e0: what the transfer must wait for
+    gather  :     \\w0-- all_gather --e1               e1: its end
+    reduce  :  reduce-scatters                        w : a stream waits, never the host
+    h2d     :  parameters from the host, before their gather
+    d2h     :  reduced gradients to the host, behind their reduction
+
+``e0`` is recorded when a transfer is issued, or earlier where the caller knows what it depends on; ``e1`` when it has
+been queued. Memory that another stream reads is kept by its owner until compute has waited for ``e1``, so a later free
+on the compute stream is ordered behind it and no ``record_stream`` is needed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+KINDS = ("gather", "reduce", "h2d", "d2h")
+
+
+class Streams:
+    """The streams of one device; none where it is no CUDA device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._streams: dict[str, Any] = {}
+        if device.type == "cuda":
+            self._streams = {kind: torch.cuda.Stream(device, priority=-1) for kind in KINDS}
+
+    @contextlib.contextmanager
+    def on(self, kind: str, *, after: Any = None) -> Iterator[Any]:
+        """Run the body on the stream of ``kind`` (given to the body; None off CUDA).
+
+        Args:
+            after: the event to wait for; by default everything that the current stream has queued so far.
+        """
+        stream = self._streams.get(kind)
+        if stream is None:
+            yield None
+            return
+        if after is None:
+            stream.wait_stream(torch.cuda.current_stream(self.device))
+        else:
+            stream.wait_event(after)
+        with torch.cuda.stream(stream):
+            yield stream
+
+    def mark(self) -> Any:
+        """An event behind what the current stream has queued so far; None off CUDA."""
+        return torch.cuda.current_stream(self.device).record_event() if self._streams else None
+
+    def wait(self, event: Any) -> None:
+        """Make the current stream wait for ``event`` (of :meth:`mark`)."""
+        if event is not None:
+            torch.cuda.current_stream(self.device).wait_event(event)
