@@ -146,7 +146,10 @@ class ZeroPrecision(LightningPrecision):
     ) -> Any:
         """As Lightning's mixed precision does it: a step whose gradients overflowed on any rank is skipped by all."""
         if self.scaler is None:
-            return super().optimizer_step(optimizer, model, closure, **kwargs)
+            engine = self.strategy.engine
+            early = engine.stepping_in_backward() if _nothing_between(model) else contextlib.nullcontext()
+            with early:
+                return super().optimizer_step(optimizer, model, closure, **kwargs)
         result = closure()
         if result is None and model.automatic_optimization:  # training_step returned None: there was no backward
             self._after_closure(model, optimizer)
@@ -180,3 +183,31 @@ class ZeroPrecision(LightningPrecision):
         """The user's parameters of one optimizer (each once), which find their shards."""
         seen: dict[int, Any] = {id(p): p for group in optimizer.param_groups for p in group["params"]}
         return seen.values()
+
+
+# What runs between a parameter's gradient and its step; a user's own may look at gradients, or change them.
+_BETWEEN = (
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "configure_gradient_clipping",
+    "optimizer_step",
+    "backward",
+)
+
+
+def _nothing_between(model: pl.LightningModule) -> bool:
+    """Whether gradients go straight into the one optimizer of an automatic optimization."""
+    trainer = model.trainer
+    hooks: list[tuple[Any, type]] = [(model, pl.LightningModule)]
+    hooks += [(callback, pl.Callback) for callback in trainer.callbacks]  # type: ignore[attr-defined]
+    return (
+        model.automatic_optimization
+        and len(trainer.optimizers) == 1
+        and not trainer.gradient_clip_val
+        and not any(_overrides(owner, base, name) for owner, base in hooks for name in _BETWEEN)
+    )
+
+
+def _overrides(owner: Any, base: type, name: str) -> bool:
+    own, inherited = getattr(owner, name, None), getattr(base, name, None)
+    return own is not None and getattr(own, "__func__", own) is not inherited

@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import sys
 from collections.abc import Generator, Mapping
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -34,9 +35,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from lightning_zero import averaging, finetuning
-from lightning_zero.config import ConfigError, Precision, PrecisionConfig, ZeroConfig, make_config
+from lightning_zero.config import ConfigError, Precision, ZeroConfig, make_config
 from lightning_zero.engine import Engine, engine_of, shard, values
 from lightning_zero.interruptions import Requeue, refuse_lonely_save
+from lightning_zero.memory.tiers import check_folder
 from lightning_zero.precision import FLAGS, ZeroPrecision
 from lightning_zero.summary import print_units
 
@@ -75,6 +77,8 @@ class ZeroStrategy(ParallelStrategy):
     ) -> None:
         rows = {"stage": stage, "offload": offload}
         self.config = make_config(config, **{k: v for k, v in rows.items() if v is not None}, **settings)
+        if self.config.offload.nvme_path is not None:
+            check_folder(self.config.offload.nvme_path)
         self._asked_precision = self.config.precision.name
         super().__init__(
             accelerator=accelerator,
@@ -290,13 +294,7 @@ class ZeroStrategy(ParallelStrategy):
         return same_params and engine.config == wanted and engine.comm.device == self.root_device
 
     def _engine_config(self) -> ZeroConfig:
-        precision = self.config.precision
-        row = PrecisionConfig(
-            name=self.precision_plugin.row,
-            reduce_dtype=precision.reduce_dtype,
-            grad_dtype=precision.grad_dtype,
-            fp32_modules=precision.fp32_modules,
-        )
+        row = replace(self.config.precision, name=self.precision_plugin.row)
         return make_config(self.config, precision=row)
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:

@@ -121,7 +121,7 @@ _FILES = _Kind(
 
 
 def check_host_memory(comm: Communicator, needed: int, budget: int | None, *, held: int) -> None:
-    """On all ranks: whether each host has the memory that its ranks need together, and each rank's budget what it needs.
+    """On all ranks: whether each host has the memory that its ranks need together, and each rank's budget its own.
 
     Args:
         needed: bytes that this rank will take, beside ``held`` that it has taken.
@@ -138,17 +138,17 @@ def _check_room(kind: _Kind, comm: Communicator, needed: int, budget: int | None
     for rank, (_, want, holds, beyond, _) in enumerate(table):
         if beyond:
             raise ConfigError(
-                f"{kind.budget_key}: rank {rank} needs {want:,} more bytes of {kind.what} at rest, beside {holds:,} that "
-                f"it holds; the budget is {budget:,}. Raise {kind.budget_key}, use more ranks, or choose another row of "
-                "zero/offload."
+                f"{kind.budget_key}: rank {rank} needs {want:,} more bytes of {kind.what} at rest, beside {holds:,} "
+                f"that it holds; the budget is {budget:,}. Raise {kind.budget_key}, use more ranks, or choose another "
+                "row of zero/offload."
             )
     for host in dict.fromkeys(name for name, *_ in table):
         wants = [want for name, want, *_ in table if name == host]
         free = min(left for name, *_, left in table if name == host)
         if sum(wants) > free:
             raise ConfigError(
-                f"zero.offload: the {len(wants)} rank(s) on host {host} need {sum(wants):,} more bytes of {kind.what} at "
-                f"rest; {free:,} are {kind.where}. {kind.fix} (python -m lightning_zero.plan shows all rows)."
+                f"zero.offload: the {len(wants)} rank(s) on host {host} need {sum(wants):,} more bytes of {kind.what} "
+                f"at rest; {free:,} are {kind.where}. {kind.fix} (python -m lightning_zero.plan shows all rows)."
             )
 
 

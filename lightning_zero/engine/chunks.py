@@ -2,12 +2,12 @@
 
 Gradients in a lower dtype than the master, and a bf16 master that is rounded stochastically, need wider copies for the
 arithmetic. Whole copies would take as much memory as the shards; torch's element-wise optimizers give the same numbers
-for pieces, because pieces are multiples of 256 elements (see ``architecture``: tiers agree to the bit).
+for pieces, which are multiples of 256 elements, as for the whole.
 
-Stochastic rounding. bf16 has 8 bits of mantissa: a change below 1/512 of a weight is lost when it is rounded to nearest.
-Rounded up with the probability of the part that is cut off, changes are right on average (Gupta et al. 2015,
-arXiv:1502.02551; Zamirai et al. 2020, arXiv:2010.06192, for bf16). The numbers come from a hash of the element's place
-and the step: the same at every stage, tier and number of ranks.
+Stochastic rounding. bf16 has 8 bits of mantissa: rounded to nearest, a change below 1/512 of a weight is lost. Rounded
+up with the probability of the part that is cut off, changes are right on average (Gupta et al. 2015, arXiv:1502.02551;
+Zamirai et al. 2020, arXiv:2010.06192, for bf16). The numbers come from a hash of the element's place and the step: the
+same at every stage, tier and number of ranks.
 """
 
 from __future__ import annotations

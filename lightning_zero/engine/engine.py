@@ -118,6 +118,7 @@ class Engine:
         self.in_backward = False
         self._explicit = False
         self._second_order = False
+        self._steps_in_backward = False
         self._refuses = True
         self.shown: set[Bucket] = set()  # buckets inside a gather()
         self._guard = PlaceholderGuard(self.buckets)
@@ -586,14 +587,18 @@ class Engine:
                 grads.forget(cleared)
                 grads.zero(zeroed)
 
-    def _before_step(self, params: Iterable[nn.Parameter]) -> None:
+    def _before_step(self, params: Iterable[nn.Parameter], stepped: set[Bucket]) -> None:
         if self.shown:
             raise RuntimeError(
                 "optimizer.step() inside gather(): what is written to the shown parameters would replace the step's "
                 "result. Leave the `with lightning_zero.gather(...)` block first."
             )
-        self.settle()
-        self.forget_zeroed()
+        if stepped:  # inside the backward, which has waited for earlier steps; nobody could clear gradients since
+            for unit in self.units:
+                unit.unshard_wait()
+        else:
+            self.settle()
+            self.forget_zeroed()
         self.check_reduced(params)
 
     def check_reduced(self, params: Iterable[nn.Parameter]) -> None:
@@ -636,6 +641,7 @@ class Engine:
             optimizer,
             self.place_of,
             used=self.used_params,
+            landing=self._landing,
             before=self._before_step,
             after=self._stepped,
             submit=self._submit,
@@ -648,6 +654,28 @@ class Engine:
         )
         self.optimizers.append(sharded)
         return sharded
+
+    @contextlib.contextmanager
+    def stepping_in_backward(self) -> Iterator[None]:
+        """Inside, a step whose closure runs the backward may step a bucket as soon as its gradient has been reduced.
+
+        For callers who know that nothing looks at gradients or changes them in between: no clipping, no loss scaling,
+        no hook of the user's. Only offloaded buckets are stepped so: the others have nothing to hide.
+        """
+        self._steps_in_backward = True
+        try:
+            yield
+        finally:
+            self._steps_in_backward = False
+
+    @contextlib.contextmanager
+    def _landing(self, landed: Callable[[Bucket], None]) -> Iterator[None]:
+        """Around a step's closure: ``landed`` gets each bucket whose gradient is whole, where that is allowed."""
+        self.reducer.landed = outside_autograd(landed) if self._steps_in_backward else None
+        try:
+            yield
+        finally:
+            self.reducer.landed = None
 
     def drop_optimizers(self) -> None:
         for optimizer in self.optimizers:
@@ -695,4 +723,4 @@ class Engine:
         event = self.comm.streams.mark()
         for job in jobs:
             job.bucket.submitted_event = event
-        self._worker.submit(sorted(jobs, key=lambda job: numbers[job.bucket]))
+        self._worker.submit([job._replace(number=numbers[job.bucket]) for job in jobs])

@@ -133,6 +133,8 @@ class Reducer:
     Attributes:
         order: buckets in the order of their reductions.
         synchronize: off inside ``no_sync``: gradients that rest replicated are not reduced.
+        landed: called with a bucket whose gradient of this backward is whole, while the backward goes on; not with
+            buckets that may get more of it, or whose parameters this rank has not all used.
     """
 
     def __init__(
@@ -148,11 +150,13 @@ class Reducer:
         self.grads: dict[Bucket, BucketGrads] = {b: BucketGrads(b, 1.0 / comm.world_size) for b in buckets}
         self.order: list[Bucket] = list(reversed(list(self.grads)))
         self.synchronize = True
+        self.landed: Callable[[Bucket], None] | None = None
         self.completed: list[Bucket] = []  # in the order in which they got ready in this backward
         self._orders: dict[str, list[Bucket]] = {}  # learned, by kind of pass
         self._lagging: dict[str, set[Bucket]] = {}  # buckets that some rank completed only when its backward was over
         self._key = ""
         self._late: set[Bucket] = set()
+        self._ever_late: set[Bucket] = set()  # on any rank
         self._next = 0
         self._ready: set[Bucket] = set()
         self._lagging_here: set[Bucket] = set()
@@ -236,6 +240,7 @@ class Reducer:
         for bucket in reduced:
             if next(agreed):
                 late.append(bucket)
+                self._ever_late.add(bucket)
             if next(agreed):
                 lagging.add(bucket)
             grads = self.grads[bucket]
@@ -326,5 +331,14 @@ class Reducer:
         low, high = bucket.owned_range
         if self.comm.world_size == 1 and reduced.numel() != high - low:
             reduced = reduced[low:high]
+        grads = self.grads[bucket]
         with torch.no_grad():
-            self.grads[bucket].add_reduced(reduced)
+            grads.add_reduced(reduced)
+        if self.landed is not None and self._is_whole(grads):
+            self.landed(bucket)
+
+    def _is_whole(self, grads: BucketGrads) -> bool:
+        """Whether the bucket gets no more of this backward, and this rank has used all of it: then all ranks have."""
+        bucket = grads.bucket
+        once = self._all_ranks_come(bucket) and bucket not in self._ever_late
+        return once and all(info.slot in grads.used for info in bucket.params if info.param.requires_grad)

@@ -111,7 +111,8 @@ class ShardedOptimizer:
         place_of: Callable[[nn.Parameter], Place],
         *,
         used: Callable[[], set[int]],
-        before: Callable[[Sequence[nn.Parameter]], None],
+        landing: Callable[[Callable[[Bucket], None]], contextlib.AbstractContextManager[None]],
+        before: Callable[[Sequence[nn.Parameter], set[Bucket]], None],
         after: Callable[[set[Bucket]], None],
         submit: Callable[[list[StepJob]], None],
         device_type: str = "cpu",
@@ -123,7 +124,9 @@ class ShardedOptimizer:
             place_of: finds a parameter's bucket; raises for parameters that the engine does not own.
             used: ids of the parameters that any rank gave a gradient since it was cleared.
             submit: takes the steps of buckets whose masters rest off the device, in the order of the forward.
-            before, after: called around the arithmetic; ``after`` gets the buckets that changed.
+            landing: around a step's closure; calls its argument with buckets that may be stepped in the backward.
+            before, after: called around the arithmetic; ``before`` gets the buckets that are stepped already, ``after``
+                those that changed.
         """
         check_supported(optimizer, declared_elementwise=declared_elementwise)
         if stochastic_rounding and not is_known(optimizer):
@@ -134,7 +137,7 @@ class ShardedOptimizer:
         self.optimizer = optimizer
         self._stochastic = stochastic_rounding
         self._place_of = place_of
-        self._used, self._before, self._after = used, before, after
+        self._used, self._landing, self._before, self._after = used, landing, before, after
         self._submit = submit
         self._per_fragment = not any(isinstance(optimizer, kind) for kind in ELEMENTWISE)
         self._steps: dict[tuple[Bucket, int], int] = {}  # step count of a parameter
@@ -218,13 +221,12 @@ class ShardedOptimizer:
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """The user's ``optimizer.step``: the closure first (it needs the user's own groups), then the runs."""
-        loss = None
+        loss, early = None, set[Bucket]()
         if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        self._before(self.params())
+            loss, early = self._run_closure(closure)
+        self._before(self.params(), early)
         used = self._used()
-        changed = self._arrange(used)
+        changed = self._arrange(used, early)
         lazy = [b for b in self._runs if b in changed and self._is_lazy(b)]
         eager = [b for b in self._runs if b in changed and b not in lazy]
         jobs = [self._job(bucket, used) for bucket in lazy]
@@ -238,8 +240,34 @@ class ShardedOptimizer:
             self._inner_step()
         if jobs:
             self._submit(jobs)
-        self._after(changed)
+        self._after(changed | early)
         return loss
+
+    def _run_closure(self, closure: Callable[[], Any]) -> tuple[Any, set[Bucket]]:
+        """What the closure returns, and the buckets that were stepped inside its backward."""
+        groups = self._group_of()
+        early: set[Bucket] = set()
+
+        def landed(bucket: Bucket) -> None:
+            if bucket not in groups or bucket in early or not self._is_lazy(bucket):
+                return
+            if any(info.param.requires_grad and info.slot not in groups[bucket] for info in bucket.params):
+                return  # some of it belongs to no optimizer: not a case to be fast in
+            early.add(bucket)
+            active = set(groups[bucket])
+            self._advance(bucket, groups[bucket], active)
+            self._submit([self._job(bucket, {id(bucket.params[slot].param) for slot in active})])
+
+        try:
+            with torch.enable_grad(), self._landing(landed):
+                return closure(), early
+        except BaseException as error:
+            if early:
+                error.add_note(
+                    f"The step was partial: {len(early)} of {len(groups)} buckets had been stepped when this was "
+                    "raised. Before training goes on, load the last checkpoint."
+                )
+            raise
 
     def _is_lazy(self, bucket: Bucket) -> bool:
         """Whether a bucket is stepped in the worker, on its own. Unknown optimizers may count steps for a whole group,
@@ -296,23 +324,31 @@ class ShardedOptimizer:
         ]
         bucket.home.adopt(states)
 
-    def _arrange(self, used: set[int]) -> set[Bucket]:
-        """Bring the runs up to date with param groups and step counts; the buckets that this step changes."""
+    def _arrange(self, used: set[int], early: set[Bucket]) -> set[Bucket]:
+        """Bring the runs up to date with param groups and step counts; the buckets that this step changes.
+
+        Args:
+            early: buckets that have been stepped already.
+        """
         group_of = self._group_of()
         changed: set[Bucket] = set()
         for bucket, groups in group_of.items():
-            if not bucket.trainable:
+            if not bucket.trainable or bucket in early:
                 continue
             active = {slot for slot in groups if id(bucket.params[slot].param) in used}
-            self._cut(bucket, groups, active)
-            for slot in active:
-                self._steps[bucket, slot] = self._steps.get((bucket, slot), 0) + 1
+            self._advance(bucket, groups, active)
             if active:
                 changed.add(bucket)
         for bucket in [b for b in self._runs if b not in group_of]:
             for _, run in self._runs.pop(bucket):
                 self.optimizer.state.pop(run.tensor, None)
         return changed
+
+    def _advance(self, bucket: Bucket, groups: dict[int, int], active: set[int]) -> None:
+        """Cut the runs for a step of the slots in ``active``, and count it."""
+        self._cut(bucket, groups, active)
+        for slot in active:
+            self._steps[bucket, slot] = self._steps.get((bucket, slot), 0) + 1
 
     def _cut(self, bucket: Bucket, groups: dict[int, int], active: set[int] | None = None) -> None:
         """Cut a bucket's fragments into runs by param group, step count and whether they are used now."""

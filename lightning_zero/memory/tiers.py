@@ -699,11 +699,20 @@ def _as_config_error(path: object) -> Iterator[None]:
         raise _nvme_error(path, f"where {error.strerror}") from error
 
 
-def _claim(path: Path, folder: Path, rank_name: str, syscalls: Syscalls) -> _Claim:
-    if not path.exists():
+def check_folder(path: str | os.PathLike[str]) -> None:
+    """Whether files can rest in ``path``, as far as a look tells.
+
+    Raises:
+        ConfigError: there is no such folder.
+    """
+    if not os.path.exists(path):
         raise _nvme_error(path, "which does not exist", "Create it or change zero.offload.nvme_path.")
-    if not path.is_dir():
+    if not os.path.isdir(path):
         raise _nvme_error(path, "which is not a folder", "Change zero.offload.nvme_path.")
+
+
+def _claim(path: Path, folder: Path, rank_name: str, syscalls: Syscalls) -> _Claim:
+    check_folder(path)
     try:
         return _Claim(folder, rank_name, syscalls, CLAIM_WAIT_S)
     except BlockingIOError as error:

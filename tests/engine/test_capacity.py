@@ -1,0 +1,110 @@
+"""Memory that is not there is missed before anything is moved, and by all ranks alike."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import lightning_zero
+from lightning_zero.config import ConfigError
+from lightning_zero.engine import capacity
+from lightning_zero.engine.usage import held_bytes
+from lightning_zero.memory.tiers import HostTier
+from lightning_zero.planning.memory import Role
+from lightning_zero.planning.placement import Tier
+from tests.engine.support import Model, Sharded, accumulate, adamw
+from tests.harness import on_ranks
+
+WIDTH = 64
+NUMEL = sum(p.numel() for p in Model(width=WIDTH).parameters())
+
+
+def available(nbytes: int) -> Any:
+    return mock.patch.object(capacity, "available_host_memory", lambda: nbytes)
+
+
+@on_ranks(2)
+def test_ranks_of_a_host_share_its_memory() -> None:
+    """Each rank's half of the masters fits alone; both together do not."""
+    with available(3 * NUMEL), mock.patch.object(HostTier, "reserve") as reserve:
+        with pytest.raises(ConfigError) as caught:
+            lightning_zero.shard(Model(width=WIDTH), device="cpu", offload="cpu")
+        reserve.assert_not_called()
+    for part in ("zero.offload: the 2 rank(s) on host", "more bytes of host memory", f"{3 * NUMEL:,} are available"):
+        assert part in str(caught.value)
+
+
+@on_ranks(2)
+def test_the_state_of_the_optimizer_is_asked_for_before_its_first_step() -> None:
+    with Sharded(Model(width=WIDTH), offload="cpu", optimizer=lambda p: torch.optim.SGD(list(p), lr=1.0)) as side:
+        side.engine.drop_optimizers()
+        with available(7 * NUMEL), pytest.raises(ConfigError, match=r"the 2 rank\(s\) on host .* host memory"):
+            side.engine.add_optimizer(torch.optim.AdamW(side.module.parameters()))
+        with available(9 * NUMEL):  # two states of 4 bytes fit now; and SGD without momentum needs nothing
+            side.engine.add_optimizer(torch.optim.AdamW(side.module.parameters()))
+        side.engine.drop_optimizers()
+        with available(0):
+            side.engine.add_optimizer(torch.optim.SGD(side.module.parameters(), lr=1.0))
+
+
+@on_ranks(2)
+def test_a_budget_counts_state() -> None:
+    budget = NUMEL * 4 // 2 * 2  # the masters of this rank, and one state of the two
+    module = Model(width=WIDTH)
+    engine = lightning_zero.shard(module, device="cpu", offload={"name": "optimizer_cpu", "host_budget": budget})
+    with pytest.raises(ConfigError, match=r"zero.offload.host_budget: rank 0 needs .* the budget is"):
+        engine.add_optimizer(torch.optim.AdamW(module.parameters()))
+    engine.release()
+
+
+@on_ranks(2)
+def test_files_are_asked_for_as_well(tmp_path: Path) -> None:
+    offload = {"name": "nvme", "nvme_path": str(tmp_path)}
+    module = Model(width=WIDTH)
+    engine = lightning_zero.shard(module, device="cpu", offload=offload)
+    usage = mock.Mock(return_value=mock.Mock(free=7 * NUMEL))
+    with mock.patch.object(capacity.shutil, "disk_usage", usage), pytest.raises(ConfigError, match="bytes of files"):
+        engine.add_optimizer(torch.optim.AdamW(module.parameters()))
+    engine.release()
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("row", ["optimizer_cpu", "cpu"])
+def test_the_slabs_hold_all_that_rests_on_the_host(row: str) -> None:
+    """Masters and state lie in memory of the host tier, whose size counts them, and go when the engine does."""
+    with Sharded(Model(width=WIDTH), offload=row, precision="bf16", optimizer=adamw) as side:
+        host = side.engine.tiers.host
+        assert host is not None
+        for step in range(2):
+            with torch.autocast("cpu", torch.bfloat16):
+                accumulate(side, step, 1)
+            side.step()
+            side.zero_grad()
+        side.engine.settle()
+        held = held_bytes(side.engine)
+        resting = sum(held[role, Tier.host] for role in (Role.master_param, Role.optim_state, Role.compute_param))
+        assert host.nbytes == resting
+        # 12 bytes for each parameter of this rank (12.5 with padding), and no bf16 copy beside the master.
+        assert 12 * NUMEL <= dist.get_world_size() * resting <= 12.5 * NUMEL
+    assert host.nbytes == 0
+
+
+@on_ranks(1)
+def test_state_that_is_replaced_gives_its_place_back() -> None:
+    with Sharded(Model(width=WIDTH), offload="cpu", optimizer=adamw) as side:
+        host = side.engine.tiers.host
+        assert host is not None
+        sizes = []
+        for step in range(4):
+            accumulate(side, step, 1)
+            side.step()
+            side.zero_grad()
+            state = side.engine.optimizer_state(side.optimizer)
+            side.engine.load_optimizer_state(side.optimizer, state)
+            sizes.append(host.nbytes)
+        assert len(set(sizes)) == 1, sizes

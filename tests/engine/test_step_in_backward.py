@@ -1,0 +1,166 @@
+"""Offloaded steps that start inside the backward: the same numbers, earlier."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_zero.engine import Engine
+from lightning_zero.engine.offload import StepJob
+from tests.engine.support import Model, Sharded, accumulate
+from tests.engine.test_offload import OPTIMIZERS, SOMEWHERE, assert_equal, offload, whole
+from tests.harness import on_ranks
+
+
+def submissions(engine: Engine) -> list[tuple[str, bool]]:
+    """Labels of the buckets whose steps are queued from now on, and whether a backward was running."""
+    seen: list[tuple[str, bool]] = []
+    submit = engine._submit
+
+    def spy(jobs: list[StepJob]) -> None:
+        seen.extend((job.bucket.label, engine.in_backward) for job in jobs)
+        submit(jobs)
+
+    engine._submit = spy  # type: ignore[method-assign]
+    for sharded in engine.optimizers:
+        sharded._submit = spy
+    return seen
+
+
+def train(side: Sharded, steps: int, *, early: bool, micro_batches: int = 1) -> list[Tensor]:
+    losses: list[Tensor] = []
+    for step in range(steps):
+
+        def closure(step: int = step) -> Tensor:
+            side.zero_grad()
+            losses.append(accumulate(side, step, micro_batches))
+            return losses[-1]
+
+        if early:
+            with side.engine.stepping_in_backward():
+                side.optimizer.step(closure)
+        else:
+            side.optimizer.step(closure)
+    return losses
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
+@SOMEWHERE
+def test_it_equals_none(row: str, stage: int, optimizer: str, micro_batches: int, tmp_path: Path) -> None:
+    found = []
+    for place, early in ((offload(row, tmp_path), True), ({"offload": "none"}, False)):
+        torch.manual_seed(3)
+        with Sharded(Model(), stage=stage, optimizer=OPTIMIZERS[optimizer], **place) as side:
+            seen = submissions(side.engine)
+            found.append(train(side, 4, early=early, micro_batches=micro_batches) + whole(side))
+            if early:
+                inside = [label for label, in_backward in seen if in_backward]
+                # The first backward teaches the order; of the later ones all but the last buckets come in time.
+                assert len(inside) > len(seen) // 2, seen
+    assert_equal(*found, f"{row} at stage {stage}")
+
+
+@on_ranks(2)
+def test_not_unless_it_is_allowed() -> None:
+    with Sharded(Model(), stage=3, offload="cpu") as side:
+        seen = submissions(side.engine)
+        train(side, 3, early=False)
+        assert seen and not any(in_backward for _, in_backward in seen)
+
+
+@on_ranks(2)
+def test_accumulation_steps_once_at_its_end() -> None:
+    """Every bucket is stepped once in a step, with the gradient of all micro-batches."""
+    with Sharded(Model(), stage=3, offload="cpu") as side:
+        seen = submissions(side.engine)
+        train(side, 1, early=True)
+        seen.clear()
+        train(side, 1, early=True)
+        assert len({label for label, _ in seen}) == len(seen)
+
+
+class Reused(nn.Module):
+    """A block that recomputation under checkpointing uses twice: its gradient comes in two parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(19, 19), nn.Linear(19, 19)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        from torch.utils.checkpoint import checkpoint
+
+        for index in (0, 1, 0):
+            x = torch.tanh(checkpoint(self.blocks[index], x, use_reentrant=True))
+        return x
+
+
+@on_ranks(2)
+def test_a_block_whose_gradient_comes_in_parts_waits() -> None:
+    found = []
+    for place, early in (({"offload": "cpu"}, True), ({"offload": "none"}, False)):
+        torch.manual_seed(3)
+        with Sharded(Reused(), stage=3, unit={"classes": ["Linear"]}, **place) as side:
+
+            def closure(side: Sharded = side) -> Tensor:
+                side.zero_grad()
+                loss = side.module(torch.ones(2, 19, requires_grad=True)).square().sum()
+                side.backward(loss)
+                return loss.detach()
+
+            losses: list[Any] = []
+            for _ in range(4):
+                if early:
+                    with side.engine.stepping_in_backward():
+                        losses.append(side.optimizer.step(closure))
+                else:
+                    losses.append(side.optimizer.step(closure))
+            found.append(losses + whole(side))
+    assert_equal(*found)
+
+
+class Broken(nn.Module):
+    """Raises in the backward of its first block, when the steps of the others are under way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(19, 19) for _ in range(4))
+        self.fails = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i, block in enumerate(self.blocks):
+            x = torch.tanh(block(x))
+            if i == 0 and self.fails:
+                x.register_hook(self._fail)
+        return x
+
+    @staticmethod
+    def _fail(grad: Tensor) -> None:
+        raise ValueError("broken")
+
+
+@on_ranks(1, 2)
+def test_an_exception_says_that_the_step_was_partial() -> None:
+    module = Broken()
+    with Sharded(module, stage=3, offload="cpu", unit={"classes": ["Linear"]}) as side:
+
+        def closure() -> Tensor:
+            side.zero_grad()
+            loss = module(torch.ones(2, 19)).square().sum()
+            side.backward(loss)
+            return loss.detach()
+
+        with side.engine.stepping_in_backward():
+            for _ in range(3):
+                side.optimizer.step(closure)
+            module.fails = True
+            with pytest.raises(ValueError, match="broken") as caught:
+                side.optimizer.step(closure)
+            assert any("step was partial: " in note for note in caught.value.__notes__)
+            module.fails = False
+            assert torch.isfinite(side.optimizer.step(closure))
