@@ -56,6 +56,12 @@ class DType(Enum):
     bf16 = "bf16"
 
 
+class Hierarchy(Enum):
+    auto = "auto"
+    flat = "flat"
+    node = "node"
+
+
 class Transport(Enum):
     auto = "auto"
     plain = "plain"
@@ -215,9 +221,13 @@ class CommConfig:
         transport: ``plain`` uses the library's gather and reduce-scatter; ``direct`` gathers by broadcasts and
             reduces by an all-to-all and a local sum, which on gloo is several times faster at few ranks;
             ``auto`` chooses by backend and number of ranks.
+        hierarchy: ``flat`` shards over all ranks; ``node`` over those of each node, with a replica on every node
+            (hybrid sharding): gathers stay within nodes, which hold more. ``auto`` takes ``node`` where there are
+            several nodes with as many ranks each, and what rests fits into half of the memory; else ``flat``.
     """
 
     transport: Transport = Transport.auto
+    hierarchy: Hierarchy = Hierarchy.auto
 
 
 @dataclass(kw_only=True, slots=True)
@@ -370,6 +380,8 @@ def _convert(key: str, value: Any) -> Any:
             value["name"] = choose(key, value["name"])
         if key == "comm" and isinstance(value.get("transport"), str):
             value["transport"] = _member(Transport, "zero.comm.transport", value["transport"])
+        if key == "comm" and isinstance(value.get("hierarchy"), str):
+            value["hierarchy"] = _member(Hierarchy, "zero.comm.hierarchy", value["hierarchy"])
         for name in ("reduce_dtype", "grad_dtype"):
             if isinstance(value.get(name), str):
                 value[name] = _member(DType, f"zero.{key}.{name}", value[name])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import socket
 import sys
 from collections.abc import Generator, Mapping
 from dataclasses import replace
@@ -277,7 +278,7 @@ class ZeroStrategy(ParallelStrategy):
             engine.release()
             engine = None
         if engine is None:
-            engine = shard(model, config=wanted, device=self.root_device)
+            engine = shard(model, config=wanted, device=self.root_device, node=self._node)
             if self.config.summary and self.is_global_zero:
                 print_units(engine)
         with engine.placeholders_allowed():
@@ -292,6 +293,11 @@ class ZeroStrategy(ParallelStrategy):
     def _still_fits(self, engine: Engine, model: Module, wanted: ZeroConfig) -> bool:
         same_params = {id(p) for p in model.parameters()} == {id(i.param) for u in engine.units for i in u.infos()}
         return same_params and engine.config == wanted and engine.comm.device == self.root_device
+
+    @property
+    def _node(self) -> str | None:
+        """The node of this rank, as the cluster environment numbers it: several may be on one host."""
+        return f"{socket.gethostname()}/{self.node_rank}" if self.num_nodes > 1 else None
 
     def _engine_config(self) -> ZeroConfig:
         row = replace(self.config.precision, name=self.precision_plugin.row)

@@ -80,7 +80,7 @@ def print_held(engine: Engine, micro_batches: int = 1, console: Console | None =
     held = held_bytes(engine)
     gone = not any(nbytes for (role, _), nbytes in held.items() if role is Role.grad)
     moment = Moment.cleared if gone else Moment.reduced
-    plan = memory.planned_bytes(buckets, engine.rank, state_tensors=states, moment=moment)
+    plan = memory.planned_bytes(buckets, engine.comm.shard_rank, state_tensors=states, moment=moment)
     table = Table(title="bytes of rank 0 at rest", title_justify="left")
     table.add_column("role")
     table.add_column("tier")
@@ -91,7 +91,9 @@ def print_held(engine: Engine, micro_batches: int = 1, console: Console | None =
             if (role, tier) in plan | held and (plan[role, tier] or held[role, tier]):
                 table.add_row(role.value, tier.value, human_bytes(plan[role, tier]), human_bytes(held[role, tier]))
     if engine.comm.device.type == "cuda":
-        peaks = memory.peak_bytes(buckets, limits_of(engine, micro_batches), engine.rank, state_tensors=states)
+        peaks = memory.peak_bytes(
+            buckets, limits_of(engine, micro_batches), engine.comm.shard_rank, state_tensors=states
+        )
         most = max(memory.on_tier(peaks[phase], Tier.device) for phase in Phase)
         measured = torch.cuda.max_memory_allocated(engine.comm.device)
         table.add_row("peak, activations not planned", "device", human_bytes(most), human_bytes(measured))

@@ -11,6 +11,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import socket
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -33,6 +35,7 @@ def shard(
     config: ZeroConfig | None = None,
     process_group: Any = None,
     device: torch.device | str | None = None,
+    node: str | None = None,
     **settings: Any,
 ) -> Engine:
     """Shard ``module`` over the ranks of a process group, in place.
@@ -43,6 +46,7 @@ def shard(
         config: a whole configuration; ``settings`` are fields of :class:`ZeroConfig` on top of it.
         process_group: the data-parallel group; default: the world, or a single rank without ``torch.distributed``.
         device: where to train; default: this rank's GPU, else the CPU.
+        node: names the node of this rank; default: its host, and the number that a launcher has given it.
 
     Raises:
         ConfigError: a setting that cannot work, a module that is sharded already, DTensor parameters.
@@ -52,7 +56,13 @@ def shard(
         process_group = dist.group.WORLD
     if device is None:
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
-    return Engine(module, config, process_group, torch.device(device))
+    return Engine(module, config, process_group, torch.device(device), node or node_name())
+
+
+def node_name() -> str:
+    """The node of this process, by host and by the number that torchrun, SLURM or the user has given it."""
+    number = next((os.environ[key] for key in ("GROUP_RANK", "SLURM_NODEID", "NODE_RANK") if key in os.environ), "")
+    return f"{socket.gethostname()}/{number}"
 
 
 def _resolve(target: Target) -> tuple[Engine, list[nn.Parameter]]:

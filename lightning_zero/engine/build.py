@@ -4,7 +4,7 @@ materialisation of meta parameters; rank 0's values to all."""
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,22 +88,21 @@ def sizes_of(units: Sequence[UnitGroup], config: ZeroConfig, world_size: int) ->
 
 def build_units(
     module: nn.Module,
+    groups: Sequence[UnitGroup],
     config: ZeroConfig,
-    precision: Precision,
     comm: Communicator,
-    tiers_for: Callable[[Sequence[UnitGroup]], dict[str, Tiers]],
+    tiers: Mapping[str, Tiers],
 ) -> list[Unit]:
     """Units of ``module`` with filled buckets; the root first. Parameters show their gathered values.
 
     Args:
-        tiers_for: for all units, in forward order, the tiers of each by name.
+        groups: what :func:`describe_units` said of the module.
+        tiers: of each unit, by name.
 
     Raises:
-        ConfigError: units that do not occur, DTensor parameters, or meta modules without ``reset_parameters``.
+        ConfigError: meta modules without ``reset_parameters``.
     """
-    groups = describe_units(module, config, precision)
     names = {group.name for group in groups if group.name}
-    tiers = tiers_for(groups)
     built: dict[int, Unit] = {}
     for index, group in [*list(enumerate(groups))[1:], (0, groups[0])]:  # the root last: it owns what units share
         _materialise(module, group.name, names, comm.device)
@@ -157,7 +156,7 @@ def _build_buckets(group: UnitGroup, config: ZeroConfig, comm: Communicator, tie
     buckets: list[Bucket] = []
     for part in group.buckets:
         row = REPLICATED if part.whole else STAGES[config.stage.name]
-        layout = lay_out([info.numel for info in part.params], comm.world_size)
+        layout = lay_out([info.numel for info in part.params], comm.shard_size)
         label = f"{group.name or '(root)'}#{len(buckets)}"
         own_tiers = tiers.on_device if row == REPLICATED else tiers
         bucket = Bucket(label, part.params, layout, row, part.dtypes, part.trainable, comm, own_tiers)

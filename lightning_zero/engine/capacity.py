@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import shutil
 import socket
+from collections import Counter
 from collections.abc import Collection, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from lightning_zero.config import ConfigError, Offload, OffloadConfig, ZeroConfig
+import torch
+
+from lightning_zero.config import ConfigError, Hierarchy, Offload, OffloadConfig, ZeroConfig
 from lightning_zero.engine.build import UnitGroup, bucket_shapes, sizes_of
 from lightning_zero.engine.unit import Bucket, Tiers
-from lightning_zero.memory.collectives import Communicator
+from lightning_zero.memory.collectives import Communicator, gather_objects
 from lightning_zero.memory.tiers import HostTier, NvmeTier, available_host_memory
 from lightning_zero.planning import memory
 from lightning_zero.planning.memory import Moment
@@ -28,12 +31,13 @@ from lightning_zero.planning.placement import (
     default_budgets,
     split_by_budget,
 )
+from lightning_zero.planning.topology import Topology, by_node, flat, is_even
 
 IO_THREADS = 4  # a disk wants several requests in flight
 
 
 def make_tiers(
-    groups: Sequence[UnitGroup], config: ZeroConfig, comm: Communicator, instances: Collection[int]
+    groups: Sequence[UnitGroup], config: ZeroConfig, comm: Communicator, instances: Collection[int], local_ranks: int
 ) -> tuple[Tiers, dict[str, Tiers]]:
     """All tiers that the configuration asks for, and each unit's row of them.
 
@@ -45,12 +49,12 @@ def make_tiers(
     """
     offload = config.offload
     if offload.name is Offload.auto:
-        rows = split_by_budget(sizes_of(groups, config, comm.world_size), _budgets(offload, comm))
+        rows = split_by_budget(sizes_of(groups, config, comm.shard_size), _budgets(offload, comm, local_ranks))
     else:
         rows = [OFFLOADS[offload.name]] * len(groups)
     used = {tier for row in rows for tier in row}
     if used != {Tier.device}:
-        check_host_memory(comm, _host_nbytes(groups, rows, config, comm.world_size), offload.host_budget, held=0)
+        check_host_memory(comm, _host_nbytes(groups, rows, config, comm.shard_size), offload.host_budget, held=0)
     host = HostTier(comm.device, budget=offload.host_budget) if Tier.host in used else None
     nvme = None
     if Tier.nvme in used:
@@ -160,14 +164,55 @@ def _host_nbytes(groups: Sequence[UnitGroup], rows: Sequence[TierRow], config: Z
     return memory.on_tier(rest, Tier.host)
 
 
-def _budgets(offload: OffloadConfig, comm: Communicator) -> Budgets:
+def _budgets(offload: OffloadConfig, comm: Communicator, local_ranks: int) -> Budgets:
     """Byte budgets of this rank; what is derived from free memory is the least of all ranks."""
-    import torch
-
-    hosts = comm.all_gather_objects(socket.gethostname())
-    local_ranks = hosts.count(hosts[comm.rank])
-    device = torch.cuda.mem_get_info(comm.device)[0] if comm.device.type == "cuda" else 0
     disk = shutil.disk_usage(offload.nvme_path).free if offload.nvme_path else 0
-    found = default_budgets(device, available_host_memory(), disk, local_ranks)
+    found = default_budgets(_free_on_gpu(comm.device), available_host_memory(), disk, local_ranks)
     least = (-comm.max_(-torch.tensor(found, dtype=torch.int64))).tolist()
     return Budgets(*least).with_given(offload.device_budget, offload.host_budget, offload.nvme_budget)
+
+
+def _free_on_gpu(device: torch.device) -> int:
+    return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else 0
+
+
+# -- nodes ------------------------------------------------------------------------------------------------------------
+
+
+def find_topology(
+    groups: Sequence[UnitGroup], config: ZeroConfig, group: Any, device: torch.device, node: str
+) -> tuple[Topology, int]:
+    """On all ranks: which of them share shards, and how many share this rank's host.
+
+    Args:
+        group: all ranks of the engine; None for one.
+        node: names the node of this rank.
+
+    Raises:
+        ConfigError: ``zero.comm.hierarchy=node`` on nodes with different numbers of ranks.
+    """
+    own = (node, socket.gethostname(), _free_on_gpu(device), available_host_memory())
+    table = gather_objects(group, own)
+    names = [name for name, *_ in table]
+    local_ranks = Counter(host for _, host, *_ in table)
+    hierarchy = config.comm.hierarchy
+    if hierarchy is Hierarchy.auto:
+        several = len(set(names)) > 1 and is_even(names)
+        by_node_fits = several and all(
+            _fits_half(groups, config, len(names) // len(set(names)), gpu, host, local_ranks[name])
+            for _, name, gpu, host in table
+        )
+        hierarchy = Hierarchy.node if by_node_fits else Hierarchy.flat
+    topology = by_node(names) if hierarchy is Hierarchy.node else flat(names)
+    return topology, local_ranks[socket.gethostname()]
+
+
+def _fits_half(
+    groups: Sequence[UnitGroup], config: ZeroConfig, shard_size: int, gpu: int, host: int, local_ranks: int
+) -> bool:
+    """Whether what rests with shards over ``shard_size`` ranks takes at most half of what is free."""
+    if config.offload.name is Offload.auto:
+        return False  # its budgets would be used up by replicas
+    row, tiers = STAGES[config.stage.name], OFFLOADS[config.offload.name]
+    buckets = [memory.place(shape, row, tiers, shard_size) for shape in bucket_shapes(groups)]
+    return memory.fits_half(memory.planned_bytes(buckets), gpu, host, local_ranks)

@@ -79,21 +79,30 @@ class Engine:
         units: the root first, then in the order of ``named_modules``.
         comm: collectives, their counts and observers.
         optimizers: the optimizers that step this engine's shards.
+        local_ranks: ranks on this host, which share its memory, cores and disk.
         in_backward: a backward is running.
     """
 
     @outside_autograd
-    def __init__(self, module: nn.Module, config: ZeroConfig, group: Any, device: torch.device) -> None:
+    def __init__(self, module: nn.Module, config: ZeroConfig, group: Any, device: torch.device, node: str) -> None:
         if module in _ENGINES:
             raise ConfigError("this module is sharded already. Call engine.release() before it is sharded again.")
         self.config = config
         self.precision = config.precision.name or Precision.fp32
         check_rounding(config.precision.stochastic_rounding, self.precision)
         self._module = weakref.ref(module)
-        self.comm = Communicator(group, device, transport=config.comm.transport, stall_timeout_s=config.stall_timeout_s)
+        groups = build.describe_units(module, config, self.precision)
+        topology, self.local_ranks = capacity.find_topology(groups, config, group, device, node)
+        self.comm = Communicator(
+            group,
+            device,
+            transport=config.comm.transport,
+            stall_timeout_s=config.stall_timeout_s,
+            topology=topology,
+        )
         self.tiers = Tiers(ON_DEVICE)
         try:
-            self.units: list[Unit] = build.build_units(module, config, self.precision, self.comm, self._make_tiers)
+            self.units: list[Unit] = build.build_units(module, groups, config, self.comm, self._make_tiers(groups))
         except BaseException:
             self.tiers.close()
             raise
@@ -147,7 +156,7 @@ class Engine:
     def _make_tiers(self, groups: Sequence[build.UnitGroup]) -> dict[str, Tiers]:
         """Each unit's row of tiers."""
         taken = {other.tiers.nvme.instance for other in engines() if other.tiers.nvme is not None}
-        self.tiers, by_unit = capacity.make_tiers(groups, self.config, self.comm, taken)
+        self.tiers, by_unit = capacity.make_tiers(groups, self.config, self.comm, taken, self.local_ranks)
         weakref.finalize(self, _close_tiers, self.tiers, os.getpid())  # also at the end of the process
         return by_unit
 
@@ -717,8 +726,7 @@ class Engine:
 
     def _submit(self, jobs: list[StepJob]) -> None:
         if self._worker is None:
-            local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
-            self._worker = StepWorker(self.config.offload.threads or default_threads(local_ranks))
+            self._worker = StepWorker(self.config.offload.threads or default_threads(self.local_ranks))
         numbers = {b: i for i, b in enumerate(self.buckets)}
         event = self.comm.streams.mark()
         for job in jobs:

@@ -324,12 +324,15 @@ class Reducer:
 
     def _land_second_halves(self) -> None:
         for bucket, pending in self._second_half:
-            self._add(bucket, pending.wait())
+            reduced = pending.wait()
+            while isinstance(reduced, Pending):
+                reduced = reduced.wait()
+            self._add(bucket, reduced)
         self._second_half = []
 
     def _add(self, bucket: Bucket, reduced: Tensor) -> None:
         low, high = bucket.owned_range
-        if self.comm.world_size == 1 and reduced.numel() != high - low:
+        if self.comm.shard_size == 1 and reduced.numel() != high - low:
             reduced = reduced[low:high]
         grads = self.grads[bucket]
         with torch.no_grad():

@@ -34,7 +34,7 @@ def shard_grads(engine: Engine, params: Iterable[nn.Parameter]) -> list[tuple[Bu
         if len(wanted[bucket]) == len(bucket.params):
             pieces.append((bucket, shard))
             continue
-        fragments = bucket.layout.fragments(engine.rank)
+        fragments = bucket.layout.fragments(engine.comm.shard_rank)
         keys = [True if f.index in wanted[bucket] else None for f in fragments]
         pieces += [(bucket, shard[run.start : run.stop]) for _, run in cut_runs(fragments, keys)]
     return pieces
@@ -44,11 +44,12 @@ def grad_norm_of(engine: Engine, params: Sequence[nn.Parameter], norm_type: floa
     """The norm of the reduced gradients of ``params`` over all ranks: a 0-d fp32 tensor. All ranks call it."""
     device = engine.comm.device
     index = {bucket: i for i, bucket in enumerate(engine.buckets)}
-    partial = torch.zeros(len(index), engine.world_size, dtype=torch.float64, device=device)
-    for bucket, grad in shard_grads(engine, params):
+    partial = torch.zeros(len(index), engine.comm.shard_size, dtype=torch.float64, device=device)
+    own = shard_grads(engine, params)
+    for bucket, grad in own if engine.comm.replica == 0 else ():  # the other replicas hold the same
         norm = torch.linalg.vector_norm(grad, norm_type, dtype=torch.promote_types(grad.dtype, torch.float32))
         norm = norm.to(device)
-        cell = partial[index[bucket], engine.rank]
+        cell = partial[index[bucket], engine.comm.shard_rank]
         if math.isinf(norm_type):
             torch.maximum(cell, norm.double(), out=cell)
         else:

@@ -125,7 +125,7 @@ class Bucket:
         self.trainable = trainable
         self.comm = comm
         self.tiers = tiers
-        shared = comm.world_size > 1
+        shared = comm.shard_size > 1
         params_leave = shared or tiers.row.compute_param is not Tier.device
         self.resharding = row.compute_param is Placement.sharded and params_leave
         master_differs = tiers.row.steps_on_host or (shared and row.master is Placement.sharded)
@@ -147,7 +147,7 @@ class Bucket:
 
     @property
     def shard_range(self) -> tuple[int, int]:
-        return self.layout.shard_range(self.comm.rank)
+        return self.layout.shard_range(self.comm.shard_rank)
 
     @property
     def owned_range(self) -> tuple[int, int]:

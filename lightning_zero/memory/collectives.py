@@ -3,6 +3,9 @@
 The engine asks for *logical* operations on whole buckets: ``all_gather``, ``reduce_scatter``, ``all_reduce`` (which is
 the two of them, so that all stages add in the same order). A :class:`Transport` turns each into messages.
 
+Topology. Shards are divided among all ranks, or among those of a node (``planning/topology.py``). Then a reduced shard
+is summed over the nodes by a second message, and agreements still go over all ranks, so that all keep one order.
+
 Groups. Gathers and reductions each have a process group of their own, because operations on one group must be issued
 in the same order on every rank and the two kinds interleave freely. The gather half of an all-reduce is issued when
 the first half is found complete, at moments that differ between ranks, so it has a third. Small host-side agreements
@@ -21,7 +24,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 from weakref import ref
 
 import torch
@@ -30,6 +33,7 @@ from torch import Tensor
 
 from lightning_zero.config import Transport as TransportName
 from lightning_zero.memory.streams import Streams
+from lightning_zero.planning.topology import Topology, flat
 
 # The names before torch 2.13 still exist there, but warn at every call.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -131,7 +135,7 @@ def choose_transport(name: TransportName, backend: str, world_size: int, device:
 
 @dataclass(slots=True, eq=False)
 class _Groups:
-    """The process groups of one communicator at a time.
+    """The process groups of one communicator at a time. Those that would have one rank are None.
 
     Attributes:
         issued: operations of all kinds asked for so far on this rank.
@@ -141,20 +145,41 @@ class _Groups:
     gather: Any
     reduce: Any
     second_half: Any  # the gather that ends an all-reduce
-    control: Any  # host-side
+    replicate: Any  # the same shards on other nodes
+    control: Any  # host-side, all ranks
     issued: int = 0
     user: Callable[[], Communicator | None] = lambda: None
 
     @classmethod
-    def create(cls, ranks: list[int]) -> _Groups:
-        return cls(_new_group(ranks), _new_group(ranks), _new_group(ranks), _new_group(ranks, backend=_HOST))
+    def create(cls, ranks: Sequence[int], rank: int, topology: Topology) -> _Groups:
+        """Args:
+        ranks: of the parent group, as the default group counts them; ``rank`` and ``topology`` count in the parent.
+        """
+        shards = [ranks[r] for r in topology.shard_group_of(rank)]
+        replicas = [ranks[r] for r in topology.replicate_group_of(rank)]
+        return cls(
+            _new_group(shards, "gather"),
+            _new_group(shards, "reduce"),
+            _new_group(shards, "second half"),
+            _new_group(replicas, "replicate"),
+            _new_group(ranks, "control", backend=_HOST),
+        )
 
 
 _HOST = "gloo"  # exists in every build; agreements are a few integers
 
 
-def _new_group(ranks: list[int], **options: Any) -> Any:
-    return dist.new_group(ranks, use_local_synchronization=True, **options)
+def _new_group(ranks: Sequence[int], name: str, **options: Any) -> Any:
+    if len(ranks) == 1:
+        return None
+    name = f"lightning_zero: {name}"
+    return dist.new_group(list(ranks), use_local_synchronization=True, group_desc=name, **options)
+
+
+class _Parent(NamedTuple):
+    group: Any
+    agreement: Any  # host-side, the same ranks
+    made: list[tuple[Topology, _Groups]]
 
 
 class _GroupPool:
@@ -165,18 +190,24 @@ class _GroupPool:
     """
 
     def __init__(self) -> None:
-        self._parents: list[tuple[Any, Any, list[_Groups]]] = []  # parent, group for agreements, all sets made for it
+        self._parents: list[_Parent] = []
 
-    def take(self, parent: Any, user: Communicator) -> _Groups:
-        ranks = dist.get_process_group_ranks(parent)
-        agreement, made = next(((a, m) for p, a, m in self._parents if p is parent), (None, None))
-        if made is None:
-            agreement, made = _new_group(ranks, backend=_HOST), []
-            self._parents.append((parent, agreement, made))
-        free = self._free(made, agreement, len(ranks))
+    def parent(self, group: Any) -> _Parent:
+        found = next((parent for parent in self._parents if parent.group is group), None)
+        if found is None:
+            ranks = dist.get_process_group_ranks(group)
+            found = _Parent(group, _new_group(ranks, "agreement", backend=_HOST), [])
+            self._parents.append(found)
+        return found
+
+    def take(self, group: Any, user: Communicator, topology: Topology) -> _Groups:
+        ranks = dist.get_process_group_ranks(group)
+        parent = self.parent(group)
+        made = [groups for divided, groups in parent.made if divided == topology]
+        free = self._free(made, parent.agreement, len(ranks))
         if free is None:
-            free = _Groups.create(ranks)
-            made.append(free)
+            free = _Groups.create(ranks, dist.get_rank(group), topology)
+            parent.made.append((topology, free))
         free.user = ref(user)
         return free
 
@@ -193,6 +224,15 @@ class _GroupPool:
 
 
 GROUP_POOL = _GroupPool()
+
+
+def gather_objects(group: Any, value: Any) -> list[Any]:
+    """Blocking: a small picklable object from each rank of ``group``, before there is a communicator."""
+    if group is None or dist.get_world_size(group) == 1:
+        return [value]
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, value, group=GROUP_POOL.parent(group).agreement)
+    return found
 
 
 class Pending:
@@ -239,10 +279,15 @@ ABANDON_S = 10.0  # after an exception: how long messages in flight may take to 
 
 
 class Communicator:
-    """Collectives of one engine over one shard group.
+    """Collectives of one engine over one group of ranks.
 
     Attributes:
-        rank, world_size: place in the shard group.
+        rank, world_size: place among all ranks of the group.
+        shard_rank, shard_size: place among the ranks that share shards; all of them, or those of this node.
+        replica, replicas: which copy of the shards this rank has a part of, and how many there are.
+        across_nbytes: bytes that this rank had to receive from other nodes, by kind of operation: of a gather what
+            their ranks hold; of a reduction their parts of this rank's shard; of a sum of ``s`` bytes over ``r``
+            replicas ``2 s (r - 1) / r``, as a ring does it.
         counts: logical operations asked for, by kind and bucket: ``counts["all_gather", label]``.
         observers: called with (kind, label) when an operation is issued.
         place: what this rank is doing, in words; posted for the others' error messages.
@@ -257,11 +302,22 @@ class Communicator:
         *,
         transport: TransportName = TransportName.auto,
         stall_timeout_s: float = 300.0,
+        topology: Topology | None = None,
     ) -> None:
+        """
+        Args:
+            topology: default: one node, all ranks share shards.
+        """
         self.device = device
         self._parent = group
         self.world_size = dist.get_world_size(group) if group is not None else 1
         self.rank = dist.get_rank(group) if group is not None else 0
+        self.topology = topology if topology is not None else flat(["one node"] * self.world_size)
+        self._shards = self.topology.shard_group_of(self.rank)
+        self.shard_rank, self.shard_size = self._shards.index(self.rank), self.topology.shard_size
+        self.replicas = self.topology.replicas
+        self.replica = self.topology.shard_groups.index(self._shards)
+        self.across_nbytes: Counter[str] = Counter()
         self.counts: Counter[tuple[str, str]] = Counter()
         self.observers: list[Callable[[str, str], None]] = []
         self.place = "starting"
@@ -270,44 +326,64 @@ class Communicator:
         self._groups: _Groups | None = None
         self._watchdog: _Watchdog | None = None
         if self.world_size > 1:
-            self._transport = choose_transport(transport, str(dist.get_backend(group)), self.world_size, device)
-            self._groups = GROUP_POOL.take(group, self)
+            self._transport = choose_transport(transport, str(dist.get_backend(group)), self.shard_size, device)
+            self._groups = GROUP_POOL.take(group, self, self.topology)
             self._watchdog = _Watchdog(self)
         self.streams = Streams(device)
 
     # -- logical operations -------------------------------------------------------------------------------------
 
     def all_gather(self, full: Tensor, label: str) -> Pending:
-        """Fill ``full`` [world_size * n] with every rank's slice, in place; this rank's slice is filled already."""
+        """Fill ``full`` [shard_size * n] with every rank's slice, in place; this rank's slice is filled already."""
         self._count("all_gather", label)
         return self._gather(full, label, "gather")
 
     def reduce_scatter(self, full: Tensor, label: str) -> Pending:
-        """Sum ``full`` [world_size * n] over ranks; ``wait`` gives this rank's slice [n]. ``full`` is used up."""
+        """Sum ``full`` [shard_size * n] over all ranks; ``full`` is used up.
+
+        ``wait`` gives this rank's slice [n], or a :class:`Pending` that does, where there are replicas.
+        """
         self._count("reduce_scatter", label)
         return self._reduce(full, label)
 
     def all_reduce(self, full: Tensor, label: str) -> Pending:
-        """Sum ``full`` over ranks; ``wait`` gives a :class:`Pending` gather whose ``wait`` gives the sum, in place."""
+        """Sum ``full`` over all ranks, in place.
+
+        ``wait`` gives a :class:`Pending`, whose ``wait`` gives the sum or, where there are replicas, one more. The
+        later halves are issued by these waits, which come in one order on all ranks.
+        """
         self._count("all_reduce", label)
         first = self._reduce(full, label)
 
-        def second() -> Pending:
+        def gather(shard: Tensor) -> Pending:
             with self.streams.on("reduce"):
-                full.view(self.world_size, -1)[self.rank].copy_(first.wait())
+                full.view(self.shard_size, -1)[self.shard_rank].copy_(shard)
             return self._gather(full, label, "second_half")
+
+        def second() -> Pending:
+            shard = first.wait()
+            if isinstance(shard, Pending):
+                return Pending(self, label, list(shard._works), lambda: gather(shard.wait()))
+            return gather(shard)
 
         return Pending(self, label, list(first._works), second)
 
     def broadcast(self, tensor: Tensor, src: int = 0) -> None:
-        """Blocking: every rank gets ``tensor`` of rank ``src`` (of this group)."""
-        if self._groups is not None:
-            host = isinstance(self._transport, HostTransport)
-            data = (tensor.cpu() if host else tensor).contiguous()
-            # As bytes: backends do not know every integer type.
-            dist.broadcast(data.view(-1).view(torch.uint8), group_src=src, group=self._groups.gather)
-            if data is not tensor:
-                tensor.copy_(data)
+        """Blocking: every rank gets ``tensor`` of rank ``src``: first one rank of each replica, then the others."""
+        if self._groups is None:
+            return
+        host = isinstance(self._transport, HostTransport)
+        data = (tensor.cpu() if host else tensor).contiguous()
+        flat_bytes = data.view(-1).view(torch.uint8)  # backends do not know every integer type
+        group = self.topology.shard_group_of(src)
+        place = group.index(src)
+        if self._groups.replicate is not None and self.shard_rank == place:
+            replica = self.topology.shard_groups.index(group)
+            dist.broadcast(flat_bytes, group_src=replica, group=self._groups.replicate)
+        if self._groups.gather is not None:
+            dist.broadcast(flat_bytes, group_src=place, group=self._groups.gather)
+        if data is not tensor:
+            tensor.copy_(data)
 
     def broadcast_small(self, tensor: Tensor, src: int = 0) -> None:
         """Blocking: every rank gets a small host tensor of rank ``src``."""
@@ -359,22 +435,45 @@ class Communicator:
     # -- messages -----------------------------------------------------------------------------------------------
 
     def _gather(self, full: Tensor, label: str, group: str) -> Pending:
-        if self._groups is None:
+        if self._groups is None or self.shard_size == 1:
             pending = Pending(self, label, [], lambda: full)
             pending._event = self.streams.mark()  # the current stream may be one that still brings the bytes
             return pending
+        self.across_nbytes["gather"] += int(full.nbytes * self._from_other_nodes)
         with self.streams.on("gather" if group == "gather" else "reduce") as stream:
-            works = self._transport.gather(full, self.rank, self.world_size, getattr(self._groups, group))
+            works = self._transport.gather(full, self.shard_rank, self.shard_size, getattr(self._groups, group))
             return self._pending(label, works, lambda: full, stream)
 
     def _reduce(self, full: Tensor, label: str) -> Pending:
+        """The sum over all ranks of this rank's slice."""
         if self._groups is None:
             return Pending(self, label, [], lambda: full)
         with self.streams.on("reduce") as stream:
-            works, total = self._transport.reduce(full, self.rank, self.world_size, self._groups.reduce)
-            pending = self._pending(label, works, total, stream)
+            works: list[Any] = []
+            total: Callable[[], Tensor] = lambda: full  # noqa: E731
+            if self.shard_size > 1:
+                self.across_nbytes["reduce"] += int(full.nbytes * self._from_other_nodes)
+                works, total = self._transport.reduce(full, self.shard_rank, self.shard_size, self._groups.reduce)
+            finish = total if self._groups.replicate is None else lambda: self._sum_replicas(total(), label, stream)
+            pending = self._pending(label, works, finish, stream)
             pending._keep = full  # the reduce stream reads it, whose memory belongs to the compute stream
             return pending
+
+    def _sum_replicas(self, shard: Tensor, label: str, stream: Any) -> Any:
+        """Sum ``shard`` over the nodes: a Pending on a host-side backend, else the shard, on the current stream."""
+        assert self._groups is not None
+        self.across_nbytes["sum"] += 2 * shard.nbytes * (self.replicas - 1) // self.replicas
+        host = isinstance(self._transport, HostTransport)
+        data = shard.cpu() if host else shard
+        work = dist.all_reduce(data, group=self._groups.replicate, async_op=True)
+        if stream is not None:
+            work.wait()
+            return shard.copy_(data) if host else shard
+        return Pending(self, label, [work], lambda: data)
+
+    @property
+    def _from_other_nodes(self) -> float:
+        return self.topology.share_from_other_nodes(self.rank, self._shards)
 
     def _pending(self, label: str, works: list[Any], finish: Callable[[], Any], stream: Any) -> Pending:
         if stream is None:
@@ -393,9 +492,11 @@ class Communicator:
         self._note("control", str(op))
         if not host and isinstance(self._transport, HostTransport):
             return tensor.copy_(self._small(tensor.cpu(), op))
-        group = self._groups.control if host else self._groups.reduce
-        work = dist.all_reduce(tensor, op=op, group=group, async_op=True)
-        self.wait_work(work, "a small reduction", on_device=not host)
+        groups = (self._groups.control,) if host else (self._groups.reduce, self._groups.replicate)
+        for group in groups:
+            if group is not None:
+                work = dist.all_reduce(tensor, op=op, group=group, async_op=True)
+                self.wait_work(work, "a small reduction", on_device=not host)
         return tensor
 
     # -- waiting, counting ----------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from lightning_zero.config import ConfigError, Offload, OffloadConfig, Stage, check_rows
+from lightning_zero.config import ConfigError, Hierarchy, Offload, OffloadConfig, Stage, check_rows
 from lightning_zero.planning import memory
 from lightning_zero.planning.memory import ADAM_STATES, BucketShape, Bytes, Limits, Moment, Phase
 from lightning_zero.planning.placement import OFFLOADS, STAGES, Tier, TierRow, default_budgets, split_by_budget
@@ -23,6 +23,7 @@ class Machine:
         gpu_memory, host_memory, nvme: bytes of one GPU, one host, one host's disk.
         nodes: hosts.
         shared: there are no GPUs: what rests on the device takes host memory.
+        hierarchy: which ranks share shards, as ``zero.comm.hierarchy``.
     """
 
     gpus: int
@@ -31,6 +32,7 @@ class Machine:
     nvme: int
     nodes: int = 1
     shared: bool = False
+    hierarchy: Hierarchy = Hierarchy.auto
 
     @property
     def world_size(self) -> int:
@@ -116,13 +118,28 @@ def plan_row(model: Model, stage: Stage, offload: Offload, machine: Machine, set
         tiers = _tiers(model, stage, offload, machine, settings)
     except ConfigError as error:
         return Row(stage, offload, Counter(), {}, dict.fromkeys(Tier, 0), dict.fromkeys(Tier, 0), (), str(error))
-    buckets = [memory.place(s, STAGES[stage], tiers[s.unit], machine.world_size) for s in model.shapes]
+    buckets = _placed(model, stage, tiers, machine)
     waiting = Moment.accumulating if model.limits.micro_batches > 1 else Moment.reduced
     rest = memory.planned_bytes(buckets, state_tensors=model.states, moment=waiting)
     peaks = memory.peak_bytes(buckets, model.limits, state_tensors=model.states)
     per_rank = {tier: max(memory.on_tier(held, tier) for held in peaks.values()) for tier in Tier}
     per_host = {tier: nbytes * machine.gpus for tier, nbytes in per_rank.items()}
     return Row(stage, offload, rest, peaks, per_rank, per_host, _shortages(per_rank, per_host, machine))
+
+
+def _placed(model: Model, stage: Stage, tiers: Sequence[TierRow], machine: Machine) -> list[memory.BucketPlan]:
+    """The buckets of a rank, sharded over the ranks that ``zero.comm.hierarchy`` gives, as a run chooses them."""
+
+    def over(ranks: int) -> list[memory.BucketPlan]:
+        return [memory.place(s, STAGES[stage], tiers[s.unit], ranks) for s in model.shapes]
+
+    if machine.nodes == 1 or machine.hierarchy is Hierarchy.flat:
+        return over(machine.world_size)
+    by_node = over(machine.gpus)
+    rest = memory.planned_bytes(by_node)
+    gpu = 0 if machine.shared else machine.gpu_memory
+    fits = len(set(tiers)) == 1 and memory.fits_half(rest, gpu, machine.host_memory, machine.gpus)
+    return by_node if machine.hierarchy is Hierarchy.node or fits else over(machine.world_size)
 
 
 def _tiers(model: Model, stage: Stage, offload: Offload, machine: Machine, settings: OffloadConfig) -> list[TierRow]:
@@ -132,7 +149,8 @@ def _tiers(model: Model, stage: Stage, offload: Offload, machine: Machine, setti
     sizes = []
     for unit, name in enumerate(model.names):
         shapes = [shape for shape in model.shapes if shape.unit == unit]
-        sizes.append(memory.unit_bytes(name, shapes, STAGES[stage], machine.world_size))
+        ranks = machine.gpus if machine.hierarchy is Hierarchy.node else machine.world_size
+        sizes.append(memory.unit_bytes(name, shapes, STAGES[stage], ranks))
     device = 0 if machine.shared else machine.gpu_memory
     found = default_budgets(device, machine.host_memory, machine.nvme, machine.gpus)
     return split_by_budget(sizes, found.with_given(settings.device_budget, settings.host_budget, settings.nvme_budget))

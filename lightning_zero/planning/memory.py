@@ -350,6 +350,14 @@ def _read_nbytes(bucket: BucketPlan) -> int:
     return bucket.owned_numel * bucket.itemsizes.compute if in_file else 0
 
 
+def fits_half(rest: Bytes, gpu: int, host: int, local_ranks: int) -> bool:
+    """Whether ranks that hold ``rest`` each use at most half of their GPUs (0 bytes: the host) and of their host."""
+    on_device, on_host = on_tier(rest, Tier.device), on_tier(rest, Tier.host)
+    if not gpu:
+        return (on_device + on_host) * local_ranks <= host // 2
+    return on_device <= gpu // 2 and on_host * local_ranks <= host // 2
+
+
 def on_tier(held: Bytes, tier: Tier) -> int:
     """All bytes on one tier."""
     return sum(nbytes for (_, where), nbytes in held.items() if where is tier)
