@@ -128,6 +128,7 @@ class Engine:
         self._explicit = False
         self._second_order = False
         self._steps_in_backward = False
+        self._explicit_backwards = 0
         self._refuses = True
         self.shown: set[Bucket] = set()  # buckets inside a gather()
         self._guard = PlaceholderGuard(self.buckets)
@@ -505,6 +506,7 @@ class Engine:
             key, evaluation = self._scope or ("call", False)
             self.begin_pass(key, evaluation=evaluation)
         self.in_backward, self._explicit = True, explicit
+        self._explicit_backwards += explicit
         self._flush()
         self.forget_zeroed()
         self.reducer.begin(str(self._pass_key), lambda b: sum(info.param.requires_grad for info in b.params))
@@ -666,9 +668,10 @@ class Engine:
 
     @contextlib.contextmanager
     def stepping_in_backward(self) -> Iterator[None]:
-        """Inside, a step whose closure runs the backward may step a bucket as soon as its gradient has been reduced.
+        """Inside, a step whose closure runs one backward may step a bucket as soon as its gradient has been reduced.
 
-        For callers who know that nothing looks at gradients or changes them in between: no clipping, no loss scaling,
+        The backward is the one that the engine is told of; a plain ``loss.backward()`` before it only accumulates. For
+        callers who know that nothing looks at gradients or changes them in between: no clipping, no loss scaling,
         no hook of the user's. Only offloaded buckets are stepped so: the others have nothing to hide.
         """
         self._steps_in_backward = True
@@ -680,9 +683,21 @@ class Engine:
     @contextlib.contextmanager
     def _landing(self, landed: Callable[[Bucket], None]) -> Iterator[None]:
         """Around a step's closure: ``landed`` gets each bucket whose gradient is whole, where that is allowed."""
-        self.reducer.landed = outside_autograd(landed) if self._steps_in_backward else None
+        backwards = self._explicit_backwards
+
+        @outside_autograd
+        def once(bucket: Bucket) -> None:
+            if self._explicit and self._explicit_backwards == backwards + 1:
+                landed(bucket)
+
+        self.reducer.landed = once if self._steps_in_backward else None
         try:
             yield
+            if self._steps_in_backward and self._explicit_backwards > backwards + 1:
+                raise RuntimeError(
+                    "the closure of a step ran several backwards inside stepping_in_backward(), and the first has been "
+                    "stepped already. Run all but the last before the step."
+                )
         finally:
             self.reducer.landed = None
 

@@ -64,6 +64,7 @@ def test_rounding_depends_on_place_and_salt_alone() -> None:
 # -- pieces -----------------------------------------------------------------------------------------------------------
 
 
+@on_ranks(1)
 @pytest.mark.parametrize("name", list(KINDS))
 def test_pieces_give_what_a_whole_step_gives(name: str) -> None:
     kind, settings = KINDS[name]

@@ -5,6 +5,7 @@ Nodes are virtual: ranks of one machine that say they are on different ones.
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -93,12 +94,13 @@ def test_two_nodes_of_two_ranks_in_low_precision(stage: int, precision: str) -> 
 @on_ranks(2)
 @pytest.mark.parametrize("stage", STAGES)
 def test_nodes_of_one_rank_equal_flat(stage: int) -> None:
-    """Nothing is sharded then; on two ranks sums have one order, so it is equal to the bit."""
+    """Nothing is sharded then; on two ranks gradients are added in one order, so it is equal to the bit (a norm is not:
+    it has a partial sum for each shard)."""
     found = []
     for hierarchy in ("node", "flat"):
         torch.manual_seed(3)
         with sharded(Model(), 1, hierarchy, stage=stage) as side:
-            found.append(history(side))
+            found.append(history(side, clip=False))
     assert_close(*found, tolerance=0.0)
 
 
@@ -146,26 +148,20 @@ def _bytes(stage: int, micro_batches: int) -> None:
             comm = side.engine.comm
             comm.across_nbytes.clear()
             for micro in range(micro_batches):
-                with side.no_sync() if micro < micro_batches - 1 else dist_null():
+                with contextlib.nullcontext() if micro == micro_batches - 1 else side.no_sync():
                     side.backward(language_loss(side.module, tokens(5, micro)) / micro_batches)
             side.step()
             side.zero_grad()
             side.engine.settle()
             reductions = micro_batches if stage >= 2 else 1
             full = sum(b.layout.numel * 4 for b in side.engine.buckets)
-            across = dict(comm.across_nbytes)
+            across = dict(+comm.across_nbytes)
             if hierarchy == "node":
                 # A ring over 2 replicas moves each byte of the shard, half of the bucket, once each way.
                 assert across == {"sum": reductions * full // 2}, across
             else:
                 assert across["reduce"] == reductions * full // 2 and across.get("sum", 0) == 0
-                assert (across.get("gather", 0) >= full // 2) == (stage > 0 or True)
-
-
-def dist_null() -> Any:
-    import contextlib
-
-    return contextlib.nullcontext()
+                assert across["gather"] >= full // 2
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])

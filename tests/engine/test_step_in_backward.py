@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_zero.engine import Engine
 from lightning_zero.engine.offload import StepJob
-from tests.engine.support import Model, Sharded, accumulate
+from tests.engine.support import Model, Sharded, accumulate, language_loss, tokens
 from tests.engine.test_offload import OPTIMIZERS, SOMEWHERE, assert_equal, offload, whole
 from tests.harness import on_ranks
 
@@ -35,9 +36,14 @@ def train(side: Sharded, steps: int, *, early: bool, micro_batches: int = 1) -> 
     losses: list[Tensor] = []
     for step in range(steps):
 
+        side.zero_grad()
+        for micro in range(micro_batches - 1):
+            with side.no_sync():
+                side.backward(language_loss(side.module, tokens(step, micro)))
+
         def closure(step: int = step) -> Tensor:
-            side.zero_grad()
-            losses.append(accumulate(side, step, micro_batches))
+            losses.append(language_loss(side.module, tokens(step, micro_batches - 1)))
+            side.backward(losses[-1])
             return losses[-1]
 
         if early:
@@ -74,15 +80,38 @@ def test_not_unless_it_is_allowed() -> None:
         assert seen and not any(in_backward for _, in_backward in seen)
 
 
+@on_ranks(1, 2)
+def test_a_backward_that_the_engine_is_not_told_of_only_accumulates() -> None:
+    """An auxiliary loss before the main one: its gradients are part of the step."""
+    found = []
+    for place, early in (({"offload": "cpu"}, True), ({"offload": "none"}, False)):
+        torch.manual_seed(3)
+        with Sharded(Model(), stage=3, **place) as side:
+
+            def closure(side: Sharded = side) -> Tensor:
+                side.zero_grad()
+                language_loss(side.module, tokens(0)).backward()
+                loss = language_loss(side.module, tokens(1))
+                side.backward(loss)
+                return loss.detach()
+
+            losses: list[Any] = []
+            for _ in range(4):
+                with side.engine.stepping_in_backward() if early else contextlib.nullcontext():
+                    losses.append(side.optimizer.step(closure))
+            found.append(losses + whole(side))
+    assert_equal(*found)
+
+
 @on_ranks(2)
-def test_accumulation_steps_once_at_its_end() -> None:
-    """Every bucket is stepped once in a step, with the gradient of all micro-batches."""
+def test_a_second_backward_in_the_closure_is_refused() -> None:
     with Sharded(Model(), stage=3, offload="cpu") as side:
-        seen = submissions(side.engine)
-        train(side, 1, early=True)
-        seen.clear()
-        train(side, 1, early=True)
-        assert len({label for label, _ in seen}) == len(seen)
+
+        def closure() -> Tensor:
+            return accumulate(side, 0, 2)
+
+        with side.engine.stepping_in_backward(), pytest.raises(RuntimeError, match="ran several backwards"):
+            side.optimizer.step(closure)
 
 
 class Reused(nn.Module):
