@@ -20,7 +20,7 @@ from lightning_zero.engine.unit import Bucket, Tiers
 from lightning_zero.memory.collectives import Communicator, gather_objects
 from lightning_zero.memory.tiers import HostTier, NvmeTier, available_host_memory
 from lightning_zero.planning import memory
-from lightning_zero.planning.memory import Moment
+from lightning_zero.planning.memory import Moment, Role
 from lightning_zero.planning.placement import (
     OFFLOADS,
     ON_DEVICE,
@@ -54,7 +54,8 @@ def make_tiers(
         rows = [OFFLOADS[offload.name]] * len(groups)
     used = {tier for row in rows for tier in row}
     if used != {Tier.device}:
-        check_host_memory(comm, _host_nbytes(groups, rows, config, comm.shard_size), offload.host_budget, held=0)
+        staging, rest = _host_nbytes(groups, rows, config, comm.shard_size)
+        check_host_memory(comm, rest, offload.host_budget, held=0, staging=staging)
     host = HostTier(comm.device, budget=offload.host_budget) if Tier.host in used else None
     nvme = None
     if Tier.nvme in used:
@@ -124,16 +125,19 @@ _FILES = _Kind(
 )
 
 
-def check_host_memory(comm: Communicator, needed: int, budget: int | None, *, held: int) -> None:
+def check_host_memory(
+    comm: Communicator, needed: int, budget: int | None, *, held: int, staging: int = 0
+) -> None:
     """On all ranks: whether each host has the memory that its ranks need together, and each rank's budget its own.
 
     Args:
-        needed: bytes that this rank will take, beside ``held`` that it has taken.
+        needed: bytes that will rest there, beside ``held`` that do.
+        staging: bytes on the way, which no budget counts.
 
     Raises:
         ConfigError: with needed and available bytes, and what to change; the same on every rank.
     """
-    _check_room(_MEMORY, comm, needed, budget, held=held, available=available_host_memory())
+    _check_room(_MEMORY, comm, needed, budget, held=held, available=available_host_memory() - staging)
 
 
 def _check_room(kind: _Kind, comm: Communicator, needed: int, budget: int | None, *, held: int, available: int) -> None:
@@ -156,12 +160,15 @@ def _check_room(kind: _Kind, comm: Communicator, needed: int, budget: int | None
             )
 
 
-def _host_nbytes(groups: Sequence[UnitGroup], rows: Sequence[TierRow], config: ZeroConfig, world_size: int) -> int:
-    """Bytes that one rank takes at the start: masters, parameters and the ring. State and gradients come later."""
+def _host_nbytes(
+    groups: Sequence[UnitGroup], rows: Sequence[TierRow], config: ZeroConfig, world_size: int
+) -> tuple[int, int]:
+    """Bytes that one rank takes at the start: for the ring, and for masters and parameters. State comes later."""
     row = STAGES[config.stage.name]
     buckets = [memory.place(shape, row, rows[shape.unit], world_size) for shape in bucket_shapes(groups)]
     rest = memory.planned_bytes(buckets, state_tensors=0, moment=Moment.cleared)
-    return memory.on_tier(rest, Tier.host)
+    staging = rest[Role.staging, Tier.host]
+    return staging, memory.on_tier(rest, Tier.host) - staging
 
 
 def _budgets(offload: OffloadConfig, comm: Communicator, local_ranks: int) -> Budgets:

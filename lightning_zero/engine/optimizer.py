@@ -256,7 +256,8 @@ class ShardedOptimizer:
             early.add(bucket)
             active = set(groups[bucket])
             self._advance(bucket, groups[bucket], active)
-            self._submit([self._job(bucket, {id(bucket.params[slot].param) for slot in active})])
+            if bucket in self._runs:  # otherwise all of it belongs to other ranks
+                self._submit([self._job(bucket, {id(bucket.params[slot].param) for slot in active})])
 
         try:
             with torch.enable_grad(), self._landing(landed):

@@ -220,7 +220,8 @@ class Bucket:
             host.copy_(source, non_blocking=True)
             event = streams.mark()
         self.grad = host
-        self._grad_event, self._grad_source = event, source
+        if event is not None:
+            self._grad_event, self._grad_source = event, source
 
     # -- values ---------------------------------------------------------------------------------------------------
 

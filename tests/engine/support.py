@@ -72,7 +72,8 @@ def language_loss(module: nn.Module, batch: Tensor) -> Tensor:
 
 def autocast(precision: str) -> Any:
     """What the precision plugin opens around forward and loss."""
-    return torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16", cache_enabled=False)
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
+    return torch.autocast("cpu", dtype, enabled=dtype is not None, cache_enabled=False)
 
 
 def sgd(params: Any) -> Optimizer:

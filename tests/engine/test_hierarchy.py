@@ -177,9 +177,9 @@ def test_only_reduced_shards_cross_nodes(stage: int, micro_batches: int) -> None
 def test_auto_shards_by_node_where_half_of_the_memory_is_enough() -> None:
     rest = 16 * sum(p.numel() for p in Model().parameters())  # fp32: parameters, gradients and two states
     for available, replicas in ((8 * rest, 2), (2 * rest, 1)):
-        with mock.patch.object(capacity, "available_host_memory", lambda free=available: free):
-            with sharded(Model(), 1, "auto") as side:
-                assert side.engine.comm.replicas == replicas
+        memory = mock.patch.object(capacity, "available_host_memory", lambda free=available: free)
+        with memory, sharded(Model(), 1, "auto") as side:
+            assert side.engine.comm.replicas == replicas
     with sharded(Model(), 2, "auto") as side:  # one node
         assert side.engine.comm.replicas == 1
 

@@ -48,8 +48,13 @@ PLACES = [
     *((row, stage) for row in ("optimizer_cpu", "optimizer_nvme") for stage in (1, 2, 3)),
     *((row, 3) for row in ("cpu", "optimizer_cpu_param_nvme", "nvme")),
 ]
+AUTO = [("auto", stage) for stage in (1, 2, 3)]
 SOME = [("optimizer_cpu", 1), ("optimizer_nvme", 2), ("cpu", 3), ("nvme", 3)]
-EVERYWHERE = pytest.mark.parametrize(("row", "stage"), PLACES, ids=lambda v: str(v))
+EVERYWHERE = pytest.mark.parametrize(
+    ("row", "stage"),
+    [pytest.param(*place, marks=() if place in SOME else pytest.mark.full) for place in [*PLACES, *AUTO]],
+    ids=str,
+)
 SOMEWHERE = pytest.mark.parametrize(("row", "stage"), SOME, ids=lambda v: str(v))
 
 OPTIMIZERS: dict[str, MakeOptimizer] = {
@@ -61,6 +66,9 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
 
 def offload(row: str, folder: Path) -> dict[str, Any]:
     """The argument of ``shard``."""
+    if row == "auto":  # a model of this size lies on all three tiers
+        budgets = {"device_budget": 9_000, "host_budget": 45_000}
+        return {"offload": {"name": row, "nvme_path": str(folder), **budgets}}
     return {"offload": {"name": row, "nvme_path": str(folder)} if "nvme" in row else row}
 
 
@@ -127,7 +135,7 @@ class Case(NamedTuple):
 MATRIX = [
     Case(*values)
     for values in itertools.product(
-        (1, 2), PLACES, ("fp32", "bf16", "bf16_true"), (False, True), (1, 2), tuple(OPTIMIZERS)
+        (1, 2), [*PLACES, *AUTO], ("fp32", "bf16", "fp16", "bf16_true"), (False, True), (1, 2), tuple(OPTIMIZERS)
     )
 ]
 SELECTED = pairwise_selection(MATRIX)
@@ -492,7 +500,7 @@ def _state(place: dict[str, Any], stage: int, steps: int, loaded: Any = None) ->
 
 @on_ranks(1, 2)
 def test_state_moves_between_tiers_and_stages(tmp_path: Path) -> None:
-    places = [({"offload": "none"}, 2), *((offload(row, tmp_path), stage) for row, stage in PLACES)]
+    places = [({"offload": "none"}, 2), *((offload(row, tmp_path), stage) for row, stage in [*PLACES, *AUTO])]
     expected = _state(*places[0], 4)[1]
     with slow_steps(0.002):
         for i, (place, stage) in enumerate(places):

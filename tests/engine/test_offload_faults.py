@@ -105,8 +105,8 @@ def test_bytes_of_the_tiers(row: str, stage: int, precision: str, tmp_path: Path
             size = sum(os.path.getsize(f) for f in tmp_path.rglob(f"*{engine.rank}.bin"))
             assert size == engine.tiers.nvme.nbytes  # no holes
         if engine.tiers.host is not None:
-            wanted = 0 if row in ("optimizer_nvme", "nvme") else 4 * owned  # Adam's lies beside it, in torch's memory
-            assert wanted <= engine.tiers.host.nbytes <= wanted + pages
+            wanted = 0 if row in ("optimizer_nvme", "nvme") else 12 * owned
+            assert wanted - pages <= engine.tiers.host.nbytes <= wanted + pages  # padding has no state
 
 
 # -- order ------------------------------------------------------------------------------------------------------------

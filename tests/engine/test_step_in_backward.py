@@ -35,7 +35,6 @@ def submissions(engine: Engine) -> list[tuple[str, bool]]:
 def train(side: Sharded, steps: int, *, early: bool, micro_batches: int = 1) -> list[Tensor]:
     losses: list[Tensor] = []
     for step in range(steps):
-
         side.zero_grad()
         for micro in range(micro_batches - 1):
             with side.no_sync():
@@ -176,7 +175,8 @@ class Broken(nn.Module):
 @on_ranks(1, 2)
 def test_an_exception_says_that_the_step_was_partial() -> None:
     module = Broken()
-    with Sharded(module, stage=3, offload="cpu", unit={"classes": ["Linear"]}) as side:
+    # One reduction in flight at a time: each lands before the next is issued.
+    with Sharded(module, stage=3, offload="cpu", unit={"classes": ["Linear"]}, reduce_bucket_bytes=1) as side:
 
         def closure() -> Tensor:
             side.zero_grad()
