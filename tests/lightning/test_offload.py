@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import EMAWeightAveraging
+from lightning.pytorch.callbacks import Callback, EMAWeightAveraging
 from rich.console import Console
 
 from lightning_zero import ZeroStrategy, presets
+from lightning_zero.config import ConfigError
 from lightning_zero.engine import Engine
 from lightning_zero.summary import print_units
 from tests.harness import on_ranks
@@ -166,3 +170,68 @@ def test_the_table_of_units_says_where_things_rest(preset: str, where: str, fold
     assert len(rows) == 2
     assert all(row.rstrip(" │").endswith(where) for row in rows), rows
     _release(run.trainer)
+
+
+# -- steps inside the backward ----------------------------------------------------------------------------------------
+
+
+class Watching(Callback):
+    """A hook of the user's between backward and step."""
+
+    def on_before_optimizer_step(self, *_: Any) -> None: ...
+
+
+class OwnStep(Lit):
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        super().optimizer_step(*args, **kwargs)
+
+
+class LooksAfterBackward(Lit):
+    def on_after_backward(self) -> None: ...
+
+
+def stepped_inside(make: Callable[[], Lit], folder: Path, **settings: Any) -> bool:
+    """Whether any bucket was stepped while a backward was running, with the results of no offload."""
+    seen: list[bool] = []
+    submit = Engine._submit
+
+    def spy(self: Engine, jobs: Any) -> None:
+        seen.append(self.in_backward)
+        submit(self, jobs)
+
+    expected = fit("zero3", folder, seeded(make), **settings)
+    with mock.patch.object(Engine, "_submit", spy):
+        found = fit(strategy("zero3_offload", folder), folder, seeded(make), **settings)
+    assert_same(found, expected, tolerance=0.0)
+    assert seen
+    _release(found.trainer)
+    return any(seen)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_steps_start_inside_the_backward(accumulate: int, folder: Path) -> None:
+    make = partial(Lit, optimizer="adamw", scheduler="step")
+    assert stepped_inside(make, folder, accumulate_grad_batches=accumulate)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("case", ["clipping", "callback", "own step", "own hook"])
+def test_they_do_not_where_gradients_may_be_looked_at(case: str, folder: Path) -> None:
+    kind: dict[str, type[Lit]] = {"own step": OwnStep, "own hook": LooksAfterBackward}
+    settings: dict[str, dict[str, Any]] = {
+        "clipping": {"gradient_clip_val": 0.1},
+        "callback": {"callbacks": [Watching()]},
+    }
+    make = partial(kind.get(case, Lit), optimizer="adamw")
+    assert not stepped_inside(make, folder, **settings.get(case, {}))
+
+
+# -- before any process starts ----------------------------------------------------------------------------------------
+
+
+def test_a_folder_that_is_not_there_is_refused_at_once(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for path, got in ((tmp_path / "no", "does not exist"), (tmp_path / "file", "is not a folder")):
+        with pytest.raises(ConfigError, match=rf"zero.offload.nvme_path: expected .* {got}"):
+            ZeroStrategy("zero3", offload={"name": "nvme", "nvme_path": str(path)})
