@@ -104,7 +104,7 @@ def find_machine(asked: MachineConfig, config: TrainConfig) -> Machine:
     """The machine that was described, with what is at hand where it was not."""
     import torch
 
-    from lightning_zero.memory.tiers import available_host_memory
+    from lightning_zero.memory.limits import available_host_memory
 
     there = torch.cuda.device_count() if config.trainer.accelerator in ("auto", "gpu", "cuda") else 0
     shared = not there and asked.gpu_memory is None

@@ -39,7 +39,7 @@ from lightning_zero import averaging, finetuning
 from lightning_zero.config import ConfigError, Precision, ZeroConfig, make_config
 from lightning_zero.engine import Engine, engine_of, shard, values
 from lightning_zero.interruptions import Requeue, refuse_lonely_save
-from lightning_zero.memory.tiers import check_folder
+from lightning_zero.memory.claims import check_folder
 from lightning_zero.precision import FLAGS, ZeroPrecision
 from lightning_zero.summary import print_units
 

@@ -18,7 +18,8 @@ from lightning_zero.config import ConfigError, Hierarchy, Offload, OffloadConfig
 from lightning_zero.engine.build import UnitGroup, bucket_shapes, sizes_of
 from lightning_zero.engine.unit import Bucket, Tiers
 from lightning_zero.memory.collectives import Communicator, gather_objects
-from lightning_zero.memory.tiers import HostTier, NvmeTier, available_host_memory
+from lightning_zero.memory.limits import available_host_memory
+from lightning_zero.memory.tiers import HostTier, NvmeTier
 from lightning_zero.planning import memory
 from lightning_zero.planning.memory import Moment, Role
 from lightning_zero.planning.placement import (
@@ -125,9 +126,7 @@ _FILES = _Kind(
 )
 
 
-def check_host_memory(
-    comm: Communicator, needed: int, budget: int | None, *, held: int, staging: int = 0
-) -> None:
+def check_host_memory(comm: Communicator, needed: int, budget: int | None, *, held: int, staging: int = 0) -> None:
     """On all ranks: whether each host has the memory that its ranks need together, and each rank's budget its own.
 
     Args:

@@ -23,14 +23,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import errno
-import fcntl
-import logging
 import os
-import socket
 import threading
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
@@ -41,24 +36,13 @@ import torch
 from torch import Tensor
 
 from lightning_zero.config import ConfigError
-from lightning_zero.memory.aio import (
-    CPU,
-    PAGE,
-    DiskError,
-    DiskFile,
-    HostPages,
-    Joined,
-    StagingBuffer,
-    StagingRing,
-    Syscalls,
-    byte_view,
-)
+from lightning_zero.memory.aio import DiskFile, Joined, Syscalls
+from lightning_zero.memory.claims import as_config_error, claim_file, remove_leftovers
+from lightning_zero.memory.limits import available_host_memory
+from lightning_zero.memory.pages import CPU, PAGE, HostPages, StagingBuffer, StagingRing, byte_view
 from lightning_zero.planning.layout import round_up
 
 HOST_ALIGN = 64  # bytes; what torch's vectorised loops walk in
-CLAIM_WAIT_S = 2.0  # a peer that looks for leftovers holds a lock for milliseconds
-
-_log = logging.getLogger(__name__)
 
 
 class Wanted(NamedTuple):
@@ -245,50 +229,6 @@ class DeviceTier:
 # -- host -------------------------------------------------------------------------------------------------------------
 
 
-def available_host_memory(root: Path = Path("/")) -> int:
-    """Bytes of host memory that this process may still take.
-
-    The least of the machine's MemAvailable and, for its cgroup (v1 or v2) and each one above it, the limit less the
-    usage; page cache counts as available, since the kernel drops it when asked for memory.
-
-    Args:
-        root: where ``proc`` and ``sys`` are; other than ``/`` in tests.
-    """
-    bounds = [_fields(root / "proc/meminfo").get("MemAvailable:", 0) * 1024]
-    for line in _lines(root / "proc/self/cgroup"):
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            names, mount = ("memory.max", "memory.current", ""), root / "sys/fs/cgroup"
-        elif "memory" in controllers.split(","):
-            names, mount = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"), root / "sys/fs/cgroup/memory"
-        else:
-            continue
-        # In a container the path may be the host's while the mount shows only our part: what is missing is passed over.
-        inner = Path(path.lstrip("/"))
-        bounds += [left for level in (inner, *inner.parents) if (left := _left(mount / level, *names)) is not None]
-    return max(0, min(bounds))
-
-
-def _left(folder: Path, limit_name: str, usage_name: str, prefix: str) -> int | None:
-    """Bytes left in one cgroup; None where it has no limit or does not exist."""
-    limit, usage = ("".join(_lines(folder / name)) for name in (limit_name, usage_name))
-    if not limit.isdigit() or not usage.isdigit():
-        return None
-    stat = _fields(folder / "memory.stat")
-    return int(limit) - int(usage) + stat.get(f"{prefix}inactive_file", 0) + stat.get(f"{prefix}active_file", 0)
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        return path.read_text().splitlines()
-    except OSError:
-        return []
-
-
-def _fields(path: Path) -> dict[str, int]:
-    return {words[0]: int(words[1]) for line in _lines(path) if len(words := line.split()) >= 2}
-
-
 @dataclass(slots=True)
 class _Slab:
     pages: HostPages
@@ -396,69 +336,6 @@ def _host_error(needed: int, got: str) -> ConfigError:
 # -- nvme -------------------------------------------------------------------------------------------------------------
 
 
-_LOCKS: set[int] = set()  # descriptors of the locks that this process holds
-
-
-def _let_go_in_child() -> None:
-    """A lock lives as long as a copy of its descriptor: a data loader's worker must not hold it for a dead trainer."""
-    while _LOCKS:
-        os.close(_LOCKS.pop())
-
-
-os.register_at_fork(after_in_child=_let_go_in_child)
-
-
-class _Claim:
-    """A rank's lock on its file in a folder; the system drops it when the process dies.
-
-    The lock file is removed while the lock is held, so whoever opened it before sees, by its inode, that it is gone.
-    """
-
-    def __init__(self, folder: Path, rank_name: str, syscalls: Syscalls, wait_s: float) -> None:
-        self._path = folder / f"{rank_name}.lock"
-        deadline = time.monotonic() + wait_s
-        while (fd := self._try(syscalls)) is None:
-            if time.monotonic() >= deadline:
-                raise BlockingIOError(errno.EWOULDBLOCK, self._holder())
-            time.sleep(0.02)
-        self._fd = fd
-        _LOCKS.add(fd)
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, f"{os.getpid()} {socket.gethostname()}".encode(), 0)
-
-    def release(self) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            self._path.unlink()
-        _LOCKS.discard(self._fd)
-        os.close(self._fd)
-        with contextlib.suppress(OSError):  # other ranks are still there
-            self._path.parent.rmdir()
-
-    def _try(self, syscalls: Syscalls) -> int | None:
-        self._path.parent.mkdir(exist_ok=True)  # another job's end may just have removed it
-        try:
-            fd = syscalls.open(str(self._path), os.O_RDWR | os.O_CREAT, 0o600)
-        except FileNotFoundError:
-            return None
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.fstat(fd).st_ino == self._path.stat().st_ino:
-                return fd
-        except (BlockingIOError, FileNotFoundError):
-            pass
-        except OSError:  # a file system without locks
-            os.close(fd)
-            raise
-        os.close(fd)
-        return None
-
-    def _holder(self) -> str:
-        pid, host, *_ = [*"".join(_lines(self._path)).split(), "unknown", "unknown"]
-        if pid == str(os.getpid()):
-            return f"this process (pid {pid}): close what uses it first"
-        return f"pid {pid} on {host}"
-
-
 class _Job(NamedTuple):
     """One ``stage_in`` or ``stage_out`` of an extent."""
 
@@ -513,11 +390,11 @@ class NvmeTier:
         self._folder = Path(path) / "lightning_zero"
         self.instance = instance
         name = f"rank{rank:05d}" + (f".{instance}" if instance else "")
-        self._claim = _claim(Path(path), self._folder, name, syscalls)
+        self._claim = claim_file(Path(path), self._folder, name, syscalls)
         with contextlib.ExitStack() as undo:
             undo.callback(self._claim.release)
-            _remove_leftovers(self._folder, name, syscalls)
-            with _as_config_error(path):
+            remove_leftovers(self._folder, name, syscalls)
+            with as_config_error(path):
                 self._file = DiskFile(self._folder / f"{name}.bin", threads=threads, syscalls=syscalls)
             undo.callback(self._file.close)
             self.ring = StagingRing(ring_count, ring_nbytes, device=device)
@@ -598,7 +475,7 @@ class NvmeTier:
             if high - low >= nbytes:
                 self._holes[i : i + 1] = [(low + nbytes, high)] if high - low > nbytes else []
                 return low
-        with _as_config_error(self._folder.parent):
+        with as_config_error(self._folder.parent):
             self._file.ensure(self._file_end + nbytes)
         self._file_end += nbytes
         return self._file_end - nbytes
@@ -682,58 +559,3 @@ def _in_place(tensor: Tensor) -> bool:
     """Whether the disk can read and write this very memory."""
     aligned = tensor.data_ptr() % PAGE == 0 and tensor.numel() * tensor.element_size() % PAGE == 0
     return tensor.device.type == "cpu" and aligned
-
-
-def _nvme_error(path: object, got: str, fix: str = "") -> ConfigError:
-    return ConfigError(
-        f"zero.offload.nvme_path: expected a writable folder with space on a local disk, got {str(path)!r}, {got}. "
-        f"{fix} (Under zero3_nvme by string, it comes from LIGHTNING_ZERO_NVME_PATH.)"
-    )
-
-
-@contextlib.contextmanager
-def _as_config_error(path: object) -> Iterator[None]:
-    try:
-        yield
-    except DiskError as error:
-        raise _nvme_error(path, f"where {error.strerror}") from error
-
-
-def check_folder(path: str | os.PathLike[str]) -> None:
-    """Whether files can rest in ``path``, as far as a look tells.
-
-    Raises:
-        ConfigError: there is no such folder.
-    """
-    if not os.path.exists(path):
-        raise _nvme_error(path, "which does not exist", "Create it or change zero.offload.nvme_path.")
-    if not os.path.isdir(path):
-        raise _nvme_error(path, "which is not a folder", "Change zero.offload.nvme_path.")
-
-
-def _claim(path: Path, folder: Path, rank_name: str, syscalls: Syscalls) -> _Claim:
-    check_folder(path)
-    try:
-        return _Claim(folder, rank_name, syscalls, CLAIM_WAIT_S)
-    except BlockingIOError as error:
-        fix = "Wait for it, or give each job a zero.offload.nvme_path of its own."
-        raise _nvme_error(path, f"which is used by another job: {error.strerror}", fix) from error
-    except OSError as error:
-        got = f"where nothing can be written or locked ({os.strerror(error.errno or errno.EIO)})"
-        raise _nvme_error(path, got, "Make it writable or change zero.offload.nvme_path.") from error
-
-
-def _remove_leftovers(folder: Path, own: str, syscalls: Syscalls) -> None:
-    """Remove the files of ranks that have died, and say so. Those of live ranks are locked."""
-    count = nbytes = 0
-    for file in sorted(folder.glob("rank*.bin")):
-        with contextlib.suppress(OSError):  # locked: its rank lives
-            claim = None if file.stem == own else _Claim(folder, file.stem, syscalls, 0.0)
-            with contextlib.suppress(FileNotFoundError):
-                size = file.stat().st_size
-                file.unlink()
-                count, nbytes = count + 1, nbytes + size
-            if claim is not None:
-                claim.release()
-    if count:
-        _log.warning("removed %d file(s), %d bytes, which a job that has ended left in %s", count, nbytes, folder)

@@ -23,7 +23,8 @@ from hypothesis import strategies as st
 
 from lightning_zero.config import MIB, ConfigError
 from lightning_zero.memory import aio
-from lightning_zero.memory.aio import PAGE, RETRY_PAUSES_S, DiskError, DiskFile, HostPages, StagingRing, Syscalls
+from lightning_zero.memory.aio import RETRY_PAUSES_S, DiskError, DiskFile, Syscalls
+from lightning_zero.memory.pages import PAGE, HostPages, StagingRing, byte_view
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*has no O_DIRECT:RuntimeWarning")
 
@@ -36,7 +37,7 @@ def memory_of(nbytes: int, seed: int = 0) -> memoryview:
     """Page-aligned memory full of noise; nothing else may know it, so it lives as long as its view."""
     pages = HostPages(nbytes)
     pages.bytes.copy_(torch.randint(0, 256, (nbytes,), generator=torch.Generator().manual_seed(seed)))
-    return aio.byte_view(pages.bytes)
+    return byte_view(pages.bytes)
 
 
 @contextmanager

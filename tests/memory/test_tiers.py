@@ -24,18 +24,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_zero.config import MIB, ConfigError
-from lightning_zero.memory import tiers
-from lightning_zero.memory.aio import PAGE, DiskError, StagingRing, Syscalls
-from lightning_zero.memory.tiers import (
-    DeviceTier,
-    Extent,
-    HostTier,
-    NvmeTier,
-    Tier,
-    Wanted,
-    arrived,
-    available_host_memory,
-)
+from lightning_zero.memory import claims
+from lightning_zero.memory.aio import DiskError, Syscalls
+from lightning_zero.memory.limits import available_host_memory
+from lightning_zero.memory.pages import PAGE, StagingRing
+from lightning_zero.memory.tiers import DeviceTier, Extent, HostTier, NvmeTier, Tier, Wanted, arrived
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*has no O_DIRECT:RuntimeWarning")
 
@@ -524,7 +517,7 @@ def write_for_ever(path: Path, rank: int) -> object:
 def test_a_live_job_is_refused_by_pid_and_a_dead_ones_files_are_removed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tiers, "CLAIM_WAIT_S", 0.1)
+    monkeypatch.setattr(claims, "CLAIM_WAIT_S", 0.1)
     caplog.set_level(logging.WARNING)
     folder = tmp_path / "lightning_zero"
     with forked(lambda: (write_for_ever(tmp_path, 0), write_for_ever(tmp_path, 1))) as pid:
@@ -584,7 +577,7 @@ def test_places_in_the_file_are_taken_again(tmp_path: Path) -> None:
 def test_a_second_tier_of_this_process_is_refused_until_the_first_is_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tiers, "CLAIM_WAIT_S", 0.1)
+    monkeypatch.setattr(claims, "CLAIM_WAIT_S", 0.1)
     with nvme(tmp_path):
         refused(lambda: NvmeTier(tmp_path, rank=0), "this process", f"pid {os.getpid()}", "close")
     with nvme(tmp_path):
@@ -598,7 +591,7 @@ def test_two_models_of_one_process_have_a_file_each(tmp_path: Path) -> None:
 
 
 def test_a_lock_on_a_file_that_was_just_removed_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiers, "CLAIM_WAIT_S", 0.1)
+    monkeypatch.setattr(claims, "CLAIM_WAIT_S", 0.1)
     opened: list[str] = []
 
     def open_(path: str, flags: int, mode: int) -> int:

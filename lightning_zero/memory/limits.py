@@ -1,0 +1,50 @@
+"""What this process may still take of its machine: the least of what the machine has and what its cgroups allow."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def available_host_memory(root: Path = Path("/")) -> int:
+    """Bytes of host memory that this process may still take.
+
+    The least of the machine's MemAvailable and, for its cgroup (v1 or v2) and each one above it, the limit less the
+    usage; page cache counts as available, since the kernel drops it when asked for memory.
+
+    Args:
+        root: where ``proc`` and ``sys`` are; other than ``/`` in tests.
+    """
+    bounds = [_fields(root / "proc/meminfo").get("MemAvailable:", 0) * 1024]
+    for line in lines_of(root / "proc/self/cgroup"):
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            names, mount = ("memory.max", "memory.current", ""), root / "sys/fs/cgroup"
+        elif "memory" in controllers.split(","):
+            names, mount = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"), root / "sys/fs/cgroup/memory"
+        else:
+            continue
+        # In a container the path may be the host's while the mount shows only our part: what is missing is passed over.
+        inner = Path(path.lstrip("/"))
+        bounds += [left for level in (inner, *inner.parents) if (left := _left(mount / level, *names)) is not None]
+    return max(0, min(bounds))
+
+
+def _left(folder: Path, limit_name: str, usage_name: str, prefix: str) -> int | None:
+    """Bytes left in one cgroup; None where it has no limit or does not exist."""
+    limit, usage = ("".join(lines_of(folder / name)) for name in (limit_name, usage_name))
+    if not limit.isdigit() or not usage.isdigit():
+        return None
+    stat = _fields(folder / "memory.stat")
+    return int(limit) - int(usage) + stat.get(f"{prefix}inactive_file", 0) + stat.get(f"{prefix}active_file", 0)
+
+
+def lines_of(path: Path) -> list[str]:
+    """The lines of a small file; none where it cannot be read."""
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []
+
+
+def _fields(path: Path) -> dict[str, int]:
+    return {words[0]: int(words[1]) for line in lines_of(path) if len(words := line.split()) >= 2}
