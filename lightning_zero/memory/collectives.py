@@ -151,11 +151,17 @@ class _Groups:
     user: Callable[[], Communicator | None] = lambda: None
 
     @classmethod
-    def create(cls, ranks: list[int]) -> _Groups:
-        return cls(_new_group(ranks), _new_group(ranks), _new_group(ranks), _new_group(ranks, backend=_HOST))
+    def create(cls, ranks: list[int], host: str) -> _Groups:
+        return cls(_new_group(ranks), _new_group(ranks), _new_group(ranks), _new_group(ranks, backend=host))
 
 
-_HOST = "gloo"  # exists in every build; agreements are a few integers
+def _host_backend(parent: Any) -> str:
+    """The backend of agreements, which are a few integers: gloo exists in every build.
+
+    A simulated world (torch's fake process group) is of one process, with nobody for gloo to connect to.
+    """
+    backend = dist.get_backend(parent)
+    return backend if backend == "fake" else "gloo"
 
 
 def _new_group(ranks: list[int], **options: Any) -> Any:
@@ -176,11 +182,11 @@ class _GroupPool:
         ranks = dist.get_process_group_ranks(parent)
         agreement, made = next(((a, m) for p, a, m in self._parents if p is parent), (None, None))
         if made is None:
-            agreement, made = _new_group(ranks, backend=_HOST), []
+            agreement, made = _new_group(ranks, backend=_host_backend(parent)), []
             self._parents.append((parent, agreement, made))
         free = self._free(made, agreement, len(ranks))
         if free is None:
-            free = _Groups.create(ranks)
+            free = _Groups.create(ranks, _host_backend(parent))
             made.append(free)
         free.user = ref(user)
         return free
