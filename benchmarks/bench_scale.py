@@ -7,8 +7,8 @@ case runs whole steps of :class:`lightning_zero.models.gpt.GPT` first and fails 
 - the logical collectives of a step are not those of the design's table (architecture.md, section 3), bucket by bucket;
 - the bytes at rest, by role and tier, are not those of ``planning/memory.py``.
 
-Then it is timed. The host overhead is the time of a step under the engine less the time of the same step of the bare
-model, divided by the units, median of rounds. In the timed steps the blocks compute nothing (their outputs and
+Then it is timed. The host overhead is the CPU time of a step under the engine less that of the same step of the bare
+model, divided by the units: median of rounds, and quartiles. In the timed steps the blocks compute nothing (their outputs and
 gradients have the right shapes), and so does the scaling of gradients, because torch's meta kernels are partly Python,
 a hundred times slower than a kernel launch; the optimizer is torch's fused AdamW. What is timed is thus hooks, order,
 issue of gathers and reductions, moving of parameters and gradients, runs of the optimizer. Not in it: what a real
@@ -167,7 +167,7 @@ class _Nothing(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, *params = ctx.saved_tensors
-        return torch.empty_like(x), None, *(torch.empty_like(p) for p in params)
+        return x.new_empty(x.shape), None, *(p.new_empty(p.shape) for p in params)
 
 
 def _layer(self: nn.Module, x: Tensor) -> Tensor:
@@ -317,9 +317,9 @@ def _time(result: Result, model: GPT, optimizer: Any, rounds: int) -> None:
             gc.collect()
             times = []
             for side in ((bare, bare_optimizer), (model, optimizer)):
-                started = time.perf_counter()
+                started = time.process_time()  # nothing in it waits, and other processes do not count
                 train_step(*side)
-                times.append((time.perf_counter() - started) * 1e6 / result.units)
+                times.append((time.process_time() - started) * 1e6 / result.units)
             if turn >= WARM_UP:
                 alone.append(times[0])
                 overhead.append(times[1] - times[0])

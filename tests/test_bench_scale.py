@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import multiprocessing
 from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 
 from benchmarks import bench_scale
-from benchmarks.bench_scale import Case, Result, in_process
+from benchmarks.bench_scale import Case, Result, in_process, measure
 from lightning_zero.config import Precision, make_config
 from lightning_zero.engine.build import bucket_shapes, describe_units
 from lightning_zero.planning import memory
@@ -26,6 +29,14 @@ def small(stage: int, rank: int, world_size: int = RANKS) -> Case:
     return Case("small", SMALL, stage, world_size, rank)
 
 
+@pytest.fixture(scope="module")
+def worker() -> Iterator[Callable[[Case], Result]]:
+    """Measures many cases in one process of its own."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork")) as pool:
+        pool.submit(int).result()  # its thread belongs to no test
+        yield lambda case: pool.submit(measure, case, 0).result()
+
+
 def gathers_of_stage_3() -> int:
     return 2 + 2 * 2 * 2 + 2  # the root and the last block once, the others in forward and backward
 
@@ -39,8 +50,10 @@ def gathers_of_stage_3() -> int:
         (3, {"all_gather": gathers_of_stage_3(), "reduce_scatter": BUCKETS}),
     ],
 )
-def test_whole_steps_as_first_and_last_rank_of_4096(stage: int, counts: dict[str, int]) -> None:
-    first, last = in_process(small(stage, 0)), in_process(small(stage, LAST))
+def test_whole_steps_as_first_and_last_rank_of_4096(
+    stage: int, counts: dict[str, int], worker: Callable[[Case], Result]
+) -> None:
+    first, last = worker(small(stage, 0)), worker(small(stage, LAST))
     assert first.counts == last.counts == counts
     assert first.units == last.units == 4
     assert first.buckets == last.buckets == BUCKETS
@@ -62,8 +75,8 @@ def test_whole_steps_as_first_and_last_rank_of_4096(stage: int, counts: dict[str
         assert whole == BUCKETS * SHARD * (4 + 4)  # master and gradient, both fp32
 
 
-def test_growth_with_the_number_of_ranks_is_flat() -> None:
-    results = [in_process(small(3, 0, world)) for world in (8, 64, 512, RANKS)]
+def test_growth_with_the_number_of_ranks_is_flat(worker: Callable[[Case], Result]) -> None:
+    results = [worker(small(3, 0, world)) for world in (8, 64, 512, RANKS)]
 
     def same(result: Result) -> tuple[object, ...]:
         return result.units, result.buckets, result.counts, result.exchanges
