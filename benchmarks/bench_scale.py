@@ -8,11 +8,11 @@ case runs whole steps of :class:`lightning_zero.models.gpt.GPT` first and fails 
 - the bytes at rest, by role and tier, are not those of ``planning/memory.py``.
 
 Then it is timed. The host overhead is the CPU time of a step under the engine less that of the same step of the bare
-model, divided by the units: median of rounds, and quartiles. In the timed steps the blocks compute nothing (their outputs and
-gradients have the right shapes), and so does the scaling of gradients, because torch's meta kernels are partly Python,
-a hundred times slower than a kernel launch; the optimizer is torch's fused AdamW. What is timed is thus hooks, order,
-issue of gathers and reductions, moving of parameters and gradients, runs of the optimizer. Not in it: what a real
-library does when it is called, and CUDA's streams and events.
+model, divided by the units: median of rounds, and quartiles. In the timed steps the blocks compute nothing (their
+outputs and gradients have the right shapes), and so does the scaling of gradients, because torch's meta kernels are
+partly Python, a hundred times slower than a kernel launch; the optimizer is torch's fused AdamW. What is timed is thus
+hooks, order, issue of gathers and reductions, moving of parameters and gradients, runs of the optimizer. Not in it:
+what a real library does when it is called, and CUDA's streams and events.
 
     python -m benchmarks.bench_scale                                    # the table of the README
     python -m benchmarks.bench_scale --model 70b --stages 3 --rounds 20
@@ -24,6 +24,7 @@ import argparse
 import contextlib
 import gc
 import importlib
+import json
 import multiprocessing
 import os
 import statistics
@@ -220,12 +221,9 @@ def measure(case: Case, rounds: int) -> Result:
         build_s = time.perf_counter() - started
         optimizer = make_adamw(model)
         engine.add_optimizer(optimizer)
-        exchanges, counts = _check_counts(engine, model, optimizer)
-        nbytes = _check_bytes(engine, model, optimizer)
-        host_mib = _resident_mib() - resident
         result = _describe(case, engine)
-        result.exchanges, result.counts, result.nbytes = exchanges, counts, nbytes
-        result.build_s, result.host_mib = build_s, host_mib
+        _check_steps(engine, model, optimizer, result)
+        result.build_s, result.host_mib = build_s, _resident_mib() - resident
         if rounds:
             _time(result, model, optimizer, rounds)
         engine.release()
@@ -262,47 +260,43 @@ def expected_counts(engine: Any, micro_batches: int) -> Counter[tuple[str, str]]
     return expected
 
 
-def _check_counts(engine: Any, model: GPT, optimizer: Any) -> tuple[tuple[int, int], dict[str, int]]:
-    """Agreements of the first and the second step, and the collectives of the second by kind."""
-    exchanges = []
+def _check_steps(engine: Any, model: GPT, optimizer: Any, result: Result) -> None:
+    """Two whole steps: the order is agreed on in the first, the second is that of the table and the plan."""
+    from lightning_zero.planning.memory import Moment
+
     seen: Counter[str] = Counter()
     engine.comm.observers.append(lambda kind, _: seen.update([kind]))
-    for _ in range(2):
-        engine.settle()
-        engine.comm.counts.clear()
-        seen.clear()
-        train_step(model, optimizer)
-        exchanges.append(seen["exchange"])
-    engine.comm.observers.pop()
-    counts, expected = engine.comm.counts, expected_counts(engine, 1)
-    if counts != expected:
-        raise RuntimeError(f"collectives beyond the table: {counts - expected}; missing: {expected - counts}")
-    by_kind: Counter[str] = Counter()
-    for (kind, _), n in counts.items():
-        by_kind[kind] += n
-    return (exchanges[0], exchanges[1]), dict(by_kind)
-
-
-def _check_bytes(engine: Any, model: GPT, optimizer: Any) -> dict[str, int]:
-    """Bytes at rest by role after a backward; like the plan, there and when the gradients are cleared."""
-    from lightning_zero.engine.usage import held_bytes, plan_of
-    from lightning_zero.planning.memory import ADAM_STATES, Moment, planned_bytes
-
-    def compare(moment: Moment) -> dict[str, int]:
-        engine.settle()
-        engine.forget_zeroed()
-        held = held_bytes(engine)
-        planned = planned_bytes(plan_of(engine), engine.rank, state_tensors=ADAM_STATES, moment=moment)
-        if held != planned:
-            raise RuntimeError(f"{moment.value}: held {held}, planned {planned}")
-        return {role.value: nbytes for (role, _), nbytes in held.items()}
-
+    train_step(model, optimizer)
+    first = seen["exchange"]
+    engine.settle()
+    engine.comm.counts.clear()
+    seen.clear()
     forward_backward(model)
-    nbytes = compare(Moment.reduced)
+    result.nbytes = _check_bytes(engine, Moment.reduced)
     optimizer.step()
     optimizer.zero_grad()
-    compare(Moment.cleared)
-    return nbytes
+    result.exchanges = first, seen["exchange"]
+    engine.comm.observers.pop()
+    counts, expected = engine.comm.counts.copy(), expected_counts(engine, 1)
+    if counts != expected:
+        raise RuntimeError(f"collectives beyond the table: {counts - expected}; missing: {expected - counts}")
+    _check_bytes(engine, Moment.cleared)
+    for (kind, _), n in counts.items():
+        result.counts[kind] = result.counts.get(kind, 0) + n
+
+
+def _check_bytes(engine: Any, moment: Any) -> dict[str, int]:
+    """Bytes at rest by role, which are the plan's."""
+    from lightning_zero.engine.usage import held_bytes, plan_of
+    from lightning_zero.planning.memory import ADAM_STATES, planned_bytes
+
+    engine.settle()
+    engine.forget_zeroed()
+    held = held_bytes(engine)
+    planned = planned_bytes(plan_of(engine), engine.rank, state_tensors=ADAM_STATES, moment=moment)
+    if held != planned:
+        raise RuntimeError(f"{moment.value}: held {held}, planned {planned}")
+    return {role.value: nbytes for (role, _), nbytes in held.items()}
 
 
 def _time(result: Result, model: GPT, optimizer: Any, rounds: int) -> None:
@@ -434,7 +428,10 @@ def main() -> None:
     print(f"{date.today()}, {os.cpu_count()} CPU cores, load {load:.1f}, torch {torch.__version__}, bf16, fake group")
     for model in models:
         print_layout(model)
-    results = [in_process(case, args.rounds) for case in cases(models, args.stages, args.worlds)]
+    results = []
+    for case in cases(models, args.stages, args.worlds):
+        results.append(in_process(case, args.rounds))
+        print(json.dumps(by_stage(results[-1]) | by_world(results[-1])), flush=True)
     largest = max(args.worlds)
     print(f"\nOne rank of {largest}; collectives per step as in the design's table, bytes at rest as planned:\n")
     print(table([by_stage(r) for r in results if r.case.world_size == largest]))
