@@ -85,7 +85,9 @@ class Result:
         gathered_nbytes: of the largest unit.
         counts: logical collectives of one step by kind.
         exchanges: agreements on the next gather, in the first step and in the following one.
-        norm_table_nbytes: partial sums of a gradient norm, one for each bucket and rank.
+        norm_table_nbytes: partial sums of a gradient norm, one for each bucket and rank: the table of shards.
+        build_s: CPU seconds.
+        host_mib: resident memory of this process that the engine and its first steps took.
         overhead_us: host microseconds per unit and step; None where nothing was timed.
         spread_us: its quartiles.
     """
@@ -216,9 +218,9 @@ def measure(case: Case, rounds: int) -> Result:
     with simulated(case.rank, case.world_size), fused_on_meta():
         model = make_model(case.sizes)
         gc.collect()
-        resident, started = _resident_mib(), time.perf_counter()
+        resident, started = _resident_mib(), time.process_time()
         engine = lightning_zero.shard(model, stage=case.stage, precision="bf16", device="meta", **case.settings)
-        build_s = time.perf_counter() - started
+        build_s = time.process_time() - started
         optimizer = make_adamw(model)
         engine.add_optimizer(optimizer)
         result = _describe(case, engine)
@@ -435,7 +437,7 @@ def main() -> None:
     largest = max(args.worlds)
     print(f"\nOne rank of {largest}; collectives per step as in the design's table, bytes at rest as planned:\n")
     print(table([by_stage(r) for r in results if r.case.world_size == largest]))
-    print(f"\nGrowth with the number of ranks, at stage {args.stages[-1]}:\n")
+    print(f"\nGrowth with the number of ranks, at stage {args.stages[-1]} (the table of shards is that of norms):\n")
     growth = [r for r in results if r.case.rank == 0 and r.case.stage == args.stages[-1]]
     growth.sort(key=lambda r: (models.index(r.case.model), r.case.world_size))
     print(table([by_world(r) for r in growth]))

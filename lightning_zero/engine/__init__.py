@@ -42,7 +42,8 @@ def shard(
     Args:
         config: a whole configuration; ``settings`` are fields of :class:`ZeroConfig` on top of it.
         process_group: the data-parallel group; default: the world, or a single rank without ``torch.distributed``.
-        device: where to train; default: this rank's GPU, else the CPU.
+        device: where to train; default: this rank's GPU, else the CPU. On ``meta`` nothing has values: whole steps run
+            for their order, counts and bytes, over torch's fake process group at any scale (``make bench-scale``).
 
     Raises:
         ConfigError: a setting that cannot work, a module that is sharded already, DTensor parameters.
