@@ -31,7 +31,7 @@ CHOICE := $(shell echo '$(PYTHON) $(TORCH) $(GPU)' | cksum | cut -d' ' -f1)
 STAMP := $(VENV)/.installed-$(CHOICE)
 DEV_STAMP := $(VENV)/.installed-dev-$(CHOICE)
 
-.PHONY: help install train test test-full bench bench-offload lint format clean
+.PHONY: help install train test test-full bench bench-offload bench-scale lint format clean
 .DEFAULT_GOAL := help
 
 help:
@@ -64,6 +64,9 @@ bench: $(STAMP)
 
 bench-offload: $(STAMP)
 	$(PY) -m benchmarks.bench_offload $(ARGS)
+
+bench-scale: $(STAMP)
+	$(PY) -m benchmarks.bench_scale $(ARGS)
 
 lint: $(DEV_STAMP)
 	$(PY) -m ruff check .

@@ -45,7 +45,8 @@ def shard(
     Args:
         config: a whole configuration; ``settings`` are fields of :class:`ZeroConfig` on top of it.
         process_group: the data-parallel group; default: the world, or a single rank without ``torch.distributed``.
-        device: where to train; default: this rank's GPU, else the CPU.
+        device: where to train; default: this rank's GPU, else the CPU. On ``meta`` nothing has values: whole steps run
+            for their order, counts and bytes, over torch's fake process group at any scale (``make bench-scale``).
         node: names the node of this rank; default: its host, and the number that a launcher has given it.
 
     Raises:

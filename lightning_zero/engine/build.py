@@ -224,7 +224,12 @@ def _own_modules(module: nn.Module, unit: str, units: set[str]) -> Iterator[tupl
 
 
 def _materialise(module: nn.Module, unit: str, units: set[str], device: torch.device) -> None:
-    """Give meta parameters and buffers of a unit memory and initial values; tied parameters stay tied."""
+    """Give meta parameters and buffers of a unit memory and initial values; tied parameters stay tied.
+
+    On an engine whose own device is meta (simulated scale) nothing has values, and all stays as it is.
+    """
+    if device.type == "meta":
+        return
     for name, inner in _own_modules(module, unit, units):
         if not any(t.is_meta for t in _own_tensors(inner)):
             continue

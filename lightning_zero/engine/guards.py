@@ -24,7 +24,8 @@ class PlaceholderGuard:
             guard = Guard(len(infos), dtype, buckets[0].comm.device)
             for index, info in enumerate(infos):
                 info.placeholder = guard.placeholder(index, info.shape)
-            self._guards.append((guard, infos))
+            if buckets[0].comm.device.type != "meta":  # nothing has values there
+                self._guards.append((guard, infos))
         self._in_flight: list[tuple[Tensor, torch.cuda.Event | None]] = []
 
     def check(self) -> None:

@@ -233,7 +233,7 @@ class ShardedOptimizer:
         with (
             torch.inference_mode(False),
             torch.no_grad(),
-            torch.autocast(self._device_type, enabled=False),
+            without_autocast(self._device_type),
             self._open(eager),
             self._runs_in_groups(self.optimizer, eager, used),
         ):
@@ -487,6 +487,8 @@ class ShardedOptimizer:
                 return False  # momentum does not start at zero then, and the fused kernel starts all runs or none
             if any(p.device.type == "cpu" and p.itemsize < 4 for p in params):
                 return False  # torch's fused kernel gives wrong numbers for bf16 on the CPU (2.13)
+        if any(p.is_meta for p in params):
+            return False  # torch refuses it there
         return free and isinstance(self.optimizer, FUSED) and all(p.is_floating_point() for p in params)
 
     # -- state, keyed by parameter ----------------------------------------------------------------------------------
@@ -549,6 +551,12 @@ class ShardedOptimizer:
                 flat[start : start + fragment.numel].copy_(source[fragment.offset : fragment.offset + fragment.numel])
             state[name] = flat
         self.optimizer.state[run.tensor] = state
+
+
+def without_autocast(device_type: str) -> contextlib.AbstractContextManager[Any]:
+    """Autocast switched off, on devices that know it (the meta device does not)."""
+    known = torch.amp.is_autocast_available(device_type)
+    return torch.autocast(device_type, enabled=False) if known else contextlib.nullcontext()
 
 
 def _state_dtype(value: Tensor, tensor: Tensor) -> torch.dtype:

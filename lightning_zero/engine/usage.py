@@ -26,9 +26,9 @@ def held_bytes(engine: Engine) -> Bytes:
 
     def add(role: Role, tier: Tier, tensor: Tensor | None) -> None:
         storage = None if tensor is None else tensor.untyped_storage()
-        if storage is None or not storage.nbytes() or storage.data_ptr() in seen:
+        if storage is None or not storage.nbytes() or storage._cdata in seen:
             return
-        seen.add(storage.data_ptr())
+        seen.add(storage._cdata)  # not its address: on the meta device all have the same
         held[(Role.staging, Tier.host) if tier is Tier.nvme else (role, tier)] += storage.nbytes()
 
     for bucket in engine.buckets:

@@ -151,10 +151,8 @@ class _Groups:
     user: Callable[[], Communicator | None] = lambda: None
 
     @classmethod
-    def create(cls, ranks: Sequence[int], rank: int, topology: Topology) -> _Groups:
-        """Args:
-        ranks: of the parent group, as the default group counts them; ``rank`` and ``topology`` count in the parent.
-        """
+    def create(cls, ranks: Sequence[int], rank: int, topology: Topology, host: str) -> _Groups:
+        """``ranks`` of the parent group are the default group's; ``rank`` and ``topology`` count in the parent."""
         shards = [ranks[r] for r in topology.shard_group_of(rank)]
         replicas = [ranks[r] for r in topology.replicate_group_of(rank)]
         return cls(
@@ -162,11 +160,17 @@ class _Groups:
             _new_group(shards, "reduce"),
             _new_group(shards, "second half"),
             _new_group(replicas, "replicate"),
-            _new_group(ranks, "control", backend=_HOST),
+            _new_group(ranks, "control", backend=host),
         )
 
 
-_HOST = "gloo"  # exists in every build; agreements are a few integers
+def _host_backend(parent: Any) -> str:
+    """The backend of agreements, which are a few integers: gloo exists in every build.
+
+    A simulated world (torch's fake process group) is of one process, with nobody for gloo to connect to.
+    """
+    backend = dist.get_backend(parent)
+    return backend if backend == "fake" else "gloo"
 
 
 def _new_group(ranks: Sequence[int], name: str, **options: Any) -> Any:
@@ -196,7 +200,7 @@ class _GroupPool:
         found = next((parent for parent in self._parents if parent.group is group), None)
         if found is None:
             ranks = dist.get_process_group_ranks(group)
-            found = _Parent(group, _new_group(ranks, "agreement", backend=_HOST), [])
+            found = _Parent(group, _new_group(ranks, "agreement", backend=_host_backend(group)), [])
             self._parents.append(found)
         return found
 
@@ -206,7 +210,7 @@ class _GroupPool:
         made = [groups for divided, groups in parent.made if divided == topology]
         free = self._free(made, parent.agreement, len(ranks))
         if free is None:
-            free = _Groups.create(ranks, dist.get_rank(group), topology)
+            free = _Groups.create(ranks, dist.get_rank(group), topology, _host_backend(group))
             parent.made.append((topology, free))
         free.user = ref(user)
         return free
@@ -230,8 +234,9 @@ def gather_objects(group: Any, value: Any) -> list[Any]:
     """Blocking: a small picklable object from each rank of ``group``, before there is a communicator."""
     if group is None or dist.get_world_size(group) == 1:
         return [value]
-    found: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, value, group=GROUP_POOL.parent(group).agreement)
+    found: list[Any] = [value] * dist.get_world_size(group)
+    if dist.get_backend(group) != "fake":  # a simulated world has nobody else
+        dist.all_gather_object(found, value, group=GROUP_POOL.parent(group).agreement)
     return found
 
 

@@ -1,0 +1,68 @@
+"""An engine on the meta device: layouts, order and bytes of a model without its values (simulated scale)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import lightning_zero
+from lightning_zero.engine.usage import held_bytes, plan_of
+from lightning_zero.planning.memory import Moment, planned_bytes
+from tests.engine.support import VOCABULARY, Model
+
+
+@pytest.fixture(autouse=True)
+def compiler_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """torch's meta kernels import the compiler, which sets this variable for good where it is not set."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+
+
+class Odd(Model):
+    """With a frozen unit, tied weights, a buffer, and parameters of its own without ``reset_parameters``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1].requires_grad_(False)
+        self.head.weight = self.embed.weight
+        self.scale = nn.Parameter(torch.ones(()))
+        self.register_buffer("shift", torch.zeros(3))
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        return super().forward(batch) * self.scale + self.shift.sum()
+
+
+@pytest.mark.parametrize("built_on", ["meta", "cpu"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_whole_steps_without_values(stage: int, precision: str, built_on: str) -> None:
+    with torch.device(built_on):
+        model = Odd()
+    engine = lightning_zero.shard(model, stage=stage, precision=precision, device="meta")
+    optimizer = torch.optim.AdamW(model.parameters())
+    engine.add_optimizer(optimizer)
+    tokens = torch.zeros(2, 7, dtype=torch.long, device="meta")
+    for _ in range(2):
+        logits = model(tokens)
+        assert logits.shape == (2, 7, VOCABULARY)
+        logits.sum().backward()
+        engine.settle()
+        lightning_zero.clip_grad_norm_(model, 1.0)
+        optimizer.step()
+        assert held_bytes(engine) == planned_bytes(plan_of(engine), moment=Moment.reduced)
+        optimizer.zero_grad()
+    assert all(p.is_meta for p in model.parameters())
+    assert all(b.is_meta for b in model.buffers())
+    engine.release()
+    assert all(type(p) is nn.Parameter and p.is_meta for p in model.parameters())
+
+
+def test_values_are_asked_for_in_vain() -> None:
+    with torch.device("meta"):
+        model = Model()
+    engine = lightning_zero.shard(model, stage=3, device="meta")
+    with pytest.raises(NotImplementedError, match="no data"):
+        engine.state_dict()
+    engine.release()

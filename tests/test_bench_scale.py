@@ -1,0 +1,121 @@
+"""Simulated scale: engines as first and last rank of 4096, from a small model up to the sizes of the benchmark."""
+
+from __future__ import annotations
+
+import dataclasses
+import multiprocessing
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+
+import pytest
+
+from benchmarks import bench_scale
+from benchmarks.bench_scale import Case, Result, in_process, measure
+from lightning_zero.config import Precision, make_config
+from lightning_zero.engine.build import bucket_shapes, describe_units
+from lightning_zero.planning import memory
+from lightning_zero.planning.layout import SHARD_ALIGN
+
+SMALL = {"vocab_size": 96, "n_layer": 3, "n_head": 4, "d_model": 64, "block_size": 32}
+BUCKETS = 3 * 2 + 2  # of a block: norms, the rest; of the root: norm, the rest
+RANKS = 4096
+SHARD = SHARD_ALIGN  # elements of every bucket on every rank: the model is that small
+LAST = RANKS - 1
+OWNED = (BUCKETS - 1) * SHARD + 2 * 64  # elements of rank 0: the root's norm is smaller than a shard
+
+
+def small(stage: int, rank: int, world_size: int = RANKS) -> Case:
+    return Case("small", SMALL, stage, world_size, rank)
+
+
+@pytest.fixture(scope="module")
+def worker() -> Iterator[Callable[[Case], Result]]:
+    """Measures many cases in one process of its own."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork")) as pool:
+        pool.submit(int).result()  # its thread belongs to no test
+        yield lambda case: pool.submit(measure, case, 0).result()
+
+
+def gathers_of_stage_3() -> int:
+    return 2 + 2 * 2 * 2 + 2  # the root and the last block once, the others in forward and backward
+
+
+@pytest.mark.parametrize(
+    ("stage", "counts"),
+    [
+        (0, {"all_reduce": BUCKETS}),
+        (1, {"all_gather": BUCKETS, "reduce_scatter": BUCKETS}),
+        (2, {"all_gather": BUCKETS, "reduce_scatter": BUCKETS}),
+        (3, {"all_gather": gathers_of_stage_3(), "reduce_scatter": BUCKETS}),
+    ],
+)
+def test_whole_steps_as_first_and_last_rank_of_4096(
+    stage: int, counts: dict[str, int], worker: Callable[[Case], Result]
+) -> None:
+    first, last = worker(small(stage, 0)), worker(small(stage, LAST))
+    assert first.counts == last.counts == counts
+    assert first.units == last.units == 4
+    assert first.buckets == last.buckets == BUCKETS
+    assert first.padded_numel == last.padded_numel == BUCKETS * RANKS * SHARD
+    assert first.nbytes["grad"] == last.nbytes["grad"]
+    assert first.exchanges == last.exchanges  # the order is agreed on in the first step only, and only at stage 3
+    assert bool(first.exchanges[0]) == (stage == 3)
+    assert first.exchanges[1] == 0
+    if stage == 0:
+        assert first.nbytes == last.nbytes
+        assert last.owned_numel == last.parameters
+    else:
+        assert first.owned_numel == OWNED
+        assert first.nbytes["optim_state"] == 2 * 4 * OWNED
+        assert (last.owned_numel, last.fragments, last.nbytes["optim_state"]) == (0, 0, 0)  # it holds padding
+    if stage == 3:
+        whole = sum(first.nbytes[role] for role in ("compute_param", "master_param", "grad"))
+        assert whole == sum(last.nbytes[role] for role in ("compute_param", "master_param", "grad"))
+        assert whole == BUCKETS * SHARD * (4 + 4)  # master and gradient, both fp32
+
+
+def test_growth_with_the_number_of_ranks_is_flat(worker: Callable[[Case], Result]) -> None:
+    results = [worker(small(3, 0, world)) for world in (8, 64, 512, RANKS)]
+
+    def same(result: Result) -> tuple[object, ...]:
+        return result.units, result.buckets, result.counts, result.exchanges
+
+    assert len({str(same(r)) for r in results}) == 1
+    assert [r.norm_table_nbytes for r in results] == [8 * BUCKETS * world for world in (8, 64, 512, RANKS)]
+    rest = [sum(r.nbytes.values()) for r in results]
+    assert rest == sorted(rest, reverse=True)
+
+
+def test_timing_runs() -> None:
+    """Its figures are for people; that it runs, and leaves counts and bytes as they were, is tested."""
+    result = in_process(small(3, 0), rounds=2)
+    assert result.overhead_us is not None
+    assert result.bare_us is not None and result.bare_us > 0
+    row = bench_scale.by_stage(result) | bench_scale.by_world(result)
+    assert row["us per unit"] == round(result.overhead_us)
+    assert dataclasses.replace(result, overhead_us=None, spread_us=None, bare_us=None).counts == result.counts
+
+
+def test_collectives_that_the_table_does_not_have_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_scale, "expected_counts", lambda *_: Counter({("all_gather", "blocks.0#0"): 2}))
+    with pytest.raises(RuntimeError, match=r"collectives beyond the table: .*reduce_scatter"):
+        in_process(small(3, 0))
+
+
+def test_bytes_that_the_plan_does_not_have_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = memory.planned_bytes
+    monkeypatch.setattr(memory, "planned_bytes", lambda *args, **kwargs: plan(*args, **{**kwargs, "state_tensors": 1}))
+    with pytest.raises(RuntimeError, match=r"held .* planned"):
+        in_process(small(2, 0))
+
+
+@pytest.mark.parametrize(("name", "low", "high"), [("70b", 65e9, 75e9), ("400b", 390e9, 420e9)])
+def test_the_models_have_the_sizes_of_their_names(name: str, low: float, high: float) -> None:
+    units = describe_units(bench_scale.make_model(bench_scale.MODELS[name]), make_config(), Precision.bf16)
+    assert low < sum(shape.numel for shape in bucket_shapes(units)) < high
+
+
+def test_cases_hold_both_ends_of_the_largest_world_and_the_growth() -> None:
+    found = [(c.stage, c.world_size, c.rank) for c in bench_scale.cases(["70b"], [2, 3], [8, 4096])]
+    assert found == [(2, 4096, 0), (2, 4096, 4095), (3, 4096, 0), (3, 4096, 4095), (3, 8, 0)]
