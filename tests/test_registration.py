@@ -91,7 +91,7 @@ def test_trainer_takes_the_name(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     from lightning_zero import ZeroStrategy
     from lightning_zero.presets import preset_config
 
-    monkeypatch.setenv("LIGHTNING_ZERO_NVME_PATH", "/somewhere")
+    monkeypatch.setenv("LIGHTNING_ZERO_NVME_PATH", str(Path.cwd()))
     trainer = Trainer(
         strategy=name.upper(), accelerator="cpu", devices=2, logger=False, enable_checkpointing=False, barebones=True
     )
