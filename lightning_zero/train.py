@@ -14,6 +14,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, fields, is_dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import hydra
@@ -194,7 +195,20 @@ def checkpoint_to_resume(config: TrainConfig, trainer: Trainer) -> str | None:
         return config.ckpt_path
     if trainer.is_global_zero:
         print(f"{job} has started again: it goes on from {os.path.relpath(found)}", flush=True)
+        keep_metrics(trainer)
     return str(found)
+
+
+def keep_metrics(trainer: Trainer) -> None:
+    """What was logged before a restart, as ``metrics-1.csv`` and so on: Lightning would delete it."""
+    from lightning.pytorch.loggers import CSVLogger
+
+    for logger in trainer.loggers:
+        if isinstance(logger, CSVLogger):
+            written = Path(logger.log_dir) / "metrics.csv"
+            if written.is_file():
+                kept = len(list(written.parent.glob("metrics-*.csv")))
+                written.rename(written.with_name(f"metrics-{kept + 1}.csv"))
 
 
 def check_launch(trainer: Trainer) -> None:

@@ -32,7 +32,7 @@ class StepJob(NamedTuple):
 
 
 def default_threads(share: int) -> int:
-    """Threads of a rank's offloaded step, on its ``share`` of the cores: one is left for transfers if there are more."""
+    """Threads of a rank's offloaded step, on its ``share`` of the cores: one is left for transfers if it can be."""
     return max(1, share - 1) if share > 2 else share
 
 
