@@ -14,6 +14,9 @@ from collections.abc import Iterable, Mapping
 from datetime import datetime
 from pathlib import Path
 
+from lightning_zero.launched import launched
+
+SCHEDULERS = {"slurm": "SLURM_JOB_ID", "pbs": "PBS_JOBID", "lsf": "LSB_JOBID"}
 NOTE = "job.txt"  # in the run folder: the job that trained there last
 
 
@@ -22,16 +25,19 @@ def job_name(environ: Mapping[str, str] = os.environ) -> str | None:
 
     ``None`` where nothing restarts processes: they were started by hand, or by Lightning.
     """
-    if environ.get("TORCHELASTIC_RUN_ID"):
-        run = environ["TORCHELASTIC_RUN_ID"]
-        return f"torchrun-{_parent() if run == 'none' else _plain(run)}"
-    if "SLURM_JOB_ID" in environ and "SLURM_PROCID" in environ:
+    place = launched(environ)
+    if place is None or place.by == "plain":
+        return None
+    run = environ.get("TORCHELASTIC_RUN_ID", "none") if place.by == "torchrun" else "none"
+    if run != "none":
+        return f"torchrun-{_plain(run)}"
+    if place.by == "srun" and "SLURM_JOB_ID" in environ:
         return f"slurm-{environ['SLURM_JOB_ID']}-{environ.get('SLURM_STEP_ID', '0')}"
-    if "OMPI_COMM_WORLD_RANK" in environ or "PMI_RANK" in environ or "MV2_COMM_WORLD_RANK" in environ:
-        # Open MPI's name of the job, or the address of MPICH's process manager.
-        job = environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_orte_ess_jobid") or environ.get("PMI_PORT")
-        return f"mpirun-{_plain(job)}" if job else f"mpirun-{_parent()}"
-    return None
+    for scheduler, variable in SCHEDULERS.items():  # torchrun and mpirun inside of a job of theirs
+        if variable in environ:
+            return f"{scheduler}-{_plain(environ[variable])}"
+    namespace = environ.get("PMIX_NAMESPACE")  # Open MPI's name of the job
+    return f"{place.by}-{_plain(namespace) if namespace and place.by == 'mpirun' else _parent()}"
 
 
 def _parent() -> str:

@@ -227,8 +227,10 @@ def test_ranks_that_are_started_from_outside_share_a_run_folder(monkeypatch: pyt
     assert run_name().startswith("20")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "abc")
     assert run_name() == "torchrun-abc"
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID")
     monkeypatch.setenv("SLURM_JOB_ID", "17")
     monkeypatch.setenv("SLURM_PROCID", "3")
+    monkeypatch.setenv("SLURM_NTASKS", "4")
     assert run_name() == "slurm-17-0"
 
 

@@ -220,6 +220,8 @@ def test_the_name_of_a_job_stays(environ: Any) -> None:
     assert named == resume.job_name() and named is not None and named.endswith(f"-{os.getppid()}")
     environ(**SRUN)
     assert resume.job_name() == "slurm-17-0"
+    environ(**{**TORCHRUN, "TORCHELASTIC_RUN_ID": "none", "SLURM_JOB_ID": "17"})
+    assert resume.job_name() == "slurm-17"
     environ(PMIX_NAMESPACE="prterun-a-1@1", **OPEN_MPI)
     assert resume.job_name() == "mpirun-prterun-a-1-1"
     assert resume.job_name({}) is None
