@@ -100,5 +100,5 @@ def newest_checkpoint(folders: Iterable[str | os.PathLike[str]], *, since_ns: in
 
 
 def _whole(path: Path) -> bool:
-    """torch.save writes the table of a zip archive last, torch.distributed.checkpoint its file of metadata."""
+    """torch.save writes the table of a zip archive last, a checkpoint that is a folder its file of metadata."""
     return (path / ".metadata").is_file() if path.is_dir() else path.is_file() and zipfile.is_zipfile(path)

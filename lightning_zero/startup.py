@@ -37,6 +37,7 @@ from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
+import lightning_zero
 from lightning_zero.config import ConfigError, ZeroConfig
 from lightning_zero.launched import launched
 
@@ -173,10 +174,8 @@ def shared_settings(config: ZeroConfig, more: Mapping[str, Any]) -> dict[str, st
 
 def versions() -> dict[str, str]:
     """What every rank must have in the same version."""
-    from lightning_zero import __version__
-
     return {
-        "lightning_zero": __version__,
+        "lightning_zero": lightning_zero.__version__,
         "lightning": lightning.__version__,
         "torch": torch.__version__,
         "python": ".".join(platform.python_version_tuple()[:2]),

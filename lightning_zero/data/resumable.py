@@ -77,15 +77,20 @@ class ResumableLoader(DataLoader[Tensor]):
             return {}
         loop = self._trainer.fit_loop
         done = loop.epoch_loop.batch_progress.current.processed
-        return {"items": done * self._items_per_step, "epoch": loop.epoch_progress.current.processed}
+        return {
+            "items": done * self._items_per_step,
+            "epoch": loop.epoch_progress.current.processed,
+            "whole": int(done >= len(self)),
+        }
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         if self._trainer is None or not state:
             return
         assert isinstance(self.sampler, ShuffledFrom) and self.batch_size is not None
-        steps = -(-state["items"] // self._items_per_step)
-        if steps >= len(self):  # saved at the end of an epoch: the next one is whole
+        if state["whole"]:  # saved at the end of an epoch: the next one begins at its beginning
+            self._recount(len(self))
             return
+        steps = min(-(-state["items"] // self._items_per_step), len(self) - 1)
         self.sampler.set_epoch(state["epoch"])
         self.sampler.start = state["items"]
         self.sampler.left = self.sampler.num_samples - steps * self.batch_size

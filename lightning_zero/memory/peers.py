@@ -25,6 +25,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+ROLL_CALL_S = 10.0  # a rank that is only busy must come to answer
 DYING_S = 1.0  # from the end of a process's connections to its end
 _BROKEN = re.compile(
     r"connection (was )?(closed|reset|refused)|closed by peer|broken pipe|socket (is )?closed|(read|write|recv|send)\w*"
@@ -133,12 +134,13 @@ class Peers:
             gone = self._dead_here() or self.silent()
             if not gone:
                 return self._read("culprit") or "a peer broke off, though all ranks still answer"
-            found = f"{' and '.join(self._named(rank) for rank in gone)} has ended without a word (killed?)"
+            have = "has" if len(gone) == 1 else "have"
+            found = f"{' and '.join(self._named(rank) for rank in gone)} {have} ended without a word (killed?)"
             known = self._write(found)
-            if known == found:
-                # At once: this process may be ended by its launcher before it comes to print the exception.
-                print(f"rank {self._rank}: {found}", file=sys.stderr, flush=True)
-                self._let_others_hear()
+            first = self._store.compare_set(self._key("speaker"), "", str(self._rank)).decode() == str(self._rank)
+            if first:  # and at once: a launcher may end this process before it comes to print the exception
+                print(f"rank {self._rank}: {known}", file=sys.stderr, flush=True)
+            self._let_others_hear()
             return known
         except Exception:  # the store is gone
             return self._culprit or self._without_store()
@@ -161,13 +163,12 @@ class Peers:
 
     def silent(self) -> list[int]:
         """Ranks that do not answer a roll call, which one rank holds for all, once."""
-        wait_s = 3 * self._every_s
         caller = self._store.compare_set(self._key("roll"), "", str(self._rank)).decode()
         if caller != str(self._rank):
-            return self._result_of_another(wait_s + 2 * self._every_s)
+            return self._result_of_another(ROLL_CALL_S + 2 * self._every_s)
         self._store.set(self._key(f"here/{self._rank}"), "")
         waiting = list(range(self._world_size))
-        deadline = time.monotonic() + wait_s
+        deadline = time.monotonic() + ROLL_CALL_S
         while waiting and time.monotonic() < deadline:
             waiting = [r for r in waiting if not self._store.check([self._key(f"here/{r}")])]
             time.sleep(0.02)

@@ -67,7 +67,10 @@ def on_threads(calls: list[Callable[[], str]]) -> list[str]:
     return found
 
 
-def test_a_rank_that_does_not_answer_is_named_by_all(elsewhere: None, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_rank_that_does_not_answer_is_named_by_all(
+    elsewhere: None, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "ROLL_CALL_S", 2.0)
     store, peers = ranks(4)
     with Answering(store, peers, silent={2}):
         found = on_threads([peers[r].culprit for r in (3, 1, 0)])
