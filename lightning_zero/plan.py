@@ -120,7 +120,8 @@ def find_machine(asked: MachineConfig, config: TrainConfig) -> Machine:
     nvme = asked.nvme
     if nvme is None:
         nvme = shutil.disk_usage(path).free if path and os.path.isdir(path) else 0
-    return Machine(gpus, gpu, host, nvme, asked.nodes or config.trainer.num_nodes, shared, config.zero.comm.hierarchy)
+    nodes = asked.nodes or config.trainer.num_nodes or 1
+    return Machine(gpus, gpu, host, nvme, nodes, shared, config.zero.comm.hierarchy)
 
 
 # -- what is shown ----------------------------------------------------------------------------------------------------

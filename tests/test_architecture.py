@@ -17,6 +17,10 @@ LAYERS = ["config", "planning", "memory", "engine", "checkpoint", "strategy", "e
 TOP_LEVEL = {
     "config": "config",
     "presets": "config",
+    "launched": "config",
+    "resume": "config",
+    "startup": "strategy",
+    "environments": "strategy",
     "registration": "strategy",  # imports it when Lightning is there
     "finetuning": "strategy",
     "summary": "strategy",

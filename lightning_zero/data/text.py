@@ -17,7 +17,7 @@ import sysconfig
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_zero.config import ConfigError
+from lightning_zero.data.resumable import ResumableLoader
 
 FORMAT = 1  # of the cache file; part of its name
 SEGMENT_CHUNKS = 16
@@ -230,16 +231,15 @@ class TextData(LightningDataModule):
         return self.val_dataloader()
 
     def _loader(self, data: Chunks, train: bool) -> DataLoader[Tensor]:
-        # Lightning puts a distributed sampler in the place of this one.
-        return DataLoader(
-            data,
-            self.batch_size,
-            shuffle=train,
-            drop_last=train,
-            num_workers=self.num_workers,
-            pin_memory=torch.cuda.is_available(),
-            persistent_workers=self.num_workers > 0,
-        )
+        options: dict[str, Any] = {
+            "drop_last": train,
+            "num_workers": self.num_workers,
+            "pin_memory": torch.cuda.is_available(),
+            "persistent_workers": self.num_workers > 0,
+        }
+        if train:
+            return ResumableLoader(data, self.batch_size, trainer=self.trainer, **options)
+        return DataLoader(data, self.batch_size, **options)  # Lightning gives it a distributed sampler
 
 
 def _whole_number(key: str, value: object, least: int) -> None:

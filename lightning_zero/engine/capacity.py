@@ -7,7 +7,6 @@ that the answer does not depend on which of them comes first, and every rank rai
 from __future__ import annotations
 
 import shutil
-import socket
 from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
@@ -19,6 +18,8 @@ from lightning_zero.engine.build import UnitGroup, bucket_shapes, sizes_of
 from lightning_zero.engine.unit import Bucket, Tiers
 from lightning_zero.memory.collectives import Communicator, gather_objects
 from lightning_zero.memory.limits import available_host_memory
+from lightning_zero.memory.machine import Share, own_path, ranks_on_disk
+from lightning_zero.memory.peers import machine
 from lightning_zero.memory.tiers import HostTier, NvmeTier
 from lightning_zero.planning import memory
 from lightning_zero.planning.memory import Moment, Role
@@ -38,19 +39,22 @@ IO_THREADS = 4  # a disk wants several requests in flight
 
 
 def make_tiers(
-    groups: Sequence[UnitGroup], config: ZeroConfig, comm: Communicator, instances: Collection[int], local_ranks: int
+    groups: Sequence[UnitGroup], config: ZeroConfig, comm: Communicator, instances: Collection[int], share: Share
 ) -> tuple[Tiers, dict[str, Tiers]]:
     """All tiers that the configuration asks for, and each unit's row of them.
 
     Args:
         instances: numbers of the tiers of files that this process has already.
+        share: this rank's part of its machine.
 
     Raises:
         ConfigError: they cannot hold masters and parameters, or the folder for files cannot be used.
     """
     offload = config.offload
+    path = own_path(offload.nvme_path, share, comm.rank) if offload.nvme_path else None
     if offload.name is Offload.auto:
-        rows = split_by_budget(sizes_of(groups, config, comm.shard_size), _budgets(offload, comm, local_ranks))
+        budgets = _budgets(offload, path, comm, share)
+        rows = split_by_budget(sizes_of(groups, config, comm.shard_size), budgets)
     else:
         rows = [OFFLOADS[offload.name]] * len(groups)
     used = {tier for row in rows for tier in row}
@@ -60,9 +64,9 @@ def make_tiers(
     host = HostTier(comm.device, budget=offload.host_budget) if Tier.host in used else None
     nvme = None
     if Tier.nvme in used:
-        assert offload.nvme_path is not None
+        assert path is not None
         nvme = NvmeTier(
-            offload.nvme_path,
+            path,
             rank=comm.rank,
             instance=next(n for n in range(len(instances) + 1) if n not in instances),
             budget=offload.nvme_budget,
@@ -97,9 +101,9 @@ def check_state_fits(
     if tiers.host is not None:
         check_host_memory(comm, needed(Tier.host), offload.host_budget, held=tiers.host.nbytes)
     if tiers.nvme is not None:
-        assert offload.nvme_path is not None
-        free = shutil.disk_usage(offload.nvme_path).free
-        _check_room(_FILES, comm, needed(Tier.nvme), offload.nvme_budget, held=tiers.nvme.nbytes, available=free)
+        place = f"{machine()}, disk {tiers.nvme.disk}"
+        free = tiers.nvme.free_nbytes
+        _check_room(_FILES, comm, place, needed(Tier.nvme), offload.nvme_budget, held=tiers.nvme.nbytes, available=free)
 
 
 class _Kind(NamedTuple):
@@ -136,11 +140,14 @@ def check_host_memory(comm: Communicator, needed: int, budget: int | None, *, he
     Raises:
         ConfigError: with needed and available bytes, and what to change; the same on every rank.
     """
-    _check_room(_MEMORY, comm, needed, budget, held=held, available=available_host_memory() - staging)
+    available = available_host_memory() - staging
+    _check_room(_MEMORY, comm, machine(), needed, budget, held=held, available=available)
 
 
-def _check_room(kind: _Kind, comm: Communicator, needed: int, budget: int | None, *, held: int, available: int) -> None:
-    own = (socket.gethostname(), needed, held, budget is not None and held + needed > budget, available)
+def _check_room(
+    kind: _Kind, comm: Communicator, place: str, needed: int, budget: int | None, *, held: int, available: int
+) -> None:
+    own = (place, needed, held, budget is not None and held + needed > budget, available)
     table = comm.all_gather_objects(own)
     for rank, (_, want, holds, beyond, _) in enumerate(table):
         if beyond:
@@ -170,10 +177,11 @@ def _host_nbytes(
     return staging, memory.on_tier(rest, Tier.host) - staging
 
 
-def _budgets(offload: OffloadConfig, comm: Communicator, local_ranks: int) -> Budgets:
+def _budgets(offload: OffloadConfig, path: str | None, comm: Communicator, share: Share) -> Budgets:
     """Byte budgets of this rank; what is derived from free memory is the least of all ranks."""
-    disk = shutil.disk_usage(offload.nvme_path).free if offload.nvme_path else 0
-    found = default_budgets(_free_on_gpu(comm.device), available_host_memory(), disk, local_ranks)
+    on_disk = ranks_on_disk(comm, path)
+    disk = shutil.disk_usage(path).free // on_disk if path else 0
+    found = default_budgets(_free_on_gpu(comm.device), available_host_memory(), disk, share.local_ranks)
     least = (-comm.max_(-torch.tensor(found, dtype=torch.int64))).tolist()
     return Budgets(*least).with_given(offload.device_budget, offload.host_budget, offload.nvme_budget)
 
@@ -187,8 +195,8 @@ def _free_on_gpu(device: torch.device) -> int:
 
 def find_topology(
     groups: Sequence[UnitGroup], config: ZeroConfig, group: Any, device: torch.device, node: str
-) -> tuple[Topology, int]:
-    """On all ranks: which of them share shards, and how many share this rank's host.
+) -> Topology:
+    """On all ranks: which of them share shards.
 
     Args:
         group: all ranks of the engine; None for one.
@@ -197,7 +205,7 @@ def find_topology(
     Raises:
         ConfigError: ``zero.comm.hierarchy=node`` on nodes with different numbers of ranks.
     """
-    own = (node, socket.gethostname(), _free_on_gpu(device), available_host_memory())
+    own = (node, machine(), _free_on_gpu(device), available_host_memory())
     table = gather_objects(group, own)
     names = [name for name, *_ in table]
     local_ranks = Counter(host for _, host, *_ in table)
@@ -209,8 +217,7 @@ def find_topology(
             for _, name, gpu, host in table
         )
         hierarchy = Hierarchy.node if by_node_fits else Hierarchy.flat
-    topology = by_node(names) if hierarchy is Hierarchy.node else flat(names)
-    return topology, local_ranks[socket.gethostname()]
+    return by_node(names) if hierarchy is Hierarchy.node else flat(names)
 
 
 def _fits_half(

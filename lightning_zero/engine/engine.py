@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_zero.config import ConfigError, Precision, Recompute, ZeroConfig, check_rounding
+from lightning_zero.config import ConfigError, Offload, Precision, Recompute, ZeroConfig, check_rounding
 from lightning_zero.engine import build, capacity
 from lightning_zero.engine.buffers import BufferSync
 from lightning_zero.engine.gradients import Reducer
@@ -39,6 +39,7 @@ from lightning_zero.engine.recompute import recompute_forward
 from lightning_zero.engine.sentinels import Sentinels
 from lightning_zero.engine.unit import Bucket, State, Tiers, Unit
 from lightning_zero.memory.collectives import ABANDON_S, Communicator
+from lightning_zero.memory.machine import Share, share_of_machine
 from lightning_zero.planning.placement import ON_DEVICE
 
 _DROPPED = "for storage of size 0"  # what torch says of a saved view whose memory is gone
@@ -79,7 +80,6 @@ class Engine:
         units: the root first, then in the order of ``named_modules``.
         comm: collectives, their counts and observers.
         optimizers: the optimizers that step this engine's shards.
-        local_ranks: ranks on this host, which share its memory, cores and disk.
         in_backward: a backward is running.
     """
 
@@ -92,7 +92,7 @@ class Engine:
         check_rounding(config.precision.stochastic_rounding, self.precision)
         self._module = weakref.ref(module)
         groups = build.describe_units(module, config, self.precision)
-        topology, self.local_ranks = capacity.find_topology(groups, config, group, device, node)
+        topology = capacity.find_topology(groups, config, group, device, node)
         self.comm = Communicator(
             group,
             device,
@@ -101,6 +101,7 @@ class Engine:
             topology=topology,
         )
         self.tiers = Tiers(ON_DEVICE)
+        self._share = share_of_machine(self.comm) if config.offload.name is not Offload.none else Share()
         try:
             self.units: list[Unit] = build.build_units(module, groups, config, self.comm, self._make_tiers(groups))
         except BaseException:
@@ -157,7 +158,7 @@ class Engine:
     def _make_tiers(self, groups: Sequence[build.UnitGroup]) -> dict[str, Tiers]:
         """Each unit's row of tiers."""
         taken = {other.tiers.nvme.instance for other in engines() if other.tiers.nvme is not None}
-        self.tiers, by_unit = capacity.make_tiers(groups, self.config, self.comm, taken, self.local_ranks)
+        self.tiers, by_unit = capacity.make_tiers(groups, self.config, self.comm, taken, self._share)
         weakref.finalize(self, _close_tiers, self.tiers, os.getpid())  # also at the end of the process
         return by_unit
 
@@ -741,7 +742,7 @@ class Engine:
 
     def _submit(self, jobs: list[StepJob]) -> None:
         if self._worker is None:
-            self._worker = StepWorker(self.config.offload.threads or default_threads(self.local_ranks))
+            self._worker = StepWorker(self.config.offload.threads or default_threads(self._share.cpus))
         numbers = {b: i for i, b in enumerate(self.buckets)}
         event = self.comm.streams.mark()
         for job in jobs:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 from pathlib import Path
 
 
@@ -27,6 +29,24 @@ def available_host_memory(root: Path = Path("/")) -> int:
         inner = Path(path.lstrip("/"))
         bounds += [left for level in (inner, *inner.parents) if (left := _left(mount / level, *names)) is not None]
     return max(0, min(bounds))
+
+
+def available_cpus(root: Path = Path("/")) -> int:
+    """Cores that this process may use: its affinity, and the quota of its cgroup (v2) and those above it.
+
+    Args:
+        root: where ``proc`` and ``sys`` are; other than ``/`` in tests.
+    """
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    for line in lines_of(root / "proc/self/cgroup"):
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            inner = Path(path.lstrip("/"))
+            for level in (inner, *inner.parents):
+                quota, _, period = "".join(lines_of(root / "sys/fs/cgroup" / level / "cpu.max")).partition(" ")
+                if quota.isdigit() and period.isdigit():
+                    cpus = min(cpus, math.ceil(int(quota) / int(period)))
+    return max(1, cpus)
 
 
 def _left(folder: Path, limit_name: str, usage_name: str, prefix: str) -> int | None:

@@ -413,6 +413,16 @@ class NvmeTier:
     def nbytes(self) -> int:
         return self._nbytes
 
+    @property
+    def free_nbytes(self) -> int:
+        """Bytes that the disk can still give, to all who use it."""
+        return self._file.free_nbytes()
+
+    @property
+    def disk(self) -> int:
+        """A number of the disk, the same for all folders on it."""
+        return os.stat(self._folder).st_dev
+
     def reserve(self, wanted: Sequence[Wanted]) -> list[Extent]:
         total = _lay_out(wanted, 0, PAGE)[1]
         with self._lock:

@@ -152,7 +152,7 @@ def _tiers(model: Model, stage: Stage, offload: Offload, machine: Machine, setti
         ranks = machine.gpus if machine.hierarchy is Hierarchy.node else machine.world_size
         sizes.append(memory.unit_bytes(name, shapes, STAGES[stage], ranks))
     device = 0 if machine.shared else machine.gpu_memory
-    found = default_budgets(device, machine.host_memory, machine.nvme, machine.gpus)
+    found = default_budgets(device, machine.host_memory, machine.nvme // machine.gpus, machine.gpus)
     return split_by_budget(sizes, found.with_given(settings.device_budget, settings.host_budget, settings.nvme_budget))
 
 

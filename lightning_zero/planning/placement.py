@@ -110,13 +110,14 @@ class Budgets(NamedTuple):
 
 def default_budgets(device: int, host: int, nvme: int, local_ranks: int) -> Budgets:
     """What a rank takes where no budget is given: half of its device (activations and gathered parameters need the
-    rest), and its share of the host's memory, less a tenth, and of its disk.
+    rest), its share of the host's memory, less a tenth, and its share of the disk.
 
     Args:
         device: bytes of one device; 0 where it is the host itself.
-        host, nvme: bytes of one host, shared by ``local_ranks``.
+        host: bytes of one host, shared by ``local_ranks``.
+        nvme: bytes of files for this rank.
     """
-    return Budgets(device // 2, int(host * 0.9) // local_ranks, nvme // local_ranks)
+    return Budgets(device // 2, int(host * 0.9) // local_ranks, nvme)
 
 
 def split_by_budget(units: Sequence[UnitBytes], budgets: Budgets) -> list[TierRow]:

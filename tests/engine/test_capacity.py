@@ -14,7 +14,7 @@ import lightning_zero
 from lightning_zero.config import ConfigError
 from lightning_zero.engine import capacity
 from lightning_zero.engine.usage import held_bytes
-from lightning_zero.memory.tiers import HostTier
+from lightning_zero.memory.tiers import HostTier, NvmeTier
 from lightning_zero.planning.memory import Role
 from lightning_zero.planning.placement import Tier
 from tests.engine.support import Model, Sharded, accumulate, adamw
@@ -67,8 +67,8 @@ def test_files_are_asked_for_as_well(tmp_path: Path) -> None:
     offload = {"name": "nvme", "nvme_path": str(tmp_path)}
     module = Model(width=WIDTH)
     engine = lightning_zero.shard(module, device="cpu", offload=offload)
-    usage = mock.Mock(return_value=mock.Mock(free=7 * NUMEL))
-    with mock.patch.object(capacity.shutil, "disk_usage", usage), pytest.raises(ConfigError, match="bytes of files"):
+    free = mock.PropertyMock(return_value=7 * NUMEL)
+    with mock.patch.object(NvmeTier, "free_nbytes", free), pytest.raises(ConfigError, match="bytes of files"):
         engine.add_optimizer(torch.optim.AdamW(module.parameters()))
     engine.release()
 
