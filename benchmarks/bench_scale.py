@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import cProfile
 import gc
 import importlib
 import json
@@ -86,6 +87,7 @@ class Result:
         counts: logical collectives of one step by kind.
         exchanges: agreements on the next gather, in the first step and in the following one.
         norm_table_nbytes: partial sums of a gradient norm, one for each bucket and rank: the table of shards.
+        calls: of functions in one step.
         build_s: CPU seconds.
         host_mib: resident memory of this process that the engine and its first steps took.
         overhead_us: host microseconds per unit and step; None where nothing was timed.
@@ -105,6 +107,7 @@ class Result:
     counts: dict[str, int] = field(default_factory=dict)
     exchanges: tuple[int, int] = (0, 0)
     nbytes: dict[str, int] = field(default_factory=dict)
+    calls: int = 0
     build_s: float = 0.0
     host_mib: float = 0.0
     overhead_us: float | None = None
@@ -226,8 +229,11 @@ def measure(case: Case, rounds: int) -> Result:
         result = _describe(case, engine)
         _check_steps(engine, model, optimizer, result)
         result.build_s, result.host_mib = build_s, _resident_mib() - resident
-        if rounds:
-            _time(result, model, optimizer, rounds)
+        compute_nothing(model)
+        with scaling_costs_nothing():
+            result.calls = _calls(model, optimizer)
+            if rounds:
+                _time(result, model, optimizer, rounds)
         engine.release()
     return result
 
@@ -301,24 +307,32 @@ def _check_bytes(engine: Any, moment: Any) -> dict[str, int]:
     return {role.value: nbytes for (role, _), nbytes in held.items()}
 
 
+def _calls(model: GPT, optimizer: Any) -> int:
+    """Calls of functions, Python's and C's, in one step: what time is spent on, without a clock."""
+    train_step(model, optimizer)
+    profile = cProfile.Profile()
+    profile.enable()
+    train_step(model, optimizer)
+    profile.disable()
+    return sum(entry.callcount for entry in profile.getstats())
+
+
 def _time(result: Result, model: GPT, optimizer: Any, rounds: int) -> None:
     """A step under the engine and one of the bare model, in turns."""
     bare = make_model(result.case.sizes).bfloat16()
     bare_optimizer = make_adamw(bare)
-    compute_nothing(model)
     compute_nothing(bare)
     overhead, alone = [], []
-    with scaling_costs_nothing():
-        for turn in range(WARM_UP + rounds):
-            gc.collect()
-            times = []
-            for side in ((bare, bare_optimizer), (model, optimizer)):
-                started = time.process_time()  # nothing in it waits, and other processes do not count
-                train_step(*side)
-                times.append((time.process_time() - started) * 1e6 / result.units)
-            if turn >= WARM_UP:
-                alone.append(times[0])
-                overhead.append(times[1] - times[0])
+    for turn in range(WARM_UP + rounds):
+        gc.collect()
+        times = []
+        for side in ((bare, bare_optimizer), (model, optimizer)):
+            started = time.process_time()  # nothing in it waits, and other processes do not count
+            train_step(*side)
+            times.append((time.process_time() - started) * 1e6 / result.units)
+        if turn >= WARM_UP:
+            alone.append(times[0])
+            overhead.append(times[1] - times[0])
     result.overhead_us, result.bare_us = statistics.median(overhead), statistics.median(alone)
     low, _, high = statistics.quantiles(overhead, n=4) if rounds > 1 else overhead * 3
     result.spread_us = low, high
@@ -383,7 +397,6 @@ def by_stage(result: Result) -> dict[str, Any]:
         "parameters": human_bytes(nbytes["compute_param"]),
         "gradients": human_bytes(nbytes["grad"]),
         "masters, state": human_bytes(nbytes["master_param"] + nbytes["optim_state"]),
-        "fragments": result.fragments,
         **_timed(result),
     }
 
@@ -400,6 +413,7 @@ def by_world(result: Result) -> dict[str, Any]:
         "padding": f"{1 - result.used_numel / result.padded_numel:.2%}",
         "agreements, first / next step": "{} / {}".format(*result.exchanges),
         "table of shards": human_bytes(result.norm_table_nbytes),
+        "calls per unit": round(result.calls / result.units),
         "build s": round(result.build_s, 2),
         "host MiB": round(result.host_mib),
         **_timed(result),
@@ -407,14 +421,13 @@ def by_world(result: Result) -> dict[str, Any]:
 
 
 def _timed(result: Result) -> dict[str, Any]:
-    if result.overhead_us is None or result.spread_us is None or result.bare_us is None:
+    if result.overhead_us is None or result.spread_us is None:
         return {}
     low, high = result.spread_us
     return {
         "us per unit": round(result.overhead_us),
         "quartiles": f"{low:.0f}-{high:.0f}",
         "us per bucket": round(result.overhead_us * result.units / result.buckets),
-        "bare us": round(result.bare_us),
     }
 
 
