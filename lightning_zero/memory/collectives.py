@@ -323,6 +323,7 @@ class Communicator:
         self.shard_rank, self.shard_size = self._shards.index(self.rank), self.topology.shard_size
         self.replicas = self.topology.replicas
         self.replica = self.topology.shard_groups.index(self._shards)
+        self._from_other_nodes = self.topology.share_from_other_nodes(self.rank, self._shards)
         self.across_nbytes: Counter[str] = Counter()
         self.counts: Counter[tuple[str, str]] = Counter()
         self.observers: list[Callable[[str, str], None]] = []
@@ -476,10 +477,6 @@ class Communicator:
             work.wait()
             return shard.copy_(data) if host else shard
         return Pending(self, label, [work], lambda: data)
-
-    @property
-    def _from_other_nodes(self) -> float:
-        return self.topology.share_from_other_nodes(self.rank, self._shards)
 
     def _pending(self, label: str, works: list[Any], finish: Callable[[], Any], stream: Any) -> Pending:
         if stream is None:

@@ -116,16 +116,21 @@ def lay_out(numels: Sequence[int], world_size: int, *, shard_align: int = SHARD_
 
 
 def split_by_bytes(nbytes: Sequence[int], limit: int) -> list[list[int]]:
-    """Group consecutive items so that each group holds at most ``limit`` bytes; a larger item stands alone."""
+    """Group items so that each group holds at most ``limit`` bytes; a larger item stands alone.
+
+    Each goes to the first group with room, so that small ones (the biases between weights that fill a group each)
+    travel together. Groups, and items inside them, are in order.
+    """
     groups: list[list[int]] = []
-    total = 0
+    room: list[int] = []
     for index, size in enumerate(nbytes):
-        if groups and total + size <= limit:
-            groups[-1].append(index)
-            total += size
-        else:
+        place = next((n for n, left in enumerate(room) if size <= left), None)
+        if place is None:
             groups.append([index])
-            total = size
+            room.append(limit - size)
+        else:
+            groups[place].append(index)
+            room[place] -= size
     return groups
 
 

@@ -118,11 +118,17 @@ def test_a_left_out_fragment_parts_its_neighbours() -> None:
 @given(st.lists(st.integers(0, 100), max_size=20), st.integers(1, 120))
 def test_split_by_bytes_keeps_order_and_limit(nbytes: list[int], limit: int) -> None:
     groups = split_by_bytes(nbytes, limit)
-    assert [i for group in groups for i in group] == list(range(len(nbytes)))
+    assert sorted(i for group in groups for i in group) == list(range(len(nbytes)))
+    assert groups == sorted(sorted(group) for group in groups)
     for group in groups:
         assert sum(nbytes[i] for i in group) <= limit or len(group) == 1
-    for group, following in pairwise(groups):
-        assert sum(nbytes[i] for i in group) + nbytes[following[0]] > limit  # no group is cut too early
+    for group, following in pairwise(groups):  # no group is begun while an earlier one has room
+        earlier = [i for i in group if i < following[0]]
+        assert sum(nbytes[i] for i in earlier) + nbytes[following[0]] > limit
+
+
+def test_biases_between_weights_that_fill_a_bucket_travel_together() -> None:
+    assert split_by_bytes([100, 1, 100, 1, 120, 1], 100) == [[0], [1, 3, 5], [2], [4]]
 
 
 def test_a_bucket_with_fewer_elements_than_ranks_has_empty_shards() -> None:
