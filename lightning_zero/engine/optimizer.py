@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zero.config import ConfigError
-from lightning_zero.engine.chunks import PER_TENSOR, is_elementwise, salt_of, step_in_chunks
+from lightning_zero.engine.chunks import is_elementwise, salt_of, step_in_chunks
 from lightning_zero.engine.homes import opened
 from lightning_zero.engine.offload import StepJob
+from lightning_zero.engine.runs import FlatRun, ParamStates, Runs
 from lightning_zero.engine.unit import Bucket, ParamInfo
-from lightning_zero.planning.layout import Fragment, Run, cut_runs
 
 # Optimizers of torch that compute every element from that element's value, gradient and state alone.
 ELEMENTWISE = (
@@ -49,28 +49,6 @@ class Place(NamedTuple):
 
     bucket: Bucket
     info: ParamInfo
-
-
-class Sliced(NamedTuple):
-    """A state value of one fragment, whose tensor may rest in a file."""
-
-    whole: Tensor  # of the run
-    start: int
-    numel: int
-
-    @property
-    def tensor(self) -> Tensor:
-        """The values [fragment.numel]; the bucket's home is open."""
-        return self.whole[self.start : self.start + self.numel]
-
-
-class FlatRun(NamedTuple):
-    """A run and the tensor that stands for it in the optimizer."""
-
-    bucket: Bucket
-    run: Run
-    tensor: Tensor  # [run.stop - run.start], a slice of bucket.master
-    base: Tensor  # bucket.master as it was when the run was cut
 
 
 def is_known(optimizer: Optimizer) -> bool:
@@ -103,6 +81,7 @@ class ShardedOptimizer:
 
     Attributes:
         optimizer: the user's object, patched.
+        runs: what stands in its param groups inside ``step``.
     """
 
     def __init__(
@@ -139,9 +118,7 @@ class ShardedOptimizer:
         self._place_of = place_of
         self._used, self._landing, self._before, self._after = used, landing, before, after
         self._submit = submit
-        self._per_fragment = not any(isinstance(optimizer, kind) for kind in ELEMENTWISE)
-        self._steps: dict[tuple[Bucket, int], int] = {}  # step count of a parameter
-        self._runs: dict[Bucket, list[tuple[int, FlatRun]]] = {}  # bucket -> (param group, run), in order
+        self.runs = Runs(optimizer, per_fragment=not any(isinstance(optimizer, kind) for kind in ELEMENTWISE))
         self._device_type = device_type
         self._patch()
         self.places()
@@ -217,6 +194,18 @@ class ShardedOptimizer:
             counts.append(sum(is_elementwise(name, value, probe) for name, value in shadow.state[probe].items()))
         return max(counts)
 
+    def _group_of(self) -> dict[Bucket, dict[int, int]]:
+        """For each bucket: slot -> param group."""
+        result: dict[Bucket, dict[int, int]] = {}
+        for index, group in enumerate(self.places()):
+            for place in group:
+                result.setdefault(place.bucket, {})[place.info.slot] = index
+        return result
+
+    def load_param_states(self, states: ParamStates) -> None:
+        """Replace all state; see :meth:`Runs.load`."""
+        self.runs.load(states, self._group_of())
+
     # -- step -----------------------------------------------------------------------------------------------------
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -227,8 +216,8 @@ class ShardedOptimizer:
         self._before(self.params(), early)
         used = self._used()
         changed = self._arrange(used, early)
-        lazy = [b for b in self._runs if b in changed and self._is_lazy(b)]
-        eager = [b for b in self._runs if b in changed and b not in lazy]
+        lazy = [b for b in self.runs.buckets() if b in changed and self._is_lazy(b)]
+        eager = [b for b in self.runs.buckets() if b in changed and b not in lazy]
         jobs = [self._job(bucket, used) for bucket in lazy]
         with (
             torch.inference_mode(False),
@@ -254,9 +243,9 @@ class ShardedOptimizer:
             if any(info.param.requires_grad and info.slot not in groups[bucket] for info in bucket.params):
                 return  # some of it belongs to no optimizer: not a case to be fast in
             early.add(bucket)
-            active = set(groups[bucket])
-            self._advance(bucket, groups[bucket], active)
-            if bucket in self._runs:  # otherwise all of it belongs to other ranks
+            active = {slot for slot in groups[bucket] if bucket.params[slot].param.requires_grad}
+            self.runs.advance(bucket, groups[bucket], active)
+            if self.runs.of(bucket):  # otherwise all of it belongs to other ranks
                 self._submit([self._job(bucket, {id(bucket.params[slot].param) for slot in active})])
 
         try:
@@ -283,7 +272,7 @@ class ShardedOptimizer:
                 stack.enter_context(opened(bucket.home, changed=True))
             yield
             for bucket in buckets:
-                self._adopt(bucket)
+                self.runs.adopt(bucket)
                 bucket.push()
 
     def _job(self, bucket: Bucket, used: set[int]) -> StepJob:
@@ -296,7 +285,7 @@ class ShardedOptimizer:
             with torch.inference_mode(False), torch.no_grad():
                 with self._runs_in_groups(shadow, [bucket], used, claimed()):
                     step(shadow)
-                self._adopt(bucket)
+                self.runs.adopt(bucket)
 
         return StepJob(bucket, run)
 
@@ -315,16 +304,6 @@ class ShardedOptimizer:
         shadow._optimizer_step_post_hooks = OrderedDict()
         return shadow
 
-    def _adopt(self, bucket: Bucket) -> None:
-        """Tell the bucket's home which state tensors rest beside the master."""
-        states = [
-            value
-            for run in self.runs_of(bucket)
-            for name, value in self.optimizer.state.get(run.tensor, {}).items()
-            if is_elementwise(name, value, run.tensor)
-        ]
-        bucket.home.adopt(states)
-
     def _arrange(self, used: set[int], early: set[Bucket]) -> set[Bucket]:
         """Bring the runs up to date with param groups and step counts; the buckets that this step changes.
 
@@ -337,76 +316,12 @@ class ShardedOptimizer:
             if not bucket.trainable or bucket in early:
                 continue
             active = {slot for slot in groups if id(bucket.params[slot].param) in used}
-            self._advance(bucket, groups, active)
+            self.runs.advance(bucket, groups, active)
             if active:
                 changed.add(bucket)
-        for bucket in [b for b in self._runs if b not in group_of]:
-            for _, run in self._runs.pop(bucket):
-                self.optimizer.state.pop(run.tensor, None)
+        for bucket in [b for b in self.runs.buckets() if b not in group_of]:
+            self.runs.drop(bucket)
         return changed
-
-    def _advance(self, bucket: Bucket, groups: dict[int, int], active: set[int]) -> None:
-        """Cut the runs for a step of the slots in ``active``, and count it."""
-        self._cut(bucket, groups, active)
-        for slot in active:
-            self._steps[bucket, slot] = self._steps.get((bucket, slot), 0) + 1
-
-    def _cut(self, bucket: Bucket, groups: dict[int, int], active: set[int] | None = None) -> None:
-        """Cut a bucket's fragments into runs by param group, step count and whether they are used now."""
-        fragments = bucket.owned_fragments()
-        keys: list[object] = []
-        for fragment in fragments:
-            slot = fragment.index
-            if slot not in groups:
-                keys.append(None)
-                continue
-            own = slot if self._per_fragment else -1
-            used_now = active is None or slot in active
-            keys.append((groups[slot], self._steps.get((bucket, slot), 0), used_now, own))
-        wanted = cut_runs(fragments, keys)
-        present = self._runs.get(bucket, [])
-        # ``runs`` are plain tuples of integers, so this comparison is the whole check of whether anything changed.
-        same_cuts = [(g, r.run) for g, r in present] == [(key[0], run) for key, run in wanted]  # type: ignore[index]
-        if same_cuts and all(r.base is bucket.master for _, r in present):
-            return
-        with opened(bucket.home):
-            runs: list[tuple[int, FlatRun]] = []
-            for key, run in wanted:
-                stop = run.fragments[-1].start + run.fragments[-1].numel if self._per_fragment else run.stop
-                tensor = bucket.master[run.start : stop].detach()
-                runs.append((key[0], FlatRun(bucket, run, tensor, bucket.master)))  # type: ignore[index]
-            self._hand_over(present, runs)
-            self._runs[bucket] = runs
-            self._adopt(bucket)
-
-    def _hand_over(self, old: Sequence[tuple[int, FlatRun]], new: Sequence[tuple[int, FlatRun]]) -> None:
-        """Give the new runs their parts of the old runs' state."""
-        states = {id(r): self.optimizer.state.pop(r.tensor, {}) for _, r in old}
-        for _, target in new:
-            pieces = []
-            for _, source in old:
-                low, high = max(source.run.start, target.run.start), min(source.run.stop, target.run.stop)
-                if low < high and states[id(source)]:
-                    pieces.append((low, high, source))
-            if pieces:
-                self.optimizer.state[target.tensor] = self._assemble(pieces, target, states)
-
-    @staticmethod
-    def _assemble(
-        pieces: Sequence[tuple[int, int, FlatRun]], target: FlatRun, states: dict[int, dict[str, Any]]
-    ) -> dict[str, Any]:
-        low, high, first = pieces[0]
-        result: dict[str, Any] = {}
-        for name, value in states[id(first)].items():
-            if not is_elementwise(name, value, first.tensor):
-                result[name] = value.clone() if isinstance(value, Tensor) else value
-                continue
-            result[name] = torch.zeros_like(target.tensor, dtype=value.dtype)
-            for low, high, source in pieces:
-                part = states[id(source)][name][low - source.run.start : high - source.run.start]
-                start = low - target.run.start
-                result[name][start : start + part.numel()].copy_(part)
-        return result
 
     @contextlib.contextmanager
     def _runs_in_groups(
@@ -419,7 +334,7 @@ class ShardedOptimizer:
         converted: list[tuple[int, FlatRun, Tensor]] = []
         for bucket in buckets:
             full = bucket.grad if grad is None else grad
-            for index, run in self._runs[bucket]:
+            for index, run in self.runs.grouped(bucket):
                 if full is None or not self._is_used(run, used):
                     continue
                 part = full[run.run.start : run.run.start + run.tensor.numel()]
@@ -463,8 +378,8 @@ class ShardedOptimizer:
                 group["fused"] = True
             rounding = None
             if self._rounds(run):
-                step = self._steps[run.bucket, run.run.fragments[0].index]
-                rounding = run.bucket.owned_range[0] + run.run.start, salt_of(run.bucket.label, step)
+                salt = salt_of(run.bucket.label, self.runs.step_count(run))
+                rounding = run.bucket.owned_range[0] + run.run.start, salt
             step_in_chunks(shadow, group, run.tensor, grad, rounding=rounding)
 
     def _start_momentum(self, group: dict[str, Any], params: Sequence[Tensor]) -> None:
@@ -491,79 +406,8 @@ class ShardedOptimizer:
             return False  # torch refuses it there
         return free and isinstance(self.optimizer, FUSED) and all(p.is_floating_point() for p in params)
 
-    # -- state, keyed by parameter ----------------------------------------------------------------------------------
-
-    def runs_of(self, bucket: Bucket) -> list[FlatRun]:
-        return [run for _, run in self._runs.get(bucket, [])]
-
-    def fragment_states(self, bucket: Bucket) -> Iterator[tuple[Fragment, dict[str, Any]]]:
-        """This rank's state of a bucket's fragments: values with an element per element come as :class:`Sliced`."""
-        for run in self.runs_of(bucket):
-            state = self.optimizer.state.get(run.tensor, {})
-            for fragment in run.run.fragments if state else ():
-                start = fragment.start - run.run.start
-                yield (
-                    fragment,
-                    {
-                        name: Sliced(value, start, fragment.numel) if is_elementwise(name, value, run.tensor) else value
-                        for name, value in state.items()
-                    },
-                )
-
-    def load_param_states(self, states: dict[tuple[Bucket, int], dict[str, Any]]) -> None:
-        """Replace all state. ``states``: for a parameter, its full tensors (any shape of its numel) or plain values."""
-        self.optimizer.state.clear()
-        self._runs.clear()
-        self._steps = {key: _step_count(state) for key, state in states.items()}
-        for bucket, groups in self._group_of().items():
-            if not bucket.trainable and any((bucket, slot) in states for slot in groups):
-                bucket.make_trainable()  # a fine-tuning callback had thawed it, and will again
-            if bucket.trainable:
-                self._cut(bucket, groups)
-                with opened(bucket.home, changed=True):
-                    for run in self.runs_of(bucket):
-                        self._fill_state(run, states)
-                    self._adopt(bucket)
-
-    def _group_of(self) -> dict[Bucket, dict[int, int]]:
-        """For each bucket: slot -> param group."""
-        result: dict[Bucket, dict[int, int]] = {}
-        for index, group in enumerate(self.places()):
-            for place in group:
-                result.setdefault(place.bucket, {})[place.info.slot] = index
-        return result
-
-    def _fill_state(self, run: FlatRun, states: dict[tuple[Bucket, int], dict[str, Any]]) -> None:
-        first = states.get((run.bucket, run.run.fragments[0].index))
-        if not first:
-            return
-        state: dict[str, Any] = {}
-        shape = run.bucket.params[run.run.fragments[0].index].shape
-        for name, value in first.items():
-            if name in PER_TENSOR or not isinstance(value, Tensor) or value.shape != shape:
-                # Fused kernels want the step count on the device; on the host it is there already.
-                state[name] = value.to(run.tensor.device, copy=True) if isinstance(value, Tensor) else value
-                continue
-            flat = torch.zeros(run.tensor.numel(), dtype=_state_dtype(value, run.tensor), device=run.tensor.device)
-            for fragment in run.run.fragments:
-                source = states[run.bucket, fragment.index][name].reshape(-1)
-                start = fragment.start - run.run.start
-                flat[start : start + fragment.numel].copy_(source[fragment.offset : fragment.offset + fragment.numel])
-            state[name] = flat
-        self.optimizer.state[run.tensor] = state
-
 
 def without_autocast(device_type: str) -> contextlib.AbstractContextManager[Any]:
     """Autocast switched off, on devices that know it (the meta device does not)."""
     known = torch.amp.is_autocast_available(device_type)
     return torch.autocast(device_type, enabled=False) if known else contextlib.nullcontext()
-
-
-def _state_dtype(value: Tensor, tensor: Tensor) -> torch.dtype:
-    return tensor.dtype if value.is_floating_point() else value.dtype
-
-
-def _step_count(state: dict[str, Any]) -> int:
-    """Only equality matters: parameters with equal counts share a run. SGD keeps no count, but state or none."""
-    step = state.get("step", 1 if state else 0)
-    return int(step.item()) if isinstance(step, Tensor) else int(step or 0)

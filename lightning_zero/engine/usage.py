@@ -73,7 +73,7 @@ def _pages(nbytes: int) -> int:
 
 def _state_tensors(engine: Engine, bucket: Bucket) -> Iterator[Tensor]:
     for sharded in engine.optimizers:
-        for run in sharded.runs_of(bucket):
+        for run in sharded.runs.of(bucket):
             state = list(sharded.optimizer.state.get(run.tensor, {}).values())  # a step may be under way
             yield from (v for v in state if isinstance(v, Tensor) and v.shape == run.tensor.shape)
 
@@ -91,7 +91,7 @@ def state_tensors(engine: Engine) -> int:
     """Elementwise tensors that the optimizers keep for each parameter, as far as they have stepped."""
     counts = [0]
     for bucket in engine.buckets:
-        runs = sum(len(sharded.runs_of(bucket)) for sharded in engine.optimizers)
+        runs = sum(len(sharded.runs.of(bucket)) for sharded in engine.optimizers)
         counts.append(sum(1 for _ in _state_tensors(engine, bucket)) // max(1, runs))
     return max(counts)
 

@@ -15,7 +15,8 @@ from torch.overrides import TorchFunctionMode
 from lightning_zero.config import ConfigError
 from lightning_zero.engine.engine import Engine, outside_autograd
 from lightning_zero.engine.homes import opened
-from lightning_zero.engine.optimizer import Place, ShardedOptimizer, Sliced
+from lightning_zero.engine.optimizer import Place, ShardedOptimizer
+from lightning_zero.engine.runs import Sliced
 from lightning_zero.engine.unit import Bucket, State
 from lightning_zero.planning.placement import Placement
 
@@ -282,7 +283,7 @@ def _who_has_what(buckets: list[Bucket], sharded: ShardedOptimizer) -> dict[_Key
     """This rank's state by parameter: a dtype stands for a sliced value, plain values for themselves."""
     local: dict[_Key, dict[str, Any]] = {}
     for i, bucket in enumerate(buckets):
-        for fragment, state in sharded.fragment_states(bucket):
+        for fragment, state in sharded.runs.fragment_states(bucket):
             entry = local.setdefault((i, fragment.index), {})
             for name, value in state.items():
                 if isinstance(value, Sliced):
@@ -295,7 +296,7 @@ def _who_has_what(buckets: list[Bucket], sharded: ShardedOptimizer) -> dict[_Key
 def _local_parts(bucket: Bucket, sharded: ShardedOptimizer) -> dict[str, list[tuple[int, int, Tensor]]]:
     """This rank's slices of a bucket's state: name -> (start in the owned range, numel, values)."""
     parts: dict[str, list[tuple[int, int, Tensor]]] = {}
-    for fragment, state in sharded.fragment_states(bucket):
+    for fragment, state in sharded.runs.fragment_states(bucket):
         for name, value in state.items():
             if isinstance(value, Sliced):
                 parts.setdefault(name, []).append((fragment.start, fragment.numel, value.tensor))
