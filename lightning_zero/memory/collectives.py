@@ -21,6 +21,7 @@ later free on the compute stream is ordered behind it and no ``record_stream`` i
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 import time
 from collections import Counter
@@ -543,9 +544,17 @@ class _Watchdog:
                     self._store.set(self._key(comm.rank), place)
                     posted = place
                 self.peers.answer()
+                if comm.device.type == "cuda":
+                    self._listen(comm)
             except Exception:  # the store is gone with its server: this rank will hear of it elsewhere
                 return
             comm = None  # or it would live through the next wait
+
+    def _listen(self, comm: Communicator) -> None:
+        """NCCL ends the process after the group's timeout, and names nobody; this thread can only say who it was."""
+        silent = self.peers.silent_neighbour(comm.stall_timeout_s)
+        if silent is not None:
+            print(f"rank {comm.rank}: {silent}; this rank is at: {comm.place}", file=sys.stderr, flush=True)
 
     def places(self) -> list[str]:
         found = []
