@@ -439,10 +439,12 @@ class Communicator:
             self.waited_s += time.monotonic() - started
         except RuntimeError as error:
             waited = time.monotonic() - started
-            if waited < 0.9 * self.stall_timeout_s:
+            if is_broken_connection(error):
                 raise PeerError(
                     f"rank {self.rank}: {self._culprit()}; noticed during {label!r} ({self.place}): {error}"
                 ) from error
+            if waited < 0.9 * self.stall_timeout_s:
+                raise RuntimeError(f"rank {self.rank}: {label!r} failed ({self.place}): {error}") from error
             raise StallError(self._stall_message(label, waited)) from error
 
     def _stall_message(self, label: str, waited: float) -> str:

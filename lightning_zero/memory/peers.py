@@ -28,8 +28,8 @@ from typing import Any
 ROLL_CALL_S = 10.0  # a rank that is only busy must come to answer
 DYING_S = 1.0  # from the end of a process's connections to its end
 _BROKEN = re.compile(
-    r"connection (was )?(closed|reset|refused)|closed by peer|broken pipe|socket (is )?closed|(read|write|recv|send)\w*"
-    r" (error|failed)|remote process exited",
+    r"connection (was )?(closed|reset|refused|timed out)|closed by peer|broken pipe|socket (is )?closed"
+    r"|(read|write|recv|send)\w* (error|failed)|remote process exited|no route to host|network is unreachable",
     re.IGNORECASE,
 )
 
