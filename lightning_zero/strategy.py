@@ -36,7 +36,7 @@ from torch.optim import Optimizer
 from lightning_zero import averaging, finetuning
 from lightning_zero.config import ConfigError, Precision, PrecisionConfig, ZeroConfig, make_config
 from lightning_zero.engine import Engine, engine_of, shard, values
-from lightning_zero.interruptions import Requeue, refuse_lonely_save
+from lightning_zero.interruptions import Left, Requeue, refuse_lonely_save
 from lightning_zero.precision import FLAGS, ZeroPrecision
 from lightning_zero.summary import print_units
 
@@ -328,6 +328,8 @@ class ZeroStrategy(ParallelStrategy):
     def on_exception(self, exception: BaseException) -> None:
         """No collective here: the other ranks may be gone."""
         global _FAILED
+        if isinstance(exception, Left):  # between two steps, on all ranks
+            return
         _FAILED = True
         module = self.lightning_module
         engine = engine_of(module) if module is not None else None

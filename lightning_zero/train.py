@@ -25,6 +25,8 @@ from omegaconf.errors import OmegaConfBaseException
 from lightning_zero.build import accepted_arguments, build, build_all
 from lightning_zero.config import ConfigError, choose
 from lightning_zero.hydra_schema import TrainConfig, TrainerConfig, register_schema, trainer_precision
+from lightning_zero.jobs import check_tasks, checkpoint_to_resume, fit_trainer, keep_logs, slurm_plugins
+from lightning_zero.launcher import check_launcher, register_launcher
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningDataModule, LightningModule, Trainer
@@ -34,7 +36,7 @@ BITS_PER_BYTE = "val_bits_per_byte"
 PRECISION_ALIASES = {"32": "32-true", "bf16": "bf16-mixed"}
 
 # Groups that must have a file, and values that Hydra does not take for the name of one (it ends in a traceback).
-GROUPS = ("zero/comm", "model", "data", "optimizer", "trainer", "callbacks", "logger")
+GROUPS = ("zero/comm", "cluster", "model", "data", "optimizer", "trainer", "callbacks", "logger")
 NOT_A_NAME = r"[\d.]*|null|true|false"
 
 _entered = False  # Hydra has composed the configuration and called us
@@ -129,7 +131,7 @@ def _defaults_of(ours: type, node: dict[str, Any]) -> set[str]:
     return set() if is_ours else accepted_arguments(ours) or set()
 
 
-def build_trainer(config: TrainConfig) -> Trainer:
+def build_trainer(config: TrainConfig, plugins: list[Any] | None = None) -> Trainer:
     from lightning.fabric.utilities.exceptions import MisconfigurationException
     from lightning.pytorch import Trainer
     from lightning.pytorch.callbacks import Checkpoint, ProgressBar
@@ -151,6 +153,7 @@ def build_trainer(config: TrainConfig) -> Trainer:
             strategy=ZeroStrategy(config=config.zero),
             callbacks=callbacks,
             logger=loggers or False,
+            plugins=slurm_plugins(config.cluster) if plugins is None else plugins,
             default_root_dir=config.run_dir,
             **values,
         )
@@ -177,13 +180,19 @@ def _started_externally(trainer: Trainer) -> bool:
     return environment is not None and environment.creates_processes_externally
 
 
+def check_checkpoint(path: str | None) -> None:
+    if path is not None and not os.path.exists(path):
+        raise ConfigError(f"ckpt_path: expected a checkpoint, got {path!r}: there is nothing. Change ckpt_path.")
+
+
 def run(config: TrainConfig) -> None:
     """Build everything, train, validate, and say what came out."""
-    if config.ckpt_path is not None and not os.path.exists(config.ckpt_path):
-        raise ConfigError(
-            f"ckpt_path: expected a checkpoint, got {config.ckpt_path!r}: there is nothing. Change ckpt_path."
-        )
+    explicit = explicit_keys()
+    fit_trainer(config, explicit)
+    ckpt_path = checkpoint_to_resume(config.ckpt_path, config.run_dir)
+    check_checkpoint(ckpt_path)
     agreed_precision(config)  # a contradiction is found before torch is imported, which takes seconds
+    check_tasks(config, local_devices(config.trainer))
     from lightning.pytorch import seed_everything
 
     from lightning_zero.data.text import TextData
@@ -191,7 +200,7 @@ def run(config: TrainConfig) -> None:
 
     _quieten()
     seed_everything(config.seed, workers=True, verbose=False)
-    explicit = explicit_keys()
+    keep_logs(config.run_dir)
     data = build_data(config, explicit)
     model = build_model(config, explicit)
     trainer = build_trainer(config)
@@ -199,7 +208,7 @@ def run(config: TrainConfig) -> None:
     if isinstance(data, TextData):
         data.check(trainer.world_size)
 
-    trainer.fit(model, datamodule=data, ckpt_path=config.ckpt_path)
+    trainer.fit(model, datamodule=data, ckpt_path=ckpt_path)
     if trainer.is_global_zero and trainer.checkpoint_callback is not None:
         last = getattr(trainer.checkpoint_callback, "last_model_path", "")
         print(f"checkpoint: {last}" if last else "no checkpoint was written")
@@ -319,6 +328,8 @@ def start(task: Callable[[], None]) -> None:
     register_schema()  # also where the Hydra plugin is not found
     try:
         check_arguments(sys.argv[1:])
+        check_launcher(sys.argv[1:])
+        register_launcher()
         task()
     except ConfigError as error:
         _refuse(str(error))

@@ -1,0 +1,125 @@
+"""The script of a SLURM job, as one would write it by hand. Text only: nothing is submitted here."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from lightning_zero.cluster import REQUEUE_CODE_VARIABLE, ClusterConfig, ContainerRuntime
+
+REQUEUE_CODE = 75  # EX_TEMPFAIL: what the ranks leave with when they have saved because of the signal
+KILLED_CODE = 128  # what srun adds to the number of the signal that killed a task
+RUN_DIR = "outputs/train/slurm-$SLURM_JOB_ID"
+
+
+def script(cluster: ClusterConfig, arguments: Iterable[str], *, folder: Path, run_dir: str | None = None) -> str:
+    """A script for sbatch that runs the main job.
+
+    Args:
+        arguments: of ``python -m lightning_zero.train``.
+        folder: where the job starts: the folder of the one who submits.
+        run_dir: the run's folder; by default it has the job's id in its name, and so is the same after a requeue.
+    """
+    parts = [
+        "\n".join(["#!/bin/bash", *(f"#SBATCH {option}" for option in options(cluster, folder, run_dir))]),
+        "\n".join([*cluster.env_lines(), *cluster.setup]),
+        "\n".join(
+            [
+                *([f"export {REQUEUE_CODE_VARIABLE}={REQUEUE_CODE}"] if cluster.requeue else []),
+                f'run_dir="{RUN_DIR}"' if run_dir is None else f"run_dir={shlex.quote(run_dir)}",
+                'mkdir -p "$run_dir"',
+            ]
+        ),
+        command(cluster, arguments, folder),
+        requeue_lines(cluster) if cluster.requeue else "",
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def options(cluster: ClusterConfig, folder: Path, run_dir: str | None) -> list[str]:
+    """Options of sbatch."""
+    wanted = {
+        "job-name": cluster.job_name,
+        "nodes": cluster.nodes,
+        "ntasks-per-node": cluster.tasks,
+        "gpus-per-node": cluster.gpus_per_node or None,
+        "cpus-per-task": cluster.cpus_per_task,
+        "mem": cluster.mem,
+        "time": cluster.time,
+        "partition": cluster.partition,
+        "account": cluster.account,
+        "qos": cluster.qos,
+        "constraint": cluster.constraint,
+        "reservation": cluster.reservation,
+        "chdir": str(folder),
+        "output": log_path(run_dir),
+        "open-mode": "append",
+        "signal": f"{cluster.signal}@{cluster.signal_delay}" if cluster.requeue else None,
+    }
+    found = [f"--{name}={_quoted(value)}" for name, value in wanted.items() if value is not None]
+    found += ["--exclusive"] if cluster.exclusive else []
+    return [*found, "--requeue" if cluster.requeue else "--no-requeue", *cluster.sbatch]
+
+
+def log_path(run_dir: str | None, job: str = "%j") -> str:
+    """Beside the run's folder, which is not there yet when SLURM opens the log."""
+    return os.path.join(run_dir or os.path.dirname(RUN_DIR), f"slurm-{job}.log")
+
+
+def _quoted(value: object) -> str:
+    """For a line of #SBATCH, which is no shell: quotes work, and a % in a path would mean something."""
+    text = str(value)
+    return text if re.fullmatch(r"[\w./:@%+,=&|\[\]-]+", text) else '"' + text.replace('"', '\\"') + '"'
+
+
+def command(cluster: ClusterConfig, arguments: Iterable[str], folder: Path) -> str:
+    """The call of srun, on several lines."""
+    srun = ["srun", "--kill-on-bad-exit=1"]
+    if cluster.cpus_per_task is not None:
+        srun.append(f"--cpus-per-task={cluster.cpus_per_task}")  # not taken over from sbatch
+    lines = [" ".join([*srun, *map(shlex.quote, cluster.srun)])]
+    lines += _container(cluster, folder)
+    python = cluster.python or ("python" if cluster.container else sys.executable)
+    lines += [f"{shlex.quote(python)} -m lightning_zero.train", "\"hydra.run.dir='$run_dir'\""]
+    lines += map(_word, arguments)
+    return " \\\n    ".join(lines)
+
+
+def _word(text: str) -> str:
+    """One word of shell; in double quotes where single ones are inside."""
+    plain = re.fullmatch(r"[\w./:@%+,=-]+", text)  # unlike shlex, also with an = in it
+    return text if plain else f'"{text}"' if "'" in text and not re.search(r'["$`\\!]', text) else shlex.quote(text)
+
+
+def _container(cluster: ClusterConfig, folder: Path) -> list[str]:
+    if cluster.container is None:
+        return []
+    image, here = shlex.quote(cluster.container), shlex.quote(str(folder))
+    mounts = ",".join([f"{folder}:{folder}", *cluster.container_mounts])
+    if cluster.container_runtime is ContainerRuntime.pyxis:
+        return [
+            f"--container-image={image}",
+            f"--container-mounts={shlex.quote(mounts)} --container-workdir={here}",
+        ]
+    gpus = "--nv " if cluster.gpus_per_node else ""
+    return [f"apptainer exec {gpus}--bind {shlex.quote(mounts)} --pwd {here} {image}"]
+
+
+def requeue_lines(cluster: ClusterConfig) -> str:
+    """What follows srun: back to the queue at the end of the time, and after a task was killed."""
+    lines = ["code=$?", "", f"# {REQUEUE_CODE}: the time is up, and the ranks have saved and left."]
+    lines += [f"if [ $code -eq {REQUEUE_CODE} ]; then", '    scontrol requeue "$SLURM_JOB_ID"']
+    if cluster.retries:
+        lines += [
+            f"# From {KILLED_CODE} on a task was killed (memory, a lost node), but not by scancel: at most "
+            f"{cluster.retries} times.",
+            f"elif [ $code -ge {KILLED_CODE} ] && [ $code -ne 130 ] && [ $code -ne 143 ] &&",
+            f'    [ "$(cat "$run_dir/killed" 2>/dev/null | wc -l)" -lt {cluster.retries} ]; then',
+            '    echo "$(date): exit code $code on $SLURM_JOB_NODELIST" >>"$run_dir/killed"',
+            '    scontrol requeue "$SLURM_JOB_ID"',
+        ]
+    return "\n".join([*lines, "fi", "exit $code"])
