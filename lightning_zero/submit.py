@@ -6,10 +6,13 @@ script for sbatch and submits it. What follows the job id (folder, log) is print
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +23,6 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_zero import plan, sbatch, train
-from lightning_zero.build import build_all
 from lightning_zero.cluster import ClusterConfig, ClusterName
 from lightning_zero.config import ConfigError, PrecisionConfig
 from lightning_zero.hydra_schema import MachineConfig, TrainConfig
@@ -64,15 +66,26 @@ def check_run(config: TrainConfig, explicit: set[str]) -> None:
 
     train.check_checkpoint(config.ckpt_path)
     train.agreed_precision(config)
-    data = train.build_data(config, explicit)
-    if isinstance(data, TextData):
-        data.check(config.cluster.world_size)
-    build_all("callbacks", config.callbacks)
-    build_all("logger", config.logger)
-    # The arguments of Trainer, on a device that is here. fp16 is no precision of a CPU.
+    # Callbacks and the arguments of Trainer, on a device that is here. fp16 is no precision of a CPU.
     zero = replace(config.zero, precision=PrecisionConfig())
     trial = replace(config.trainer, accelerator="cpu", devices=1, num_nodes=1, precision=None)
-    train.build_trainer(replace(config, zero=zero, trainer=trial), plugins=[LightningEnvironment()])
+    with _silent():
+        data = train.build_data(config, explicit)
+        if isinstance(data, TextData):
+            data.check(config.cluster.world_size)
+        train.build_trainer(replace(config, zero=zero, trainer=trial), plugins=[LightningEnvironment()])
+
+
+@contextlib.contextmanager
+def _silent() -> Iterator[None]:
+    """What a run says of its devices is not true here, and a script on stdout is to be a script."""
+    before = logging.root.manager.disable
+    logging.disable(logging.INFO)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        logging.disable(before)
 
 
 def machine_of(cluster: ClusterConfig, asked: MachineConfig) -> Machine:

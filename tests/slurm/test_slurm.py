@@ -31,7 +31,7 @@ RUN = (
 )
 CLUSTER = (
     *("cluster.nodes=2", "cluster.gpus_per_node=0", "cluster.time=00:10:00", "cluster.partition=lab"),
-    f"cluster.env={{OMP_NUM_THREADS: 1, PYTHONPATH: '{ROOT}'}}",
+    *("+cluster.env.OMP_NUM_THREADS=1", f"+cluster.env.PYTHONPATH={ROOT}"),
 )
 DISTURB = "+callbacks.disturb._target_=tests.slurm.disturb.Disturb"
 
@@ -152,7 +152,7 @@ def assert_same_run(job: Job, whole: Job, resumed_at: int) -> None:
 
 
 def test_the_main_job_by_submit(undisturbed: tuple[int, Job]) -> None:
-    tasks, job = undisturbed
+    _, job = undisturbed
     assert (job.state, job.restarts, job.exit_code) == ("COMPLETED", 0, "0:0"), job.log
     assert len(re.findall(r"^validation bits per byte: ", job.log, re.MULTILINE)) == 1, job.log
     assert list(job.losses()) == list(range(STEPS))
