@@ -13,8 +13,8 @@ from lightning_zero.config import ConfigError
 SIGNALS = ("USR1", "USR2")
 SECONDS_A_DAY = 24 * 3600
 
-# The script of a job that sets this requeues the job when srun ends with this code: a container has no scontrol.
-REQUEUE_CODE_VARIABLE = "LIGHTNING_ZERO_REQUEUE_CODE"
+# The script of a job that sets this requeues the job itself when it finds this file: a container has no scontrol.
+REQUEUE_FILE_VARIABLE = "LIGHTNING_ZERO_REQUEUE_FILE"
 
 
 class ClusterName(Enum):

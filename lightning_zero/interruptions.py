@@ -5,12 +5,14 @@ Both come at moments that differ between ranks, and saving takes collectives of 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +21,7 @@ import torch
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_zero.cluster import REQUEUE_CODE_VARIABLE
+from lightning_zero.cluster import REQUEUE_FILE_VARIABLE
 
 if TYPE_CHECKING:
     from lightning_zero.engine import Engine
@@ -73,14 +75,17 @@ class Requeue:
     def _on_requeue_signal(self, signum: int, frame: Any) -> None:
         if self._training:
             self._noted = max(self._noted, _REQUEUE)
-        else:
-            self._requeue()
+        elif self._requeue() and REQUEUE_FILE_VARIABLE in os.environ:
+            raise SystemExit(1)  # nobody else does it for the script; srun takes the other ranks down
 
     def _on_term(self, signum: int, frame: Any) -> None:
         self._noted = max(self._noted, _TERM)
 
-    def at_boundary(self) -> None:
+    def at_boundary(self, *, last: bool = False) -> None:
         """On all ranks, between two steps: save and leave if any rank got a signal.
+
+        Args:
+            last: no step follows.
 
         Raises:
             Left: on all ranks.
@@ -88,13 +93,21 @@ class Requeue:
         asked = int(self._comm.max_(torch.tensor([self._noted], dtype=torch.int64)).item())
         self._noted = _NOTHING
         if asked:
-            self._save()
-        if asked == _TERM:
-            raise Left(128 + signal.SIGTERM)
-        if asked == _REQUEUE:
-            accepted: bool = self._trainer.strategy.broadcast(self._requeue())
-            if accepted:
-                raise Left(0)
+            with contextlib.nullcontext() if last else self._as_lightning_saves():
+                self._save()
+        if asked == _TERM or (asked == _REQUEUE and self._trainer.strategy.broadcast(self._requeue())):
+            raise Left(0)  # not a code that has srun kill the ranks that take longer
+
+    @contextlib.contextmanager
+    def _as_lightning_saves(self) -> Iterator[None]:
+        """Lightning saves before it counts the step for loggers, and counts it when it loads."""
+        loop = self._trainer.fit_loop.epoch_loop
+        ahead = not loop._should_accumulate()  # what it asks when it loads
+        loop._batches_that_stepped -= ahead
+        try:
+            yield
+        finally:
+            loop._batches_that_stepped += ahead
 
     def _save(self) -> None:
         trainer = self._trainer
@@ -102,7 +115,7 @@ class Requeue:
             logger.save()
         folder = trainer.default_root_dir
         path = trainer.strategy.broadcast(str(trainer._checkpoint_connector.hpc_save_path(folder)))
-        trainer.save_checkpoint(path)
+        trainer.save_checkpoint(path, weights_only=False)
         if trainer.is_global_zero:
             print(f"interrupted: saved step {trainer.global_step} in {path}", flush=True)
             for older in Path(folder).glob("hpc_ckpt_*.ckpt"):  # each holds the whole state
@@ -110,14 +123,11 @@ class Requeue:
                     shutil.rmtree(older) if older.is_dir() else older.unlink(missing_ok=True)
 
     def _requeue(self) -> bool:
-        """Ask SLURM to run the job again, or leave it to the script of the job; whether SLURM will.
-
-        Raises:
-            SystemExit: the script of the job requeues.
-        """
-        code = os.environ.get(REQUEUE_CODE_VARIABLE)
-        if code:
-            raise (Left if self._training else SystemExit)(int(code))
+        """Ask SLURM, or the script of the job, to run it again; whether that will be."""
+        file = os.environ.get(REQUEUE_FILE_VARIABLE)
+        if file:
+            Path(file).touch()
+            return True
         if not self._trainer.is_global_zero:
             return True
         job = os.environ["SLURM_JOB_ID"]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import warnings
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from lightning_zero.config import ConfigError
 from lightning_zero.hydra_schema import TrainConfig
 
 if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
     from lightning.pytorch.plugins.environments import SLURMEnvironment
 
 GPU_ACCELERATORS = ("auto", "gpu", "cuda")
@@ -164,3 +166,14 @@ def keep_logs(run_dir: str | Path, environ: Mapping[str, str] = os.environ) -> N
     warnings.filterwarnings("ignore", message=r"Experiment logs directory .* exists and is not empty")
     for path in Path(run_dir).rglob("metrics.csv"):
         path.rename(path.with_name(f"metrics-{count - 1}.csv"))
+
+
+@contextlib.contextmanager
+def as_trained(trainer: Trainer) -> Iterator[None]:
+    """Evaluate the weights that are there: on SLURM Lightning would load the checkpoint of the requeue signal again."""
+    connector = trainer._checkpoint_connector
+    connector._parse_ckpt_path = lambda *_, **__: None  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del connector._parse_ckpt_path

@@ -9,9 +9,8 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from lightning_zero.cluster import REQUEUE_CODE_VARIABLE, ClusterConfig, ContainerRuntime
+from lightning_zero.cluster import REQUEUE_FILE_VARIABLE, ClusterConfig, ContainerRuntime
 
-REQUEUE_CODE = 75  # EX_TEMPFAIL: what the ranks leave with when they have saved because of the signal
 KILLED_CODE = 128  # what srun adds to the number of the signal that killed a task
 RUN_DIR = "outputs/train/slurm-$SLURM_JOB_ID"
 
@@ -29,9 +28,9 @@ def script(cluster: ClusterConfig, arguments: Iterable[str], *, folder: Path, ru
         "\n".join([*cluster.env_lines(), *cluster.setup]),
         "\n".join(
             [
-                *([f"export {REQUEUE_CODE_VARIABLE}={REQUEUE_CODE}"] if cluster.requeue else []),
                 f'run_dir="{RUN_DIR}"' if run_dir is None else f"run_dir={shlex.quote(run_dir)}",
                 'mkdir -p "$run_dir"',
+                *(['rm -f "$run_dir/requeue"', f'export {REQUEUE_FILE_VARIABLE}="$run_dir/requeue"'] * cluster.requeue),
             ]
         ),
         command(cluster, arguments, folder),
@@ -111,14 +110,13 @@ def _container(cluster: ClusterConfig, folder: Path) -> list[str]:
 
 def requeue_lines(cluster: ClusterConfig) -> str:
     """What follows srun: back to the queue at the end of the time, and after a task was killed."""
-    lines = ["code=$?", "", f"# {REQUEUE_CODE}: the time is up, and the ranks have saved and left."]
-    lines += [f"if [ $code -eq {REQUEUE_CODE} ]; then", '    scontrol requeue "$SLURM_JOB_ID"']
+    lines = ["code=$?", "", "# The time is up, and the ranks have saved and left."]
+    lines += ['if [ -e "$run_dir/requeue" ]; then', '    scontrol requeue "$SLURM_JOB_ID"']
     if cluster.retries:
         lines += [
-            f"# From {KILLED_CODE} on a task was killed (memory, a lost node), but not by scancel: at most "
-            f"{cluster.retries} times.",
-            f"elif [ $code -ge {KILLED_CODE} ] && [ $code -ne 130 ] && [ $code -ne 143 ] &&",
-            f'    [ "$(cat "$run_dir/killed" 2>/dev/null | wc -l)" -lt {cluster.retries} ]; then',
+            f"# A task was killed (memory, a lost node): at most {cluster.retries} times.",
+            f'elif [ $code -ge {KILLED_CODE} ] && [ "$(cat "$run_dir/killed" 2>/dev/null | wc -l)" -lt '
+            f"{cluster.retries} ]; then",
             '    echo "$(date): exit code $code on $SLURM_JOB_NODELIST" >>"$run_dir/killed"',
             '    scontrol requeue "$SLURM_JOB_ID"',
         ]

@@ -377,7 +377,7 @@ class ZeroStrategy(ParallelStrategy):
 
     def on_train_end(self) -> None:
         if self._requeue is not None:
-            self._requeue.at_boundary()
+            self._requeue.at_boundary(last=True)
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:

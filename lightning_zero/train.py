@@ -25,7 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 from lightning_zero.build import accepted_arguments, build, build_all
 from lightning_zero.config import ConfigError, choose
 from lightning_zero.hydra_schema import TrainConfig, TrainerConfig, register_schema, trainer_precision
-from lightning_zero.jobs import check_tasks, checkpoint_to_resume, fit_trainer, keep_logs, slurm_plugins
+from lightning_zero.jobs import as_trained, check_tasks, checkpoint_to_resume, fit_trainer, keep_logs, slurm_plugins
 from lightning_zero.launcher import check_launcher, register_launcher
 
 if TYPE_CHECKING:
@@ -212,7 +212,8 @@ def run(config: TrainConfig) -> None:
     if trainer.is_global_zero and trainer.checkpoint_callback is not None:
         last = getattr(trainer.checkpoint_callback, "last_model_path", "")
         print(f"checkpoint: {last}" if last else "no checkpoint was written")
-    results = trainer.validate(model, datamodule=data, verbose=False) if trainer.enable_validation else []
+    with as_trained(trainer):
+        results = trainer.validate(model, datamodule=data, verbose=False) if trainer.enable_validation else []
     if config.zero.summary and trainer.is_global_zero:
         print_held(trainer.strategy.engine, config.trainer.accumulate_grad_batches)  # type: ignore[attr-defined]
     if trainer.is_global_zero:

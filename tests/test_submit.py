@@ -91,9 +91,10 @@ def test_the_whole_script() -> None:
 export NCCL_SOCKET_IFNAME=ib0
 module load cuda
 
-export LIGHTNING_ZERO_REQUEUE_CODE=75
 run_dir="outputs/train/slurm-$SLURM_JOB_ID"
 mkdir -p "$run_dir"
+rm -f "$run_dir/requeue"
+export LIGHTNING_ZERO_REQUEUE_FILE="$run_dir/requeue"
 
 srun --kill-on-bad-exit=1 --cpus-per-task=12 \\
     {sys.executable} -m lightning_zero.train \\
@@ -103,12 +104,11 @@ srun --kill-on-bad-exit=1 --cpus-per-task=12 \\
 
 code=$?
 
-# 75: the time is up, and the ranks have saved and left.
-if [ $code -eq 75 ]; then
+# The time is up, and the ranks have saved and left.
+if [ -e "$run_dir/requeue" ]; then
     scontrol requeue "$SLURM_JOB_ID"
-# From 128 on a task was killed (memory, a lost node), but not by scancel: at most 3 times.
-elif [ $code -ge 128 ] && [ $code -ne 130 ] && [ $code -ne 143 ] &&
-    [ "$(cat "$run_dir/killed" 2>/dev/null | wc -l)" -lt 3 ]; then
+# A task was killed (memory, a lost node): at most 3 times.
+elif [ $code -ge 128 ] && [ "$(cat "$run_dir/killed" 2>/dev/null | wc -l)" -lt 3 ]; then
     echo "$(date): exit code $code on $SLURM_JOB_NODELIST" >>"$run_dir/killed"
     scontrol requeue "$SLURM_JOB_ID"
 fi
@@ -143,7 +143,7 @@ def test_processors_only() -> None:
 def test_without_requeue_nothing_comes_back() -> None:
     text = text_of(slurm(requeue=False))
     assert "#SBATCH --no-requeue" in text
-    assert not any(word in text for word in ("--signal", "scontrol", "REQUEUE_CODE"))
+    assert not any(word in text for word in ("--signal", "scontrol", "REQUEUE_FILE"))
     assert "srun" in text.strip().splitlines()[-3]  # whose exit code is the job's
 
 
@@ -164,27 +164,29 @@ def test_containers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "earlier", "comes_back"),
+    ("code", "signalled", "earlier", "comes_back"),
     [
-        *((0, 0, False), (1, 0, False), (2, 0, False), (75, 9, True), (137, 0, True), (137, 2, True), (137, 3, False)),
-        *((134, 0, True), (143, 0, False), (130, 0, False)),
+        *((0, False, 0, False), (1, False, 0, False), (2, False, 0, False), (0, True, 9, True), (143, True, 9, True)),
+        *((137, False, 0, True), (137, False, 2, True), (137, False, 3, False), (143, False, 0, True)),
     ],
 )
-def test_what_follows_srun(code: int, earlier: int, comes_back: bool, tmp_path: Path) -> None:
+def test_what_follows_srun(code: int, signalled: bool, earlier: int, comes_back: bool, tmp_path: Path) -> None:
     """The script in a shell, with commands that only write down."""
-    for name, body in (("srun", f"exit {code}"), ("scontrol", f'echo "$@" >>{tmp_path}/asked')):
+    asks = 'touch "$LIGHTNING_ZERO_REQUEUE_FILE";' if signalled else ""
+    for name, body in (("srun", f"{asks} exit {code}"), ("scontrol", f'echo "$@" >>{tmp_path}/asked')):
         file = tmp_path / name
         file.write_text(f"#!/bin/sh\n{body}\n")
         file.chmod(0o755)
     run_dir = tmp_path / "my run"
     run_dir.mkdir()
     (run_dir / "killed").write_text("before\n" * earlier)
+    (run_dir / "requeue").touch()  # of the stretch before
     environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "5", "SLURM_JOB_NODELIST": "n[1-2]"}
     done = subprocess.run(["bash", "-s"], input=text_of(slurm(), run_dir=str(run_dir)), env=environ, text=True)
     assert done.returncode == code
-    assert ((tmp_path / "asked").read_text() if comes_back else "requeue 5\n") == "requeue 5\n"
     assert (tmp_path / "asked").exists() is comes_back
-    assert len((run_dir / "killed").read_text().splitlines()) == earlier + (comes_back and code != 75)
+    assert not comes_back or (tmp_path / "asked").read_text() == "requeue 5\n"
+    assert len((run_dir / "killed").read_text().splitlines()) == earlier + (comes_back and not signalled)
 
 
 # -- the command ------------------------------------------------------------------------------------------------------
