@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from dataclasses import dataclass, field, fields
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 from lightning_zero.config import ConfigError
@@ -13,8 +15,9 @@ from lightning_zero.config import ConfigError
 SIGNALS = ("USR1", "USR2")
 SECONDS_A_DAY = 24 * 3600
 
-# The script of a job that sets this requeues the job itself when it finds this file: a container has no scontrol.
-REQUEUE_FILE_VARIABLE = "LIGHTNING_ZERO_REQUEUE_FILE"
+# Where the script of a job wants to read what follows: it requeues by itself, because a container has no scontrol.
+VERDICT_VARIABLE = "LIGHTNING_ZERO_VERDICT"
+REQUEUE, REFUSED = "requeue", "refused"
 
 
 class ClusterName(Enum):
@@ -42,10 +45,10 @@ class ClusterConfig:
         partition, account, qos, constraint, reservation: as SLURM knows them.
         exclusive: share no node with other jobs.
         job_name: what ``squeue`` shows.
-        requeue: save and go back to the queue when the time is up, and when a task was killed.
+        requeue: save and go back to the queue when the time is up, and go back when a task was killed or fails.
         signal: what SLURM sends before the end, and what the run listens for: ``USR1`` or ``USR2``.
         signal_delay: seconds before the end at which it is sent: a step and a checkpoint must fit in.
-        retries: times that a job goes back to the queue because a task was killed.
+        retries: times in a row, without a new checkpoint, that a job which fails goes back to the queue.
         container: image that the tasks run in: a name or file for pyxis, a ``.sif`` file for apptainer.
         container_runtime: ``pyxis`` (an option of srun) or ``apptainer`` (a command).
         container_mounts: more of ``/outside:/inside``; the working directory is always mounted.
@@ -185,3 +188,11 @@ def seconds_of(time: str) -> int:
     days, *first = (int(x or 0) for x in match.groups()[:4])
     hours, minutes, seconds = first if match[1] is not None else (int(x) for x in match.groups()[4:])
     return days * SECONDS_A_DAY + hours * 3600 + minutes * 60 + seconds
+
+
+def give_verdict(word: str) -> bool:
+    """Tell the script of the job, if there is one that wants to know, what this end of the run means."""
+    path = os.environ.get(VERDICT_VARIABLE)
+    if path:
+        Path(path).write_text(f"{word}\n")
+    return bool(path)

@@ -21,7 +21,7 @@ import torch
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_zero.cluster import REQUEUE_FILE_VARIABLE
+from lightning_zero.cluster import REQUEUE, VERDICT_VARIABLE, give_verdict
 
 if TYPE_CHECKING:
     from lightning_zero.engine import Engine
@@ -75,7 +75,7 @@ class Requeue:
     def _on_requeue_signal(self, signum: int, frame: Any) -> None:
         if self._training:
             self._noted = max(self._noted, _REQUEUE)
-        elif self._requeue() and REQUEUE_FILE_VARIABLE in os.environ:
+        elif self._requeue() and VERDICT_VARIABLE in os.environ:
             raise SystemExit(1)  # nobody else does it for the script; srun takes the other ranks down
 
     def _on_term(self, signum: int, frame: Any) -> None:
@@ -124,11 +124,7 @@ class Requeue:
 
     def _requeue(self) -> bool:
         """Ask SLURM, or the script of the job, to run it again; whether that will be."""
-        file = os.environ.get(REQUEUE_FILE_VARIABLE)
-        if file:
-            Path(file).touch()
-            return True
-        if not self._trainer.is_global_zero:
+        if give_verdict(REQUEUE) or not self._trainer.is_global_zero:
             return True
         job = os.environ["SLURM_JOB_ID"]
         if "SLURM_ARRAY_JOB_ID" in os.environ:

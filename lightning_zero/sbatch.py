@@ -9,9 +9,8 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from lightning_zero.cluster import REQUEUE_FILE_VARIABLE, ClusterConfig, ContainerRuntime
+from lightning_zero.cluster import REFUSED, REQUEUE, VERDICT_VARIABLE, ClusterConfig, ContainerRuntime
 
-KILLED_CODE = 128  # what srun adds to the number of the signal that killed a task
 RUN_DIR = "outputs/train/slurm-$SLURM_JOB_ID"
 
 
@@ -30,7 +29,7 @@ def script(cluster: ClusterConfig, arguments: Iterable[str], *, folder: Path, ru
             [
                 f'run_dir="{RUN_DIR}"' if run_dir is None else f"run_dir={shlex.quote(run_dir)}",
                 'mkdir -p "$run_dir"',
-                *(['rm -f "$run_dir/requeue"', f'export {REQUEUE_FILE_VARIABLE}="$run_dir/requeue"'] * cluster.requeue),
+                *(_verdict_lines() if cluster.requeue else []),
             ]
         ),
         command(cluster, arguments, folder),
@@ -108,16 +107,27 @@ def _container(cluster: ClusterConfig, folder: Path) -> list[str]:
     return [f"apptainer exec {gpus}--bind {shlex.quote(mounts)} --pwd {here} {image}"]
 
 
+def _verdict_lines() -> list[str]:
+    return ['rm -f "$run_dir/verdict"', 'touch "$run_dir/started"', f'export {VERDICT_VARIABLE}="$run_dir/verdict"']
+
+
 def requeue_lines(cluster: ClusterConfig) -> str:
-    """What follows srun: back to the queue at the end of the time, and after a task was killed."""
-    lines = ["code=$?", "", "# The time is up, and the ranks have saved and left."]
-    lines += ['if [ -e "$run_dir/requeue" ]; then', '    scontrol requeue "$SLURM_JOB_ID"']
+    """What follows srun: back to the queue at the end of the time, and after a failure.
+
+    The exit code of srun does not tell a killed task from an exception: the tasks that srun takes down count too.
+    """
+    lines = ["code=$?", 'verdict=$(cat "$run_dir/verdict" 2>/dev/null)', ""]
+    lines += ["# The time is up, and the ranks have saved and left.", f'if [ "$verdict" = {REQUEUE} ]; then']
+    lines += ['    scontrol requeue "$SLURM_JOB_ID"']
     if cluster.retries:
         lines += [
-            f"# A task was killed (memory, a lost node): at most {cluster.retries} times.",
-            f'elif [ $code -ge {KILLED_CODE} ] && [ "$(cat "$run_dir/killed" 2>/dev/null | wc -l)" -lt '
-            f"{cluster.retries} ]; then",
-            '    echo "$(date): exit code $code on $SLURM_JOB_NODELIST" >>"$run_dir/killed"',
-            '    scontrol requeue "$SLURM_JOB_ID"',
+            f"# A task was killed or failed: at most {cluster.retries} times without a new checkpoint.",
+            f'elif [ $code -ne 0 ] && [ "$verdict" != {REFUSED} ]; then',
+            '    new=$(find "$run_dir" -name "*.ckpt" -newer "$run_dir/started" | head -1)',
+            '    if [ -n "$new" ]; then rm -f "$run_dir/failures"; fi',
+            '    echo "$(date): exit code $code on $SLURM_JOB_NODELIST" >>"$run_dir/failures"',
+            f'    if [ "$(wc -l <"$run_dir/failures")" -le {cluster.retries} ]; then',
+            '        scontrol requeue "$SLURM_JOB_ID"',
+            "    fi",
         ]
     return "\n".join([*lines, "fi", "exit $code"])

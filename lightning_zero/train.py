@@ -23,6 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lightning_zero.build import accepted_arguments, build, build_all
+from lightning_zero.cluster import REFUSED, give_verdict
 from lightning_zero.config import ConfigError, choose
 from lightning_zero.hydra_schema import TrainConfig, TrainerConfig, register_schema, trainer_precision
 from lightning_zero.jobs import as_trained, check_tasks, checkpoint_to_resume, fit_trainer, keep_logs, slurm_plugins
@@ -271,6 +272,7 @@ def refusals() -> Iterator[None]:
 
 
 def _refuse(message: str) -> None:
+    give_verdict(REFUSED)
     print(f"error: {message}", file=sys.stderr, flush=True)
     raise SystemExit(2)
 
@@ -336,7 +338,10 @@ def start(task: Callable[[], None]) -> None:
         _refuse(str(error))
     except SystemExit as stop:
         # Hydra's own errors (an unknown key or group, a wrong type) end with 1, as a failed training does.
-        raise SystemExit(2 if stop.code == 1 and not _entered else stop.code) from None
+        if stop.code == 1 and not _entered:
+            give_verdict(REFUSED)
+            raise SystemExit(2) from None
+        raise SystemExit(stop.code) from None
 
 
 def main() -> None:

@@ -93,8 +93,9 @@ module load cuda
 
 run_dir="outputs/train/slurm-$SLURM_JOB_ID"
 mkdir -p "$run_dir"
-rm -f "$run_dir/requeue"
-export LIGHTNING_ZERO_REQUEUE_FILE="$run_dir/requeue"
+rm -f "$run_dir/verdict"
+touch "$run_dir/started"
+export LIGHTNING_ZERO_VERDICT="$run_dir/verdict"
 
 srun --kill-on-bad-exit=1 --cpus-per-task=12 \\
     {sys.executable} -m lightning_zero.train \\
@@ -103,14 +104,19 @@ srun --kill-on-bad-exit=1 --cpus-per-task=12 \\
     "data.path='my texts'"
 
 code=$?
+verdict=$(cat "$run_dir/verdict" 2>/dev/null)
 
 # The time is up, and the ranks have saved and left.
-if [ -e "$run_dir/requeue" ]; then
+if [ "$verdict" = requeue ]; then
     scontrol requeue "$SLURM_JOB_ID"
-# A task was killed (memory, a lost node): at most 3 times.
-elif [ $code -ge 128 ] && [ "$(cat "$run_dir/killed" 2>/dev/null | wc -l)" -lt 3 ]; then
-    echo "$(date): exit code $code on $SLURM_JOB_NODELIST" >>"$run_dir/killed"
-    scontrol requeue "$SLURM_JOB_ID"
+# A task was killed or failed: at most 3 times without a new checkpoint.
+elif [ $code -ne 0 ] && [ "$verdict" != refused ]; then
+    new=$(find "$run_dir" -name "*.ckpt" -newer "$run_dir/started" | head -1)
+    if [ -n "$new" ]; then rm -f "$run_dir/failures"; fi
+    echo "$(date): exit code $code on $SLURM_JOB_NODELIST" >>"$run_dir/failures"
+    if [ "$(wc -l <"$run_dir/failures")" -le 3 ]; then
+        scontrol requeue "$SLURM_JOB_ID"
+    fi
 fi
 exit $code
 """
@@ -143,13 +149,13 @@ def test_processors_only() -> None:
 def test_without_requeue_nothing_comes_back() -> None:
     text = text_of(slurm(requeue=False))
     assert "#SBATCH --no-requeue" in text
-    assert not any(word in text for word in ("--signal", "scontrol", "REQUEUE_FILE"))
+    assert not any(word in text for word in ("--signal", "scontrol", "VERDICT"))
     assert "srun" in text.strip().splitlines()[-3]  # whose exit code is the job's
 
 
 def test_without_retries_a_killed_task_ends_the_job() -> None:
     text = text_of(slurm(retries=0))
-    assert text.count("scontrol requeue") == 1 and "killed" not in text
+    assert text.count("scontrol requeue") == 1 and "failures" not in text
 
 
 def test_containers() -> None:
@@ -164,29 +170,44 @@ def test_containers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "signalled", "earlier", "comes_back"),
+    ("code", "does", "earlier", "comes_back"),
     [
-        *((0, False, 0, False), (1, False, 0, False), (2, False, 0, False), (0, True, 9, True), (143, True, 9, True)),
-        *((137, False, 0, True), (137, False, 2, True), (137, False, 3, False), (143, False, 0, True)),
+        (0, "", 0, False),
+        (0, "echo requeue >$LIGHTNING_ZERO_VERDICT", 9, True),
+        (143, "echo requeue >$LIGHTNING_ZERO_VERDICT", 9, True),
+        (2, "echo refused >$LIGHTNING_ZERO_VERDICT", 0, False),
+        (143, "echo refused >$LIGHTNING_ZERO_VERDICT", 0, False),  # some ranks were slower, and were taken down
+        (1, "", 0, True),
+        (137, "", 2, True),
+        (137, "", 3, False),
+        (137, "sleep 0.05; touch step-5.ckpt", 3, True),  # got on in the meantime
     ],
 )
-def test_what_follows_srun(code: int, signalled: bool, earlier: int, comes_back: bool, tmp_path: Path) -> None:
+def test_what_follows_srun(code: int, does: str, earlier: int, comes_back: bool, tmp_path: Path) -> None:
     """The script in a shell, with commands that only write down."""
-    asks = 'touch "$LIGHTNING_ZERO_REQUEUE_FILE";' if signalled else ""
-    for name, body in (("srun", f"{asks} exit {code}"), ("scontrol", f'echo "$@" >>{tmp_path}/asked')):
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    for name, body in (("srun", f"cd {run_dir}; {does}\nexit {code}"), ("scontrol", f'echo "$@" >>{tmp_path}/asked')):
         file = tmp_path / name
         file.write_text(f"#!/bin/sh\n{body}\n")
         file.chmod(0o755)
-    run_dir = tmp_path / "my run"
-    run_dir.mkdir()
-    (run_dir / "killed").write_text("before\n" * earlier)
-    (run_dir / "requeue").touch()  # of the stretch before
+    (run_dir / "failures").write_text("before\n" * earlier)
+    (run_dir / "verdict").write_text("requeue\n")  # of the stretch before
+    (run_dir / "step-1.ckpt").touch()
+    os.utime(run_dir / "step-1.ckpt", (1, 1))
     environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "5", "SLURM_JOB_NODELIST": "n[1-2]"}
     done = subprocess.run(["bash", "-s"], input=text_of(slurm(), run_dir=str(run_dir)), env=environ, text=True)
     assert done.returncode == code
     assert (tmp_path / "asked").exists() is comes_back
     assert not comes_back or (tmp_path / "asked").read_text() == "requeue 5\n"
-    assert len((run_dir / "killed").read_text().splitlines()) == earlier + (comes_back and not signalled)
+
+
+def test_a_refused_run_says_so_to_the_script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("LIGHTNING_ZERO_VERDICT", str(tmp_path / "verdict"))
+    monkeypatch.setattr(sys, "argv", ["train", "zero/stage=7"])
+    with pytest.raises(SystemExit, match="2"):
+        train.main()
+    assert (tmp_path / "verdict").read_text() == "refused\n"
 
 
 # -- the command ------------------------------------------------------------------------------------------------------

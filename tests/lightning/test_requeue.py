@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_zero.cluster import REQUEUE_FILE_VARIABLE
+from lightning_zero.cluster import VERDICT_VARIABLE
 from tests.harness import on_ranks
 from tests.lightning.test_processes import Signalled, requeued, slurm
 from tests.lightning.toys import SAMPLES, Lit, assert_weights, fit, loader, seeded, trainer, weights
@@ -32,12 +32,12 @@ class Terminated(Signalled):
 def test_the_script_of_the_job_is_told_by_a_file(tmp_path: Path) -> None:
     """It requeues: in a container there may be no scontrol."""
     environment = slurm(tmp_path)
-    file = tmp_path / "requeue"
-    os.environ[REQUEUE_FILE_VARIABLE] = str(file)
+    file = tmp_path / "verdict"
+    os.environ[VERDICT_VARIABLE] = str(file)
     with pytest.raises(SystemExit) as stop:
         fit("zero3", tmp_path, seeded(lambda: Signalled(1, 1)), plugins=[environment])
     assert stop.value.code == 0
-    assert file.exists() and requeued(tmp_path) == []
+    assert file.read_text() == "requeue\n" and requeued(tmp_path) == []
 
 
 @on_ranks(2)

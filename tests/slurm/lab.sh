@@ -77,6 +77,7 @@ SelectTypeParameters=CR_CPU
 SchedulerType=sched/backfill
 SchedulerParameters=sched_interval=1,bf_interval=1,sched_min_interval=0,batch_sched_delay=0
 JobRequeue=1
+EnforcePartLimits=ALL
 KillWait=5
 MinJobAge=300
 ReturnToService=2

@@ -169,8 +169,9 @@ def test_a_killed_task(undisturbed: tuple[int, Job], folder: Path) -> None:
         folder, submitted(folder, tasks, DISTURB, "+callbacks.disturb.step=13", f"+callbacks.disturb.rank={last}")
     )
     assert (job.state, job.restarts) == ("COMPLETED", 1), job.log
-    (killed,) = (job.folder / "killed").read_text().splitlines()
-    assert re.search(r"exit code (137|143) on vn\[0-1\]$", killed)
+    (failure,) = (job.folder / "failures").read_text().splitlines()
+    assert re.search(r"exit code (137|143) on vn\[0-1\]$", failure)
+    assert f" {2 * tasks - 1}: Killed" in job.log
     assert_same_run(job, whole, resumed_at=10)
 
 
@@ -180,7 +181,7 @@ def test_a_signal_to_one_rank(undisturbed: tuple[int, Job], folder: Path) -> Non
     job = ended(folder, submitted(folder, tasks, *disturb, "cluster.signal=USR2"))
     assert (job.state, job.restarts) == ("COMPLETED", 1), job.log
     assert job.log.count("interrupted: saved step 7 in ") == 1, job.log
-    assert not (job.folder / "killed").exists()
+    assert not (job.folder / "failures").exists()
     assert_same_run(job, whole, resumed_at=7)
     assert job.losses("metrics-0.csv") == {step: loss for step, loss in whole.losses().items() if step < 7}
 
