@@ -46,6 +46,7 @@ REFUSALS = {
     "gres": "cluster.gpus_per_node",
     "tres": "cluster.gpus_per_node",
     "cpu count": "cluster.cpus_per_task",
+    "processors": "cluster.nodes, cluster.gpus_per_node, cluster.tasks_per_node or cluster.cpus_per_task",
     "node count": "cluster.nodes",
     "node configuration": "cluster.nodes, cluster.gpus_per_node, cluster.cpus_per_task or cluster.mem",
 }

@@ -114,9 +114,9 @@ def shown(job: str) -> dict[str, str]:
 
 def start_requeued() -> None:
     """Let jobs that are back in the queue start now."""
-    for line in slurm("squeue", "--noheader", "--states=PENDING", "--Format=JobArrayID:40").split():
-        if int(shown(line).get("Restarts", 0)):
-            subprocess.run(["scontrol", "update", f"jobid={line}", "starttime=now"], capture_output=True, timeout=30)
+    for job in slurm("squeue", "--noheader", "--array", "--states=PENDING", "--format=%i").split():
+        if int(shown(job).get("Restarts", 0)):
+            subprocess.run(["scontrol", "update", f"jobid={job}", "starttime=now"], capture_output=True, timeout=30)
 
 
 def ended(folder: Path, job: str, within_s: float = 240) -> Job:
@@ -221,27 +221,21 @@ def test_a_mistake_in_the_run_does_not_come_back(folder: Path) -> None:
 def test_a_sweep_by_submitit(folder: Path, tmp_path: Path) -> None:
     """Two runs of two nodes; one of them gets the signal, goes back to the queue and on."""
     disturb = (DISTURB, "+callbacks.disturb.step=7", "+callbacks.disturb.rank=1", "+callbacks.disturb.send=USR1")
-    sweep = ("--multirun", "hydra/launcher=submitit_slurm", "cluster=slurm", "cluster.tasks_per_node=1", "seed=0,1")
-    arguments = [
-        sys.executable,
-        "-m",
-        "lightning_zero.train",
-        *RUN,
-        *CLUSTER,
-        *disturb,
-        *sweep,
-        "hydra.sweep.dir=sweep",
-    ]
+    sweep = ("hydra/launcher=submitit_slurm", "cluster=slurm", "cluster.tasks_per_node=1", "seed=0,1")
+    arguments = [sys.executable, "-m", "lightning_zero.train", "--multirun", "hydra.sweep.dir=sweep"]
+    arguments += [*RUN, *CLUSTER, *disturb, *sweep]
     (tmp_path / "words.txt").write_bytes((folder / "words.txt").read_bytes())
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     with (tmp_path / "out").open("w") as out:
         process = subprocess.Popen(arguments, cwd=tmp_path, env=environ, stdout=out, stderr=out)
-        deadline = time.monotonic() + 280
-        while process.poll() is None and time.monotonic() < deadline:
-            start_requeued()
-            time.sleep(0.5)
-        process.kill()
-        process.wait()
+        try:
+            deadline = time.monotonic() + 400
+            while process.poll() is None and time.monotonic() < deadline:
+                start_requeued()
+                time.sleep(0.5)
+        finally:
+            process.kill()
+            process.wait()
     logs = "\n".join(p.read_text() for p in sorted(tmp_path.rglob("*_log.*")))
     assert process.returncode == 0, (tmp_path / "out").read_text() + logs
     assert logs.count("interrupted: saved step 7 in ") == 2
