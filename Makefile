@@ -1,5 +1,5 @@
 # make train    the main job: a small GPT on real text under ZeRO stage 3
-# make test     the tests (make test-full: with the full matrices)
+# make test     the tests (make test-full: with the full matrices; make test-slurm: real jobs)
 #
 # Each target makes the virtual environment and installs what is missing. Overrides:
 #   PYTHON=python3.12  VENV=path  TORCH_VERSION=2.12.0  TORCH_INDEX_URL=an index with builds of torch
