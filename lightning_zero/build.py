@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import os
 from functools import partial
 from typing import Any
 
 from lightning_zero.config import ConfigError
+from lightning_zero.launched import launched
 
 
 def locate(key: str, path: Any) -> Any:
@@ -102,7 +102,8 @@ def build(
         for k in unknown:
             del arguments[k]
         unused = unknown + [k for k in extra or {} if k not in accepted | needs_extra]
-        if unused and os.environ.get("LOCAL_RANK", "0") == "0":
+        place = launched()
+        if unused and (place is None or not (place.rank or place.local_rank)):
             print(f"note: {node['_target_']} takes no {', '.join(unused)}: not passed to it.", flush=True)
         for k in sorted(needs_extra - accepted):
             raise ConfigError(

@@ -13,6 +13,7 @@ from typing import Any
 from lightning_zero.config import ConfigError
 
 SIGNALS = ("USR1", "USR2")
+SHELLS = ("bash", "interactive")
 SECONDS_A_DAY = 24 * 3600
 
 # Where the script of a job wants to read what follows: it requeues by itself, because a container has no scontrol.
@@ -152,6 +153,12 @@ class ClusterConfig:
             value = getattr(self, key)
             if value is not None and (not value.strip() or "\n" in value):
                 raise ConfigError(f"cluster.{key}: expected a name or null, got {value!r}. Change cluster.{key}.")
+
+        if self.job_name in SHELLS:
+            raise ConfigError(
+                f"cluster.job_name: expected another name than {' and '.join(SHELLS)}, which Lightning takes for "
+                f"shells that srun has not started, got {self.job_name}. Change cluster.job_name."
+            )
 
     @property
     def tasks(self) -> int:

@@ -5,7 +5,6 @@ Imported by the entry points and by the Hydra plugin only, at the start of every
 
 from __future__ import annotations
 
-import os
 import re
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -16,6 +15,7 @@ from omegaconf import BooleanNode, IntegerNode, OmegaConf
 
 from lightning_zero.cluster import ClusterConfig
 from lightning_zero.config import ConfigError, Precision, ZeroConfig, choose
+from lightning_zero.resume import job_name
 
 TRAIN_SCHEMA = "lightning_zero_train"
 PLAN_SCHEMA = "lightning_zero_plan"
@@ -41,7 +41,7 @@ class TrainerConfig:
 
     accelerator: str = "auto"
     devices: Any = "auto"
-    num_nodes: int = 1
+    num_nodes: int | None = None  # as many as torchrun, srun or mpirun has started processes on; else 1
     precision: str | None = None  # driven by zero/precision
     fast_dev_run: Any = False
     max_epochs: int | None = None
@@ -165,18 +165,12 @@ def parse_bytes(key: str, value: Any) -> int:
 
 
 def run_name() -> str:
-    """The name of a run's folder: one for all processes of a run, and the same again when a SLURM job is requeued.
+    """The name of a run's folder: one for all processes of a run, and the same again when the job starts again.
 
-    Processes that Lightning starts are told the folder. Those that srun or torchrun start each work it out
+    Processes that Lightning starts are told the folder. Those that srun, torchrun or mpirun start each work it out
     themselves, so that it must not hold the time of day then.
     """
-    if "SLURM_JOB_ID" in os.environ and "SLURM_PROCID" in os.environ:
-        return f"slurm-{os.environ['SLURM_JOB_ID']}-{os.environ.get('SLURM_STEP_ID', '0')}"
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        run = os.environ["TORCHELASTIC_RUN_ID"]
-        run = f"{datetime.now():%Y-%m-%d}-{os.getppid()}" if run == "none" else run
-        return f"torchrun-{run}"
-    return f"{datetime.now():%Y-%m-%d_%H-%M-%S}"
+    return job_name() or f"{datetime.now():%Y-%m-%d_%H-%M-%S}"
 
 
 def trainer_precision(row: Any) -> str | None:

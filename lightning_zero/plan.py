@@ -121,7 +121,7 @@ def find_machine(asked: MachineConfig, config: TrainConfig) -> Machine:
     nvme = asked.nvme
     if nvme is None:
         nvme = shutil.disk_usage(path).free if path and os.path.isdir(path) else 0
-    return Machine(gpus, gpu, host, nvme, asked.nodes or config.trainer.num_nodes, shared)
+    return Machine(gpus, gpu, host, nvme, asked.nodes or config.trainer.num_nodes or 1, shared)
 
 
 # -- what is shown ----------------------------------------------------------------------------------------------------
@@ -290,7 +290,7 @@ def show(model: Model, machine: Machine, rows: list[Row], advices: list[Advice],
 
 def run(config: TrainConfig, asked: MachineConfig, states: int | None, as_json: bool) -> None:
     """Plan and show."""
-    fit_trainer(config, train.explicit_keys())
+    fit_trainer(config)
     model = describe(config, states)
     machine = find_machine(asked, config)
     rows = [plan_row(model, stage, offload, machine, _budgets(config, offload)) for stage, offload in allowed_rows()]

@@ -33,14 +33,16 @@ from torch.nn import Module, SyncBatchNorm
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
-from lightning_zero import averaging, finetuning
+from lightning_zero import averaging, finetuning, startup
 from lightning_zero.config import ConfigError, Precision, PrecisionConfig, ZeroConfig, make_config
 from lightning_zero.engine import Engine, engine_of, shard, values
+from lightning_zero.environments import own_environment
 from lightning_zero.interruptions import Left, Requeue, refuse_lonely_save
 from lightning_zero.precision import FLAGS, ZeroPrecision
 from lightning_zero.summary import print_units
 
 EXIT_BARRIER_S = 20.0
+OWN_RENDEZVOUS = frozenset({"mpi", "fake"})  # backends whose ranks need no store to find each other
 
 
 class ZeroStrategy(ParallelStrategy):
@@ -53,6 +55,10 @@ class ZeroStrategy(ParallelStrategy):
         settings: fields of :class:`ZeroConfig`, such as ``prefetch_bytes`` or ``unit={"classes": ["Block"]}``.
 
     The remaining arguments are those of every Lightning strategy.
+
+    Attributes:
+        run_settings: settings of the run that all ranks must have alike, besides the strategy's own. They are compared
+            at the start.
 
     Raises:
         ConfigError: a setting that cannot work; the message names the key to change.
@@ -79,10 +85,11 @@ class ZeroStrategy(ParallelStrategy):
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
+            cluster_environment=cluster_environment or own_environment(),
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
+        self.run_settings: Mapping[str, Any] = {}
         self._num_nodes = 1
         self._to_load: tuple[Mapping[str, Any], bool] | None = (
             None  # a state dict that waits for the shards, and strict
@@ -176,6 +183,7 @@ class ZeroStrategy(ParallelStrategy):
     def _configure_launcher(self) -> None:
         # Also where something else has made the processes: it sets the number of threads of every rank.
         assert self.cluster_environment is not None
+        startup.check_allocation(self.cluster_environment, nodes=self.num_nodes, devices=self.num_processes)
         self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     def setup_environment(self) -> None:
@@ -189,19 +197,41 @@ class ZeroStrategy(ParallelStrategy):
         self._process_group_backend = self._process_group_backend or _get_default_process_group_backend_for_device(
             device
         )
-        assert self.cluster_environment is not None
-        first = not dist.is_initialized()
-        _init_dist_connection(
-            self.cluster_environment,
-            self._process_group_backend,
-            timeout=self._timeout,
-            device_id=None if device.type == "cpu" else device,
-        )
-        if first:
+        if not dist.is_initialized():
+            self._join(device)
             atexit.register(_destroy_process_group)
         if self.lightning_module is not None:
             averaging.attach(self.lightning_module.trainer)
             finetuning.attach(self.lightning_module.trainer)
+
+    def _join(self, device: torch.device) -> None:
+        """Come together with the other ranks, and make the default process group."""
+        assert self.cluster_environment is not None and self._process_group_backend is not None
+        device_id = None if device.type == "cpu" else device
+        if self.world_size == 1 or self._process_group_backend in OWN_RENDEZVOUS:
+            _init_dist_connection(
+                self.cluster_environment, self._process_group_backend, timeout=self._timeout, device_id=device_id
+            )
+            return
+        settings = startup.shared_settings(self.config, self._settings_of_trainer() | dict(self.run_settings))
+        startup.join(
+            self.cluster_environment,
+            self._process_group_backend,
+            {"versions": startup.versions(), "settings": settings},
+            timeout=self._timeout,
+            wait_s=self.config.stall_timeout_s,
+            per_node=self.num_processes,
+            device_id=device_id,
+        )
+
+    def _settings_of_trainer(self) -> dict[str, Any]:
+        """Those that make ranks issue other collectives, or other numbers."""
+        settings: dict[str, Any] = {"zero.precision.name": self.precision_plugin.row.name}
+        if self.lightning_module is not None:
+            trainer = self.lightning_module.trainer
+            names = ("max_steps", "max_epochs", "accumulate_grad_batches", "gradient_clip_val")
+            settings |= {f"trainer.{name}": getattr(trainer, name) for name in names}
+        return settings
 
     def set_world_ranks(self) -> None:
         if self.cluster_environment is not None:
@@ -276,6 +306,8 @@ class ZeroStrategy(ParallelStrategy):
             engine = shard(model, config=wanted, device=self.root_device)
             if self.config.summary and self.is_global_zero:
                 print_units(engine)
+        else:
+            engine.comm.forget_failures()
         with engine.placeholders_allowed():
             model.to(self.root_device)  # what is neither parameter nor buffer: module.device, states of metrics
         if self.precision_plugin.row is Precision.bf16_true:
@@ -334,6 +366,7 @@ class ZeroStrategy(ParallelStrategy):
         module = self.lightning_module
         engine = engine_of(module) if module is not None else None
         if engine is not None:
+            engine.comm.explain(exception)
             engine.abort()
 
     # -- steps ----------------------------------------------------------------------------------------------------

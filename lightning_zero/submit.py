@@ -12,6 +12,7 @@ import os
 import re
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -83,7 +84,8 @@ def _silent() -> Iterator[None]:
     before = logging.root.manager.disable
     logging.disable(logging.INFO)
     try:
-        with contextlib.redirect_stdout(sys.stderr):
+        with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="The `srun` command is available")  # for the job
             yield
     finally:
         logging.disable(before)
@@ -192,7 +194,7 @@ def run(config: TrainConfig, asked: MachineConfig, *, arguments: list[str], run_
     if config.cluster.name is ClusterName.none:
         raise ConfigError("cluster: expected a cluster to submit to, got none. Give cluster=slurm.")
     explicit = train.explicit_keys()
-    fit_trainer(config, explicit)
+    fit_trainer(config)
     check_run(config, explicit)
     memory = check_memory(config, asked)
     text = sbatch.script(config.cluster, arguments, folder=Path.cwd(), run_dir=run_dir)

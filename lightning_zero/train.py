@@ -13,7 +13,8 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import fields, is_dataclass
+from dataclasses import asdict, fields, is_dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import hydra
@@ -26,8 +27,10 @@ from lightning_zero.build import accepted_arguments, build, build_all
 from lightning_zero.cluster import REFUSED, give_verdict
 from lightning_zero.config import ConfigError, choose
 from lightning_zero.hydra_schema import TrainConfig, TrainerConfig, register_schema, trainer_precision
-from lightning_zero.jobs import as_trained, check_tasks, checkpoint_to_resume, fit_trainer, keep_logs, slurm_plugins
+from lightning_zero.jobs import as_trained, check_inside, fit_trainer, slurm_plugins
+from lightning_zero.launched import launched
 from lightning_zero.launcher import check_launcher, register_launcher
+from lightning_zero.resume import checkpoint_of_job, job_name
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningDataModule, LightningModule, Trainer
@@ -63,18 +66,28 @@ def agreed_precision(config: TrainConfig) -> str | None:
 
 
 def local_devices(config: TrainerConfig) -> Any:
-    """``trainer.devices``, with ``auto`` made a number on CPUs, where Lightning's own meaning is one process."""
+    """``trainer.devices``, with ``auto`` made a number: that of the processes that a launcher has started on this node,
+    and on CPUs two, where Lightning's own meaning is one process.
+    """
     if config.devices != "auto":
         return config.devices
+    place = launched()
+    if place is not None and place.world_size is not None and config.num_nodes is not None and place.by != "plain":
+        return max(1, place.world_size // config.num_nodes)
+    if place is not None and place.local_world_size is not None:
+        return place.local_world_size
     import torch
 
     if config.accelerator == "cpu" or not torch.cuda.is_available():
-        if "LOCAL_WORLD_SIZE" in os.environ:  # torchrun
-            return int(os.environ["LOCAL_WORLD_SIZE"])
-        if "SLURM_NTASKS" in os.environ and "SLURM_PROCID" in os.environ:
-            return max(1, int(os.environ["SLURM_NTASKS"]) // config.num_nodes)
         return CPU_PROCESSES
     return "auto"
+
+
+def number_of_nodes(config: TrainerConfig) -> int:
+    """``trainer.num_nodes``; where it is not given, that of a launcher: it may change when torchrun starts again."""
+    place = launched()
+    found = place.nodes if place is not None else None
+    return config.num_nodes or found or 1
 
 
 def explicit_keys() -> set[str]:
@@ -137,11 +150,15 @@ def build_trainer(config: TrainConfig, plugins: list[Any] | None = None) -> Trai
     from lightning.pytorch import Trainer
     from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 
+    from lightning_zero.callbacks import NoteJob
+    from lightning_zero.startup import check_srun
     from lightning_zero.strategy import ZeroStrategy
 
     values = {f.name: getattr(config.trainer, f.name) for f in fields(TrainerConfig)}
-    values |= {"devices": local_devices(config.trainer), "precision": agreed_precision(config)}
-    callbacks = build_all("callbacks", config.callbacks)
+    values |= {"devices": local_devices(config.trainer), "num_nodes": number_of_nodes(config.trainer)}
+    values |= {"precision": agreed_precision(config)}
+    check_srun()
+    callbacks = [*build_all("callbacks", config.callbacks), NoteJob(config.run_dir)]
     for wanted, kind in (
         (config.trainer.enable_progress_bar, ProgressBar),
         (config.trainer.enable_checkpointing, Checkpoint),
@@ -162,6 +179,40 @@ def build_trainer(config: TrainConfig, plugins: list[Any] | None = None) -> Trai
         raise
     except (MisconfigurationException, ValueError, TypeError) as error:
         raise ConfigError(f"trainer: Lightning refuses these settings: {error} Change trainer.*.") from error
+
+
+def checkpoint_to_resume(config: TrainConfig, trainer: Trainer) -> str | None:
+    """The newest checkpoint of this job, if it was started before, else ``ckpt_path``. The same on all ranks."""
+    job = job_name()
+    if job is None:
+        return config.ckpt_path
+    triggers = ("_every_n_train_steps", "_train_time_interval")
+    of_steps = any(getattr(c, name, None) for c in trainer.checkpoint_callbacks for name in triggers)
+    if trainer.is_global_zero and trainer.checkpoint_callbacks and not of_steps:
+        print(
+            f"note: if {job} has to start again, it goes back to the end of an epoch. Save more often: "
+            "+callbacks.checkpoint.every_n_train_steps=1000"
+        )
+    folders = [c.dirpath for c in trainer.checkpoint_callbacks if getattr(c, "dirpath", None)]
+    found = checkpoint_of_job(config.run_dir, folders)
+    if found is None:
+        return config.ckpt_path
+    if trainer.is_global_zero:
+        print(f"{job} has started again: it goes on from {os.path.relpath(found)}", flush=True)
+        keep_metrics(trainer)
+    return str(found)
+
+
+def keep_metrics(trainer: Trainer) -> None:
+    """What was logged before a restart, as ``metrics-1.csv`` and so on: Lightning would delete it."""
+    from lightning.pytorch.loggers import CSVLogger
+
+    for logger in trainer.loggers:
+        if isinstance(logger, CSVLogger):
+            written = Path(logger.log_dir) / "metrics.csv"
+            if written.is_file():
+                kept = len(list(written.parent.glob("metrics-*.csv")))
+                written.rename(written.with_name(f"metrics-{kept + 1}.csv"))
 
 
 def check_launch(trainer: Trainer) -> None:
@@ -189,11 +240,10 @@ def check_checkpoint(path: str | None) -> None:
 def run(config: TrainConfig) -> None:
     """Build everything, train, validate, and say what came out."""
     explicit = explicit_keys()
-    fit_trainer(config, explicit)
-    ckpt_path = checkpoint_to_resume(config.ckpt_path, config.run_dir)
-    check_checkpoint(ckpt_path)
+    fit_trainer(config)
+    check_inside(config.cluster)
+    check_checkpoint(config.ckpt_path)
     agreed_precision(config)  # a contradiction is found before torch is imported, which takes seconds
-    check_tasks(config, local_devices(config.trainer))
     from lightning.pytorch import seed_everything
 
     from lightning_zero.data.text import TextData
@@ -201,13 +251,14 @@ def run(config: TrainConfig) -> None:
 
     _quieten()
     seed_everything(config.seed, workers=True, verbose=False)
-    keep_logs(config.run_dir)
     data = build_data(config, explicit)
     model = build_model(config, explicit)
     trainer = build_trainer(config)
     check_launch(trainer)
     if isinstance(data, TextData):
         data.check(trainer.world_size)
+    ckpt_path = checkpoint_to_resume(config, trainer)
+    trainer.strategy.run_settings = {**asdict(config), "ckpt_path": ckpt_path}  # type: ignore[attr-defined]
 
     trainer.fit(model, datamodule=data, ckpt_path=ckpt_path)
     if trainer.is_global_zero and trainer.checkpoint_callback is not None:
@@ -264,15 +315,16 @@ def refusals() -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        _refuse(str(error))
+        _refuse(str(error), final=type(error) is ConfigError)  # ranks that did not come may come the next time
     except OmegaConfBaseException as error:
         if isinstance(error.__cause__, ConfigError):
             _refuse(str(error.__cause__))
         _refuse(str(error))
 
 
-def _refuse(message: str) -> None:
-    give_verdict(REFUSED)
+def _refuse(message: str, *, final: bool = True) -> None:
+    if final:
+        give_verdict(REFUSED)
     print(f"error: {message}", file=sys.stderr, flush=True)
     raise SystemExit(2)
 

@@ -18,6 +18,10 @@ TOP_LEVEL = {
     "config": "config",
     "presets": "config",
     "cluster": "config",
+    "launched": "config",
+    "resume": "config",
+    "startup": "strategy",
+    "environments": "strategy",
     "registration": "strategy",  # imports it when Lightning is there
     "finetuning": "strategy",
     "summary": "strategy",

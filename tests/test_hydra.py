@@ -156,7 +156,29 @@ def test_trainer_settings_are_lightnings() -> None:
 def test_trainer_defaults_are_lightnings() -> None:
     theirs = inspect.signature(Trainer.__init__).parameters
     differing = {f.name for f in fields(TrainerConfig) if f.default != theirs[f.name].default}
-    assert differing == set()
+    assert differing == {"num_nodes"}  # Lightning's 1, unless a launcher says otherwise
+
+
+@pytest.mark.parametrize(
+    ("variables", "nodes", "devices"),
+    [
+        ({"TORCHELASTIC_RUN_ID": "a", "WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "3"}, 3, 2),
+        ({"SLURM_NTASKS": "8", "SLURM_PROCID": "1", "SLURM_NNODES": "2"}, 2, 4),
+        ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, 1, 4),
+        ({}, 1, 2),
+    ],
+)
+def test_nodes_and_devices_are_those_of_the_launcher(
+    variables: dict[str, str], nodes: int, devices: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_NTASKS", "SLURM_PROCID", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    config = TrainerConfig(accelerator="cpu")
+    assert (train.number_of_nodes(config), train.local_devices(config)) == (nodes, devices)
+    given = TrainerConfig(accelerator="cpu", num_nodes=5, devices=7)
+    assert (train.number_of_nodes(given), train.local_devices(given)) == (5, 7)
 
 
 def test_model_and_data_files_name_every_argument() -> None:
@@ -241,8 +263,10 @@ def test_ranks_that_are_started_from_outside_share_a_run_folder(monkeypatch: pyt
     assert run_name().startswith("20")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "abc")
     assert run_name() == "torchrun-abc"
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID")
     monkeypatch.setenv("SLURM_JOB_ID", "17")
     monkeypatch.setenv("SLURM_PROCID", "3")
+    monkeypatch.setenv("SLURM_NTASKS", "4")
     assert run_name() == "slurm-17-0"
 
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import lightning.pytorch  # noqa: F401  here, because it sets environment variables
 import pytest
-import torch
 from hydra.core.global_hydra import GlobalHydra
 
 from lightning_zero import jobs, sbatch, submit, train
@@ -277,6 +276,7 @@ def test_files_of_a_site(command: Any, fake_sbatch: Any, tmp_path: Path) -> None
         (["cluster.gpus_per_node=8", "cluster.tasks_per_node=4"], "cluster.tasks_per_node: expected one task for each"),
         (["cluster.container_mounts=[/a:/b]"], "cluster.container_mounts has no effect without cluster.container"),
         (["cluster.sbatch=[mail]"], "cluster.sbatch: expected options"),
+        (["cluster.job_name=bash"], "cluster.job_name: expected another name than bash and interactive"),
         (["cluster.node=4"], "node"),
         (["trainer.num_nodes=3", "cluster.nodes=4"], "trainer.num_nodes: expected 4, which is cluster.nodes, got 3"),
         (["trainer.num_nodes=1", "cluster.nodes=4"], "trainer.num_nodes: expected 4, which is cluster.nodes, got 1"),
@@ -359,90 +359,39 @@ def test_settings_without_a_cluster_are_refused() -> None:
 
 def test_a_run_is_fitted_to_its_cluster() -> None:
     config = TrainConfig(cluster=slurm())
-    jobs.fit_trainer(config, set())
+    jobs.fit_trainer(config)
     assert (config.trainer.num_nodes, config.trainer.devices, config.trainer.accelerator) == (2, 8, "gpu")
     config = TrainConfig(
         cluster=slurm(gpus_per_node=0, tasks_per_node=3), trainer=TrainerConfig(num_nodes=2, devices=3)
     )
-    jobs.fit_trainer(config, {"trainer.num_nodes", "trainer.devices"})
+    jobs.fit_trainer(config)
     assert config.trainer.accelerator == "cpu"
     untouched = TrainConfig()
-    jobs.fit_trainer(untouched, set())
+    jobs.fit_trainer(untouched)
     assert untouched == TrainConfig()
 
 
 # -- inside a job -----------------------------------------------------------------------------------------------------
 
-TASK = {
-    "SLURM_JOB_ID": "7",
-    "SLURM_PROCID": "0",
-    "SLURM_NNODES": "2",
-    "SLURM_NTASKS": "4",
-    "SLURM_NTASKS_PER_NODE": "2",
-}
+
+def test_outside_of_a_job_a_run_for_a_cluster_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs.check_inside(ClusterConfig())
+    with pytest.raises(ConfigError, match="cluster=slurm: expected processes that srun has started inside a job"):
+        jobs.check_inside(slurm())
+    task = {"JOB_ID": "7", "PROCID": "0", "LOCALID": "0", "NNODES": "2", "NTASKS": "4", "NTASKS_PER_NODE": "2"}
+    for name, value in task.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    jobs.check_inside(slurm())
 
 
-def two_by_two() -> TrainConfig:
-    config = TrainConfig(cluster=slurm(gpus_per_node=2))
-    jobs.fit_trainer(config, set())
-    return config
+def test_ranks_that_do_not_come_are_no_refusal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The job goes back to the queue."""
+    from lightning_zero.startup import StartError
 
-
-def test_the_right_allocation_passes() -> None:
-    jobs.check_tasks(two_by_two(), 2, TASK)
-    jobs.check_tasks(TrainConfig(trainer=TrainerConfig(num_nodes=2)), 2, TASK)
-    jobs.check_tasks(TrainConfig(), 2, {})  # no job
-    jobs.check_tasks(TrainConfig(), 2, {**TASK, "SLURM_JOB_NAME": "interactive"})
-    jobs.check_tasks(two_by_two(), 2, {**TASK, "SLURM_NNODES": "1", "TORCHELASTIC_RUN_ID": "x"})
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"SLURM_NNODES": "3"}, "cluster.nodes: expected 3, the nodes that SLURM has given, got 2"),
-        ({"SLURM_NTASKS_PER_NODE": "4", "SLURM_NTASKS": "8"}, "trainer.devices: expected 4"),
-        ({"SLURM_NTASKS_PER_NODE": None}, "srun: expected --ntasks-per-node=2, got 4 tasks without it"),
-        ({"SLURM_PROCID": None}, "cluster=slurm: expected processes that srun has started inside a job, got none"),
-    ],
-)
-def test_a_wrong_allocation_is_refused(changes: dict[str, str | None], message: str) -> None:
-    environ = {key: value for key, value in (TASK | changes).items() if value is not None}
-    with pytest.raises(ConfigError, match=message):
-        jobs.check_tasks(two_by_two(), 2, environ)
-
-
-def save(path: Path, age_s: int) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    torch.save({"global_step": 1}, path)
-    os.utime(path, (1e9 - age_s, 1e9 - age_s))
-    return path
-
-
-def test_a_requeued_job_goes_on_from_its_newest_checkpoint(tmp_path: Path) -> None:
-    first, again = {"SLURM_JOB_ID": "7"}, {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"}
-    find = jobs.checkpoint_to_resume
-    assert find("given.ckpt", tmp_path, again) == "given.ckpt"  # nothing was saved
-    older = save(tmp_path / "checkpoints" / "step-5.ckpt", 20)
-    assert find("given.ckpt", tmp_path, first) == "given.ckpt"
-    assert find(None, tmp_path, first) is None
-    assert find("given.ckpt", tmp_path, again) == str(older)
-    assert find(None, tmp_path, {"SLURM_RESTART_COUNT": "1"}) is None
-    by_signal = save(tmp_path / "hpc_ckpt_1.ckpt", 10)
-    assert find(None, tmp_path, first) == str(by_signal)  # the folder of a job that was submitted again
-    newer = save(tmp_path / "checkpoints" / "step-9.ckpt", 5)
-    (tmp_path / "checkpoints" / "last.ckpt").symlink_to(tmp_path / "gone.ckpt")
-    assert find(None, tmp_path, again) == str(newer)
-    cut = tmp_path / "checkpoints" / "step-12.ckpt"
-    cut.write_bytes(newer.read_bytes()[:-30])  # the job was killed while it was written
-    assert find(None, tmp_path, again) == str(newer)
-
-
-def test_logs_of_the_stretch_before_are_kept(tmp_path: Path) -> None:
-    (tmp_path / "csv").mkdir()
-    log = tmp_path / "csv" / "metrics.csv"
-    log.write_text("step\n1\n")
-    jobs.keep_logs(tmp_path, {"SLURM_JOB_ID": "7"})
-    jobs.keep_logs(tmp_path, {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "2", "SLURM_PROCID": "1"})
-    assert log.exists()
-    jobs.keep_logs(tmp_path, {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "2", "SLURM_PROCID": "0"})
-    assert [p.name for p in log.parent.iterdir()] == ["metrics-1.csv"]
+    monkeypatch.setenv("LIGHTNING_ZERO_VERDICT", str(tmp_path / "verdict"))
+    with pytest.raises(SystemExit), train.refusals():
+        raise StartError("rank 3 did not come")
+    assert not (tmp_path / "verdict").exists()
+    with pytest.raises(SystemExit), train.refusals():
+        raise ConfigError("a mistake")
+    assert (tmp_path / "verdict").exists()

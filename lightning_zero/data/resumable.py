@@ -1,62 +1,105 @@
-"""Training data that goes on in the middle of an epoch: a requeued job sees the batches that it has not seen yet.
+"""A shuffled loader that goes on in the middle of an epoch, also with another number of ranks or another batch size.
 
-The order of an epoch is a function of the seed and the epoch alone, so that a position in it is two numbers.
+The order of an epoch is one permutation for all ranks, of the seed and the epoch alone; ranks take turns in it. What
+was trained on is a number of items from its beginning::
+
+    order    | 7 3 | 9 1 | 4 8 | 0 2 | 6 5 |      batches of one item, two ranks
+                          ^ 4 items were had: two ranks go on with 4 8, four ranks with 4 8 0 2
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from itertools import islice
-from typing import Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
 
 
-class EpochSampler(DistributedSampler[int]):
-    """Torch's sampler, whose first pass over one epoch may begin later."""
+class ShuffledFrom(DistributedSampler[Any]):
+    """:class:`DistributedSampler` whose first pass begins ``start`` items after the beginning of its epoch.
 
-    _begin: tuple[int, int] | None = None  # epoch, items of this rank
+    ``len`` is that of a whole epoch, of which Lightning counts the first batches as done.
 
-    def begin_at(self, epoch: int, items: int) -> None:
-        """Leave out the first ``items`` of all ranks in the next pass over ``epoch``."""
-        own = items // self.num_replicas
-        self._begin = (epoch, own) if own < len(self) else None
-        self.set_epoch(epoch)  # workers fetch ahead before Lightning says which epoch it is
+    Attributes:
+        start: items that all ranks together have had in this epoch.
+        left: items of this rank to come in the first pass; ``None``: of a whole epoch.
+    """
+
+    def __init__(self, data: Dataset[Any], *, num_replicas: int, rank: int, seed: int) -> None:
+        super().__init__(data, num_replicas=num_replicas, rank=rank, shuffle=True, seed=seed)
+        self.start = 0
+        self.left: int | None = None
 
     def __iter__(self) -> Iterator[int]:
-        epoch, skipped = self._begin or (self.epoch, 0)
-        self._begin = None
-        yield from islice(super().__iter__(), skipped if epoch == self.epoch else 0, None)
+        start, left = self.start, self.left
+        self.start, self.left = 0, None
+        size = len(self.dataset)  # type: ignore[arg-type]
+        generator = torch.Generator()
+        generator.manual_seed(self.seed + self.epoch)
+        order = torch.randperm(size, generator=generator).tolist()
+        wanted = (self.num_samples if left is None else left) * self.num_replicas
+        rest = order[start:]
+        rest += (order * (1 + wanted // size))[: max(0, wanted - len(rest))]
+        return iter(rest[self.rank : wanted : self.num_replicas])
 
 
 class ResumableLoader(DataLoader[Tensor]):
-    """A loader of training data with the ``state_dict`` that Lightning saves and loads.
+    """A loader whose place Lightning saves in checkpoints, as items of the epoch that all ranks have had.
 
     Args:
-        trained: batches of this epoch that this rank has trained on. It is not the number of batches that were
-            fetched: a checkpoint between two steps may come with the next batch in hand.
+        trainer: knows the ranks, and how many batches were trained on; one that only was loaded does not count.
     """
 
-    def __init__(self, *args: Any, trained: Callable[[], int] | None = None, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.trained = trained
+    def __init__(self, data: Dataset[Tensor], batch_size: int, *, trainer: Trainer | None, **options: Any) -> None:
+        self._trainer = trainer
+        # As Lightning's own sampler has it.
+        sampler = ShuffledFrom(
+            data,
+            num_replicas=trainer.world_size if trainer is not None else 1,
+            rank=trainer.global_rank if trainer is not None else 0,
+            seed=int(os.environ.get("PL_GLOBAL_SEED", 0)),
+        )
+        super().__init__(data, batch_size, sampler=sampler, **options)
+
+    @property
+    def _items_per_step(self) -> int:
+        assert isinstance(self.sampler, ShuffledFrom) and self.batch_size is not None
+        return self.batch_size * self.sampler.num_replicas
 
     def state_dict(self) -> dict[str, int]:
-        """Epoch, and items of it that all ranks together have trained on."""
-        if not isinstance(self.sampler, EpochSampler) or self.trained is None or self.batch_size is None:
+        if self._trainer is None:
             return {}
-        items = self.trained() * self.batch_size * self.sampler.num_replicas
-        return {"epoch": self.sampler.epoch, "items": items}
+        loop = self._trainer.fit_loop
+        done = loop.epoch_loop.batch_progress.current.processed
+        return {
+            "items": done * self._items_per_step,
+            "epoch": loop.epoch_progress.current.processed,
+            "whole": int(done >= len(self)),
+        }
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Begin where the checkpoint was saved, also on another number of ranks."""
-        if state and isinstance(self.sampler, EpochSampler):
-            self.sampler.begin_at(state["epoch"], state["items"])
+        if self._trainer is None or not state:
+            return
+        assert isinstance(self.sampler, ShuffledFrom) and self.batch_size is not None
+        if state["whole"]:  # saved at the end of an epoch: the next one begins at its beginning
+            self._recount(len(self))
+            return
+        steps = min(-(-state["items"] // self._items_per_step), len(self) - 1)
+        self.sampler.set_epoch(state["epoch"])
+        self.sampler.start = state["items"]
+        self.sampler.left = self.sampler.num_samples - steps * self.batch_size
+        self._recount(steps)
 
-
-def shuffled(dataset: Any, world_size: int, rank: int) -> EpochSampler:
-    """The order that Lightning would give to a loader that shuffles."""
-    seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
-    return EpochSampler(dataset, num_replicas=world_size, rank=rank, shuffle=True, seed=seed)
+    def _recount(self, steps: int) -> None:
+        """Lightning counts the batches of this epoch, whose sizes may be others now."""
+        assert self._trainer is not None
+        current = self._trainer.fit_loop.epoch_loop.batch_progress.current
+        shift = steps - current.processed
+        for name in ("ready", "started", "processed", "completed"):
+            setattr(current, name, max(0, getattr(current, name) + shift))

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_zero.config import ConfigError
-from lightning_zero.data.resumable import ResumableLoader, shuffled
+from lightning_zero.data.resumable import ResumableLoader
 
 FORMAT = 1  # of the cache file; part of its name
 SEGMENT_CHUNKS = 16
@@ -231,22 +231,15 @@ class TextData(LightningDataModule):
         return self.val_dataloader()
 
     def _loader(self, data: Chunks, train: bool) -> DataLoader[Tensor]:
-        settings: dict[str, Any] = {
+        options: dict[str, Any] = {
+            "drop_last": train,
             "num_workers": self.num_workers,
             "pin_memory": torch.cuda.is_available(),
             "persistent_workers": self.num_workers > 0,
         }
-        if not train:  # Lightning gives every rank its share
-            return DataLoader(data, self.batch_size, **settings)
-        world_size, rank = (1, 0) if self.trainer is None else (self.trainer.world_size, self.trainer.global_rank)
-        sampler = shuffled(data, world_size, rank)
-        return ResumableLoader(
-            data, self.batch_size, sampler=sampler, drop_last=True, trained=self._trained_batches, **settings
-        )
-
-    def _trained_batches(self) -> int:
-        assert self.trainer is not None
-        return self.trainer.fit_loop.epoch_loop.batch_progress.current.processed
+        if train:
+            return ResumableLoader(data, self.batch_size, trainer=self.trainer, **options)
+        return DataLoader(data, self.batch_size, **options)  # Lightning gives it a distributed sampler
 
 
 def _whole_number(key: str, value: object, least: int) -> None:

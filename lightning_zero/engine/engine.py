@@ -41,6 +41,7 @@ from lightning_zero.engine.recompute import recompute_forward
 from lightning_zero.engine.sentinels import Sentinels
 from lightning_zero.engine.unit import Bucket, State, Tiers, Unit
 from lightning_zero.memory.collectives import ABANDON_S, Communicator
+from lightning_zero.memory.machine import Share, own_path, ranks_on_disk, share_of_machine
 from lightning_zero.memory.tiers import HostTier, NvmeTier, available_host_memory
 from lightning_zero.planning.placement import OFFLOADS, ON_DEVICE, Budgets, Tier, UnitBytes, split_by_budget
 
@@ -96,6 +97,7 @@ class Engine:
         self._module = weakref.ref(module)
         self.comm = Communicator(group, device, transport=config.comm.transport, stall_timeout_s=config.stall_timeout_s)
         self.tiers = Tiers(ON_DEVICE)
+        self._share = share_of_machine(self.comm) if config.offload.name is not Offload.none else Share()
         try:
             self.units: list[Unit] = build.build_units(module, config, self.precision, self.comm, self._make_tiers)
         except BaseException:
@@ -158,10 +160,10 @@ class Engine:
         host = HostTier(self.comm.device, budget=offload.host_budget) if Tier.host in used else None
         nvme = None
         if Tier.nvme in used:
-            assert offload.nvme_path is not None
+            assert self._nvme_path is not None
             taken = {other.tiers.nvme.instance for other in engines() if other.tiers.nvme is not None}
             nvme = NvmeTier(
-                offload.nvme_path,
+                self._nvme_path,
                 rank=self.comm.rank,
                 instance=next(n for n in itertools.count() if n not in taken),
                 budget=offload.nvme_budget,
@@ -171,13 +173,18 @@ class Engine:
         weakref.finalize(self, _close_tiers, self.tiers, os.getpid())  # also at the end of the process
         return {unit.name: Tiers(row, host, nvme) for unit, row in zip(sizes, rows, strict=True)}
 
+    @property
+    def _nvme_path(self) -> str | None:
+        path = self.config.offload.nvme_path
+        return own_path(path, self._share, self.comm.rank) if path else None
+
     def _budgets(self) -> Budgets:
         """Byte budgets of this rank; what is derived from free memory is the least of all ranks."""
         offload = self.config.offload
-        local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
         device = torch.cuda.mem_get_info(self.comm.device)[0] // 2 if self.comm.device.type == "cuda" else 0
-        host = int(available_host_memory() * 0.9) // local_ranks
-        disk = shutil.disk_usage(offload.nvme_path).free // local_ranks if offload.nvme_path else 0
+        host = int(available_host_memory() * 0.9) // self._share.local_ranks
+        on_disk = ranks_on_disk(self.comm, self._nvme_path)
+        disk = shutil.disk_usage(self._nvme_path).free // on_disk if self._nvme_path else 0
         found = torch.tensor([device, host, disk], dtype=torch.int64)
         device, host, disk = (-self.comm.max_(-found)).tolist()
         given = (offload.device_budget, offload.host_budget, offload.nvme_budget)
@@ -718,7 +725,6 @@ class Engine:
 
     def _submit(self, jobs: list[StepJob]) -> None:
         if self._worker is None:
-            local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
-            self._worker = StepWorker(self.config.offload.threads or default_threads(local_ranks))
+            self._worker = StepWorker(self.config.offload.threads or default_threads(self._share.cpus))
         numbers = {b: i for i, b in enumerate(self.buckets)}
         self._worker.submit(sorted(jobs, key=lambda job: numbers[job.bucket]))

@@ -14,7 +14,6 @@ files are in memory at a time: the one that is read, the one that is stepped, th
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -32,9 +31,8 @@ class StepJob(NamedTuple):
     run: Callable[[], None]
 
 
-def default_threads(local_ranks: int) -> int:
-    """Threads of a rank's offloaded step: its share of the cores, one left for transfers where there are several."""
-    share = max(1, (os.cpu_count() or 1) // max(1, local_ranks))
+def default_threads(share: int) -> int:
+    """Threads of a rank's offloaded step, on its ``share`` of the cores: one is left for transfers if it can be."""
     return max(1, share - 1) if share > 2 else share
 
 

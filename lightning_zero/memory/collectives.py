@@ -35,6 +35,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_zero.config import Transport as TransportName
+from lightning_zero.memory.peers import PeerError, Peers, is_broken_connection
 
 # The names before torch 2.13 still exist there, but warn at every call.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -423,31 +424,57 @@ class Communicator:
 
         Raises:
             StallError: the others did not come; names this rank's place and theirs.
-            RuntimeError: the connection broke (a rank is gone).
+            PeerError: the connection broke; names the rank that is gone.
         """
-        if work.is_completed() or on_device:
-            work.wait()  # on a device this makes the stream wait, not the host
+        if on_device:
+            work.wait()  # this makes the stream wait, not the host
             return
         started = time.monotonic()
         try:
+            if work.is_completed():
+                work.wait()  # raises what it has failed with
+                return
             work.wait(timedelta(seconds=self.stall_timeout_s))
             self.waited_s += time.monotonic() - started
         except RuntimeError as error:
             waited = time.monotonic() - started
             if waited < 0.9 * self.stall_timeout_s:
-                raise RuntimeError(
-                    f"rank {self.rank}: a peer broke off during {label!r} ({self.place}): {error}"
+                raise PeerError(
+                    f"rank {self.rank}: {self._culprit()}; noticed during {label!r} ({self.place}): {error}"
                 ) from error
             raise StallError(self._stall_message(label, waited)) from error
 
     def _stall_message(self, label: str, waited: float) -> str:
         places = self._watchdog.places() if self._watchdog is not None else []
-        lines = "\n".join(f"  rank {r}: {place}" for r, place in enumerate(places))
+        silent: list[int] = []
+        with contextlib.suppress(Exception):  # the store is gone with its server
+            silent = self._watchdog.peers.silent() if self._watchdog is not None else []
+        lines = "\n".join(
+            f"  rank {r}: {place}{' (does not answer: it has ended or hangs)' if r in silent else ''}"
+            for r, place in enumerate(places)
+        )
         return (
             f"rank {self.rank} waited {waited:.0f} s for {label!r} and the other ranks did not come.\n{lines}\n"
             "If ranks take different paths through the model, set zero.dynamic=true; if a rank is only slow, raise "
             f"zero.stall_timeout_s (now {self.stall_timeout_s:g})."
         )
+
+    def _culprit(self) -> str:
+        return self._watchdog.peers.culprit() if self._watchdog is not None else "a peer broke off"
+
+    def explain(self, error: BaseException) -> None:
+        """An exception ends this rank: tell the others, or, where it comes from another's end, add whose that was."""
+        if self._watchdog is None or isinstance(error, PeerError | StallError) or not isinstance(error, Exception):
+            return
+        if is_broken_connection(error):
+            error.add_note(f"rank {self.rank}: {self._culprit()}")
+        else:
+            self._watchdog.peers.tell(error)
+
+    def forget_failures(self) -> None:
+        """On all ranks, at the start of a run: what an earlier one ended with says nothing about this one."""
+        if self._watchdog is not None:
+            self._watchdog.peers.forget()
 
     def _count(self, kind: str, label: str) -> None:
         if self._groups is not None:
@@ -497,6 +524,7 @@ class _Watchdog:
         self._comm = ref(comm)
         self._meetings = 0
         self._store = _store_for_places()
+        self.peers = Peers(self._store, self._prefix, comm.rank, len(self._ranks), POST_PLACE_EVERY_S)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="lightning_zero-places", daemon=True)
         self._thread.start()
@@ -510,12 +538,13 @@ class _Watchdog:
             comm = self._comm()
             if comm is None:
                 return
-            if (place := comm.place) != posted:
-                try:
+            try:
+                if (place := comm.place) != posted:
                     self._store.set(self._key(comm.rank), place)
-                except Exception:  # the store is gone with its server: this rank will hear of it elsewhere
-                    return
-                posted = place
+                    posted = place
+                self.peers.answer()
+            except Exception:  # the store is gone with its server: this rank will hear of it elsewhere
+                return
             comm = None  # or it would live through the next wait
 
     def places(self) -> list[str]:

@@ -9,8 +9,6 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from lightning_zero.jobs import restarts
-
 
 class Disturb(Callback):
     """In the first stretch of a job only: a signal to this rank itself after a step, or time for every step.
@@ -29,7 +27,7 @@ class Disturb(Callback):
         self.sleep_s = sleep_s
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
-        if restarts():
+        if "SLURM_RESTART_COUNT" in os.environ:
             return
         time.sleep(self.sleep_s)
         if (trainer.global_step, trainer.global_rank) == (self.step, self.rank):

@@ -183,7 +183,7 @@ def test_a_signal_to_one_rank(undisturbed: tuple[int, Job], folder: Path) -> Non
     assert job.log.count("interrupted: saved step 7 in ") == 1, job.log
     assert not (job.folder / "failures").exists()
     assert_same_run(job, whole, resumed_at=7)
-    assert job.losses("metrics-0.csv") == {step: loss for step, loss in whole.losses().items() if step < 7}
+    assert job.losses("metrics-1.csv") == {step: loss for step, loss in whole.losses().items() if step < 7}
 
 
 def test_the_signal_before_the_time_limit(folder: Path, undisturbed: tuple[int, Job]) -> None:
@@ -261,26 +261,29 @@ def srun(folder: Path, options: Sequence[str], *overrides: str) -> subprocess.Co
 
 
 def test_srun_without_tasks_per_node(folder: Path) -> None:
-    done = srun(folder, ["-N2", "-n2"], "trainer.num_nodes=2")
+    done = srun(folder, ["-N2", "-n2"])
     assert done.returncode == 2, done.stderr
-    assert "error: srun: expected --ntasks-per-node=1, got 2 tasks without it." in done.stderr
+    assert "error: srun: expected --ntasks-per-node, got 2 tasks on 2 node(s) without it." in done.stderr
+    assert "srun --nodes=2 --ntasks-per-node=1" in done.stderr
     assert "Traceback" not in done.stderr
 
 
 def test_another_number_of_nodes(folder: Path) -> None:
-    done = srun(folder, ["-N2", "--ntasks-per-node=1"])
+    done = srun(folder, ["-N2", "--ntasks-per-node=1"], "trainer.num_nodes=1", "trainer.devices=1")
     assert done.returncode == 2, done.stderr
-    assert "error: trainer.num_nodes: expected 2, the nodes that SLURM has given, got 1. Change trainer" in done.stderr
+    assert "expected the 2 processes that srun has started (1 on each of 2 nodes), got 1 x 1 = 1." in done.stderr
+    assert "Set trainer.num_nodes=2 trainer.devices=1" in done.stderr
 
 
-def test_another_number_of_tasks(folder: Path) -> None:
-    done = srun(folder, ["-N2", "--ntasks-per-node=1"], "trainer.num_nodes=2", "trainer.devices=2")
-    assert done.returncode == 2, done.stderr
-    assert "error: trainer.devices: expected 1, the tasks that SLURM has started on each node, got 2" in done.stderr
+def test_an_address_that_cannot_be_resolved(folder: Path) -> None:
+    done = srun(folder, ["-N2", "--ntasks-per-node=1", "--export=ALL,MASTER_ADDR=no-such-node.invalid"])
+    assert done.returncode != 0
+    assert "MASTER_ADDR: expected the address of the node of rank 0, got 'no-such-node.invalid', which" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_plain_srun_is_enough(folder: Path) -> None:
-    done = srun(folder, ["-N2", "--ntasks-per-node=1"], "trainer.num_nodes=2", "trainer.max_steps=2")
+    done = srun(folder, ["-N2", "--ntasks-per-node=1"], "trainer.max_steps=2")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "validation bits per byte: " in done.stdout
 

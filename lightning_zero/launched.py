@@ -1,0 +1,125 @@
+"""Who started this process, and its place among the others, read from the environment. Nothing is imported but that.
+
+Each launcher tells in variables of its own::
+
+    torchrun  TORCHELASTIC_RUN_ID  RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE
+    srun      SLURM_PROCID         SLURM_NTASKS SLURM_LOCALID SLURM_NODEID SLURM_NNODES SLURM_TASKS_PER_NODE
+    mpirun    OMPI_COMM_WORLD_*    (Open MPI), PMI_* with MPI_LOCAL* (Intel MPI, MPICH), MV2_COMM_WORLD_* (MVAPICH2)
+    plain     LOCAL_RANK           and perhaps RANK WORLD_SIZE LOCAL_WORLD_SIZE: Lightning's own launcher, or a user's
+
+The order is that of Lightning: torchrun inside of a SLURM job is torchrun.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+# Names for: rank, world size, local rank, local world size.
+MPI_VARIABLES = (
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Launched:
+    """A process that a launcher has started. What the launcher does not tell is ``None``.
+
+    Attributes:
+        by: ``torchrun``, ``srun``, ``mpirun`` or ``plain``.
+        local_world_size: processes of the job on this node.
+        nodes: nodes that the job's processes are on.
+    """
+
+    by: str
+    rank: int | None = None
+    world_size: int | None = None
+    local_rank: int | None = None
+    local_world_size: int | None = None
+    nodes: int | None = None
+
+    @property
+    def even(self) -> bool:
+        """Whether every node has as many processes as this one, as far as it is known."""
+        if self.world_size is None or self.local_world_size is None or self.nodes is None:
+            return True
+        return self.world_size == self.local_world_size * self.nodes
+
+
+def launched(environ: Mapping[str, str] = os.environ) -> Launched | None:
+    """The place of this process, or ``None`` where nothing but a user has started it."""
+    if "TORCHELASTIC_RUN_ID" in environ:
+        return _torchrun(environ)
+    if "SLURM_NTASKS" in environ and "SLURM_PROCID" in environ and not _slurm_shell(environ):
+        return _srun(environ)
+    for names in MPI_VARIABLES:
+        if names[0] in environ and names[1] in environ:
+            return _mpirun(environ, names)
+    if "LOCAL_RANK" in environ or "LOCAL_WORLD_SIZE" in environ:
+        place = {key: _number(environ, key.upper()) for key in ("rank", "world_size", "local_rank", "local_world_size")}
+        return Launched(by="plain", **place)
+    return None
+
+
+def local_world_size(environ: Mapping[str, str] = os.environ) -> int | None:
+    """Processes of the job on this node, where the environment tells."""
+    found = launched(environ)
+    return found.local_world_size if found is not None else None
+
+
+def _torchrun(environ: Mapping[str, str]) -> Launched:
+    place = {key: _number(environ, key.upper()) for key in ("rank", "world_size", "local_rank", "local_world_size")}
+    return Launched(by="torchrun", nodes=_number(environ, "GROUP_WORLD_SIZE"), **place)
+
+
+def _srun(environ: Mapping[str, str]) -> Launched:
+    world_size = _number(environ, "SLURM_NTASKS")
+    tasks = tasks_of_nodes(environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE", ""))
+    if sum(tasks) != world_size:  # of another step, or of the whole allocation
+        tasks = []
+    nodes = len(tasks) or _number(environ, "SLURM_STEP_NUM_NODES") or _number(environ, "SLURM_NNODES")
+    node = _number(environ, "SLURM_NODEID") or 0
+    local = tasks[node] if node < len(tasks) else _number(environ, "SLURM_NTASKS_PER_NODE")
+    if local is None and world_size is not None and nodes is not None:
+        local = world_size // nodes or None
+    return Launched(
+        by="srun",
+        rank=_number(environ, "SLURM_PROCID"),
+        world_size=world_size,
+        local_rank=_number(environ, "SLURM_LOCALID"),
+        local_world_size=local,
+        nodes=nodes,
+    )
+
+
+def _mpirun(environ: Mapping[str, str], names: tuple[str, str, str, str]) -> Launched:
+    rank, world_size, local_rank, local = (_number(environ, name) for name in names)
+    nodes = None if world_size is None or not local else -(-world_size // local)
+    return Launched(
+        by="mpirun", rank=rank, world_size=world_size, local_rank=local_rank, local_world_size=local, nodes=nodes
+    )
+
+
+def tasks_of_nodes(text: str) -> list[int]:
+    """SLURM's tasks per node, written as ``2(x3),1``: one number for each node; none where it says nothing."""
+    tasks: list[int] = []
+    for part in text.split(",") if text else ():
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
+        if match is None:
+            return []
+        tasks += [int(match[1])] * int(match[2] or 1)
+    return tasks
+
+
+def _slurm_shell(environ: Mapping[str, str]) -> bool:
+    """A shell inside of an allocation, as Lightning tells it: what runs there was not started by srun."""
+    return environ.get("SLURM_JOB_NAME") in ("bash", "interactive")
+
+
+def _number(environ: Mapping[str, str], name: str) -> int | None:
+    value = environ.get(name, "")
+    return int(value) if re.fullmatch(r"\d+", value) else None

@@ -1,0 +1,193 @@
+"""Which rank went: asked when a connection breaks, answered over the store.
+
+A rank that dies says nothing, and the others hear of it in an order that depends on who talks to whom: the second to
+notice may see the first one leave. So the first to notice finds out, and writes the name down for all::
+
+    rank 3   killed
+    rank 1   broken connection   who is it?  roll call ............ 3 does not answer   writes: rank 3
+    rank 0                                   answers (its thread)                        reads it, raises
+    rank 2                                   answers, breaks too    waits for the name   reads it, raises
+
+On one machine nothing needs to be asked: the system knows which processes are left. A rank that fails with an exception
+of its own writes itself down before it leaves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import socket
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+ROLL_CALL_S = 10.0  # a rank that is only busy must come to answer
+DYING_S = 1.0  # from the end of a process's connections to its end
+_BROKEN = re.compile(
+    r"connection (was )?(closed|reset|refused)|closed by peer|broken pipe|socket (is )?closed|(read|write|recv|send)\w*"
+    r" (error|failed)|remote process exited",
+    re.IGNORECASE,
+)
+
+
+class PeerError(RuntimeError):
+    """Another rank went; the message names it."""
+
+
+def is_broken_connection(error: BaseException) -> bool:
+    """Whether a backend says that a peer's connection is gone."""
+    return isinstance(error, RuntimeError) and _BROKEN.search(str(error)) is not None
+
+
+def machine() -> str:
+    """Names the machine and the space of its process ids: equal where these can be compared."""
+    boot = ""
+    with contextlib.suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
+    return boot or socket.gethostname()
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process of this machine lives; one that has ended and is not waited for yet does not."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return not Path("/proc/self/stat").exists()  # a system without it: not known to be dead
+    return stat.rpartition(")")[2].split()[0] not in "ZX"
+
+
+@dataclass(frozen=True, slots=True)
+class _Who:
+    host: str
+    pid: int
+    machine: str
+
+    def __str__(self) -> str:
+        return f"on {self.host}, process {self.pid}"
+
+
+class Peers:
+    """The ranks of a group, as this rank knows them through the store.
+
+    Args:
+        store: of its own: a rank may wait for long inside another one.
+        prefix: of the keys; the same on all ranks.
+        every_s: how often each rank calls :meth:`answer`.
+    """
+
+    def __init__(self, store: Any, prefix: str, rank: int, world_size: int, every_s: float) -> None:
+        self._store, self._prefix, self._every_s = store, prefix, every_s
+        self._rank, self._world_size = rank, world_size
+        self._own = _Who(socket.gethostname(), os.getpid(), machine())
+        self._holder: _Who | None = None  # of the store
+        self._culprit: str | None = None
+        self._round = 0
+        store.set(f"{prefix}/who/{rank}", json.dumps(asdict(self._own)))
+
+    def _key(self, name: str) -> str:
+        return f"{self._prefix}/{name}" if name.startswith("who") else f"{self._prefix}/{self._round}/{name}"
+
+    def forget(self) -> None:
+        """On all ranks, when they go on after an exception that all have survived."""
+        self._round, self._culprit = self._round + 1, None
+
+    def _read(self, name: str) -> str | None:
+        return self._store.get(self._key(name)).decode() if self._store.check([self._key(name)]) else None
+
+    def _who(self, rank: int) -> _Who | None:
+        text = self._read(f"who/{rank}")
+        return _Who(**json.loads(text)) if text else None
+
+    def _named(self, rank: int) -> str:
+        who = self._who(rank)
+        return f"rank {rank} ({who})" if who is not None else f"rank {rank}"
+
+    def answer(self) -> None:
+        """Every few seconds, in a thread: answer a roll call, and hear its result while the store is there."""
+        if self._holder is None:
+            self._holder = self._who(0)
+        if self._store.check([self._key("roll")]):
+            self._store.set(self._key(f"here/{self._rank}"), "")
+        self._culprit = self._culprit or self._read("culprit")
+
+    def tell(self, error: BaseException) -> None:
+        """This rank fails with an exception of its own: the others, who will miss it, can say why."""
+        text = f"{type(error).__name__}: {error}".strip().splitlines()[0][:300]
+        with contextlib.suppress(Exception):  # the store is gone: nobody can hear it
+            self._write(f"rank {self._rank} ({self._own}) failed with {text}")
+
+    def _write(self, culprit: str) -> str:
+        """The first to write is right; the rest are consequences."""
+        self._culprit = self._store.compare_set(self._key("culprit"), "", culprit).decode()
+        return self._culprit
+
+    def culprit(self) -> str:
+        """After a broken connection: which rank went, as far as it can be found out within a few seconds."""
+        try:
+            known = self._culprit or self._read("culprit")
+            if known is not None:
+                return known
+            gone = self._dead_here() or self.silent()
+            if not gone:
+                return self._read("culprit") or "a peer broke off, though all ranks still answer"
+            have = "has" if len(gone) == 1 else "have"
+            found = f"{' and '.join(self._named(rank) for rank in gone)} {have} ended without a word (killed?)"
+            known = self._write(found)
+            first = self._store.compare_set(self._key("speaker"), "", str(self._rank)).decode() == str(self._rank)
+            if first:  # and at once: a launcher may end this process before it comes to print the exception
+                print(f"rank {self._rank}: {known}", file=sys.stderr, flush=True)
+            self._let_others_hear()
+            return known
+        except Exception:  # the store is gone
+            return self._culprit or self._without_store()
+
+    def _without_store(self) -> str:
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            return "a rank and torchrun's agent on the first node have ended"
+        who = f" ({self._holder})" if self._holder is not None else ""
+        return f"rank 0{who}, which holds the store, has ended"
+
+    def _dead_here(self) -> list[int]:
+        """Ranks of this machine whose processes have ended."""
+        here = {r: w.pid for r in range(self._world_size) if (w := self._who(r)) and w.machine == self._own.machine}
+        deadline = time.monotonic() + DYING_S
+        while True:
+            dead = [rank for rank, pid in here.items() if not is_alive(pid)]
+            if dead or time.monotonic() > deadline:
+                return dead
+            time.sleep(0.05)
+
+    def silent(self) -> list[int]:
+        """Ranks that do not answer a roll call, which one rank holds for all, once."""
+        caller = self._store.compare_set(self._key("roll"), "", str(self._rank)).decode()
+        if caller != str(self._rank):
+            return self._result_of_another(ROLL_CALL_S + 2 * self._every_s)
+        self._store.set(self._key(f"here/{self._rank}"), "")
+        waiting = list(range(self._world_size))
+        deadline = time.monotonic() + ROLL_CALL_S
+        while waiting and time.monotonic() < deadline:
+            waiting = [r for r in waiting if not self._store.check([self._key(f"here/{r}")])]
+            time.sleep(0.02)
+        self._store.set(self._key("silent"), json.dumps(waiting))
+        return waiting
+
+    def _result_of_another(self, wait_s: float) -> list[int]:
+        self._store.set(self._key(f"here/{self._rank}"), "")
+        deadline = time.monotonic() + wait_s
+        while (text := self._read("silent")) is None:
+            if time.monotonic() > deadline:
+                return []
+            time.sleep(0.05)
+        found: list[int] = json.loads(text)
+        return found
+
+    def _let_others_hear(self) -> None:
+        """Where the store ends with this process, ranks of other machines need a moment to read the name."""
+        holds_store = self._rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        others = (self._who(r) for r in range(self._world_size))
+        if holds_store and any(w is not None and w.machine != self._own.machine for w in others):
+            time.sleep(2 * self._every_s)

@@ -1,0 +1,295 @@
+"""The main job under each launcher, in real processes: start-up, ranks that die, jobs that start again."""
+
+from __future__ import annotations
+
+import csv
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
+TRAIN = ("-m", "lightning_zero.train")
+STEPS = 14
+KILLED_AT = 10
+SMALL = (
+    "experiment=tiny",
+    "trainer.accelerator=cpu",
+    "trainer.enable_progress_bar=false",
+    f"trainer.max_steps={STEPS}",
+    "zero.summary=false",
+    "callbacks.sample=null",
+    "+callbacks.checkpoint.every_n_train_steps=4",
+    "model._target_=killed.Lit",
+    "hydra.run.dir=run",
+)
+
+# Is killed once, on one rank; with its torchrun, as if the node were gone.
+KILLED = """
+import os, signal
+from lightning_zero.models.gpt import LitGPT
+
+class Lit(LitGPT):
+    def on_train_batch_start(self, batch, batch_idx):
+        once = os.environ.get("KILL_ONCE")
+        here = self.trainer.global_step == {at} and str(self.global_rank) == os.environ.get("KILL_RANK")
+        if once and here and not os.path.exists(once):
+            open(once, "w").close()
+            if os.environ.get("KILL_AGENT"):
+                os.kill(os.getppid(), signal.SIGKILL)
+            os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def environ(folder: Path, **more: object) -> dict[str, str]:
+    (folder / "killed.py").write_text(KILLED.format(at=KILLED_AT))
+    launchers = ("LOCAL_", "SLURM_", "TORCHELASTIC_", "MASTER_", "RANK", "WORLD_SIZE", "NODE_RANK", "OMPI_", "PMI_")
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(launchers)}
+    ours = {"PYTHONPATH": f"{ROOT}:{folder}", "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(folder / "cache")}
+    return kept | ours | {k: str(v) for k, v in more.items()}
+
+
+def run(folder: Path, *command: str, timeout: float = 200, **more: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command, cwd=folder, env=environ(folder, **more), capture_output=True, text=True, timeout=timeout
+    )
+
+
+def together(
+    folder: Path, commands: Sequence[tuple[Sequence[str], dict[str, object]]], timeout: float = 200
+) -> list[tuple[int, str]]:
+    """Exit codes and output of processes that run at the same time."""
+    processes = [
+        subprocess.Popen(
+            command,
+            cwd=folder,
+            env=environ(folder, **more),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for command, more in commands
+    ]
+    try:
+        outputs = [process.communicate(timeout=timeout)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    return [(process.returncode, output) for process, output in zip(processes, outputs, strict=True)]
+
+
+def losses(folder: Path, name: str = "metrics.csv") -> dict[int, str]:
+    with (folder / "run" / "csv" / name).open() as file:
+        return {int(row["step"]): row["train_loss"] for row in csv.DictReader(file) if row["train_loss"]}
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = torch.load(folder / "run" / "checkpoints" / "last.ckpt")["state_dict"]
+    return found
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run on two processes of torchrun."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    done = run(folder, *TORCHRUN, "--standalone", "--nproc-per-node=2", *TRAIN, *SMALL)
+    assert done.returncode == 0, done.stderr
+    out = done.stdout
+    assert "ranks: 2 of 2 on 1 node" in out and "\naddress: " in out and "clocks: rank 1's" in out
+    assert out.count("same on all ranks: lightning_zero ") == 1
+    assert list(losses(folder)) == list(range(STEPS))
+    return folder
+
+
+# -- jobs that start again --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_torchrun_restarts_a_job_whose_rank_was_killed(rank: int, undisturbed: Path, tmp_path: Path) -> None:
+    launch = (*TORCHRUN, "--standalone", "--nproc-per-node=2", "--max-restarts=1")
+    done = run(tmp_path, *launch, *TRAIN, *SMALL, KILL_ONCE=tmp_path / "once", KILL_RANK=rank)
+    assert done.returncode == 0, done.stderr
+    assert "has started again: it goes on from run/checkpoints/step-8.ckpt" in done.stdout
+    assert "Signal 9" in done.stderr or "exitcode: -9" in done.stderr
+    expected = losses(undisturbed)
+    assert losses(tmp_path) == {step: expected[step] for step in range(8, STEPS)}
+    for name, tensor in weights(undisturbed).items():
+        assert torch.equal(tensor, weights(tmp_path)[name]), name
+
+
+@pytest.mark.slow
+def test_a_job_that_is_started_again_with_another_number_of_processes(undisturbed: Path, tmp_path: Path) -> None:
+    first = run(
+        tmp_path,
+        *TORCHRUN,
+        "--rdzv-id=job",
+        f"--rdzv-endpoint=localhost:{free_port()}",
+        "--rdzv-backend=c10d",
+        "--nproc-per-node=2",
+        *TRAIN,
+        *SMALL,
+        KILL_ONCE=tmp_path / "once",
+        KILL_RANK=1,
+    )
+    assert first.returncode != 0
+    again = run(
+        tmp_path,
+        *TORCHRUN,
+        "--rdzv-id=job",
+        f"--rdzv-endpoint=localhost:{free_port()}",
+        "--rdzv-backend=c10d",
+        "--nproc-per-node=3",
+        *TRAIN,
+        *SMALL,
+    )
+    assert again.returncode == 0, again.stderr
+    assert "torchrun-job has started again: it goes on from run/checkpoints/step-8.ckpt" in again.stdout
+    assert "ranks: 3 of 3" in again.stdout
+    found, whole = losses(tmp_path), losses(undisturbed)
+    assert list(found) == list(range(8, STEPS))
+    assert float(found[STEPS - 1]) < float(whole[7])
+    another = run(tmp_path, *TORCHRUN, "--standalone", "--nproc-per-node=1", *TRAIN, *SMALL)
+    assert another.returncode == 0, another.stderr
+    assert "has started again" not in another.stdout  # another job in the same folder
+
+
+@pytest.mark.slow
+def test_torchrun_goes_on_with_the_nodes_that_are_left(tmp_path: Path) -> None:
+    """Two nodes of one process; one is killed with its torchrun, and the other goes on alone."""
+    port = free_port()
+    conf = "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=2"
+
+    def node(first: bool) -> tuple[Sequence[str], dict[str, object]]:
+        launch = (
+            *TORCHRUN,
+            "--nnodes=1:2",
+            "--nproc-per-node=1",
+            "--max-restarts=3",
+            "--rdzv-backend=c10d",
+            "--rdzv-id=elastic",
+            f"--rdzv-endpoint=localhost:{port}",
+            f"--rdzv-conf=is_host={int(first)},{conf}",
+        )
+        return (*launch, *TRAIN, *SMALL), {"KILL_ONCE": tmp_path / "once", "KILL_RANK": 1, "KILL_AGENT": int(not first)}
+
+    # Which of them becomes rank 1 is torchrun's affair; the one that is rank 0 of the rendezvous holds the store.
+    command, kill = node(True)
+    kill["KILL_AGENT"] = ""
+    (code, out), (other, _) = together(tmp_path, [(command, kill), node(False)])
+    if other == -signal.SIGKILL:
+        assert "torchrun-elastic has started again: it goes on from run/checkpoints/step-8.ckpt" in out
+        assert "Starting with 1 processes" in out
+    assert code == 0, out
+    assert STEPS - 1 in losses(tmp_path)
+
+
+# -- ranks that die ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_a_rank_that_dies_under_lightnings_launcher_ends_all(rank: int, tmp_path: Path) -> None:
+    started = time.monotonic()
+    done = run(
+        tmp_path, sys.executable, *TRAIN, *SMALL, "trainer.devices=3", KILL_ONCE=tmp_path / "once", KILL_RANK=rank
+    )
+    assert done.returncode != 0
+    assert f"rank {rank} (on {socket.gethostname()}, process " in done.stderr, done.stderr
+    assert "has ended without a word" in done.stderr or "holds the store, has ended" in done.stderr
+    assert time.monotonic() - started < 100
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_under_torchrun_ends_all(tmp_path: Path) -> None:
+    launch = (*TORCHRUN, "--standalone", "--nproc-per-node=2")
+    done = run(tmp_path, *launch, *TRAIN, *SMALL, KILL_ONCE=tmp_path / "once", KILL_RANK=1)
+    assert done.returncode != 0
+    assert "rank: 1" in done.stderr.replace(" ", "").replace("rank:1", "rank: 1") and "SIGKILL" in done.stderr
+
+
+# -- other launchers --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_nodes_that_are_started_by_hand(undisturbed: Path, tmp_path: Path) -> None:
+    """Two nodes of one process, told by MASTER_ADDR; one that is killed is named by the other, and ends it."""
+    port = free_port()
+
+    def node(rank: int, *overrides: str, **more: object) -> tuple[Sequence[str], dict[str, object]]:
+        place = {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "NODE_RANK": rank}
+        nodes = ("trainer.num_nodes=2", "trainer.devices=1", f"hydra.run.dir=run{rank or ''}")
+        return (sys.executable, *TRAIN, *SMALL, *nodes, *overrides), {**place, **more}
+
+    for code, out in together(tmp_path, [node(0), node(1)]):
+        assert code == 0, out
+    assert losses(tmp_path) == losses(undisturbed)
+    kill = {"KILL_ONCE": tmp_path / "once", "KILL_RANK": 1}
+    (code, out), (killed, _) = together(tmp_path, [node(0, **kill), node(1, **kill)])
+    assert killed == -signal.SIGKILL and code not in (0, -signal.SIGKILL)
+    assert f"rank 1 (on {socket.gethostname()}, process " in out
+    (code, out), (other, other_out) = together(tmp_path, [node(0), node(1, "zero.prefetch_bytes=1", "seed=3")])
+    assert (code, other) == (2, 2)
+    for text in (out, other_out):
+        assert "zero.prefetch_bytes: expected 268435456, as rank 0 has it, got 1 on rank 1." in text
+        assert "seed: expected 0, as rank 0 has it, got 3 on rank 1." in text
+
+
+@pytest.mark.slow
+def test_a_node_that_never_comes_is_named_in_time(tmp_path: Path) -> None:
+    place = {"MASTER_ADDR": "localhost", "MASTER_PORT": free_port(), "NODE_RANK": 0}
+    started = time.monotonic()
+    done = run(
+        tmp_path,
+        sys.executable,
+        *TRAIN,
+        *SMALL,
+        "trainer.num_nodes=2",
+        "trainer.devices=2",
+        "zero.stall_timeout_s=8",
+        **place,
+    )
+    assert done.returncode == 2
+    assert "ranks 2-3 of 4 (all of node 1) did not come to localhost:" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert time.monotonic() - started < 60
+
+
+@pytest.mark.slow
+def test_mpirun_without_mpi4py(undisturbed: Path, tmp_path: Path) -> None:
+    """Processes with the variables of Open MPI's mpirun."""
+    names = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
+    port = free_port()
+    commands = []
+    for rank in range(2):
+        place: dict[str, object] = dict(zip(names, (rank, 2, rank, 2), strict=True))
+        commands.append(((sys.executable, *TRAIN, *SMALL), {**place, "MASTER_PORT": port, "PMIX_NAMESPACE": "job"}))
+    for code, out in together(tmp_path, commands):
+        assert code == 0, out
+    assert losses(tmp_path) == losses(undisturbed)
+
+
+@pytest.mark.slow
+def test_a_wrong_allocation_ends_before_training(tmp_path: Path) -> None:
+    launch = (*TORCHRUN, "--standalone", "--nproc-per-node=2")
+    done = run(tmp_path, *launch, *TRAIN, *SMALL, "trainer.num_nodes=2")
+    assert done.returncode != 0
+    assert (
+        "error: trainer.num_nodes x trainer.devices: expected the 2 processes that torchrun has started" in done.stderr
+    )
+    assert "torchrun --nnodes=2 --nproc-per-node=1" in done.stderr

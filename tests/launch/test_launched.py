@@ -1,0 +1,256 @@
+"""What launchers leave in the environment, and what follows from it: no process is started here."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnvironment, TorchElasticEnvironment
+
+from lightning_zero import resume, startup
+from lightning_zero.config import ConfigError, ZeroConfig
+from lightning_zero.environments import MPIRunEnvironment, own_environment
+from lightning_zero.launched import MPI_VARIABLES, Launched, launched, tasks_of_nodes
+
+TORCHRUN = {
+    "TORCHELASTIC_RUN_ID": "abc",
+    "RANK": "3",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "GROUP_RANK": "1",
+    "GROUP_WORLD_SIZE": "2",
+}
+SRUN = {
+    "SLURM_JOB_ID": "17",
+    "SLURM_PROCID": "3",
+    "SLURM_NTASKS": "4",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_NNODES": "2",
+    "SLURM_NTASKS_PER_NODE": "2",
+}
+OPEN_MPI = dict(zip(MPI_VARIABLES[0], ["3", "4", "1", "2"], strict=True))
+MPICH = dict(zip(MPI_VARIABLES[2], ["3", "4", "1", "2"], strict=True))
+PLACE = {"rank": 3, "world_size": 4, "local_rank": 1, "local_world_size": 2, "nodes": 2}
+
+
+@pytest.fixture
+def environ(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Replaces what a launcher may have left in the environment."""
+
+    def replace(**variables: str) -> None:
+        for name in list(os.environ):
+            if name.split("_")[0] in ("SLURM", "RANK", "WORLD", "LOCAL", "GROUP", "MASTER", "NODE", "TORCHELASTIC"):
+                monkeypatch.delenv(name)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+
+    return replace
+
+
+@pytest.mark.parametrize(
+    ("by", "environ"), [("torchrun", TORCHRUN), ("srun", SRUN), ("mpirun", OPEN_MPI), ("mpirun", MPICH)]
+)
+def test_each_launcher_tells_the_same_place(by: str, environ: dict[str, str]) -> None:
+    assert launched(environ) == Launched(by=by, **PLACE)
+
+
+def test_torchrun_in_a_job_of_slurm_is_torchrun() -> None:
+    found = launched(SRUN | TORCHRUN)
+    assert found is not None and found.by == "torchrun"
+
+
+def test_a_shell_in_an_allocation_starts_nothing() -> None:
+    assert launched(SRUN | {"SLURM_JOB_NAME": "bash"}) is None
+    assert launched({}) is None
+
+
+def test_a_place_that_is_told_in_part() -> None:
+    assert launched({"LOCAL_RANK": "1"}) == Launched(by="plain", local_rank=1)
+    assert launched({"SLURM_PROCID": "0", "SLURM_NTASKS": "6", "SLURM_NNODES": "3"}) == Launched(
+        by="srun", rank=0, world_size=6, local_world_size=2, nodes=3
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "tasks"), [("2(x3),1", [2, 2, 2, 1]), ("4", [4]), ("2,1(x2)", [2, 1, 1]), ("", []), ("two", [])]
+)
+def test_tasks_per_node_as_slurm_writes_them(text: str, tasks: list[int]) -> None:
+    assert tasks_of_nodes(text) == tasks
+
+
+def test_uneven_nodes_are_seen() -> None:
+    found = launched(SRUN | {"SLURM_NTASKS": "3", "SLURM_TASKS_PER_NODE": "2,1"})
+    assert found is not None and found.nodes == 2 and found.local_world_size == 1 and not found.even
+
+
+# -- allocations ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("environment", "variables", "nodes", "devices", "words"),
+    [
+        (TorchElasticEnvironment, TORCHRUN, 1, 2, ["4 processes", "torchrun", "1 x 2 = 2", "trainer.num_nodes=2"]),
+        (TorchElasticEnvironment, TORCHRUN, 1, 4, ["1 x 4 = 4", "torchrun --nnodes=1 --nproc-per-node=4"]),
+        (SLURMEnvironment, SRUN, 2, 8, ["4 processes", "2 x 8 = 16", "srun --nodes=2 --ntasks-per-node=8"]),
+        (MPIRunEnvironment, OPEN_MPI, 1, 1, ["4 processes", "mpirun", "1 x 1 = 1", "trainer.devices=2"]),
+    ],
+)
+def test_a_wrong_allocation_says_expected_found_and_what_to_change(
+    environ: Any, environment: type, variables: dict[str, str], nodes: int, devices: int, words: list[str]
+) -> None:
+    environ(**variables)
+    with pytest.raises(ConfigError) as caught:
+        startup.check_allocation(environment(), nodes=nodes, devices=devices)
+    assert all(word in str(caught.value) for word in words), caught.value
+    startup.check_allocation(environment(), nodes=2, devices=2)
+
+
+def test_uneven_nodes_are_refused(environ: Any) -> None:
+    environ(**SRUN | {"SLURM_NTASKS": "3", "SLURM_TASKS_PER_NODE": "2,1"})
+    with pytest.raises(ConfigError, match="as many processes on every node, got 1 on this one and 3 on 2 nodes"):
+        startup.check_allocation(SLURMEnvironment(), nodes=1, devices=3)
+
+
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        ({}, ["MASTER_ADDR, MASTER_PORT, NODE_RANK", "trainer.num_nodes=1", "torchrun --nnodes=2"]),
+        ({"MASTER_ADDR": "a", "MASTER_PORT": "1"}, ["expected NODE_RANK", "0 .. 1"]),
+        ({"MASTER_ADDR": "a", "MASTER_PORT": "1", "NODE_RANK": "2"}, ["NODE_RANK", "0 .. 1", "'2'"]),
+    ],
+)
+def test_nodes_that_are_started_by_hand_are_told_where_they_are(variables: dict[str, str], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        startup.check_allocation(LightningEnvironment(), nodes=2, devices=2, environ=variables)
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_nodes_that_are_started_by_hand_rightly() -> None:
+    variables = {"MASTER_ADDR": "a", "MASTER_PORT": "1", "NODE_RANK": "1"}
+    startup.check_allocation(LightningEnvironment(), nodes=2, devices=2, environ=variables)
+    startup.check_allocation(LightningEnvironment(), nodes=1, devices=2, environ={})
+
+
+def test_srun_without_tasks_per_node() -> None:
+    tasks = {k: v for k, v in SRUN.items() if k != "SLURM_NTASKS_PER_NODE"}
+    with pytest.raises(ConfigError, match="srun --nodes=2 --ntasks-per-node=2"):
+        startup.check_srun(tasks)
+    startup.check_srun(SRUN)
+    startup.check_srun({})
+
+
+# -- mpirun without mpi4py --------------------------------------------------------------------------------------------
+
+
+def test_mpirun_is_recognised_by_its_variables(environ: Any) -> None:
+    environ(**OPEN_MPI)
+    found = own_environment()
+    assert isinstance(found, MPIRunEnvironment)
+    assert (found.global_rank(), found.world_size(), found.local_rank(), found.node_rank()) == (3, 4, 1, 1)
+    with pytest.raises(ConfigError, match="mpirun -x MASTER_ADDR"):
+        found.main_address  # noqa: B018
+    environ(**OPEN_MPI, **TORCHRUN)
+    assert own_environment() is None
+    environ()
+
+
+def test_mpirun_on_one_node_needs_no_address(environ: Any) -> None:
+    environ(**dict(zip(MPI_VARIABLES[0], ["1", "2", "1", "2"], strict=True)))
+    assert MPIRunEnvironment().main_address == "127.0.0.1"
+
+
+def test_mpirun_that_tells_no_local_rank(environ: Any) -> None:
+    environ(PMI_RANK="0", PMI_SIZE="2")
+    with pytest.raises(ConfigError, match="MPI_LOCALRANKID"):
+        own_environment()
+
+
+# -- what all ranks must have alike -----------------------------------------------------------------------------------
+
+
+def test_paths_and_threads_may_differ_between_nodes() -> None:
+    one = ZeroConfig()
+    more = {"run_dir": "/a/run", "callbacks": {"checkpoint": {"dirpath": "/a/run/checkpoints"}}, "seed": 1}
+    first = startup.shared_settings(one, more)
+    other = {"run_dir": "/b/run", "callbacks": {"checkpoint": {"dirpath": "/b/run/checkpoints"}}, "seed": 1}
+    assert startup.shared_settings(one, other) == first
+    assert startup.digest(first) != startup.digest(startup.shared_settings(one, {**more, "seed": 2}))
+    assert first["zero.stage.name"] == "zero3" and "zero.offload.nvme_path" not in first
+
+
+def test_differences_are_grouped_by_value_and_rank() -> None:
+    reference = {"versions": {"torch": "2.13"}, "settings": {"seed": "1", "a": "x"}}
+    other = {"versions": {"torch": "2.12"}, "settings": {"seed": "1"}}
+    found = startup.differences(reference, other)
+    assert found == [["versions", "torch", "2.13", "2.12"], ["settings", "a", "x", "nothing"]]
+    text = startup.disagreement({1: found, 2: found, 5: found[1:]})
+    assert text == (
+        "torch: expected 2.13, as rank 0 has it, got 2.12 on ranks 1-2. a: expected x, as rank 0 has it, got nothing "
+        "on ranks 1-2, 5. Install the same versions on all nodes."
+    )
+    assert startup.disagreement({1: []}) is None
+
+
+def test_what_is_compared_holds_the_versions() -> None:
+    assert startup.versions()["torch"] == torch.__version__
+
+
+# -- jobs that start again --------------------------------------------------------------------------------------------
+
+
+def checkpoint(path: Path, written: float) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save({"global_step": 1}, path)
+    os.utime(path, (written, written))
+    return path
+
+
+def test_the_name_of_a_job_stays(environ: Any) -> None:
+    environ(**TORCHRUN)
+    assert resume.job_name() == "torchrun-abc"
+    environ(**{**TORCHRUN, "TORCHELASTIC_RUN_ID": "my job/1"})
+    assert resume.job_name() == "torchrun-my-job-1"
+    environ(**{**TORCHRUN, "TORCHELASTIC_RUN_ID": "none"})
+    named = resume.job_name()
+    assert named == resume.job_name() and named is not None and named.endswith(f"-{os.getppid()}")
+    environ(**SRUN)
+    assert resume.job_name() == "slurm-17-0"
+    environ(**{**TORCHRUN, "TORCHELASTIC_RUN_ID": "none", "SLURM_JOB_ID": "17"})
+    assert resume.job_name() == "slurm-17"
+    environ(PMIX_NAMESPACE="prterun-a-1@1", **OPEN_MPI)
+    assert resume.job_name() == "mpirun-prterun-a-1-1"
+    assert resume.job_name({}) is None
+
+
+def test_a_job_goes_on_from_its_own_newest_checkpoint(environ: Any, tmp_path: Path) -> None:
+    environ(**TORCHRUN)
+    folder = tmp_path / "checkpoints"
+    old = checkpoint(folder / "of-another-job.ckpt", 1e9)
+    assert resume.checkpoint_of_job(tmp_path, [folder]) is None
+    resume.note_job(tmp_path)
+    assert resume.checkpoint_of_job(tmp_path, [folder]) is None  # the note is newer
+    os.utime(tmp_path / resume.NOTE, (2e9, 2e9))
+    checkpoint(folder / "step-10.ckpt", 2e9 + 1)
+    newest = checkpoint(folder / "step-20.ckpt", 2e9 + 2)
+    (folder / "last.ckpt").symlink_to(newest.name)
+    (folder / "half.ckpt").write_bytes(newest.read_bytes()[:-30])
+    (folder / "gone.ckpt").symlink_to("nowhere.ckpt")
+    assert resume.checkpoint_of_job(tmp_path, [folder]) == newest
+    requeued = checkpoint(tmp_path / "hpc_ckpt_1.ckpt", 2e9 + 3)
+    assert resume.checkpoint_of_job(tmp_path, [folder]) == requeued
+    environ(**{**TORCHRUN, "TORCHELASTIC_RUN_ID": "another"})
+    assert resume.checkpoint_of_job(tmp_path, [folder]) is None
+    resume.note_job(tmp_path)
+    assert resume.checkpoint_of_job(tmp_path, [folder]) != old
+
+
+def test_a_checkpoint_that_is_a_folder_is_whole_with_its_metadata(tmp_path: Path) -> None:
+    (tmp_path / "step-1.ckpt").mkdir()
+    assert resume.newest_checkpoint([tmp_path]) is None
+    (tmp_path / "step-1.ckpt" / ".metadata").write_bytes(b"")
+    assert resume.newest_checkpoint([tmp_path]) == tmp_path / "step-1.ckpt"

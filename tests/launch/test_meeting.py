@@ -1,0 +1,217 @@
+"""The meeting of ranks at the start of a run. Ranks are threads here, around a store in memory."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from lightning_zero import startup
+from lightning_zero.startup import Guest, Meeting, Report, StartError, open_store
+
+SHARED = {"versions": {"torch": "2.13"}, "settings": {"seed": "1", "zero.dynamic": "False"}}
+
+
+def guest(rank: int, world_size: int, *, per_node: int = 2) -> Guest:
+    return Guest(rank=rank, world_size=world_size, host=f"node{rank // per_node}", pid=100 + rank)
+
+
+def meet(
+    ranks: Sequence[int],
+    world_size: int,
+    *,
+    store: Any = None,
+    change: Callable[[int, dict[str, Any]], None] = lambda rank, arguments: None,
+    timeout_s: float = 10.0,
+) -> list[Report | StartError | None]:
+    """What each rank's meeting returns or raises."""
+    store = store if store is not None else dist.HashStore()
+    found: list[Any] = [None] * len(ranks)
+
+    def hold(index: int, rank: int) -> None:
+        arguments: dict[str, Any] = {"guest": guest(rank, world_size), "shared": SHARED, "clock": time.time}
+        change(rank, arguments)
+        try:
+            # A connection waits for one thing at a time.
+            own = store.clone() if isinstance(store, dist.TCPStore) else store
+            meeting = Meeting(own, where="node0:1", timeout_s=timeout_s, per_node=2, **arguments)
+            found[index] = meeting.hold()
+        except StartError as error:
+            found[index] = error
+
+    threads = [threading.Thread(target=hold, args=(i, rank)) for i, rank in enumerate(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return found
+
+
+@pytest.fixture(autouse=True)
+def short_margin(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(startup, "MARGIN_S", 1.5)
+
+
+def text_of(found: object) -> str:
+    assert isinstance(found, StartError)
+    return str(found)
+
+
+def test_all_come_and_rank_0_says_so_in_lines() -> None:
+    found = meet([2, 0, 3, 1], 4)
+    report = found[1]
+    assert isinstance(report, Report)
+    assert found[0] is found[2] is found[3] is None
+    lines = report.lines("node0:1, gloo", SHARED)
+    assert lines[0].startswith("ranks: 4 of 4 on 2 nodes (node0: 0-1, node1: 2-3); the last, rank ") or (
+        "node1: 2-3" in lines[0] and "4 of 4 on 2 nodes" in lines[0]
+    )
+    assert lines[1] == "address: node0:1, gloo"
+    assert lines[2] == f"same on all ranks: torch 2.13; configuration {startup.digest(SHARED['settings'])}"
+    assert lines[3].startswith("clocks: rank ") and len(lines) == 4
+
+
+def test_a_rank_that_does_not_come_is_named_to_all() -> None:
+    started = time.monotonic()
+    found = meet([0, 1, 2], 4, timeout_s=1.0)
+    assert time.monotonic() - started < 8
+    for error in found:
+        text = text_of(error)
+        assert text.startswith(
+            "rank 3 of 4 did not come to node0:1 within 1 s: expected ranks 0-3, found 0-2 on 2 nodes"
+        )
+        assert "zero.stall_timeout_s" in text and "trainer.num_nodes" in text
+
+
+def test_a_node_that_does_not_come_is_named() -> None:
+    assert "ranks 2-3 of 4 (all of node 1) did not come" in text_of(meet([0, 1], 4, timeout_s=0.5)[0])
+
+
+def test_rank_0_that_does_not_come() -> None:
+    found = meet([1, 2], 3, timeout_s=0.5)
+    assert "rank 1 on node0 (process 101): expected rank 0 at node0:1, heard nothing of it within 0.5 s" in text_of(
+        found[0]
+    )
+
+
+@pytest.mark.parametrize("part", ["versions", "settings"])
+def test_a_rank_that_differs_is_named_with_keys_and_values(part: str) -> None:
+    def change(rank: int, arguments: dict[str, Any]) -> None:
+        if rank in (1, 2):
+            key = next(iter(SHARED[part]))
+            arguments["shared"] = {**SHARED, part: {**SHARED[part], key: "other"}}
+
+    expected = {
+        "versions": "torch: expected 2.13, as rank 0 has it, got other on ranks 1-2. Install the same versions",
+        "settings": "seed: expected 1, as rank 0 has it, got other on ranks 1-2. Start all ranks with the same command",
+    }
+    for error in meet([0, 1, 2, 3], 4, change=change):
+        assert expected[part] in text_of(error)
+
+
+def test_clocks_are_compared() -> None:
+    def change(rank: int, arguments: dict[str, Any]) -> None:
+        if rank == 2:
+            arguments["clock"] = lambda: time.time() - 5
+
+    report = meet([0, 1, 2], 3, change=change)[0]
+    assert isinstance(report, Report)
+    assert report.skews[2] == pytest.approx(-5, abs=0.5)
+    assert report.skews[1] == pytest.approx(0, abs=0.5)
+    assert "rank 2's is furthest from rank 0's, by 5.0 s, on node1: set it right" in report.lines("", SHARED)[3]
+
+
+def test_two_ranks_of_one_number() -> None:
+    found = meet([0, 1, 1], 3)
+    assert all("rank 1 came twice" in text_of(error) and "NODE_RANK" in text_of(error) for error in found)
+
+
+def test_two_rank_0s() -> None:
+    found = meet([0, 0], 2, timeout_s=1.0)
+    assert any("rank 0 came twice" in text_of(error) and "NODE_RANK" in text_of(error) for error in found)
+
+
+def test_ranks_that_expect_other_numbers_of_ranks() -> None:
+    def change(rank: int, arguments: dict[str, Any]) -> None:
+        arguments["guest"] = guest(rank, 3 if rank else 2)
+
+    for error in meet([0, 1], 2, change=change):
+        assert "expected 2 ranks" in text_of(error) and "got 3 from rank 1 on node0" in text_of(error)
+
+
+def test_a_store_that_knows_earlier_rounds() -> None:
+    """torchrun's agent keeps its store: what ranks of an earlier round have left counts for nothing."""
+    store = dist.HashStore()
+    assert isinstance(meet([0, 1], 2, store=store)[0], Report)
+    text_of(meet([0, 1], 3, store=store, timeout_s=0.5)[0])
+    text_of(meet([1], 2, store=store, timeout_s=0.3)[0])  # knocked, and died
+    for world in (3, 1, 2):
+        report = meet(range(world), world, store=store)[0]
+        assert isinstance(report, Report) and sorted(report.guests) == list(range(world))
+
+
+def test_a_rank_that_ends_before_all_have_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    listen = Meeting._listen
+
+    def die(self: Meeting, key: str) -> Any:
+        if self._guest.rank == 1:
+            raise StartError("killed")
+        return listen(self, key)
+
+    monkeypatch.setattr(Meeting, "_listen", die)
+    found = meet([0, 1, 2], 3, timeout_s=0.5)
+    assert "rank 1 on node0 (process 101) came, and ended before all had" in text_of(found[0])
+    assert text_of(found[2]) == text_of(found[0])
+
+
+# -- the store ----------------------------------------------------------------------------------------------------
+
+
+def test_an_address_that_cannot_be_resolved() -> None:
+    with pytest.raises(StartError) as caught:
+        startup.resolve("no-such-host.invalid", 1, wait_s=0.2)
+    text = str(caught.value)
+    assert "MASTER_ADDR" in text and "'no-such-host.invalid'" in text and socket.gethostname() in text
+
+
+def test_a_port_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    with socket.socket() as other:
+        other.bind(("", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(StartError, match=f"MASTER_PORT: expected a free port on .*, got {port}, on which another"):
+            open_store("127.0.0.1", port, rank=0, timeout=timedelta(seconds=5), wait_s=2)
+
+
+def test_nobody_at_the_address() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with pytest.raises(StartError, match=f"expected rank 0 at 127.0.0.1:{port} .* found nobody there within 0.3 s"):
+        open_store("127.0.0.1", port, rank=1, timeout=timedelta(seconds=5), wait_s=0.3)
+
+
+def test_an_address_of_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    monkeypatch.setattr(startup, "ELSEWHERE_S", 0.5)
+    assert startup.is_ours("127.0.0.1")
+    with pytest.raises(
+        StartError, match=r"MASTER_ADDR: expected an address of the node of rank 0, .* got 192\.0\.2\.1"
+    ):
+        open_store("192.0.2.1", 1, rank=0, timeout=timedelta(seconds=5), wait_s=60)
+
+
+def test_the_store_serves_a_meeting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    store = open_store("127.0.0.1", 0, rank=0, timeout=timedelta(seconds=5), wait_s=5)
+    found = meet([0, 1, 2], 3, store=store)
+    assert isinstance(found[0], Report) and found[1] is found[2] is None
+    assert json.loads(dist.PrefixStore("lightning_zero/start/1", store).get("shared")) == SHARED

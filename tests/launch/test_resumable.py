@@ -1,0 +1,123 @@
+"""The place in an epoch, saved and found again by other numbers of ranks. No process is started."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import DistributedSampler
+
+from lightning_zero.data.resumable import ResumableLoader, ShuffledFrom
+
+
+def trainer(rank: int, world: int, *, batches: int = 0, epoch: int = 0) -> Any:
+    progress = SimpleNamespace(ready=batches, started=batches, processed=batches, completed=batches)
+    loop = SimpleNamespace(batch_progress=SimpleNamespace(current=progress))
+    epochs = SimpleNamespace(current=SimpleNamespace(processed=epoch))
+    return SimpleNamespace(
+        world_size=world, global_rank=rank, fit_loop=SimpleNamespace(epoch_loop=loop, epoch_progress=epochs)
+    )
+
+
+def loader(size: int, batch_size: int, of: Any) -> ResumableLoader:
+    return ResumableLoader(torch.arange(size), batch_size, trainer=of, drop_last=True)  # type: ignore[arg-type]
+
+
+def items(of: ResumableLoader) -> list[list[int]]:
+    return [batch.tolist() for batch in of]
+
+
+@given(size=st.integers(1, 60), world=st.integers(1, 5), epoch=st.integers(0, 2))
+def test_a_whole_epoch_is_that_of_torchs_sampler(size: int, world: int, epoch: int) -> None:
+    data = torch.arange(size)
+    for rank in range(world):
+        theirs = DistributedSampler(data, num_replicas=world, rank=rank, seed=3)  # type: ignore[arg-type, var-annotated]
+        ours = ShuffledFrom(data, num_replicas=world, rank=rank, seed=3)  # type: ignore[arg-type]
+        theirs.set_epoch(epoch)
+        ours.set_epoch(epoch)
+        assert list(ours) == list(theirs) == list(ours)
+        assert len(ours) == len(theirs)
+
+
+@given(
+    batches=st.integers(3, 8),
+    batch=st.integers(1, 3),
+    world=st.integers(1, 4),
+    done=st.integers(0, 7),
+    epoch=st.integers(0, 2),
+)
+def test_the_same_ranks_go_on_where_they_were(batches: int, batch: int, world: int, done: int, epoch: int) -> None:
+    done = min(done, batches - 1)
+    size = batches * batch * world
+    state = loader(size, batch, trainer(0, world, batches=done, epoch=epoch)).state_dict()
+    for rank in range(world):
+        whole = loader(size, batch, trainer(rank, world))
+        whole.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
+        of = trainer(rank, world, batches=done)
+        resumed = loader(size, batch, of)
+        resumed.load_state_dict(state)
+        assert len(resumed) == batches  # Lightning counts those that are done
+        assert of.fit_loop.epoch_loop.batch_progress.current.ready == done
+        assert items(resumed) == items(whole)[done:]
+        resumed.sampler.set_epoch(epoch + 1)  # type: ignore[attr-defined]
+        whole.sampler.set_epoch(epoch + 1)  # type: ignore[attr-defined]
+        assert items(resumed) == items(whole)  # the next epoch is whole
+
+
+@given(
+    size=st.integers(30, 90),
+    first=st.integers(1, 4),
+    then=st.integers(1, 4),
+    batch=st.integers(1, 3),
+    done=st.integers(0, 6),
+)
+def test_other_ranks_see_what_is_left_once(size: int, first: int, then: int, batch: int, done: int) -> None:
+    before = [loader(size, batch, trainer(rank, first)) for rank in range(first)]
+    done = min(done, len(before[0]) - 1)
+    state = loader(size, batch, trainer(0, first, batches=done)).state_dict()
+    had = {i for one in before for b in items(one)[:done] for i in b}
+    seen: list[int] = []
+    for rank in range(then):
+        of = trainer(rank, then, batches=done)
+        resumed = loader(size, batch, of)
+        resumed.load_state_dict(state)
+        found = items(resumed)
+        counted = of.fit_loop.epoch_loop.batch_progress.current
+        assert counted.ready + len(found) == len(resumed)  # the epoch ends where Lightning expects it
+        seen += [i for b in found for i in b]
+    step = then * batch
+    assert len(had & set(seen)) < step + then  # a few again, to fill the last batch
+    assert size - len(had | set(seen)) < step + then  # or a few not, of the last one that is not full
+
+
+def test_what_was_loaded_but_not_trained_on_does_not_count() -> None:
+    of = trainer(0, 2, batches=3)
+    of.fit_loop.epoch_loop.batch_progress.current.ready = 4  # a signal came between two steps
+    assert loader(100, 2, of).state_dict() == {"items": 12, "epoch": 0, "whole": 0}
+
+
+def test_the_end_of_an_epoch_is_the_beginning_of_the_next() -> None:
+    state = loader(24, 2, trainer(0, 2, batches=6)).state_dict()
+    of = trainer(0, 3, batches=6)
+    resumed = loader(24, 2, of)
+    resumed.load_state_dict(state)
+    assert len(items(resumed)) == of.fit_loop.epoch_loop.batch_progress.current.completed == 4
+
+
+def test_without_a_trainer() -> None:
+    alone = loader(10, 2, None)
+    assert alone.state_dict() == {} and len(items(alone)) == 5
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_workers_begin_at_the_place_too(workers: int) -> None:
+    data: Any = torch.arange(24)
+    of = ResumableLoader(data, 2, trainer=trainer(0, 2), drop_last=True, num_workers=workers)
+    of.load_state_dict({"items": 8, "epoch": 1, "whole": 0})
+    whole = loader(24, 2, trainer(0, 2))
+    whole.sampler.set_epoch(1)  # type: ignore[attr-defined]
+    assert items(of) == items(whole)[2:]
