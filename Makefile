@@ -1,5 +1,5 @@
 # make train    the main job: a small GPT on real text under ZeRO stage 3
-# make test     the tests (make test-full: with the full matrices)
+# make test     the tests (make test-full: with the full matrices; make test-slurm: real jobs)
 #
 # Each target makes the virtual environment and installs what is missing. Overrides:
 #   PYTHON=python3.12  VENV=path  TORCH_VERSION=2.12.0  TORCH_INDEX_URL=an index with builds of torch
@@ -30,8 +30,9 @@ endif
 CHOICE := $(shell echo '$(PYTHON) $(TORCH) $(GPU)' | cksum | cut -d' ' -f1)
 STAMP := $(VENV)/.installed-$(CHOICE)
 DEV_STAMP := $(VENV)/.installed-dev-$(CHOICE)
+SLURM_STAMP := $(VENV)/.installed-slurm-$(CHOICE)
 
-.PHONY: help install train test test-full bench bench-offload bench-scale lint format clean
+.PHONY: help install train test test-full test-slurm bench bench-offload bench-scale lint format clean
 .DEFAULT_GOAL := help
 
 help:
@@ -57,7 +58,16 @@ test: $(STAMP)
 	$(PY) -m pytest $(ARGS)
 
 test-full: $(STAMP)
-	$(PY) -m pytest -m '$(if $(GPU),,not gpu)' --timeout=1800 $(ARGS)
+	$(PY) -m pytest -m 'not slurm$(if $(GPU),, and not gpu)' --timeout=1800 $(ARGS)
+
+# On a SLURM of two virtual nodes that is started for it; the packages are installed if they are missing (as root).
+test-slurm: $(SLURM_STAMP)
+	tests/slurm/lab.sh install
+	$(PY) -m pytest -m slurm tests/slurm $(ARGS)
+
+$(SLURM_STAMP): $(STAMP)
+	$(PY) -m pip install --quiet --disable-pip-version-check $(TORCH) -e '.[test,slurm]'
+	@touch $@
 
 bench: $(STAMP)
 	$(PY) -m benchmarks.bench $(ARGS)

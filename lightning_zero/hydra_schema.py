@@ -13,11 +13,13 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 from omegaconf import BooleanNode, IntegerNode, OmegaConf
 
+from lightning_zero.cluster import ClusterConfig
 from lightning_zero.config import ConfigError, Precision, ZeroConfig, choose
 from lightning_zero.resume import job_name
 
 TRAIN_SCHEMA = "lightning_zero_train"
 PLAN_SCHEMA = "lightning_zero_plan"
+SUBMIT_SCHEMA = "lightning_zero_submit"
 RUN_NAME_RESOLVER = "lightning_zero_run_name"
 PRECISION_RESOLVER = "lightning_zero_precision"
 
@@ -101,6 +103,7 @@ class TrainConfig:
     data: dict[str, Any] = field(default_factory=dict)
     optimizer: dict[str, Any] = field(default_factory=dict)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
     callbacks: dict[str, Any] = field(default_factory=dict)
     logger: dict[str, Any] = field(default_factory=dict)
     seed: int = 0
@@ -187,6 +190,8 @@ def register_schema() -> None:
     # What a plan takes besides a run's settings; train.yaml is merged into it.
     plan = {"machine": MachineConfig, "json": BooleanNode(False), "optimizer_states": IntegerNode(None)}
     store.store(name=PLAN_SCHEMA, node=plan, provider="lightning_zero")
+    submit = {"machine": MachineConfig, "dry_run": BooleanNode(False)}
+    store.store(name=SUBMIT_SCHEMA, node=submit, provider="lightning_zero")
     store.store(group="zero", name="schema", node=ZeroConfig, provider="lightning_zero")
     OmegaConf.register_new_resolver(RUN_NAME_RESOLVER, run_name, replace=True, use_cache=True)
     OmegaConf.register_new_resolver(PRECISION_RESOLVER, trainer_precision, replace=True)

@@ -21,6 +21,7 @@ from rich.table import Table
 from lightning_zero import train
 from lightning_zero.config import ConfigError, Offload, OffloadConfig, Precision, ZeroConfig
 from lightning_zero.hydra_schema import PRECISIONS, MachineConfig, TrainConfig
+from lightning_zero.jobs import fit_trainer
 from lightning_zero.planning.advice import Advice, Machine, Model, Row, advise, allowed_rows, best, plan_row
 from lightning_zero.planning.memory import ADAM_STATES, Bytes, Limits, Role
 from lightning_zero.planning.placement import Tier
@@ -293,6 +294,7 @@ def show(model: Model, machine: Machine, rows: list[Row], advices: list[Advice],
 
 def run(config: TrainConfig, asked: MachineConfig, states: int | None, as_json: bool) -> None:
     """Plan and show."""
+    fit_trainer(config)
     model = describe(config, states)
     machine = find_machine(asked, config)
     rows = [plan_row(model, stage, offload, machine, _budgets(config, offload)) for stage, offload in allowed_rows()]

@@ -40,7 +40,7 @@ from lightning_zero import averaging, finetuning, startup
 from lightning_zero.config import ConfigError, Precision, ZeroConfig, make_config
 from lightning_zero.engine import Engine, engine_of, shard, values
 from lightning_zero.environments import own_environment
-from lightning_zero.interruptions import Requeue, refuse_lonely_save
+from lightning_zero.interruptions import Left, Requeue, refuse_lonely_save
 from lightning_zero.memory.claims import check_folder
 from lightning_zero.precision import FLAGS, ZeroPrecision
 from lightning_zero.summary import print_units
@@ -366,6 +366,8 @@ class ZeroStrategy(ParallelStrategy):
     def on_exception(self, exception: BaseException) -> None:
         """No collective here: the other ranks may be gone."""
         global _FAILED
+        if isinstance(exception, Left):  # between two steps, on all ranks
+            return
         _FAILED = True
         module = self.lightning_module
         engine = engine_of(module) if module is not None else None
@@ -414,7 +416,7 @@ class ZeroStrategy(ParallelStrategy):
 
     def on_train_end(self) -> None:
         if self._requeue is not None:
-            self._requeue.at_boundary()
+            self._requeue.at_boundary(last=True)
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:

@@ -24,9 +24,12 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lightning_zero.build import accepted_arguments, build, build_all
+from lightning_zero.cluster import REFUSED, give_verdict
 from lightning_zero.config import ConfigError, choose
 from lightning_zero.hydra_schema import TrainConfig, TrainerConfig, register_schema, trainer_precision
+from lightning_zero.jobs import as_trained, check_inside, fit_trainer, slurm_plugins
 from lightning_zero.launched import launched
+from lightning_zero.launcher import check_launcher, register_launcher
 from lightning_zero.resume import checkpoint_of_job, job_name
 
 if TYPE_CHECKING:
@@ -37,7 +40,7 @@ BITS_PER_BYTE = "val_bits_per_byte"
 PRECISION_ALIASES = {"32": "32-true", "bf16": "bf16-mixed"}
 
 # Groups that must have a file, and values that Hydra does not take for the name of one (it ends in a traceback).
-GROUPS = ("zero/comm", "model", "data", "optimizer", "trainer", "callbacks", "logger")
+GROUPS = ("zero/comm", "cluster", "model", "data", "optimizer", "trainer", "callbacks", "logger")
 NOT_A_NAME = r"[\d.]*|null|true|false"
 
 _entered = False  # Hydra has composed the configuration and called us
@@ -142,7 +145,7 @@ def _defaults_of(ours: type, node: dict[str, Any]) -> set[str]:
     return set() if is_ours else accepted_arguments(ours) or set()
 
 
-def build_trainer(config: TrainConfig) -> Trainer:
+def build_trainer(config: TrainConfig, plugins: list[Any] | None = None) -> Trainer:
     from lightning.fabric.utilities.exceptions import MisconfigurationException
     from lightning.pytorch import Trainer
     from lightning.pytorch.callbacks import Checkpoint, ProgressBar
@@ -168,6 +171,7 @@ def build_trainer(config: TrainConfig) -> Trainer:
             strategy=ZeroStrategy(config=config.zero),
             callbacks=callbacks,
             logger=loggers or False,
+            plugins=slurm_plugins(config.cluster) if plugins is None else plugins,
             default_root_dir=config.run_dir,
             **values,
         )
@@ -228,12 +232,17 @@ def _started_externally(trainer: Trainer) -> bool:
     return environment is not None and environment.creates_processes_externally
 
 
+def check_checkpoint(path: str | None) -> None:
+    if path is not None and not os.path.exists(path):
+        raise ConfigError(f"ckpt_path: expected a checkpoint, got {path!r}: there is nothing. Change ckpt_path.")
+
+
 def run(config: TrainConfig) -> None:
     """Build everything, train, validate, and say what came out."""
-    if config.ckpt_path is not None and not os.path.exists(config.ckpt_path):
-        raise ConfigError(
-            f"ckpt_path: expected a checkpoint, got {config.ckpt_path!r}: there is nothing. Change ckpt_path."
-        )
+    explicit = explicit_keys()
+    fit_trainer(config)
+    check_inside(config.cluster)
+    check_checkpoint(config.ckpt_path)
     agreed_precision(config)  # a contradiction is found before torch is imported, which takes seconds
     from lightning.pytorch import seed_everything
 
@@ -242,7 +251,6 @@ def run(config: TrainConfig) -> None:
 
     _quieten()
     seed_everything(config.seed, workers=True, verbose=False)
-    explicit = explicit_keys()
     data = build_data(config, explicit)
     model = build_model(config, explicit)
     trainer = build_trainer(config)
@@ -256,7 +264,8 @@ def run(config: TrainConfig) -> None:
     if trainer.is_global_zero and trainer.checkpoint_callback is not None:
         last = getattr(trainer.checkpoint_callback, "last_model_path", "")
         print(f"checkpoint: {last}" if last else "no checkpoint was written")
-    results = trainer.validate(model, datamodule=data, verbose=False) if trainer.enable_validation else []
+    with as_trained(trainer):
+        results = trainer.validate(model, datamodule=data, verbose=False) if trainer.enable_validation else []
     if config.zero.summary and trainer.is_global_zero:
         print_held(trainer.strategy.engine, config.trainer.accumulate_grad_batches)  # type: ignore[attr-defined]
     if trainer.is_global_zero:
@@ -306,14 +315,16 @@ def refusals() -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        _refuse(str(error))
+        _refuse(str(error), final=type(error) is ConfigError)  # ranks that did not come may come the next time
     except OmegaConfBaseException as error:
         if isinstance(error.__cause__, ConfigError):
             _refuse(str(error.__cause__))
         _refuse(str(error))
 
 
-def _refuse(message: str) -> None:
+def _refuse(message: str, *, final: bool = True) -> None:
+    if final:
+        give_verdict(REFUSED)
     print(f"error: {message}", file=sys.stderr, flush=True)
     raise SystemExit(2)
 
@@ -372,12 +383,17 @@ def start(task: Callable[[], None]) -> None:
     register_schema()  # also where the Hydra plugin is not found
     try:
         check_arguments(sys.argv[1:])
+        check_launcher(sys.argv[1:])
+        register_launcher()
         task()
     except ConfigError as error:
         _refuse(str(error))
     except SystemExit as stop:
         # Hydra's own errors (an unknown key or group, a wrong type) end with 1, as a failed training does.
-        raise SystemExit(2 if stop.code == 1 and not _entered else stop.code) from None
+        if stop.code == 1 and not _entered:
+            give_verdict(REFUSED)
+            raise SystemExit(2) from None
+        raise SystemExit(stop.code) from None
 
 
 def main() -> None:

@@ -17,6 +17,7 @@ LAYERS = ["config", "planning", "memory", "engine", "checkpoint", "strategy", "e
 TOP_LEVEL = {
     "config": "config",
     "presets": "config",
+    "cluster": "config",
     "launched": "config",
     "resume": "config",
     "startup": "strategy",
@@ -30,8 +31,8 @@ TOP_LEVEL = {
     "interruptions": "strategy",
     "strategy": "strategy",
 }
-ENTRY_POINTS = {"train", "plan", "submit", "export", "build", "hydra_schema"}
-USES_HYDRA = {"train", "plan", "submit", "export", "hydra_schema"}
+ENTRY_POINTS = {"train", "plan", "submit", "export", "build", "hydra_schema", "jobs", "launcher", "sbatch"}
+USES_HYDRA = {"train", "plan", "submit", "export", "hydra_schema", "launcher"}
 # What the main job trains. Layers do not import it.
 MAIN_JOB = {"models", "data"}
 COLLECTIVES = re.compile(

@@ -23,6 +23,7 @@ from lightning_zero.config import ConfigError, Precision, ZeroConfig, make_confi
 from lightning_zero.data.text import TextData
 from lightning_zero.hydra_schema import (
     PRECISIONS,
+    MachineConfig,
     TrainConfig,
     TrainerConfig,
     register_schema,
@@ -35,9 +36,11 @@ from lightning_zero.strategy import ZeroStrategy
 
 ROOT = Path(__file__).parent.parent
 CONF = ROOT / "conf"
-OPTIONS = sorted(
+ALL_OPTIONS = sorted(
     f"{file.parent.relative_to(CONF).as_posix()}={file.stem}" for file in CONF.rglob("*.yaml") if file.parent != CONF
 )
+MACHINES = [option for option in ALL_OPTIONS if option.startswith("machine=")]  # of plan and submit
+OPTIONS = [option for option in ALL_OPTIONS if option not in MACHINES]
 
 
 def composed(*overrides: str) -> DictConfig:
@@ -63,10 +66,11 @@ def config_of(*overrides: str) -> TrainConfig:
 
 
 def test_all_groups_are_there() -> None:
-    groups = {o.partition("=")[0] for o in OPTIONS}
+    groups = {o.partition("=")[0] for o in ALL_OPTIONS}
     assert groups == {
         *("zero/stage", "zero/precision", "zero/offload", "zero/comm"),
         *("model", "data", "optimizer", "trainer", "callbacks", "logger", "experiment", "debug"),
+        *("cluster", "machine"),
     }
 
 
@@ -80,6 +84,16 @@ def test_every_file_composes_and_means_what_the_dataclasses_say(option: str) -> 
     config = config_of(option, *needed_by(option))
     assert isinstance(config.zero, ZeroConfig)
     assert isinstance(config.trainer, TrainerConfig)
+
+
+@pytest.mark.parametrize("name", ["plan", "submit"])
+@pytest.mark.parametrize("option", MACHINES)
+def test_every_machine_composes(name: str, option: str) -> None:
+    register_schema()
+    with initialize_config_module("lightning_zero.conf", version_base="1.3"):
+        machine = OmegaConf.to_object(compose(name, overrides=[option]).machine)
+    assert isinstance(machine, MachineConfig)
+    assert option == "machine=here" or machine.gpu_memory > 2**34
 
 
 @pytest.mark.parametrize("option", OPTIONS)

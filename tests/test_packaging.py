@@ -75,7 +75,19 @@ def test_ci_calls_make_test() -> None:
 
 def test_make_targets_are_there_and_install_by_themselves() -> None:
     done = subprocess.run(
-        ["make", "-n", "VENV=no-such-venv", "train", "test", "test-full", "bench", "lint", "clean", "ARGS=seed=7"],
+        [
+            "make",
+            "-n",
+            "VENV=no-such-venv",
+            "train",
+            "test",
+            "test-full",
+            "test-slurm",
+            "bench",
+            "lint",
+            "clean",
+            "ARGS=seed=7",
+        ],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -85,6 +97,7 @@ def test_make_targets_are_there_and_install_by_themselves() -> None:
     assert "-m venv no-such-venv" in done.stdout
     assert "-m lightning_zero.train seed=7" in done.stdout
     assert "-m pytest" in done.stdout
+    assert "tests/slurm/lab.sh install" in done.stdout and "-e '.[test,slurm]'" in done.stdout
     assert "-m benchmarks.bench" in done.stdout
 
 

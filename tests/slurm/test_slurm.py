@@ -1,0 +1,297 @@
+"""Real jobs on a throw-away SLURM of two nodes: ``make test-slurm``.
+
+Each run is the main job in its smallest size, on the CPU. A job that goes back to the queue is held by SLURM for two
+minutes; the tests let it start at once.
+"""
+
+from __future__ import annotations
+
+import csv
+import os
+import re
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import lightning.pytorch  # noqa: F401  here, because it sets environment variables
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+LAB = Path(__file__).parent / "lab.sh"
+ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
+STEPS = 20
+RUN = (
+    *("experiment=tiny", "data.path=words.txt", "data.cache_dir=tokens", "callbacks.sample=null", "logger=csv"),
+    *("trainer.accelerator=cpu", "trainer.enable_progress_bar=false", "+callbacks.checkpoint.every_n_train_steps=5"),
+)
+CLUSTER = (
+    *("cluster.nodes=2", "cluster.gpus_per_node=0", "cluster.time=00:10:00", "cluster.partition=lab"),
+    *("+cluster.env.OMP_NUM_THREADS=1", f"+cluster.env.PYTHONPATH={ROOT}"),
+)
+DISTURB = "+callbacks.disturb._target_=tests.slurm.disturb.Disturb"
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Two nodes, for the tests of this file."""
+    environ = {"SLURM_LAB": str(tmp_path_factory.mktemp("lab")), "PATH": f"{os.environ['PATH']}:/usr/sbin:/sbin"}
+    before = {key: os.environ.get(key) for key in (*environ, "SLURM_CONF")}
+    os.environ.update(environ)
+    done = subprocess.run([LAB, "up", "2"], capture_output=True, text=True, timeout=60)
+    os.environ["SLURM_CONF"] = f"{environ['SLURM_LAB']}/slurm.conf"
+    try:
+        assert done.returncode == 0, f"{done.stderr}\nInstall SLURM by {LAB} install."
+        yield
+    finally:
+        subprocess.run([LAB, "down"], check=True, timeout=60)
+        for key, value in before.items():
+            os.environ.pop(key) if value is None else os.environ.update({key: value})
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where jobs are submitted: with a text of several epochs in a run, so that runs go on inside of one."""
+    folder = tmp_path_factory.mktemp("jobs")
+    words = " ".join(f"word{i * i}" for i in range(1000))
+    (folder / "words.txt").write_text(words)
+    return folder
+
+
+# -- a job ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Job:
+    """A job that has ended."""
+
+    id: str
+    folder: Path
+    log: str
+    state: str
+    restarts: int
+    exit_code: str
+
+    def losses(self, file: str = "metrics.csv") -> dict[int, float]:
+        """Training loss by step."""
+        with (self.folder / "csv" / file).open() as lines:
+            return {int(row["step"]): float(row["train_loss"]) for row in csv.DictReader(lines) if row["train_loss"]}
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        return torch.load(self.folder / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
+
+
+def command(module: str, *overrides: str, folder: Path, check: int | None = 0) -> subprocess.CompletedProcess[str]:
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    arguments = [sys.executable, "-m", f"lightning_zero.{module}", *overrides]
+    done = subprocess.run(arguments, cwd=folder, env=environ, capture_output=True, text=True, timeout=280)
+    assert check is None or done.returncode == check, done.stdout + done.stderr
+    return done
+
+
+def slurm(*words: str) -> str:
+    return subprocess.run(words, check=True, capture_output=True, text=True, timeout=30).stdout
+
+
+def submitted(folder: Path, tasks: int, *overrides: str) -> str:
+    """The id of a job of the main job on two nodes."""
+    done = command("submit", *RUN, *CLUSTER, f"cluster.tasks_per_node={tasks}", *overrides, folder=folder)
+    (job,) = re.findall(r"^job: (\d+)$", done.stdout, re.MULTILINE)
+    assert f"run folder: outputs/train/slurm-{job}\nlog: outputs/train/slurm-{job}.log\n" in done.stdout
+    return job
+
+
+def shown(job: str) -> dict[str, str]:
+    """What SLURM knows of a job."""
+    return dict(re.findall(r"(\S+?)=(\S*)", slurm("scontrol", "show", "job", "--oneliner", job)))
+
+
+def start_requeued() -> None:
+    """Let jobs that are back in the queue start now."""
+    for job in slurm("squeue", "--noheader", "--array", "--states=PENDING", "--format=%i").split():
+        if int(shown(job).get("Restarts", 0)):
+            subprocess.run(["scontrol", "update", f"jobid={job}", "starttime=now"], capture_output=True, timeout=30)
+
+
+def ended(folder: Path, job: str, within_s: float = 240) -> Job:
+    """Wait for the end of a job, through its requeues."""
+    deadline = time.monotonic() + within_s
+    while (known := shown(job))["JobState"] not in ENDED:
+        log = folder / f"outputs/train/slurm-{job}.log"
+        assert time.monotonic() < deadline, f"{known}\n{log.read_text() if log.exists() else ''}"
+        start_requeued()
+        time.sleep(0.5)
+    run = folder / f"outputs/train/slurm-{job}"
+    log = run.with_suffix(".log").read_text()
+    return Job(job, run, log, known["JobState"], int(known["Restarts"]), known["ExitCode"])
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["2x1", "2x2"])
+def undisturbed(request: pytest.FixtureRequest, folder: Path, lab: None) -> tuple[int, Job]:
+    """Tasks of a node, and a run to the end."""
+    return request.param, ended(folder, submitted(folder, request.param))
+
+
+def assert_same_run(job: Job, whole: Job, resumed_at: int) -> None:
+    """From the step on at which it went on, a run is the undisturbed one: losses to the last digit, and weights."""
+    again = job.losses()
+    assert list(again) == list(range(resumed_at, STEPS))
+    assert again == {step: loss for step, loss in whole.losses().items() if step >= resumed_at}
+    expected = whole.weights()
+    for name, value in job.weights().items():
+        assert torch.equal(value, expected[name]), name
+
+
+# -- runs -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_main_job_by_submit(undisturbed: tuple[int, Job]) -> None:
+    _, job = undisturbed
+    assert (job.state, job.restarts, job.exit_code) == ("COMPLETED", 0, "0:0"), job.log
+    assert len(re.findall(r"^validation bits per byte: ", job.log, re.MULTILINE)) == 1, job.log
+    assert list(job.losses()) == list(range(STEPS))
+    assert "Traceback" not in job.log
+    runs = [p for p in job.folder.parent.iterdir() if p.is_dir()]
+    assert all(re.fullmatch(r"slurm-\d+", p.name) for p in runs), runs  # one folder for all ranks
+
+
+def test_a_killed_task(undisturbed: tuple[int, Job], folder: Path) -> None:
+    """The task of one node dies: the job ends, goes back to the queue and on from the last checkpoint."""
+    tasks, whole = undisturbed
+    last = 2 * tasks - 1
+    job = ended(
+        folder, submitted(folder, tasks, DISTURB, "+callbacks.disturb.step=13", f"+callbacks.disturb.rank={last}")
+    )
+    assert (job.state, job.restarts) == ("COMPLETED", 1), job.log
+    (failure,) = (job.folder / "failures").read_text().splitlines()
+    assert re.search(r"exit code (137|143) on vn\[0-1\]$", failure)
+    assert f" {2 * tasks - 1}: Killed" in job.log
+    assert_same_run(job, whole, resumed_at=10)
+
+
+def test_a_signal_to_one_rank(undisturbed: tuple[int, Job], folder: Path) -> None:
+    tasks, whole = undisturbed
+    disturb = (DISTURB, "+callbacks.disturb.step=7", "+callbacks.disturb.rank=1", "+callbacks.disturb.send=USR2")
+    job = ended(folder, submitted(folder, tasks, *disturb, "cluster.signal=USR2"))
+    assert (job.state, job.restarts) == ("COMPLETED", 1), job.log
+    assert job.log.count("interrupted: saved step 7 in ") == 1, job.log
+    assert not (job.folder / "failures").exists()
+    assert_same_run(job, whole, resumed_at=7)
+    assert job.losses("metrics-1.csv") == {step: loss for step, loss in whole.losses().items() if step < 7}
+
+
+def test_the_signal_before_the_time_limit(folder: Path, undisturbed: tuple[int, Job]) -> None:
+    tasks, whole = undisturbed
+    if tasks != 1:
+        pytest.skip("once is enough: it takes as long as SLURM's clock")
+    slow = (DISTURB, "+callbacks.disturb.sleep_s=4")
+    limits = ("cluster.time=00:01:00", "cluster.signal_delay=5")  # SLURM looks every 30 s
+    job = ended(folder, submitted(folder, tasks, *slow, *limits))
+    assert (job.state, job.restarts) == ("COMPLETED", 1), job.log
+    (saved,) = re.findall(r"^interrupted: saved step (\d+) in ", job.log, re.MULTILINE)
+    assert 0 < int(saved) < STEPS
+    assert_same_run(job, whole, resumed_at=int(saved))
+
+
+def test_a_cancelled_job_does_not_come_back(folder: Path) -> None:
+    job = submitted(folder, 1, DISTURB, "+callbacks.disturb.sleep_s=1")
+    log = folder / f"outputs/train/slurm-{job}.log"
+    deadline = time.monotonic() + 60
+    metrics = folder / f"outputs/train/slurm-{job}/csv"
+    while not metrics.exists() and time.monotonic() < deadline:
+        time.sleep(0.5)
+    slurm("scancel", job)
+    found = ended(folder, job)
+    assert (found.state, found.restarts) == ("CANCELLED", 0), log.read_text()
+
+
+def test_a_mistake_in_the_run_does_not_come_back(folder: Path) -> None:
+    """What is found in the job only: the folder for files of the nodes is missing there."""
+    job = ended(folder, submitted(folder, 1, "zero/offload=nvme", "zero.offload.nvme_path=no/such/folder"))
+    assert (job.state, job.restarts) == ("FAILED", 0)
+    assert "zero.offload.nvme_path" in job.log
+
+
+def test_a_sweep_by_submitit(folder: Path, tmp_path: Path) -> None:
+    """Two runs of two nodes; one of them gets the signal, goes back to the queue and on."""
+    disturb = (DISTURB, "+callbacks.disturb.step=7", "+callbacks.disturb.rank=1", "+callbacks.disturb.send=USR1")
+    sweep = ("hydra/launcher=submitit_slurm", "cluster=slurm", "cluster.tasks_per_node=1", "seed=0,1")
+    arguments = [sys.executable, "-m", "lightning_zero.train", "--multirun", "hydra.sweep.dir=sweep"]
+    arguments += [*RUN, *CLUSTER, *disturb, *sweep]
+    (tmp_path / "words.txt").write_bytes((folder / "words.txt").read_bytes())
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    with (tmp_path / "out").open("w") as out:
+        process = subprocess.Popen(arguments, cwd=tmp_path, env=environ, stdout=out, stderr=out)
+        try:
+            deadline = time.monotonic() + 400
+            while process.poll() is None and time.monotonic() < deadline:
+                start_requeued()
+                time.sleep(0.5)
+        finally:
+            process.kill()
+            process.wait()
+    logs = "\n".join(p.read_text() for p in sorted(tmp_path.rglob("*_log.*")))
+    assert process.returncode == 0, (tmp_path / "out").read_text() + logs
+    assert logs.count("interrupted: saved step 7 in ") == 2
+    found = []
+    for number in (0, 1):
+        with (tmp_path / "sweep" / str(number) / "csv" / "metrics.csv").open() as lines:
+            rows = [row for row in csv.DictReader(lines) if row["train_loss"]]
+        assert [int(row["step"]) for row in rows] == list(range(7, STEPS))
+        found.append([row["train_loss"] for row in rows])
+    assert found[0] != found[1]
+    (script,) = tmp_path.rglob("*_submission.sh")
+    assert "#SBATCH --signal=USR1@120" in script.read_text()
+
+
+# -- mistakes ---------------------------------------------------------------------------------------------------------
+
+
+def srun(folder: Path, options: Sequence[str], *overrides: str) -> subprocess.CompletedProcess[str]:
+    """The main job without submit."""
+    text = shlex.join(["srun", *options, sys.executable, "-m", "lightning_zero.train", *RUN, *overrides])
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(["bash", "-c", text], cwd=folder, env=environ, capture_output=True, text=True, timeout=120)
+
+
+def test_srun_without_tasks_per_node(folder: Path) -> None:
+    done = srun(folder, ["-N2", "-n2"])
+    assert done.returncode == 2, done.stderr
+    assert "error: srun: expected --ntasks-per-node, got 2 tasks on 2 node(s) without it." in done.stderr
+    assert "srun --nodes=2 --ntasks-per-node=1" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_another_number_of_nodes(folder: Path) -> None:
+    done = srun(folder, ["-N2", "--ntasks-per-node=1"], "trainer.num_nodes=1", "trainer.devices=1")
+    assert done.returncode == 2, done.stderr
+    assert "expected the 2 processes that srun has started (1 on each of 2 nodes), got 1 x 1 = 1." in done.stderr
+    assert "Set trainer.num_nodes=2 trainer.devices=1" in done.stderr
+
+
+def test_an_address_that_cannot_be_resolved(folder: Path) -> None:
+    done = srun(folder, ["-N2", "--ntasks-per-node=1", "--export=ALL,MASTER_ADDR=no-such-node.invalid"])
+    assert done.returncode != 0
+    assert "MASTER_ADDR: expected the address of the node of rank 0, got 'no-such-node.invalid', which" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_plain_srun_is_enough(folder: Path) -> None:
+    done = srun(folder, ["-N2", "--ntasks-per-node=1"], "trainer.max_steps=2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "validation bits per byte: " in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("override", "key"), [("cluster.partition=other", "cluster.partition"), ("cluster.nodes=9", "cluster.nodes")]
+)
+def test_what_sbatch_refuses(folder: Path, override: str, key: str) -> None:
+    done = command("submit", *RUN, *CLUSTER, "cluster.tasks_per_node=1", override, folder=folder, check=2)
+    assert f"Change {key}" in done.stderr
+    assert "sbatch refuses the job: " in done.stderr
