@@ -13,7 +13,7 @@ export LIGHTNING_ZERO_RUNS="${LIGHTNING_ZERO_RUNS:-/runs}"
 # A user that the image does not know (docker run --user, enroot) has no home folder to write in, and no name.
 if ! [ -d "${HOME:-}" ] || ! [ -w "$HOME" ]; then
     HOME=${TMPDIR:-/tmp}/lightning_zero-$(id -u)
-    mkdir -p -m 700 "$HOME" 2> /dev/null || true # whoever needs it says what is wrong
+    mkdir -m 700 "$HOME" 2> /dev/null || true # whoever needs it says what is wrong
     export HOME
 fi
 id -un > /dev/null 2>&1 || export USER="${USER:-user$(id -u)}"
@@ -38,7 +38,7 @@ if [ "$writes_there" = yes ]; then
     if probe=$(mktemp "$LIGHTNING_ZERO_RUNS/.probe-XXXXXX" 2>&1); then
         rm -f "$probe"
     else
-        owner=$(stat -c ', folder of user %u:%g with mode %a' "$LIGHTNING_ZERO_RUNS" 2> /dev/null || true)
+        owner=$(stat -L -c ', folder of user %u:%g with mode %a' "$LIGHTNING_ZERO_RUNS" 2> /dev/null || true)
         user=$(id -u):$(id -g)
         cat >&2 << EOF
 error: $LIGHTNING_ZERO_RUNS: expected a folder that user $user can write in, got: ${probe##*: }$owner. Mount one that is yours:

@@ -55,3 +55,7 @@ pip check
 # The project itself lies beside: another layer, small where the packages are large.
 site=$(/opt/venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 echo /opt/lightning_zero > "$site/lightning_zero.pth"
+
+# Programs that test torch itself: an eighth of it, and nothing looks for them.
+rm -rf "$site/torch/test"
+find "$site/torch/bin" -type f \( -name 'test_*' -o -name '*Test' -o -name 'protoc*' \) -delete
