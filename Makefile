@@ -82,6 +82,7 @@ lint: $(DEV_STAMP)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
+	$(VENV)/bin/hadolint docker/Dockerfile.cpu docker/Dockerfile.cuda
 
 format: $(DEV_STAMP)
 	$(PY) -m ruff check --fix .
