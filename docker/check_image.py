@@ -33,6 +33,8 @@ TIMEOUT_S = 280
 TINY = ("experiment=tiny", "trainer.max_steps=8", "trainer.enable_progress_bar=false")
 # In a namespace of its own: what would fetch something fails.
 OFFLINE = ("unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh")
+# What is written last can be lost on its way through buildah (seen on a busy machine).
+INTO_FILES = ("sh", "-c", 'exec "$@" > /output/stdout 2> /output/stderr', "sh")
 
 PRINT_VERSIONS = (
     "from importlib.metadata import distributions as d; import json; "
@@ -44,15 +46,20 @@ def install_tools() -> None:
     """What the build needs where there is no Docker.
 
     Raises:
-        image.Refusal: something is missing and this user cannot install it.
+        image.Refusal: it is not there, and this user cannot put it there.
     """
+    if os.geteuid() != 0:
+        raise image.Refusal(
+            f"expected Docker with its engine running, or root, whom debootstrap needs; found user {os.geteuid()} and "
+            "no engine. Start Docker, or run this as root."
+        )
     missing = sorted(package for program, package in TOOLS.items() if shutil.which(program, path=_path()) is None)
     if not missing:
         return
-    if os.geteuid() != 0 or shutil.which("apt-get") is None:
+    if shutil.which("apt-get") is None:
         raise image.Refusal(
             f"expected Docker with its engine running, or {', '.join(TOOLS)}; missing: {' '.join(missing)}. "
-            "Install them, or run this as root where there is apt-get."
+            "Install them."
         )
     env = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
     wait = ("-o", "DPkg::Lock::Timeout=300")
@@ -69,13 +76,11 @@ def make_base(engine_env: dict[str, str]) -> None:
     if subprocess.run(["buildah", "inspect", "--type", "image", BASE], env=engine_env, capture_output=True).returncode:
         with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
             root = f"{folder}/root"
-            env = {**os.environ, "PATH": _path()}
-            image.call(["debootstrap", "--variant=minbase", f"--include={BASE_PACKAGES}", SUITE, root], env)
+            image.call(["debootstrap", "--variant=minbase", f"--include={BASE_PACKAGES}", SUITE, root], engine_env)
             shutil.rmtree(f"{root}/var/cache/apt/archives", ignore_errors=True)
             shutil.rmtree(f"{root}/var/lib/apt/lists", ignore_errors=True)
-            image.call(
-                ["tar", "--create", "--numeric-owner", f"--file={folder}/base.tar", f"--directory={root}", "."], env
-            )
+            tar = ["tar", "--create", "--numeric-owner", f"--file={folder}/base.tar", f"--directory={root}", "."]
+            image.call(tar, engine_env)
             shutil.rmtree(root)
             Path(folder, "Dockerfile").write_text("FROM scratch\nADD base.tar /\n")
             image.call(["buildah", "bud", "--format", "docker", "--tag", BASE, folder], engine_env)
@@ -110,23 +115,20 @@ class Containers:
         mounts = ["--volume", f"{runs}:/runs"] if runs else []
         users = ["--user", f"{user}:{user}"] if user is not None else []
         if self.engine == "docker":
-            command = [
-                "docker",
-                "run",
-                "--rm",
-                "--network",
-                "none",
-                "--shm-size",
-                "1g",
-                *mounts,
-                *users,
-                TAG,
-                *arguments,
-            ]
-        else:
-            command = [*OFFLINE, "buildah", "run", *mounts, *users, self.container, "--"]
-            command += [*self.config["Entrypoint"], *arguments]
-        return subprocess.run(command, env=self.env, capture_output=True, text=True, timeout=TIMEOUT_S)
+            command = ["docker", "run", "--rm", "--network", "none", "--shm-size", "1g", *mounts, *users, TAG]
+            command += arguments
+            return subprocess.run(command, env=self.env, capture_output=True, text=True, timeout=TIMEOUT_S)
+        with tempfile.TemporaryDirectory() as name:
+            files = [Path(name, "stdout"), Path(name, "stderr")]
+            for file in files:
+                file.touch()
+                file.chmod(0o666)
+            Path(name).chmod(0o755)
+            command = [*OFFLINE, "buildah", "run", *mounts, *users, "--volume", f"{name}:/output", self.container, "--"]
+            command += [*INTO_FILES, *self.config["Entrypoint"], *arguments]
+            done = subprocess.run(command, env=self.env, capture_output=True, text=True, timeout=TIMEOUT_S)
+            out, err = (file.read_text() for file in files)
+        return subprocess.CompletedProcess(command, done.returncode, out, err + done.stderr)
 
     def close(self, keep: bool) -> None:
         if self.engine == "buildah":
@@ -251,7 +253,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     engine = "docker" if image.docker_answers() else "buildah"
     if engine == "buildah":
         install_tools()
-    env = image.environment(engine)
+    env = {**image.environment(engine), "PATH": _path()}
     base = given.base
     if engine == "buildah" and base is None:
         make_base(env)
