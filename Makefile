@@ -1,5 +1,6 @@
 # make train    the main job: a small GPT on real text under ZeRO stage 3
 # make test     the tests (make test-full: with the full matrices; make test-slurm: real jobs)
+# make image    an image of the main job (see docker/README.md; make image-test: builds one for CPUs and tries it)
 #
 # Each target makes the virtual environment and installs what is missing. Overrides:
 #   PYTHON=python3.12  VENV=path  TORCH_VERSION=2.12.0  TORCH_INDEX_URL=an index with builds of torch
@@ -32,11 +33,11 @@ STAMP := $(VENV)/.installed-$(CHOICE)
 DEV_STAMP := $(VENV)/.installed-dev-$(CHOICE)
 SLURM_STAMP := $(VENV)/.installed-slurm-$(CHOICE)
 
-.PHONY: help install train test test-full test-slurm bench bench-offload bench-scale lint format clean
+.PHONY: help install train test test-full test-slurm bench bench-offload bench-scale image image-test lint format clean
 .DEFAULT_GOAL := help
 
 help:
-	@sed -n 's/^# \{0,1\}//p' Makefile | head -6
+	@sed -n 's/^# \{0,1\}//p' Makefile | head -7
 
 install: $(STAMP)
 
@@ -78,10 +79,23 @@ bench-offload: $(STAMP)
 bench-scale: $(STAMP)
 	$(PY) -m benchmarks.bench_scale $(ARGS)
 
+# KIND is cpu or cuda, BASE the image to build on, TAG the name of the result. Needs no virtual environment.
+KIND ?= $(if $(GPU),cuda,cpu)
+BASE ?=
+TAG ?=
+IMAGE_ARGS = $(if $(BASE),--base '$(BASE)') $(if $(TORCH_INDEX_URL),--torch-index-url '$(TORCH_INDEX_URL)')
+
+image:
+	$(PYTHON) docker/image.py --kind $(KIND) $(if $(TAG),--tag '$(TAG)') $(IMAGE_ARGS) $(ARGS)
+
+image-test:
+	$(PYTHON) docker/check_image.py $(IMAGE_ARGS) $(ARGS)
+
 lint: $(DEV_STAMP)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
+	$(VENV)/bin/hadolint docker/Dockerfile.cpu docker/Dockerfile.cuda
 
 format: $(DEV_STAMP)
 	$(PY) -m ruff check --fix .

