@@ -229,6 +229,9 @@ class ShardedOptimizer:
             self._inner_step()
         if jobs:
             self._submit(jobs)
+        for bucket in changed:
+            if not self.runs.of(bucket) and self._is_lazy(bucket):
+                bucket.has_no_step()
         self._after(changed | early)
         return loss
 
@@ -245,8 +248,10 @@ class ShardedOptimizer:
             early.add(bucket)
             active = {slot for slot in groups[bucket] if bucket.params[slot].param.requires_grad}
             self.runs.advance(bucket, groups[bucket], active)
-            if self.runs.of(bucket):  # otherwise all of it belongs to other ranks
+            if self.runs.of(bucket):
                 self._submit([self._job(bucket, {id(bucket.params[slot].param) for slot in active})])
+            else:
+                bucket.has_no_step()
 
         try:
             with torch.enable_grad(), self._landing(landed):

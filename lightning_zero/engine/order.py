@@ -147,7 +147,7 @@ class GatherOrder:
 
         def admit(index: int) -> bool:
             unit = self.units[index]
-            if unit.state is not State.SHARDED or not self.prefetch_bytes or not unit.step_done:
+            if unit.state is not State.SHARDED or not self.prefetch_bytes or not self._may_come_early(unit):
                 return False
             idle = sum(u.gathered_nbytes for u in self._idle)
             if self._idle and idle + unit.gathered_nbytes > self.prefetch_bytes:
@@ -160,6 +160,11 @@ class GatherOrder:
             unit = self.units[following]
             if unit.state is State.SHARDED and unit.step_done:
                 unit.stage_ahead()
+
+    def _may_come_early(self, unit: Unit) -> bool:
+        """Ranks must issue the same gathers before an exception ends the pass on all of them, so that how far a rank's
+        worker has got must not decide: a unit that awaits its step is gathered when it is needed."""
+        return not unit.awaits_step if self.comm.shard_size > 1 else unit.step_done
 
     def _drop_idle(self, wanted: Unit | None = None) -> None:
         """Units gathered for others, or by a wrong guess, may not pile up. ``wanted`` is needed at once."""

@@ -139,7 +139,7 @@ class Bucket:
         self.param_shard: Tensor | None = None  # [owned numel] compute_dtype, where the master rests elsewhere
         self.param_file: ParamFile | None = None
         self.submitted_event: Any = None
-        self.step_future: Future[None] | None = None  # an offloaded step of this bucket that is under way
+        self.step_future: Future[None] | None = None  # an offloaded step of this bucket that was asked for
         for info in self.params:
             info.gathered = self.full.view(layout.slots[info.slot].start, info.shape)
 
@@ -313,6 +313,11 @@ class Bucket:
             self.step_future.result()  # one that failed stays: what rests here is not what the user thinks
             self.step_future = self.submitted_event = None
 
+    def has_no_step(self) -> None:
+        """An offloaded step was asked for, and this rank has nothing in it to do."""
+        self.step_future = Future()
+        self.step_future.set_result(None)
+
     @property
     def step_done(self) -> bool:
         return self.step_future is None or self.step_future.done()
@@ -445,3 +450,8 @@ class Unit:
     def step_done(self) -> bool:
         """Whether a gather could be issued without waiting for an offloaded step."""
         return all(b.step_done for b in self.buckets)
+
+    @property
+    def awaits_step(self) -> bool:
+        """Whether an offloaded step was asked for that nobody has waited for; the same on all ranks."""
+        return any(b.step_future is not None for b in self.buckets)

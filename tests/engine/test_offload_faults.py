@@ -385,3 +385,28 @@ def test_files_of_a_forgotten_model_go_with_it(tmp_path: Path) -> None:
             assert time.monotonic() < deadline
             gc.collect()
             time.sleep(0.01)
+
+
+# -- what ranks have issued when an exception ends a pass -------------------------------------------------------------
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("row", ["cpu", "nvme"])
+def test_how_far_a_worker_has_got_decides_no_gather(row: str, tmp_path: Path) -> None:
+    """One rank's steps are slow. When both raise in the same place, they have issued the same gathers."""
+    with Sharded(Model(depth=4), stage=3, **offload(row, tmp_path)) as side:
+        train(side, 2)
+        module, comm = side.module, side.engine.comm
+        for fails_in in range(4):
+            with slow_steps(0.03 if dist.get_rank() else 0.0):
+                train(side, 1)
+                block = module.blocks[fails_in]
+                hook = block.register_forward_hook(lambda *_: 1 / 0)
+                with pytest.raises(ZeroDivisionError):
+                    module(tokens(9))
+                side.engine.abort()
+                hook.remove()
+            issued = comm.all_gather_objects([label for kind, label in comm.counts.elements() if kind == "all_gather"])
+            assert issued[0] == issued[1], f"block {fails_in}"
+        side.engine.settle()
+        train(side, 1)
