@@ -130,6 +130,7 @@ class Engine:
         self._second_order = False
         self._steps_in_backward = False
         self._explicit_backwards = 0
+        self._aborted = False  # an exception has ended a pass since the last one
         self._refuses = True
         self.shown: set[Bucket] = set()  # buckets inside a gather()
         self._guard = PlaceholderGuard(self.buckets)
@@ -304,6 +305,9 @@ class Engine:
     @outside_autograd
     def begin_pass(self, key: str, *, evaluation: bool, owner: Unit | None = None) -> None:
         """Open the root unit."""
+        if self._aborted:
+            self._aborted = False
+            self.comm.resume()
         self._guard.check()
         self._watch_trainable()
         # Passes of training that follow one another may take different paths; evaluation repeats its own, and does not
@@ -361,6 +365,7 @@ class Engine:
     def abort(self) -> None:
         """After an exception: every unit back to rest. Starts no collective, and waits a bounded time for others."""
         deadline = time.monotonic() + ABANDON_S
+        self._aborted = True
         if self.in_backward:
             self.reducer.abort(deadline)
         self.order.abort()

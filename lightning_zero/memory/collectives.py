@@ -431,6 +431,16 @@ class Communicator:
         if self._groups is not None:
             self.exchange(0)
 
+    def resume(self) -> None:
+        """Blocking, on all ranks, after an exception has ended a pass: go on with groups that all have used alike.
+
+        The later halves of reductions are issued when the first are found complete, so that ranks which raised in the
+        same place may have issued different ones. Messages on such groups would meet others than their own.
+        """
+        if self._groups is not None and len({*self.all_gather_objects(self._groups.issued)}) > 1:
+            self._groups.user = lambda: None
+            self._groups = GROUP_POOL.take(self._parent, self, self.topology)
+
     def close(self) -> None:
         """End the thread and give the groups back."""
         if self._watchdog is not None:
@@ -448,6 +458,7 @@ class Communicator:
             pending._event = self.streams.mark()  # the current stream may be one that still brings the bytes
             return pending
         self.across_nbytes["gather"] += int(full.nbytes * self._from_other_nodes)
+        self._groups.issued += group == "second_half"
         with self.streams.on("gather" if group == "gather" else "reduce") as stream:
             works = self._transport.gather(full, self.shard_rank, self.shard_size, getattr(self._groups, group))
             return self._pending(label, works, lambda: full, stream)
@@ -470,6 +481,7 @@ class Communicator:
     def _sum_replicas(self, shard: Tensor, label: str, stream: Any) -> Any:
         """Sum ``shard`` over the nodes: a Pending on a host-side backend, else the shard, on the current stream."""
         assert self._groups is not None
+        self._groups.issued += 1
         self.across_nbytes["sum"] += 2 * shard.nbytes * (self.replicas - 1) // self.replicas
         host = isinstance(self._transport, HostTransport)
         data = shard.cpu() if host else shard

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,12 +14,15 @@ from torch.utils.checkpoint import checkpoint
 
 import lightning_zero
 from lightning_zero.engine.unit import State
+from lightning_zero.memory.collectives import Pending
 from tests.engine.support import (
     Block,
     Model,
     Sharded,
     Side,
+    Twin,
     adamw,
+    assert_same,
     check,
     floats,
     language_loss,
@@ -347,3 +351,51 @@ def test_attention_that_reads_its_children_s_weights(max_bytes: int) -> None:
         return seen
 
     check(build, work, unit={"max_bytes": max_bytes}, tolerance=1e-5)
+
+
+# -- later halves of reductions ---------------------------------------------------------------------------------------
+
+
+class BreaksInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise ValueError("broken")
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_ranks_that_raise_after_different_halves_of_reductions_go_on(stage: int) -> None:
+    """One rank has found its reductions complete and issued what follows them, the other has not."""
+    module = Model(depth=4)
+    module.register_parameter("scale", nn.Parameter(torch.tensor(1.0)))  # all-reduced at every stage
+    module.register_forward_hook(lambda m, _, out: out * m.scale)
+    twin = Twin(module, each=stage >= 2)
+    done = Pending.done
+
+    def found_complete(self: Pending) -> bool:
+        if dist.get_rank():
+            return False
+        for work in self._works:
+            work.wait()
+        return done(self)
+
+    with Sharded(module, stage=stage) as side:
+        for step in range(3):
+            for one in (side, twin):
+                one.backward(language_loss(one.module, tokens(step)))
+                one.step()
+                one.zero_grad()
+            hook = module.embed.register_forward_hook(lambda _, __, out: BreaksInBackward.apply(out))
+            with (
+                mock.patch("lightning_zero.engine.engine.ABANDON_S", 0.2),  # for messages that nobody answers
+                mock.patch.object(Pending, "done", found_complete),
+                pytest.raises(ValueError, match="broken"),
+            ):
+                side.backward(language_loss(module, tokens(10 + step)))
+            hook.remove()
+            side.zero_grad()
+        assert_same(side, twin)
