@@ -637,7 +637,7 @@ class _Watchdog:
 
     def _run(self) -> None:
         posted = None
-        while not self._stop.wait(POST_PLACE_EVERY_S):
+        while not self._stop.wait(POST_PLACE_EVERY_S if self.peers.knows_holder else 0.1):
             comm = self._comm()
             if comm is None:
                 return

@@ -94,6 +94,11 @@ class Peers:
     def _key(self, name: str) -> str:
         return f"{self._prefix}/{name}" if name.startswith("who") else f"{self._prefix}/{self._round}/{name}"
 
+    @property
+    def knows_holder(self) -> bool:
+        """Whether rank 0 can be named when its store is gone."""
+        return self._holder is not None
+
     def forget(self) -> None:
         """On all ranks, when they go on after an exception that all have survived."""
         self._round, self._culprit = self._round + 1, None
@@ -205,8 +210,6 @@ class Peers:
         return found
 
     def _let_others_hear(self) -> None:
-        """Where the store ends with this process, ranks of other machines need a moment to read the name."""
-        holds_store = self._rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-        others = (self._who(r) for r in range(self._world_size))
-        if holds_store and any(w is not None and w.machine != self._own.machine for w in others):
-            time.sleep(2 * self._every_s)
+        """Where the store ends with this process, the other ranks need a moment to read the name."""
+        if self._rank == 0 and self._world_size > 2 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+            time.sleep(1.25 * self._every_s)
