@@ -16,6 +16,13 @@ from tests import harness
 settings.register_profile("repeatable", deadline=None, derandomize=True, database=None, max_examples=150)
 settings.load_profile("repeatable")
 
+
+def pytest_configure(config: pytest.Config) -> None:
+    """A run of the full matrices takes all stages where the default one takes two."""
+    if "not full" not in config.getoption("markexpr"):
+        os.environ["LIGHTNING_ZERO_ALL_STAGES"] = "1"
+
+
 _NOT_OURS = {"PYTEST_CURRENT_TEST"}
 
 

@@ -37,6 +37,7 @@ def test_minimal(tmp_path: Path) -> None:
     assert accuracy(run(tmp_path, "minimal.py")) > 0.9
 
 
+@pytest.mark.slow
 def test_vision_with_hydra(tmp_path: Path) -> None:
     done = run(tmp_path, "vision_hydra.py", "zero/stage=zero2", "zero/precision=bf16", "hydra.run.dir=run")
     assert accuracy(done) > 0.9
@@ -48,7 +49,6 @@ def test_vision(tmp_path: Path) -> None:
     assert accuracy(run(tmp_path, "vision.py")) > 0.9
 
 
-@pytest.mark.slow
 def test_vision_with_hydra_refuses_in_our_words(tmp_path: Path) -> None:
     done = run(tmp_path, "vision_hydra.py", "zero.prefetch_bytes=-1", "hydra.run.dir=run")
     assert done.returncode != 0

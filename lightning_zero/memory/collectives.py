@@ -26,7 +26,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple, Protocol
-from weakref import ref
+from weakref import finalize, ref
 
 import torch
 import torch.distributed as dist
@@ -631,6 +631,7 @@ class _Watchdog:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="lightning_zero-places", daemon=True)
         self._thread.start()
+        finalize(comm, self._stop.set)  # one that is forgotten instead of closed
 
     def _key(self, rank: int) -> str:
         return f"{self._prefix}/{rank}"

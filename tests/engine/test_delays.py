@@ -55,7 +55,7 @@ def delay(engine: Engine, seed: int) -> None:
     engine.comm._transport = LateTransport(engine.comm._transport, chance)
 
 
-@on_ranks(2, 3)
+@on_ranks(3, full=(2,))
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_random_delays_change_nothing(stage: int, precision: str) -> None:

@@ -49,13 +49,16 @@ PLACES = [
     *((row, 3) for row in ("cpu", "optimizer_cpu_param_nvme", "nvme")),
 ]
 AUTO = [("auto", stage) for stage in (1, 2, 3)]
-SOME = [("optimizer_cpu", 1), ("optimizer_nvme", 2), ("cpu", 3), ("nvme", 3)]
+SOME = [("optimizer_nvme", 2), ("cpu", 3)]
+MORE = [("optimizer_cpu", 1), ("nvme", 3)]
 EVERYWHERE = pytest.mark.parametrize(
     ("row", "stage"),
     [pytest.param(*place, marks=() if place in SOME else pytest.mark.full) for place in [*PLACES, *AUTO]],
     ids=str,
 )
-SOMEWHERE = pytest.mark.parametrize(("row", "stage"), SOME, ids=lambda v: str(v))
+SOMEWHERE = pytest.mark.parametrize(
+    ("row", "stage"), [*SOME, *(pytest.param(*place, marks=pytest.mark.full) for place in MORE)], ids=str
+)
 
 OPTIMIZERS: dict[str, MakeOptimizer] = {
     "sgd": sgd,

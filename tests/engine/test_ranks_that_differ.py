@@ -59,7 +59,7 @@ def nothing_on_one_rank(step: int, rank: int) -> tuple[int, ...]:
 PATHS = {f.__name__: f for f in (other_blocks, other_order, other_number, nothing_on_one_rank)}
 
 
-@on_ranks(2, 3)
+@on_ranks(2, full=(3,))
 @pytest.mark.parametrize("path", list(PATHS))
 @pytest.mark.parametrize("config", [{}, {"prefetch_bytes": 0}, {"reduce_bucket_bytes": 3000}], ids=str)
 def test_dynamic_paths_train_with_the_right_gradients(path: str, config: dict[str, Any]) -> None:
@@ -74,7 +74,7 @@ def test_paths_are_free_where_parameters_are_replicated(stage: int, path: str) -
     check(Paths, functools.partial(work, path_of=PATHS[path]), steps=4, stage=stage, stall_timeout_s=20)
 
 
-@on_ranks(2, 3)
+@on_ranks(2, full=(3,))
 @pytest.mark.parametrize("path", list(PATHS))
 def test_the_first_pass_is_agreed_step_by_step(path: str) -> None:
     """It is recorded, so ranks may differ in it; a unit that any of them needs is gathered by all."""

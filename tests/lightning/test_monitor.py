@@ -44,7 +44,7 @@ def partly_frozen() -> Lit:
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-@on_ranks(1, 3)
+@on_ranks(3, full=(1,))
 def test_measured_bytes_are_the_planned_ones(precision: str, tmp_path: Path) -> None:
     for stage in STAGES:
         for make, states in ((lambda: seeded(Lit), 1), (partly_frozen, 2)):

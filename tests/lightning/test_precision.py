@@ -14,7 +14,18 @@ from torch import Tensor, nn
 from lightning_zero import ZeroPrecision, ZeroStrategy
 from lightning_zero.config import ConfigError
 from tests.harness import on_ranks
-from tests.lightning.toys import STAGES, Lit, assert_same, assert_weights, fit, loader, seeded, trainer, weights
+from tests.lightning.toys import (
+    ALL_STAGES,
+    STAGES,
+    Lit,
+    assert_same,
+    assert_weights,
+    fit,
+    loader,
+    seeded,
+    trainer,
+    weights,
+)
 
 FLAGS = ("bf16-mixed", "bf16-true")
 
@@ -27,7 +38,7 @@ def test_stages_agree_to_the_bit_and_with_ddp_nearly(flag: str, optimizer: str, 
         return fit(strategy, tmp_path, seeded(lambda: Lit(optimizer=optimizer)), precision=flag, gradient_clip_val=0.5)
 
     expected = body("ddp")
-    runs = {stage: body(stage) for stage in STAGES}
+    runs = {stage: body(stage) for stage in ALL_STAGES}
     for stage, run in runs.items():
         assert_same(run, runs["zero0"], tolerance=0, what=stage)
     first = runs["zero3"]

@@ -93,7 +93,7 @@ def test_a_clean_exit_is_0(tmp_path: Path) -> None:
         clean_exit(tmp_path, strategy)
 
 
-@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("failing", [pytest.param(0, marks=pytest.mark.full), 1])
 def test_an_exception_on_one_rank_ends_all(failing: int, tmp_path: Path) -> None:
     failed_exit(tmp_path, "zero3", failing)
 
