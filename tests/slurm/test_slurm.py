@@ -139,10 +139,11 @@ def undisturbed(request: pytest.FixtureRequest, folder: Path, lab: None) -> tupl
 
 
 def assert_same_run(job: Job, whole: Job, resumed_at: int) -> None:
-    """From the step on at which it went on, a run is the undisturbed one: losses to the last digit, and weights."""
+    """From the step on at which it went on, a run is the undisturbed one: losses to the last digit, weights, result."""
     again = job.losses()
     assert list(again) == list(range(resumed_at, STEPS))
     assert again == {step: loss for step, loss in whole.losses().items() if step >= resumed_at}
+    assert job.log.splitlines()[-1] == whole.log.splitlines()[-1]  # validation, of the weights at the end
     expected = whole.weights()
     for name, value in job.weights().items():
         assert torch.equal(value, expected[name]), name
