@@ -141,8 +141,7 @@ class Requeue:
     def let_go(self) -> None:
         self._connector.__dict__.pop(_TERM_HANDLER, None)
         if self._main_thread:
-            signal.signal(self._signum, self._before)
-            self._connector._original_handlers[self._signum] = self._before  # what Lightning puts back
+            self._connector._original_handlers[self._signum] = self._before  # what Lightning puts back in a moment
 
 
 def refuse_lonely_save(engine: Engine) -> None:
