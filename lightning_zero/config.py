@@ -123,13 +123,14 @@ class OffloadConfig:
             master weights in host memory or in files; ``cpu``, ``nvme`` and ``optimizer_cpu_param_nvme`` the
             parameters too (stage 3 only). ``auto`` splits the optimizer by units over device, host and files, under
             the budgets.
-        nvme_path: the folder for the files. By preset string it is taken from ``LIGHTNING_ZERO_NVME_PATH``.
+        nvme_path: the folder for the files. By preset string it is taken from ``LIGHTNING_ZERO_NVME_PATH``. It may hold
+            ``$LOCAL_RANK``, ``$RANK`` and variables of each node's environment.
         device_budget: bytes of optimizer state, master weights and gradients that one rank may hold on the device
             under ``auto``. ``None``: none on a CPU, half of the free memory on a GPU.
         host_budget: bytes of host memory that one rank may hold at rest. ``None``: what the machine has available.
         nvme_budget: bytes of files that one rank may hold. ``None``: what the disk has free.
-        threads: CPU threads of a rank's offloaded step. ``None``: the cores of the machine over the local ranks, less
-            one for transfers where there are several.
+        threads: CPU threads of a rank's offloaded step. ``None``: the cores that it may use over the ranks that share
+            them, less one for transfers where there are several.
         io_threads: reads and writes in flight at a time. ``None``: 4.
     """
 
@@ -231,7 +232,8 @@ class ZeroConfig:
         activation_checkpointing: ``blocks``: every unit but the root keeps its inputs only and computes the rest again
             in backward; ``offload``: and these inputs wait in host memory.
         dynamic: ranks may take different paths through the model; they agree on every gather by a small exchange.
-        stall_timeout_s: seconds that a rank waits for others before it raises, naming unit, ranks and places.
+        stall_timeout_s: seconds that a rank waits for others before it raises, naming unit, ranks and places; at the
+            start of a run, the ranks that have not come.
         summary: print the table of units at the start.
     """
 

@@ -105,6 +105,7 @@ def find_machine(asked: MachineConfig, config: TrainConfig) -> Machine:
     """The machine that was described, with what is at hand where it was not."""
     import torch
 
+    from lightning_zero.memory.machine import Share, own_path
     from lightning_zero.memory.tiers import available_host_memory
 
     there = torch.cuda.device_count() if config.trainer.accelerator in ("auto", "gpu", "cuda") else 0
@@ -118,6 +119,8 @@ def find_machine(asked: MachineConfig, config: TrainConfig) -> Machine:
     if gpu is None:
         gpu = 0 if shared else torch.cuda.get_device_properties(0).total_memory
     path = config.zero.offload.nvme_path
+    with contextlib.suppress(ConfigError):  # variables that only the nodes have
+        path = own_path(path, Share(), 0) if path else None
     nvme = asked.nvme
     if nvme is None:
         nvme = shutil.disk_usage(path).free if path and os.path.isdir(path) else 0

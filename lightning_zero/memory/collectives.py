@@ -21,6 +21,7 @@ later free on the compute stream is ordered behind it and no ``record_stream`` i
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 import time
 from collections import Counter
@@ -438,10 +439,12 @@ class Communicator:
             self.waited_s += time.monotonic() - started
         except RuntimeError as error:
             waited = time.monotonic() - started
-            if waited < 0.9 * self.stall_timeout_s:
+            if is_broken_connection(error):
                 raise PeerError(
                     f"rank {self.rank}: {self._culprit()}; noticed during {label!r} ({self.place}): {error}"
                 ) from error
+            if waited < 0.9 * self.stall_timeout_s:
+                raise RuntimeError(f"rank {self.rank}: {label!r} failed ({self.place}): {error}") from error
             raise StallError(self._stall_message(label, waited)) from error
 
     def _stall_message(self, label: str, waited: float) -> str:
@@ -534,7 +537,7 @@ class _Watchdog:
 
     def _run(self) -> None:
         posted = None
-        while not self._stop.wait(POST_PLACE_EVERY_S):
+        while not self._stop.wait(POST_PLACE_EVERY_S if self.peers.knows_holder else 0.1):
             comm = self._comm()
             if comm is None:
                 return
@@ -543,9 +546,17 @@ class _Watchdog:
                     self._store.set(self._key(comm.rank), place)
                     posted = place
                 self.peers.answer()
+                if comm.device.type == "cuda":
+                    self._listen(comm)
             except Exception:  # the store is gone with its server: this rank will hear of it elsewhere
                 return
             comm = None  # or it would live through the next wait
+
+    def _listen(self, comm: Communicator) -> None:
+        """NCCL ends the process after the group's timeout, and names nobody; this thread can only say who it was."""
+        silent = self.peers.silent_neighbour(comm.stall_timeout_s)
+        if silent is not None:
+            print(f"rank {comm.rank}: {silent}; this rank is at: {comm.place}", file=sys.stderr, flush=True)
 
     def places(self) -> list[str]:
         found = []

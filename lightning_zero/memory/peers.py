@@ -28,8 +28,8 @@ from typing import Any
 ROLL_CALL_S = 10.0  # a rank that is only busy must come to answer
 DYING_S = 1.0  # from the end of a process's connections to its end
 _BROKEN = re.compile(
-    r"connection (was )?(closed|reset|refused)|closed by peer|broken pipe|socket (is )?closed|(read|write|recv|send)\w*"
-    r" (error|failed)|remote process exited",
+    r"connection (was )?(closed|reset|refused|timed out)|closed by peer|broken pipe|socket (is )?closed"
+    r"|(read|write|recv|send)\w* (error|failed)|remote process exited|no route to host|network is unreachable",
     re.IGNORECASE,
 )
 
@@ -86,10 +86,18 @@ class Peers:
         self._holder: _Who | None = None  # of the store
         self._culprit: str | None = None
         self._round = 0
+        self._beats = 0
+        self._heard: tuple[str | None, float] = (None, time.monotonic())  # the neighbour's last beat, and when it came
+        self._missed = False
         store.set(f"{prefix}/who/{rank}", json.dumps(asdict(self._own)))
 
     def _key(self, name: str) -> str:
         return f"{self._prefix}/{name}" if name.startswith("who") else f"{self._prefix}/{self._round}/{name}"
+
+    @property
+    def knows_holder(self) -> bool:
+        """Whether rank 0 can be named when its store is gone."""
+        return self._holder is not None
 
     def forget(self) -> None:
         """On all ranks, when they go on after an exception that all have survived."""
@@ -113,6 +121,22 @@ class Peers:
         if self._store.check([self._key("roll")]):
             self._store.set(self._key(f"here/{self._rank}"), "")
         self._culprit = self._culprit or self._read("culprit")
+
+    def silent_neighbour(self, limit_s: float) -> str | None:
+        """Every few seconds, in a thread, where a broken connection is not heard of (NCCL): beat, and listen to the
+        next rank. Says once, which rank has not been heard for ``limit_s``: what it takes part in never ends.
+        """
+        self._beats += 1
+        self._store.set(self._key(f"beat/{self._rank}"), str(self._beats))
+        neighbour = (self._rank + 1) % self._world_size
+        beat, now = self._read(f"beat/{neighbour}"), time.monotonic()
+        if beat is not None and beat != self._heard[0]:
+            self._heard, self._missed = (beat, now), False
+        if beat is None or self._missed or now - self._heard[1] < limit_s:
+            return None
+        self._missed = True
+        known = self._culprit or self._read("culprit")
+        return known or f"{self._named(neighbour)} has not been heard of for {limit_s:g} s: it has ended or hangs"
 
     def tell(self, error: BaseException) -> None:
         """This rank fails with an exception of its own: the others, who will miss it, can say why."""
@@ -186,8 +210,6 @@ class Peers:
         return found
 
     def _let_others_hear(self) -> None:
-        """Where the store ends with this process, ranks of other machines need a moment to read the name."""
-        holds_store = self._rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-        others = (self._who(r) for r in range(self._world_size))
-        if holds_store and any(w is not None and w.machine != self._own.machine for w in others):
-            time.sleep(2 * self._every_s)
+        """Where the store ends with this process, the other ranks need a moment to read the name."""
+        if self._rank == 0 and self._world_size > 2 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+            time.sleep(1.25 * self._every_s)

@@ -227,13 +227,14 @@ def _stall() -> None:
 
 @on_ranks(2)
 def test_a_small_agreement_stalls_too() -> None:
-    comm = Communicator(dist.group.WORLD, CPU, stall_timeout_s=0.5)
-    if comm.rank == 0:
-        with pytest.raises(StallError, match="agreement"):
-            comm.exchange(1)
-    else:
-        time.sleep(1.0)
-    comm._watchdog.stop()  # type: ignore[union-attr]
+    with places_posted_often():  # else the other rank answers no roll call before it stops
+        comm = Communicator(dist.group.WORLD, CPU, stall_timeout_s=0.5)
+        if comm.rank == 0:
+            with pytest.raises(StallError, match="agreement"):
+                comm.exchange(1)
+        else:
+            time.sleep(1.0)
+        comm._watchdog.stop()  # type: ignore[union-attr]
 
 
 # -- what a closed communicator leaves --------------------------------------------------------------------------------

@@ -70,7 +70,7 @@ def on_threads(calls: list[Callable[[], str]]) -> list[str]:
 def test_a_rank_that_does_not_answer_is_named_by_all(
     elsewhere: None, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "ROLL_CALL_S", 2.0)
+    monkeypatch.setattr(module, "ROLL_CALL_S", 1.0)
     store, peers = ranks(4)
     with Answering(store, peers, silent={2}):
         found = on_threads([peers[r].culprit for r in (3, 1, 0)])
@@ -132,12 +132,32 @@ def test_without_the_store_it_is_its_holder(elsewhere: None, monkeypatch: pytest
     assert "told before" in peers[1].culprit()
 
 
+def test_a_neighbour_that_is_not_heard_any_more_is_named_once(elsewhere: None) -> None:
+    _, peers = ranks(3)
+    assert peers[2].silent_neighbour(0.0) is None  # rank 0 has not begun yet
+    for _ in range(3):
+        assert [one.silent_neighbour(5) for one in peers] == [None] * 3
+        time.sleep(0.1)
+    deadline = time.monotonic() + 5
+    said: list[str | None] = []
+    while time.monotonic() < deadline and not any(said):
+        peers[2].silent_neighbour(5)
+        said.append(peers[0].silent_neighbour(0.2))  # rank 1 beats no more
+        time.sleep(0.02)
+    assert said[-1] is not None and said[-1].startswith("rank 1 (on ") and "has not been heard of for 0.2 s" in said[-1]
+    assert peers[0].silent_neighbour(0.2) is None
+    peers[1].silent_neighbour(5)
+    assert peers[0].silent_neighbour(0.2) is None  # it was only slow
+
+
 @pytest.mark.parametrize(
     ("error", "broken"),
     [
         (RuntimeError("[gloo/transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1]:2001"), True),
         (RuntimeError("Read error [127.0.0.1]:1: Connection reset by peer"), True),
+        (RuntimeError("writev [10.0.0.1]:2: Broken pipe"), True),
         (RuntimeError("shapes cannot be multiplied"), False),
+        (RuntimeError("Timed out waiting 1800000ms for recv operation to complete"), False),
         (KeyError("connection closed"), False),
     ],
 )
