@@ -91,8 +91,8 @@ class Requeue:
             Left: on all ranks.
         """
         asked = int(self._comm.max_(torch.tensor([self._noted], dtype=torch.int64)).item())
-        self._noted = _NOTHING
-        if asked:
+        if asked:  # a note that came in the meantime is for the next boundary
+            self._noted = _NOTHING
             with contextlib.nullcontext() if last else self._as_lightning_saves():
                 self._save()
         if asked == _TERM or (asked == _REQUEUE and self._trainer.strategy.broadcast(self._requeue())):
@@ -141,8 +141,7 @@ class Requeue:
     def let_go(self) -> None:
         self._connector.__dict__.pop(_TERM_HANDLER, None)
         if self._main_thread:
-            signal.signal(self._signum, self._before)
-            self._connector._original_handlers[self._signum] = self._before  # what Lightning puts back
+            self._connector._original_handlers[self._signum] = self._before  # what Lightning puts back in a moment
 
 
 def refuse_lonely_save(engine: Engine) -> None:

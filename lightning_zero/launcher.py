@@ -109,9 +109,9 @@ def _setup(cluster: ClusterConfig) -> list[str]:
 
 
 def _additional(cluster: ClusterConfig) -> dict[str, Any]:
-    """Options of sbatch that submitit has no name for. The signal: ours in the place of its USR2."""
-    options: dict[str, Any] = {"signal": f"{cluster.signal}@{cluster.signal_delay}"}
-    options |= {"requeue": True} if cluster.requeue else {"no-requeue": True}
+    """Options of sbatch that submitit has no name for. The signal: ours in the place of its USR2, which ends a job."""
+    ours = {"signal": f"{cluster.signal}@{cluster.signal_delay}", "requeue": True}
+    options: dict[str, Any] = ours if cluster.requeue else {"no-requeue": True}
     options |= {key: getattr(cluster, key) for key in ("mem", "reservation") if getattr(cluster, key) is not None}
     if cluster.exclusive:
         options["exclusive"] = True

@@ -29,7 +29,7 @@ def script(cluster: ClusterConfig, arguments: Iterable[str], *, folder: Path, ru
             [
                 f'run_dir="{RUN_DIR}"' if run_dir is None else f"run_dir={shlex.quote(run_dir)}",
                 'mkdir -p "$run_dir"',
-                *(_verdict_lines() if cluster.requeue else []),
+                *(_verdict_lines(run_dir) if cluster.requeue else []),
             ]
         ),
         command(cluster, arguments, folder),
@@ -107,8 +107,10 @@ def _container(cluster: ClusterConfig, folder: Path) -> list[str]:
     return [f"apptainer exec {gpus}--bind {shlex.quote(mounts)} --pwd {here} {image}"]
 
 
-def _verdict_lines() -> list[str]:
-    return ['rm -f "$run_dir/verdict"', 'touch "$run_dir/started"', f'export {VERDICT_VARIABLE}="$run_dir/verdict"']
+def _verdict_lines(run_dir: str | None) -> list[str]:
+    here = "" if run_dir is not None and os.path.isabs(run_dir) else "$PWD/"  # wherever the run changes to
+    verdict = f'export {VERDICT_VARIABLE}="{here}$run_dir/verdict"'
+    return ['rm -f "$run_dir/verdict"', 'touch "$run_dir/started"', verdict]
 
 
 def requeue_lines(cluster: ClusterConfig) -> str:

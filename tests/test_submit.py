@@ -94,7 +94,7 @@ run_dir="outputs/train/slurm-$SLURM_JOB_ID"
 mkdir -p "$run_dir"
 rm -f "$run_dir/verdict"
 touch "$run_dir/started"
-export LIGHTNING_ZERO_VERDICT="$run_dir/verdict"
+export LIGHTNING_ZERO_VERDICT="$PWD/$run_dir/verdict"
 
 srun --kill-on-bad-exit=1 --cpus-per-task=12 \\
     {sys.executable} -m lightning_zero.train \\
@@ -120,6 +120,11 @@ fi
 exit $code
 """
     )
+
+
+def test_the_script_reads_where_the_run_writes() -> None:
+    assert 'export LIGHTNING_ZERO_VERDICT="$run_dir/verdict"' in text_of(slurm(), run_dir="/runs/first")
+    assert 'export LIGHTNING_ZERO_VERDICT="$PWD/$run_dir/verdict"' in text_of(slurm(), run_dir="runs/first")
 
 
 def test_options_of_a_site() -> None:

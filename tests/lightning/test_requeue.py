@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_zero.cluster import VERDICT_VARIABLE
+from lightning_zero.interruptions import Requeue
 from tests.harness import on_ranks
 from tests.lightning.test_processes import Signalled, requeued, slurm
 from tests.lightning.toys import SAMPLES, Lit, assert_weights, fit, loader, seeded, trainer, weights
@@ -125,3 +126,18 @@ def test_the_weights_of_the_boundary_are_saved(tmp_path: Path) -> None:
         fit("zero3", tmp_path, seeded(lambda: Signalled(1, 1)), limit_val_batches=0, plugins=[slurm(tmp_path)])
     found = torch.load(tmp_path / "hpc_ckpt_1.ckpt", weights_only=False)
     assert_weights(found["state_dict"], until.weights, tolerance=0)
+
+
+def test_a_signal_while_ranks_agree_is_not_lost() -> None:
+    requeue = object.__new__(Requeue)
+    requeue._noted = 0
+
+    class Agreeing:
+        def max_(self, asked: torch.Tensor) -> torch.Tensor:
+            requeue._training = True
+            requeue._on_requeue_signal(signal.SIGUSR1, None)
+            return asked
+
+    requeue._comm = Agreeing()  # type: ignore[assignment]
+    requeue.at_boundary()
+    assert requeue._noted
