@@ -30,7 +30,7 @@ class TwoNodes(LightningEnvironment):
 
 
 def _fit(stage: int, folder: Path) -> None:
-    os.environ["LOCAL_RANK"] = str(dist.get_rank() % 2)
+    os.environ |= {"LOCAL_RANK": str(dist.get_rank() % 2), "NODE_RANK": str(dist.get_rank() // 2)}
     found = []
     for hierarchy in ("node", "flat"):
         strategy = ZeroStrategy(stage, comm={"hierarchy": hierarchy}, cluster_environment=TwoNodes(), summary=False)

@@ -281,7 +281,8 @@ def test_nothing_of_a_forgotten_run_lives_on(tmp_path: Path) -> None:
         gc.collect()  # what C++ held in the first round
         assert not any(ref() is not None for ref in left)
         threads.append(len(os.listdir("/proc/self/task")))
-    assert threads[-1] <= threads[2] + 2, threads  # process groups are used again (a thread that is about to end may be there)
+    # Process groups are used again; a thread that is about to end may be there.
+    assert threads[-1] <= threads[2] + 2, threads
 
 
 class NoOptimizer(Lit):
