@@ -86,7 +86,7 @@ class Result:
         gathered_nbytes: of the largest unit.
         counts: logical collectives of one step by kind.
         exchanges: agreements on the next gather, in the first step and in the following one.
-        norm_table_nbytes: partial sums of a gradient norm, one for each bucket and rank: the table of shards.
+        norm_table_nbytes: partial sums of a gradient norm, one for each rank: the table of shards.
         calls: of functions in one step.
         build_s: CPU seconds.
         host_mib: resident memory of this process that the engine and its first steps took.
@@ -251,7 +251,7 @@ def _describe(case: Case, engine: Any) -> Result:
         owned_numel=sum(fragment.numel for fragment in owned),
         fragments=len(owned),
         gathered_nbytes=max(sum(bucket.full.nbytes for bucket in unit.buckets) for unit in engine.units[1:]),
-        norm_table_nbytes=8 * len(buckets) * engine.world_size,
+        norm_table_nbytes=8 * engine.world_size,
     )
 
 

@@ -1,6 +1,6 @@
 """Gradient norms and clipping on shards.
 
-A norm is a sum of partial sums, one for each bucket and rank, each over that rank's shard of the bucket. The cuts are
+A norm is a sum of partial sums, one for each rank, each over that rank's shards of all buckets in order. The cuts are
 those of the shards at every stage, also where gradients rest replicated, so all stages agree to the bit.
 """
 
@@ -43,13 +43,12 @@ def shard_grads(engine: Engine, params: Iterable[nn.Parameter]) -> list[tuple[Bu
 def grad_norm_of(engine: Engine, params: Sequence[nn.Parameter], norm_type: float = 2.0) -> Tensor:
     """The norm of the reduced gradients of ``params`` over all ranks: a 0-d fp32 tensor. All ranks call it."""
     device = engine.comm.device
-    index = {bucket: i for i, bucket in enumerate(engine.buckets)}
-    partial = torch.zeros(len(index), engine.comm.shard_size, dtype=torch.float64, device=device)
+    partial = torch.zeros(engine.comm.shard_size, dtype=torch.float64, device=device)
+    cell = partial[engine.comm.shard_rank]
     own = shard_grads(engine, params)
-    for bucket, grad in own if engine.comm.replica == 0 else ():  # the other replicas hold the same
+    for _, grad in own if engine.comm.replica == 0 else ():  # the other replicas hold the same
         norm = torch.linalg.vector_norm(grad, norm_type, dtype=torch.promote_types(grad.dtype, torch.float32))
         norm = norm.to(device)
-        cell = partial[index[bucket], engine.comm.shard_rank]
         if math.isinf(norm_type):
             torch.maximum(cell, norm.double(), out=cell)
         else:
