@@ -84,7 +84,7 @@ def test_growth_with_the_number_of_ranks_is_flat(worker: Callable[[Case], Result
     assert len({str(same(r)) for r in results}) == 1
     calls = [r.calls for r in results]
     assert max(calls) <= 1.001 * min(calls), calls  # of functions in a step: a loop over ranks would show
-    assert [r.norm_table_nbytes for r in results] == [8 * BUCKETS * world for world in (8, 64, 512, RANKS)]
+    assert [r.norm_table_nbytes for r in results] == [8 * world for world in (8, 64, 512, RANKS)]
     rest = [sum(r.nbytes.values()) for r in results]
     assert rest == sorted(rest, reverse=True)
 
