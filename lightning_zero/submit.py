@@ -25,7 +25,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from lightning_zero import plan, sbatch, train
 from lightning_zero.cluster import ClusterConfig, ClusterName
-from lightning_zero.config import ConfigError, PrecisionConfig
+from lightning_zero.config import ConfigError, Hierarchy, PrecisionConfig
 from lightning_zero.hydra_schema import MachineConfig, TrainConfig
 from lightning_zero.jobs import fit_trainer
 from lightning_zero.planning.advice import Advice, Machine, advise, allowed_rows, plan_row
@@ -91,7 +91,7 @@ def _silent() -> Iterator[None]:
         logging.disable(before)
 
 
-def machine_of(cluster: ClusterConfig, asked: MachineConfig) -> Machine:
+def machine_of(cluster: ClusterConfig, asked: MachineConfig, hierarchy: Hierarchy = Hierarchy.auto) -> Machine:
     """A node of the cluster for the memory plan; what was not described counts as plenty.
 
     Raises:
@@ -107,7 +107,8 @@ def machine_of(cluster: ClusterConfig, asked: MachineConfig) -> Machine:
             )
     host = asked.host_memory if asked.host_memory is not None else slurm_memory(cluster.mem)
     memory, host, nvme = (PLENTY if x is None else x for x in (asked.gpu_memory, host, asked.nvme))
-    return Machine(cluster.tasks, memory, host, nvme, cluster.nodes, shared=not cluster.gpus_per_node)
+    shared = not cluster.gpus_per_node
+    return Machine(cluster.tasks, memory, host, nvme, cluster.nodes, shared=shared, hierarchy=hierarchy)
 
 
 def slurm_memory(mem: str | None) -> int | None:
@@ -125,7 +126,7 @@ def check_memory(config: TrainConfig, asked: MachineConfig) -> str:
         ConfigError: it does not fit; says what would.
     """
     model = plan.describe(config, None)
-    machine = machine_of(config.cluster, asked)
+    machine = machine_of(config.cluster, asked, config.zero.comm.hierarchy)
     settings = config.zero.offload
     chosen = plan_row(model, config.zero.stage.name, settings.name, machine, settings)
     if not chosen.fits:
