@@ -24,7 +24,7 @@ from lightning_zero.config import ConfigError
 from lightning_zero.engine.chunks import is_elementwise, salt_of, step_in_chunks
 from lightning_zero.engine.homes import opened
 from lightning_zero.engine.offload import StepJob
-from lightning_zero.engine.runs import FlatRun, ParamStates, Runs
+from lightning_zero.engine.runs import FlatRun, ParamStates, Runs, start_state, steps_in
 from lightning_zero.engine.unit import Bucket, ParamInfo
 
 # Optimizers of torch that compute every element from that element's value, gradient and state alone.
@@ -121,7 +121,7 @@ class ShardedOptimizer:
         self.runs = Runs(optimizer, per_fragment=not any(isinstance(optimizer, kind) for kind in ELEMENTWISE))
         self._device_type = device_type
         self._patch()
-        self.places()
+        self._take_over_state()
 
     # -- the user's object ----------------------------------------------------------------------------------------
 
@@ -170,6 +170,18 @@ class ShardedOptimizer:
         """
         return [[self._place_of(p) for p in group["params"]] for group in self.optimizer.param_groups]
 
+    def _take_over_state(self) -> None:
+        """What the optimizer holds for whole parameters: of an earlier step it goes into the runs; what is not a step
+        old is dropped (Adagrad makes its sums, as large as the parameters, when it is built)."""
+        states = {
+            (place.bucket, place.info.slot): self.optimizer.state.pop(place.info.param, {})
+            for places in self.places()
+            for place in places
+        }
+        stepped = {key: state for key, state in states.items() if steps_in(state)}
+        if stepped:
+            self.load_param_states(stepped)
+
     def params(self) -> list[nn.Parameter]:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
@@ -190,6 +202,7 @@ class ShardedOptimizer:
             on_host |= {"capturable": False} if "capturable" in group else {}
             shadow.param_groups = [on_host | {"params": [probe]}]
             shadow.state = defaultdict(dict)
+            start_state(shadow, shadow.param_groups[0], [probe])
             type(shadow).step(shadow)
             counts.append(sum(is_elementwise(name, value, probe) for name, value in shadow.state[probe].items()))
         return max(counts)
@@ -352,7 +365,7 @@ class ShardedOptimizer:
         try:
             for group, params in zip(optimizer.param_groups, lists, strict=True):
                 group["params"] = params
-                self._start_momentum(group, params)
+                start_state(optimizer, group, params)
                 if self._prefers_fused(group, params):
                     group["fused"] = True
             self._step_converted(optimizer, converted)
@@ -377,7 +390,7 @@ class ShardedOptimizer:
         for index, run, grad in runs:
             group = groups[index]
             shadow.param_groups = [group]
-            self._start_momentum(group, [run.tensor])
+            start_state(shadow, group, [run.tensor])
             wide = torch.empty(0, dtype=torch.promote_types(run.tensor.dtype, torch.float32), device=run.tensor.device)
             if self._prefers_fused(group, [wide]):
                 group["fused"] = True
@@ -386,14 +399,6 @@ class ShardedOptimizer:
                 salt = salt_of(run.bucket.label, self.runs.step_count(run))
                 rounding = run.bucket.owned_range[0] + run.run.start, salt
             step_in_chunks(shadow, group, run.tensor, grad, rounding=rounding)
-
-    def _start_momentum(self, group: dict[str, Any], params: Sequence[Tensor]) -> None:
-        """torch's fused SGD cannot step runs that have momentum beside new ones. Zeros are what these start from."""
-        if isinstance(self.optimizer, torch.optim.SGD) and group["momentum"] and not group["dampening"]:
-            for param in params:
-                state = self.optimizer.state[param]
-                if state.get("momentum_buffer") is None:
-                    state["momentum_buffer"] = torch.zeros_like(param)
 
     def _is_used(self, run: FlatRun, used: set[int]) -> bool:
         slot = run.run.fragments[0].index  # runs are cut where this differs

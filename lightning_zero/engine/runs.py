@@ -42,6 +42,25 @@ class FlatRun(NamedTuple):
     base: Tensor  # bucket.master as it was when the run was cut
 
 
+def start_state(optimizer: Optimizer, group: Mapping[str, Any], tensors: Sequence[Tensor]) -> None:
+    """State that a step expects to find.
+
+    torch's Adagrad makes it when it is built (2.11 only then), for parameters. Its fused SGD cannot step runs that have
+    momentum beside new ones; zeros are what these start from.
+    """
+    if isinstance(optimizer, torch.optim.SGD) and group["momentum"] and not group["dampening"]:
+        for tensor in tensors:
+            if optimizer.state[tensor].get("momentum_buffer") is None:
+                optimizer.state[tensor]["momentum_buffer"] = torch.zeros_like(tensor)
+    elif isinstance(optimizer, torch.optim.Adagrad):
+        for tensor in tensors:
+            if not optimizer.state[tensor]:
+                optimizer.state[tensor] = {
+                    "step": torch.zeros((), device=tensor.device),
+                    "sum": torch.full_like(tensor, group["initial_accumulator_value"]),
+                }
+
+
 class Runs:
     """The runs of one optimizer."""
 
@@ -170,7 +189,7 @@ class Runs:
         """Replace all state. ``states``: for a parameter, its full tensors (any shape of its numel) or plain values."""
         self.optimizer.state.clear()
         self._runs.clear()
-        self._steps = {key: _step_count(state) for key, state in states.items()}
+        self._steps = {key: steps_in(state) for key, state in states.items()}
         for bucket, groups in groups_of.items():
             if not bucket.trainable and any((bucket, slot) in states for slot in groups):
                 bucket.make_trainable()  # a fine-tuning callback had thawed it, and will again
@@ -205,7 +224,7 @@ def _state_dtype(value: Tensor, tensor: Tensor) -> torch.dtype:
     return tensor.dtype if value.is_floating_point() else value.dtype
 
 
-def _step_count(state: dict[str, Any]) -> int:
+def steps_in(state: dict[str, Any]) -> int:
     """Only equality matters: parameters with equal counts share a run. SGD keeps no count, but state or none."""
     step = state.get("step", 1 if state else 0)
     return int(step.item()) if isinstance(step, Tensor) else int(step or 0)

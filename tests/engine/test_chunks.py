@@ -14,6 +14,7 @@ import lightning_zero
 from lightning_zero.config import ConfigError, make_config
 from lightning_zero.engine import chunks
 from lightning_zero.engine.chunks import round_stochastically, salt_of, step_in_chunks
+from lightning_zero.engine.runs import start_state
 from tests.engine.support import Model, Sharded, accumulate
 from tests.engine.test_offload import OPTIMIZERS, assert_equal, offload, whole
 from tests.harness import on_ranks
@@ -77,6 +78,7 @@ def test_pieces_give_what_a_whole_step_gives(name: str) -> None:
             grad = torch.randn(1000, generator=generator).to(torch.bfloat16)
             param.grad = grad.float()
             plain.step()
+            start_state(pieced, pieced.param_groups[0], [run])
             step_in_chunks(pieced, pieced.param_groups[0], run, grad)
             assert torch.equal(run, param)
     assert pieced.state[run].keys() == plain.state[param].keys()

@@ -475,3 +475,34 @@ def test_settings_of_param_groups_are_loaded() -> None:
         state["param_groups"][0]["lr"] = 0.123
         values.load_optimizer_state(side.engine, side.optimizer, state)
         assert side.optimizer.param_groups[0]["lr"] == 0.123
+
+
+# -- optimizers that were used before ---------------------------------------------------------------------------------
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adagrad])
+def test_an_optimizer_that_has_stepped_before_goes_on(kind: Any, stage: int) -> None:
+    """Its state of whole parameters goes into the runs, and is not held a second time."""
+    torch.manual_seed(3)
+    module = Model()
+    plain = copy.deepcopy(module)
+    optimizers = [kind(m.parameters(), lr=0.01) for m in (module, plain)]
+    for m, optimizer in zip((module, plain), optimizers, strict=True):
+        language_loss(m, tokens(0, rank=0)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    engine = lightning_zero.shard(module, stage=stage, device="cpu", summary=False)
+    engine.add_optimizer(optimizers[0])
+    assert not any(isinstance(key, nn.Parameter) for key in optimizers[0].state)
+    for step in (1, 2):
+        engine.backward(language_loss(module, tokens(step, rank=0)))
+        language_loss(plain, tokens(step, rank=0)).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    with lightning_zero.gather(module):
+        for own, other in zip(module.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(own.detach(), other.detach(), rtol=1e-5, atol=1e-6)
+    engine.release()
