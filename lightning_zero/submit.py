@@ -69,7 +69,11 @@ def check_run(config: TrainConfig, explicit: set[str]) -> None:
     train.check_checkpoint(config.ckpt_path)
     train.agreed_precision(config)
     # Callbacks and the arguments of Trainer, on a device that is here. fp16 is no precision of a CPU.
-    zero = replace(config.zero, precision=PrecisionConfig())
+    # The folder for files is one of the nodes.
+    offload = config.zero.offload
+    if offload.nvme_path is not None:
+        offload = replace(offload, nvme_path=os.curdir)
+    zero = replace(config.zero, precision=PrecisionConfig(), offload=offload)
     trial = replace(config.trainer, accelerator="cpu", devices=1, num_nodes=1, precision=None)
     with _silent():
         data = train.build_data(config, explicit)

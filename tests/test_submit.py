@@ -229,6 +229,13 @@ def test_dry_run_prints_the_script_and_leaves_nothing(command: Any, tmp_path: Pa
     assert {p.name for p in tmp_path.iterdir()} == {"words.txt", "tokens"}
 
 
+def test_a_folder_of_the_nodes_need_not_be_here(command: Any) -> None:
+    files = ("zero/offload=nvme", "zero.offload.nvme_path=/disk/of/a/node")
+    code, out, err = command(*SMALL, *SIZE, *files, "dry_run=true")
+    assert code == 0, err
+    assert "    zero.offload.nvme_path=/disk/of/a/node" in out
+
+
 def test_submits_and_says_where_things_are(command: Any, fake_sbatch: Any, tmp_path: Path) -> None:
     script = fake_sbatch()
     code, out, err = command(
