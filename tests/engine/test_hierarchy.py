@@ -188,7 +188,8 @@ def _uneven() -> None:
     node = "a" if dist.get_rank() < 2 else "b"
     with pytest.raises(ConfigError, match=r"hierarchy=node: .* got 2 on a, 1 on b"):
         lightning_zero.shard(Model(), device="cpu", node=node, comm={"hierarchy": "node"})
-    engine = lightning_zero.shard(Model(), device="cpu", node=node)
+    module = Model()  # an engine lives as long as its module
+    engine = lightning_zero.shard(module, device="cpu", node=node)
     assert engine.comm.replicas == 1
     engine.release()
 
