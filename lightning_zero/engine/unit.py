@@ -132,7 +132,6 @@ class Bucket:
         self.refreshed = not self.resharding and master_differs
         self._grad: Tensor | None = None
         self._grad_event: Any = None  # the end of its way to the host
-        self._grad_source: Tensor | None = None  # device memory that this reads
         self.shown_full = False  # inside gather(): parameters hold full masters
         self.full = FlatBuffer(layout.numel, dtypes.compute, comm.device)
         self.home: Home
@@ -189,7 +188,7 @@ class Bucket:
         """Reduced gradient [owned numel]. On a GPU the host waits for one that is still on its way to host memory."""
         if self._grad_event is not None:
             self._grad_event.synchronize()
-            self._grad_event = self._grad_source = None
+            self._grad_event = None
         return self._grad
 
     @grad.setter
@@ -199,13 +198,11 @@ class Bucket:
 
     def claim_grad(self) -> Callable[[], Tensor | None]:
         """For an offloaded step: the gradient as it is now, to be called (and waited for) in the step's thread."""
-        grad, event, source = self._grad, self._grad_event, self._grad_source
+        grad, event = self._grad, self._grad_event
 
         def arrived() -> Tensor | None:
-            nonlocal source
             if event is not None:
                 event.synchronize()
-            source = None
             return grad
 
         return arrived
@@ -221,7 +218,8 @@ class Bucket:
             event = streams.mark()
         self.grad = host
         if event is not None:
-            self._grad_event, self._grad_source = event, source
+            self._grad_event = event
+            streams.hold(source, event)
 
     # -- values ---------------------------------------------------------------------------------------------------
 

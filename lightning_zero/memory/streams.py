@@ -16,12 +16,14 @@ on the compute stream is ordered behind it and no ``record_stream`` is needed.
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 KINDS = ("gather", "reduce", "h2d", "d2h")
+HELD = 2  # transfers to the host whose device memory is kept: the one under way, and the next
 
 
 class Streams:
@@ -29,6 +31,7 @@ class Streams:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self._held: deque[tuple[Any, Any]] = deque()
         self._streams: dict[str, Any] = {}
         if device.type == "cuda":
             self._streams = {kind: torch.cuda.Stream(device, priority=-1) for kind in KINDS}
@@ -50,6 +53,12 @@ class Streams:
             stream.wait_event(after)
         with torch.cuda.stream(stream):
             yield stream
+
+    def hold(self, memory: Any, event: Any) -> None:
+        """Keep ``memory``, which a stream reads, until ``event``; beyond a few, the host waits for the oldest."""
+        self._held.append((event, memory))
+        while self._held and (len(self._held) > HELD or self._held[0][0].query()):
+            self._held.popleft()[0].synchronize()
 
     def mark(self) -> Any:
         """An event behind what the current stream has queued so far; None off CUDA."""

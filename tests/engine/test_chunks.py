@@ -90,24 +90,28 @@ def test_pieces_give_what_a_whole_step_gives(name: str) -> None:
 @pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_no_whole_copy_of_gradients_in_another_dtype(stage: int, optimizer: str) -> None:
-    """The optimizer never sees more than a piece, and stages agree."""
-    sizes: list[int] = []
-    original = chunks.step_in_chunks
+    """What is stepped is never more than a piece, and the size of pieces changes no bit."""
 
-    def spy(*args: Any, **kwargs: Any) -> None:
-        sizes.append(args[2].numel())
-        original(*args, **kwargs)
+    def trained(chunk: int) -> tuple[list[Any], int]:
+        torch.manual_seed(3)
+        precision = {"name": "bf16", "grad_dtype": "bf16"}
+        with (
+            mock.patch.object(chunks, "CHUNK", chunk),
+            Sharded(Model(), stage=stage, precision=precision, optimizer=OPTIMIZERS[optimizer]) as side,
+        ):
+            shapes = mock.Mock(side_effect=chunks._write_back)  # called with every piece that was stepped
+            with mock.patch.object(chunks, "_write_back", shapes):
+                for number in range(2):
+                    with torch.autocast("cpu", torch.bfloat16):
+                        accumulate(side, number, 1)
+                    side.step()
+                    side.zero_grad()
+            return whole(side), max(call.args[2].numel() for call in shapes.call_args_list)
 
-    precision = {"name": "bf16", "grad_dtype": "bf16"}
-    with (
-        mock.patch.object(chunks, "CHUNK", 256),
-        mock.patch("lightning_zero.engine.optimizer.step_in_chunks", spy),
-        Sharded(Model(), stage=stage, precision=precision, optimizer=OPTIMIZERS[optimizer]) as side,
-    ):
-        with torch.autocast("cpu", torch.bfloat16):
-            accumulate(side, 0, 1)
-        side.step()
-    assert max(sizes) > 256
+    found, largest = trained(256)
+    expected, _ = trained(1 << 20)
+    assert largest == 256
+    assert_equal(found, expected)
 
 
 # -- training ---------------------------------------------------------------------------------------------------------
