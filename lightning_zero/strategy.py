@@ -37,6 +37,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from lightning_zero import averaging, finetuning, startup
+from lightning_zero.allocation import check_allocation
 from lightning_zero.config import ConfigError, Precision, ZeroConfig, make_config
 from lightning_zero.engine import Engine, engine_of, shard, values
 from lightning_zero.environments import own_environment
@@ -190,7 +191,7 @@ class ZeroStrategy(ParallelStrategy):
     def _configure_launcher(self) -> None:
         # Also where something else has made the processes: it sets the number of threads of every rank.
         assert self.cluster_environment is not None
-        startup.check_allocation(self.cluster_environment, nodes=self.num_nodes, devices=self.num_processes)
+        check_allocation(self.cluster_environment, nodes=self.num_nodes, devices=self.num_processes)
         self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     def setup_environment(self) -> None:

@@ -150,8 +150,8 @@ def build_trainer(config: TrainConfig, plugins: list[Any] | None = None) -> Trai
     from lightning.pytorch import Trainer
     from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 
+    from lightning_zero.allocation import check_srun
     from lightning_zero.callbacks import NoteJob
-    from lightning_zero.startup import check_srun
     from lightning_zero.strategy import ZeroStrategy
 
     values = {f.name: getattr(config.trainer, f.name) for f in fields(TrainerConfig)}

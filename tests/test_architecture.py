@@ -20,6 +20,8 @@ TOP_LEVEL = {
     "cluster": "config",
     "launched": "config",
     "resume": "config",
+    "allocation": "strategy",
+    "meeting": "strategy",
     "startup": "strategy",
     "environments": "strategy",
     "registration": "strategy",  # imports it when Lightning is there

@@ -10,7 +10,7 @@ import pytest
 import torch
 from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnvironment, TorchElasticEnvironment
 
-from lightning_zero import resume, startup
+from lightning_zero import allocation, meeting, resume, startup
 from lightning_zero.config import ConfigError, ZeroConfig
 from lightning_zero.environments import MPIRunEnvironment, own_environment
 from lightning_zero.launched import MPI_VARIABLES, Launched, launched, tasks_of_nodes
@@ -105,15 +105,15 @@ def test_a_wrong_allocation_says_expected_found_and_what_to_change(
 ) -> None:
     environ(**variables)
     with pytest.raises(ConfigError) as caught:
-        startup.check_allocation(environment(), nodes=nodes, devices=devices)
+        allocation.check_allocation(environment(), nodes=nodes, devices=devices)
     assert all(word in str(caught.value) for word in words), caught.value
-    startup.check_allocation(environment(), nodes=2, devices=2)
+    allocation.check_allocation(environment(), nodes=2, devices=2)
 
 
 def test_uneven_nodes_are_refused(environ: Any) -> None:
     environ(**SRUN | {"SLURM_NTASKS": "3", "SLURM_TASKS_PER_NODE": "2,1"})
     with pytest.raises(ConfigError, match="as many processes on every node, got 1 on this one and 3 on 2 nodes"):
-        startup.check_allocation(SLURMEnvironment(), nodes=1, devices=3)
+        allocation.check_allocation(SLURMEnvironment(), nodes=1, devices=3)
 
 
 @pytest.mark.parametrize(
@@ -126,22 +126,22 @@ def test_uneven_nodes_are_refused(environ: Any) -> None:
 )
 def test_nodes_that_are_started_by_hand_are_told_where_they_are(variables: dict[str, str], words: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
-        startup.check_allocation(LightningEnvironment(), nodes=2, devices=2, environ=variables)
+        allocation.check_allocation(LightningEnvironment(), nodes=2, devices=2, environ=variables)
     assert all(word in str(caught.value) for word in words), caught.value
 
 
 def test_nodes_that_are_started_by_hand_rightly() -> None:
     variables = {"MASTER_ADDR": "a", "MASTER_PORT": "1", "NODE_RANK": "1"}
-    startup.check_allocation(LightningEnvironment(), nodes=2, devices=2, environ=variables)
-    startup.check_allocation(LightningEnvironment(), nodes=1, devices=2, environ={})
+    allocation.check_allocation(LightningEnvironment(), nodes=2, devices=2, environ=variables)
+    allocation.check_allocation(LightningEnvironment(), nodes=1, devices=2, environ={})
 
 
 def test_srun_without_tasks_per_node() -> None:
     tasks = {k: v for k, v in SRUN.items() if k != "SLURM_NTASKS_PER_NODE"}
     with pytest.raises(ConfigError, match="srun --nodes=2 --ntasks-per-node=2"):
-        startup.check_srun(tasks)
-    startup.check_srun(SRUN)
-    startup.check_srun({})
+        allocation.check_srun(tasks)
+    allocation.check_srun(SRUN)
+    allocation.check_srun({})
 
 
 # -- mpirun without mpi4py --------------------------------------------------------------------------------------------
@@ -179,21 +179,21 @@ def test_paths_and_threads_may_differ_between_nodes() -> None:
     first = startup.shared_settings(one, more)
     other = {"run_dir": "/b/run", "callbacks": {"checkpoint": {"dirpath": "/b/run/checkpoints"}}, "seed": 1}
     assert startup.shared_settings(one, other) == first
-    assert startup.digest(first) != startup.digest(startup.shared_settings(one, {**more, "seed": 2}))
+    assert meeting.digest(first) != meeting.digest(startup.shared_settings(one, {**more, "seed": 2}))
     assert first["zero.stage.name"] == "zero3" and "zero.offload.nvme_path" not in first
 
 
 def test_differences_are_grouped_by_value_and_rank() -> None:
     reference = {"versions": {"torch": "2.13"}, "settings": {"seed": "1", "a": "x"}}
     other = {"versions": {"torch": "2.12"}, "settings": {"seed": "1"}}
-    found = startup.differences(reference, other)
+    found = meeting.differences(reference, other)
     assert found == [["versions", "torch", "2.13", "2.12"], ["settings", "a", "x", "nothing"]]
-    text = startup.disagreement({1: found, 2: found, 5: found[1:]})
+    text = meeting.disagreement({1: found, 2: found, 5: found[1:]})
     assert text == (
         "torch: expected 2.13, as rank 0 has it, got 2.12 on ranks 1-2. a: expected x, as rank 0 has it, got nothing "
         "on ranks 1-2, 5. Install the same versions on all nodes."
     )
-    assert startup.disagreement({1: []}) is None
+    assert meeting.disagreement({1: []}) is None
 
 
 def test_what_is_compared_holds_the_versions() -> None:

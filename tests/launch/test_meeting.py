@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from lightning_zero import meeting as meeting_module
 from lightning_zero import startup
-from lightning_zero.startup import Guest, Meeting, Report, StartError, open_store
+from lightning_zero.meeting import Guest, Meeting, Report, StartError, digest
+from lightning_zero.startup import open_store
 
 SHARED = {"versions": {"torch": "2.13"}, "settings": {"seed": "1", "zero.dynamic": "False"}}
 
@@ -56,7 +58,7 @@ def meet(
 
 @pytest.fixture(autouse=True)
 def short_margin(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(startup, "MARGIN_S", 1.5)
+    monkeypatch.setattr(meeting_module, "MARGIN_S", 1.5)
 
 
 def text_of(found: object) -> str:
@@ -74,7 +76,7 @@ def test_all_come_and_rank_0_says_so_in_lines() -> None:
         "node1: 2-3" in lines[0] and "4 of 4 on 2 nodes" in lines[0]
     )
     assert lines[1] == "address: node0:1, gloo"
-    assert lines[2] == f"same on all ranks: torch 2.13; configuration {startup.digest(SHARED['settings'])}"
+    assert lines[2] == f"same on all ranks: torch 2.13; configuration {digest(SHARED['settings'])}"
     assert lines[3].startswith("clocks: rank ") and len(lines) == 4
 
 
