@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.harness import free_port
+
 ROOT = Path(__file__).parents[2]
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 TRAIN = ("-m", "lightning_zero.train")
@@ -94,13 +96,6 @@ def losses(folder: Path, name: str = "metrics.csv") -> dict[int, str]:
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = torch.load(folder / "run" / "checkpoints" / "last.ckpt")["state_dict"]
     return found
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 @pytest.fixture(scope="module")
