@@ -557,14 +557,15 @@ class Communicator:
             raise StallError(self._stall_message(label, waited)) from error
 
     def _stall_message(self, label: str, waited: float) -> str:
-        places = self._watchdog.places() if self._watchdog is not None else []
-        silent: list[int] = []
-        with contextlib.suppress(Exception):  # the store is gone with its server
-            silent = self._watchdog.peers.silent() if self._watchdog is not None else []
-        lines = "\n".join(
-            f"  rank {r}: {place}{' (does not answer: it has ended or hangs)' if r in silent else ''}"
-            for r, place in enumerate(places)
-        )
+        asked = self._watchdog.places_and_silent() if self._watchdog is not None else None
+        if asked is None:
+            holder = self._watchdog.peers.without_store() if self._watchdog is not None else ""
+            lines = f"  rank {self.rank}: {self.place}\n  {holder}, or the network to it is cut"
+        else:
+            lines = "\n".join(
+                f"  rank {r}: {place}{' (does not answer: it has ended or hangs)' if r in asked[1] else ''}"
+                for r, place in enumerate(asked[0])
+            )
         return (
             f"rank {self.rank} waited {waited:.0f} s for {label!r} and the other ranks did not come.\n{lines}\n"
             "If ranks take different paths through the model, set zero.dynamic=true; if a rank is only slow, raise "
@@ -572,7 +573,7 @@ class Communicator:
         )
 
     def _culprit(self) -> str:
-        return self._watchdog.peers.culprit() if self._watchdog is not None else "a peer broke off"
+        return self._watchdog.culprit() if self._watchdog is not None else "a peer broke off"
 
     def explain(self, error: BaseException) -> None:
         """An exception ends this rank: tell the others, or, where it comes from another's end, add whose that was."""
@@ -581,7 +582,7 @@ class Communicator:
         if is_broken_connection(error):
             error.add_note(f"rank {self.rank}: {self._culprit()}")
         else:
-            self._watchdog.peers.tell(error)
+            self._watchdog.tell(error)
 
     def forget_failures(self) -> None:
         """On all ranks, at the start of a run: what an earlier one ended with says nothing about this one."""

@@ -99,7 +99,8 @@ class Peers:
         return f"{self._prefix}/{name}" if name.startswith(_LASTING) else f"{self._prefix}/{self._round}/{name}"
 
     @property
-    def _roll_call_s(self) -> float:
+    def roll_call_s(self) -> float:
+        """How long a rank has to answer."""
         return max(ROLL_CALL_S, 3 * self._every_s)
 
     @property
@@ -237,10 +238,10 @@ class Peers:
         """Ranks that do not answer a roll call, which one rank holds for all, once."""
         caller = self._store.compare_set(self._key("roll"), "", str(self._rank)).decode()
         if caller != str(self._rank):
-            return self._result_of_another(self._roll_call_s + 2 * self._every_s)
+            return self._result_of_another(self.roll_call_s + 2 * self._every_s)
         self._store.set(self._key(f"here/{self._rank}"), "")
         waiting = list(range(self._world_size))
-        deadline = time.monotonic() + self._roll_call_s
+        deadline = time.monotonic() + self.roll_call_s
         while waiting and time.monotonic() < deadline:
             waiting = [r for r in waiting if not self._store.check([self._key(f"here/{r}")])]
             time.sleep(0.02)

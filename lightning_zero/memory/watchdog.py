@@ -6,7 +6,7 @@ listens to the ranks before and after its own, one of which is mostly of the sam
 
     its process has ended, and it has not said goodbye    -> said at once; ends this process after 10 s of standstill
     it is not heard of for zero.stall_timeout_s, or       -> said then; ends this process after as long a standstill
-    the store is gone
+    the store is gone, or does not answer
 
 Nothing ends while the thread that trains gets on, and nothing in a session that a person types into.
 """
@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Hashable
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 from weakref import WeakSet, finalize, ref
 
 from lightning_zero.memory.peers import Peers
@@ -30,6 +30,9 @@ EVERY_S = 2.0
 RANKS_AT_THIS_PACE = 512  # more of them go slower: all ask one store
 STANDSTILL_S = 10.0  # with a rank that has ended: time for launchers, and for exceptions that are on their way
 EXIT_CODE = 1
+ANSWER_S = 5.0  # of a store
+
+T = TypeVar("T")
 
 
 class Watched(Protocol):
@@ -53,6 +56,22 @@ def connection_of_its_own(store: Any) -> Any:
     if not _CONNECTIONS or _CONNECTIONS[0][0] is not store:
         _CONNECTIONS[:] = [(store, store.clone() if hasattr(store, "clone") else store)]
     return _CONNECTIONS[0][1]
+
+
+def within(seconds: float, ask: Callable[[], T], default: T) -> T:
+    """What ``ask`` returns, or ``default`` where it does not return in time.
+
+    A store behind a network that is cut neither answers nor fails, for as long as TCP tries.
+    """
+    found = [default]
+
+    def answer() -> None:
+        found[0] = ask()
+
+    thread = threading.Thread(target=answer, name="lightning_zero-asks", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return found[0]
 
 
 class Watchdog:
@@ -86,12 +105,15 @@ class Watchdog:
         self.peers = Peers(store, self._prefix, self._rank, self._world_size, self._every_s)
         self._gone: tuple[str, float] | None = None  # who, and how long to stand still for it
         self._trains = _Standstill(threading.get_ident())
+        self._heard_s = time.monotonic()  # when the store answered last
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="lightning_zero-places", daemon=True)
-        self._thread.start()
-        finalize(watched, self._stop.set)
+        self._threads = [threading.Thread(target=self._run, name="lightning_zero-places", daemon=True)]
         if ends_process:
+            self._threads.append(threading.Thread(target=self._judge, name="lightning_zero-judges", daemon=True))
             _LISTENING.add(self)
+        for thread in self._threads:
+            thread.start()
+        finalize(watched, self._stop.set)
 
     def _key(self, rank: int) -> str:
         return f"{self._prefix}/{rank}"
@@ -110,13 +132,22 @@ class Watchdog:
                 if self._ends_process:
                     self._listen()
             except Exception:  # the store is gone with its server: with gloo this rank hears of it elsewhere
-                if not self._ends_process or self.peers.holder_left:
-                    return
-                limit_s = STANDSTILL_S if self.peers.holder_is_dead else self._limit_s
-                self._note(self.peers.without_store(), limit_s)
-            if self._ends_process:
-                self._end_if_stuck(watched)
+                if self._ends_process and not self.peers.holder_left:
+                    self._note(self.peers.without_store(), STANDSTILL_S if self.peers.holder_is_dead else self._limit_s)
+                return
+            self._heard_s = time.monotonic()
             watched = None  # or it would live through the next wait
+
+    def _judge(self) -> None:
+        """Apart from the thread that asks the store, which may wait for it for long."""
+        while not self._stop.wait(self._every_s):
+            watched = self._watched()
+            if watched is None and self._gone is None:
+                return
+            if time.monotonic() - self._heard_s > self._limit_s and not self.peers.holder_left:
+                self._note(self.peers.without_store(), self._limit_s)
+            self._end_if_stuck(watched)
+            watched = None
 
     def _listen(self) -> None:
         ended = self.peers.ended_neighbour()
@@ -150,8 +181,26 @@ class Watchdog:
                 flush=True,
             )
             sys.stdout.flush()
-        self.peers.tell_end(who)
+        within(ANSWER_S, lambda: self.peers.tell_end(who), None)
         self._end(EXIT_CODE)
+
+    def places_and_silent(self) -> tuple[list[str], list[int]] | None:
+        """What every rank is doing, in rank order, and the ranks that do not answer; ``None`` without the store."""
+
+        def ask() -> tuple[list[str], list[int]] | None:
+            with contextlib.suppress(Exception):  # the store is gone with its server
+                return self.places(), self.peers.silent()
+            return None
+
+        return within(2 * self.peers.roll_call_s + ANSWER_S, ask, None)
+
+    def culprit(self) -> str:
+        """After a broken connection: which rank went."""
+        return within(2 * self.peers.roll_call_s + ANSWER_S, self.peers.culprit, self.peers.without_store())
+
+    def tell(self, error: BaseException) -> None:
+        """This rank fails with an exception of its own."""
+        within(ANSWER_S, lambda: self.peers.tell(error), None)
 
     def places(self) -> list[str]:
         """What every rank is doing, in rank order."""
@@ -174,20 +223,25 @@ class Watchdog:
         key = f"{self._prefix}/meeting {self._meetings} {place}"
         missing = [rank for rank in range(self._world_size) if rank != self._rank]
         deadline = time.monotonic() + timeout_s
-        with contextlib.suppress(Exception):  # the store is gone with its server
-            self._store.set(f"{key}/{self._rank}", "")
-            while missing and time.monotonic() < deadline:
-                missing = [rank for rank in missing if not self._store.check([f"{key}/{rank}"])]
-                time.sleep(0.02)
-        return missing
+
+        def meet() -> None:
+            with contextlib.suppress(Exception):  # the store is gone with its server
+                self._store.set(f"{key}/{self._rank}", "")
+                while missing and time.monotonic() < deadline:
+                    missing[:] = [rank for rank in missing if not self._store.check([f"{key}/{rank}"])]
+                    time.sleep(0.02)
+
+        within(timeout_s + ANSWER_S, meet, None)
+        return list(missing)
 
     def stop(self) -> None:
         """Say goodbye and end the thread; but where a rank is gone it stays, because what follows may hang."""
         if self._ends_process:
-            self.peers.leave()
+            within(ANSWER_S, self.peers.leave, None)
         if self._gone is None:
             self._stop.set()
-            self._thread.join(timeout=5)
+            for thread in self._threads:
+                thread.join(ANSWER_S)
 
 
 class _Standstill:
@@ -229,4 +283,4 @@ def _say_goodbye() -> None:
     """At a clean end of the process, whose neighbours would take it for killed; while the store is there."""
     if not hasattr(sys, "last_value"):  # of an exception that ends the process
         for watchdog in _LISTENING:
-            watchdog.peers.leave()
+            within(ANSWER_S, watchdog.peers.leave, None)

@@ -78,6 +78,7 @@ class Side:
 def sides(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[Side]]]:
     monkeypatch.setattr(module, "EVERY_S", 0.05)
     monkeypatch.setattr(module, "STANDSTILL_S", 0.5)
+    monkeypatch.setattr(module, "ANSWER_S", 0.5)
     made: list[Side] = []
 
     def make(world: int, limit_s: float = 30.0) -> list[Side]:
@@ -202,6 +203,49 @@ def test_a_person_may_think(sides: Callable[..., list[Side]], monkeypatch: pytes
     ranks = sides(2)
     die(ranks, 1)
     assert not seen_within(1.5, lambda: bool(ranks[0].ended))
+
+
+class Stuck:
+    """A store behind a network that is cut: it neither answers nor fails."""
+
+    def __init__(self) -> None:
+        self.network = threading.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_: self.network.wait(FOREVER_S)
+
+
+def cut_off(side: Side) -> Stuck:
+    store = Stuck()
+    side.dog._store = side.dog.peers._store = store
+    return store
+
+
+def test_a_store_that_does_not_answer_ends_a_rank_that_waits(
+    sides: Callable[..., list[Side]], capfd: pytest.CaptureFixture[str]
+) -> None:
+    ranks = sides(2, limit_s=1.0)
+    assert seen_within(2, lambda: ranks[1].dog.peers.knows_holder)
+    store = cut_off(ranks[1])
+    assert seen_within(8, lambda: bool(ranks[1].ended))
+    assert "rank 1: rank 0 (on " in capfd.readouterr().err
+    store.network.set()
+
+
+def test_messages_do_not_wait_for_a_store_that_does_not_answer(
+    sides: Callable[..., list[Side]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers_module, "ROLL_CALL_S", 0.2)
+    ranks = sides(2)
+    assert seen_within(2, lambda: ranks[1].dog.peers.knows_holder)
+    store = cut_off(ranks[1])
+    dog, started = ranks[1].dog, time.monotonic()
+    assert dog.places_and_silent() is None
+    assert dog.culprit().startswith("rank 0 (on ")
+    assert dog.missing("here", 0.1) == [0]
+    dog.tell(KeyError("planned"))
+    assert time.monotonic() - started < 4
+    store.network.set()
 
 
 @pytest.mark.parametrize("killed", [0, 2])

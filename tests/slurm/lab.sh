@@ -9,9 +9,8 @@ set -euo pipefail
 
 LAB=${SLURM_LAB:-${TMPDIR:-/tmp}/slurm-lab}
 CPUS=${SLURM_LAB_CPUS:-2} # of each node
-PORT=${SLURM_LAB_PORT:-27000}
 HOST=$(hostname -s)
-MARK="# lightning_zero slurm lab"
+MARK="# lightning_zero slurm lab $LAB"
 export SLURM_CONF=$LAB/slurm.conf
 
 has() { # COMMAND...
@@ -40,6 +39,20 @@ alive() { # NAME: is what was spawned still there (and no other process that got
   local pid
   pid=$(cat "$LAB/run/$1.pid" 2>/dev/null) && kill -0 "$pid" 2>/dev/null &&
     tr '\0' ' ' <"/proc/$pid/cmdline" 2>/dev/null | grep -q "$LAB"
+}
+
+# Several labs may be up at a time: the first of fifty ports in a row on which nobody listens.
+free_port() {
+  local base port
+  for base in $(seq 27000 50 32000); do
+    for port in $(seq "$base" $((base + 49))); do
+      (exec 3<>"/dev/tcp/127.0.0.1/$port") 2>/dev/null && continue 2
+    done
+    echo "$base"
+    return
+  done
+  echo "lab.sh up: no fifty free ports in a row between 27000 and 32050; SLURM_LAB_PORT=..." >&2
+  exit 1
 }
 
 configure() { # N
@@ -97,6 +110,7 @@ up() {
     echo "lab.sh up: SLURM is not installed; lab.sh install" >&2
     exit 1
   fi
+  PORT=${SLURM_LAB_PORT:-$(free_port)}
   rm -rf "$LAB"
   mkdir -p "$LAB"/{run,log,state,spool}
   configure "$n"
@@ -107,7 +121,7 @@ up() {
     --seed-file="$LAB/munge.seed"
   for i in $(seq 0 $((n - 1))); do
     mkdir -p "$LAB/spool/vn$i"
-    getent hosts "vn$i" >/dev/null || echo "127.0.0.1 vn$i $MARK" >>/etc/hosts # rank 0 is found by its node's name
+    echo "127.0.0.1 vn$i $MARK" >>/etc/hosts # rank 0 is found by its node's name
   done
   for _ in $(seq 100); do [ -S "$LAB/run/munge.sock" ] && break || sleep 0.05; done
   spawn slurmctld slurmctld -D -i -f "$SLURM_CONF"
@@ -135,8 +149,8 @@ down() {
     if alive "$name"; then kill "$(cat "$file")"; fi
     for _ in $(seq 100); do alive "$name" && sleep 0.1 || break; done
   done
-  if grep -q "$MARK" /etc/hosts 2>/dev/null; then
-    others=$(grep -v "$MARK" /etc/hosts)
+  if grep -q "$MARK\$" /etc/hosts 2>/dev/null; then
+    others=$(grep -v "$MARK\$" /etc/hosts)
     printf '%s\n' "$others" >/etc/hosts # in place: in a container the file cannot be replaced
   fi
   rm -f "$LAB"/run/*.pid
