@@ -246,19 +246,49 @@ def test_pip_inside_uses_what_pip_outside_does(image: ModuleType, tmp_path: Path
     assert source.paths == [f"{tmp_path}/index"]
 
 
-def test_commands_of_a_build(image: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    source = image.Source({"PIP_CERT": "/ca.crt", "PIP_INDEX_URL": "mirror.example"}, ["/ca.crt"])
+def test_commands_of_a_build(
+    image: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    certificate = tmp_path / "ca.crt"
+    certificate.touch()
+    arguments = {
+        "PIP_CERT": f"{certificate}",
+        "PIP_INDEX_URL": "mirror.example",
+        "PIP_FIND_LINKS": "/wheels wheels.example",
+    }
+    source = image.Source(arguments, [f"{certificate}", "/wheels"])
     given = {"base": "own:1", "torch_index_url": "torch.example", "source": source}
     buildah = " ".join(image.build_command("buildah", "cpu", "x:1", **given))
-    assert buildah.startswith("buildah bud --format docker --volume /ca.crt:/ca.crt:ro --file docker/Dockerfile.cpu ")
-    for part in ("--tag x:1", "BASE=own:1", "TORCH_INDEX_URL=torch.example", "PIP_CERT=/ca.crt"):
+    assert buildah.startswith("buildah bud --format docker ")
+    for part in (
+        f"--volume {certificate}:{certificate}:ro",
+        "--volume /wheels:/wheels:ro",
+        "--file docker/Dockerfile.cpu --tag x:1",
+        "BASE=own:1",
+        "TORCH_INDEX_URL=torch.example",
+        f"PIP_CERT={certificate}",
+    ):
         assert part in buildah
     assert capsys.readouterr().out == ""
     docker = " ".join(image.build_command("docker", "cuda", "x:1", **given))
-    assert docker.startswith("docker build --file docker/Dockerfile.cuda --tag x:1 ")
-    assert "PIP_INDEX_URL=mirror.example" in docker
-    assert "/ca.crt" not in docker
-    assert "/ca.crt" in capsys.readouterr().out
+    assert docker.startswith(f"docker build --secret id=pip_cert,src={certificate} --file docker/Dockerfile.cuda ")
+    for part in ("PIP_INDEX_URL=mirror.example", "PIP_FIND_LINKS=wheels.example", "PIP_CERT=/run/secrets/pip_cert"):
+        assert part in docker
+    assert "/wheels" not in docker
+    out = capsys.readouterr().out
+    assert out.endswith(": /wheels\n")
+    certificate.unlink()
+    assert "cert" not in " ".join(image.build_command("docker", "cuda", "x:1", **given)).lower()
+    # What the Dockerfiles use needs BuildKit, which is no default before Docker 23.
+    monkeypatch.delenv("DOCKER_BUILDKIT", raising=False)
+    assert image.environment("docker")["DOCKER_BUILDKIT"] == "1"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_secret_certificate_is_where_pip_runs(kind: str) -> None:
+    calls = [value for name, value in instructions(kind) if name == "RUN" and ("packages.sh" in value or "pip " in value)]
+    assert len(calls) == 2
+    assert all("--mount=type=secret,id=pip_cert " in value for value in calls)
 
 
 def test_neither_docker_nor_buildah(image: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
