@@ -8,6 +8,7 @@
 # Outputs go below $LIGHTNING_ZERO_RUNS (/runs). It checks that something can be written there before anything starts.
 set -eu
 
+export PATH="/opt/venv/bin:$PATH"
 export LIGHTNING_ZERO_RUNS="${LIGHTNING_ZERO_RUNS:-/runs}"
 
 # A user that the image does not know (docker run --user, enroot) has no home folder to write in, and no name.
