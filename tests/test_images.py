@@ -372,6 +372,11 @@ def test_a_user_without_a_home_gets_one(enter, tmp_path: Path, home: str) -> Non
     assert stat.S_IMODE(made.stat().st_mode) == 0o700
 
 
+def test_a_folder_for_temporary_files_that_is_not_there(enter) -> None:  # type: ignore[no-untyped-def]
+    done = enter(HOME="/no/such", TMPDIR="/no/scratch")
+    assert done.stdout.splitlines()[1] == f"home: /tmp/lightning_zero-{os.getuid()}"
+
+
 def test_runs_go_where_the_environment_says(tmp_path: Path) -> None:
     """What the entry point relies on."""
     env = {**os.environ, "LIGHTNING_ZERO_RUNS": str(tmp_path / "runs")}
