@@ -108,9 +108,14 @@ class TrainConfig:
     logger: dict[str, Any] = field(default_factory=dict)
     seed: int = 0
     ckpt_path: str | None = None
+    save_minutes: float | None = 30.0
     run_dir: str = "."
 
     def __post_init__(self) -> None:
+        if self.save_minutes is not None and not self.save_minutes > 0:
+            raise ConfigError(
+                f"save_minutes: expected a number > 0, or null, got {self.save_minutes}. Change save_minutes."
+            )
         if not 0 <= self.seed < 2**32:
             raise ConfigError(f"seed: expected a number from 0 to 2**32 - 1, got {self.seed}. Change seed.")
 

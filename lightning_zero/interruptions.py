@@ -1,4 +1,4 @@
-"""What happens when training is interrupted: SLURM's requeue signal, and checkpoints that are asked for on exceptions.
+"""What happens when training is interrupted: signals that end a run, and checkpoints asked for on exceptions.
 
 Both come at moments that differ between ranks, and saving takes collectives of all of them.
 """
@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_zero.cluster import REQUEUE, VERDICT_VARIABLE, give_verdict
@@ -27,50 +29,70 @@ if TYPE_CHECKING:
     from lightning_zero.engine import Engine
 
 MEET_S = 10.0  # how long a rank that failed waits for the others to fail at the same place
+SAVING_SHARE = 0.05  # of the time, at most, that saving every so often may take
+TERMINATED = 128 + signal.SIGTERM  # exit code
 _TERM_HANDLER = "_sigterm_notifier_fn"
-_NOTHING, _TERM, _REQUEUE = range(3)
+_AGREEMENT = "_broadcast_sigterm_tensor"
+_NOTHING, _SAVE, _TERM, _REQUEUE = range(4)
 
 
-class Left(SystemExit):
-    """All ranks have saved at the same step, and leave together."""
+class Left(SIGTERMException):
+    """All ranks leave together between two steps; what was asked to be saved is."""
 
 
-class Requeue:
-    """Answers SLURM's signals between two steps: all ranks save, leave, and the job goes back to the queue.
+class Interruptions:
+    """Answers signals between two steps: a handler leaves a note, and at the next step boundary all ranks agree.
 
-    Lightning saves and requeues inside the signal handler: ranks would start collectives at different places. Here
-    the handler leaves a note; at the next step boundary all ranks agree, so that a signal to one of them is enough.
+    Lightning answers inside the handlers: it saves there and broadcasts there, and ranks that are at different places
+    then mix up their collectives. It also broadcasts on the device before every batch, whose result the host waits for.
+    Here a signal to one rank is enough, and the agreement is one small message between hosts for each step.
 
     ::
 
         signal             training                                     nothing is trained
-        requeue_signal     save, requeue, leave                         requeue
-        SIGTERM            save, leave: cancelled, or preempted by      as without us
-                           SLURM, which requeues by itself
+        requeue_signal     save, requeue, leave (SLURM only)            requeue
+        SIGTERM            save if asked to, leave                      leave at once
 
-    The handler takes the place of one that is there already (submitit's, which would requeue without saving).
+    SIGTERM on SLURM (cancelled, or preempted and then requeued by SLURM itself) saves too. The handler of the requeue
+    signal takes the place of one that is there already (submitit's, which would requeue without saving).
+
+    Args:
+        training: else only evaluating.
+        saves_on_sigterm: also where SLURM is not.
+        save_every_s: save after so many seconds, for runs that are started again; seldomer if saving takes more than
+            :data:`SAVING_SHARE` of the time.
     """
 
-    def __init__(self, trainer: pl.Trainer, engine: Engine, *, training: bool) -> None:
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        engine: Engine,
+        *,
+        training: bool,
+        saves_on_sigterm: bool = False,
+        save_every_s: float | None = None,
+    ) -> None:
         self._trainer = trainer
         self._comm = engine.comm
         self._training = training
         self._noted = _NOTHING
+        self._save_every_s = save_every_s
+        self._next_save = time.monotonic() + save_every_s if save_every_s is not None else float("inf")
         self._connector = trainer._signal_connector
         environment = trainer._accelerator_connector.cluster_environment
-        assert isinstance(environment, SLURMEnvironment) and environment.requeue_signal is not None
-        self._signum = environment.requeue_signal
+        self._on_slurm = isinstance(environment, SLURMEnvironment)
+        self._saves = saves_on_sigterm or self._on_slurm
+        self._signum: signal.Signals | None = None
+        if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
+            self._signum = environment.requeue_signal
         self._before: Any = None
         self._main_thread = threading.current_thread() is threading.main_thread()
-        if self._main_thread:  # before Lightning, which leaves a signal alone that has a handler
+        if (
+            self._main_thread and self._signum is not None
+        ):  # before Lightning, which leaves one alone that has a handler
             self._before = signal.signal(self._signum, self._on_requeue_signal) or signal.SIG_DFL
-        if training:  # Lightning's broadcasts from the handler
-            setattr(self._connector, _TERM_HANDLER, self._on_term)
-
-    @staticmethod
-    def wanted(trainer: pl.Trainer) -> bool:
-        environment = trainer._accelerator_connector.cluster_environment
-        return isinstance(environment, SLURMEnvironment) and environment.auto_requeue
+        setattr(self._connector, _TERM_HANDLER, self._on_term)
+        setattr(trainer.fit_loop.epoch_loop, _AGREEMENT, lambda: None)
 
     def _on_requeue_signal(self, signum: int, frame: Any) -> None:
         if self._training:
@@ -79,10 +101,20 @@ class Requeue:
             raise SystemExit(1)  # nobody else does it for the script; srun takes the other ranks down
 
     def _on_term(self, signum: int, frame: Any) -> None:
+        launcher = self._trainer.strategy.launcher
+        if launcher is not None and self._noted < _TERM:
+            launcher.kill(signum)  # type: ignore[attr-defined]  # to the processes that this one has started
         self._noted = max(self._noted, _TERM)
+        if not self._training:
+            raise SIGTERMException(self._code)
+
+    @property
+    def _code(self) -> int:
+        """Of the process: elsewhere one that tells a launcher that the run has not come to its end."""
+        return 0 if self._on_slurm else TERMINATED  # srun kills the ranks that take longer than one that fails
 
     def at_boundary(self, *, last: bool = False) -> None:
-        """On all ranks, between two steps: save and leave if any rank got a signal.
+        """On all ranks, between two steps: save, and leave if any rank got a signal.
 
         Args:
             last: no step follows.
@@ -90,13 +122,21 @@ class Requeue:
         Raises:
             Left: on all ranks.
         """
-        asked = int(self._comm.max_(torch.tensor([self._noted], dtype=torch.int64)).item())
-        if asked:  # a note that came in the meantime is for the next boundary
-            self._noted = _NOTHING
+        due = self._trainer.is_global_zero and time.monotonic() > self._next_save and not last
+        noted = max(self._noted, _SAVE if due else _NOTHING)
+        asked = int(self._comm.max_(torch.tensor([noted], dtype=torch.int64)).item())
+        if not asked:
+            return
+        self._noted = _NOTHING  # a note that came in the meantime is for the next boundary
+        if asked != _TERM or self._saves:
             with contextlib.nullcontext() if last else self._as_lightning_saves():
-                self._save()
-        if asked == _TERM or (asked == _REQUEUE and self._trainer.strategy.broadcast(self._requeue())):
-            raise Left(0)  # not a code that has srun kill the ranks that take longer
+                self._save("saved" if asked == _SAVE else "interrupted: saved")
+        elif self._trainer.is_global_zero:
+            print(f"interrupted at step {self._trainer.global_step}: SIGTERM", flush=True)
+        if asked == _TERM:
+            raise Left(self._code)
+        if asked == _REQUEUE and self._trainer.strategy.broadcast(self._requeue()):
+            raise Left(0)
 
     @contextlib.contextmanager
     def _as_lightning_saves(self) -> Iterator[None]:
@@ -109,7 +149,8 @@ class Requeue:
         finally:
             loop._batches_that_stepped += ahead
 
-    def _save(self) -> None:
+    def _save(self, what: str) -> None:
+        started = time.monotonic()
         trainer = self._trainer
         for logger in trainer.loggers:
             logger.save()
@@ -117,10 +158,13 @@ class Requeue:
         path = trainer.strategy.broadcast(str(trainer._checkpoint_connector.hpc_save_path(folder)))
         trainer.save_checkpoint(path, weights_only=False)
         if trainer.is_global_zero:
-            print(f"interrupted: saved step {trainer.global_step} in {path}", flush=True)
+            print(f"{what} step {trainer.global_step} in {path}", flush=True)
             for older in Path(folder).glob("hpc_ckpt_*.ckpt"):  # each holds the whole state
                 if str(older) != path:
                     shutil.rmtree(older) if older.is_dir() else older.unlink(missing_ok=True)
+        if self._save_every_s is not None:
+            now = time.monotonic()
+            self._next_save = now + max(self._save_every_s, (now - started) / SAVING_SHARE)
 
     def _requeue(self) -> bool:
         """Ask SLURM, or the script of the job, to run it again; whether that will be."""
@@ -139,8 +183,10 @@ class Requeue:
         return not failure
 
     def let_go(self) -> None:
+        """Lightning's own answers are back."""
         self._connector.__dict__.pop(_TERM_HANDLER, None)
-        if self._main_thread:
+        self._trainer.fit_loop.epoch_loop.__dict__.pop(_AGREEMENT, None)
+        if self._main_thread and self._signum is not None:
             self._connector._original_handlers[self._signum] = self._before  # what Lightning puts back in a moment
 
 

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 from lightning_zero.cluster import ClusterConfig, ClusterName
 from lightning_zero.config import ConfigError
 from lightning_zero.hydra_schema import TrainConfig
 from lightning_zero.launched import launched
+from lightning_zero.resume import checkpoint_of_job, job_name
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
     from lightning.pytorch.plugins.environments import SLURMEnvironment
+
+    from lightning_zero.strategy import ZeroStrategy
 
 GPU_ACCELERATORS = ("auto", "gpu", "cuda")
 
@@ -102,3 +107,61 @@ def as_trained(trainer: Trainer) -> Iterator[None]:
         yield
     finally:
         del connector._parse_ckpt_path
+
+
+# -- what is kept, and found again ------------------------------------------------------------------------------------
+
+
+def saves_nothing(config: TrainConfig) -> str | None:
+    """The setting that forbids checkpoints."""
+    if config.trainer.enable_checkpointing is False:
+        return "trainer.enable_checkpointing=false"
+    return f"trainer.fast_dev_run={config.trainer.fast_dev_run}" if config.trainer.fast_dev_run else None
+
+
+def check_saves(config: TrainConfig, explicit: set[str]) -> None:
+    """
+    Raises:
+        ConfigError: ``save_minutes`` was asked for where nothing is to be saved.
+    """
+    setting = saves_nothing(config)
+    if setting is not None and config.save_minutes is not None and "save_minutes" in explicit:
+        raise ConfigError(
+            f"save_minutes: expected null with {setting}, got {config.save_minutes:g}. Drop save_minutes, or "
+            f"{setting.partition('=')[0]}."
+        )
+
+
+def keep_work(config: TrainConfig, trainer: Trainer) -> None:
+    """Have the run save before it leaves on SIGTERM, and every ``save_minutes``."""
+    if saves_nothing(config) is None:
+        strategy = cast("ZeroStrategy", trainer.strategy)
+        strategy.saves_on_sigterm = True
+        strategy.save_every_s = 60 * config.save_minutes if config.save_minutes is not None else None
+
+
+def checkpoint_to_resume(config: TrainConfig, trainer: Trainer) -> str | None:
+    """The newest checkpoint of this job, if it was started before, else ``ckpt_path``. The same on all ranks."""
+    job = job_name()
+    if job is None:
+        return config.ckpt_path
+    folders = [c.dirpath for c in trainer.checkpoint_callbacks if getattr(c, "dirpath", None)]
+    found = checkpoint_of_job(config.run_dir, folders)
+    if found is None:
+        return config.ckpt_path
+    if trainer.is_global_zero:
+        print(f"{job} has started again: it goes on from {os.path.relpath(found)}", flush=True)
+        keep_metrics(trainer)
+    return str(found)
+
+
+def keep_metrics(trainer: Trainer) -> None:
+    """What was logged before a restart, as ``metrics-1.csv`` and so on: Lightning would delete it."""
+    from lightning.pytorch.loggers import CSVLogger
+
+    for logger in trainer.loggers:
+        if isinstance(logger, CSVLogger):
+            written = Path(logger.log_dir) / "metrics.csv"
+            if written.is_file():
+                kept = len(list(written.parent.glob("metrics-*.csv")))
+                written.rename(written.with_name(f"metrics-{kept + 1}.csv"))

@@ -41,7 +41,7 @@ from lightning_zero.allocation import check_allocation
 from lightning_zero.config import ConfigError, Precision, ZeroConfig, make_config
 from lightning_zero.engine import Engine, engine_of, shard, values
 from lightning_zero.environments import own_environment
-from lightning_zero.interruptions import Left, Requeue, refuse_lonely_save
+from lightning_zero.interruptions import Interruptions, Left, refuse_lonely_save
 from lightning_zero.memory.claims import check_folder
 from lightning_zero.precision import FLAGS, ZeroPrecision
 from lightning_zero.summary import print_units
@@ -64,6 +64,9 @@ class ZeroStrategy(ParallelStrategy):
     Attributes:
         run_settings: settings of the run that all ranks must have alike, besides the strategy's own. They are compared
             at the start.
+        saves_on_sigterm: a run that gets SIGTERM saves ``hpc_ckpt_*.ckpt`` in ``default_root_dir`` before it leaves; on
+            SLURM it always does.
+        save_every_s: a run saves it every so many seconds too.
 
     Raises:
         ConfigError: a setting that cannot work; the message names the key to change.
@@ -98,11 +101,13 @@ class ZeroStrategy(ParallelStrategy):
             precision_plugin=precision_plugin,
         )
         self.run_settings: Mapping[str, Any] = {}
+        self.saves_on_sigterm = False
+        self.save_every_s: float | None = None
         self._num_nodes = 1
         self._to_load: tuple[Mapping[str, Any], bool] | None = (
             None  # a state dict that waits for the shards, and strict
         )
-        self._requeue: Requeue | None = None
+        self._interruptions: Interruptions | None = None
         self._evaluation_starts = False
         self._process_group_backend = process_group_backend
         self._timeout = timeout
@@ -287,8 +292,13 @@ class ZeroStrategy(ParallelStrategy):
             self.setup_optimizers(trainer)
             averaging.average_shards(trainer, self.engine)
         self.setup_precision_plugin()
-        if Requeue.wanted(trainer):
-            self._requeue = Requeue(trainer, self.engine, training=fitting)
+        self._interruptions = Interruptions(
+            trainer,
+            self.engine,
+            training=fitting,
+            saves_on_sigterm=self.saves_on_sigterm,
+            save_every_s=self.save_every_s,
+        )
 
     def _sync_layers(self, model: Module) -> Module:
         """Convert batch norms; they are other modules afterwards, so this comes before sharding."""
@@ -356,9 +366,9 @@ class ZeroStrategy(ParallelStrategy):
             if module._trainer is not None:
                 averaging.let_go(module.trainer)
                 finetuning.let_go(module.trainer)
-        if self._requeue is not None:
-            self._requeue.let_go()
-            self._requeue = None
+        if self._interruptions is not None:
+            self._interruptions.let_go()
+            self._interruptions = None
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
@@ -412,12 +422,12 @@ class ZeroStrategy(ParallelStrategy):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         assert self.lightning_module is not None
-        if self._requeue is not None and batch_idx % self.lightning_module.trainer.accumulate_grad_batches == 0:
-            self._requeue.at_boundary()  # not inside an accumulation window, whose gradients would be lost
+        if self._interruptions is not None and batch_idx % self.lightning_module.trainer.accumulate_grad_batches == 0:
+            self._interruptions.at_boundary()  # not inside an accumulation window, whose gradients would be lost
 
     def on_train_end(self) -> None:
-        if self._requeue is not None:
-            self._requeue.at_boundary(last=True)
+        if self._interruptions is not None:
+            self._interruptions.at_boundary(last=True)
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:

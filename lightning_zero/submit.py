@@ -27,7 +27,7 @@ from lightning_zero import plan, sbatch, train
 from lightning_zero.cluster import ClusterConfig, ClusterName
 from lightning_zero.config import ConfigError, Hierarchy, PrecisionConfig
 from lightning_zero.hydra_schema import MachineConfig, TrainConfig
-from lightning_zero.jobs import fit_trainer
+from lightning_zero.jobs import check_saves, fit_trainer
 from lightning_zero.planning.advice import Advice, Machine, advise, allowed_rows, plan_row
 from lightning_zero.planning.placement import Tier
 
@@ -68,6 +68,7 @@ def check_run(config: TrainConfig, explicit: set[str]) -> None:
 
     train.check_checkpoint(config.ckpt_path)
     train.agreed_precision(config)
+    check_saves(config, explicit)
     # Callbacks and the arguments of Trainer, on a device that is here. fp16 is no precision of a CPU.
     # The folder for files is one of the nodes.
     offload = config.zero.offload

@@ -14,7 +14,6 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, fields, is_dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import hydra
@@ -27,10 +26,17 @@ from lightning_zero.build import accepted_arguments, build, build_all
 from lightning_zero.cluster import REFUSED, give_verdict
 from lightning_zero.config import ConfigError, choose
 from lightning_zero.hydra_schema import TrainConfig, TrainerConfig, register_schema, trainer_precision
-from lightning_zero.jobs import as_trained, check_inside, fit_trainer, slurm_plugins
+from lightning_zero.jobs import (
+    as_trained,
+    check_inside,
+    check_saves,
+    checkpoint_to_resume,
+    fit_trainer,
+    keep_work,
+    slurm_plugins,
+)
 from lightning_zero.launched import launched
 from lightning_zero.launcher import check_launcher, register_launcher
-from lightning_zero.resume import checkpoint_of_job, job_name
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningDataModule, LightningModule, Trainer
@@ -181,40 +187,6 @@ def build_trainer(config: TrainConfig, plugins: list[Any] | None = None) -> Trai
         raise ConfigError(f"trainer: Lightning refuses these settings: {error} Change trainer.*.") from error
 
 
-def checkpoint_to_resume(config: TrainConfig, trainer: Trainer) -> str | None:
-    """The newest checkpoint of this job, if it was started before, else ``ckpt_path``. The same on all ranks."""
-    job = job_name()
-    if job is None:
-        return config.ckpt_path
-    triggers = ("_every_n_train_steps", "_train_time_interval")
-    of_steps = any(getattr(c, name, None) for c in trainer.checkpoint_callbacks for name in triggers)
-    if trainer.is_global_zero and trainer.checkpoint_callbacks and not of_steps:
-        print(
-            f"note: if {job} has to start again, it goes back to the end of an epoch. Save more often: "
-            "+callbacks.checkpoint.every_n_train_steps=1000"
-        )
-    folders = [c.dirpath for c in trainer.checkpoint_callbacks if getattr(c, "dirpath", None)]
-    found = checkpoint_of_job(config.run_dir, folders)
-    if found is None:
-        return config.ckpt_path
-    if trainer.is_global_zero:
-        print(f"{job} has started again: it goes on from {os.path.relpath(found)}", flush=True)
-        keep_metrics(trainer)
-    return str(found)
-
-
-def keep_metrics(trainer: Trainer) -> None:
-    """What was logged before a restart, as ``metrics-1.csv`` and so on: Lightning would delete it."""
-    from lightning.pytorch.loggers import CSVLogger
-
-    for logger in trainer.loggers:
-        if isinstance(logger, CSVLogger):
-            written = Path(logger.log_dir) / "metrics.csv"
-            if written.is_file():
-                kept = len(list(written.parent.glob("metrics-*.csv")))
-                written.rename(written.with_name(f"metrics-{kept + 1}.csv"))
-
-
 def check_launch(trainer: Trainer) -> None:
     """Refuse a Hydra sweep whose jobs would start processes: each of those would run the whole sweep again."""
     launcher = trainer.strategy.launcher
@@ -243,6 +215,7 @@ def run(config: TrainConfig) -> None:
     fit_trainer(config)
     check_inside(config.cluster)
     check_checkpoint(config.ckpt_path)
+    check_saves(config, explicit)
     agreed_precision(config)  # a contradiction is found before torch is imported, which takes seconds
     from lightning.pytorch import seed_everything
 
@@ -255,6 +228,7 @@ def run(config: TrainConfig) -> None:
     model = build_model(config, explicit)
     trainer = build_trainer(config)
     check_launch(trainer)
+    keep_work(config, trainer)
     if isinstance(data, TextData):
         data.check(trainer.world_size)
     ckpt_path = checkpoint_to_resume(config, trainer)

@@ -120,7 +120,7 @@ class Pool:
         self.world = world
         self._folder = tempfile.TemporaryDirectory(prefix="lightning_zero_pool_")
         fork = multiprocessing.get_context("fork")
-        port = _free_port()
+        port = free_port()
         self._pipes: list[Connection] = []
         self._processes: list[BaseProcess] = []
         for rank in range(world):
@@ -221,7 +221,7 @@ def _restored(failed: list[tuple[int, tuple[BaseException, str]]]) -> BaseExcept
     return error
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

@@ -364,8 +364,10 @@ def command_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.
         ("data.val_fraction=2", ["data.val_fraction", "2"]),
         ("optimizer.lr=-1", ["optimizer", "-1"]),
         ("seed=-1", ["seed", "-1"]),
+        ("save_minutes=0", ["save_minutes", "0"]),
         # a contradiction
         ("zero/stage=zero2 zero.dynamic=true", ["zero.dynamic", "zero2"]),
+        ("save_minutes=5 trainer.enable_checkpointing=false", ["save_minutes", "trainer.enable_checkpointing"]),
         ("zero/precision=bf16 trainer.precision=32-true", ["trainer.precision", "zero/precision=bf16", "32-true"]),
         ("zero.precision.grad_dtype=bf16", ["zero.precision.grad_dtype", "fp32"]),
         # something that is not there

@@ -18,23 +18,22 @@ stream that issues it has queued: its buffer was allocated there, and may be mem
 from __future__ import annotations
 
 import contextlib
-import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple, Protocol
-from weakref import finalize, ref
+from weakref import ref
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lightning_zero.config import Transport as TransportName
-from lightning_zero.memory.peers import PeerError, Peers, is_broken_connection
+from lightning_zero.memory.peers import PeerError, is_broken_connection
 from lightning_zero.memory.streams import Streams
+from lightning_zero.memory.watchdog import Watchdog, connection_of_its_own
 from lightning_zero.planning.topology import Topology, flat
 
 # The names before torch 2.13 still exist there, but warn at every call.
@@ -42,7 +41,6 @@ _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 DIRECT_MAX_RANKS = 8  # above this many ranks one broadcast per rank costs more than the library's ring
-POST_PLACE_EVERY_S = 2.0
 
 
 class StallError(RuntimeError):
@@ -332,12 +330,23 @@ class Communicator:
         self.waited_s = 0.0
         self.stall_timeout_s = stall_timeout_s
         self._groups: _Groups | None = None
-        self._watchdog: _Watchdog | None = None
+        self._watchdog: Watchdog | None = None
         if self.world_size > 1:
             self._transport = choose_transport(transport, str(dist.get_backend(group)), self.shard_size, device)
             self._groups = GROUP_POOL.take(group, self, self.topology)
-            self._watchdog = _Watchdog(self)
+            store = connection_of_its_own(dist.distributed_c10d._get_default_store())
+            self._watchdog = Watchdog(self, store, ends_process=self._hears_of_no_end)
         self.streams = Streams(device)
+
+    @property
+    def issued(self) -> int:
+        """Operations of all kinds asked for so far on its groups."""
+        return self._groups.issued if self._groups is not None else 0
+
+    @property
+    def _hears_of_no_end(self) -> bool:
+        """Whether messages with a rank that has ended never end: NCCL's, whose sockets nobody reads meanwhile."""
+        return self.device.type != "cpu" and "nccl" in str(dist.get_backend(self._parent))
 
     # -- logical operations -------------------------------------------------------------------------------------
 
@@ -437,7 +446,7 @@ class Communicator:
         The later halves of reductions are issued when the first are found complete, so that ranks which raised in the
         same place may have issued different ones. Messages on such groups would meet others than their own.
         """
-        if self._groups is not None and len({*self.all_gather_objects(self._groups.issued)}) > 1:
+        if self._groups is not None and len({*self.all_gather_objects(self.issued)}) > 1:
             self._groups.user = lambda: None
             self._groups = GROUP_POOL.take(self._parent, self, self.topology)
 
@@ -591,103 +600,10 @@ class Communicator:
         """
         if self._watchdog is None or self._groups is None:
             return []
-        return self._watchdog.missing(f"after {self._groups.issued}", timeout_s)
+        return self._watchdog.missing(f"after {self.issued}", timeout_s)
 
     def _note(self, kind: str, label: str) -> None:
         if self._groups is not None:
             self._groups.issued += 1
         for observer in self.observers:
             observer(kind, label)
-
-
-_PLACES_STORE: list[tuple[Any, Any]] = []  # the default store and its clone
-
-
-def _store_for_places() -> Any:
-    """A connection of its own to the default store: a rank that waits inside that one must not block the watchdog.
-
-    It is made once, because connecting looks host names up, which takes seconds where name servers do not answer.
-    """
-    store = dist.distributed_c10d._get_default_store()
-    if not _PLACES_STORE or _PLACES_STORE[0][0] is not store:
-        _PLACES_STORE[:] = [(store, store.clone() if hasattr(store, "clone") else store)]
-    return _PLACES_STORE[0][1]
-
-
-class _Watchdog:
-    """Posts this rank's place to the store every few seconds, for the error messages of ranks that wait."""
-
-    _serial = 0
-
-    def __init__(self, comm: Communicator) -> None:
-        _Watchdog._serial += 1
-        ranks: Sequence[int] = dist.get_process_group_ranks(comm._parent)
-        self._prefix = f"lightning_zero/{_Watchdog._serial}"
-        self._ranks = list(ranks)
-        self._comm = ref(comm)
-        self._meetings = 0
-        self._store = _store_for_places()
-        self.peers = Peers(self._store, self._prefix, comm.rank, len(self._ranks), POST_PLACE_EVERY_S)
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="lightning_zero-places", daemon=True)
-        self._thread.start()
-        finalize(comm, self._stop.set)  # one that is forgotten instead of closed
-
-    def _key(self, rank: int) -> str:
-        return f"{self._prefix}/{rank}"
-
-    def _run(self) -> None:
-        posted = None
-        while not self._stop.wait(POST_PLACE_EVERY_S if self.peers.knows_holder else 0.1):
-            comm = self._comm()
-            if comm is None:
-                return
-            try:
-                if (place := comm.place) != posted:
-                    self._store.set(self._key(comm.rank), place)
-                    posted = place
-                self.peers.answer()
-                if comm.device.type == "cuda":
-                    self._listen(comm)
-            except Exception:  # the store is gone with its server: this rank will hear of it elsewhere
-                return
-            comm = None  # or it would live through the next wait
-
-    def _listen(self, comm: Communicator) -> None:
-        """NCCL ends the process after the group's timeout, and names nobody; this thread can only say who it was."""
-        silent = self.peers.silent_neighbour(comm.stall_timeout_s)
-        if silent is not None:
-            print(f"rank {comm.rank}: {silent}; this rank is at: {comm.place}", file=sys.stderr, flush=True)
-
-    def places(self) -> list[str]:
-        found = []
-        for rank in range(len(self._ranks)):
-            place = "unknown: it has posted nothing"
-            comm = self._comm()
-            if comm is not None and rank == comm.rank:
-                place = comm.place
-            else:
-                with contextlib.suppress(Exception):
-                    if self._store.check([self._key(rank)]):
-                        place = self._store.get(self._key(rank)).decode()
-            found.append(place)
-        return found
-
-    def missing(self, place: str, timeout_s: float) -> list[int]:
-        """Ranks that do not post ``place`` in time."""
-        comm = self._comm()
-        assert comm is not None
-        self._meetings += 1  # what was posted at an earlier meeting does not count
-        key = f"{self._prefix}/meeting {self._meetings} {place}"
-        missing = [rank for rank in range(len(self._ranks)) if rank != comm.rank]
-        deadline = time.monotonic() + timeout_s
-        with contextlib.suppress(Exception):  # the store is gone with its server
-            self._store.set(f"{key}/{comm.rank}", "")
-            while missing and time.monotonic() < deadline:
-                missing = [rank for rank in missing if not self._store.check([f"{key}/{rank}"])]
-                time.sleep(0.02)
-        return missing
-
-    def stop(self) -> None:
-        self._stop.set()
-        self._thread.join(timeout=5)

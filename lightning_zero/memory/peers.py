@@ -27,6 +27,7 @@ from typing import Any
 
 ROLL_CALL_S = 10.0  # a rank that is only busy must come to answer
 DYING_S = 1.0  # from the end of a process's connections to its end
+_LASTING = ("who/", "left/")  # what one exception that all survive does not change
 _BROKEN = re.compile(
     r"connection (was )?(closed|reset|refused|timed out)|closed by peer|broken pipe|socket (is )?closed"
     r"|(read|write|recv|send)\w* (error|failed)|remote process exited|no route to host|network is unreachable",
@@ -84,24 +85,37 @@ class Peers:
         self._rank, self._world_size = rank, world_size
         self._own = _Who(socket.gethostname(), os.getpid(), machine())
         self._holder: _Who | None = None  # of the store
+        self._neighbours: dict[int, _Who] = {}
         self._culprit: str | None = None
         self._round = 0
         self._beats = 0
-        self._heard: tuple[str | None, float] = (None, time.monotonic())  # the neighbour's last beat, and when it came
-        self._missed = False
+        self._heard: tuple[str | None, float] = (None, time.monotonic())  # the next rank's last beat, and when it came
+        self._told = False
+        self.misses_neighbour = False  # the next rank is not heard of
+        self.holder_left = False  # rank 0 has said goodbye
         store.set(f"{prefix}/who/{rank}", json.dumps(asdict(self._own)))
 
     def _key(self, name: str) -> str:
-        return f"{self._prefix}/{name}" if name.startswith("who") else f"{self._prefix}/{self._round}/{name}"
+        return f"{self._prefix}/{name}" if name.startswith(_LASTING) else f"{self._prefix}/{self._round}/{name}"
+
+    @property
+    def _roll_call_s(self) -> float:
+        return max(ROLL_CALL_S, 3 * self._every_s)
 
     @property
     def knows_holder(self) -> bool:
         """Whether rank 0 can be named when its store is gone."""
         return self._holder is not None
 
+    @property
+    def holder_is_dead(self) -> bool:
+        """Whether rank 0 is of this machine and known to have ended."""
+        holder = self._holder
+        return holder is not None and holder.machine == self._own.machine and not is_alive(holder.pid)
+
     def forget(self) -> None:
         """On all ranks, when they go on after an exception that all have survived."""
-        self._round, self._culprit = self._round + 1, None
+        self._round, self._culprit, self._told = self._round + 1, None, False
 
     def _read(self, name: str) -> str | None:
         return self._store.get(self._key(name)).decode() if self._store.check([self._key(name)]) else None
@@ -122,6 +136,36 @@ class Peers:
             self._store.set(self._key(f"here/{self._rank}"), "")
         self._culprit = self._culprit or self._read("culprit")
 
+    def leave(self) -> None:
+        """This rank goes, and nothing is wrong; unless it has told otherwise."""
+        if not self._told:
+            with contextlib.suppress(Exception):  # the store is gone: nobody can hear it
+                self._store.set(self._key(f"left/{self._rank}"), "")
+
+    def ended_neighbour(self) -> str | None:
+        """Every few seconds, in a thread, where a broken connection is not heard of (NCCL): whether the process of
+        the rank before or after this one has ended, as far as it is of this machine, or another rank has found one.
+        """
+        self.holder_left = self.holder_left or self._store.check([self._key("left/0")])
+        for rank in {(self._rank + step) % self._world_size for step in (1, -1)} - {self._rank}:
+            who = self._neighbours.get(rank) or self._who(rank)
+            if who is None:
+                continue
+            self._neighbours[rank] = who
+            if who.machine == self._own.machine and not is_alive(who.pid):
+                if self._store.check([self._key(f"left/{rank}")]):
+                    continue
+                told = self._culprit or self._read("culprit")
+                found = told or f"rank {rank} ({who}) has ended without a word (killed?)"
+                return self._store.compare_set(self._key("ended"), "", found).decode()
+        return self._read("ended")
+
+    def tell_end(self, who: str) -> None:
+        """This process ends because of ``who``: the others, who would find this one, can say why."""
+        with contextlib.suppress(Exception):
+            self._store.compare_set(self._key("ended"), "", who)
+            self._let_others_hear()
+
     def silent_neighbour(self, limit_s: float) -> str | None:
         """Every few seconds, in a thread, where a broken connection is not heard of (NCCL): beat, and listen to the
         next rank. Says once, which rank has not been heard for ``limit_s``: what it takes part in never ends.
@@ -131,15 +175,18 @@ class Peers:
         neighbour = (self._rank + 1) % self._world_size
         beat, now = self._read(f"beat/{neighbour}"), time.monotonic()
         if beat is not None and beat != self._heard[0]:
-            self._heard, self._missed = (beat, now), False
-        if beat is None or self._missed or now - self._heard[1] < limit_s:
+            self._heard, self.misses_neighbour = (beat, now), False
+        if self.misses_neighbour or now - self._heard[1] < limit_s:
             return None
-        self._missed = True
+        if self._store.check([self._key(f"left/{neighbour}")]):
+            return None
+        self.misses_neighbour = True
         known = self._culprit or self._read("culprit")
         return known or f"{self._named(neighbour)} has not been heard of for {limit_s:g} s: it has ended or hangs"
 
     def tell(self, error: BaseException) -> None:
         """This rank fails with an exception of its own: the others, who will miss it, can say why."""
+        self._told = True
         text = f"{type(error).__name__}: {error}".strip().splitlines()[0][:300]
         with contextlib.suppress(Exception):  # the store is gone: nobody can hear it
             self._write(f"rank {self._rank} ({self._own}) failed with {text}")
@@ -167,9 +214,10 @@ class Peers:
             self._let_others_hear()
             return known
         except Exception:  # the store is gone
-            return self._culprit or self._without_store()
+            return self._culprit or self.without_store()
 
-    def _without_store(self) -> str:
+    def without_store(self) -> str:
+        """Who is gone when the store is."""
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             return "a rank and torchrun's agent on the first node have ended"
         who = f" ({self._holder})" if self._holder is not None else ""
@@ -189,10 +237,10 @@ class Peers:
         """Ranks that do not answer a roll call, which one rank holds for all, once."""
         caller = self._store.compare_set(self._key("roll"), "", str(self._rank)).decode()
         if caller != str(self._rank):
-            return self._result_of_another(ROLL_CALL_S + 2 * self._every_s)
+            return self._result_of_another(self._roll_call_s + 2 * self._every_s)
         self._store.set(self._key(f"here/{self._rank}"), "")
         waiting = list(range(self._world_size))
-        deadline = time.monotonic() + ROLL_CALL_S
+        deadline = time.monotonic() + self._roll_call_s
         while waiting and time.monotonic() < deadline:
             waiting = [r for r in waiting if not self._store.check([self._key(f"here/{r}")])]
             time.sleep(0.02)

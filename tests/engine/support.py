@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import lightning_zero
-from lightning_zero.memory import collectives
+from lightning_zero.memory import watchdog
 
 VOCABULARY = 11
 TOKENS = 7
@@ -90,9 +90,9 @@ def adamw(params: Any) -> Optimizer:
 @contextlib.contextmanager
 def places_posted_often() -> Iterator[None]:
     """Engines made inside tell the others at once where they are."""
-    before, collectives.POST_PLACE_EVERY_S = collectives.POST_PLACE_EVERY_S, 0.05
+    before, watchdog.EVERY_S = watchdog.EVERY_S, 0.05
     yield
-    collectives.POST_PLACE_EVERY_S = before
+    watchdog.EVERY_S = before
 
 
 # -- two sides of a comparison ----------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ import lightning_zero
 from lightning_zero.engine import Engine
 from lightning_zero.engine.homes import FileHome, ParamFile
 from lightning_zero.engine.offload import StepJob, StepWorker
-from lightning_zero.memory import collectives
+from lightning_zero.memory import watchdog
 from lightning_zero.memory.aio import DiskError
 from lightning_zero.memory.tiers import NvmeTier
 from tests.engine.support import Model, Sharded, accumulate, tokens
@@ -343,7 +343,7 @@ STALL_S = 2.0
 
 
 def _fail_on_one_rank(folder: Path) -> tuple[str, float]:
-    collectives.POST_PLACE_EVERY_S = 0.05
+    watchdog.EVERY_S = 0.05
     side = Sharded(Model(), stall_timeout_s=STALL_S, **offload("nvme", folder))
     train(side, 2)
     side.engine.settle()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -14,6 +15,8 @@ from pathlib import Path
 
 import pytest
 import torch
+
+from tests.harness import free_port
 
 ROOT = Path(__file__).parents[2]
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
@@ -45,7 +48,7 @@ class Lit(LitGPT):
             open(once, "w").close()
             if os.environ.get("KILL_AGENT"):
                 os.kill(os.getppid(), signal.SIGKILL)
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), getattr(signal, os.environ.get("KILL_SIGNAL", "SIGKILL")))
 """
 
 
@@ -96,13 +99,6 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run on two processes of torchrun."""
@@ -129,6 +125,36 @@ def test_torchrun_restarts_a_job_whose_rank_was_killed(rank: int, undisturbed: P
     assert "Signal 9" in done.stderr or "exitcode: -9" in done.stderr
     expected = losses(undisturbed)
     assert losses(tmp_path) == {step: expected[step] for step in range(8, STEPS)}
+    for name, tensor in weights(undisturbed).items():
+        assert torch.equal(tensor, weights(tmp_path)[name]), name
+
+
+@pytest.mark.slow
+def test_sigterm_to_one_rank_saves_and_torchrun_starts_again(undisturbed: Path, tmp_path: Path) -> None:
+    """No step is lost: all ranks save at the end of the one in which the signal came."""
+    launch = (*TORCHRUN, "--standalone", "--nproc-per-node=2", "--max-restarts=1")
+    kill = {"KILL_ONCE": tmp_path / "once", "KILL_RANK": 1, "KILL_SIGNAL": "SIGTERM"}
+    done = run(tmp_path, *launch, *TRAIN, *SMALL, **kill)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"interrupted: saved step 1[01] in \S+hpc_ckpt_1.ckpt", done.stdout), done.stdout
+    assert "has started again: it goes on from run/hpc_ckpt_1.ckpt" in done.stdout
+    assert "exitcode: 143" in done.stderr
+    expected = losses(undisturbed)
+    assert {**losses(tmp_path, "metrics-1.csv"), **losses(tmp_path)} == expected
+    for name, tensor in weights(undisturbed).items():
+        assert torch.equal(tensor, weights(tmp_path)[name]), name
+
+
+@pytest.mark.slow
+def test_sigterm_to_a_run_started_by_hand(undisturbed: Path, tmp_path: Path) -> None:
+    """As docker stop sends it, to the process that has started the others; a user goes on from what was saved."""
+    kill = {"KILL_ONCE": tmp_path / "once", "KILL_RANK": 0, "KILL_SIGNAL": "SIGTERM"}
+    hand = (sys.executable, *TRAIN, *SMALL, "trainer.devices=2")
+    first = run(tmp_path, *hand, **kill)
+    assert first.returncode == 143, first.stderr
+    assert "Traceback" not in first.stderr
+    again = run(tmp_path, *hand, "ckpt_path=run/hpc_ckpt_1.ckpt")
+    assert again.returncode == 0, again.stderr
     for name, tensor in weights(undisturbed).items():
         assert torch.equal(tensor, weights(tmp_path)[name]), name
 

@@ -134,7 +134,7 @@ def test_without_the_store_it_is_its_holder(elsewhere: None, monkeypatch: pytest
 
 def test_a_neighbour_that_is_not_heard_any_more_is_named_once(elsewhere: None) -> None:
     _, peers = ranks(3)
-    assert peers[2].silent_neighbour(0.0) is None  # rank 0 has not begun yet
+    assert peers[2].silent_neighbour(5) is None  # rank 0 has not begun yet
     for _ in range(3):
         assert [one.silent_neighbour(5) for one in peers] == [None] * 3
         time.sleep(0.1)

@@ -1,0 +1,232 @@
+"""A thread beside training: tells the other ranks where this one is, and ends it when it waits for one that is gone.
+
+Each rank posts its place to the store every few seconds, for the error messages of ranks that wait. Where a backend
+hears of broken connections (gloo), that is all: who waits gets an error. NCCL hears of nothing. There the thread
+listens to the ranks before and after its own, one of which is mostly of the same machine::
+
+    its process has ended, and it has not said goodbye    -> said at once; ends this process after 10 s of standstill
+    it is not heard of for zero.stall_timeout_s, or       -> said then; ends this process after as long a standstill
+    the store is gone
+
+Nothing ends while the thread that trains gets on, and nothing in a session that a person types into.
+"""
+
+from __future__ import annotations
+
+import atexit
+import builtins
+import contextlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Hashable
+from typing import Any, Protocol
+from weakref import WeakSet, finalize, ref
+
+from lightning_zero.memory.peers import Peers
+
+EVERY_S = 2.0
+RANKS_AT_THIS_PACE = 512  # more of them go slower: all ask one store
+STANDSTILL_S = 10.0  # with a rank that has ended: time for launchers, and for exceptions that are on their way
+EXIT_CODE = 1
+
+
+class Watched(Protocol):
+    """What the thread knows of a communicator."""
+
+    rank: int
+    world_size: int
+    place: str  # what it is doing, in words
+    issued: int  # operations
+    stall_timeout_s: float
+
+
+_CONNECTIONS: list[tuple[Any, Any]] = []  # a store and its clone
+
+
+def connection_of_its_own(store: Any) -> Any:
+    """Another connection to ``store``: a rank that waits inside that one must not block the thread.
+
+    It is made once, because connecting looks host names up, which takes seconds where name servers do not answer.
+    """
+    if not _CONNECTIONS or _CONNECTIONS[0][0] is not store:
+        _CONNECTIONS[:] = [(store, store.clone() if hasattr(store, "clone") else store)]
+    return _CONNECTIONS[0][1]
+
+
+class Watchdog:
+    """
+    Args:
+        watched: held weakly; one that is forgotten instead of closed ends the thread.
+        store: a connection that nobody waits in for long.
+        ends_process: the backend does not hear when a rank ends.
+        end: ends this process; for tests.
+    """
+
+    _serial = 0
+
+    def __init__(
+        self,
+        watched: Watched,
+        store: Any,
+        *,
+        ends_process: bool = False,
+        end: Callable[[int], Any] = os._exit,
+    ) -> None:
+        Watchdog._serial += 1
+        self._prefix = f"lightning_zero/{Watchdog._serial}"
+        self._watched = ref(watched)
+        self._rank, self._world_size = watched.rank, watched.world_size
+        self._limit_s = watched.stall_timeout_s
+        self._ends_process, self._end = ends_process, end
+        self._meetings = 0
+        self._store = store
+        self._every_s = EVERY_S * max(1.0, self._world_size / RANKS_AT_THIS_PACE)
+        self.peers = Peers(store, self._prefix, self._rank, self._world_size, self._every_s)
+        self._gone: tuple[str, float] | None = None  # who, and how long to stand still for it
+        self._trains = _Standstill(threading.get_ident())
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="lightning_zero-places", daemon=True)
+        self._thread.start()
+        finalize(watched, self._stop.set)
+        if ends_process:
+            _LISTENING.add(self)
+
+    def _key(self, rank: int) -> str:
+        return f"{self._prefix}/{rank}"
+
+    def _run(self) -> None:
+        posted = None
+        while not self._stop.wait(self._every_s if self.peers.knows_holder else 0.1):
+            watched = self._watched()
+            if watched is None and self._gone is None:
+                return
+            try:
+                if watched is not None and watched.place != posted:
+                    self._store.set(self._key(self._rank), watched.place)
+                    posted = watched.place
+                self.peers.answer()
+                if self._ends_process:
+                    self._listen()
+            except Exception:  # the store is gone with its server: with gloo this rank hears of it elsewhere
+                if not self._ends_process or self.peers.holder_left:
+                    return
+                limit_s = STANDSTILL_S if self.peers.holder_is_dead else self._limit_s
+                self._note(self.peers.without_store(), limit_s)
+            if self._ends_process:
+                self._end_if_stuck(watched)
+            watched = None  # or it would live through the next wait
+
+    def _listen(self) -> None:
+        ended = self.peers.ended_neighbour()
+        if ended is not None:
+            self._note(ended, min(STANDSTILL_S, self._limit_s))
+        silent = self.peers.silent_neighbour(self._limit_s)
+        if silent is not None:
+            self._note(silent, self._limit_s)
+        elif self._gone is not None and ended is None and not self.peers.misses_neighbour:
+            self._gone = None  # it was only slow
+
+    def _note(self, who: str, limit_s: float) -> None:
+        if self._gone is None:
+            watched = self._watched()
+            place = f"; this rank is at: {watched.place}" if watched is not None else ""
+            print(f"rank {self._rank}: {who}{place}", file=sys.stderr, flush=True)
+        if self._gone is None or limit_s < self._gone[1]:
+            self._gone = who, limit_s
+
+    def _end_if_stuck(self, watched: Watched | None) -> None:
+        state = (watched.place, watched.issued) if watched is not None else None
+        still_s = self._trains.seconds(state)
+        if self._gone is None or still_s < self._gone[1] or _typed_into():
+            return
+        who, _ = self._gone
+        with contextlib.suppress(Exception):
+            place = f" (at: {watched.place})" if watched is not None else ""
+            print(
+                f"rank {self._rank}{place} ends: it has stood still for {still_s:.0f} s, and {who}",
+                file=sys.stderr,
+                flush=True,
+            )
+            sys.stdout.flush()
+        self.peers.tell_end(who)
+        self._end(EXIT_CODE)
+
+    def places(self) -> list[str]:
+        """What every rank is doing, in rank order."""
+        found = []
+        for rank in range(self._world_size):
+            place = "unknown: it has posted nothing"
+            watched = self._watched()
+            if watched is not None and rank == self._rank:
+                place = watched.place
+            else:
+                with contextlib.suppress(Exception):
+                    if self._store.check([self._key(rank)]):
+                        place = self._store.get(self._key(rank)).decode()
+            found.append(place)
+        return found
+
+    def missing(self, place: str, timeout_s: float) -> list[int]:
+        """Ranks that do not post ``place`` in time."""
+        self._meetings += 1  # what was posted at an earlier meeting does not count
+        key = f"{self._prefix}/meeting {self._meetings} {place}"
+        missing = [rank for rank in range(self._world_size) if rank != self._rank]
+        deadline = time.monotonic() + timeout_s
+        with contextlib.suppress(Exception):  # the store is gone with its server
+            self._store.set(f"{key}/{self._rank}", "")
+            while missing and time.monotonic() < deadline:
+                missing = [rank for rank in missing if not self._store.check([f"{key}/{rank}"])]
+                time.sleep(0.02)
+        return missing
+
+    def stop(self) -> None:
+        """Say goodbye and end the thread; but where a rank is gone it stays, because what follows may hang."""
+        if self._ends_process:
+            self.peers.leave()
+        if self._gone is None:
+            self._stop.set()
+            self._thread.join(timeout=5)
+
+
+class _Standstill:
+    """How long a thread has been in the same call, with nothing else changed either."""
+
+    def __init__(self, thread: int) -> None:
+        self._thread = thread
+        self._seen: Hashable = None
+        self._since = time.monotonic()
+
+    def seconds(self, state: Hashable) -> float:
+        """Since the first of the equal looks up to this one.
+
+        Args:
+            state: what else shows that it gets on: hooks of backward run in other threads.
+        """
+        frame = sys._current_frames().get(self._thread)
+        stack = []
+        while frame is not None:
+            stack.append((id(frame), frame.f_lasti))
+            frame = frame.f_back
+        seen = (tuple(stack), state)
+        now = time.monotonic()
+        if seen != self._seen:
+            self._seen, self._since = seen, now
+        return now - self._since
+
+
+def _typed_into() -> bool:
+    """Whether a person types into this process: it stands still whenever they think."""
+    return hasattr(sys, "ps1") or bool(sys.flags.interactive) or hasattr(builtins, "__IPYTHON__")
+
+
+_LISTENING: WeakSet[Watchdog] = WeakSet()
+
+
+@atexit.register
+def _say_goodbye() -> None:
+    """At a clean end of the process, whose neighbours would take it for killed; while the store is there."""
+    if not hasattr(sys, "last_value"):  # of an exception that ends the process
+        for watchdog in _LISTENING:
+            watchdog.peers.leave()
