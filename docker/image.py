@@ -1,8 +1,8 @@
 """Builds an image: ``make image [KIND=cpu|cuda] [BASE=...] [TAG=...] [TORCH_INDEX_URL=...]``.
 
 With Docker where its engine answers, else with buildah. pip inside the build uses the same indexes as pip outside: what
-``pip config list`` shows goes in as arguments of the build. Of the local files that it names, buildah mounts all, Docker
-the certificate.
+``pip config list`` shows goes in as arguments of the build. Of the local files that it names, buildah mounts all, and
+Docker the certificate.
 """
 
 from __future__ import annotations

@@ -286,7 +286,9 @@ def test_commands_of_a_build(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_secret_certificate_is_where_pip_runs(kind: str) -> None:
-    calls = [value for name, value in instructions(kind) if name == "RUN" and ("packages.sh" in value or "pip " in value)]
+    calls = [
+        value for name, value in instructions(kind) if name == "RUN" and ("packages.sh" in value or "pip " in value)
+    ]
     assert len(calls) == 2
     assert all("--mount=type=secret,id=pip_cert " in value for value in calls)
 

@@ -252,8 +252,8 @@ def _whole_number(key: str, value: object, least: int) -> None:
 def _cache_folder(cache_dir: str | None) -> Path:
     """The folder of the cache, made here so that one which cannot be written is refused before any process starts.
 
-    Where none is asked for and the user's cannot be written (a read-only image, a user without a home folder), it is one
-    among the temporary files.
+    Where none is asked for and the user's cannot be written (a read-only image, a user without a home folder), it is
+    one among the temporary files.
     """
     if cache_dir:
         return _made(Path(os.path.expanduser(cache_dir)))
