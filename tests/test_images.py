@@ -206,18 +206,30 @@ def test_the_build_sees_what_it_copies(kind: str) -> None:
 
 
 def test_compose_gives_what_the_readme_says() -> None:
-    services = yaml.safe_load((FOLDER / "compose.yaml").read_text())["services"]
+    text = (FOLDER / "compose.yaml").read_text()
+    services = yaml.safe_load(text)["services"]
+    readme = (FOLDER / "README.md").read_text()
+    (flags,) = {m.groups() for m in re.finditer(r"run --rm --gpus all --shm-size (\w+) --ulimit memlock=(\S+)", readme)}
     for name in ("gpu", "nvme"):
         service = services[name]
-        assert service["shm_size"] == "8g"
-        assert service["ulimits"] == {"memlock": -1}
+        assert (service["shm_size"], str(service["ulimits"]["memlock"])) == flags
         assert service["deploy"]["resources"]["reservations"]["devices"][0]["capabilities"] == ["gpu"]
     for name, service in services.items():
         file = service["build"]["dockerfile"]
         assert (ROOT / file).is_file()
         assert service["image"].endswith(file.rpartition(".")[2])
+        assert f"`{service['image']}`" in readme
+        declared = {v.partition("=")[0] for n, v in instructions(file.rpartition(".")[2]) if n == "ARG"}
+        assert set(service["build"]["args"]) <= declared
+        assert not any(service["build"]["args"].values()), "an empty value would hide the default of the Dockerfile"
         targets = [v["target"] for v in service["volumes"]]
         assert targets == (["/runs", "/nvme"] if name == "nvme" else ["/runs"])
+        assert all(v["bind"] == {"create_host_path": False} for v in service["volumes"]), "Docker would make it as root"
+    calls = re.findall(r"^(.*)docker compose -f docker/compose.yaml run --rm (\w+)", readme, re.MULTILINE)
+    assert {service for _, service in calls} == {"gpu", "nvme"}
+    variables = {word for before, _ in calls for word in re.findall(r"([A-Z_]+)=", before)}
+    assert variables == {"RUNS", "NVME", "DOCKER_USER"}
+    assert all(f"${{{name}:-" in text for name in variables)
 
 
 def test_no_names_of_machines_or_indexes() -> None:
