@@ -36,6 +36,12 @@ OFFLINE = ("unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh
 # What is written last can be lost on its way through buildah (seen on a busy machine).
 INTO_FILES = ("sh", "-c", 'exec "$@" > /output/stdout 2> /output/stderr', "sh")
 
+# Starts a program and ends it when it has written a checkpoint.
+STOP = (
+    '"$@" & job=$!; until [ -n "$(find /runs -name "step-*.ckpt")" ] || ! kill -0 $job; do sleep 0.2; done; '
+    "kill -TERM $job; wait $job"
+)
+
 PRINT_VERSIONS = (
     "from importlib.metadata import distributions as d; import json; "
     "print(json.dumps({x.metadata['Name'].lower().replace('_', '-'): x.version for x in d()}))"
@@ -110,13 +116,19 @@ class Containers:
         return subprocess.run(command, env=self.env, check=True, capture_output=True, text=True).stdout.strip()
 
     def run(
-        self, *arguments: str, runs: Path | None = None, user: int | None = None
+        self, *arguments: str, runs: Path | None = None, user: int | None = None, bare: bool = False
     ) -> subprocess.CompletedProcess[str]:
+        """
+        Args:
+            bare: without the entry point, and where the engine can, with nothing of the image to write to.
+        """
         mounts = ["--volume", f"{runs}:/runs"] if runs else []
         users = ["--user", f"{user}:{user}"] if user is not None else []
         if self.engine == "docker":
-            command = ["docker", "run", "--rm", "--network", "none", "--shm-size", "1g", *mounts, *users, TAG]
-            command += arguments
+            command = ["docker", "run", "--rm", "--network", "none", "--shm-size", "1g", *mounts, *users]
+            if bare:
+                command += ["--read-only", "--tmpfs", "/tmp", "--entrypoint", "env"]
+            command += [TAG, *arguments]
             return subprocess.run(command, env=self.env, capture_output=True, text=True, timeout=TIMEOUT_S)
         with tempfile.TemporaryDirectory() as name:
             files = [Path(name, "stdout"), Path(name, "stderr")]
@@ -125,7 +137,7 @@ class Containers:
                 file.chmod(0o666)
             Path(name).chmod(0o755)
             command = [*OFFLINE, "buildah", "run", *mounts, *users, "--volume", f"{name}:/output", self.container, "--"]
-            command += [*INTO_FILES, *self.config["Entrypoint"], *arguments]
+            command += [*INTO_FILES, *(["env"] if bare else self.config["Entrypoint"]), *arguments]
             done = subprocess.run(command, env=self.env, capture_output=True, text=True, timeout=TIMEOUT_S)
             out, err = (file.read_text() for file in files)
         return subprocess.CompletedProcess(command, done.returncode, out, err + done.stderr)
@@ -239,6 +251,35 @@ def check_training(containers: Containers, checks: Checks, user: int | None) -> 
             checks.expect("another container resumes from its checkpoint", good, f"{steps}\n{last_lines(done)}")
 
 
+def check_clusters(containers: Containers, checks: Checks) -> None:
+    """What tools of clusters make of an image: pyxis and ``apptainer exec`` start no entry point, enroot starts a login
+    shell, all of them have another user, and an environment of the host that means nothing here.
+    """
+    host = ("PYTHONPATH=/no/such", "TMPDIR=/no/such", "USER=me", "PATH=/usr/bin:/bin")
+    with folder_for_runs(containers) as runs:
+        call = f"cd /runs && exec python -m lightning_zero.train {' '.join(TINY)} hydra.run.dir=job"
+        done = containers.run(*host, "bash", "-lc", call, runs=runs, user=STRANGER, bare=True)
+        good = done.returncode == 0 and (runs / "job" / "checkpoints" / "last.ckpt").exists()
+        checks.expect("the main job of a login shell, without the entry point", good, last_lines(done))
+    with folder_for_runs(containers) as runs:
+        words = ("HOME=/no/such", "/usr/local/bin/lightning-zero", *TINY)
+        done = containers.run(*host, *words, runs=runs, user=STRANGER, bare=True)
+        good = done.returncode == 0 and "validation bits per byte" in done.stdout
+        checks.expect("the entry point without a home folder and a PATH", good, last_lines(done))
+
+
+def check_stop(containers: Containers, checks: Checks) -> None:
+    """``docker stop``: tini hands SIGTERM on to the main job, which saves and leaves."""
+    with folder_for_runs(containers) as runs:
+        more = ("trainer.max_steps=1000000", "+callbacks.checkpoint.every_n_train_steps=5")
+        done = containers.run(
+            "sh", "-c", STOP, "sh", *containers.config["Entrypoint"], *TINY, *more, runs=runs, bare=True
+        )
+        saved = [f.name for f in runs.rglob("hpc_ckpt_*.ckpt")]
+        good = done.returncode == 143 and saved == ["hpc_ckpt_1.ckpt"] and "Traceback" not in done.stderr
+        checks.expect("a run that is stopped saves first and ends with 143", good, f"{saved}\n{last_lines(done)}")
+
+
 def steps_logged(file: Path) -> list[int]:
     with file.open() as lines:
         return sorted(int(row["step"]) for row in csv.DictReader(lines) if row["train_loss"])
@@ -267,6 +308,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         check_contents(containers, checks)
         check_training(containers, checks, None)
         check_training(containers, checks, STRANGER)
+        check_clusters(containers, checks)
+        check_stop(containers, checks)
     finally:
         containers.close(given.keep)
     if checks.failed:

@@ -8,11 +8,14 @@
 # Outputs go below $LIGHTNING_ZERO_RUNS (/runs). It checks that something can be written there before anything starts.
 set -eu
 
+export PATH="/opt/venv/bin:$PATH"
 export LIGHTNING_ZERO_RUNS="${LIGHTNING_ZERO_RUNS:-/runs}"
 
-# A user that the image does not know (docker run --user, enroot) has no home folder to write in, and no name.
+# A user that the image does not know (docker run --user, enroot) has no home folder to write in, and no name. TMPDIR may
+# be that of a host, whose folder is not here.
 if ! [ -d "${HOME:-}" ] || ! [ -w "$HOME" ]; then
-    HOME=${TMPDIR:-/tmp}/lightning_zero-$(id -u)
+    [ -d "${TMPDIR:-}" ] && [ -w "$TMPDIR" ] || TMPDIR=/tmp
+    HOME=$TMPDIR/lightning_zero-$(id -u)
     mkdir -m 700 "$HOME" 2> /dev/null || true # whoever needs it says what is wrong
     export HOME
 fi
@@ -45,6 +48,7 @@ error: $LIGHTNING_ZERO_RUNS: expected a folder that user $user can write in, got
   mkdir -p runs    # Docker makes a missing folder as root
   docker run --user "\$(id -u):\$(id -g)" -v "\$PWD/runs:/runs" ...    # or without --user, after: sudo chown $user runs
   apptainer run --bind "\$PWD/runs:/runs" ...
+  srun --container-mounts="\$PWD/runs:/runs" ...
 EOF
         exit 2
     fi

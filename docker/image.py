@@ -1,7 +1,8 @@
 """Builds an image: ``make image [KIND=cpu|cuda] [BASE=...] [TAG=...] [TORCH_INDEX_URL=...]``.
 
 With Docker where its engine answers, else with buildah. pip inside the build uses the same indexes as pip outside: what
-``pip config list`` shows goes in as arguments of the build, and local files that it names are mounted (buildah only).
+``pip config list`` shows goes in as arguments of the build. Of the local files that it names, buildah mounts all, and
+Docker the certificate.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ NAME = "lightning-zero"
 # Settings of pip that say where packages come from.
 PIP_SETTINGS = ("index-url", "extra-index-url", "find-links", "no-index", "cert", "trusted-host")
 BUILDAH_DEFAULTS = {"BUILDAH_ISOLATION": "chroot", "STORAGE_DRIVER": "vfs"}  # what works in a container and as root
+DOCKER_DEFAULTS = {"DOCKER_BUILDKIT": "1"}  # of itself before Docker 23
 
 
 class Refusal(Exception):
@@ -84,14 +86,16 @@ def build_command(
     if engine == "buildah":
         command = ["buildah", "bud", "--format", "docker"]
         command += [part for path in source.paths for part in ("--volume", f"{path}:{path}:ro")]
-    elif source.paths:
-        # Docker mounts nothing into a build; what is left of the setting is the rest of it.
-        print(f"note: not seen by this build, which has the network instead: {' '.join(source.paths)}", flush=True)
-        arguments = {
-            key: rest
-            for key, value in arguments.items()
-            if (rest := " ".join(w for w in value.split() if not w.removeprefix("file://").startswith("/")))
-        }
+    else:
+        # Docker mounts nothing of this machine into a build but a secret; what is left of a setting is the rest of it.
+        certificate = arguments.pop("PIP_CERT", "")
+        arguments = {key: rest for key, value in arguments.items() if (rest := " ".join(_of_the_network(value)))}
+        if os.path.isfile(certificate):
+            command += ["--secret", f"id=pip_cert,src={certificate}"]
+            arguments["PIP_CERT"] = "/run/secrets/pip_cert"
+        unseen = [path for path in source.paths if path != certificate]
+        if unseen:
+            print(f"note: not seen by this build, which has the network instead: {' '.join(unseen)}", flush=True)
     if base:
         arguments["BASE"] = base
     if torch_index_url:
@@ -101,8 +105,12 @@ def build_command(
     return [*command, "."]
 
 
+def _of_the_network(words: str) -> list[str]:
+    return [word for word in words.split() if not word.removeprefix("file://").startswith("/")]
+
+
 def environment(engine: str) -> dict[str, str]:
-    defaults = BUILDAH_DEFAULTS if engine == "buildah" and os.geteuid() == 0 else {}
+    defaults = DOCKER_DEFAULTS if engine == "docker" else BUILDAH_DEFAULTS if os.geteuid() == 0 else {}
     return {**defaults, **os.environ}
 
 

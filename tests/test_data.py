@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
+import stat
 import sysconfig
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -106,6 +109,23 @@ def test_more_processes_need_more_text(texts: Path, tmp_path: Path) -> None:
 def test_a_cache_folder_that_cannot_be_made(texts: Path) -> None:
     with pytest.raises(ConfigError, match="data.cache_dir: cannot make the folder"):
         TextData(str(texts), cache_dir=str(texts / "a.txt" / "inside"))
+
+
+@pytest.mark.parametrize("variable", ["HOME", "XDG_CACHE_HOME"])
+def test_a_user_whose_folder_cannot_be_written(
+    texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    """As in a read-only image."""
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv(variable, "/proc/self")  # where root cannot write either
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    own = tmp_path / f"lightning_zero-{os.getuid()}"
+    assert TextData(str(texts), block_size=32).cache_file.parent == own / "cache"
+    assert stat.S_IMODE(own.stat().st_mode) == 0o700
+    shutil.rmtree(own)
+    own.symlink_to(texts)  # somebody else's doing
+    with pytest.raises(ConfigError, match="data.cache_dir: cannot make the folder /proc/self"):
+        TextData(str(texts), block_size=32)
 
 
 def test_default_cache_folder_is_the_users(texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

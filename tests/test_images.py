@@ -206,18 +206,30 @@ def test_the_build_sees_what_it_copies(kind: str) -> None:
 
 
 def test_compose_gives_what_the_readme_says() -> None:
-    services = yaml.safe_load((FOLDER / "compose.yaml").read_text())["services"]
+    text = (FOLDER / "compose.yaml").read_text()
+    services = yaml.safe_load(text)["services"]
+    readme = (FOLDER / "README.md").read_text()
+    (flags,) = {m.groups() for m in re.finditer(r"run --rm --gpus all --shm-size (\w+) --ulimit memlock=(\S+)", readme)}
     for name in ("gpu", "nvme"):
         service = services[name]
-        assert service["shm_size"] == "8g"
-        assert service["ulimits"] == {"memlock": -1}
+        assert (service["shm_size"], str(service["ulimits"]["memlock"])) == flags
         assert service["deploy"]["resources"]["reservations"]["devices"][0]["capabilities"] == ["gpu"]
     for name, service in services.items():
         file = service["build"]["dockerfile"]
         assert (ROOT / file).is_file()
         assert service["image"].endswith(file.rpartition(".")[2])
+        assert f"`{service['image']}`" in readme
+        declared = {v.partition("=")[0] for n, v in instructions(file.rpartition(".")[2]) if n == "ARG"}
+        assert set(service["build"]["args"]) <= declared
+        assert not any(service["build"]["args"].values()), "an empty value would hide the default of the Dockerfile"
         targets = [v["target"] for v in service["volumes"]]
         assert targets == (["/runs", "/nvme"] if name == "nvme" else ["/runs"])
+        assert all(v["bind"] == {"create_host_path": False} for v in service["volumes"]), "Docker would make it as root"
+    calls = re.findall(r"^(.*)docker compose -f docker/compose.yaml run --rm (\w+)", readme, re.MULTILINE)
+    assert {service for _, service in calls} == {"gpu", "nvme"}
+    variables = {word for before, _ in calls for word in re.findall(r"([A-Z_]+)=", before)}
+    assert variables == {"RUNS", "NVME", "DOCKER_USER"}
+    assert all(f"${{{name}:-" in text for name in variables)
 
 
 def test_no_names_of_machines_or_indexes() -> None:
@@ -246,19 +258,51 @@ def test_pip_inside_uses_what_pip_outside_does(image: ModuleType, tmp_path: Path
     assert source.paths == [f"{tmp_path}/index"]
 
 
-def test_commands_of_a_build(image: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    source = image.Source({"PIP_CERT": "/ca.crt", "PIP_INDEX_URL": "mirror.example"}, ["/ca.crt"])
+def test_commands_of_a_build(
+    image: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    certificate = tmp_path / "ca.crt"
+    certificate.touch()
+    arguments = {
+        "PIP_CERT": f"{certificate}",
+        "PIP_INDEX_URL": "mirror.example",
+        "PIP_FIND_LINKS": "/wheels wheels.example",
+    }
+    source = image.Source(arguments, [f"{certificate}", "/wheels"])
     given = {"base": "own:1", "torch_index_url": "torch.example", "source": source}
     buildah = " ".join(image.build_command("buildah", "cpu", "x:1", **given))
-    assert buildah.startswith("buildah bud --format docker --volume /ca.crt:/ca.crt:ro --file docker/Dockerfile.cpu ")
-    for part in ("--tag x:1", "BASE=own:1", "TORCH_INDEX_URL=torch.example", "PIP_CERT=/ca.crt"):
+    assert buildah.startswith("buildah bud --format docker ")
+    for part in (
+        f"--volume {certificate}:{certificate}:ro",
+        "--volume /wheels:/wheels:ro",
+        "--file docker/Dockerfile.cpu --tag x:1",
+        "BASE=own:1",
+        "TORCH_INDEX_URL=torch.example",
+        f"PIP_CERT={certificate}",
+    ):
         assert part in buildah
     assert capsys.readouterr().out == ""
     docker = " ".join(image.build_command("docker", "cuda", "x:1", **given))
-    assert docker.startswith("docker build --file docker/Dockerfile.cuda --tag x:1 ")
-    assert "PIP_INDEX_URL=mirror.example" in docker
-    assert "/ca.crt" not in docker
-    assert "/ca.crt" in capsys.readouterr().out
+    assert docker.startswith(f"docker build --secret id=pip_cert,src={certificate} --file docker/Dockerfile.cuda ")
+    for part in ("PIP_INDEX_URL=mirror.example", "PIP_FIND_LINKS=wheels.example", "PIP_CERT=/run/secrets/pip_cert"):
+        assert part in docker
+    assert "/wheels" not in docker
+    out = capsys.readouterr().out
+    assert out.endswith(": /wheels\n")
+    certificate.unlink()
+    assert "cert" not in " ".join(image.build_command("docker", "cuda", "x:1", **given)).lower()
+    # What the Dockerfiles use needs BuildKit, which is no default before Docker 23.
+    monkeypatch.delenv("DOCKER_BUILDKIT", raising=False)
+    assert image.environment("docker")["DOCKER_BUILDKIT"] == "1"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_secret_certificate_is_where_pip_runs(kind: str) -> None:
+    calls = [
+        value for name, value in instructions(kind) if name == "RUN" and ("packages.sh" in value or "pip " in value)
+    ]
+    assert len(calls) == 2
+    assert all("--mount=type=secret,id=pip_cert " in value for value in calls)
 
 
 def test_neither_docker_nor_buildah(image: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -340,6 +384,11 @@ def test_a_user_without_a_home_gets_one(enter, tmp_path: Path, home: str) -> Non
     made = tmp_path / f"lightning_zero-{os.getuid()}"
     assert done.stdout.splitlines()[1] == f"home: {made}"
     assert stat.S_IMODE(made.stat().st_mode) == 0o700
+
+
+def test_a_folder_for_temporary_files_that_is_not_there(enter) -> None:  # type: ignore[no-untyped-def]
+    done = enter(HOME="/no/such", TMPDIR="/no/scratch")
+    assert done.stdout.splitlines()[1] == f"home: /tmp/lightning_zero-{os.getuid()}"
 
 
 def test_runs_go_where_the_environment_says(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ The files are joined once into a flat file of bytes in a cache folder, which eve
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import hashlib
 import os
@@ -150,7 +151,8 @@ class TextData(LightningDataModule):
         batch_size: items per process.
         val_fraction: share of the text that is held out.
         split_seed: which part that is.
-        cache_dir: where the joined tokens are kept. Default: ``lightning_zero`` in the user's cache folder.
+        cache_dir: where the joined tokens are kept. Default: ``lightning_zero`` in the user's cache folder, or
+            among the temporary files where that cannot be written.
         num_workers: processes that load data, for each training process.
 
     Raises:
@@ -248,9 +250,27 @@ def _whole_number(key: str, value: object, least: int) -> None:
 
 
 def _cache_folder(cache_dir: str | None) -> Path:
-    """The folder of the cache, made here so that one which cannot be written is refused before any process starts."""
+    """The folder of the cache, made here so that one which cannot be written is refused before any process starts.
+
+    Where none is asked for and the user's cannot be written (a read-only image, a user without a home folder), it is
+    one among the temporary files.
+    """
+    if cache_dir:
+        return _made(Path(os.path.expanduser(cache_dir)))
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    folder = Path(os.path.expanduser(cache_dir) if cache_dir else os.path.join(base, "lightning_zero")).absolute()
+    try:
+        return _made(Path(base, "lightning_zero"))
+    except ConfigError:
+        folder = Path(tempfile.gettempdir(), f"lightning_zero-{os.getuid()}")
+        with contextlib.suppress(OSError):
+            folder.mkdir(mode=0o700)
+        if not folder.is_dir() or folder.is_symlink() or folder.stat().st_uid != os.getuid():
+            raise  # anyone can put something there
+        return _made(folder / "cache")
+
+
+def _made(folder: Path) -> Path:
+    folder = folder.absolute()
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
