@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_zero.config import ConfigError, DType, Precision, ZeroConfig
-from lightning_zero.engine.unit import Bucket, Dtypes, ParamInfo, Tiers, Unit
+from lightning_zero.engine.bucket import Bucket, Dtypes, ParamInfo
+from lightning_zero.engine.homes import Tiers
+from lightning_zero.engine.unit import Unit
 from lightning_zero.memory.collectives import Communicator
 from lightning_zero.planning.layout import lay_out, split_by_bytes
 from lightning_zero.planning.memory import BucketShape, Itemsizes, unit_bytes

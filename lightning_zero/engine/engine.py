@@ -27,17 +27,18 @@ from torch.optim import Optimizer
 
 from lightning_zero.config import ConfigError, Offload, Precision, Recompute, ZeroConfig, check_rounding
 from lightning_zero.engine import build, capacity
+from lightning_zero.engine.bucket import Bucket, Place
 from lightning_zero.engine.buffers import BufferSync
 from lightning_zero.engine.gradients import Reducer
 from lightning_zero.engine.guards import PlaceholderGuard
-from lightning_zero.engine.homes import opened
+from lightning_zero.engine.homes import Tiers, opened
 from lightning_zero.engine.hooks import Hooks
 from lightning_zero.engine.offload import StepJob, StepWorker, default_threads
-from lightning_zero.engine.optimizer import Place, ShardedOptimizer
+from lightning_zero.engine.optimizer import ShardedOptimizer
 from lightning_zero.engine.order import GatherOrder
 from lightning_zero.engine.recompute import recompute_forward
 from lightning_zero.engine.sentinels import Sentinels
-from lightning_zero.engine.unit import Bucket, State, Tiers, Unit
+from lightning_zero.engine.unit import State, Unit
 from lightning_zero.memory.collectives import ABANDON_S, Communicator
 from lightning_zero.memory.machine import Share, share_of_machine
 from lightning_zero.planning.placement import ON_DEVICE

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lightning_zero.engine.unit import Bucket
+from lightning_zero.engine.bucket import Bucket
 from lightning_zero.memory.collectives import Communicator, Pending
 from lightning_zero.planning.placement import Placement, Tier
 

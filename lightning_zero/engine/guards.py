@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_zero.engine.unit import Bucket, ParamInfo
+from lightning_zero.engine.bucket import Bucket, ParamInfo
 from lightning_zero.memory.buffers import Guard
 
 

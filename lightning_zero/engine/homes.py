@@ -12,14 +12,35 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from lightning_zero.memory.tiers import HostTier, NvmeTier, Wanted
+from lightning_zero.planning.placement import ON_DEVICE, Tier, TierRow
 
 CAST_CHUNK = 1 << 20  # elements: a cast piece and its result stay in the cache
+
+
+@dataclass(frozen=True, slots=True)
+class Tiers:
+    """The tiers of one engine that exist; a bucket takes what its row asks for."""
+
+    row: TierRow
+    host: HostTier | None = None
+    nvme: NvmeTier | None = None
+
+    @property
+    def on_device(self) -> Tiers:
+        """For buckets that stay on the device whatever the row says."""
+        return Tiers(ON_DEVICE)
+
+    def close(self) -> None:
+        for tier in (self.host, self.nvme):
+            if tier is not None:
+                tier.close()
 
 
 class Home(Protocol):
@@ -209,6 +230,17 @@ class FileHome:
     def free(self) -> None:
         self._tier.free(self._extents)
         self._extents, self._tensors = [], []
+
+
+def make_home(tier: Tier, tiers: Tiers, label: str, values: Tensor, dtype: torch.dtype) -> Home:
+    """A home on ``tier`` for ``values`` [owned numel], in ``dtype``."""
+    if tier is Tier.host:
+        assert tiers.host is not None
+        return HostHome(tiers.host, label, values, dtype)
+    if tier is Tier.nvme:
+        assert tiers.nvme is not None
+        return FileHome(tiers.nvme, label, values.to("cpu", dtype, copy=True))
+    return ResidentHome(values.to(dtype, copy=True))
 
 
 def copy_cast(source: Tensor, target: Tensor) -> None:

@@ -24,9 +24,10 @@ from weakref import WeakSet, ref
 import torch
 from torch import Tensor, nn
 
+from lightning_zero.engine.bucket import Bucket
 from lightning_zero.engine.recompute import WRAPPED
 from lightning_zero.engine.sentinels import GradSentinel
-from lightning_zero.engine.unit import Bucket, Unit
+from lightning_zero.engine.unit import Unit
 
 if TYPE_CHECKING:
     from lightning_zero.engine.engine import Engine

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
+from lightning_zero.engine.bucket import Bucket
 from lightning_zero.engine.engine import Engine
-from lightning_zero.engine.unit import Bucket
 from lightning_zero.planning.layout import cut_runs
 
 

@@ -27,8 +27,8 @@ from typing import NamedTuple
 
 import torch
 
+from lightning_zero.engine.bucket import Bucket
 from lightning_zero.engine.homes import Home
-from lightning_zero.engine.unit import Bucket
 
 
 class StepJob(NamedTuple):

@@ -14,18 +14,18 @@ import contextlib
 import types
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zero.config import ConfigError
+from lightning_zero.engine.bucket import Bucket, Place
 from lightning_zero.engine.chunks import is_elementwise, salt_of, step_in_chunks
 from lightning_zero.engine.homes import opened
 from lightning_zero.engine.offload import StepJob
 from lightning_zero.engine.runs import FlatRun, ParamStates, Runs, start_state, steps_in
-from lightning_zero.engine.unit import Bucket, ParamInfo
 
 # Optimizers of torch that compute every element from that element's value, gradient and state alone.
 ELEMENTWISE = (
@@ -42,13 +42,6 @@ ELEMENTWISE = (
     torch.optim.ASGD,
 )
 FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
-
-
-class Place(NamedTuple):
-    """Where a parameter lives."""
-
-    bucket: Bucket
-    info: ParamInfo
 
 
 def is_known(optimizer: Optimizer) -> bool:

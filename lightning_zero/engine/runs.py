@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_zero.engine.bucket import Bucket
 from lightning_zero.engine.chunks import PER_TENSOR, is_elementwise
 from lightning_zero.engine.homes import opened
-from lightning_zero.engine.unit import Bucket
 from lightning_zero.planning.layout import Fragment, Run, cut_runs
 
 ParamStates = Mapping[tuple[Bucket, int], dict[str, Any]]  # state of the parameter at a slot of a bucket

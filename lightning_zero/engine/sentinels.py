@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_zero.engine.unit import Bucket, ParamInfo
+from lightning_zero.engine.bucket import Bucket, ParamInfo
 
 _ZEROING = {torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero_.default}
 

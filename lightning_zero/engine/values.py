@@ -13,11 +13,12 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from lightning_zero.config import ConfigError
+from lightning_zero.engine.bucket import Bucket, Place
 from lightning_zero.engine.engine import Engine, outside_autograd
 from lightning_zero.engine.homes import opened
-from lightning_zero.engine.optimizer import Place, ShardedOptimizer
+from lightning_zero.engine.optimizer import ShardedOptimizer
 from lightning_zero.engine.runs import Sliced
-from lightning_zero.engine.unit import Bucket, State
+from lightning_zero.engine.unit import State
 from lightning_zero.planning.placement import Placement
 
 # -- gather -----------------------------------------------------------------------------------------------------------
