@@ -33,6 +33,7 @@ from lightning_zero.engine.gradients import Reducer
 from lightning_zero.engine.guards import PlaceholderGuard
 from lightning_zero.engine.homes import Tiers, opened
 from lightning_zero.engine.hooks import Hooks
+from lightning_zero.engine.kinds import count_states
 from lightning_zero.engine.offload import StepJob, StepWorker, default_threads
 from lightning_zero.engine.optimizer import ShardedOptimizer
 from lightning_zero.engine.order import GatherOrder
@@ -668,7 +669,7 @@ class Engine:
             stochastic_rounding=self.config.precision.stochastic_rounding,
         )
         capacity.check_state_fits(
-            self.comm, self.tiers, sharded.buckets(), sharded.state_tensors(), self.config.offload
+            self.comm, self.tiers, sharded.buckets(), count_states(optimizer), self.config.offload
         )
         self.optimizers.append(sharded)
         return sharded
