@@ -1,4 +1,4 @@
-"""Where roles rest: on the device, in host memory, or in a file. One interface, which units use without asking which.
+"""Where roles rest when they leave the device: in host memory, or in a file. One interface for both.
 
 A caller reserves extents once (a batch of them is one slab, or one region of the file), then moves values with
 ``stage_in`` and ``stage_out``. Futures let it overlap: read k+1, step k, write k-1. What an extent holds before the
@@ -181,49 +181,6 @@ class _Copier:
     def synchronize(self) -> None:
         for stream in self._streams.values():
             stream.synchronize()
-
-
-class DeviceTier:
-    """Extents are tensors on the device; staging copies on the current stream."""
-
-    name = "device"
-
-    def __init__(self, device: torch.device = CPU) -> None:
-        self._device = device
-        self._held: dict[Extent, Tensor] = {}
-
-    @property
-    def nbytes(self) -> int:
-        return sum(extent.nbytes for extent in list(self._held))
-
-    def reserve(self, wanted: Sequence[Wanted]) -> list[Extent]:
-        extents, _ = _lay_out(wanted, 0, HOST_ALIGN)
-        with torch.inference_mode(False):
-            self._held |= {e: torch.empty(e.numel, dtype=e.dtype, device=self._device) for e in extents}
-        return extents
-
-    def stage_in(self, extent: Extent, out: Tensor) -> Future[Any]:
-        _check(extent, out)
-        _flat(out).copy_(self._held[extent])
-        return _done()
-
-    def stage_out(self, extent: Extent, value: Tensor) -> Future[Any]:
-        _check(extent, value)
-        self._held[extent].copy_(_flat(value))
-        return _done()
-
-    def resident(self, extent: Extent) -> Tensor:
-        return self._held[extent]
-
-    def free(self, extents: Iterable[Extent]) -> None:
-        for extent in extents:
-            self._held.pop(extent, None)
-
-    def flush(self) -> None:
-        pass
-
-    def close(self) -> None:
-        self._held.clear()
 
 
 # -- host -------------------------------------------------------------------------------------------------------------

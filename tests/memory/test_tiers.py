@@ -28,7 +28,7 @@ from lightning_zero.memory import claims
 from lightning_zero.memory.aio import DiskError, Syscalls
 from lightning_zero.memory.limits import available_host_memory
 from lightning_zero.memory.pages import PAGE, StagingRing
-from lightning_zero.memory.tiers import DeviceTier, Extent, HostTier, NvmeTier, Tier, Wanted, arrived
+from lightning_zero.memory.tiers import Extent, HostTier, NvmeTier, Tier, Wanted, arrived
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*has no O_DIRECT:RuntimeWarning")
 
@@ -36,13 +36,13 @@ FEW = settings(
     max_examples=30, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool, torch.float64]
-NAMES = ["device", "host", "nvme"]
+NAMES = ["host", "nvme"]
 
 
 def make(name: str, path: Path, **nvme: Any) -> Tier:
     if name == "nvme":
         return NvmeTier(path, **{"rank": 0, "ring_count": 2, "ring_nbytes": 2 * PAGE, **nvme})
-    return DeviceTier() if name == "device" else HostTier()
+    return HostTier()
 
 
 def noise(numel: int, dtype: torch.dtype, seed: int) -> Tensor:
@@ -625,7 +625,7 @@ def test_ranks_that_start_and_end_together_do_not_disturb_each_other(tmp_path: P
 @pytest.mark.parametrize("name", NAMES)
 def test_tensors_on_a_gpu_rest_on_each_tier(name: str, tmp_path: Path) -> None:
     device = torch.device("cuda", 0)
-    tier: Tier = DeviceTier(device) if name == "device" else HostTier(device)
+    tier: Tier = HostTier(device)
     if name == "nvme":
         tier = NvmeTier(tmp_path, rank=0, device=device, ring_count=2, ring_nbytes=MIB)
     with closing(tier):
