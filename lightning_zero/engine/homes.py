@@ -18,7 +18,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from lightning_zero.memory.tiers import HostTier, NvmeTier, Wanted
+from lightning_zero.memory.host import HostTier
+from lightning_zero.memory.nvme import NvmeTier
+from lightning_zero.memory.tiers import Wanted
 from lightning_zero.planning.placement import ON_DEVICE, Tier, TierRow
 
 CAST_CHUNK = 1 << 20  # elements: a cast piece and its result stay in the cache
@@ -115,7 +117,6 @@ class HostHome(ResidentHome):
         self._states: list[tuple[Tensor, Any]] = []  # with their extents
         self._extent = tier.reserve([Wanted(label, values.numel(), dtype)])[0]
         master = tier.resident(self._extent)
-        assert master is not None
         copy_cast(values, master)
         super().__init__(master)
 

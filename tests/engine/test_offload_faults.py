@@ -22,7 +22,7 @@ from lightning_zero.engine.homes import FileHome, ParamFile
 from lightning_zero.engine.offload import StepJob, StepWorker
 from lightning_zero.memory import watchdog
 from lightning_zero.memory.aio import DiskError
-from lightning_zero.memory.tiers import NvmeTier
+from lightning_zero.memory.nvme import NvmeTier
 from tests.engine.support import Model, Sharded, accumulate, tokens
 from tests.engine.test_offload import PLACES, offload, slow_steps, train
 from tests.harness import on_ranks, run

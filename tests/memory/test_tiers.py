@@ -26,9 +26,11 @@ from torch import Tensor
 from lightning_zero.config import MIB, ConfigError
 from lightning_zero.memory import claims
 from lightning_zero.memory.aio import DiskError, Syscalls
+from lightning_zero.memory.host import HostTier
 from lightning_zero.memory.limits import available_host_memory
+from lightning_zero.memory.nvme import NvmeTier
 from lightning_zero.memory.pages import PAGE, StagingRing
-from lightning_zero.memory.tiers import Extent, HostTier, NvmeTier, Tier, Wanted, arrived
+from lightning_zero.memory.tiers import Extent, Tier, Wanted, arrived
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*has no O_DIRECT:RuntimeWarning")
 
@@ -571,7 +573,7 @@ def test_places_in_the_file_are_taken_again(tmp_path: Path) -> None:
             assert tier._file.nbytes == size
         assert len({e.offset for e in (a, b, c, d)}) == 4
         tier.free([a, b, c, d])
-        assert tier.nbytes == 0 and tier._file_end == 0 and not tier._holes
+        assert tier.nbytes == 0 and tier._regions.end == 0 and not tier._regions.holes
 
 
 def test_a_second_tier_of_this_process_is_refused_until_the_first_is_closed(
