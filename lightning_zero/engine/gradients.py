@@ -12,8 +12,9 @@ Where gradients rest replicated (stages 0 and 1) the local buffer itself accumul
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -180,6 +181,15 @@ class Reducer:
         self._next = 0
         for grads in self.grads.values():
             grads.arrived, grads.issued = 0, False
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside, gradients that rest replicated are not reduced."""
+        previous, self.synchronize = self.synchronize, False
+        try:
+            yield
+        finally:
+            self.synchronize = previous
 
     def set_loss_scale(self, scale: float) -> None:
         """The loss of the next backwards is multiplied by ``scale``: gradients are divided by it as they arrive."""

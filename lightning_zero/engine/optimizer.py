@@ -31,6 +31,7 @@ from lightning_zero.engine.kinds import (
     shadow_of,
     start_state,
 )
+from lightning_zero.engine.modes import without_autocast
 from lightning_zero.engine.offload import StepJob
 from lightning_zero.engine.runs import FlatRun, ParamStates, Runs, steps_in
 
@@ -324,9 +325,3 @@ class ShardedOptimizer:
     def _is_used(self, run: FlatRun, used: set[int]) -> bool:
         slot = run.run.fragments[0].index  # runs are cut where this differs
         return id(run.bucket.params[slot].param) in used
-
-
-def without_autocast(device_type: str) -> contextlib.AbstractContextManager[Any]:
-    """Autocast switched off, on devices that know it (the meta device does not)."""
-    known = torch.amp.is_autocast_available(device_type)
-    return torch.autocast(device_type, enabled=False) if known else contextlib.nullcontext()

@@ -14,8 +14,9 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_zero.config import ConfigError
 from lightning_zero.engine.bucket import Bucket, Place
-from lightning_zero.engine.engine import Engine, outside_autograd
+from lightning_zero.engine.engine import Engine
 from lightning_zero.engine.homes import opened
+from lightning_zero.engine.modes import outside_autograd
 from lightning_zero.engine.optimizer import ShardedOptimizer
 from lightning_zero.engine.runs import Sliced
 from lightning_zero.engine.unit import State

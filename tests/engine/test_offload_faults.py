@@ -251,8 +251,7 @@ def test_what_was_read_ahead_is_read_again_after_a_write(tmp_path: Path) -> None
 
 def let_go(engine: Engine) -> None:
     """What is left of an engine whose values are lost."""
-    assert engine._worker is not None
-    engine._worker.close()
+    engine.under_way.close()
     engine.tiers.close()
     if engine.comm._watchdog is not None:
         engine.comm._watchdog.stop()
