@@ -312,8 +312,8 @@ def test_an_error_of_the_disk(row: str, stage: int, kind: str, tmp_path: Path) -
     if not (row == "optimizer_cpu_param_nvme" and kind == "read"):
         accumulate(side, 2, 1)
     broken = True
-    side.step()
     with pytest.raises(DiskError) as caught:
+        side.step()  # the worker finds it, perhaps before this has returned
         accumulate(side, 3, 1)
     assert_names_it(caught.value, tmp_path, "reading" if kind == "read" else "writing")
     side.engine.abort()
