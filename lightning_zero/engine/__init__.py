@@ -6,6 +6,14 @@
     engine.add_optimizer(torch.optim.AdamW(model.parameters()))
     loss = model(batch)
     loss.backward()
+
+Where to look::
+
+    what is sharded  unit, bucket (its flat buffers), homes (where values rest), build, materialise, capacity
+    in a pass        hooks, passes (who is gathered when), order, gradients, sentinels, guards, buffers, recompute
+    in a step        optimizer, kinds, runs, chunks, modes, offload, early_steps, under_way; norms, scaler before it
+    whole values     values; usage counts the bytes that are held
+    all together     engine
 """
 
 from __future__ import annotations
