@@ -127,6 +127,11 @@ class Bucket:
     def owned_fragments(self) -> list[Fragment]:
         return list(self.layout.cut(*self.owned_range))
 
+    def part_of(self, full: Tensor, info: ParamInfo) -> Tensor:
+        """The part of ``full`` [layout.numel] that is one parameter: a view of the parameter's shape."""
+        start = self.layout.slots[info.slot].start
+        return full[start : start + info.numel].view(info.shape)
+
     @property
     def own_shard_of_owned(self) -> slice:
         """This rank's shard inside the owned range: what it alone answers for in sums over ranks."""

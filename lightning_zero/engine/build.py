@@ -199,8 +199,7 @@ def _fill(bucket: Bucket) -> None:
     dtype = bucket.dtypes.master if bucket.trainable else bucket.dtypes.compute
     values = torch.zeros(bucket.layout.numel, dtype=dtype, device=bucket.comm.device)
     for info in bucket.params:
-        start = bucket.layout.slots[info.slot].start
-        values[start : start + info.numel].view(info.shape).copy_(info.param.detach())
+        bucket.part_of(values, info).copy_(info.param.detach())
     bucket.comm.broadcast(values)
     bucket.fill(values)
     for info in bucket.params:

@@ -214,9 +214,7 @@ class Engine:
         for bucket in self.buckets:
             full = bucket.full_master()
             for info in bucket.params:
-                start = bucket.layout.slots[info.slot].start
-                value = full[start : start + info.numel].view(info.shape)
-                info.param.data = value.to(info.dtype, copy=True)
+                info.param.data = bucket.part_of(full, info).to(info.dtype, copy=True)
                 info.param.grad = None
         for optimizer in self.optimizers:
             optimizer.release()

@@ -48,10 +48,9 @@ class BucketGrads:
         if self.local is None:
             dtype = bucket.dtypes.grad if self.accumulates else bucket.dtypes.reduce
             self.local = torch.empty(bucket.layout.numel, dtype=dtype, device=grad.device)
-        place = bucket.layout.slots[slot]
         if grad.layout is not torch.strided:
             grad = grad.to_dense()  # sparse embedding gradients: shards are dense
-        view = self.local[place.start : place.start + place.numel].view(bucket.params[slot].shape)
+        view = bucket.part_of(self.local, bucket.params[slot])
         if slot in self.written:
             view.add_(grad, alpha=self.scale)
         elif self.scale == 1.0:

@@ -151,12 +151,11 @@ class FileHome:
         self.master = master
         self._tensors: list[Tensor] = []
         self._extents: list[Any] = []
-        self._opens = 0
+        self._opens = 1
         self._changed = False
         self._reading: list[Future[Any]] = []
         self._writing: list[Future[Any]] = []
         self._in_memory = True
-        self._opens = 1
         self._place([master])
         self.close(changed=True)
         self.settle()
@@ -262,7 +261,6 @@ class ParamFile:
         self._extent = tier.reserve([Wanted(f"{label} (parameters)", values.numel(), values.dtype)])[0]
         self._staged: Tensor | None = None
         self._reading: Future[Any] | None = None
-        self._writing: Future[Any] | None = None
         self.write(values)
 
     def write(self, values: Tensor) -> None:
