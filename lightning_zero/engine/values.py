@@ -199,14 +199,14 @@ def write_param(place: Place, value: Tensor) -> None:
 
 
 def load_module_state_dict(engine: Engine, state: Mapping[str, Any], *, strict: bool = True) -> Any:
-    """``module.load_state_dict(state)`` into the shards. Every rank holds ``state``; no communication."""
+    """On all ranks, each with the same ``state``: ``module.load_state_dict(state)`` into the shards."""
     with loading_into_shards(engine):
         return engine.module.load_state_dict(state, strict=strict)
 
 
 @contextlib.contextmanager
 def loading_into_shards(engine: Engine) -> Iterator[None]:
-    """Inside, ``module.load_state_dict`` of full values writes this rank's slices. Every rank holds the values."""
+    """On all ranks: inside, ``module.load_state_dict`` of full values, the same on each, writes this rank's slices."""
     engine.settle()
     with engine.placeholders_allowed(), _CopyIntoShards(engine):
         yield
