@@ -175,10 +175,8 @@ def _on_load_checkpoint(
         else:
             type(callback).on_load_checkpoint(callback, trainer, pl_module, checkpoint)
         return
-    engine = _average_of(callback).engine
-    with values.loading_into_shards(engine):  # the callback calls pl_module.load_state_dict
+    with values.loading_into_shards(_average_of(callback).engine):  # the callback calls pl_module.load_state_dict
         type(callback).on_load_checkpoint(callback, trainer, pl_module, checkpoint)
-    engine.masters_changed()
 
 
 def _average_of(callback: WeightAveraging) -> ShardedAverage:
