@@ -10,7 +10,8 @@
 Where to look::
 
     what is sharded  unit, bucket (its flat buffers), homes (where values rest), build, materialise, capacity
-    in a pass        hooks, passes (who is gathered when), order, gradients, sentinels, guards, buffers, recompute
+    in a pass        passes (which unit is gathered when), hooks, containers, order, gradients, sentinels, guards,
+                     recompute, buffers
     in a step        optimizer, kinds, runs, chunks, modes, offload, early_steps, under_way; norms, scaler before it
     whole values     values; usage counts the bytes that are held
     all together     engine
