@@ -20,8 +20,8 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from lightning_zero.engine import Engine, engine_of, values
-from lightning_zero.engine.engine import outside_autograd
 from lightning_zero.engine.homes import opened
+from lightning_zero.engine.modes import outside_autograd
 
 _WAITING = "_lightning_zero_checkpoint"  # a checkpoint that was loaded before there were shards
 _PATCHED = ("setup", "_swap_models", "_copy_average_to_current", "on_load_checkpoint", _WAITING)
@@ -175,10 +175,8 @@ def _on_load_checkpoint(
         else:
             type(callback).on_load_checkpoint(callback, trainer, pl_module, checkpoint)
         return
-    engine = _average_of(callback).engine
-    with values.loading_into_shards(engine):  # the callback calls pl_module.load_state_dict
+    with values.loading_into_shards(_average_of(callback).engine):  # the callback calls pl_module.load_state_dict
         type(callback).on_load_checkpoint(callback, trainer, pl_module, checkpoint)
-    engine.masters_changed()
 
 
 def _average_of(callback: WeightAveraging) -> ShardedAverage:

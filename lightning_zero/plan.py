@@ -90,7 +90,7 @@ def optimizer_states(config: TrainConfig) -> int:
     """Tensors of state that the optimizer of the configuration keeps for each parameter: found by one step of it."""
     import torch
 
-    from lightning_zero.engine.chunks import is_elementwise
+    from lightning_zero.engine.kinds import is_elementwise
 
     if not config.optimizer:
         return ADAM_STATES

@@ -87,6 +87,13 @@ def test_every_module_has_a_place_in_the_house(path: Path) -> None:
     assert layer_of(name) or name in ("", "__init__") or name.split(".")[0] in MAIN_JOB, f"{name}: which layer is it?"
 
 
+@pytest.mark.parametrize("folder", ["planning", "memory", "engine"])
+def test_a_folder_says_where_to_look(folder: str) -> None:
+    text = ast.get_docstring(ast.parse((PACKAGE / folder / "__init__.py").read_text())) or ""
+    for path in (PACKAGE / folder).glob("*.py"):
+        assert path.stem == "__init__" or re.search(rf"\b{path.stem}\b", text), f"{folder}/__init__.py: {path.stem}?"
+
+
 @pytest.mark.parametrize("path", modules(), ids=name_of)
 def test_imports_run_one_way(path: Path) -> None:
     own = layer_of(name_of(path))

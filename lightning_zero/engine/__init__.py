@@ -6,6 +6,15 @@
     engine.add_optimizer(torch.optim.AdamW(model.parameters()))
     loss = model(batch)
     loss.backward()
+
+Where to look::
+
+    what is sharded  unit, bucket (its flat buffers), homes (where values rest), build, materialise, capacity
+    in a pass        passes (which unit is gathered when), hooks, containers, order, gradients, sentinels, guards,
+                     recompute, buffers
+    in a step        optimizer, kinds, runs, chunks, modes, offload, early_steps, under_way; norms, scaler before it
+    whole values     values; usage counts the bytes that are held
+    all together     engine
 """
 
 from __future__ import annotations

@@ -1,11 +1,33 @@
-"""Buffers are replicated. Before a step rank 0's values go to all ranks, as DDP sends them: ranks see other batches."""
+"""Buffers are replicated, with rank 0's values: when the module is sharded, and before steps, as DDP sends them (ranks
+compute with different batches)."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_zero.memory.collectives import Communicator
+
+
+def replicate_buffers(module: nn.Module, comm: Communicator) -> None:
+    """Move all buffers to the engine's device, with rank 0's values; those that modules share stay shared."""
+    moved: dict[int, Any] = {}
+    for inner in module.modules():
+        for key, buffer in inner._buffers.items():
+            if buffer is None:
+                continue
+            if id(buffer) not in moved:
+                moved[id(buffer)] = on_device = buffer.to(comm.device)
+                if buffer.numel():
+                    data = on_device.contiguous()
+                    comm.broadcast(data)
+                    if any(step == 0 and size > 1 for step, size in zip(buffer.stride(), buffer.shape, strict=True)):
+                        moved[id(buffer)] = data  # an expanded buffer cannot be written to
+                    else:
+                        on_device.copy_(data)
+            inner._buffers[key] = moved[id(buffer)]
 
 
 class BufferSync:

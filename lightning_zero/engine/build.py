@@ -1,19 +1,22 @@
-"""From a module to units: who owns which parameter and which share a bucket (pure, also for the memory plan);
-materialisation of meta parameters; rank 0's values to all."""
+"""From a module to units: who owns which parameter and which share a bucket (pure, also for the memory plan); and from
+that description to buckets that hold rank 0's values."""
 
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lightning_zero.config import ConfigError, DType, Precision, ZeroConfig
-from lightning_zero.engine.unit import Bucket, Dtypes, ParamInfo, Tiers, Unit
+from lightning_zero.engine.bucket import Bucket, Dtypes, ParamInfo
+from lightning_zero.engine.buffers import replicate_buffers
+from lightning_zero.engine.homes import Tiers
+from lightning_zero.engine.materialise import materialise, move_param
+from lightning_zero.engine.unit import Unit
 from lightning_zero.memory.collectives import Communicator
 from lightning_zero.planning.layout import lay_out, split_by_bytes
 from lightning_zero.planning.memory import BucketShape, Itemsizes, unit_bytes
@@ -105,9 +108,9 @@ def build_units(
     names = {group.name for group in groups if group.name}
     built: dict[int, Unit] = {}
     for index, group in [*list(enumerate(groups))[1:], (0, groups[0])]:  # the root last: it owns what units share
-        _materialise(module, group.name, names, comm.device)
+        materialise(module, group.name, names, comm.device)
         built[index] = Unit(group.name, index, _build_buckets(group, config, comm, tiers[group.name]))
-    _move_buffers(module, comm)
+    replicate_buffers(module, comm)
     return [built[index] for index in range(len(groups))]
 
 
@@ -196,77 +199,10 @@ def _fill(bucket: Bucket) -> None:
     dtype = bucket.dtypes.master if bucket.trainable else bucket.dtypes.compute
     values = torch.zeros(bucket.layout.numel, dtype=dtype, device=bucket.comm.device)
     for info in bucket.params:
-        start = bucket.layout.slots[info.slot].start
-        values[start : start + info.numel].view(info.shape).copy_(info.param.detach())
+        bucket.part_of(values, info).copy_(info.param.detach())
     bucket.comm.broadcast(values)
     bucket.fill(values)
     for info in bucket.params:
         if info.param.device != bucket.comm.device:
-            _replace(info.param, torch.empty_like(info.param, device=bucket.comm.device))
+            move_param(info.param, torch.empty_like(info.param, device=bucket.comm.device))
     bucket.show(gathered=True)
-
-
-def _replace(param: nn.Parameter, value: Tensor) -> None:
-    """Move a parameter to another device and keep the object: ``.data =`` refuses that, a swap does not."""
-    torch.utils.swap_tensors(param, nn.Parameter(value, requires_grad=param.requires_grad))
-
-
-# -- meta modules and buffers -----------------------------------------------------------------------------------------
-
-
-def _own_modules(module: nn.Module, unit: str, units: set[str]) -> Iterator[tuple[str, nn.Module]]:
-    """Modules that belong to ``unit`` and to no unit inside it."""
-    for name, inner in module.named_modules():
-        parts = name.split(".") if name else []
-        prefixes = (".".join(parts[:n]) for n in range(len(parts), 0, -1))
-        if next((p for p in prefixes if p in units), "") == unit:
-            yield name, inner
-
-
-def _materialise(module: nn.Module, unit: str, units: set[str], device: torch.device) -> None:
-    """Give meta parameters and buffers of a unit memory and initial values; tied parameters stay tied.
-
-    On an engine whose own device is meta (simulated scale) nothing has values, and all stays as it is.
-    """
-    if device.type == "meta":
-        return
-    for name, inner in _own_modules(module, unit, units):
-        if not any(t.is_meta for t in _own_tensors(inner)):
-            continue
-        reset = getattr(inner, "reset_parameters", None)
-        if not callable(reset):
-            raise ConfigError(
-                f"module {name or '(root)'} ({type(inner).__name__}) holds parameters or buffers on the meta device "
-                "and has no reset_parameters() to initialise them. Give it that method, or build it off meta."
-            )
-        for param in inner.parameters(recurse=False):
-            if param.is_meta:
-                _replace(param, torch.empty_like(param, device=device))
-        for key, buffer in inner.named_buffers(recurse=False):
-            if buffer.is_meta:
-                inner._buffers[key] = torch.empty_like(buffer, device=device)
-        reset()
-
-
-def _own_tensors(module: nn.Module) -> Iterable[Tensor]:
-    yield from module.parameters(recurse=False)
-    yield from module.buffers(recurse=False)
-
-
-def _move_buffers(module: nn.Module, comm: Communicator) -> None:
-    """Buffers are replicated: on the engine's device, with rank 0's values."""
-    moved: dict[int, Any] = {}
-    for inner in module.modules():
-        for key, buffer in inner._buffers.items():
-            if buffer is None:
-                continue
-            if id(buffer) not in moved:
-                moved[id(buffer)] = on_device = buffer.to(comm.device)
-                if buffer.numel():
-                    data = on_device.contiguous()
-                    comm.broadcast(data)
-                    if any(step == 0 and size > 1 for step, size in zip(buffer.stride(), buffer.shape, strict=True)):
-                        moved[id(buffer)] = data  # an expanded buffer cannot be written to
-                    else:
-                        on_device.copy_(data)
-            inner._buffers[key] = moved[id(buffer)]

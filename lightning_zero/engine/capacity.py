@@ -14,13 +14,15 @@ from typing import Any, NamedTuple
 import torch
 
 from lightning_zero.config import ConfigError, Hierarchy, Offload, OffloadConfig, ZeroConfig
+from lightning_zero.engine.bucket import Bucket
 from lightning_zero.engine.build import UnitGroup, bucket_shapes, sizes_of
-from lightning_zero.engine.unit import Bucket, Tiers
+from lightning_zero.engine.homes import Tiers
 from lightning_zero.memory.collectives import Communicator, gather_objects
+from lightning_zero.memory.host import HostTier
 from lightning_zero.memory.limits import available_host_memory
 from lightning_zero.memory.machine import Share, own_path, ranks_on_disk
+from lightning_zero.memory.nvme import NvmeTier
 from lightning_zero.memory.peers import machine
-from lightning_zero.memory.tiers import HostTier, NvmeTier
 from lightning_zero.planning import memory
 from lightning_zero.planning.memory import Moment, Role
 from lightning_zero.planning.placement import (

@@ -19,15 +19,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-PER_TENSOR = frozenset({"step", "eta", "mu", "mu_product"})  # state that torch's optimizers keep once per tensor
+from lightning_zero.engine.kinds import is_elementwise
+
 CHUNK = 1 << 18  # elements: parameter, gradient and two states in fp32 are 4 MiB
 
 _M1, _M2 = 0x7FEB352D, 0x846CA68B - (1 << 32)  # multipliers of a 32-bit integer hash with low bias, as int32
-
-
-def is_elementwise(name: str, value: Any, tensor: Tensor) -> bool:
-    """Whether a state value has an element for every element of the run (and not, say, a step count)."""
-    return name not in PER_TENSOR and isinstance(value, Tensor) and value.shape == tensor.shape
 
 
 def round_stochastically(values: Tensor, first: int, salt: int) -> Tensor:

@@ -12,14 +12,15 @@ Where gradients rest replicated (stages 0 and 1) the local buffer itself accumul
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from lightning_zero.engine.unit import Bucket
+from lightning_zero.engine.bucket import Bucket
 from lightning_zero.memory.collectives import Communicator, Pending
 from lightning_zero.planning.placement import Placement, Tier
 
@@ -47,10 +48,9 @@ class BucketGrads:
         if self.local is None:
             dtype = bucket.dtypes.grad if self.accumulates else bucket.dtypes.reduce
             self.local = torch.empty(bucket.layout.numel, dtype=dtype, device=grad.device)
-        place = bucket.layout.slots[slot]
         if grad.layout is not torch.strided:
             grad = grad.to_dense()  # sparse embedding gradients: shards are dense
-        view = self.local[place.start : place.start + place.numel].view(bucket.params[slot].shape)
+        view = bucket.part_of(self.local, bucket.params[slot])
         if slot in self.written:
             view.add_(grad, alpha=self.scale)
         elif self.scale == 1.0:
@@ -180,6 +180,15 @@ class Reducer:
         self._next = 0
         for grads in self.grads.values():
             grads.arrived, grads.issued = 0, False
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside, gradients that rest replicated are not reduced."""
+        previous, self.synchronize = self.synchronize, False
+        try:
+            yield
+        finally:
+            self.synchronize = previous
 
     def set_loss_scale(self, scale: float) -> None:
         """The loss of the next backwards is multiplied by ``scale``: gradients are divided by it as they arrive."""

@@ -12,14 +12,37 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from lightning_zero.memory.tiers import HostTier, NvmeTier, Wanted
+from lightning_zero.memory.host import HostTier
+from lightning_zero.memory.nvme import NvmeTier
+from lightning_zero.memory.tiers import Wanted
+from lightning_zero.planning.placement import ON_DEVICE, Tier, TierRow
 
 CAST_CHUNK = 1 << 20  # elements: a cast piece and its result stay in the cache
+
+
+@dataclass(frozen=True, slots=True)
+class Tiers:
+    """The tiers of one engine that exist; a bucket takes what its row asks for."""
+
+    row: TierRow
+    host: HostTier | None = None
+    nvme: NvmeTier | None = None
+
+    @property
+    def on_device(self) -> Tiers:
+        """For buckets that stay on the device whatever the row says."""
+        return Tiers(ON_DEVICE)
+
+    def close(self) -> None:
+        for tier in (self.host, self.nvme):
+            if tier is not None:
+                tier.close()
 
 
 class Home(Protocol):
@@ -94,7 +117,6 @@ class HostHome(ResidentHome):
         self._states: list[tuple[Tensor, Any]] = []  # with their extents
         self._extent = tier.reserve([Wanted(label, values.numel(), dtype)])[0]
         master = tier.resident(self._extent)
-        assert master is not None
         copy_cast(values, master)
         super().__init__(master)
 
@@ -129,12 +151,11 @@ class FileHome:
         self.master = master
         self._tensors: list[Tensor] = []
         self._extents: list[Any] = []
-        self._opens = 0
+        self._opens = 1
         self._changed = False
         self._reading: list[Future[Any]] = []
         self._writing: list[Future[Any]] = []
         self._in_memory = True
-        self._opens = 1
         self._place([master])
         self.close(changed=True)
         self.settle()
@@ -211,6 +232,17 @@ class FileHome:
         self._extents, self._tensors = [], []
 
 
+def make_home(tier: Tier, tiers: Tiers, label: str, values: Tensor, dtype: torch.dtype) -> Home:
+    """A home on ``tier`` for ``values`` [owned numel], in ``dtype``."""
+    if tier is Tier.host:
+        assert tiers.host is not None
+        return HostHome(tiers.host, label, values, dtype)
+    if tier is Tier.nvme:
+        assert tiers.nvme is not None
+        return FileHome(tiers.nvme, label, values.to("cpu", dtype, copy=True))
+    return ResidentHome(values.to(dtype, copy=True))
+
+
 def copy_cast(source: Tensor, target: Tensor) -> None:
     """``target.copy_(source)`` in pieces: a cast between devices would otherwise need a whole second copy."""
     if source.device == target.device or source.dtype == target.dtype:
@@ -229,7 +261,6 @@ class ParamFile:
         self._extent = tier.reserve([Wanted(f"{label} (parameters)", values.numel(), values.dtype)])[0]
         self._staged: Tensor | None = None
         self._reading: Future[Any] | None = None
-        self._writing: Future[Any] | None = None
         self.write(values)
 
     def write(self, values: Tensor) -> None:

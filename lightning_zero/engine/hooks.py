@@ -1,4 +1,4 @@
-"""The only file that registers hooks: module calls and gradients become engine events.
+"""The only file that registers hooks: module calls and gradients become events of :class:`Passes`.
 
 ::
 
@@ -14,22 +14,23 @@ tensors themselves would fire after every consumer of the tensor, other units in
 from __future__ import annotations
 
 import copy
-import dataclasses
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet, ref
 
 import torch
 from torch import Tensor, nn
 
+from lightning_zero.engine.bucket import Bucket
+from lightning_zero.engine.containers import find_tensors, map_tensors
 from lightning_zero.engine.recompute import WRAPPED
 from lightning_zero.engine.sentinels import GradSentinel
-from lightning_zero.engine.unit import Bucket, Unit
+from lightning_zero.engine.unit import Unit
 
 if TYPE_CHECKING:
-    from lightning_zero.engine.engine import Engine
+    from lightning_zero.engine.passes import Passes
 
 
 _PATCHES = ("_apply", "__deepcopy__")  # methods of guarded modules that are replaced on the instance
@@ -52,83 +53,22 @@ class _InputGrads(torch.autograd.Function):
         return (None, *grads)
 
 
-def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Rebuild nested containers (tuples, named tuples, lists, mappings, dataclasses) with changed tensors.
-
-    Containers that hold no changed tensor are returned as they are.
-    """
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        items = [map_tensors(v, change) for v in value]
-        return type(value)(*items) if _differ(items, value) else value
-    if type(value) in (list, tuple):
-        items = [map_tensors(v, change) for v in value]
-        return type(value)(items) if _differ(items, value) else value
-    if isinstance(value, dict):
-        new = {k: map_tensors(v, change) for k, v in value.items()}
-        if _differ(new.values(), value.values()):
-            return _rebuild_dict(value, new)
-        return value
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        changes = {}
-        for f in dataclasses.fields(value):
-            old = getattr(value, f.name)
-            if (new_value := map_tensors(old, change)) is not old:
-                changes[f.name] = new_value
-        if changes:
-            value = copy.copy(value)
-            for name, item in changes.items():
-                object.__setattr__(value, name, item)
-    return value
-
-
-def _differ(new: Any, old: Any) -> bool:
-    return any(a is not b for a, b in zip(new, old, strict=True))
-
-
-def _rebuild_dict(value: dict[Any, Any], new: dict[Any, Any]) -> Any:
-    rebuilt = copy.copy(value)  # keeps subclasses (OrderedDict, ModelOutput, BatchEncoding)
-    for k, v in new.items():
-        rebuilt[k] = v
-    return rebuilt
-
-
-def find_tensors(value: Any, only: tuple[type, ...] | None = None) -> Iterator[Tensor]:
-    """All tensors inside nested containers, dataclasses included; or inside containers of the types ``only``."""
-    if isinstance(value, Tensor):
-        yield value
-    elif only is not None:
-        if isinstance(value, only):
-            for item in cast(Iterable[Any], value):
-                yield from find_tensors(item, only)
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from find_tensors(item)
-    elif isinstance(value, (list, tuple, set, frozenset)):
-        for item in value:
-            yield from find_tensors(item)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for f in dataclasses.fields(value):
-            yield from find_tensors(getattr(value, f.name))
-
-
 class Hooks:
     """All hooks of one engine. ``remove`` takes them off again."""
 
-    def __init__(self, engine: Engine) -> None:
-        # The module owns the engine through these hooks; a strong reference back would be a cycle through autograd.
-        self._engine = ref(engine)
+    def __init__(self, passes: Passes) -> None:
+        # Modules and parameters hold these hooks; a strong reference back would be a cycle through autograd.
+        self._passes = ref(passes)
         self._handles: list[Any] = []
         self._grad_handles: dict[int, Any] = {}
         self._call = 0
         self._guarded: WeakSet[nn.Module] = WeakSet()
 
     @property
-    def engine(self) -> Engine:
-        engine = self._engine()
-        assert engine is not None, "the engine is gone but its hooks are not"
-        return engine
+    def passes(self) -> Passes:
+        passes = self._passes()
+        assert passes is not None, "the engine is gone but its hooks are not"
+        return passes
 
     def remove(self) -> None:
         for handle in (*self._handles, *self._grad_handles.values()):
@@ -161,16 +101,16 @@ class Hooks:
             return
         # Python's garbage collector does not see through this hook: what it held strongly would live for ever, the
         # bucket with its master weights among it, because the bucket holds the parameter and so the hook.
-        engine_ref, place = self._engine, (unit.index, unit.buckets.index(bucket))
+        passes_ref, place = self._passes, (unit.index, unit.buckets.index(bucket))
 
         def arrived(p: Tensor) -> None:
             grad, p.grad = p.grad, None
             if isinstance(grad, GradSentinel):
                 grad = grad.pop_incoming()
-            engine = engine_ref()
-            if grad is not None and engine is not None:
-                unit = engine.units[place[0]]
-                engine.grad_arrived(unit, unit.buckets[place[1]], slot, grad)
+            passes = passes_ref()
+            if grad is not None and passes is not None:
+                unit = passes.units[place[0]]
+                passes.grad_arrived(unit, unit.buckets[place[1]], slot, grad)
 
         self._grad_handles[id(param)] = param.register_post_accumulate_grad_hook(arrived)
 
@@ -221,8 +161,8 @@ class Hooks:
     # -- module calls -----------------------------------------------------------------------------------------------
 
     def _pre_forward(self, unit: Unit, args: Any, kwargs: Any, *, wrap_inputs: bool) -> Any:
-        engine = self.engine
-        engine.pre_forward(unit)
+        passes = self.passes
+        passes.pre_forward(unit)
         unit.open_call, unit.open_inputs = None, []
         if not (torch.is_grad_enabled() and unit.resharding and unit.index):
             return None
@@ -238,7 +178,7 @@ class Hooks:
         self._call += 1
         call = unit.open_call = self._call
         wrapped = _InputGrads.apply(  # type: ignore[no-untyped-call]
-            lambda: engine.input_grads_arrived(unit, call), *inputs
+            lambda: passes.input_grads_arrived(unit, call), *inputs
         )
         unit.open_inputs = [(t, t._version) for t in inputs]
         new = {id(t): w for t, w in zip(inputs, wrapped, strict=True)}
@@ -249,12 +189,12 @@ class Hooks:
         return map_tensors(args, change), {k: map_tensors(v, change) for k, v in kwargs.items()}
 
     def _post_forward(self, unit: Unit, args: Any, kwargs: Any, output: Any) -> Any:
-        engine = self.engine
+        passes = self.passes
         call, inputs = unit.open_call, unit.open_inputs
         unit.open_call, unit.open_inputs = None, []
         raised = output is None and sys.exc_info()[0] is not None
         if raised and unit.index == 0 and torch._C._current_graph_task_id() == -1:  # a recompute stops by an exception
-            engine.abort()  # the root's own forward raised
+            passes.abort()  # the root's own forward raised
             return None
         for tensor, version in inputs:
             if tensor._version != version:
@@ -265,8 +205,8 @@ class Hooks:
                 )
         outputs = [t for t in find_tensors(output) if t.grad_fn is not None] if torch.is_grad_enabled() else []
         for tensor in outputs:
-            tensor.register_hook(lambda _: engine.pre_backward(unit, call))
-        inside = engine.units if unit.index == 0 else [unit]  # a root without parameters of its own has its units'
+            tensor.register_hook(lambda _: passes.pre_backward(unit, call))
+        inside = passes.units if unit.index == 0 else [unit]  # a root without parameters of its own has its units'
         wants_grad = bool(outputs) or (
             torch.is_grad_enabled()
             and (
@@ -274,5 +214,5 @@ class Hooks:
                 or any(info.param.requires_grad for member in inside for info in member.infos())
             )
         )
-        engine.post_forward(unit, awaits_backward=wants_grad, hidden_outputs=wants_grad and not outputs)
+        passes.post_forward(unit, awaits_backward=wants_grad, hidden_outputs=wants_grad and not outputs)
         return None

@@ -12,31 +12,28 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
+from lightning_zero.engine.bucket import Bucket
 from lightning_zero.engine.engine import Engine
-from lightning_zero.engine.unit import Bucket
 from lightning_zero.planning.layout import cut_runs
 
 
-def shard_grads(engine: Engine, params: Iterable[nn.Parameter]) -> list[tuple[Bucket, Tensor]]:
+def shard_grads(engine: Engine, params: Iterable[nn.Parameter]) -> list[Tensor]:
     """This rank's part of the reduced gradients of ``params``, as views that tile its shards."""
     params = list(params)
     engine.forget_zeroed()
     engine.check_reduced(params)
-    wanted: dict[Bucket, set[int]] = {}
-    for param in params:
-        place = engine.place_of(param)
-        wanted.setdefault(place.bucket, set()).add(place.info.slot)
-    pieces: list[tuple[Bucket, Tensor]] = []
+    wanted = _slots_of(engine, params)
+    pieces: list[Tensor] = []
     for bucket in engine.buckets:
         if bucket.grad is None or bucket not in wanted:
             continue
         shard = bucket.grad[bucket.own_shard_of_owned]
         if len(wanted[bucket]) == len(bucket.params):
-            pieces.append((bucket, shard))
+            pieces.append(shard)
             continue
         fragments = bucket.layout.fragments(engine.comm.shard_rank)
         keys = [True if f.index in wanted[bucket] else None for f in fragments]
-        pieces += [(bucket, shard[run.start : run.stop]) for _, run in cut_runs(fragments, keys)]
+        pieces += [shard[run.start : run.stop] for _, run in cut_runs(fragments, keys)]
     return pieces
 
 
@@ -46,7 +43,7 @@ def grad_norm_of(engine: Engine, params: Sequence[nn.Parameter], norm_type: floa
     partial = torch.zeros(engine.comm.shard_size, dtype=torch.float64, device=device)
     cell = partial[engine.comm.shard_rank]
     own = shard_grads(engine, params)
-    for _, grad in own if engine.comm.replica == 0 else ():  # the other replicas hold the same
+    for grad in own if engine.comm.replica == 0 else ():  # the other replicas hold the same
         norm = torch.linalg.vector_norm(grad, norm_type, dtype=torch.promote_types(grad.dtype, torch.float32))
         norm = norm.to(device)
         if math.isinf(norm_type):
@@ -68,17 +65,21 @@ def scale_grads(engine: Engine, params: Iterable[nn.Parameter], factor: Tensor |
 def owned_grads(engine: Engine, params: Iterable[nn.Parameter]) -> list[Tensor]:
     """All that this rank holds of the reduced gradients of ``params``, as views (replicated ones whole)."""
     engine.wait_for_steps()
-    wanted: dict[Bucket, set[int]] = {}
-    for param in params:
-        place = engine.place_of(param)
-        wanted.setdefault(place.bucket, set()).add(place.info.slot)
     result = []
-    for bucket, slots in wanted.items():
+    for bucket, slots in _slots_of(engine, params).items():
         if bucket.grad is not None:
             fragments = bucket.owned_fragments()
             keys = [True if f.index in slots else None for f in fragments]
             result += [bucket.grad[run.start : run.stop] for _, run in cut_runs(fragments, keys)]
     return result
+
+
+def _slots_of(engine: Engine, params: Iterable[nn.Parameter]) -> dict[Bucket, set[int]]:
+    """The slots of ``params`` in their buckets."""
+    slots: dict[Bucket, set[int]] = {}
+    for bucket, info in map(engine.place_of, params):
+        slots.setdefault(bucket, set()).add(info.slot)
+    return slots
 
 
 def clip_by_norm(
@@ -111,5 +112,5 @@ def clip_by_value(engine: Engine, params: Iterable[nn.Parameter], clip_value: fl
 
 def overflowed(engine: Engine, params: Iterable[nn.Parameter]) -> bool:
     """On all ranks: whether any rank holds a gradient of ``params`` that is not finite. Checked where they rest."""
-    found = any(not bool(torch.isfinite(grad).all()) for _, grad in shard_grads(engine, params))
+    found = any(not bool(torch.isfinite(grad).all()) for grad in shard_grads(engine, params))
     return bool(engine.comm.max_(torch.tensor([found], dtype=torch.uint8)))

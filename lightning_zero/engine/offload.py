@@ -11,7 +11,7 @@
 bucket's step alone; whoever looks at values, and the next backward, wait for all. At most three buckets of state in
 files are in memory at a time: the one that is read, the one that is stepped, the one that is written.
 
-Where nothing comes between a bucket's gradient and its step (see ``Engine.stepping_in_backward``), the step is queued
+Where nothing comes between a bucket's gradient and its step (see ``early_steps.py``), the step is queued
 as soon as the gradient has been reduced::
 
     main   : backward 2 | backward 1 | backward 0 | step() | forward 0 ......
@@ -27,8 +27,8 @@ from typing import NamedTuple
 
 import torch
 
+from lightning_zero.engine.bucket import Bucket
 from lightning_zero.engine.homes import Home
-from lightning_zero.engine.unit import Bucket
 
 
 class StepJob(NamedTuple):

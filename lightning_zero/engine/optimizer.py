@@ -12,68 +12,28 @@ from __future__ import annotations
 
 import contextlib
 import types
-from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_zero.config import ConfigError
-from lightning_zero.engine.chunks import is_elementwise, salt_of, step_in_chunks
+from lightning_zero.engine.bucket import Bucket, Place
+from lightning_zero.engine.chunks import salt_of, step_in_chunks
 from lightning_zero.engine.homes import opened
-from lightning_zero.engine.offload import StepJob
-from lightning_zero.engine.runs import FlatRun, ParamStates, Runs, start_state, steps_in
-from lightning_zero.engine.unit import Bucket, ParamInfo
-
-# Optimizers of torch that compute every element from that element's value, gradient and state alone.
-ELEMENTWISE = (
-    torch.optim.Adam,
-    torch.optim.AdamW,
-    torch.optim.SGD,
-    torch.optim.Adagrad,
-    torch.optim.RMSprop,
-    torch.optim.Adadelta,
-    torch.optim.Adamax,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.Rprop,
-    torch.optim.ASGD,
+from lightning_zero.engine.kinds import (
+    ELEMENTWISE,
+    PATCHED,
+    check_supported,
+    is_known,
+    prefers_fused,
+    shadow_of,
+    start_state,
 )
-FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
-
-
-class Place(NamedTuple):
-    """Where a parameter lives."""
-
-    bucket: Bucket
-    info: ParamInfo
-
-
-def is_known(optimizer: Optimizer) -> bool:
-    """Whether its step is one of torch's element-wise ones, not overridden."""
-    kind = type(optimizer)
-    return any(issubclass(kind, base) and kind.step is base.step for base in ELEMENTWISE)
-
-
-def check_supported(optimizer: Optimizer, *, declared_elementwise: bool) -> None:
-    """Refuse optimizers that need more than slices of parameters.
-
-    Raises:
-        ConfigError: the optimizer is not known to be element-wise.
-    """
-    kind = type(optimizer)
-    if not is_known(optimizer) and not declared_elementwise:
-        raise ConfigError(
-            f"zero.optimizer.elementwise: {kind.__module__}.{kind.__qualname__} is not known to compute each element "
-            "from its own value, gradient and state alone, and ranks hold only slices of parameters. If it is "
-            "element-wise, set zero.optimizer.elementwise=true; optimizers that need whole matrices (Muon, Shampoo, "
-            "Adafactor, LAMB, LBFGS) are not supported: use torch.optim.AdamW, Adam, SGD or another element-wise one."
-        )
-    for group in optimizer.param_groups:
-        if group.get("differentiable"):
-            raise ConfigError("the optimizer's differentiable=True cannot work on shards. Drop it.")
+from lightning_zero.engine.modes import without_autocast
+from lightning_zero.engine.offload import StepJob
+from lightning_zero.engine.runs import FlatRun, ParamStates, Runs, steps_in
 
 
 class ShardedOptimizer:
@@ -107,18 +67,13 @@ class ShardedOptimizer:
             before, after: called around the arithmetic; ``before`` gets the buckets that are stepped already, ``after``
                 those that changed.
         """
-        check_supported(optimizer, declared_elementwise=declared_elementwise)
-        if stochastic_rounding and not is_known(optimizer):
-            raise ConfigError(
-                f"zero.precision.stochastic_rounding: expected one of torch's element-wise optimizers, got "
-                f"{type(optimizer).__qualname__}. Use torch.optim.AdamW, or drop zero.precision.stochastic_rounding."
-            )
+        check_supported(optimizer, declared_elementwise=declared_elementwise, stochastic_rounding=stochastic_rounding)
         self.optimizer = optimizer
         self._stochastic = stochastic_rounding
         self._place_of = place_of
         self._used, self._landing, self._before, self._after = used, landing, before, after
         self._submit = submit
-        self.runs = Runs(optimizer, per_fragment=not any(isinstance(optimizer, kind) for kind in ELEMENTWISE))
+        self.runs = Runs(optimizer, per_fragment=not isinstance(optimizer, ELEMENTWISE))
         self._device_type = device_type
         self._patch()
         self._take_over_state()
@@ -156,7 +111,7 @@ class ShardedOptimizer:
 
     def release(self) -> None:
         """Undo the patches. The state of runs is dropped."""
-        for name in ("step", "state_dict", "load_state_dict"):
+        for name in PATCHED:
             self.optimizer.__dict__.pop(name, None)
         if self._step_of_scheduler is not None:
             self.optimizer.__dict__["step"] = self._step_of_scheduler
@@ -188,24 +143,6 @@ class ShardedOptimizer:
     def buckets(self) -> list[Bucket]:
         """Whose masters it steps, in order."""
         return list(dict.fromkeys(place.bucket for group in self.places() for place in group))
-
-    def state_tensors(self) -> int:
-        """Element-wise tensors of state for each parameter, found by one step of a small one; 0 for unknown kinds."""
-        if not is_known(self.optimizer):
-            return 0
-        counts = [0]
-        for group in self.optimizer.param_groups:
-            shadow = self._shadow()
-            probe = nn.Parameter(torch.zeros(2))
-            probe.grad = torch.zeros(2)
-            on_host = {k: v.cpu() if isinstance(v, Tensor) else v for k, v in group.items()}
-            on_host |= {"capturable": False} if "capturable" in group else {}
-            shadow.param_groups = [on_host | {"params": [probe]}]
-            shadow.state = defaultdict(dict)
-            start_state(shadow, shadow.param_groups[0], [probe])
-            type(shadow).step(shadow)
-            counts.append(sum(is_elementwise(name, value, probe) for name, value in shadow.state[probe].items()))
-        return max(counts)
 
     def _group_of(self) -> dict[Bucket, dict[int, int]]:
         """For each bucket: slot -> param group."""
@@ -295,7 +232,7 @@ class ShardedOptimizer:
 
     def _job(self, bucket: Bucket, used: set[int]) -> StepJob:
         """The step of one bucket, with hyperparameters and gradient as they are now: schedulers run next."""
-        shadow = self._shadow()
+        shadow = shadow_of(self.optimizer)
         claimed = bucket.claim_grad()
         step = type(shadow).step
 
@@ -306,21 +243,6 @@ class ShardedOptimizer:
                 self.runs.adopt(bucket)
 
         return StepJob(bucket, run)
-
-    def _shadow(self) -> Optimizer:
-        """An optimizer with the same state and a copy of the hyperparameters, without params, hooks and patches."""
-        optimizer = self.optimizer
-        shadow: Optimizer = object.__new__(type(optimizer))
-        shadow.__dict__.update(optimizer.__dict__)
-        for name in ("step", "state_dict", "load_state_dict"):
-            shadow.__dict__.pop(name, None)
-        shadow.param_groups = [
-            {k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"} | {"params": []}
-            for group in optimizer.param_groups
-        ]
-        shadow._optimizer_step_pre_hooks = OrderedDict()  # the user's hooks run once, around the eager part
-        shadow._optimizer_step_post_hooks = OrderedDict()
-        return shadow
 
     def _arrange(self, used: set[int], early: set[Bucket]) -> set[Bucket]:
         """Bring the runs up to date with param groups and step counts; the buckets that this step changes.
@@ -366,7 +288,7 @@ class ShardedOptimizer:
             for group, params in zip(optimizer.param_groups, lists, strict=True):
                 group["params"] = params
                 start_state(optimizer, group, params)
-                if self._prefers_fused(group, params):
+                if prefers_fused(self.optimizer, group, params):
                     group["fused"] = True
             self._step_converted(optimizer, converted)
             yield
@@ -385,14 +307,14 @@ class ShardedOptimizer:
         """Step the runs whose arithmetic needs another dtype than they have, or than their gradient has."""
         if not runs:
             return
-        shadow = self._shadow()
+        shadow = shadow_of(self.optimizer)
         groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
         for index, run, grad in runs:
             group = groups[index]
             shadow.param_groups = [group]
             start_state(shadow, group, [run.tensor])
             wide = torch.empty(0, dtype=torch.promote_types(run.tensor.dtype, torch.float32), device=run.tensor.device)
-            if self._prefers_fused(group, [wide]):
+            if prefers_fused(self.optimizer, group, [wide]):
                 group["fused"] = True
             rounding = None
             if self._rounds(run):
@@ -403,21 +325,3 @@ class ShardedOptimizer:
     def _is_used(self, run: FlatRun, used: set[int]) -> bool:
         slot = run.run.fragments[0].index  # runs are cut where this differs
         return id(run.bucket.params[slot].param) in used
-
-    def _prefers_fused(self, group: dict[str, Any], params: Sequence[Tensor]) -> bool:
-        """Where the user has chosen no implementation, torch's fused kernel: the only one that is fast on a CPU."""
-        free = group.get("fused", False) is None and not group.get("foreach") and not group.get("capturable")
-        if isinstance(self.optimizer, torch.optim.SGD):
-            if group["momentum"] and group["dampening"]:
-                return False  # momentum does not start at zero then, and the fused kernel starts all runs or none
-            if any(p.device.type == "cpu" and p.itemsize < 4 for p in params):
-                return False  # torch's fused kernel gives wrong numbers for bf16 on the CPU (2.13)
-        if any(p.is_meta for p in params):
-            return False  # torch refuses it there
-        return free and isinstance(self.optimizer, FUSED) and all(p.is_floating_point() for p in params)
-
-
-def without_autocast(device_type: str) -> contextlib.AbstractContextManager[Any]:
-    """Autocast switched off, on devices that know it (the meta device does not)."""
-    known = torch.amp.is_autocast_available(device_type)
-    return torch.autocast(device_type, enabled=False) if known else contextlib.nullcontext()

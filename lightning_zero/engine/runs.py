@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_zero.engine.chunks import PER_TENSOR, is_elementwise
+from lightning_zero.engine.bucket import Bucket
 from lightning_zero.engine.homes import opened
-from lightning_zero.engine.unit import Bucket
+from lightning_zero.engine.kinds import PER_TENSOR, is_elementwise
 from lightning_zero.planning.layout import Fragment, Run, cut_runs
 
 ParamStates = Mapping[tuple[Bucket, int], dict[str, Any]]  # state of the parameter at a slot of a bucket
@@ -40,25 +40,6 @@ class FlatRun(NamedTuple):
     run: Run
     tensor: Tensor  # [run.stop - run.start], a slice of bucket.master
     base: Tensor  # bucket.master as it was when the run was cut
-
-
-def start_state(optimizer: Optimizer, group: Mapping[str, Any], tensors: Sequence[Tensor]) -> None:
-    """State that a step expects to find.
-
-    torch's Adagrad makes it when it is built (2.11 only then), for parameters. Its fused SGD cannot step runs that have
-    momentum beside new ones; zeros are what these start from.
-    """
-    if isinstance(optimizer, torch.optim.SGD) and group["momentum"] and not group["dampening"]:
-        for tensor in tensors:
-            if optimizer.state[tensor].get("momentum_buffer") is None:
-                optimizer.state[tensor]["momentum_buffer"] = torch.zeros_like(tensor)
-    elif isinstance(optimizer, torch.optim.Adagrad):
-        for tensor in tensors:
-            if not optimizer.state[tensor]:
-                optimizer.state[tensor] = {
-                    "step": torch.zeros((), device=tensor.device),
-                    "sum": torch.full_like(tensor, group["initial_accumulator_value"]),
-                }
 
 
 class Runs:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from lightning_zero.config import ConfigError
 
 
@@ -61,7 +63,9 @@ class LossScaler:
             return
         self._good_steps += 1
         if self._good_steps == self.growth_interval:
-            self.scale *= self.growth_factor
+            grown = self.scale * self.growth_factor
+            if grown <= torch.finfo(torch.float32).max:  # beyond it every loss would be infinite
+                self.scale = grown
             self._good_steps = 0
 
     def state_dict(self) -> dict[str, Any]:

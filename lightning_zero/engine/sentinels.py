@@ -6,13 +6,14 @@ it says that the user zeroed the gradient, with or without ``set_to_none``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_zero.engine.unit import Bucket, ParamInfo
+from lightning_zero.engine.bucket import Bucket, ParamInfo
+from lightning_zero.engine.gradients import BucketGrads
 
 _ZEROING = {torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero_.default}
 
@@ -70,10 +71,20 @@ class GradSentinel(Tensor):
 
 
 class Sentinels:
-    """The sentinels of one engine's parameters: each is made once and used again."""
+    """The sentinels of one engine's parameters: each is made once and used again.
 
-    def __init__(self) -> None:
+    Args:
+        grads: what has been received and reduced, which users know as the gradients of parameters.
+    """
+
+    def __init__(self, grads: Mapping[Bucket, BucketGrads]) -> None:
+        self._grads = grads
         self._of: dict[int, GradSentinel] = {}
+
+    def place_used(self) -> None:
+        """A backward is over: what has been used in it, or before it, has a gradient."""
+        for bucket, grads in self._grads.items():
+            self.place(bucket.params[slot] for slot in grads.used)
 
     def place(self, infos: Iterable[ParamInfo]) -> None:
         """These parameters have gradients."""
@@ -84,7 +95,28 @@ class Sentinels:
             sentinel.zeroed = sentinel.added = False
             info.param.grad = sentinel
 
-    def changes(self, bucket: Bucket) -> tuple[list[int], list[int]]:
+    def forget_zeroed(self) -> None:
+        """Drop the gradients that the user has cleared, and zero those zeroed, since they were placed."""
+        for bucket, grads in self._grads.items():
+            if grads.used or grads.written or bucket.has_grad:
+                cleared, zeroed = self._changes(bucket)
+                grads.forget(cleared)
+                grads.zero(zeroed)
+
+    def used_params(self) -> set[int]:
+        """Ids of the parameters that any rank gave a gradient since it was last cleared.
+
+        Raises:
+            RuntimeError: ``param.grad`` was assigned by hand.
+        """
+        return {
+            id(info.param)
+            for bucket, grads in self._grads.items()
+            for info in bucket.params
+            if _has_grad(info) and info.slot in grads.agreed
+        }
+
+    def _changes(self, bucket: Bucket) -> tuple[list[int], list[int]]:
         """Slots whose gradients the user has cleared, and slots whose gradients the user has zeroed, since placed."""
         cleared, zeroed = [], []
         for info in bucket.params:
@@ -104,16 +136,16 @@ class Sentinels:
             if (sentinel := self._of.get(id(info.param))) is not None:
                 sentinel.added = False
 
-    @staticmethod
-    def has_grad(info: ParamInfo) -> bool:
-        """Whether a parameter has a gradient on this rank.
 
-        Raises:
-            RuntimeError: ``param.grad`` was assigned by hand.
-        """
-        if info.param.grad is not None and not isinstance(info.param.grad, GradSentinel):
-            raise RuntimeError(
-                f"{info.fqn}.grad was assigned by hand. Gradients are sharded: change them inside "
-                "`with lightning_zero.gather(module, grads=True):`."
-            )
-        return info.param.grad is not None
+def _has_grad(info: ParamInfo) -> bool:
+    """Whether a parameter has a gradient on this rank.
+
+    Raises:
+        RuntimeError: ``param.grad`` was assigned by hand.
+    """
+    if info.param.grad is not None and not isinstance(info.param.grad, GradSentinel):
+        raise RuntimeError(
+            f"{info.fqn}.grad was assigned by hand. Gradients are sharded: change them inside "
+            "`with lightning_zero.gather(module, grads=True):`."
+        )
+    return info.param.grad is not None

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
+from lightning_zero.engine.bucket import Bucket
 from lightning_zero.engine.build import itemsizes
 from lightning_zero.engine.engine import Engine
-from lightning_zero.engine.unit import Bucket
 from lightning_zero.planning.layout import round_up
 from lightning_zero.planning.memory import FILE_PAGE_NBYTES, RESTING, BucketPlan, Bytes, Limits, Role
 from lightning_zero.planning.placement import Tier

@@ -13,11 +13,13 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from lightning_zero.config import ConfigError
-from lightning_zero.engine.engine import Engine, outside_autograd
+from lightning_zero.engine.bucket import Bucket, Place
+from lightning_zero.engine.engine import Engine
 from lightning_zero.engine.homes import opened
-from lightning_zero.engine.optimizer import Place, ShardedOptimizer
+from lightning_zero.engine.modes import outside_autograd
+from lightning_zero.engine.optimizer import ShardedOptimizer
 from lightning_zero.engine.runs import Sliced
-from lightning_zero.engine.unit import Bucket, State
+from lightning_zero.engine.unit import State
 from lightning_zero.planning.placement import Placement
 
 # -- gather -----------------------------------------------------------------------------------------------------------
@@ -45,7 +47,7 @@ def show_full(
     except BaseException:
         _hide(engine, shown)
         raise
-    _write_back(engine, shown, from_rank)
+    _write_back(shown, from_rank)
     _hide(engine, shown)
 
 
@@ -58,10 +60,9 @@ def _show(engine: Engine, buckets: list[Bucket], grads: bool) -> dict[Bucket, tu
         full = bucket.full_master()
         full_grad = full_reduced_grad(bucket) if grads else None
         for info in bucket.params:
-            place = bucket.layout.slots[info.slot]
-            info.param.data = full[place.start : place.start + place.numel].view(info.shape)
+            info.param.data = bucket.part_of(full, info)
             if full_grad is not None and info.param.grad is not None:
-                part = full_grad[place.start : place.start + place.numel].view(info.shape)
+                part = bucket.part_of(full_grad, info)
                 info.param.grad = part.to(info.param.dtype) if part.dtype != info.param.dtype else part
         shown[bucket] = (full, full_grad)
         bucket.shown_full = True
@@ -70,11 +71,10 @@ def _show(engine: Engine, buckets: list[Bucket], grads: bool) -> dict[Bucket, tu
 
 
 @outside_autograd
-def _write_back(engine: Engine, shown: Mapping[Bucket, tuple[Tensor, Tensor | None]], from_rank: int | None) -> None:
+def _write_back(shown: Mapping[Bucket, tuple[Tensor, Tensor | None]], from_rank: int | None) -> None:
     for bucket, (full, full_grad) in shown.items():
         for info in bucket.params:  # a parameter whose .data was replaced inside
-            place = bucket.layout.slots[info.slot]
-            part = full[place.start : place.start + place.numel].view(info.shape)
+            part = bucket.part_of(full, info)
             if info.param.data_ptr() != part.data_ptr() and info.param.shape == info.shape:
                 part.copy_(info.param.data)
         if from_rank is not None:
@@ -87,9 +87,8 @@ def _write_back(engine: Engine, shown: Mapping[Bucket, tuple[Tensor, Tensor | No
             bucket.full.data.copy_(full)
         if full_grad is not None and bucket.grad is not None:
             for info in bucket.params:
-                place = bucket.layout.slots[info.slot]
                 if info.param.grad is not None:
-                    full_grad[place.start : place.start + place.numel].view(info.shape).copy_(info.param.grad)
+                    bucket.part_of(full_grad, info).copy_(info.param.grad)
             bucket.grad.copy_(full_grad[low:high])
 
 
@@ -132,9 +131,7 @@ def full_parameters(engine: Engine, *, only_rank_0: bool) -> dict[int, Tensor]:
         if only_rank_0 and engine.rank != 0:
             continue
         for info in bucket.params:
-            start = bucket.layout.slots[info.slot].start
-            part = full[start : start + info.numel].view(info.shape)
-            result[id(info.param)] = part.to(device="cpu", dtype=info.dtype, copy=True)
+            result[id(info.param)] = bucket.part_of(full, info).to(device="cpu", dtype=info.dtype, copy=True)
     return result
 
 
@@ -202,14 +199,14 @@ def write_param(place: Place, value: Tensor) -> None:
 
 
 def load_module_state_dict(engine: Engine, state: Mapping[str, Any], *, strict: bool = True) -> Any:
-    """``module.load_state_dict(state)`` into the shards. Every rank holds ``state``; no communication."""
+    """On all ranks, each with the same ``state``: ``module.load_state_dict(state)`` into the shards."""
     with loading_into_shards(engine):
         return engine.module.load_state_dict(state, strict=strict)
 
 
 @contextlib.contextmanager
 def loading_into_shards(engine: Engine) -> Iterator[None]:
-    """Inside, ``module.load_state_dict`` of full values writes this rank's slices. Every rank holds the values."""
+    """On all ranks: inside, ``module.load_state_dict`` of full values, the same on each, writes this rank's slices."""
     engine.settle()
     with engine.placeholders_allowed(), _CopyIntoShards(engine):
         yield
@@ -269,9 +266,8 @@ def _full_states(engine: Engine, sharded: ShardedOptimizer, wanted: bool) -> dic
         if not wanted:
             continue
         for slot, entry in slots.items():
-            info, start = bucket.params[slot], bucket.layout.slots[slot].start
             result[bucket, slot] = {
-                name: full[name][start : start + info.numel].view(info.shape).to("cpu", copy=True)
+                name: bucket.part_of(full[name], bucket.params[slot]).to("cpu", copy=True)
                 if isinstance(value, torch.dtype)
                 else copy.deepcopy(value)  # a plain optimizer would add to a step count as often as it is shared
                 for name, value in entry.items()

@@ -113,7 +113,6 @@ class DiskFile:
     Attributes:
         nbytes: allocated size.
         direct: whether the page cache is bypassed.
-        bytes_read, bytes_written: totals of requests that succeeded.
     """
 
     def __init__(
@@ -121,13 +120,12 @@ class DiskFile:
     ) -> None:
         self.path = os.fspath(path)
         self.syscalls = syscalls if syscalls is not None else Syscalls()
-        self.nbytes = self.bytes_read = self.bytes_written = 0
+        self.nbytes = 0
         self.threads = threads
         self._fd, self.direct = self._open(direct)
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="lightning_zero-disk")
-        self._in_flight = 0
-        self._changed = threading.Condition()
         self._closed = False
+        self._lock = threading.Lock()
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
@@ -170,14 +168,9 @@ class DiskFile:
         """Put ``buffer`` at byte ``offset``; see :meth:`read`."""
         return self._start(_Piece(True, offset, buffer, label))
 
-    def flush(self) -> None:
-        """Wait for all requests made so far. Their errors stay in their futures. (Scratch needs no fdatasync.)"""
-        with self._changed:
-            self._changed.wait_for(lambda: self._in_flight == 0)
-
     def close(self) -> None:
-        """Wait for what is in flight, end the threads, close the file. It stays on disk."""
-        with self._changed:
+        """Wait for what is in flight, end the threads, close the file. It stays on disk (scratch: no fdatasync)."""
+        with self._lock:
             if self._closed:
                 return
             self._closed = True
@@ -227,11 +220,9 @@ class DiskFile:
         step = max(round_up(-(-nbytes // self.threads), PAGE), MIN_PIECE_NBYTES)
         starts = range(0, nbytes, step)
         joined = Joined(len(starts))
-        with self._changed:
+        with self._lock:
             if self._closed:
                 raise RuntimeError(f"{self.path} is closed ({request.label!r})")
-            self._in_flight += 1
-        joined.future.add_done_callback(lambda future: self._landed(future, request.write, nbytes))
         for low in starts:
             piece = _Piece(request.write, offset + low, request.memory[low : low + step], request.label)
             try:
@@ -239,14 +230,6 @@ class DiskFile:
             except RuntimeError as error:  # the interpreter, or another thread's close(), has ended the pool
                 joined.part_done(error)
         return joined.future
-
-    def _landed(self, future: Future[Any], write: bool, nbytes: int) -> None:
-        with self._changed:
-            self._in_flight -= 1
-            if future.exception() is None:
-                self.bytes_written += nbytes if write else 0
-                self.bytes_read += 0 if write else nbytes
-            self._changed.notify_all()
 
     def _run(self, joined: Joined, piece: _Piece) -> None:
         try:

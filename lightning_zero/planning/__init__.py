@@ -1,1 +1,11 @@
-"""Pure decisions: integers in, frozen data out. No process group, no device, no memory."""
+"""Pure decisions: integers in, frozen data out. No process group, no device, no memory.
+
+::
+
+    units       which modules are units
+    layout      where parameters and shards lie in a bucket
+    placement   a stage is a row of placements, an offload choice a row of tiers
+    topology    which ranks share shards
+    schedule    the order of gathers, and what comes ahead
+    memory      bytes by role, tier and moment; advice: what fits a machine
+"""

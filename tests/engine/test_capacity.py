@@ -14,7 +14,8 @@ import lightning_zero
 from lightning_zero.config import ConfigError
 from lightning_zero.engine import capacity
 from lightning_zero.engine.usage import held_bytes
-from lightning_zero.memory.tiers import HostTier, NvmeTier
+from lightning_zero.memory.host import HostTier
+from lightning_zero.memory.nvme import NvmeTier
 from lightning_zero.planning.memory import Role
 from lightning_zero.planning.placement import Tier
 from tests.engine.support import Model, Sharded, accumulate, adamw

@@ -14,7 +14,7 @@ import lightning_zero
 from lightning_zero.config import ConfigError, make_config
 from lightning_zero.engine import chunks
 from lightning_zero.engine.chunks import round_stochastically, salt_of, step_in_chunks
-from lightning_zero.engine.runs import start_state
+from lightning_zero.engine.kinds import start_state
 from tests.engine.support import Model, Sharded, accumulate
 from tests.engine.test_offload import OPTIMIZERS, assert_equal, offload, whole
 from tests.harness import on_ranks

@@ -9,7 +9,8 @@ import pytest
 import torch.distributed as dist
 
 from lightning_zero.engine import Engine
-from lightning_zero.engine.unit import Bucket, State
+from lightning_zero.engine.bucket import Bucket
+from lightning_zero.engine.unit import State
 from lightning_zero.planning.placement import logical_collectives
 from tests.engine.support import Model, Sharded, accumulate, autocast, language_loss, tokens
 from tests.harness import on_ranks

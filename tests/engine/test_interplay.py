@@ -391,7 +391,7 @@ def test_ranks_that_raise_after_different_halves_of_reductions_go_on(stage: int)
                 one.zero_grad()
             hook = module.embed.register_forward_hook(lambda _, __, out: BreaksInBackward.apply(out))
             with (
-                mock.patch("lightning_zero.engine.engine.ABANDON_S", 0.2),  # for messages that nobody answers
+                mock.patch("lightning_zero.engine.passes.ABANDON_S", 0.2),  # for messages that nobody answers
                 mock.patch.object(Pending, "done", found_complete),
                 pytest.raises(ValueError, match="broken"),
             ):

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import lightning_zero
-from lightning_zero.engine import engine as engine_module
+from lightning_zero.engine import passes
 from lightning_zero.memory import collectives
 from tests.engine.support import (
     MakeOptimizer,
@@ -197,11 +197,11 @@ def _raise(_: Tensor) -> None:
 @contextlib.contextmanager
 def _abandoning_after(seconds: float) -> Iterator[None]:
     before = collectives.ABANDON_S
-    collectives.ABANDON_S = engine_module.ABANDON_S = seconds
+    collectives.ABANDON_S = passes.ABANDON_S = seconds
     try:
         yield
     finally:
-        collectives.ABANDON_S = engine_module.ABANDON_S = before
+        collectives.ABANDON_S = passes.ABANDON_S = before
 
 
 # -- schedulers, buffers, sparse gradients -----------------------------------------------------------------------------

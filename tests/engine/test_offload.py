@@ -25,7 +25,8 @@ import lightning_zero
 from lightning_zero.config import ConfigError
 from lightning_zero.engine import Engine
 from lightning_zero.engine.offload import StepJob, StepWorker
-from lightning_zero.memory.tiers import HostTier, NvmeTier
+from lightning_zero.memory.host import HostTier
+from lightning_zero.memory.nvme import NvmeTier
 from tests.engine.support import (
     MakeOptimizer,
     Model,

@@ -22,7 +22,7 @@ from lightning_zero.engine.homes import FileHome, ParamFile
 from lightning_zero.engine.offload import StepJob, StepWorker
 from lightning_zero.memory import watchdog
 from lightning_zero.memory.aio import DiskError
-from lightning_zero.memory.tiers import NvmeTier
+from lightning_zero.memory.nvme import NvmeTier
 from tests.engine.support import Model, Sharded, accumulate, tokens
 from tests.engine.test_offload import PLACES, offload, slow_steps, train
 from tests.harness import on_ranks, run
@@ -251,8 +251,7 @@ def test_what_was_read_ahead_is_read_again_after_a_write(tmp_path: Path) -> None
 
 def let_go(engine: Engine) -> None:
     """What is left of an engine whose values are lost."""
-    assert engine._worker is not None
-    engine._worker.close()
+    engine.under_way.close()
     engine.tiers.close()
     if engine.comm._watchdog is not None:
         engine.comm._watchdog.stop()
@@ -313,8 +312,8 @@ def test_an_error_of_the_disk(row: str, stage: int, kind: str, tmp_path: Path) -
     if not (row == "optimizer_cpu_param_nvme" and kind == "read"):
         accumulate(side, 2, 1)
     broken = True
-    side.step()
     with pytest.raises(DiskError) as caught:
+        side.step()  # the worker finds it, perhaps before this has returned
         accumulate(side, 3, 1)
     assert_names_it(caught.value, tmp_path, "reading" if kind == "read" else "writing")
     side.engine.abort()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,13 @@ from tests.harness import on_ranks
 def submissions(engine: Engine) -> list[tuple[str, bool]]:
     """Labels of the buckets whose steps are queued from now on, and whether a backward was running."""
     seen: list[tuple[str, bool]] = []
-    submit = engine._submit
+    submit = engine.under_way.submit
 
-    def spy(jobs: list[StepJob]) -> None:
+    def spy(jobs: Sequence[StepJob]) -> None:
         seen.extend((job.bucket.label, engine.in_backward) for job in jobs)
         submit(jobs)
 
-    engine._submit = spy  # type: ignore[method-assign]
+    engine.under_way.submit = spy  # type: ignore[method-assign]
     for sharded in engine.optimizers:
         sharded._submit = spy
     return seen

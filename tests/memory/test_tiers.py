@@ -26,9 +26,11 @@ from torch import Tensor
 from lightning_zero.config import MIB, ConfigError
 from lightning_zero.memory import claims
 from lightning_zero.memory.aio import DiskError, Syscalls
+from lightning_zero.memory.host import HostTier
 from lightning_zero.memory.limits import available_host_memory
+from lightning_zero.memory.nvme import NvmeTier
 from lightning_zero.memory.pages import PAGE, StagingRing
-from lightning_zero.memory.tiers import DeviceTier, Extent, HostTier, NvmeTier, Tier, Wanted, arrived
+from lightning_zero.memory.tiers import Extent, Tier, Wanted, arrived
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*has no O_DIRECT:RuntimeWarning")
 
@@ -36,13 +38,13 @@ FEW = settings(
     max_examples=30, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool, torch.float64]
-NAMES = ["device", "host", "nvme"]
+NAMES = ["host", "nvme"]
 
 
 def make(name: str, path: Path, **nvme: Any) -> Tier:
     if name == "nvme":
         return NvmeTier(path, **{"rank": 0, "ring_count": 2, "ring_nbytes": 2 * PAGE, **nvme})
-    return DeviceTier() if name == "device" else HostTier()
+    return HostTier()
 
 
 def noise(numel: int, dtype: torch.dtype, seed: int) -> Tensor:
@@ -571,7 +573,7 @@ def test_places_in_the_file_are_taken_again(tmp_path: Path) -> None:
             assert tier._file.nbytes == size
         assert len({e.offset for e in (a, b, c, d)}) == 4
         tier.free([a, b, c, d])
-        assert tier.nbytes == 0 and tier._file_end == 0 and not tier._holes
+        assert tier.nbytes == 0 and tier._regions.end == 0 and not tier._regions.holes
 
 
 def test_a_second_tier_of_this_process_is_refused_until_the_first_is_closed(
@@ -625,7 +627,7 @@ def test_ranks_that_start_and_end_together_do_not_disturb_each_other(tmp_path: P
 @pytest.mark.parametrize("name", NAMES)
 def test_tensors_on_a_gpu_rest_on_each_tier(name: str, tmp_path: Path) -> None:
     device = torch.device("cuda", 0)
-    tier: Tier = DeviceTier(device) if name == "device" else HostTier(device)
+    tier: Tier = HostTier(device)
     if name == "nvme":
         tier = NvmeTier(tmp_path, rank=0, device=device, ring_count=2, ring_nbytes=MIB)
     with closing(tier):

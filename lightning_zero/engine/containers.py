@@ -1,0 +1,71 @@
+"""Tensors inside nested containers: what modules are called with, and what they return."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, cast
+
+from torch import Tensor
+
+
+def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Rebuild nested containers (tuples, named tuples, lists, mappings, dataclasses) with changed tensors.
+
+    Containers that hold no changed tensor are returned as they are.
+    """
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        items = [map_tensors(v, change) for v in value]
+        return type(value)(*items) if _differ(items, value) else value
+    if type(value) in (list, tuple):
+        items = [map_tensors(v, change) for v in value]
+        return type(value)(items) if _differ(items, value) else value
+    if isinstance(value, dict):
+        new = {k: map_tensors(v, change) for k, v in value.items()}
+        if _differ(new.values(), value.values()):
+            return _rebuild_dict(value, new)
+        return value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        changes = {}
+        for f in dataclasses.fields(value):
+            old = getattr(value, f.name)
+            if (new_value := map_tensors(old, change)) is not old:
+                changes[f.name] = new_value
+        if changes:
+            value = copy.copy(value)
+            for name, item in changes.items():
+                object.__setattr__(value, name, item)
+    return value
+
+
+def _differ(new: Any, old: Any) -> bool:
+    return any(a is not b for a, b in zip(new, old, strict=True))
+
+
+def _rebuild_dict(value: dict[Any, Any], new: dict[Any, Any]) -> Any:
+    rebuilt = copy.copy(value)  # keeps subclasses (OrderedDict, ModelOutput, BatchEncoding)
+    for k, v in new.items():
+        rebuilt[k] = v
+    return rebuilt
+
+
+def find_tensors(value: Any, only: tuple[type, ...] | None = None) -> Iterator[Tensor]:
+    """All tensors inside nested containers, dataclasses included; or inside containers of the types ``only``."""
+    if isinstance(value, Tensor):
+        yield value
+    elif only is not None:
+        if isinstance(value, only):
+            for item in cast(Iterable[Any], value):
+                yield from find_tensors(item, only)
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from find_tensors(item)
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        for item in value:
+            yield from find_tensors(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for f in dataclasses.fields(value):
+            yield from find_tensors(getattr(value, f.name))

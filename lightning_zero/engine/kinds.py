@@ -1,0 +1,137 @@
+"""What is known of the optimizers that step runs: which of torch's work on slices, and what each of them wants.
+
+A run is stepped by the step of the optimizer's own class, on tensors that the class has not seen as parameters. So the
+engine has to know which steps are element-wise, which state is (and which is one number for a tensor), what a step
+expects to find, and when torch's fused kernel gives right numbers.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_zero.config import ConfigError
+
+# Optimizers of torch that compute every element from that element's value, gradient and state alone.
+ELEMENTWISE = (
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.SGD,
+    torch.optim.Adagrad,
+    torch.optim.RMSprop,
+    torch.optim.Adadelta,
+    torch.optim.Adamax,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.Rprop,
+    torch.optim.ASGD,
+)
+FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
+PER_TENSOR = frozenset({"step", "eta", "mu", "mu_product"})  # state that torch's optimizers keep once per tensor
+PATCHED = ("step", "state_dict", "load_state_dict")  # methods that are replaced on the user's object
+
+
+def is_known(optimizer: Optimizer) -> bool:
+    """Whether its step is one of torch's element-wise ones, not overridden."""
+    kind = type(optimizer)
+    return any(issubclass(kind, base) and kind.step is base.step for base in ELEMENTWISE)
+
+
+def check_supported(optimizer: Optimizer, *, declared_elementwise: bool, stochastic_rounding: bool) -> None:
+    """Refuse optimizers that need more than slices of parameters.
+
+    Raises:
+        ConfigError: the optimizer is not known to be element-wise (to round stochastically, it must be one of torch's).
+    """
+    kind = type(optimizer)
+    if not is_known(optimizer) and not declared_elementwise:
+        raise ConfigError(
+            f"zero.optimizer.elementwise: {kind.__module__}.{kind.__qualname__} is not known to compute each element "
+            "from its own value, gradient and state alone, and ranks hold only slices of parameters. If it is "
+            "element-wise, set zero.optimizer.elementwise=true; optimizers that need whole matrices (Muon, Shampoo, "
+            "Adafactor, LAMB, LBFGS) are not supported: use torch.optim.AdamW, Adam, SGD or another element-wise one."
+        )
+    for group in optimizer.param_groups:
+        if group.get("differentiable"):
+            raise ConfigError("the optimizer's differentiable=True cannot work on shards. Drop it.")
+    if stochastic_rounding and not is_known(optimizer):
+        raise ConfigError(
+            f"zero.precision.stochastic_rounding: expected one of torch's element-wise optimizers, got "
+            f"{kind.__qualname__}. Use torch.optim.AdamW, or drop zero.precision.stochastic_rounding."
+        )
+
+
+def is_elementwise(name: str, value: Any, tensor: Tensor) -> bool:
+    """Whether a state value has an element for every element of the run (and not, say, a step count)."""
+    return name not in PER_TENSOR and isinstance(value, Tensor) and value.shape == tensor.shape
+
+
+def start_state(optimizer: Optimizer, group: Mapping[str, Any], tensors: Sequence[Tensor]) -> None:
+    """State that a step expects to find.
+
+    torch's Adagrad makes it when it is built (2.11 only then), for parameters. Its fused SGD cannot step runs that have
+    momentum beside new ones; zeros are what these start from.
+    """
+    if isinstance(optimizer, torch.optim.SGD) and group["momentum"] and not group["dampening"]:
+        for tensor in tensors:
+            if optimizer.state[tensor].get("momentum_buffer") is None:
+                optimizer.state[tensor]["momentum_buffer"] = torch.zeros_like(tensor)
+    elif isinstance(optimizer, torch.optim.Adagrad):
+        for tensor in tensors:
+            if not optimizer.state[tensor]:
+                optimizer.state[tensor] = {
+                    "step": torch.zeros((), device=tensor.device),
+                    "sum": torch.full_like(tensor, group["initial_accumulator_value"]),
+                }
+
+
+def shadow_of(optimizer: Optimizer) -> Optimizer:
+    """An optimizer with the same state and a copy of the hyperparameters, without params, hooks and patches."""
+    shadow: Optimizer = object.__new__(type(optimizer))
+    shadow.__dict__.update(optimizer.__dict__)
+    for name in PATCHED:
+        shadow.__dict__.pop(name, None)
+    shadow.param_groups = [
+        {k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"} | {"params": []}
+        for group in optimizer.param_groups
+    ]
+    shadow._optimizer_step_pre_hooks = OrderedDict()  # the user's hooks run once, around the eager part
+    shadow._optimizer_step_post_hooks = OrderedDict()
+    return shadow
+
+
+def count_states(optimizer: Optimizer) -> int:
+    """Element-wise tensors of state for each parameter, found by one step of a small one; 0 for unknown kinds."""
+    if not is_known(optimizer):
+        return 0
+    counts = [0]
+    for group in optimizer.param_groups:
+        shadow = shadow_of(optimizer)
+        probe = nn.Parameter(torch.zeros(2))
+        probe.grad = torch.zeros(2)
+        on_host = {k: v.cpu() if isinstance(v, Tensor) else v for k, v in group.items()}
+        on_host |= {"capturable": False} if "capturable" in group else {}
+        shadow.param_groups = [on_host | {"params": [probe]}]
+        shadow.state = defaultdict(dict)
+        start_state(shadow, shadow.param_groups[0], [probe])
+        type(shadow).step(shadow)
+        counts.append(sum(is_elementwise(name, value, probe) for name, value in shadow.state[probe].items()))
+    return max(counts)
+
+
+def prefers_fused(optimizer: Optimizer, group: dict[str, Any], params: Sequence[Tensor]) -> bool:
+    """Where the user has chosen no implementation, torch's fused kernel: the only one that is fast on a CPU."""
+    free = group.get("fused", False) is None and not group.get("foreach") and not group.get("capturable")
+    if isinstance(optimizer, torch.optim.SGD):
+        if group["momentum"] and group["dampening"]:
+            return False  # momentum does not start at zero then, and the fused kernel starts all runs or none
+        if any(p.device.type == "cpu" and p.itemsize < 4 for p in params):
+            return False  # torch's fused kernel gives wrong numbers for bf16 on the CPU (2.13)
+    if any(p.is_meta for p in params):
+        return False  # torch refuses it there
+    return free and isinstance(optimizer, FUSED) and all(p.is_floating_point() for p in params)
