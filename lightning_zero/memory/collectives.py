@@ -334,19 +334,17 @@ class Communicator:
         if self.world_size > 1:
             self._transport = choose_transport(transport, str(dist.get_backend(group)), self.shard_size, device)
             self._groups = GROUP_POOL.take(group, self, self.topology)
-            store = connection_of_its_own(dist.distributed_c10d._get_default_store())
-            self._watchdog = Watchdog(self, store, ends_process=self._hears_of_no_end)
+            backend = str(dist.get_backend(group))
+            if backend != "fake":  # nobody else is there
+                store = connection_of_its_own(dist.distributed_c10d._get_default_store())
+                hears_ends = device.type == "cpu" or "nccl" not in backend
+                self._watchdog = Watchdog(self, store, hears_ends=hears_ends)
         self.streams = Streams(device)
 
     @property
     def issued(self) -> int:
         """Operations of all kinds asked for so far on its groups."""
         return self._groups.issued if self._groups is not None else 0
-
-    @property
-    def _hears_of_no_end(self) -> bool:
-        """Whether messages with a rank that has ended never end: NCCL's, whose sockets nobody reads meanwhile."""
-        return self.device.type != "cpu" and "nccl" in str(dist.get_backend(self._parent))
 
     # -- logical operations -------------------------------------------------------------------------------------
 

@@ -147,7 +147,6 @@ class Peers:
         """Every few seconds, in a thread, where a broken connection is not heard of (NCCL): whether the process of
         the rank before or after this one has ended, as far as it is of this machine, or another rank has found one.
         """
-        self.holder_left = self.holder_left or self._store.check([self._key("left/0")])
         for rank in {(self._rank + step) % self._world_size for step in (1, -1)} - {self._rank}:
             who = self._neighbours.get(rank) or self._who(rank)
             if who is None:
@@ -168,9 +167,10 @@ class Peers:
             self._let_others_hear()
 
     def silent_neighbour(self, limit_s: float) -> str | None:
-        """Every few seconds, in a thread, where a broken connection is not heard of (NCCL): beat, and listen to the
-        next rank. Says once, which rank has not been heard for ``limit_s``: what it takes part in never ends.
+        """Every few seconds, in a thread: beat, and listen to the next rank. Says once, which rank has not been heard
+        for ``limit_s``: what it takes part in may never end.
         """
+        self.holder_left = self.holder_left or self._store.check([self._key("left/0")])
         self._beats += 1
         self._store.set(self._key(f"beat/{self._rank}"), str(self._beats))
         neighbour = (self._rank + 1) % self._world_size
@@ -182,7 +182,7 @@ class Peers:
         if self._store.check([self._key(f"left/{neighbour}")]):
             return None
         self.misses_neighbour = True
-        known = self._culprit or self._read("culprit")
+        known = self._culprit or self._read("culprit") or self._read("ended")
         return known or f"{self._named(neighbour)} has not been heard of for {limit_s:g} s: it has ended or hangs"
 
     def tell(self, error: BaseException) -> None:

@@ -1,12 +1,14 @@
 """A thread beside training: tells the other ranks where this one is, and ends it when it waits for one that is gone.
 
-Each rank posts its place to the store every few seconds, for the error messages of ranks that wait. Where a backend
-hears of broken connections (gloo), that is all: who waits gets an error. NCCL hears of nothing. There the thread
-listens to the ranks before and after its own, one of which is mostly of the same machine::
+Each rank posts its place to the store every few seconds, for the error messages of ranks that wait, and a beat. Who
+waits inside the engine gets an error in time. Elsewhere (a metric's barrier, say) a backend waits for its own timeout,
+where nothing tells it that the others are gone: a network that is cut, and NCCL always. So each rank listens::
 
-    its process has ended, and it has not said goodbye    -> said at once; ends this process after 10 s of standstill
-    it is not heard of for zero.stall_timeout_s, or       -> said then; ends this process after as long a standstill
-    the store is gone, or does not answer
+    the next rank is not heard of for zero.stall_timeout_s,   -> said then; ends this process after a longer standstill
+    or the store is gone, or does not answer
+    under NCCL: the process of the rank before or after,      -> said at once; ends this process after a standstill of
+    one of which is mostly of the same machine, has ended        ten seconds
+    and has not said goodbye
 
 Nothing ends while the thread that trains gets on, and nothing in a session that a person types into.
 """
@@ -21,6 +23,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Hashable
+from multiprocessing.util import Finalize
 from typing import Any, Protocol, TypeVar
 from weakref import WeakSet, finalize, ref
 
@@ -79,7 +82,7 @@ class Watchdog:
     Args:
         watched: held weakly; one that is forgotten instead of closed ends the thread.
         store: a connection that nobody waits in for long.
-        ends_process: the backend does not hear when a rank ends.
+        hears_ends: the backend hears of broken connections by itself.
         end: ends this process; for tests.
     """
 
@@ -90,7 +93,7 @@ class Watchdog:
         watched: Watched,
         store: Any,
         *,
-        ends_process: bool = False,
+        hears_ends: bool,
         end: Callable[[int], Any] = os._exit,
     ) -> None:
         Watchdog._serial += 1
@@ -98,19 +101,24 @@ class Watchdog:
         self._watched = ref(watched)
         self._rank, self._world_size = watched.rank, watched.world_size
         self._limit_s = watched.stall_timeout_s
-        self._ends_process, self._end = ends_process, end
+        self._hears_ends, self._end = hears_ends, end
         self._meetings = 0
+        self._left = False
         self._store = store
         self._every_s = EVERY_S * max(1.0, self._world_size / RANKS_AT_THIS_PACE)
         self.peers = Peers(store, self._prefix, self._rank, self._world_size, self._every_s)
+        # Longer than the engine's own errors take, which say more.
+        self._patience_s = 1.2 * self._limit_s + 2 * self.peers.roll_call_s
         self._gone: tuple[str, float] | None = None  # who, and how long to stand still for it
         self._trains = _Standstill(threading.get_ident())
         self._heard_s = time.monotonic()  # when the store answered last
         self._stop = threading.Event()
-        self._threads = [threading.Thread(target=self._run, name="lightning_zero-places", daemon=True)]
-        if ends_process:
-            self._threads.append(threading.Thread(target=self._judge, name="lightning_zero-judges", daemon=True))
-            _LISTENING.add(self)
+        self._threads = [
+            threading.Thread(target=self._run, name="lightning_zero-places", daemon=True),
+            threading.Thread(target=self._judge, name="lightning_zero-judges", daemon=True),
+        ]
+        _say_goodbye_at_the_end()
+        _LIVE.add(self)
         for thread in self._threads:
             thread.start()
         finalize(watched, self._stop.set)
@@ -129,11 +137,11 @@ class Watchdog:
                     self._store.set(self._key(self._rank), watched.place)
                     posted = watched.place
                 self.peers.answer()
-                if self._ends_process:
-                    self._listen()
-            except Exception:  # the store is gone with its server: with gloo this rank hears of it elsewhere
-                if self._ends_process and not self.peers.holder_left:
-                    self._note(self.peers.without_store(), STANDSTILL_S if self.peers.holder_is_dead else self._limit_s)
+                self._listen()
+            except Exception:  # the store is gone with its server
+                if not self.peers.holder_left:
+                    quick = self.peers.holder_is_dead and not self._hears_ends
+                    self._note(self.peers.without_store(), STANDSTILL_S if quick else self._patience_s)
                 return
             self._heard_s = time.monotonic()
             watched = None  # or it would live through the next wait
@@ -145,17 +153,19 @@ class Watchdog:
             if watched is None and self._gone is None:
                 return
             if time.monotonic() - self._heard_s > self._limit_s and not self.peers.holder_left:
-                self._note(self.peers.without_store(), self._limit_s)
+                self._note(self.peers.without_store(), self._patience_s)
             self._end_if_stuck(watched)
             watched = None
 
     def _listen(self) -> None:
-        ended = self.peers.ended_neighbour()
-        if ended is not None:
-            self._note(ended, min(STANDSTILL_S, self._limit_s))
+        ended = None
+        if not self._hears_ends:
+            ended = self.peers.ended_neighbour()
+            if ended is not None:
+                self._note(ended, min(STANDSTILL_S, self._limit_s))
         silent = self.peers.silent_neighbour(self._limit_s)
         if silent is not None:
-            self._note(silent, self._limit_s)
+            self._note(silent, self._patience_s)
         elif self._gone is not None and ended is None and not self.peers.misses_neighbour:
             self._gone = None  # it was only slow
 
@@ -234,10 +244,15 @@ class Watchdog:
         within(timeout_s + ANSWER_S, meet, None)
         return list(missing)
 
+    def leave(self) -> None:
+        """Say goodbye, once."""
+        if not self._left:
+            self._left = True
+            within(ANSWER_S, self.peers.leave, None)
+
     def stop(self) -> None:
         """Say goodbye and end the thread; but where a rank is gone it stays, because what follows may hang."""
-        if self._ends_process:
-            within(ANSWER_S, self.peers.leave, None)
+        self.leave()
         if self._gone is None:
             self._stop.set()
             for thread in self._threads:
@@ -275,12 +290,21 @@ def _typed_into() -> bool:
     return hasattr(sys, "ps1") or bool(sys.flags.interactive) or hasattr(builtins, "__IPYTHON__")
 
 
-_LISTENING: WeakSet[Watchdog] = WeakSet()
+_LIVE: WeakSet[Watchdog] = WeakSet()
+_registered_in: int | None = None  # a process
 
 
-@atexit.register
+def _say_goodbye_at_the_end() -> None:
+    """At exit, and in processes of multiprocessing, which do not come there."""
+    global _registered_in
+    if _registered_in != os.getpid():
+        _registered_in = os.getpid()
+        atexit.register(_say_goodbye)
+        Finalize(None, _say_goodbye, exitpriority=100)
+
+
 def _say_goodbye() -> None:
     """At a clean end of the process, whose neighbours would take it for killed; while the store is there."""
     if not hasattr(sys, "last_value"):  # of an exception that ends the process
-        for watchdog in _LISTENING:
-            within(ANSWER_S, watchdog.peers.leave, None)
+        for watchdog in list(_LIVE):
+            watchdog.leave()

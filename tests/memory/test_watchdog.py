@@ -1,4 +1,4 @@
-"""A rank whose messages would never end (NCCL) ends itself when another rank is gone, and only then."""
+"""A rank whose messages would never end ends itself when another rank is gone, and only then."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ rank, port = int(sys.argv[1]), int(sys.argv[2])
 comm = Comm()
 comm.rank = rank
 store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, timeout=timedelta(seconds=30), wait_for_workers=False)
-dog = module.Watchdog(comm, store, ends_process=True)
+dog = module.Watchdog(comm, store, hears_ends=False)
 time.sleep(0.5)
 print("here", flush=True)
 time.sleep(60)  # as in a kernel that never ends
@@ -47,19 +47,19 @@ time.sleep(60)  # as in a kernel that never ends
 class Side:
     """What a watchdog watches: a rank whose thread waits until it is let go."""
 
-    def __init__(self, store: Any, rank: int, world_size: int, limit_s: float) -> None:
+    def __init__(self, store: Any, rank: int, world_size: int, limit_s: float, hears: bool) -> None:
         self.rank, self.world_size, self.stall_timeout_s = rank, world_size, limit_s
         self.place, self.issued = f"place of {rank}", 0
         self.ended: list[int] = []
         self._go = threading.Event()
         self._made = threading.Event()
-        self._thread = threading.Thread(target=self._train, args=(store,))
+        self._thread = threading.Thread(target=self._train, args=(store, hears))
         self._thread.start()
         self._made.wait()
 
-    def _train(self, store: Any) -> None:
+    def _train(self, store: Any, hears: bool) -> None:
         Watchdog._serial = SERIAL  # as the same one of another process
-        self.dog = Watchdog(self, store, ends_process=True, end=self._end)
+        self.dog = Watchdog(self, store, hears_ends=hears, end=self._end)
         self._made.set()
         self._go.wait(FOREVER_S)
 
@@ -79,11 +79,12 @@ def sides(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[Side]]
     monkeypatch.setattr(module, "EVERY_S", 0.05)
     monkeypatch.setattr(module, "STANDSTILL_S", 0.5)
     monkeypatch.setattr(module, "ANSWER_S", 0.5)
+    monkeypatch.setattr(peers_module, "ROLL_CALL_S", 0.2)
     made: list[Side] = []
 
-    def make(world: int, limit_s: float = 30.0) -> list[Side]:
+    def make(world: int, limit_s: float = 30.0, hears: bool = False) -> list[Side]:
         store = dist.HashStore()
-        made.extend(Side(store, rank, world, limit_s) for rank in range(world))
+        made.extend(Side(store, rank, world, limit_s, hears) for rank in range(world))
         return made
 
     yield make
@@ -141,6 +142,12 @@ def test_a_rank_that_gets_on_is_told_and_goes_on(
     assert seen_within(3, lambda: bool(ranks[0].ended))
 
 
+def test_gloo_hears_of_a_killed_rank_by_itself(sides: Callable[..., list[Side]]) -> None:
+    ranks = sides(2, hears=True)
+    die(ranks, 1)
+    assert not seen_within(1.5, lambda: bool(ranks[0].ended))
+
+
 def test_a_rank_that_has_said_goodbye_is_not_missed(sides: Callable[..., list[Side]]) -> None:
     ranks = sides(2, limit_s=0.5)
     ranks[1].dog.stop()
@@ -160,12 +167,13 @@ def test_a_rank_that_failed_by_itself_is_quoted(
     assert "failed with KeyError: 'planned'" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("hears", [False, True])
 def test_a_rank_of_another_machine_is_missed_after_the_timeout(
-    sides: Callable[..., list[Side]], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    hears: bool, sides: Callable[..., list[Side]], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     names = iter(range(10))
     monkeypatch.setattr(peers_module, "machine", lambda: f"machine {next(names)}")
-    ranks = sides(3, limit_s=1.0)
+    ranks = sides(3, limit_s=1.0, hears=hears)
     assert not seen_within(1.5, lambda: any(side.ended for side in ranks))  # all stand still, and all are there
     ranks[1].dog._stop.set()
     assert seen_within(6, lambda: bool(ranks[0].ended and ranks[2].ended))
@@ -232,10 +240,7 @@ def test_a_store_that_does_not_answer_ends_a_rank_that_waits(
     store.network.set()
 
 
-def test_messages_do_not_wait_for_a_store_that_does_not_answer(
-    sides: Callable[..., list[Side]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(peers_module, "ROLL_CALL_S", 0.2)
+def test_messages_do_not_wait_for_a_store_that_does_not_answer(sides: Callable[..., list[Side]]) -> None:
     ranks = sides(2)
     assert seen_within(2, lambda: ranks[1].dog.peers.knows_holder)
     store = cut_off(ranks[1])
