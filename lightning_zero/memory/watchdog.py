@@ -170,6 +170,8 @@ class Watchdog:
             self._gone = None  # it was only slow
 
     def _note(self, who: str, limit_s: float) -> None:
+        if self._left and self._gone is None:
+            return  # all go, in any order
         if self._gone is None:
             watched = self._watched()
             place = f"; this rank is at: {watched.place}" if watched is not None else ""

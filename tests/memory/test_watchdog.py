@@ -155,6 +155,17 @@ def test_a_rank_that_has_said_goodbye_is_not_missed(sides: Callable[..., list[Si
     assert not seen_within(2, lambda: bool(ranks[0].ended))
 
 
+def test_at_a_clean_end_nothing_is_said_of_ranks_that_were_faster(
+    sides: Callable[..., list[Side]], capfd: pytest.CaptureFixture[str]
+) -> None:
+    ranks = sides(2)
+    ranks[1].dog.leave()  # at exit; rank 0, which holds the store, came there first
+    ranks[1].dog._store = ranks[1].dog.peers._store = None  # what is asked raises
+    die(ranks, 0)
+    assert not seen_within(1.5, lambda: bool(ranks[1].ended))
+    assert capfd.readouterr().err == ""
+
+
 def test_a_rank_that_failed_by_itself_is_quoted(
     sides: Callable[..., list[Side]], capfd: pytest.CaptureFixture[str]
 ) -> None:
