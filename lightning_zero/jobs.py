@@ -99,10 +99,12 @@ def slurm_plugins(cluster: ClusterConfig) -> list[SLURMEnvironment]:
 
 
 @contextlib.contextmanager
-def as_trained(trainer: Trainer) -> Iterator[None]:
-    """Evaluate the weights that are there: on SLURM Lightning would load the checkpoint of the requeue signal again."""
+def decided(trainer: Trainer, ckpt_path: str | None) -> Iterator[None]:
+    """Load this checkpoint, or none: on SLURM Lightning would look for one in the run folder by itself, and find that
+    of an earlier job, or that of the requeue signal once more for an evaluation.
+    """
     connector = trainer._checkpoint_connector
-    connector._parse_ckpt_path = lambda *_, **__: None  # type: ignore[method-assign]
+    connector._parse_ckpt_path = lambda *_, **__: ckpt_path  # type: ignore[method-assign]
     try:
         yield
     finally:

@@ -27,10 +27,10 @@ from lightning_zero.cluster import REFUSED, give_verdict
 from lightning_zero.config import ConfigError, choose
 from lightning_zero.hydra_schema import TrainConfig, TrainerConfig, register_schema, trainer_precision
 from lightning_zero.jobs import (
-    as_trained,
     check_inside,
     check_saves,
     checkpoint_to_resume,
+    decided,
     fit_trainer,
     keep_work,
     slurm_plugins,
@@ -234,11 +234,12 @@ def run(config: TrainConfig) -> None:
     ckpt_path = checkpoint_to_resume(config, trainer)
     trainer.strategy.run_settings = {**asdict(config), "ckpt_path": ckpt_path}  # type: ignore[attr-defined]
 
-    trainer.fit(model, datamodule=data, ckpt_path=ckpt_path)
+    with decided(trainer, ckpt_path):
+        trainer.fit(model, datamodule=data, ckpt_path=ckpt_path)
     if trainer.is_global_zero and trainer.checkpoint_callback is not None:
         last = getattr(trainer.checkpoint_callback, "last_model_path", "")
         print(f"checkpoint: {last}" if last else "no checkpoint was written")
-    with as_trained(trainer):
+    with decided(trainer, None):  # the weights that are there
         results = trainer.validate(model, datamodule=data, verbose=False) if trainer.enable_validation else []
     if config.zero.summary and trainer.is_global_zero:
         print_held(trainer.strategy.engine, config.trainer.accumulate_grad_batches)  # type: ignore[attr-defined]

@@ -21,6 +21,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_zero import interruptions
 from lightning_zero.cluster import VERDICT_VARIABLE
 from lightning_zero.interruptions import Interruptions
+from lightning_zero.jobs import decided
 from tests.harness import on_ranks
 from tests.lightning.test_processes import Signalled, requeued, slurm
 from tests.lightning.toys import SAMPLES, Lit, assert_weights, fit, loader, seeded, trainer, weights
@@ -104,6 +105,19 @@ def test_one_checkpoint_of_a_signal_is_kept(tmp_path: Path) -> None:
     of.fit(seeded(Lit, seed=9), loader())
     assert of.global_step == 2 * EPOCH
     assert weights(of).keys() == whole.weights.keys()
+
+
+@on_ranks(2)
+def test_the_main_job_loads_what_it_has_decided_on(tmp_path: Path) -> None:
+    """And not what an earlier job has left in the folder."""
+    with pytest.raises(SystemExit):
+        fit("zero3", tmp_path, seeded(lambda: Signalled(1, 0)), limit_val_batches=0, plugins=[slurm(tmp_path)])
+    for ckpt_path, steps in ((None, EPOCH), (str(tmp_path / "hpc_ckpt_1.ckpt"), EPOCH - 2)):
+        of = trainer("zero3", tmp_path, limit_val_batches=0, max_epochs=-1, max_steps=EPOCH, plugins=[slurm(tmp_path)])
+        module = seeded(Lit)
+        with decided(of, ckpt_path):
+            of.fit(module, loader(), ckpt_path=ckpt_path)
+        assert len(module.losses) == steps
 
 
 @on_ranks(2)
