@@ -87,9 +87,8 @@ class Interruptions:
             self._signum = environment.requeue_signal
         self._before: Any = None
         self._main_thread = threading.current_thread() is threading.main_thread()
-        if (
-            self._main_thread and self._signum is not None
-        ):  # before Lightning, which leaves one alone that has a handler
+        # Before Lightning, which leaves a signal alone that has a handler.
+        if self._main_thread and self._signum is not None:
             self._before = signal.signal(self._signum, self._on_requeue_signal) or signal.SIG_DFL
         setattr(self._connector, _TERM_HANDLER, self._on_term)
         setattr(trainer.fit_loop.epoch_loop, _AGREEMENT, lambda: None)
