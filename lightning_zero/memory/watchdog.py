@@ -131,7 +131,7 @@ class Watchdog:
         while not self._stop.wait(self._every_s if self.peers.knows_holder else 0.1):
             watched = self._watched()
             if watched is None and self._gone is None:
-                return
+                break
             try:
                 if watched is not None and watched.place != posted:
                     self._store.set(self._key(self._rank), watched.place)
@@ -145,6 +145,8 @@ class Watchdog:
                 return
             self._heard_s = time.monotonic()
             watched = None  # or it would live through the next wait
+        if self._watched() is None:
+            self.leave()  # forgotten instead of closed: the others may keep theirs
 
     def _judge(self) -> None:
         """Apart from the thread that asks the store, which may wait for it for long."""

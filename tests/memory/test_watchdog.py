@@ -155,6 +155,13 @@ def test_a_rank_that_has_said_goodbye_is_not_missed(sides: Callable[..., list[Si
     assert not seen_within(2, lambda: bool(ranks[0].ended))
 
 
+def test_a_rank_that_has_forgotten_its_engine_is_not_missed(sides: Callable[..., list[Side]]) -> None:
+    ranks = sides(2, limit_s=0.5, hears=True)
+    ranks[1].dog._watched = lambda: None  # type: ignore[assignment]  # collected
+    ranks[1].dog._stop.set()
+    assert not seen_within(2, lambda: ranks[0].dog._gone is not None)
+
+
 def test_at_a_clean_end_nothing_is_said_of_ranks_that_were_faster(
     sides: Callable[..., list[Side]], capfd: pytest.CaptureFixture[str]
 ) -> None:
