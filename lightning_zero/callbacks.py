@@ -60,7 +60,7 @@ class ZeroMonitor(Callback):
 
     @staticmethod
     def _now(trainer: pl.Trainer) -> tuple[int, float, float]:
-        waited: float = trainer.strategy.engine.comm.waited_s  # type: ignore[attr-defined]
+        waited: float = trainer.strategy.engine.comm.waits.waited_s  # type: ignore[attr-defined]
         return trainer.global_step, time.monotonic(), waited
 
     @staticmethod

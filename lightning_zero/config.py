@@ -33,6 +33,19 @@ class Precision(Enum):
     bf16 = "bf16"
     fp16 = "fp16"
     bf16_true = "bf16_true"
+    fp16_true = "fp16_true"
+    fp64 = "fp64"
+
+
+# What each row is called in Trainer(precision=).
+PRECISION_FLAGS = {
+    Precision.fp32: "32-true",
+    Precision.bf16: "bf16-mixed",
+    Precision.fp16: "16-mixed",
+    Precision.bf16_true: "bf16-true",
+    Precision.fp16_true: "16-true",
+    Precision.fp64: "64-true",
+}
 
 
 class Offload(Enum):
@@ -103,10 +116,12 @@ class PrecisionConfig:
     Attributes:
         name: ``fp32`` (Lightning's ``32-true``), ``bf16`` (``bf16-mixed``: fp32 master, parameters gathered and
             used in bf16 under autocast), ``fp16`` (``16-mixed``: the same in fp16, with dynamic loss scaling) or
-            ``bf16_true`` (bf16 everywhere). ``None`` follows ``Trainer(precision=)``.
-        reduce_dtype: what gradients travel in. ``None``: fp32, but bf16 under ``bf16_true``.
+            ``bf16_true``, ``fp16_true``, ``fp64`` (one dtype everywhere, buffers too). ``None`` follows
+            ``Trainer(precision=)``.
+        reduce_dtype: what gradients travel in. ``None``: fp32; under the rows of one dtype, that.
         grad_dtype: what gradients rest and accumulate in. ``None``: as ``reduce_dtype``.
         fp32_modules: class names (``*`` matches anything) whose parameters keep fp32 under ``bf16`` and ``fp16``.
+            What parametrizations compute weights from keeps it too.
         stochastic_rounding: under ``bf16_true``, compute steps in fp32 and round weights and optimizer state to bf16 up
             or down at random, right on average; to nearest, changes below 1/512 of a weight are lost.
     """
@@ -114,7 +129,9 @@ class PrecisionConfig:
     name: Precision | None = None
     reduce_dtype: DType | None = None
     grad_dtype: DType | None = None
-    fp32_modules: list[str] = field(default_factory=lambda: ["LayerNorm", "GroupNorm", "BatchNorm?d", "*Norm"])
+    fp32_modules: list[str] = field(
+        default_factory=lambda: ["LayerNorm", "GroupNorm", "BatchNorm?d", "*Norm", "Bilinear"]
+    )
     stochastic_rounding: bool = False
 
     def __post_init__(self) -> None:
@@ -125,6 +142,12 @@ class PrecisionConfig:
             raise ConfigError(
                 f"zero.precision.{lower[0]}: expected fp32 under zero/precision=fp32, got bf16. "
                 f"Choose zero/precision=bf16 or drop zero.precision.{lower[0]}."
+            )
+        given = [k for k in ("reduce_dtype", "grad_dtype") if getattr(self, k) is not None]
+        if self.name in (Precision.fp16_true, Precision.fp64) and given:
+            raise ConfigError(
+                f"zero.precision.{given[0]}: expected none under zero/precision={self.name.name}, where gradients "
+                f"have the dtype of the weights, got {getattr(self, given[0]).name}. Drop zero.precision.{given[0]}."
             )
         if self.name is Precision.bf16_true:
             upper = [k for k in ("reduce_dtype", "grad_dtype") if getattr(self, k) is DType.fp32]

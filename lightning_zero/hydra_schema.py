@@ -14,7 +14,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import BooleanNode, IntegerNode, OmegaConf
 
 from lightning_zero.cluster import ClusterConfig
-from lightning_zero.config import ConfigError, Precision, ZeroConfig, choose
+from lightning_zero.config import PRECISION_FLAGS, ConfigError, ZeroConfig, choose
 from lightning_zero.resume import job_name
 
 TRAIN_SCHEMA = "lightning_zero_train"
@@ -22,14 +22,6 @@ PLAN_SCHEMA = "lightning_zero_plan"
 SUBMIT_SCHEMA = "lightning_zero_submit"
 RUN_NAME_RESOLVER = "lightning_zero_run_name"
 PRECISION_RESOLVER = "lightning_zero_precision"
-
-# A row of zero/precision -> Trainer(precision=)
-PRECISIONS = {
-    Precision.fp32: "32-true",
-    Precision.bf16: "bf16-mixed",
-    Precision.fp16: "16-mixed",
-    Precision.bf16_true: "bf16-true",
-}
 
 
 @dataclass(kw_only=True, slots=True)
@@ -180,7 +172,7 @@ def run_name() -> str:
 
 def trainer_precision(row: Any) -> str | None:
     """What ``Trainer(precision=)`` must be for a row of ``zero/precision``; ``None`` leaves it to the Trainer."""
-    return None if row is None else PRECISIONS[choose("precision", row)]
+    return None if row is None else PRECISION_FLAGS[choose("precision", row)]
 
 
 def register_schema() -> None:

@@ -197,7 +197,7 @@ def refuse_lonely_save(engine: Engine) -> None:
     """
     if sys.exc_info()[0] is None:
         return
-    missing = engine.comm.missing_here(MEET_S)
+    missing = engine.comm.waits.missing_here(MEET_S)
     if missing:
         raise RuntimeError(
             f"no checkpoint is saved on this exception: rank(s) {missing} did not fail at the same place within "

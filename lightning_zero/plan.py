@@ -19,8 +19,8 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_zero import train
-from lightning_zero.config import ConfigError, Offload, OffloadConfig, Precision, ZeroConfig
-from lightning_zero.hydra_schema import PRECISIONS, MachineConfig, TrainConfig
+from lightning_zero.config import PRECISION_FLAGS, ConfigError, Offload, OffloadConfig, Precision, ZeroConfig
+from lightning_zero.hydra_schema import MachineConfig, TrainConfig
 from lightning_zero.jobs import fit_trainer
 from lightning_zero.planning.advice import Advice, Machine, Model, Row, advise, allowed_rows, best, plan_row
 from lightning_zero.planning.memory import ADAM_STATES, Bytes, Limits, Role
@@ -46,7 +46,7 @@ def precision_row(config: TrainConfig) -> Precision:
     """The row of ``zero/precision`` that a run would use."""
     asked = train.agreed_precision(config)
     asked = train.PRECISION_ALIASES.get(asked or "", asked)
-    return next((row for row, name in PRECISIONS.items() if name == asked), Precision.fp32)
+    return next((row for row, name in PRECISION_FLAGS.items() if name == asked), Precision.fp32)
 
 
 def describe(config: TrainConfig, states: int | None) -> Model:
@@ -57,15 +57,14 @@ def describe(config: TrainConfig, states: int | None) -> Model:
     """
     import torch
 
-    from lightning_zero.engine.build import bucket_shapes, describe_units
+    from lightning_zero.engine.build import TRUE_DTYPES, bucket_shapes, describe_units
 
     precision = precision_row(config)
     dtype = torch.get_default_dtype()
     # What a model prints belongs to no JSON document.
     with contextlib.redirect_stdout(sys.stderr), torch.device("meta"):
         try:
-            if precision is Precision.bf16_true:
-                torch.set_default_dtype(torch.bfloat16)
+            torch.set_default_dtype(TRUE_DTYPES.get(precision, dtype))
             module = train.build_model(config, train.explicit_keys())
             module.configure_model()
         except NotImplementedError as error:

@@ -16,29 +16,23 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from lightning_zero.config import ConfigError, Precision
+from lightning_zero.config import PRECISION_FLAGS, ConfigError, Precision
 from lightning_zero.engine import norms
+from lightning_zero.engine.build import TRUE_DTYPES
 from lightning_zero.engine.scaler import LossScaler
 
 if TYPE_CHECKING:
     from lightning_zero.strategy import ZeroStrategy
 
-# Trainer(precision=...) -> row of zero/precision
-ROWS = {
-    "32-true": Precision.fp32,
-    "bf16-mixed": Precision.bf16,
-    "16-mixed": Precision.fp16,
-    "bf16-true": Precision.bf16_true,
-}
+ROWS = {flag: row for row, flag in PRECISION_FLAGS.items()}
 _AUTOCAST = {Precision.bf16: torch.bfloat16, Precision.fp16: torch.float16}
-FLAGS = {row: flag for flag, row in ROWS.items()}
 
 
 class ZeroPrecision(LightningPrecision):
     """Precision of :class:`~lightning_zero.ZeroStrategy`. The strategy makes it from ``Trainer(precision=)``.
 
     Args:
-        precision: ``32-true``, ``bf16-mixed``, ``16-mixed`` or ``bf16-true``.
+        precision: ``32-true``, ``bf16-mixed``, ``16-mixed``, ``bf16-true``, ``16-true`` or ``64-true``.
         scaler: the loss scaling of ``16-mixed``; default: that of ``torch.amp.GradScaler``.
 
     Raises:
@@ -66,7 +60,7 @@ class ZeroPrecision(LightningPrecision):
         """Ours in place of the plugin that Lightning chose or a user gave."""
         if isinstance(plugin, cls):
             return plugin
-        known = {"Precision", "MixedPrecision", "HalfPrecision", "FSDPPrecision"}
+        known = {"Precision", "MixedPrecision", "HalfPrecision", "DoublePrecision", "FSDPPrecision"}
         if type(plugin).__name__ not in known:
             raise ConfigError(
                 f"the precision plugin {type(plugin).__name__} cannot be used with a ZeRO strategy. Drop it and set "
@@ -91,7 +85,7 @@ class ZeroPrecision(LightningPrecision):
 
     @property
     def _default_dtype(self) -> torch.dtype | None:
-        return torch.bfloat16 if self.row is Precision.bf16_true else None
+        return TRUE_DTYPES.get(self.row)
 
     @contextlib.contextmanager
     def forward_context(self) -> Generator[None, None, None]:

@@ -165,6 +165,7 @@ def join(
     shared: Mapping[str, Mapping[str, str]],
     *,
     timeout: timedelta | None,
+    stall_timeout_s: float | None,
     wait_s: float,
     per_node: int,
     device_id: torch.device | None,
@@ -173,6 +174,7 @@ def join(
 
     Args:
         timeout: of the process group.
+        stall_timeout_s: shorter than that, for collectives that only the hosts wait in; None: as ``timeout``.
         wait_s: how long ranks are waited for.
 
     Raises:
@@ -186,6 +188,8 @@ def join(
     where = f"{address}:{port}"
     meeting = Meeting(store, guest, shared, where=where, timeout_s=wait_s, per_node=per_node)
     report = meeting.hold()
+    if stall_timeout_s is not None and backend == "gloo":
+        timeout = timedelta(seconds=stall_timeout_s)
     try:
         dist.init_process_group(
             backend, store=meeting.room, rank=rank, world_size=world, timeout=timeout, device_id=device_id

@@ -38,12 +38,15 @@ from torch.optim import Optimizer
 
 from lightning_zero import averaging, finetuning, startup
 from lightning_zero.allocation import check_allocation
-from lightning_zero.config import ConfigError, Precision, ZeroConfig, make_config
+from lightning_zero.config import PRECISION_FLAGS, ConfigError, ZeroConfig, make_config
 from lightning_zero.engine import Engine, engine_of, shard, values
+from lightning_zero.engine.build import TRUE_DTYPES
 from lightning_zero.environments import own_environment
 from lightning_zero.interruptions import Interruptions, Left, refuse_lonely_save
 from lightning_zero.memory.claims import check_folder
-from lightning_zero.precision import FLAGS, ZeroPrecision
+from lightning_zero.memory.collectives import barrier, broadcast_object, open_waits
+from lightning_zero.memory.waits import Waits
+from lightning_zero.precision import ZeroPrecision
 from lightning_zero.summary import print_units
 
 EXIT_BARRIER_S = 20.0
@@ -109,6 +112,7 @@ class ZeroStrategy(ParallelStrategy):
         )
         self._interruptions: Interruptions | None = None
         self._evaluation_starts = False
+        self._start_waits: Waits | None = None  # until there is an engine
         self._process_group_backend = process_group_backend
         self._timeout = timeout
 
@@ -161,9 +165,9 @@ class ZeroStrategy(ParallelStrategy):
         ours = ZeroPrecision.from_plugin(plugin)
         if self._asked_precision is not None and ours.row is not self._asked_precision:
             raise ConfigError(
-                f"trainer.precision: expected {FLAGS[self._asked_precision]!r}, which "
+                f"trainer.precision: expected {PRECISION_FLAGS[self._asked_precision]!r}, which "
                 f"zero/precision={self._asked_precision.name} means, got {ours.precision!r}. Set "
-                f"Trainer(precision={FLAGS[self._asked_precision]!r}), or drop zero.precision.name."
+                f"Trainer(precision={PRECISION_FLAGS[self._asked_precision]!r}), or drop zero.precision.name."
             )
         ours.attach(self)
         self._precision_plugin = ours
@@ -213,6 +217,9 @@ class ZeroStrategy(ParallelStrategy):
         if not dist.is_initialized():
             self._join(device)
             atexit.register(_destroy_process_group)
+        if self._waits is None and dist.is_initialized():
+            self._start_waits = open_waits(dist.group.WORLD, device, self.config.stall_timeout_s)
+            self._start_waits.place = "the start of the run (prepare_data and setup hooks)"
         if self.lightning_module is not None:
             averaging.attach(self.lightning_module.trainer)
             finetuning.attach(self.lightning_module.trainer)
@@ -232,6 +239,7 @@ class ZeroStrategy(ParallelStrategy):
             self._process_group_backend,
             {"versions": startup.versions(), "settings": settings},
             timeout=self._timeout,
+            stall_timeout_s=None if self._timeout != default_pg_timeout else self.config.stall_timeout_s,
             wait_s=self.config.stall_timeout_s,
             per_node=self.num_processes,
             device_id=device_id,
@@ -252,18 +260,19 @@ class ZeroStrategy(ParallelStrategy):
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
         rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
 
+    @property
+    def _waits(self) -> Waits | None:
+        """What Lightning's own collectives wait with: some rank may be at work for long in between."""
+        engine = engine_of(self.lightning_module) if self.lightning_module is not None else None
+        return engine.comm.waits if engine is not None else self._start_waits
+
     def barrier(self, name: str | None = None) -> None:
-        if not dist.is_initialized():
-            return
-        on_device = dist.get_backend() == "nccl"
-        dist.barrier(device_ids=[self.root_device.index] if on_device else None)
+        if (waits := self._waits) is not None:
+            barrier(dist.group.WORLD, waits, f"Lightning's barrier {name!r}")
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        if not dist.is_initialized():
-            return obj
-        box = [obj]
-        dist.broadcast_object_list(box, src)
-        return box[0]
+        waits = self._waits
+        return obj if waits is None else broadcast_object(dist.group.WORLD, obj, src, waits)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op) if isinstance(tensor, Tensor) else tensor
@@ -322,14 +331,17 @@ class ZeroStrategy(ParallelStrategy):
             engine = None
         if engine is None:
             engine = shard(model, config=wanted, device=self.root_device, node=self._node)
+            if self._start_waits is not None:
+                self._start_waits.close()
+                self._start_waits = None
             if self.config.summary and self.is_global_zero:
                 print_units(engine)
         else:
-            engine.comm.forget_failures()
+            engine.comm.waits.forget_failures()
         with engine.placeholders_allowed():
             model.to(self.root_device)  # what is neither parameter nor buffer: module.device, states of metrics
-        if self.precision_plugin.row is Precision.bf16_true:
-            model.__dict__["_dtype"] = torch.bfloat16  # module.dtype
+        if (dtype := TRUE_DTYPES.get(self.precision_plugin.row)) is not None:
+            model.__dict__["_dtype"] = dtype  # module.dtype
         if self._to_load is not None:
             (state, strict), self._to_load = self._to_load, None
             self._load_into_shards(engine, state, strict)
@@ -382,8 +394,9 @@ class ZeroStrategy(ParallelStrategy):
         _FAILED = True
         module = self.lightning_module
         engine = engine_of(module) if module is not None else None
+        if self._waits is not None:
+            self._waits.explain(exception)
         if engine is not None:
-            engine.comm.explain(exception)
             engine.abort()
 
     # -- steps ----------------------------------------------------------------------------------------------------

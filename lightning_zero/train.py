@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 CPU_PROCESSES = 2  # where there is no GPU and no number of devices is given
 BITS_PER_BYTE = "val_bits_per_byte"
-PRECISION_ALIASES = {"32": "32-true", "bf16": "bf16-mixed"}
+PRECISION_ALIASES = {"32": "32-true", "64": "64-true", "bf16": "bf16-mixed", "16": "16-mixed"}
 
 # Groups that must have a file, and values that Hydra does not take for the name of one (it ends in a traceback).
 GROUPS = ("zero/comm", "cluster", "model", "data", "optimizer", "trainer", "callbacks", "logger")

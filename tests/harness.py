@@ -43,6 +43,7 @@ import sys
 import tempfile
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -104,6 +105,17 @@ def on_ranks(
         return pytest.mark.parametrize("world", cases)(test)
 
     return decorate
+
+
+def assert_gone(references: Sequence[weakref.ref[Any]]) -> None:
+    """What these weak references led to is collected, perhaps in several rounds, and when a thread has let go of it."""
+    deadline = time.monotonic() + 5
+    while True:
+        gc.collect()
+        if all(reference() is None for reference in references):
+            return
+        assert time.monotonic() < deadline, [reference() for reference in references]
+        time.sleep(0.05)
 
 
 def close_pools() -> dict[int, list[int | None]]:

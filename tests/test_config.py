@@ -55,7 +55,7 @@ def test_every_way_to_write_a_stage(stage: Any) -> None:
         ({"stage": "zero0", "dynamic": True}, "zero.dynamic", "zero0"),
         ({"stage": "zero4"}, "zero/stage", "zero4"),
         ({"stage": 7}, "zero/stage", "7"),
-        ({"precision": "fp64"}, "zero/precision", "fp64"),
+        ({"precision": "fp8"}, "zero/precision", "fp8"),
         ({"offload": "disk"}, "zero/offload", "disk"),
         ({"comm": {"transport": "pigeon"}}, "zero.comm.transport", "pigeon"),
         ({"precision": {"name": "fp32", "grad_dtype": "bf16"}}, "zero.precision.grad_dtype", "bf16"),

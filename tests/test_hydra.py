@@ -17,12 +17,12 @@ from hydra.core.hydra_config import HydraConfig
 from lightning.pytorch import Trainer
 from omegaconf import DictConfig, OmegaConf
 
+import lightning_zero
 from lightning_zero import train
 from lightning_zero.build import accepted_arguments, locate
-from lightning_zero.config import ConfigError, Precision, ZeroConfig, make_config
+from lightning_zero.config import PRECISION_FLAGS, ConfigError, Precision, ZeroConfig, make_config
 from lightning_zero.data.text import TextData
 from lightning_zero.hydra_schema import (
-    PRECISIONS,
     MachineConfig,
     TrainConfig,
     TrainerConfig,
@@ -30,7 +30,6 @@ from lightning_zero.hydra_schema import (
     run_name,
 )
 from lightning_zero.models.gpt import LitGPT
-from lightning_zero.precision import FLAGS
 from lightning_zero.presets import PRESETS, preset_config
 from lightning_zero.strategy import ZeroStrategy
 
@@ -188,8 +187,9 @@ def test_model_and_data_files_name_every_argument() -> None:
 
 
 def test_precision_rows_have_one_meaning() -> None:
-    assert PRECISIONS == FLAGS
-    assert set(PRECISIONS) == set(Precision)
+    assert set(PRECISION_FLAGS) == set(Precision)
+    files = Path(lightning_zero.__file__).parent / "conf" / "zero" / "precision"
+    assert {path.stem for path in files.glob("*.yaml")} == {row.name for row in Precision}
 
 
 # -- what overrides do --------------------------------------------------------------------------------------------
@@ -233,6 +233,8 @@ def test_experiment_changes_several_groups_and_the_command_line_wins() -> None:
         ("bf16", "bf16-mixed", "bf16-mixed"),
         ("bf16", "bf16", "bf16-mixed"),
         ("fp32", "'32'", "32-true"),
+        ("fp64", None, "64-true"),
+        ("fp16_true", "16-true", "16-true"),
     ],
 )
 def test_the_group_drives_the_precision_of_the_trainer(row: str, asked: str | None, expected: str) -> None:

@@ -10,9 +10,11 @@
 Where to look::
 
     what is sharded  unit, bucket (its flat buffers), homes (where values rest), build, materialise, capacity
-    in a pass        passes (which unit is gathered when), hooks, containers, order, gradients, sentinels, guards,
-                     recompute, buffers
-    in a step        optimizer, kinds, runs, chunks, modes, offload, early_steps, under_way; norms, scaler before it
+    in a pass        passes (which unit is gathered when), hooks, saved (weights that backward reads), containers,
+                     order, gradients, sentinels, recompute, buffers
+    users' code      parameters (what touching one means), access and writes (what comes of it), guards, explain
+    in a step        optimizer, stepping (one with a step of its own), kinds, runs, chunks, modes, offload,
+                     early_steps, under_way; norms, scaler before it
     whole values     values; usage counts the bytes that are held
     all together     engine
 """

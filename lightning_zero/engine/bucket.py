@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero.engine.homes import Home, ParamFile, ResidentHome, Tiers, copy_cast, make_home, opened
+from lightning_zero.engine.parameters import Classes, set_values
 from lightning_zero.memory.buffers import FlatBuffer
 from lightning_zero.memory.collectives import Communicator, Pending
 from lightning_zero.planning.layout import BucketLayout, Fragment
@@ -44,9 +45,11 @@ class ParamInfo:
     fqns: tuple[str, ...]  # every name; tied weights have several
     shape: torch.Size
     dtype: torch.dtype  # before sharding: what checkpoints hold
+    classes: Classes  # that the parameter goes through
     slot: int = 0  # position in the bucket
     gathered: Tensor | None = None  # [shape] compute_dtype, a view of the bucket's full buffer
     placeholder: Tensor | None = None  # [shape] compute_dtype, NaN
+    version: int = 0  # of the parameter, up to which what users wrote to it is in the masters
 
     @property
     def fqn(self) -> str:
@@ -97,6 +100,7 @@ class Bucket:
         self._grad: Tensor | None = None
         self._grad_event: Any = None  # the end of its way to the host
         self.shown_full = False  # inside gather(): parameters hold full masters
+        self.shows_values = False  # parameters show their gathered values
         self.full = FlatBuffer(layout.numel, dtypes.compute, comm.device)
         self.home: Home
         self.param_shard: Tensor | None = None  # [owned numel] compute_dtype, where the master rests elsewhere
@@ -141,7 +145,7 @@ class Bucket:
 
     @property
     def has_master(self) -> bool:
-        """Whether master_param is memory of its own beside the full buffer."""
+        """Whether master_param is memory of its own, and the full buffer a copy."""
         differs = self.trainable and (self.dtypes.master != self.dtypes.compute or self.tiers.row.steps_on_host)
         return self.resharding or differs
 
@@ -267,6 +271,37 @@ class Bucket:
             with opened(self.home) as master:
                 copy_cast(master, target)
 
+    def own_compute_params(self) -> Tensor:
+        """Compute parameters of the owned range as they rest: what a gather takes from this rank. [owned numel]"""
+        low, high = self.owned_range
+        if not self.has_master:
+            return self.full.data[low:high]
+        own = torch.empty(high - low, dtype=self.dtypes.compute, device=self.comm.device)
+        if self.resharding:
+            self._write_slice(own)
+        else:
+            with opened(self.home) as master:
+                copy_cast(master, own)
+        return own
+
+    def write_master(self, info: ParamInfo, value: Tensor, *, before: Tensor | None = None) -> None:
+        """Set one parameter in the masters, from a full value of its shape: every rank takes its own part.
+
+        Args:
+            before: compute parameters of the owned range. Where ``value`` equals them, masters keep their digits.
+        """
+        flat = value.reshape(-1)
+        with opened(self.home, changed=True) as master:
+            for fragment in self.owned_fragments():
+                if fragment.index != info.slot:
+                    continue
+                own = slice(fragment.start, fragment.start + fragment.numel)
+                part = flat[fragment.offset : fragment.offset + fragment.numel]
+                if before is not None:
+                    new = part.to(master.device)
+                    part = torch.where(new == before[own].to(master.device), master[own], new.to(master.dtype))
+                master[own].copy_(part)
+
     def wait_step(self) -> None:
         """Wait for an offloaded step of this bucket; its error is raised here."""
         if self.step_future is not None:
@@ -306,12 +341,18 @@ class Bucket:
 
     def show(self, gathered: bool) -> None:
         """Point the parameters at their gathered values or placeholders; inside ``gather`` they stay as they are."""
+        self.shows_values = gathered
         if self.shown_full:
             return
         for info in self.params:
             value = info.gathered if gathered else info.placeholder
             assert value is not None
-            info.param.data = value
+            set_values(info.param, value, info.classes.present if gathered else info.classes.absent, info.classes)
+
+    def show_plain(self, full: Tensor) -> None:
+        """Point the parameters at their parts of ``full`` [layout.numel], as plain parameters."""
+        for info in self.params:
+            set_values(info.param, self.part_of(full, info), info.classes.plain, info.classes)
 
 
 class Place(NamedTuple):

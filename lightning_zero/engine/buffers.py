@@ -11,15 +11,20 @@ from torch import Tensor, nn
 from lightning_zero.memory.collectives import Communicator
 
 
-def replicate_buffers(module: nn.Module, comm: Communicator) -> None:
-    """Move all buffers to the engine's device, with rank 0's values; those that modules share stay shared."""
+def replicate_buffers(module: nn.Module, comm: Communicator, dtype: torch.dtype | None) -> None:
+    """Move all buffers to the engine's device, with rank 0's values; those that modules share stay shared.
+
+    Args:
+        dtype: of floating-point buffers; None: their own.
+    """
     moved: dict[int, Any] = {}
     for inner in module.modules():
         for key, buffer in inner._buffers.items():
             if buffer is None:
                 continue
             if id(buffer) not in moved:
-                moved[id(buffer)] = on_device = buffer.to(comm.device)
+                wanted = dtype if buffer.is_floating_point() else None
+                moved[id(buffer)] = on_device = buffer.to(comm.device, wanted)
                 if buffer.numel():
                     data = on_device.contiguous()
                     comm.broadcast(data)

@@ -4,18 +4,24 @@ that description to buckets that hold rank 0's values."""
 from __future__ import annotations
 
 import fnmatch
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
+from torch.nn.utils.parametrize import ParametrizationList
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
 from lightning_zero.config import ConfigError, DType, Precision, ZeroConfig
 from lightning_zero.engine.bucket import Bucket, Dtypes, ParamInfo
 from lightning_zero.engine.buffers import replicate_buffers
 from lightning_zero.engine.homes import Tiers
 from lightning_zero.engine.materialise import materialise, move_param
+from lightning_zero.engine.parameters import classes_of, find_owner
 from lightning_zero.engine.unit import Unit
 from lightning_zero.memory.collectives import Communicator
 from lightning_zero.planning.layout import lay_out, split_by_bytes
@@ -28,6 +34,12 @@ from lightning_zero.planning.units import choose_units, owner_of
 ROOT_SPLIT_NBYTES = 1024 * 1024
 
 _DTYPES = {DType.fp32: torch.float32, DType.bf16: torch.bfloat16}
+# Rows of zero/precision in which everything is of one dtype.
+TRUE_DTYPES = {
+    Precision.bf16_true: torch.bfloat16,
+    Precision.fp16_true: torch.float16,
+    Precision.fp64: torch.float64,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +80,11 @@ def describe_units(module: nn.Module, config: ZeroConfig, precision: Precision) 
     owners: dict[str, list[tuple[nn.Parameter, list[str]]]] = {name: [] for name in ["", *names]}
     known = set(names)
     for param, fqns in _users_of_parameters(module):
+        if is_lazy(param):
+            raise ConfigError(
+                f"parameter {fqns[0]} has no shape yet: its module is lazy. Run a batch through the module before it "
+                "is sharded (in __init__ or configure_model), or give the module its sizes."
+            )
         if isinstance(param, DTensor):
             raise ConfigError(
                 f"parameter {fqns[0]} is a DTensor: tensor parallelism is not supported together with "
@@ -75,6 +92,7 @@ def describe_units(module: nn.Module, config: ZeroConfig, precision: Precision) 
             )
         owners[owner_of((fqn.rpartition(".")[0] for fqn in fqns), known)].append((param, fqns))
     fp32 = {id(p) for m in fp32_modules(module, config.precision.fp32_modules) for p in m.parameters(recurse=False)}
+    fp32 |= {id(p) for p in _parts_of_weights(module)}
     return [UnitGroup(name, _group(name, owners[name], fp32, config, precision)) for name in ["", *names]]
 
 
@@ -107,11 +125,19 @@ def build_units(
     """
     names = {group.name for group in groups if group.name}
     built: dict[int, Unit] = {}
+    some_meta = comm.max_(torch.tensor([any(t.is_meta for t in _tensors_of(module))], dtype=torch.uint8)).item()
     for index, group in [*list(enumerate(groups))[1:], (0, groups[0])]:  # the root last: it owns what units share
-        materialise(module, group.name, names, comm.device)
+        if some_meta and comm.device.type != "meta":
+            make = functools.partial(materialise, module, group.name, names, comm.device)
+            comm.together(f"first values of unit {group.name or '(root)'}", make)
         built[index] = Unit(group.name, index, _build_buckets(group, config, comm, tiers[group.name]))
-    replicate_buffers(module, comm)
+    replicate_buffers(module, comm, TRUE_DTYPES.get(config.precision.name or Precision.fp32))
     return [built[index] for index in range(len(groups))]
+
+
+def _tensors_of(module: nn.Module) -> Iterator[torch.Tensor]:
+    yield from module.parameters()
+    yield from module.buffers()
 
 
 def fp32_modules(module: nn.Module, patterns: Sequence[str]) -> Iterator[nn.Module]:
@@ -119,6 +145,17 @@ def fp32_modules(module: nn.Module, patterns: Sequence[str]) -> Iterator[nn.Modu
     for inner in module.modules():
         if any(fnmatch.fnmatchcase(type(inner).__name__, pattern) for pattern in patterns):
             yield inner
+
+
+def _parts_of_weights(module: nn.Module) -> Iterator[nn.Parameter]:
+    """What weights are computed from (spectral and weight norm, parametrizations): in lower precision the computation
+    is inexact, and often impossible, because buffers take part that keep their dtype."""
+    for inner in module.modules():
+        if isinstance(inner, ParametrizationList):
+            yield from inner.parameters()
+        for hook in inner._forward_pre_hooks.values():
+            if isinstance(hook, SpectralNorm | WeightNorm):  # of torch before parametrizations
+                yield from (p for name, p in inner.named_parameters(recurse=False) if name.startswith(f"{hook.name}_"))
 
 
 def _users_of_parameters(module: nn.Module) -> list[tuple[nn.Parameter, list[str]]]:
@@ -143,8 +180,10 @@ def _group(
     for param, fqns in members:
         dtypes = _dtypes(param, id(param) in fp32, config, precision)
         whole = param.numel() <= 1 or not param.is_floating_point()
-        dtype = dtypes.master if precision is Precision.bf16_true else param.dtype
-        info = ParamInfo(param, tuple(fqns), param.shape, dtype)
+        dtype = dtypes.master if precision in TRUE_DTYPES else param.dtype
+        if find_owner(param) is not None:
+            raise ConfigError(f"parameter {fqns[0]} is sharded already, as part of another module. Shard it once.")
+        info = ParamInfo(param, tuple(fqns), param.shape, dtype, classes_of(param), version=param._version)
         groups.setdefault((dtypes, param.requires_grad, whole), []).append(info)
     buckets: list[BucketGroup] = []
     for (dtypes, trainable, whole), infos in groups.items():
@@ -177,14 +216,14 @@ def _split(infos: list[ParamInfo], itemsize: int, limit: int, *, is_root: bool) 
 
 
 def _dtypes(param: nn.Parameter, keeps_fp32: bool, config: ZeroConfig, precision: Precision) -> Dtypes:
-    """The row of ``zero/precision`` for one parameter (architecture: fp32, bf16 with fp32 master, bf16 everywhere)."""
+    """The row of ``zero/precision`` for one parameter."""
     own = param.dtype
     wide = torch.promote_types(own, torch.float32)
     if not own.is_floating_point or own.itemsize == 1:
         return Dtypes(compute=own, master=own, reduce=own, grad=own)
-    if precision is Precision.bf16_true:
-        reduce = _DTYPES[config.precision.reduce_dtype or DType.bf16]
-        return Dtypes(compute=torch.bfloat16, master=torch.bfloat16, reduce=reduce, grad=torch.bfloat16)
+    if (true := TRUE_DTYPES.get(precision)) is not None:
+        reduce = _DTYPES[config.precision.reduce_dtype] if config.precision.reduce_dtype else true
+        return Dtypes(compute=true, master=true, reduce=reduce, grad=true)
     if precision is Precision.fp32:
         return Dtypes(compute=own, master=own, reduce=own, grad=own)
     reduce = _DTYPES[config.precision.reduce_dtype] if config.precision.reduce_dtype else wide
@@ -205,4 +244,5 @@ def _fill(bucket: Bucket) -> None:
     for info in bucket.params:
         if info.param.device != bucket.comm.device:
             move_param(info.param, torch.empty_like(info.param, device=bucket.comm.device))
+        info.version = info.param._version
     bucket.show(gathered=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import shutil
 from collections import Counter
 from collections.abc import Collection, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +24,7 @@ from lightning_zero.memory.limits import available_host_memory
 from lightning_zero.memory.machine import Share, own_path, ranks_on_disk
 from lightning_zero.memory.nvme import NvmeTier
 from lightning_zero.memory.peers import machine
+from lightning_zero.memory.waits import Waits
 from lightning_zero.planning import memory
 from lightning_zero.planning.memory import Moment, Role
 from lightning_zero.planning.placement import (
@@ -53,7 +55,8 @@ def make_tiers(
         ConfigError: they cannot hold masters and parameters, or the folder for files cannot be used.
     """
     offload = config.offload
-    path = own_path(offload.nvme_path, share, comm.rank) if offload.nvme_path else None
+    given = offload.nvme_path
+    path = comm.together("zero.offload.nvme_path", lambda: own_path(given, share, comm.rank)) if given else None
     if offload.name is Offload.auto:
         budgets = _budgets(offload, path, comm, share)
         rows = split_by_budget(sizes_of(groups, config, comm.shard_size), budgets)
@@ -66,18 +69,26 @@ def make_tiers(
     host = HostTier(comm.device, budget=offload.host_budget) if Tier.host in used else None
     nvme = None
     if Tier.nvme in used:
-        assert path is not None
-        nvme = NvmeTier(
-            path,
-            rank=comm.rank,
-            instance=next(n for n in range(len(instances) + 1) if n not in instances),
-            budget=offload.nvme_budget,
-            ring_count=memory.RING_COUNT,
-            ring_nbytes=memory.RING_NBYTES,
-            threads=offload.io_threads or IO_THREADS,
-        )
+        make = partial(_files, str(path), offload, comm.rank, instances)
+        nvme = comm.together("files for what is offloaded", make, undo=NvmeTier.close)
     by_unit = {group.name: Tiers(row, host, nvme) for group, row in zip(groups, rows, strict=True)}
     return Tiers(ON_DEVICE, host, nvme), by_unit
+
+
+def _files(path: str, offload: OffloadConfig, rank: int, instances: Collection[int]) -> NvmeTier:
+    """
+    Raises:
+        ConfigError: the folder cannot be used.
+    """
+    return NvmeTier(
+        path,
+        rank=rank,
+        instance=next(n for n in range(len(instances) + 1) if n not in instances),
+        budget=offload.nvme_budget,
+        ring_count=memory.RING_COUNT,
+        ring_nbytes=memory.RING_NBYTES,
+        threads=offload.io_threads or IO_THREADS,
+    )
 
 
 def check_state_fits(
@@ -150,7 +161,7 @@ def _check_room(
     kind: _Kind, comm: Communicator, place: str, needed: int, budget: int | None, *, held: int, available: int
 ) -> None:
     own = (place, needed, held, budget is not None and held + needed > budget, available)
-    table = comm.all_gather_objects(own)
+    table = comm.all_gather_objects(own, f"whether {kind.what} will do")
     for rank, (_, want, holds, beyond, _) in enumerate(table):
         if beyond:
             raise ConfigError(
@@ -196,7 +207,7 @@ def _free_on_gpu(device: torch.device) -> int:
 
 
 def find_topology(
-    groups: Sequence[UnitGroup], config: ZeroConfig, group: Any, device: torch.device, node: str
+    groups: Sequence[UnitGroup], config: ZeroConfig, group: Any, device: torch.device, node: str, waits: Waits
 ) -> Topology:
     """On all ranks: which of them share shards.
 
@@ -208,7 +219,7 @@ def find_topology(
         ConfigError: ``zero.comm.hierarchy=node`` on nodes with different numbers of ranks.
     """
     own = (node, machine(), _free_on_gpu(device), available_host_memory())
-    table = gather_objects(group, own)
+    table = gather_objects(group, own, waits, "which ranks share a node")
     names = [name for name, *_ in table]
     local_ranks = Counter(host for _, host, *_ in table)
     hierarchy = config.comm.hierarchy

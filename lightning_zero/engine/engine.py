@@ -17,6 +17,7 @@ import contextlib
 import os
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,37 +26,43 @@ from torch.optim import Optimizer
 
 from lightning_zero.config import ConfigError, Offload, Precision, ZeroConfig, check_rounding
 from lightning_zero.engine import build, capacity
+from lightning_zero.engine.access import Access
 from lightning_zero.engine.bucket import Bucket, Place
 from lightning_zero.engine.buffers import BufferSync
 from lightning_zero.engine.early_steps import EarlySteps
 from lightning_zero.engine.gradients import Reducer
-from lightning_zero.engine.guards import Fence, PlaceholderGuard
+from lightning_zero.engine.guards import Fence, make_placeholders
 from lightning_zero.engine.homes import Tiers, opened
+from lightning_zero.engine.hooks import ENGINE
 from lightning_zero.engine.kinds import count_states
 from lightning_zero.engine.modes import outside_autograd
 from lightning_zero.engine.offload import default_threads
 from lightning_zero.engine.optimizer import ShardedOptimizer
 from lightning_zero.engine.order import GatherOrder
+from lightning_zero.engine.parameters import disown, make_plain
 from lightning_zero.engine.passes import Passes
-from lightning_zero.engine.recompute import recompute_blocks
+from lightning_zero.engine.recompute import check_blocks, recompute_blocks
 from lightning_zero.engine.sentinels import Sentinels
 from lightning_zero.engine.under_way import UnderWay
 from lightning_zero.engine.unit import Unit
-from lightning_zero.memory.collectives import Communicator
+from lightning_zero.engine.writes import Writes
+from lightning_zero.memory.collectives import Communicator, open_waits, together
 from lightning_zero.memory.machine import Share, share_of_machine
 from lightning_zero.planning.placement import ON_DEVICE
 
-_ENGINES: weakref.WeakKeyDictionary[nn.Module, Engine] = weakref.WeakKeyDictionary()
+# The module owns its engine, so that both go together: a table that held engines would keep every module alive that an
+# engine leads to, through a hook of an optimizer, say.
+_ENGINES: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
 def engine_of(module: nn.Module) -> Engine | None:
     """The engine that shards ``module``, if ``module`` is the root of one."""
-    return _ENGINES.get(module)
+    return next((engine for engine in _ENGINES if engine.shards(module)), None)
 
 
 def engines() -> list[Engine]:
     """All live engines of this process."""
-    return list(_ENGINES.values())
+    return list(_ENGINES)
 
 
 def _close_tiers(tiers: Tiers, pid: int) -> None:
@@ -75,28 +82,23 @@ class Engine:
 
     @outside_autograd
     def __init__(self, module: nn.Module, config: ZeroConfig, group: Any, device: torch.device, node: str) -> None:
-        if module in _ENGINES:
-            raise ConfigError("this module is sharded already. Call engine.release() before it is sharded again.")
         self.config = config
         self.precision = config.precision.name or Precision.fp32
-        check_rounding(config.precision.stochastic_rounding, self.precision)
         self._module = weakref.ref(module)
-        groups = build.describe_units(module, config, self.precision)
-        topology = capacity.find_topology(groups, config, group, device, node)
-        self.comm = Communicator(
-            group,
-            device,
-            transport=config.comm.transport,
-            stall_timeout_s=config.stall_timeout_s,
-            topology=topology,
-        )
         self.tiers = Tiers(ON_DEVICE)
-        share = share_of_machine(self.comm) if config.offload.name is not Offload.none else Share()
+        waits = open_waits(group, device, config.stall_timeout_s)
         try:
+            groups = together(group, waits, "sharding a module", lambda: self._describe(module))
+            topology = capacity.find_topology(groups, config, group, device, node, waits)
+            transport = config.comm.transport
+            self.comm = Communicator(group, device, transport=transport, topology=topology, waits=waits)
+            share = share_of_machine(self.comm) if config.offload.name is not Offload.none else Share()
             tiers = self._make_tiers(groups, share)
             self.units: list[Unit] = build.build_units(module, groups, config, self.comm, tiers)
         except BaseException:
             self.tiers.close()
+            waits.close()
+            make_plain(module.parameters())
             raise
         self._places = {id(info.param): Place(b, info) for u in self.units for b in u.buckets for info in b.params}
         self.order = GatherOrder(
@@ -109,7 +111,8 @@ class Engine:
         self.reducer = Reducer(self.buckets, self.comm, config.reduce_bucket_bytes, dynamic=config.dynamic)
         self.sentinels = Sentinels(self.reducer.grads)
         self.under_way = UnderWay(self.units, self.comm.streams, config.offload.threads or default_threads(share.cpus))
-        self._guard = PlaceholderGuard(self.buckets)
+        make_placeholders(self.buckets)
+        self.writes = Writes(self.buckets, self.comm)
         self.passes = passes = Passes(
             self.units,
             self.comm,
@@ -117,22 +120,43 @@ class Engine:
             reducer=self.reducer,
             sentinels=self.sentinels,
             under_way=self.under_way,
-            guard=self._guard,
+            writes=self.writes,
+            precision=self.precision,
         )
         self._early_steps = EarlySteps(passes, self.reducer)
         self.optimizers: list[ShardedOptimizer] = []
         self.shown: set[Bucket] = set()  # buckets inside a gather()
         self._fence = Fence(self.buckets, self.shown, in_pass=lambda: passes.key is not None)
+        self._access = Access(
+            self.units,
+            self._places,
+            passes=passes,
+            under_way=self.under_way,
+            writes=self.writes,
+            fence=self._fence,
+        )
         self._undo = recompute_blocks(
-            [module.get_submodule(unit.name) for unit in self.units[1:]],
+            [(unit, module.get_submodule(unit.name)) for unit in self.units[1:]],
             config.activation_checkpointing,
+            passes,
             pin_memory=device.type == "cuda",
         )
         self._buffer_sync = BufferSync(module, self.comm)
         self._register_hooks(module)
         for unit in self.units:
+            unit.before_drop = self.writes.take_over
             unit.reshard()
-        _ENGINES[module] = self
+        _ENGINES.add(self)
+        module.__dict__[ENGINE] = self
+
+    def _describe(self, module: nn.Module) -> list[build.UnitGroup]:
+        """Units of ``module``, after what can be refused on one rank alone."""
+        if engine_of(module) is not None:
+            raise ConfigError("this module is sharded already. Call engine.release() before it is sharded again.")
+        check_rounding(self.config.precision.stochastic_rounding, self.precision)
+        groups = build.describe_units(module, self.config, self.precision)
+        check_blocks(groups[1:], self.config.activation_checkpointing)
+        return groups
 
     def _make_tiers(self, groups: Sequence[build.UnitGroup], share: Share) -> dict[str, Tiers]:
         """Each unit's row of tiers."""
@@ -148,6 +172,10 @@ class Engine:
         module = self._module()
         assert module is not None, "the module that was sharded is gone: keep a reference to it"
         return module
+
+    def shards(self, module: nn.Module) -> bool:
+        """Whether ``module`` is the one that this engine shards."""
+        return self._module() is module
 
     @property
     def buckets(self) -> list[Bucket]:
@@ -208,20 +236,23 @@ class Engine:
         """Undo the sharding on all ranks: plain full parameters on the engine's device, no hooks, no groups."""
         self.abort()
         self.settle()
+        self.writes.take_all_over()
         self.passes.hooks.remove()
         for undo in self._undo:
             undo()
         for bucket in self.buckets:
-            full = bucket.full_master()
+            bucket.show_plain(bucket.full_master())
             for info in bucket.params:
-                info.param.data = bucket.part_of(full, info).to(info.dtype, copy=True)
+                info.param.data = info.param.data.to(info.dtype, copy=True)
                 info.param.grad = None
+        disown(info.param for unit in self.units for info in unit.infos())
         for optimizer in self.optimizers:
             optimizer.release()
         self.under_way.close()
         self.tiers.close()
         self.comm.close()
-        _ENGINES.pop(self.module, None)
+        self.module.__dict__.pop(ENGINE, None)
+        _ENGINES.discard(self)
 
     # -- whole values (values.py builds on this class, so it is imported late) --------------------------------------
 
@@ -319,16 +350,18 @@ class Engine:
         """Make ``optimizer`` step this engine's shards.
 
         Raises:
-            ConfigError: it is not element-wise, or has parameters that are not ours or are another optimizer's.
+            ConfigError: it is not element-wise, or has parameters that are not ours; the same on all ranks.
         """
-        taken = {id(p) for other in self.optimizers for p in other.params()}
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                if id(p) in taken:
-                    raise ConfigError(
-                        f"parameter {self.place_of(p).info.fqn} is in two optimizers. Give each parameter to one."
-                    )
-        sharded = ShardedOptimizer(
+        make = partial(self._make_sharded, optimizer)
+        sharded = self.comm.together("adding an optimizer", make, undo=ShardedOptimizer.release)
+        capacity.check_state_fits(
+            self.comm, self.tiers, sharded.buckets(), count_states(optimizer), self.config.offload
+        )
+        self.optimizers.append(sharded)
+        return sharded
+
+    def _make_sharded(self, optimizer: Optimizer) -> ShardedOptimizer:
+        return ShardedOptimizer(
             optimizer,
             self.place_of,
             used=self.sentinels.used_params,
@@ -340,11 +373,6 @@ class Engine:
             declared_elementwise=self.config.optimizer.elementwise,
             stochastic_rounding=self.config.precision.stochastic_rounding,
         )
-        capacity.check_state_fits(
-            self.comm, self.tiers, sharded.buckets(), count_states(optimizer), self.config.offload
-        )
-        self.optimizers.append(sharded)
-        return sharded
 
     def stepping_in_backward(self) -> contextlib.AbstractContextManager[None]:
         """Inside, a step whose closure runs one backward may step a bucket as soon as its gradient has been reduced.
@@ -372,10 +400,10 @@ class Engine:
         else:
             self.settle()
             self.forget_zeroed()
+        self.writes.take_all_over()
         self.check_reduced(params)
 
     def _stepped(self, changed: set[Bucket]) -> None:
-        self._guard.check()
         self.passes.stepped()
         self.masters_changed(changed)
 

@@ -220,12 +220,20 @@ class Reducer:
                 self._lagging_here.add(bucket)
         self._pump()
 
-    def end(self) -> None:
-        """After :meth:`flush`, on all ranks: reduce again what needs it, and wait for all of it."""
+    def end(self, flag: bool = False) -> bool:
+        """After :meth:`flush`, on all ranks: reduce again what needs it, and wait for all of it.
+
+        Args:
+            flag: of this rank, to be told to all.
+
+        Returns:
+            Whether any rank has raised its flag; false where nothing is reduced.
+        """
         reduced = [b for b in self.grads if self._synchronizes(b)]
         if not reduced:
-            return
-        for bucket in self._agree(reduced):
+            return False
+        late, flagged = self._agree(reduced, flag)
+        for bucket in late:
             self._issue(bucket)
         while self._in_flight:
             self._land()
@@ -233,19 +241,22 @@ class Reducer:
         if self._key not in self._orders:
             self._learn_order()
         self._put_lagging_last()
+        return flagged
 
-    def _agree(self, reduced: Sequence[Bucket]) -> list[Bucket]:
-        """One exchange says which parameters any rank has used, and which buckets all must reduce a second time.
+    def _agree(self, reduced: Sequence[Bucket], flag: bool) -> tuple[list[Bucket], bool]:
+        """One exchange says which parameters any rank has used, which buckets all must reduce a second time, and
+        whether a flag is raised.
 
         A bucket gets gradients after its reduction where a module is used again under checkpointing.
         """
         lagging = self._lagging.setdefault(self._key, set())
-        flags: list[bool] = []
+        flags: list[bool] = [flag]
         for bucket in reduced:
             flags += [bucket in self._late, bucket in self._lagging_here]
             flags += [slot in self.grads[bucket].used for slot in range(len(bucket.params))]
         agreed = iter(self.comm.max_(torch.tensor(flags, dtype=torch.uint8)).tolist())
         late = []
+        flagged = bool(next(agreed))
         for bucket in reduced:
             if next(agreed):
                 late.append(bucket)
@@ -255,7 +266,7 @@ class Reducer:
             grads = self.grads[bucket]
             grads.agreed = {slot for slot in range(len(bucket.params)) if next(agreed)}
             grads.used |= grads.agreed
-        return sorted(late, key=self.order.index)
+        return sorted(late, key=self.order.index), flagged
 
     def _learn_order(self) -> None:
         """The order in which buckets got ready on rank 0 becomes everyone's; those that did not, come last."""

@@ -1,4 +1,4 @@
-"""Placeholders of sharded parameters: finds writes that reached them, and refuses calls that would read them."""
+"""Placeholders of sharded parameters, and a fence around calls that would see them."""
 
 from __future__ import annotations
 
@@ -6,59 +6,21 @@ import contextlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 
 import torch
-from torch import Tensor
 
 from lightning_zero.engine.bucket import Bucket, ParamInfo
-from lightning_zero.memory.buffers import Guard
+from lightning_zero.memory.buffers import placeholders
 
 
-class PlaceholderGuard:
-    """Gives parameters their placeholders, one guard vector for each dtype, and checks them."""
-
-    def __init__(self, buckets: Sequence[Bucket]) -> None:
-        by_dtype: dict[torch.dtype, list[ParamInfo]] = {}
-        for bucket in buckets:
-            if bucket.resharding or bucket.refreshed:
-                by_dtype.setdefault(bucket.dtypes.compute, []).extend(bucket.params)
-        self._guards: list[tuple[Guard, list[ParamInfo]]] = []
-        for dtype, infos in by_dtype.items():
-            guard = Guard(len(infos), dtype, buckets[0].comm.device)
-            for index, info in enumerate(infos):
-                info.placeholder = guard.placeholder(index, info.shape)
-            if buckets[0].comm.device.type != "meta":  # nothing has values there
-                self._guards.append((guard, infos))
-        self._in_flight: list[tuple[Tensor, torch.cuda.Event | None]] = []
-
-    def check(self) -> None:
-        """Raise if a placeholder was written to. On a device this reads the flags of the previous check.
-
-        Raises:
-            RuntimeError: names the parameters.
-        """
-        flags = self._in_flight
-        self._in_flight = [self._read(guard) for guard, _ in self._guards]
-        if any(event is None for _, event in self._in_flight):
-            flags = self._in_flight  # host memory: known at once
-        for (flag, event), (guard, infos) in zip(flags, self._guards, strict=False):
-            if event is not None:
-                event.synchronize()
-            if bool(flag):
-                names = ", ".join(infos[i].fqn for i in guard.written())
-                raise RuntimeError(
-                    f"{names}: written to while sharded, where the write is lost. Change parameters inside "
-                    "`with lightning_zero.gather(module):`."
-                )
-
-    @staticmethod
-    def _read(guard: Guard) -> tuple[Tensor, torch.cuda.Event | None]:
-        flag = guard.touched()
-        if flag.device.type == "cpu":
-            return flag, None
-        host = torch.empty((), dtype=flag.dtype, pin_memory=True)
-        host.copy_(flag, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
-        return host, event
+def make_placeholders(buckets: Sequence[Bucket]) -> None:
+    """Give the parameters that can be absent what stands for their values: NaN in their shape."""
+    by_dtype: dict[torch.dtype, list[ParamInfo]] = {}
+    for bucket in buckets:
+        if bucket.resharding or bucket.refreshed:
+            by_dtype.setdefault(bucket.dtypes.compute, []).extend(bucket.params)
+    for dtype, infos in by_dtype.items():
+        shapes = [info.shape for info in infos]
+        for info, placeholder in zip(infos, placeholders(shapes, dtype, buckets[0].comm.device), strict=True):
+            info.placeholder = placeholder
 
 
 class Fence:
@@ -72,6 +34,10 @@ class Fence:
     def __init__(self, buckets: Sequence[Bucket], shown: Collection[Bucket], in_pass: Callable[[], bool]) -> None:
         self._buckets, self._shown, self._in_pass = buckets, shown, in_pass
         self._lowered = False
+
+    @property
+    def is_lowered(self) -> bool:
+        return self._lowered
 
     @contextlib.contextmanager
     def lowered(self) -> Iterator[None]:

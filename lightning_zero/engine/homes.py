@@ -70,8 +70,9 @@ class Home(Protocol):
         """Wait until what was closed is at rest."""
         ...
 
-    def adopt(self, states: Sequence[Tensor]) -> None:
-        """While open: these are the optimizer state tensors that rest beside the master from now on."""
+    def adopt(self, owner: object, states: Sequence[Tensor]) -> None:
+        """While open: these are the state tensors of ``owner``, an optimizer's runs, that rest beside the master from
+        now on. Several optimizers may step one master."""
         ...
 
     def free(self) -> None:
@@ -104,7 +105,7 @@ class ResidentHome:
 
     def settle(self) -> None: ...
 
-    def adopt(self, states: Sequence[Tensor]) -> None: ...
+    def adopt(self, owner: object, states: Sequence[Tensor]) -> None: ...
 
     def free(self) -> None: ...
 
@@ -114,19 +115,20 @@ class HostHome(ResidentHome):
 
     def __init__(self, tier: HostTier, label: str, values: Tensor, dtype: torch.dtype) -> None:
         self._tier, self._label = tier, label
-        self._states: list[tuple[Tensor, Any]] = []  # with their extents
+        self._states: dict[int, list[tuple[Tensor, Any]]] = {}  # of each owner, with their extents
         self._extent = tier.reserve([Wanted(label, values.numel(), dtype)])[0]
         master = tier.resident(self._extent)
         copy_cast(values, master)
         super().__init__(master)
 
-    def adopt(self, states: Sequence[Tensor]) -> None:
+    def adopt(self, owner: object, states: Sequence[Tensor]) -> None:
         """Move the states that are new into a slab; they stay the same tensor objects."""
         wanted = {id(state): state for state in states}
-        if gone := [extent for state, extent in self._states if id(state) not in wanted]:
+        held = self._states.get(id(owner), [])
+        if gone := [extent for state, extent in held if id(state) not in wanted]:
             self._tier.free(gone)
-        self._states = [(state, extent) for state, extent in self._states if id(state) in wanted]
-        known = {id(state) for state, _ in self._states}
+        held = self._states[id(owner)] = [(state, extent) for state, extent in held if id(state) in wanted]
+        known = {id(state) for state, _ in held}
         new = [state for key, state in wanted.items() if key not in known]
         if not new:
             return
@@ -135,11 +137,11 @@ class HostHome(ResidentHome):
             place = self._tier.resident(extent)
             place.copy_(state.view(-1))
             state.data = place.view(state.shape)
-            self._states.append((state, extent))
+            held.append((state, extent))
 
     def free(self) -> None:
-        self._tier.free([self._extent, *(extent for _, extent in self._states)])
-        self._states = []
+        self._tier.free([self._extent, *(extent for held in self._states.values() for _, extent in held)])
+        self._states = {}
 
 
 class FileHome:
@@ -149,6 +151,7 @@ class FileHome:
         self._tier = tier
         self._label = label
         self.master = master
+        self._states: dict[int, list[Tensor]] = {}  # of each owner
         self._tensors: list[Tensor] = []
         self._extents: list[Any] = []
         self._opens = 1
@@ -205,8 +208,9 @@ class FileHome:
             tensor.untyped_storage().resize_(0)
         self._in_memory = False
 
-    def adopt(self, states: Sequence[Tensor]) -> None:
-        wanted = [self.master, *states]
+    def adopt(self, owner: object, states: Sequence[Tensor]) -> None:
+        self._states[id(owner)] = list(states)
+        wanted = [self.master, *(state for held in self._states.values() for state in held)]
         if [id(t) for t in wanted] != [id(t) for t in self._tensors]:
             self._place(wanted)
 

@@ -33,13 +33,22 @@ ELEMENTWISE = (
 )
 FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 PER_TENSOR = frozenset({"step", "eta", "mu", "mu_product"})  # state that torch's optimizers keep once per tensor
-PATCHED = ("step", "state_dict", "load_state_dict")  # methods that are replaced on the user's object
+
+
+def base_of(optimizer: Optimizer) -> type[Optimizer] | None:
+    """The element-wise optimizer of torch that it is, or is derived from."""
+    return next((kind for kind in type(optimizer).__mro__ if kind in ELEMENTWISE), None)
+
+
+def overrides_step(optimizer: Optimizer) -> bool:
+    """Whether it has a step of its own, beside that of the optimizer of torch that it is derived from."""
+    base = base_of(optimizer)
+    return base is not None and type(optimizer).step is not base.step
 
 
 def is_known(optimizer: Optimizer) -> bool:
     """Whether its step is one of torch's element-wise ones, not overridden."""
-    kind = type(optimizer)
-    return any(issubclass(kind, base) and kind.step is base.step for base in ELEMENTWISE)
+    return base_of(optimizer) is not None and not overrides_step(optimizer)
 
 
 def check_supported(optimizer: Optimizer, *, declared_elementwise: bool, stochastic_rounding: bool) -> None:
@@ -49,7 +58,7 @@ def check_supported(optimizer: Optimizer, *, declared_elementwise: bool, stochas
         ConfigError: the optimizer is not known to be element-wise (to round stochastically, it must be one of torch's).
     """
     kind = type(optimizer)
-    if not is_known(optimizer) and not declared_elementwise:
+    if base_of(optimizer) is None and not declared_elementwise:
         raise ConfigError(
             f"zero.optimizer.elementwise: {kind.__module__}.{kind.__qualname__} is not known to compute each element "
             "from its own value, gradient and state alone, and ranks hold only slices of parameters. If it is "
@@ -59,7 +68,7 @@ def check_supported(optimizer: Optimizer, *, declared_elementwise: bool, stochas
     for group in optimizer.param_groups:
         if group.get("differentiable"):
             raise ConfigError("the optimizer's differentiable=True cannot work on shards. Drop it.")
-    if stochastic_rounding and not is_known(optimizer):
+    if stochastic_rounding and (base_of(optimizer) is None or (declared_elementwise and overrides_step(optimizer))):
         raise ConfigError(
             f"zero.precision.stochastic_rounding: expected one of torch's element-wise optimizers, got "
             f"{kind.__qualname__}. Use torch.optim.AdamW, or drop zero.precision.stochastic_rounding."
@@ -86,16 +95,19 @@ def start_state(optimizer: Optimizer, group: Mapping[str, Any], tensors: Sequenc
             if not optimizer.state[tensor]:
                 optimizer.state[tensor] = {
                     "step": torch.zeros((), device=tensor.device),
-                    "sum": torch.full_like(tensor, group["initial_accumulator_value"]),
+                    "sum": torch.full_like(tensor, _for_both_parts(tensor, group["initial_accumulator_value"])),
                 }
 
 
+def _for_both_parts(tensor: Tensor, value: float) -> complex:
+    """torch steps the real and the imaginary part of complex parameters as two numbers."""
+    return complex(value, value) if tensor.is_complex() else value
+
+
 def shadow_of(optimizer: Optimizer) -> Optimizer:
-    """An optimizer with the same state and a copy of the hyperparameters, without params, hooks and patches."""
-    shadow: Optimizer = object.__new__(type(optimizer))
-    shadow.__dict__.update(optimizer.__dict__)
-    for name in PATCHED:
-        shadow.__dict__.pop(name, None)
+    """An optimizer of torch's class with the same state and a copy of the hyperparameters, without params and hooks."""
+    shadow: Optimizer = object.__new__(base_of(optimizer) or type(optimizer))
+    shadow.__dict__.update({k: v for k, v in optimizer.__dict__.items() if not callable(v)})
     shadow.param_groups = [
         {k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"} | {"params": []}
         for group in optimizer.param_groups
@@ -107,7 +119,7 @@ def shadow_of(optimizer: Optimizer) -> Optimizer:
 
 def count_states(optimizer: Optimizer) -> int:
     """Element-wise tensors of state for each parameter, found by one step of a small one; 0 for unknown kinds."""
-    if not is_known(optimizer):
+    if base_of(optimizer) is None:
         return 0
     counts = [0]
     for group in optimizer.param_groups:

@@ -8,17 +8,22 @@ from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+from torch._C._functorch import peek_interpreter_stack
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
 def outside_autograd(method: Callable[P, R]) -> Callable[P, R]:
-    """Engine work neither records autograd history nor makes inference tensors."""
+    """Engine work neither records autograd history nor makes inference tensors, nor asks itself for parameters."""
 
     @functools.wraps(method)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
-        with torch.inference_mode(False), torch.no_grad():
+        if peek_interpreter_stack() is not None:  # a transform of torch.func, which would refuse to see buffers filled
+            with temporarily_clear_interpreter_stack():
+                return wrapped(*args, **kwargs)
+        with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             return method(*args, **kwargs)
 
     return wrapped

@@ -11,7 +11,6 @@ fragments then differ in step count from their neighbours, and the run is cut th
 from __future__ import annotations
 
 import contextlib
-import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -24,7 +23,6 @@ from lightning_zero.engine.chunks import salt_of, step_in_chunks
 from lightning_zero.engine.homes import opened
 from lightning_zero.engine.kinds import (
     ELEMENTWISE,
-    PATCHED,
     check_supported,
     is_known,
     prefers_fused,
@@ -34,6 +32,7 @@ from lightning_zero.engine.kinds import (
 from lightning_zero.engine.modes import without_autocast
 from lightning_zero.engine.offload import StepJob
 from lightning_zero.engine.runs import FlatRun, ParamStates, Runs, steps_in
+from lightning_zero.engine.stepping import Stepping, keeps_own_step
 
 
 class ShardedOptimizer:
@@ -75,46 +74,18 @@ class ShardedOptimizer:
         self._submit = submit
         self.runs = Runs(optimizer, per_fragment=not isinstance(optimizer, ELEMENTWISE))
         self._device_type = device_type
-        self._patch()
+        own_step = keeps_own_step(optimizer, declared_elementwise=declared_elementwise)
+        self._known = own_step or is_known(optimizer)
+        self._stepping = Stepping(optimizer, self.step, intercept=own_step)
         self._take_over_state()
 
     # -- the user's object ----------------------------------------------------------------------------------------
 
-    def _patch(self) -> None:
-        optimizer = self.optimizer
-        self._inner_step = optimizer.step
-        self._step_of_scheduler = optimizer.__dict__.get("step")
-        engine_side = self
-
-        def step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-            return engine_side.step(closure)
-
-        def state_dict(self: Optimizer) -> dict[str, Any]:
-            raise RuntimeError(
-                "optimizer.state_dict() would give this rank's slices only. Call trainer.strategy.optimizer_state("
-                "optimizer) or engine.optimizer_state(optimizer) on all ranks, or save with trainer.save_checkpoint()."
-            )
-
-        def load_state_dict(self: Optimizer, state_dict: dict[str, Any]) -> None:
-            raise RuntimeError(
-                "optimizer.load_state_dict() cannot load into slices. Call engine.load_optimizer_state(optimizer, "
-                "state) on all ranks, or resume with trainer.fit(ckpt_path=)."
-            )
-
-        bound = types.MethodType(step, optimizer)
-        # A scheduler made before has marked the method that it wrapped; one made later looks for the mark.
-        if hasattr(self._inner_step, "_wrapped_by_lr_sched"):
-            step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-        optimizer.step = bound  # type: ignore[method-assign]
-        optimizer.state_dict = types.MethodType(state_dict, optimizer)  # type: ignore[method-assign]
-        optimizer.load_state_dict = types.MethodType(load_state_dict, optimizer)  # type: ignore[method-assign]
-
     def release(self) -> None:
-        """Undo the patches. The state of runs is dropped."""
-        for name in PATCHED:
-            self.optimizer.__dict__.pop(name, None)
-        if self._step_of_scheduler is not None:
-            self.optimizer.__dict__["step"] = self._step_of_scheduler
+        """Give the optimizer its own step back. The state of runs is dropped."""
+        for bucket in self.runs.buckets():
+            self.runs.drop(bucket)
+        self._stepping.undo()
         self.optimizer.state.clear()
 
     def places(self) -> list[list[Place]]:
@@ -176,7 +147,7 @@ class ShardedOptimizer:
             self._open(eager),
             self._runs_in_groups(self.optimizer, eager, used),
         ):
-            self._inner_step()
+            self._stepping.inner()
         if jobs:
             self._submit(jobs)
         for bucket in changed:
@@ -217,7 +188,7 @@ class ShardedOptimizer:
     def _is_lazy(self, bucket: Bucket) -> bool:
         """Whether a bucket is stepped in the worker, on its own. Unknown optimizers may count steps for a whole group,
         so they step whole and at once."""
-        return bucket.tiers.row.steps_on_host and is_known(self.optimizer)
+        return bucket.tiers.row.steps_on_host and self._known
 
     @contextlib.contextmanager
     def _open(self, buckets: Sequence[Bucket]) -> Iterator[None]:
@@ -278,7 +249,7 @@ class ShardedOptimizer:
                 if full is None or not self._is_used(run, used):
                     continue
                 part = full[run.run.start : run.run.start + run.tensor.numel()]
-                if is_known(self.optimizer) and (self._rounds(run) or part.dtype != run.tensor.dtype):
+                if self._known and (self._rounds(run) or part.dtype != run.tensor.dtype):
                     converted.append((index, run, part))
                     continue
                 run.tensor.grad = part.to(run.tensor.device, run.tensor.dtype)

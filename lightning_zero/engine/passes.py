@@ -14,23 +14,37 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor
 
+from lightning_zero.config import Precision
 from lightning_zero.engine.bucket import Bucket
 from lightning_zero.engine.gradients import Reducer
-from lightning_zero.engine.guards import PlaceholderGuard
 from lightning_zero.engine.hooks import Hooks
 from lightning_zero.engine.modes import outside_autograd
 from lightning_zero.engine.order import GatherOrder
+from lightning_zero.engine.saved import SavedWeights
 from lightning_zero.engine.sentinels import Sentinels
 from lightning_zero.engine.under_way import UnderWay
 from lightning_zero.engine.unit import State, Unit
+from lightning_zero.engine.writes import Writes
 from lightning_zero.memory.collectives import ABANDON_S, Communicator
 
 _DROPPED = "for storage of size 0"  # what torch says of a saved view whose memory is gone
+
+
+def _weakly(method: Callable[[Unit], bool]) -> Callable[[Unit], bool]:
+    """``method`` as long as its object lives; false afterwards."""
+    reference = WeakMethod(method)
+
+    def call(unit: Unit) -> bool:
+        alive = reference()
+        return alive is not None and alive(unit)
+
+    return call
 
 
 class Passes:
@@ -38,6 +52,7 @@ class Passes:
 
     Attributes:
         hooks: what calls the events below.
+        saved: tells which weights a backward reads.
         key: of the open pass; passes of one key are expected to take the same path. None between passes.
         in_backward: a backward is running.
         explicit: ... and its end will be told.
@@ -53,7 +68,8 @@ class Passes:
         reducer: Reducer,
         sentinels: Sentinels,
         under_way: UnderWay,
-        guard: PlaceholderGuard,
+        writes: Writes,
+        precision: Precision,
     ) -> None:
         self.units = units
         self.comm = comm
@@ -61,17 +77,20 @@ class Passes:
         self.reducer = reducer
         self.sentinels = sentinels
         self.under_way = under_way
-        self.guard = guard
-        self.hooks = Hooks(self)
+        self.writes = writes
+        self.hooks = Hooks(self, precision)
+        # Graphs hold what unpacks their tensors, unseen by the garbage collector, so not this object too.
+        self.saved = SavedWeights(units, _weakly(self.weights_needed))
         self.key: str | None = None
         self.in_backward = False
         self.explicit = False
         self.explicit_backwards = 0
-        self._owner: Unit | None = None  # whose call opened the pass
+        self._ends_with_call = False  # the call that opened the pass may end it
         self._evaluates = False  # the open pass has no backward
         self._scope: tuple[str, bool] | None = None  # key and evaluation of the open scope
         self._ordinal = 0
         self._second_order = False
+        self._needed: Unit | None = None  # the last unit whose weights a backward has read
         self._aborted = False  # an exception has ended a pass since the last one
 
     @property
@@ -81,9 +100,12 @@ class Passes:
     def watch_trainable(self) -> None:
         """Follow the parameters that require a gradient now; frozen ones may have been unfrozen since."""
         for unit in self.units:
+            unit.has_frozen = False
             for bucket in unit.buckets:
                 for info in bucket.params:
-                    if info.param.requires_grad:
+                    if not info.param.requires_grad:
+                        unit.has_frozen = True
+                    else:
                         if not bucket.trainable:
                             bucket.make_trainable()
                         self.hooks.watch_grad(unit, bucket, info.slot)
@@ -95,14 +117,14 @@ class Passes:
         """Open the root unit."""
         if self._aborted:
             self._aborted = False
+            self.under_way.flush()  # how many refreshes a rank has issued depends on its worker: now it is all
             self.comm.resume()
-        self.guard.check()
         self.watch_trainable()
         # Passes of training that follow one another may take different paths; evaluation repeats its own, and does not
         # count among them.
         self.key = f"{key}, evaluating {owner.title if owner else ''}" if evaluation else f"{key}/{self._ordinal}"
         self._evaluates = evaluation
-        self._owner = owner
+        self._ends_with_call = owner is not None
         self._second_order = False
         self.comm.place = f"pass {self.key}"
         self.order.begin(self.key, cyclic=evaluation)
@@ -120,10 +142,12 @@ class Passes:
 
     def _close(self) -> None:
         for unit in self.units:
+            unit.calls.clear()
+            unit.borrowed = False
             if unit.resharding and unit.state is not State.SHARDED:
                 unit.unshard_wait()
                 unit.reshard()
-        self.key, self._owner = None, None
+        self.key, self._ends_with_call = None, False
         self._ordinal += not self._evaluates
         self.comm.place = "between passes"
 
@@ -155,9 +179,10 @@ class Passes:
         if self.in_backward:
             self.reducer.abort(deadline)
         self.order.abort()
+        self.hooks.forget_calls()
         for unit in self.units:
             unit.abandon(deadline)
-        self.key, self._owner = None, None
+        self.key, self._ends_with_call = None, False
         self.in_backward = self.explicit = self._second_order = False
 
     @outside_autograd
@@ -180,8 +205,8 @@ class Passes:
 
     def pre_forward(self, unit: Unit) -> None:
         """The module of ``unit`` is called."""
-        recomputed = torch._C._current_graph_task_id() != -1  # a checkpoint around the whole model
-        if self.in_backward and not self.explicit and unit is self.root and not recomputed:
+        recomputed = torch._C._current_graph_task_id() != -1
+        if self.in_backward and not self.explicit and not recomputed:
             self.abort()  # an exception ended the last backward: nothing told us
         if self.key is None:
             key, evaluation = self._scope or ("call", not torch.is_grad_enabled())
@@ -199,22 +224,54 @@ class Passes:
             self.order.demand(unit)
         unit.unshard_wait()
 
-    def post_forward(self, unit: Unit, *, awaits_backward: bool, hidden_outputs: bool) -> None:
+    def post_forward(self, unit: Unit, *, outermost: bool, awaits_backward: Callable[[], bool]) -> None:
         """The module of ``unit`` returned.
 
         Args:
-            awaits_backward: it should be called back in a backward.
-            hidden_outputs: ... but no output that could be hooked was found: it must stay gathered.
+            outermost: no call of another unit is around it.
+            awaits_backward: whether a backward is to be expected from it.
         """
-        if unit is self._owner and not awaits_backward and not self.in_backward:
-            self.end()
-        elif unit.index and not self.in_backward and not hidden_outputs:
+        if unit.index and not self.in_backward:
             self._use_over(unit)
+        if outermost and self._ends_with_call and not self.in_backward:
+            self._ends_with_call = False
+            if not awaits_backward():
+                self.end()
+
+    def forward_raised(self) -> None:
+        """The outermost call of a module ended with an exception."""
+        if self._scope is None:
+            self.abort()
 
     @outside_autograd
     def _use_over(self, unit: Unit) -> None:
-        if unit.resharding and unit.state is State.GATHERED and self.order.used(unit):
+        may_go = unit.resharding and unit.state is State.GATHERED and self.order.used(unit)
+        if may_go and not unit.borrowed:
             unit.reshard()
+
+    # -- parameters that are touched outside of the calls of their units ----------------------------------------------
+
+    def borrow(self, unit: Unit) -> None:
+        """Inside a pass: gather ``unit``, because its parameters are read."""
+        self._demand(unit, "a read of parameters")
+
+    def borrowed(self, unit: Unit, *, keep: bool) -> None:
+        """The read is over.
+
+        Args:
+            keep: somebody holds values; they stay until the pass ends.
+        """
+        if keep:
+            unit.borrowed = True
+        elif not self.in_backward:
+            self._use_over(unit)
+
+    @outside_autograd
+    def recomputes(self, unit: Unit) -> None:
+        """The forward of ``unit`` is computed again in a backward."""
+        self.backward_begins()
+        if unit.index and unit.resharding:
+            self._demand(unit, "recomputation")
 
     # -- backward -----------------------------------------------------------------------------------------------------
 
@@ -245,6 +302,7 @@ class Passes:
         if self.key is None:
             key, evaluation = self._scope or ("call", False)
             self.begin(key, evaluation=evaluation)
+        self.hooks.come_last()
         self.in_backward, self.explicit = True, explicit
         self.explicit_backwards += explicit
         self.under_way.flush()
@@ -254,23 +312,25 @@ class Passes:
         for unit in self.units:
             unit.expected = sum(info.param.requires_grad for info in unit.infos())
             unit.arrived = 0
-            unit.calls.clear()
+        self._needed = None
 
-    def pre_backward(self, unit: Unit, call: int | None) -> None:
-        """The gradient of an output of ``unit`` has been computed: its weights are needed next."""
+    def backward_begins(self) -> None:
+        """The first of the events of a backward, perhaps."""
         if torch.is_grad_enabled():
             self._second_order = True  # create_graph: weights are needed again, at moments no hook tells
-        self._notice_backward()
-        if not unit.resharding or not unit.index:
-            return
-        self._demand(unit, "backward")
-        if call is not None:
-            unit.calls.add(call)
-
-    def _notice_backward(self) -> None:
         if not self.in_backward:
             self._begin_backward(explicit=False)
             torch.autograd.Variable._execution_engine.queue_callback(self._graph_task_ended)
+
+    def weights_needed(self, unit: Unit) -> bool:
+        """Weights of ``unit`` are about to be read, in a backward by a kernel; whether they are there now."""
+        if torch._C._current_graph_task_id() == -1:  # somebody looks at a graph
+            return unit.state is State.GATHERED
+        self.backward_begins()
+        if unit is not self._needed or unit.state is not State.GATHERED:
+            self._needed = unit
+            self._demand(unit, "backward")
+        return True
 
     def input_grads_arrived(self, unit: Unit, call: int) -> None:
         """The gradients of the inputs of one call are complete."""
@@ -280,13 +340,7 @@ class Passes:
     @outside_autograd
     def grad_arrived(self, unit: Unit, bucket: Bucket, slot: int, grad: Tensor) -> None:
         """Autograd accumulated the gradient of one parameter."""
-        self._notice_backward()
-        if unit.index and unit.resharding and unit.state is State.SHARDED:
-            raise RuntimeError(
-                f"unit {unit.title} got a gradient (of {bucket.params[slot].fqn}) before any of its outputs did, while "
-                "its parameters were dropped: a tensor left the unit by another way than its outputs. Return it from "
-                "the unit's forward, or choose other units with zero.unit.classes."
-            )
+        self.backward_begins()
         self.reducer.take(bucket, slot, grad)
         unit.arrived += 1
         self._maybe_reshard(unit)
@@ -317,9 +371,12 @@ class Passes:
         self.comm.place = f"end of backward in pass {self.key}"
         self.reducer.flush()
         self.order.end()  # ranks that are still on their way may need gathers before they come to agree
-        self.reducer.end()
+        self.writes.take_all_over()
+        written = self.reducer.end(self.writes.unconfirmed)
         self.sentinels.place_used()
         self.in_backward = self.explicit = False
         self._close()
+        if written:
+            self.writes.confirm()
         if self._scope is not None:
             self.begin(self._scope[0], evaluation=self._scope[1])

@@ -1,42 +1,57 @@
 """Activation checkpointing of units as a setting: a block keeps its inputs, and computes the rest again in backward.
 
-The module's ``forward`` is wrapped, not the module, so that the engine's hooks stay outside: the unit is gathered when
-the gradient of its outputs arrives, and the recomputation finds its weights there.
+The module's ``forward`` is wrapped, not the module, so that the user's hooks run once. A recomputation has the unit
+gathered first: not only the gradient of an output starts one, but that of any tensor that the block has computed.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from weakref import ref
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
 from lightning_zero.config import ConfigError, Recompute
+from lightning_zero.engine.containers import find_tensors
+from lightning_zero.engine.unit import Unit
+
+if TYPE_CHECKING:
+    from lightning_zero.engine.passes import Passes
 
 WRAPPED = "_lightning_zero_recompute"  # marks a forward that was wrapped here
 
 
-def recompute_blocks(blocks: Sequence[nn.Module], how: Recompute, *, pin_memory: bool) -> list[Callable[[], None]]:
-    """Wrap the forwards of ``blocks``; returns what undoes it.
+def check_blocks(blocks: Sequence[object], how: Recompute) -> None:
+    """Whether there is something to compute again.
 
     Raises:
-        ConfigError: there are none.
+        ConfigError: there is not.
     """
-    if how is Recompute.none:
-        return []
-    if not blocks:
+    if how is not Recompute.none and not blocks:
         raise ConfigError(
             f"zero.activation_checkpointing={how.name}: the model has no blocks that were found to be units. Name "
             "them in zero.unit.classes, or set zero.activation_checkpointing=none."
         )
+
+
+def recompute_blocks(
+    blocks: Sequence[tuple[Unit, nn.Module]], how: Recompute, passes: Passes, *, pin_memory: bool
+) -> list[Callable[[], None]]:
+    """Wrap the forwards of ``blocks``, units with their modules; returns what undoes it."""
+    if how is Recompute.none:
+        return []
     offload = how is Recompute.offload
-    return [_recompute_forward(block, offload_inputs=offload, pin_memory=pin_memory) for block in blocks]
+    return [_wrap(unit, block, passes, offload_inputs=offload, pin_memory=pin_memory) for unit, block in blocks]
 
 
-def _recompute_forward(module: nn.Module, *, offload_inputs: bool, pin_memory: bool) -> Callable[[], None]:
+def _wrap(
+    unit: Unit, module: nn.Module, passes: Passes, *, offload_inputs: bool, pin_memory: bool
+) -> Callable[[], None]:
     """Wrap ``module.forward``; returns what undoes it.
 
     Args:
@@ -44,14 +59,54 @@ def _recompute_forward(module: nn.Module, *, offload_inputs: bool, pin_memory: b
         pin_memory: ... which is pinned (there is an accelerator).
     """
     inner = module.forward
+    passes_ref = ref(passes)
 
     @functools.wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Any:
+        passes = passes_ref()
+        if passes is None or not torch.is_grad_enabled():
+            return inner(*args, **kwargs)
+        call = _Call(inner, unit, passes, args, kwargs)
         if not offload_inputs:
-            return checkpoint(inner, *args, use_reentrant=False, **kwargs)
+            return checkpoint(call, *args, use_reentrant=False, **kwargs)
         with save_on_cpu(pin_memory=pin_memory):
-            return checkpoint(inner, *args, use_reentrant=False, **kwargs)
+            return checkpoint(call, *args, use_reentrant=False, **kwargs)
 
     setattr(forward, WRAPPED, True)
     module.__dict__["forward"] = forward
     return lambda: module.__dict__.pop("forward", None)
+
+
+class _Call:
+    """One call of a block: its forward, and the forwards that compute it again."""
+
+    def __init__(self, inner: Callable[..., Any], unit: Unit, passes: Passes, args: Any, kwargs: Any) -> None:
+        self._inner, self._unit = inner, unit
+        self._passes = ref(passes)
+        inputs = (t for t in find_tensors((args, kwargs)) if not t.is_inference())
+        self._inputs: list[tuple[ref[Tensor], int]] = [(ref(t), t._version) for t in inputs]
+        self._again = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        passes = self._passes()
+        assert passes is not None, "the engine is gone but its backward is not"
+        if self._again:
+            self._check_inputs("were changed in place after it")
+            passes.recomputes(self._unit)
+        with passes.saved.packed():  # around it are the hooks of the checkpoint, which would keep weights as they are
+            result = self._inner(*args, **kwargs)
+        if not self._again:
+            self._check_inputs("are changed in place by it")
+        self._again = True
+        return result
+
+    def _check_inputs(self, what: str) -> None:
+        for reference, version in self._inputs:
+            tensor = reference()
+            if tensor is not None and tensor._version != version:
+                raise RuntimeError(
+                    f"unit {self._unit.title} is computed again from its inputs in backward "
+                    f"(zero.activation_checkpointing), and its inputs {what} ({tuple(tensor.shape)}, {tensor.dtype}), "
+                    "so gradients would be wrong. Work on a copy of the input, choose other units with "
+                    "zero.unit.classes, or set zero.activation_checkpointing=none."
+                )

@@ -78,12 +78,14 @@ class Runs:
             for name, value in self.optimizer.state.get(run.tensor, {}).items()
             if is_elementwise(name, value, run.tensor)
         ]
-        bucket.home.adopt(states)
+        bucket.home.adopt(self, states)
 
     def drop(self, bucket: Bucket) -> None:
         """The optimizer has no parameter of the bucket any more."""
         for _, run in self._runs.pop(bucket):
             self.optimizer.state.pop(run.tensor, None)
+        with opened(bucket.home):
+            bucket.home.adopt(self, [])
 
     # -- cutting --------------------------------------------------------------------------------------------------
 
@@ -165,6 +167,26 @@ class Runs:
                         for name, value in state.items()
                     },
                 )
+        yield from self._states_of_empty(bucket)
+
+    def _states_of_empty(self, bucket: Bucket) -> Iterator[tuple[Fragment, dict[str, Any]]]:
+        """Empty parameters lie in no run, but a plain optimizer counts their steps, and keeps empty tensors for them:
+        what stands in the state of another parameter after as many steps."""
+        for info in bucket.params:
+            steps = self._steps.get((bucket, info.slot), 0) if not info.numel else 0
+            state = self._state_after(steps) if steps else {}
+            if state:
+                empty = {n: Sliced(v, 0, 0) if is_elementwise(n, v, run) else v for run, n, v in state}
+                yield Fragment(info.slot, 0, 0, 0, 0), empty
+
+    def _state_after(self, steps: int) -> list[tuple[Tensor, str, Any]]:
+        """Tensor of a run with that many steps, name and value of each entry of its state."""
+        for runs in self._runs.values():
+            for _, run in runs:
+                state = self.optimizer.state.get(run.tensor, {})
+                if state and self.step_count(run) == steps:
+                    return [(run.tensor, name, value) for name, value in state.items()]
+        return []
 
     def load(self, states: ParamStates, groups_of: Mapping[Bucket, dict[int, int]]) -> None:
         """Replace all state. ``states``: for a parameter, its full tensors (any shape of its numel) or plain values."""

@@ -76,8 +76,8 @@ class UnderWay:
         """Wait for offloaded steps: until then they own the gradients that they were given."""
         if self._worker is not None:
             self._worker.wait()
-            for bucket in self._numbers:
-                bucket.wait_step()
+        for bucket in self._numbers:  # without a worker too: what awaits its step must be the same on all ranks
+            bucket.wait_step()
 
     def flush(self) -> None:
         """Wait for offloaded steps, and issue the refreshes that follow them."""

@@ -11,10 +11,11 @@ of the others' slices.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 
+import torch
 from torch import Tensor
 
 from lightning_zero.engine.bucket import Bucket, ParamInfo
@@ -46,9 +47,10 @@ class Unit:
     pending: list[Pending] = field(default_factory=list)
     expected: int = 0  # trainable parameters whose gradients end this unit's backward
     arrived: int = 0  # of those, in this round
-    calls: set[int] = field(default_factory=set)  # calls whose input gradients are still to come
-    open_call: int | None = None  # the call whose forward runs now
-    open_inputs: list[tuple[Tensor, int]] = field(default_factory=list)  # its inputs and their versions
+    has_frozen: bool = False  # parameters that get no gradient, and are needed for those of inputs
+    calls: set[int] = field(default_factory=set)  # in this pass, whose input gradients are still to come
+    borrowed: bool = False  # somebody holds its values until the pass ends
+    before_drop: Callable[[Bucket], None] = lambda _: None  # called while the values are still there
 
     @property
     def title(self) -> str:
@@ -61,6 +63,11 @@ class Unit:
     @property
     def gathered_nbytes(self) -> int:
         return sum(b.full.nbytes for b in self.buckets if b.resharding)
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` lies in a buffer that goes when the unit is dropped."""
+        storage = tensor.untyped_storage()._cdata if tensor.layout is torch.strided else None
+        return any(b.resharding and storage == b.full.data.untyped_storage()._cdata for b in self.buckets)
 
     def infos(self) -> Iterable[ParamInfo]:
         for bucket in self.buckets:
@@ -96,8 +103,8 @@ class Unit:
 
     def abandon(self, deadline: float) -> None:
         """After an exception: back to rest, whatever was in flight."""
-        self.open_call, self.open_inputs = None, []
         self.calls.clear()
+        self.borrowed = False
         if self.resharding:
             for pending in self.pending:
                 pending.abandon(deadline)
@@ -111,6 +118,9 @@ class Unit:
         """Drop the gathered parameters; autograd's saved views wait for the next gather."""
         if not self.resharding:
             return
+        for bucket in self.buckets:
+            if bucket.resharding:
+                self.before_drop(bucket)
         self._enter(State.SHARDED)
         for bucket in self.buckets:
             if bucket.resharding:

@@ -32,7 +32,7 @@ def show_full(
     """Inside, ``params`` (and the other parameters of their buckets) hold full master values.
 
     What is written to them inside is kept. All ranks enter, and write the same values unless ``from_rank`` names the
-    one whose values count.
+    one whose values count. Where all parameters of the module are shown, it is plain inside: without our hooks.
     """
     wanted = {engine.place_of(p).bucket for p in params}
     if (from_rank is not None or grads) and wanted & engine.shown:
@@ -42,25 +42,42 @@ def show_full(
         )
     buckets = [b for b in engine.buckets if b in wanted and b not in engine.shown]
     shown = _show(engine, buckets, grads)
+    whole = bool(buckets) and len(engine.shown) == len(engine.buckets)
+    put_back = engine.passes.hooks.lift_off() if whole else lambda: None
     try:
         yield
-    except BaseException:
+        _refuse_replaced(engine)
+        _write_back(shown, from_rank)
+    finally:
+        put_back()
         _hide(engine, shown)
-        raise
-    _write_back(shown, from_rank)
-    _hide(engine, shown)
+
+
+def _refuse_replaced(engine: Engine) -> None:
+    """Raise where the module has got other parameter objects, which nobody would train."""
+    now = dict(engine.module.named_parameters(remove_duplicate=False))
+    for bucket in engine.buckets:
+        for info in bucket.params:
+            for fqn in info.fqns:
+                if now.get(fqn, info.param) is not info.param:
+                    raise RuntimeError(
+                        f"{fqn} was replaced by another parameter inside gather(), which is not sharded and would not "
+                        "be trained. Write to the parameter (param.copy_(value), load_state_dict(assign=False))."
+                    )
 
 
 @outside_autograd
 def _show(engine: Engine, buckets: list[Bucket], grads: bool) -> dict[Bucket, tuple[Tensor, Tensor | None]]:
     engine.settle()
+    engine.writes.take_all_over()
+    engine.writes.confirm_if_any()
     engine.forget_zeroed()
     shown: dict[Bucket, tuple[Tensor, Tensor | None]] = {}
     for bucket in buckets:
         full = bucket.full_master()
         full_grad = full_reduced_grad(bucket) if grads else None
+        bucket.show_plain(full)
         for info in bucket.params:
-            info.param.data = bucket.part_of(full, info)
             if full_grad is not None and info.param.grad is not None:
                 part = bucket.part_of(full_grad, info)
                 info.param.grad = part.to(info.param.dtype) if part.dtype != info.param.dtype else part
@@ -99,6 +116,7 @@ def _hide(engine: Engine, shown: Mapping[Bucket, tuple[Tensor, Tensor | None]]) 
             if bucket not in shown:
                 continue
             bucket.shown_full = False
+            engine.writes.forget(bucket)
             bucket.show(gathered=not bucket.resharding or unit.state is State.GATHERED)
             engine.shown.discard(bucket)
             if shown[bucket][1] is not None:
@@ -125,6 +143,8 @@ def full_reduced_grad(bucket: Bucket) -> Tensor | None:
 def full_parameters(engine: Engine, *, only_rank_0: bool) -> dict[int, Tensor]:
     """On all ranks: every parameter by ``id``, on the host in its checkpoint dtype; empty where it is not wanted."""
     engine.settle()
+    engine.writes.take_all_over()
+    engine.writes.confirm_if_any()
     result: dict[int, Tensor] = {}
     for bucket in engine.buckets:
         full = bucket.full_master()
@@ -187,12 +207,7 @@ class _CopyIntoShards(TorchFunctionMode):
 def write_param(place: Place, value: Tensor) -> None:
     """Set one parameter from a full value of its shape; every rank takes its own part."""
     bucket, info = place
-    flat = value.detach().reshape(-1)
-    with opened(bucket.home, changed=True) as master:
-        for fragment in bucket.owned_fragments():
-            if fragment.index == info.slot:
-                target = master[fragment.start : fragment.start + fragment.numel]
-                target.copy_(flat[fragment.offset : fragment.offset + fragment.numel])
+    bucket.write_master(info, value.detach())
     if not bucket.resharding:
         assert info.gathered is not None
         info.gathered.copy_(value.detach().reshape(info.shape))
@@ -253,7 +268,7 @@ def _full_states(engine: Engine, sharded: ShardedOptimizer, wanted: bool) -> dic
     """Every parameter's state with full tensors. One exchange says who has what; then a gather per bucket and name."""
     buckets = engine.buckets
     known: dict[_Key, dict[str, Any]] = {}
-    for contribution in engine.comm.all_gather_objects(_who_has_what(buckets, sharded)):
+    for contribution in engine.comm.all_gather_objects(_who_has_what(buckets, sharded), "optimizer state"):
         for key, entry in contribution.items():
             known.setdefault(key, {}).update(entry)
     result: dict[tuple[Bucket, int], dict[str, Any]] = {}

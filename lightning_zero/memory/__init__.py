@@ -2,7 +2,8 @@
 
 ::
 
-    between ranks    collectives  process groups, transports, waiting with a bound
+    between ranks    collectives  process groups, transports, agreements
+                     waits        waiting with a bound, and saying for whom
                      watchdog     a thread that tells where ranks are, and ends one that waits for one that is gone
                      peers        which rank is gone, and who found out
     between streams  streams, buffers (memory that comes and goes under views)

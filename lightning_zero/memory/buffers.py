@@ -1,4 +1,4 @@
-"""Flat buffers whose memory comes and goes under the same storage object, and placeholders with a guard.
+"""Flat buffers whose memory comes and goes under the same storage object, and what stands for values that are gone.
 
 Freeing by ``untyped_storage().resize_(0)`` and refilling in place is what keeps autograd right: it saves *views* of
 weights (``weight.t()`` in a linear layer), and these hold the storage object, not its memory.
@@ -7,6 +7,8 @@ On CUDA memory is taken and dropped on the compute stream; ``collectives.py`` or
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -34,7 +36,10 @@ class FlatBuffer:
             self.data.untyped_storage().resize_(self.nbytes)
 
     def release(self) -> None:
-        self.data.untyped_storage().resize_(0)
+        """Let the memory go. Where NumPy has a view of it (``weight.numpy()``), it has to stay."""
+        storage = self.data.untyped_storage()
+        if storage.resizable():
+            storage.resize_(0)
 
     def view(self, start: int, shape: torch.Size) -> Tensor:
         """A view of ``shape`` at element ``start``. It stays valid when memory is released and taken again."""
@@ -43,26 +48,8 @@ class FlatBuffer:
         raise RuntimeError("views are made while the buffer has memory")
 
 
-class Guard:
-    """Placeholders for parameters that are not gathered: NaN, expanded to the parameter's shape.
-
-    All placeholders share one vector with an element each. A write that gets through to one (``zero_`` and ``fill_``
-    do; ``copy_`` is refused by torch) leaves a number where NaN was: :meth:`written` finds it.
-    """
-
-    def __init__(self, count: int, dtype: torch.dtype, device: torch.device) -> None:
-        with torch.inference_mode(False):
-            self._cells = torch.full((max(count, 1),), float("nan"), dtype=dtype, device=device)
-
-    def placeholder(self, index: int, shape: torch.Size) -> Tensor:
-        return self._cells[index].expand(shape)
-
-    def touched(self) -> Tensor:
-        """A 0-d bool tensor on the device: whether any placeholder was written to."""
-        return torch.logical_not(torch.isnan(self._cells).all())
-
-    def written(self) -> list[int]:
-        """Indices of the placeholders that were written to. Restores them."""
-        indices: list[int] = torch.nonzero(torch.logical_not(torch.isnan(self._cells))).flatten().tolist()
-        self._cells.fill_(float("nan"))
-        return indices
+def placeholders(shapes: Sequence[torch.Size], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    """A tensor of each shape without memory of its own: one element, NaN, expanded. All share one vector."""
+    with torch.inference_mode(False):  # a tensor made under inference mode could never be used in training again
+        cells = torch.full((max(len(shapes), 1),), float("nan"), dtype=dtype, device=device)
+        return [cells[index].expand(shape) for index, shape in enumerate(shapes)]

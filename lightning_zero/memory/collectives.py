@@ -1,4 +1,4 @@
-"""The only file that calls collectives: transports, process groups, logical counts, and waiting with a bound.
+"""The only file that calls collectives: transports, process groups, logical counts.
 
 The engine asks for *logical* operations on whole buckets: ``all_gather``, ``reduce_scatter``, ``all_reduce`` (which is
 the two of them, so that all stages add in the same order). A :class:`Transport` turns each into messages.
@@ -18,33 +18,37 @@ stream that issues it has queued: its buffer was allocated there, and may be mem
 from __future__ import annotations
 
 import contextlib
+import pickle
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 from weakref import ref
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_zero.config import ConfigError
 from lightning_zero.config import Transport as TransportName
-from lightning_zero.memory.peers import PeerError, is_broken_connection
 from lightning_zero.memory.streams import Streams
-from lightning_zero.memory.watchdog import Watchdog, connection_of_its_own
+from lightning_zero.memory.waits import Waits
+from lightning_zero.memory.watchdog import Watchdog
 from lightning_zero.planning.topology import Topology, flat
 
 # The names before torch 2.13 still exist there, but warn at every call.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+T = TypeVar("T")
+
 DIRECT_MAX_RANKS = 8  # above this many ranks one broadcast per rank costs more than the library's ring
 
 
-class StallError(RuntimeError):
-    """This rank waited for others longer than ``zero.stall_timeout_s``; the message names ranks and places."""
+class ApartError(RuntimeError):
+    """Ranks have come to different places; the message names them, on all ranks."""
 
 
 class Transport(Protocol):
@@ -177,7 +181,10 @@ def _new_group(ranks: Sequence[int], name: str, **options: Any) -> Any:
     if len(ranks) == 1:
         return None
     name = f"lightning_zero: {name}"
-    return dist.new_group(list(ranks), use_local_synchronization=True, group_desc=name, **options)
+    group = dist.new_group(list(ranks), use_local_synchronization=True, group_desc=name, **options)
+    if dist.get_backend(group) == "gloo":  # waits have bounds of their own
+        dist.distributed_c10d._set_pg_timeout(timedelta(days=30), group)
+    return group
 
 
 class _Parent(NamedTuple):
@@ -204,11 +211,11 @@ class _GroupPool:
             self._parents.append(found)
         return found
 
-    def take(self, group: Any, user: Communicator, topology: Topology) -> _Groups:
+    def take(self, group: Any, user: Communicator, topology: Topology, waits: Waits) -> _Groups:
         ranks = dist.get_process_group_ranks(group)
         parent = self.parent(group)
         made = [groups for divided, groups in parent.made if divided == topology]
-        free = self._free(made, parent.agreement, len(ranks))
+        free = self._free(made, parent.agreement, len(ranks), waits)
         if free is None:
             free = _Groups.create(ranks, dist.get_rank(group), topology, _host_backend(group))
             parent.made.append((topology, free))
@@ -216,13 +223,14 @@ class _GroupPool:
         return free
 
     @staticmethod
-    def _free(made: list[_Groups], agreement: Any, world_size: int) -> _Groups | None:
+    def _free(made: list[_Groups], agreement: Any, world_size: int, waits: Waits) -> _Groups | None:
         """The first set of groups that all ranks have free after the same operations."""
         if not made:
             return None
         own = torch.tensor([groups.issued if groups.user() is None else -1 for groups in made])
         table = [torch.empty_like(own) for _ in range(world_size)]
-        dist.all_gather(table, own, group=agreement)
+        work = dist.all_gather(table, own, group=agreement, async_op=True)
+        waits.wait_work(work, "the agreement on process groups")
         columns = torch.stack(table).t().tolist()
         return next((g for g, c in zip(made, columns, strict=True) if c[0] >= 0 and len(set(c)) == 1), None)
 
@@ -230,14 +238,96 @@ class _GroupPool:
 GROUP_POOL = _GroupPool()
 
 
-def gather_objects(group: Any, value: Any) -> list[Any]:
-    """Blocking: a small picklable object from each rank of ``group``, before there is a communicator."""
+def open_waits(group: Any, device: torch.device, stall_timeout_s: float) -> Waits:
+    """On all ranks: waits for the others of ``group``, which train on devices as ``device``."""
+    waits = Waits(group, stall_timeout_s=stall_timeout_s)
+    if waits.world_size > 1 and (backend := str(dist.get_backend(group))) != "fake":  # there nobody else is there
+        number = 1 + max(gather_objects(group, Watchdog.last_number, waits, "the start of a run, or of an engine"))
+        waits.watch(number, hears_ends=device.type == "cpu" or "nccl" not in backend)
+    return waits
+
+
+def gather_objects(group: Any, value: Any, waits: Waits, what: str, *, patient: bool = False) -> list[Any]:
+    """Blocking: a small picklable object from each rank of ``group``, before there is a communicator.
+
+    Args:
+        what: for, in words; the same on all ranks, or they have come to different places, and all raise.
+    """
     if group is None or dist.get_world_size(group) == 1:
         return [value]
-    found: list[Any] = [value] * dist.get_world_size(group)
-    if dist.get_backend(group) != "fake":  # a simulated world has nobody else
-        dist.all_gather_object(found, value, group=GROUP_POOL.parent(group).agreement)
-    return found
+    return _gather_objects(GROUP_POOL.parent(group).agreement, value, waits, what, patient=patient)
+
+
+def _gather_objects(group: Any, value: Any, waits: Waits, what: str, *, patient: bool = False) -> list[Any]:
+    """As ``dist.all_gather_object``, on a host-side group, with a bound, and with a look at what it is for."""
+    if dist.get_backend(group) == "fake":  # a simulated world has nobody else
+        return [value] * dist.get_world_size(group)
+    own = torch.frombuffer(bytearray(pickle.dumps((what, value))), dtype=torch.uint8)
+    sizes = torch.empty(dist.get_world_size(group), dtype=torch.int64)
+    work = _all_gather_single(sizes, torch.tensor([own.numel()]), group=group, async_op=True)
+    waits.wait_work(work, what, patient=patient)
+    table = torch.empty(len(sizes), int(sizes.max()), dtype=torch.uint8)
+    padded = torch.zeros(table.shape[1], dtype=torch.uint8)
+    padded[: own.numel()] = own
+    work = _all_gather_single(table.view(-1), padded, group=group, async_op=True)
+    waits.wait_work(work, what, patient=patient)
+    found = [pickle.loads(row[:size].numpy().tobytes()) for row, size in zip(table, sizes.tolist(), strict=True)]
+    if any(place != what for place, _ in found):
+        places = "\n".join(f"  rank {rank}: {place}" for rank, (place, _) in enumerate(found))
+        raise ApartError(
+            f"ranks have come to different places:\n{places}\nAll ranks must make the same calls in the same order "
+            "(fit, gather, save_checkpoint ...): look for one that only some ranks make, or that an exception has kept "
+            "some ranks from."
+        )
+    return [value for _, value in found]
+
+
+def barrier(group: Any, waits: Waits, label: str) -> None:
+    """Blocking: until all ranks of ``group`` have come, as long as any is at work. Devices are not waited for."""
+    if waits.world_size > 1:
+        gather_objects(group, None, waits, label, patient=True)
+
+
+def broadcast_object(group: Any, value: T, src: int, waits: Waits) -> T:
+    """Blocking: a picklable object of rank ``src``, waited for as long as any rank is at work."""
+    if waits.world_size == 1 or dist.get_backend(group) == "fake":
+        return value
+    what, sends = f"an object of rank {src}", waits.rank == src
+    payload = bytearray(pickle.dumps(value)) if sends else bytearray()
+    size: int = gather_objects(group, len(payload), waits, what, patient=True)[src]
+    data = torch.frombuffer(payload or bytearray(size), dtype=torch.uint8)
+    work = dist.broadcast(data, group_src=src, group=GROUP_POOL.parent(group).agreement, async_op=True)
+    waits.wait_work(work, what, patient=True)
+    return value if sends else cast(T, pickle.loads(data.numpy().tobytes()))
+
+
+def together(group: Any, waits: Waits, what: str, act: Callable[[], T], undo: Callable[[T], Any] = lambda _: None) -> T:
+    """``act``, which asks nothing of other ranks, on all ranks. Where it fails on one, all raise, and none waits.
+
+    Args:
+        what: it is, in words.
+        undo: what is done on the other ranks then, with the result of ``act``.
+
+    Raises:
+        Exception: what ``act`` has raised on this rank; or, of the first rank that it failed on, a ConfigError as it
+            was, or a RuntimeError that names the rank.
+    """
+    try:
+        result = act()
+    except Exception as error:
+        own = (type(error).__name__ if not isinstance(error, ConfigError) else "", str(error))
+        gather_objects(group, own, waits, what)
+        raise
+    for rank, found in enumerate(gather_objects(group, None, waits, what)):
+        if found is not None:
+            undo(result)
+            kind, text = found
+            raise (
+                RuntimeError(f"rank {rank} failed with {kind}: {text}")
+                if kind
+                else ConfigError(f"{text} (So says rank {rank}.)")
+            )
+    return result
 
 
 class Pending:
@@ -295,8 +385,8 @@ class Communicator:
             replicas ``2 s (r - 1) / r``, as a ring does it.
         counts: logical operations asked for, by kind and bucket: ``counts["all_gather", label]``.
         observers: called with (kind, label) when an operation is issued.
+        waits: for the other ranks.
         place: what this rank is doing, in words; posted for the others' error messages.
-        waited_s: seconds that the host has spent waiting for messages.
         streams: of the device, for every kind of transfer.
     """
 
@@ -308,10 +398,12 @@ class Communicator:
         transport: TransportName = TransportName.auto,
         stall_timeout_s: float = 300.0,
         topology: Topology | None = None,
+        waits: Waits | None = None,
     ) -> None:
         """
         Args:
             topology: default: one node, all ranks share shards.
+            waits: of this rank, where there is something that waits for the group already.
         """
         self.device = device
         self._parent = group
@@ -326,25 +418,25 @@ class Communicator:
         self.across_nbytes: Counter[str] = Counter()
         self.counts: Counter[tuple[str, str]] = Counter()
         self.observers: list[Callable[[str, str], None]] = []
-        self.place = "starting"
-        self.waited_s = 0.0
-        self.stall_timeout_s = stall_timeout_s
         self._groups: _Groups | None = None
-        self._watchdog: Watchdog | None = None
+        self.waits = waits if waits is not None else open_waits(group, device, stall_timeout_s)
         if self.world_size > 1:
             self._transport = choose_transport(transport, str(dist.get_backend(group)), self.shard_size, device)
-            self._groups = GROUP_POOL.take(group, self, self.topology)
-            backend = str(dist.get_backend(group))
-            if backend != "fake":  # nobody else is there
-                store = connection_of_its_own(dist.distributed_c10d._get_default_store())
-                hears_ends = device.type == "cpu" or "nccl" not in backend
-                self._watchdog = Watchdog(self, store, hears_ends=hears_ends)
+            self._groups = GROUP_POOL.take(group, self, self.topology, self.waits)
         self.streams = Streams(device)
 
     @property
     def issued(self) -> int:
         """Operations of all kinds asked for so far on its groups."""
         return self._groups.issued if self._groups is not None else 0
+
+    @property
+    def place(self) -> str:
+        return self.waits.place
+
+    @place.setter
+    def place(self, place: str) -> None:
+        self.waits.place = place
 
     # -- logical operations -------------------------------------------------------------------------------------
 
@@ -394,11 +486,15 @@ class Communicator:
         place = group.index(src)
         if self._groups.replicate is not None and self.shard_rank == place:
             replica = self.topology.shard_groups.index(group)
-            dist.broadcast(flat_bytes, group_src=replica, group=self._groups.replicate)
+            self._wait_broadcast(flat_bytes, replica, self._groups.replicate)
         if self._groups.gather is not None:
-            dist.broadcast(flat_bytes, group_src=place, group=self._groups.gather)
+            self._wait_broadcast(flat_bytes, place, self._groups.gather)
         if data is not tensor:
             tensor.copy_(data)
+
+    def _wait_broadcast(self, tensor: Tensor, src: int, group: Any) -> None:
+        work = dist.broadcast(tensor, group_src=src, group=group, async_op=True)
+        self.wait_work(work, "values of rank 0", on_device=tensor.device.type != "cpu")
 
     def broadcast_small(self, tensor: Tensor, src: int = 0) -> None:
         """Blocking: every rank gets a small host tensor of rank ``src``."""
@@ -406,13 +502,19 @@ class Communicator:
             work = dist.broadcast(tensor, group_src=src, group=self._groups.control, async_op=True)
             self.wait_work(work, "a small reduction")
 
-    def all_gather_objects(self, value: Any) -> list[Any]:
-        """Blocking: a small picklable object from each rank, in rank order."""
+    def all_gather_objects(self, value: Any, what: str) -> list[Any]:
+        """Blocking: a small picklable object from each rank, in rank order.
+
+        Args:
+            what: for, in words; the same on all ranks.
+        """
         if self._groups is None:
             return [value]
-        found: list[Any] = [None] * self.world_size
-        dist.all_gather_object(found, value, group=self._groups.control)
-        return found
+        return _gather_objects(self._groups.control, value, self.waits, what)
+
+    def together(self, what: str, act: Callable[[], T], undo: Callable[[T], Any] = lambda _: None) -> T:
+        """See :func:`together`."""
+        return together(self._parent, self.waits, what, act, undo)
 
     def sum_(self, tensor: Tensor) -> Tensor:
         """Blocking: sum a small tensor on its device over ranks, in place."""
@@ -444,15 +546,13 @@ class Communicator:
         The later halves of reductions are issued when the first are found complete, so that ranks which raised in the
         same place may have issued different ones. Messages on such groups would meet others than their own.
         """
-        if self._groups is not None and len({*self.all_gather_objects(self.issued)}) > 1:
+        if self._groups is not None and len({*self.all_gather_objects(self.issued, "going on after an exception")}) > 1:
             self._groups.user = lambda: None
-            self._groups = GROUP_POOL.take(self._parent, self, self.topology)
+            self._groups = GROUP_POOL.take(self._parent, self, self.topology, self.waits)
 
     def close(self) -> None:
-        """End the thread and give the groups back."""
-        if self._watchdog is not None:
-            self._watchdog.stop()
-            self._watchdog = None
+        """End the threads and give the groups back."""
+        self.waits.close()
         if self._groups is not None:
             self._groups.user = lambda: None
             self._groups = None
@@ -525,84 +625,17 @@ class Communicator:
     # -- waiting, counting ----------------------------------------------------------------------------------------
 
     def wait_work(self, work: Any, label: str, *, on_device: bool = False) -> None:
-        """Wait for a message; on the host no longer than ``stall_timeout_s``.
-
-        Args:
-            on_device: the message is of a backend that works on the device's streams.
-
-        Raises:
-            StallError: the others did not come; names this rank's place and theirs.
-            PeerError: the connection broke; names the rank that is gone.
-        """
-        if on_device:
-            work.wait()  # this makes the stream wait, not the host
-            return
-        started = time.monotonic()
-        try:
-            if work.is_completed():
-                work.wait()  # raises what it has failed with
-                return
-            work.wait(timedelta(seconds=self.stall_timeout_s))
-            self.waited_s += time.monotonic() - started
-        except RuntimeError as error:
-            waited = time.monotonic() - started
-            if is_broken_connection(error):
-                raise PeerError(
-                    f"rank {self.rank}: {self._culprit()}; noticed during {label!r} ({self.place}): {error}"
-                ) from error
-            if waited < 0.9 * self.stall_timeout_s:
-                raise RuntimeError(f"rank {self.rank}: {label!r} failed ({self.place}): {error}") from error
-            raise StallError(self._stall_message(label, waited)) from error
-
-    def _stall_message(self, label: str, waited: float) -> str:
-        asked = self._watchdog.places_and_silent() if self._watchdog is not None else None
-        if asked is None:
-            holder = self._watchdog.peers.without_store() if self._watchdog is not None else ""
-            lines = f"  rank {self.rank}: {self.place}\n  {holder}, or the network to it is cut"
-        else:
-            lines = "\n".join(
-                f"  rank {r}: {place}{' (does not answer: it has ended or hangs)' if r in asked[1] else ''}"
-                for r, place in enumerate(asked[0])
-            )
-        return (
-            f"rank {self.rank} waited {waited:.0f} s for {label!r} and the other ranks did not come.\n{lines}\n"
-            "If ranks take different paths through the model, set zero.dynamic=true; if a rank is only slow, raise "
-            f"zero.stall_timeout_s (now {self.stall_timeout_s:g})."
-        )
-
-    def _culprit(self) -> str:
-        return self._watchdog.culprit() if self._watchdog is not None else "a peer broke off"
-
-    def explain(self, error: BaseException) -> None:
-        """An exception ends this rank: tell the others, or, where it comes from another's end, add whose that was."""
-        if self._watchdog is None or isinstance(error, PeerError | StallError) or not isinstance(error, Exception):
-            return
-        if is_broken_connection(error):
-            error.add_note(f"rank {self.rank}: {self._culprit()}")
-        else:
-            self._watchdog.tell(error)
-
-    def forget_failures(self) -> None:
-        """On all ranks, at the start of a run: what an earlier one ended with says nothing about this one."""
-        if self._watchdog is not None:
-            self._watchdog.peers.forget()
+        """See :meth:`Waits.wait_work`."""
+        self.waits.wait_work(work, label, on_device=on_device)
 
     def _count(self, kind: str, label: str) -> None:
         if self._groups is not None:
             self.counts[kind, label] += 1
             self._note(kind, label)
 
-    def missing_here(self, timeout_s: float) -> list[int]:
-        """Ranks that do not call this too, after the same number of operations, within ``timeout_s``.
-
-        It goes through the store and so works where ranks are at different places and a collective would hang.
-        """
-        if self._watchdog is None or self._groups is None:
-            return []
-        return self._watchdog.missing(f"after {self.issued}", timeout_s)
-
     def _note(self, kind: str, label: str) -> None:
         if self._groups is not None:
             self._groups.issued += 1
+            self.waits.issued += 1
         for observer in self.observers:
             observer(kind, label)

@@ -34,6 +34,7 @@ RANKS_AT_THIS_PACE = 512  # more of them go slower: all ask one store
 STANDSTILL_S = 10.0  # with a rank that has ended: time for launchers, and for exceptions that are on their way
 EXIT_CODE = 1
 ANSWER_S = 5.0  # of a store
+STILL_S = 1.0  # beside the time that places take to be posted
 
 T = TypeVar("T")
 
@@ -46,6 +47,11 @@ class Watched(Protocol):
     place: str  # what it is doing, in words
     issued: int  # operations
     stall_timeout_s: float
+
+    @property
+    def waiting(self) -> str:
+        """Names the wait that it is in; empty where it is at work."""
+        ...
 
 
 _CONNECTIONS: list[tuple[Any, Any]] = []  # a store and its clone
@@ -82,22 +88,24 @@ class Watchdog:
     Args:
         watched: held weakly; one that is forgotten instead of closed ends the thread.
         store: a connection that nobody waits in for long.
+        number: the same on all ranks, and of no other watchdog.
         hears_ends: the backend hears of broken connections by itself.
         end: ends this process; for tests.
     """
 
-    _serial = 0
+    last_number = 0  # of this process
 
     def __init__(
         self,
         watched: Watched,
         store: Any,
         *,
+        number: int,
         hears_ends: bool,
         end: Callable[[int], Any] = os._exit,
     ) -> None:
-        Watchdog._serial += 1
-        self._prefix = f"lightning_zero/{Watchdog._serial}"
+        Watchdog.last_number = number
+        self._prefix = f"lightning_zero/{number}"
         self._watched = ref(watched)
         self._rank, self._world_size = watched.rank, watched.world_size
         self._limit_s = watched.stall_timeout_s
@@ -127,15 +135,16 @@ class Watchdog:
         return f"{self._prefix}/{rank}"
 
     def _run(self) -> None:
-        posted = None
+        posted: tuple[str, str] | None = None
         while not self._stop.wait(self._every_s if self.peers.knows_holder else 0.1):
             watched = self._watched()
             if watched is None and self._gone is None:
                 break
             try:
-                if watched is not None and watched.place != posted:
-                    self._store.set(self._key(self._rank), watched.place)
-                    posted = watched.place
+                if watched is not None and (watched.place, watched.waiting) != posted:
+                    posted = watched.place, watched.waiting
+                    self._store.set(self._key(self._rank), posted[0])
+                    self._store.set(f"{self._key(self._rank)}/waits", posted[1])
                 self.peers.answer()
                 self._listen()
             except Exception:  # the store is gone with its server
@@ -230,6 +239,26 @@ class Watchdog:
                         place = self._store.get(self._key(rank)).decode()
             found.append(place)
         return found
+
+    def all_wait(self) -> bool:
+        """Whether every rank waits, and goes on waiting for the same: then none of them will ever come."""
+
+        def ask() -> bool:
+            with contextlib.suppress(Exception):  # the store is gone with its server
+                before = self._waits()
+                time.sleep(2 * self._every_s + STILL_S)
+                return before is not None and before == self._waits()
+            return True
+
+        return within(2 * self._every_s + STILL_S + ANSWER_S, ask, True)
+
+    def _waits(self) -> list[str] | None:
+        """What every rank waits for, as it has posted it; ``None`` where one is at work."""
+        found = []
+        for rank in range(self._world_size):
+            key = f"{self._key(rank)}/waits"
+            found.append(self._store.get(key).decode() if self._store.check([key]) else "")
+        return found if all(found) else None
 
     def missing(self, place: str, timeout_s: float) -> list[int]:
         """Ranks that do not post ``place`` in time."""

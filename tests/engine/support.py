@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -24,6 +25,7 @@ from lightning_zero.memory import watchdog
 VOCABULARY = 11
 TOKENS = 7
 NORMS = (nn.LayerNorm, nn.BatchNorm1d)
+TRUE = {"bf16_true": torch.bfloat16, "fp16_true": torch.float16, "fp64": torch.float64}
 
 
 class Block(nn.Module):
@@ -150,7 +152,7 @@ class Twin:
         self.synchronize = True
         self._each = each
         self._local: dict[nn.Parameter, Tensor] = {}
-        self._reduce_dtype = {"bf16": torch.float32, "bf16_true": torch.bfloat16}.get(precision)
+        self._reduce_dtype = {"bf16": torch.float32, "fp16": torch.float32, **TRUE}.get(precision)
         self.masters = _lower(self.module, precision)
         self.optimizer = optimizer([master.flat for master in self.masters.values()])
 
@@ -272,8 +274,8 @@ Work = Callable[[Side, int], Any]
 
 def _lower(module: nn.Module, precision: str) -> dict[nn.Parameter, Master]:
     """Round the parameters of ``module`` as ``precision`` says; each with the master that the optimizer steps."""
-    if precision == "bf16_true":
-        module.to(torch.bfloat16)
+    if precision in TRUE:
+        module.to(TRUE[precision])
     if precision == "bf16":  # frozen parameters have no master: they rest as they are used
         for param in (p for p in module.parameters() if not p.requires_grad and p.is_floating_point()):
             param.data = param.data.to(torch.bfloat16).to(param.dtype)
@@ -329,6 +331,12 @@ def _assert_equal(own: Tensor, expected: Tensor, tolerance: float, what: str) ->
     elif not torch.equal(own, expected):
         gap = (own.double() - expected.double()).abs().max().item() if own.numel() else 0.0
         raise AssertionError(f"{what}: differs by {gap:.3g}\n{own}\n{expected}")
+
+
+def assert_absent(param: nn.Parameter) -> None:
+    """The values of a sharded parameter are not here, and a read says so."""
+    with pytest.raises(RuntimeError, match="is sharded.*gather"):
+        param.sum()
 
 
 def check(

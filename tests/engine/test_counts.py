@@ -152,9 +152,10 @@ def test_a_bucket_that_one_rank_completes_late_does_not_hold_up_the_others() -> 
         for step in range(3):
             issued.clear()
             module = side.module
-            x = module.embed(tokens(step))  # type: ignore[operator]
-            for block in module.blocks[: 3 - side.engine.rank]:  # type: ignore[index]
-                x = block(x)
+            with side.engine.step_scope():
+                x = module.embed(tokens(step))  # type: ignore[operator]
+                for block in module.blocks[: 3 - side.engine.rank]:  # type: ignore[index]
+                    x = block(x)
             side.backward(x.square().mean())
             side.step()
             side.zero_grad()

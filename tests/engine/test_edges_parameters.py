@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lightning_zero
+from lightning_zero.config import ConfigError
 from lightning_zero.engine import values
 from tests.engine.support import (
     Block,
@@ -23,6 +25,7 @@ from tests.engine.support import (
     assert_same,
     check,
     floats,
+    language_loss,
     language_work,
     sgd,
     tokens,
@@ -31,6 +34,7 @@ from tests.harness import on_ranks
 
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 OUTER_STAGES = pytest.mark.parametrize("stage", [0, 3])
+PLAIN = pytest.mark.parametrize("plain", [False, True], ids=["told", "noticed"])
 
 
 def mean_square(side: Side, step: int, *, width: int = 19) -> Tensor:
@@ -496,3 +500,80 @@ def test_a_meta_module_without_reset_parameters_is_named() -> None:
     module = nn.Sequential(nn.Linear(3, 3), Bare())
     with pytest.raises(ValueError, match=r"module 1 \(Bare\).*reset_parameters"):
         lightning_zero.shard(module, device="cpu")
+
+
+@on_ranks(2)
+@STAGES
+def test_the_state_of_empty_parameters_is_that_of_a_plain_optimizer(stage: int) -> None:
+    module = nn.Sequential(nn.Sequential(Shapes()), nn.Sequential(Shapes()))
+    plain = copy.deepcopy(module)
+    plain_optimizer = adamw(plain.parameters())
+    with Sharded(module, stage=stage) as side:
+        for step in range(2):
+            mean_square(side, step)
+            plain(floats(step, 4, 19)).mean().backward()
+            for optimizer in (side.optimizer, plain_optimizer):
+                optimizer.step()
+        whole = side.engine.optimizer_state(side.optimizer, only_rank_0=False)
+        state = whole["state"]
+        expected = plain_optimizer.state_dict()["state"]
+        assert state.keys() == expected.keys()
+        for number, values in expected.items():
+            assert {n: v.shape for n, v in values.items()} == {n: v.shape for n, v in state[number].items()}
+            assert state[number]["step"] == values["step"] == 2
+        side.engine.load_optimizer_state(side.optimizer, whole)
+        mean_square(side, 2)
+        side.step()
+        again = side.engine.optimizer_state(side.optimizer, only_rank_0=False)["state"]
+        assert {n: int(values["step"]) for n, values in again.items()} == dict.fromkeys(expected, 3)
+
+
+def test_a_lazy_module_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"parameter 0\.weight has no shape yet.*lazy.*configure_model"):
+        lightning_zero.shard(nn.Sequential(nn.LazyLinear(3)), device="cpu")
+
+
+# -- hooks of the user on parameters -----------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+@STAGES
+@PLAIN
+@pytest.mark.parametrize("when", ["before", "after", "in the step"])
+def test_hooks_on_accumulated_gradients_see_what_ours_take(stage: int, plain: bool, when: str) -> None:
+    """This rank's own gradient, whenever the hook was registered; what they change is reduced."""
+    seen: list[Tensor] = []
+
+    def look(param: Tensor) -> None:
+        assert param.grad is not None
+        seen.append(param.grad.clone())
+        param.grad.mul_(2)
+
+    def register(module: nn.Module) -> None:
+        for param in (module.head.weight, module.blocks[1].up.bias):
+            param.register_post_accumulate_grad_hook(look)
+
+    torch.manual_seed(3)
+    module = Model()
+    twin = Twin(module, each=stage >= 2)
+    if when == "before":
+        register(module)
+    with Sharded(module, stage=stage, plain=plain) as sharded:
+        if when == "after":
+            register(module)
+        for step in range(2):
+            if when == "in the step" and step == 0:
+                loss = language_loss(module, tokens(0))
+                register(module)
+                sharded.backward(loss)
+            else:
+                language_work(sharded, step)
+            loss = language_loss(twin.module, tokens(step))
+            twin.backward(loss)
+            for param in (twin.module.head.weight, twin.module.blocks[1].up.bias):
+                twin.grads[param].mul_(2)
+            assert_same(sharded, twin, grads=True)
+            for side in (sharded, twin):
+                side.step()
+                side.zero_grad()
+    assert len(seen) == 4 and all(grad.isfinite().all() and grad.any() for grad in seen)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import gc
+import io
 import threading
 import time
 import warnings
 import weakref
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import lightning_zero
-from lightning_zero.engine import passes
+from lightning_zero.engine import engine_of, passes
 from lightning_zero.memory import collectives
 from tests.engine.support import (
     MakeOptimizer,
@@ -34,7 +35,7 @@ from tests.engine.support import (
     sgd,
     tokens,
 )
-from tests.harness import on_ranks
+from tests.harness import assert_gone, on_ranks
 
 WIDTH = 19
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -119,6 +120,54 @@ def test_a_copy_made_inside_gather_is_plain(stage: int, precision: str) -> None:
         assert all(torch.equal(p, v) for p, v in zip(whole.parameters(), values, strict=True))
 
 
+@on_ranks(2)
+@STAGES
+@pytest.mark.parametrize("checkpointing", ["none", "blocks"])
+def test_a_module_is_plain_inside_gather(stage: int, checkpointing: str) -> None:
+    """It can be pickled and scripted, and what comes of it needs nothing of ours."""
+    with Sharded(Model(), stage=stage, activation_checkpointing=checkpointing) as side:
+        train(side, range(1))
+        module, engine = side.module, side.engine
+        hooks = [dict(m._forward_hooks) for m in module.modules()]
+        with pytest.raises(RuntimeError, match=r"pickling.*gather"):
+            torch.save(module, io.BytesIO())
+        engine.comm.counts.clear()
+        with lightning_zero.gather(module):
+            assert engine_of(module) is engine
+            assert all(type(p) is nn.Parameter for p in module.parameters())
+            file = io.BytesIO()
+            torch.save(module, file)
+            scripted, traced = torch.jit.script(module), torch.jit.trace(module, tokens(0))
+            expected = module(tokens(0))  # on this rank alone
+            assert all(torch.equal(other(tokens(0)), expected) for other in (scripted, traced))
+            if dist.get_rank() == 0:
+                module(tokens(1))
+        assert b"lightning_zero" not in file.getvalue()
+        file.seek(0)
+        loaded = torch.load(file, weights_only=False)
+        assert torch.equal(loaded(tokens(0)), expected)
+        assert [dict(m._forward_hooks) for m in module.modules()] == hooks
+        train(side, range(1, 3))
+        loss = language_loss(loaded, tokens(0))
+        loss.backward()
+        assert all(p.grad is not None for p in loaded.parameters())
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_parameters_that_are_replaced_inside_gather_are_refused(stage: int) -> None:
+    with Sharded(Model(), stage=stage) as side:
+        module = side.module
+        before = module.head.weight
+        with (
+            pytest.raises(RuntimeError, match=r"head\.weight was replaced.*assign=False"),
+            lightning_zero.gather(module),
+        ):
+            module.head.weight = nn.Parameter(torch.zeros_like(module.head.weight))
+        module.head.weight = before
+        train(side, range(1))
+
+
 def _doubles(module: nn.Module, args: object, output: Tensor) -> Tensor:
     return output * 2
 
@@ -138,18 +187,44 @@ def test_a_dropped_engine_is_collected(stage: int) -> None:
     names = {t.name for t in set(threading.enumerate()) - before}
     assert names == {"lightning_zero-places", "lightning_zero-judges"}
     del side
+    assert_gone(references)
     deadline = time.monotonic() + 5
-    while time.monotonic() < deadline:
-        gc.collect()
-        threads = set(threading.enumerate()) - before
-        if not threads and not any(reference() for reference in references):
-            break
+    while (threads := set(threading.enumerate()) - before) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert [reference() for reference in references] == [None] * 4
     assert not threads
     dist.barrier()
     with Sharded(Model(), stage=stage) as again:
         train(again, range(1))
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("offload", ["none", "optimizer_cpu"])
+def test_an_engine_goes_with_its_module_whatever_leads_back_to_it(stage: int, offload: str) -> None:
+    """A hook of the optimizer that reaches the model, as those that keep averages by hand."""
+    if offload != "none" and stage == 0:
+        return
+    kept: list[torch.optim.Optimizer] = []
+    assert_gone(_train_with_hooks(stage, offload))
+    assert_gone(_train_with_hooks(stage, offload, kept))
+    with pytest.raises(RuntimeError, match="is gone"):
+        kept[0].step()
+
+
+def _train_with_hooks(
+    stage: int, offload: str, kept_optimizers: list[torch.optim.Optimizer] | None = None
+) -> list[weakref.ref[Any]]:
+    side = Sharded(Model(), stage=stage, offload=offload)
+    module, engine = side.module, side.engine
+    if kept_optimizers is None:
+        side.optimizer.register_step_post_hook(lambda *_: module.train() and None)
+    module.register_forward_hook(lambda *_: engine.forget_zeroed())
+    module.losses = [language_work(side, 0)]
+    side.step()
+    dist.barrier()
+    if kept_optimizers is not None:
+        kept_optimizers.append(side.optimizer)
+    return [weakref.ref(o) for o in (engine, engine.passes, module, *engine.buckets)]
 
 
 @on_ranks(2)
@@ -174,7 +249,7 @@ def test_an_abort_waits_once_for_all_messages(kind: str) -> None:
         messages = sum(n for (what, _), n in engine.comm.counts.items() if what in ("all_gather", "reduce_scatter"))
         assert messages >= 6
     dist.barrier()
-    engine.comm._watchdog.stop()  # the groups have lost messages: this engine is not released
+    engine.comm.waits.close()  # the groups have lost messages: this engine is not released
 
 
 def _blocks(number: int) -> nn.Sequential:

@@ -253,8 +253,7 @@ def let_go(engine: Engine) -> None:
     """What is left of an engine whose values are lost."""
     engine.under_way.close()
     engine.tiers.close()
-    if engine.comm._watchdog is not None:
-        engine.comm._watchdog.stop()
+    engine.comm.waits.close()
 
 
 def assert_names_it(error: BaseException, folder: Path, what: str) -> None:
@@ -405,7 +404,9 @@ def test_how_far_a_worker_has_got_decides_no_gather(row: str, tmp_path: Path) ->
                     module(tokens(9))
                 side.engine.abort()
                 hook.remove()
-            issued = comm.all_gather_objects([label for kind, label in comm.counts.elements() if kind == "all_gather"])
+            issued = comm.all_gather_objects(
+                [label for kind, label in comm.counts.elements() if kind == "all_gather"], "a test"
+            )
             assert issued[0] == issued[1], f"block {fails_in}"
         side.engine.settle()
         train(side, 1)

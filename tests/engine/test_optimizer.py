@@ -7,6 +7,7 @@ import functools
 import io
 import math
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,11 +28,13 @@ from tests.engine.support import (
     assert_same,
     autocast,
     check,
+    floats,
     language_loss,
     language_work,
     sgd,
     tokens,
 )
+from tests.engine.test_offload import offload
 from tests.harness import on_ranks
 
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -144,6 +147,30 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
 @pytest.mark.parametrize("name", list(OPTIMIZERS))
 def test_element_wise_optimizers_of_torch(stage: int, name: str) -> None:
     check(Model, language_work, stage=stage, optimizer=OPTIMIZERS[name], steps=4, tolerance=1e-6)
+
+
+@on_ranks(2)
+@OUTER_STAGES
+def test_adagrad_starts_complex_parameters_as_torch_does(stage: int) -> None:
+    class Turns(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.turn = nn.Parameter(torch.randn(19, dtype=torch.complex64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x * self.turn).abs() + x
+
+    def work(side: Side, step: int) -> Tensor:
+        loss = side.module(floats(step, 4, 19)).square().mean()
+        side.backward(loss)
+        return loss
+
+    check(
+        lambda: nn.Sequential(Turns(), Turns()),
+        work,
+        stage=stage,
+        optimizer=lambda p: torch.optim.Adagrad(p, lr=0.05, initial_accumulator_value=0.1),
+    )
 
 
 @on_ranks(2, full=(3,))
@@ -271,14 +298,34 @@ class SignDescent(Optimizer):
 class Rewritten(torch.optim.SGD):
     """A subclass of a known optimizer with arithmetic of its own."""
 
+    @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        raise AssertionError("never called")
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(p.grad.sign(), alpha=group["lr"])
+
+
+class Idle(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:
+        pass
+
+
+@on_ranks(1, 2)
+@STAGES
+@pytest.mark.parametrize("make", [Rewritten, Idle])
+def test_a_step_that_is_not_torch_s_is_refused_when_it_is_made(stage: int, make: Any) -> None:
+    with Sharded(Model(), stage=stage, optimizer=lambda p: make(p, lr=0.1)) as side:
+        language_work(side, 0)
+        with pytest.raises(RuntimeError) as caught:
+            side.step()
+        text = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
+        assert f"{make.__name__}.step() has not called super().step()" in text and "zero.optimizer.elementwise" in text
 
 
 @on_ranks(1, 2)
 @pytest.mark.parametrize(
     "make",
-    [torch.optim.LBFGS, SignDescent, Rewritten, torch.optim.Adafactor],
+    [torch.optim.LBFGS, SignDescent, torch.optim.Adafactor],
     ids=lambda make: make.__name__,
 )
 def test_optimizers_that_may_need_whole_parameters_are_refused_with_the_key(make: Any) -> None:
@@ -287,6 +334,94 @@ def test_optimizers_that_may_need_whole_parameters_are_refused_with_the_key(make
     with pytest.raises(ValueError, match=r"zero\.optimizer\.elementwise.*" + make.__name__):
         engine.add_optimizer(make(module.parameters()))
     engine.release()
+
+
+class WarmsUp(torch.optim.AdamW):
+    """Does something of its own around the step of torch."""
+
+    steps = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.steps += 1
+        for group in self.param_groups:
+            group["lr"] = 0.01 * min(1.0, self.steps / 3)
+        loss = super().step(closure)
+        assert all(isinstance(p, nn.Parameter) for group in self.param_groups for p in group["params"])
+        return loss
+
+
+@on_ranks(2, full=(1, 3))
+@pytest.mark.parametrize(
+    ("stage", "row"), [(0, "none"), (1, "none"), (3, "none"), (2, "optimizer_cpu"), (3, "cpu"), (3, "nvme")]
+)
+def test_an_optimizer_with_a_step_of_its_own_around_torch_s(stage: int, row: str, tmp_path: Path) -> None:
+    make = lambda params: WarmsUp(params, weight_decay=0.1, fused=True)  # noqa: E731
+    torch.manual_seed(3)
+    module = Model()
+    twin = Twin(module, optimizer=make, each=stage >= 2)
+    calls: list[str] = []
+    with Sharded(module, optimizer=make, stage=stage, **offload(row, tmp_path)) as sharded:
+        scheduler = torch.optim.lr_scheduler.LambdaLR(sharded.optimizer, lambda _: 1.0)
+        sharded.optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+        sharded.optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+        for step in range(4):
+            for side in (sharded, twin):
+                language_work(side, step)
+                side.step()
+                side.zero_grad()
+            scheduler.step()
+            assert_same(sharded, twin)
+        assert calls == ["before", "after"] * 4 and isinstance(sharded.optimizer, WarmsUp)
+        state = sharded.engine.optimizer_state(sharded.optimizer, only_rank_0=False)
+        assert len(state["state"]) == len(list(module.parameters()))
+        sharded.engine.load_optimizer_state(sharded.optimizer, state)
+        for side in (sharded, twin):
+            language_work(side, 9)
+            side.step()
+        assert_same(sharded, twin)
+    assert type(sharded.optimizer) is WarmsUp and "step" not in sharded.optimizer.__dict__
+
+
+@on_ranks(2, full=(1, 3))
+@pytest.mark.parametrize(
+    ("stage", "row"), [(0, "none"), (1, "none"), (3, "none"), (2, "optimizer_cpu"), (3, "cpu"), (3, "nvme")]
+)
+def test_parameters_in_two_optimizers(stage: int, row: str, tmp_path: Path) -> None:
+    """Both step with the same gradient, and keep states of their own."""
+    torch.manual_seed(3)
+    module = Model()
+    twin = Twin(module, each=stage >= 2)
+    with Sharded(module, stage=stage, **offload(row, tmp_path)) as sharded:
+        second = sgd([*module.blocks[1].parameters(), *module.head.parameters()])
+        sharded.engine.add_optimizer(second)
+        params = dict(twin.module.named_parameters())
+        chosen = [twin.masters[p] for n, p in params.items() if n.startswith(("blocks.1.", "head."))]
+        plain_second = sgd([master.flat for master in chosen])
+        for step in range(4):
+            for side in (sharded, twin):
+                language_work(side, step)
+                side.step()
+            second.step()
+            twin.show_grads()
+            for master in chosen:
+                plain_second.state[master.flat].setdefault("momentum_buffer", torch.zeros_like(master.flat))
+            plain_second.step()
+            for param, master in twin.masters.items():
+                param.data.copy_(master.value)
+            assert_same(sharded, twin)
+            for side in (sharded, twin):
+                side.zero_grad()
+        states = [sharded.engine.optimizer_state(o, only_rank_0=False) for o in (sharded.optimizer, second)]
+        assert all("exp_avg" in s for s in states[0]["state"].values())
+        assert all("momentum_buffer" in s for s in states[1]["state"].values())
+        for optimizer, state in zip((sharded.optimizer, second), states, strict=True):
+            sharded.engine.load_optimizer_state(optimizer, state)
+        for optimizer, state in zip((sharded.optimizer, second), states, strict=True):
+            again = sharded.engine.optimizer_state(optimizer, only_rank_0=False)["state"]
+            for number, values in state["state"].items():
+                assert all(
+                    torch.equal(torch.as_tensor(v), torch.as_tensor(again[number][n])) for n, v in values.items()
+                )
 
 
 @on_ranks(2)
@@ -317,8 +452,6 @@ def test_bad_parameters_are_refused_by_name() -> None:
     module = Model()
     engine = lightning_zero.shard(module, device="cpu")
     engine.add_optimizer(adamw(module.blocks.parameters()))
-    with pytest.raises(ValueError, match=r"blocks\.0\.norm\.weight is in two optimizers"):
-        engine.add_optimizer(sgd(module.parameters()))
     foreign = nn.Linear(7, 3)
     with pytest.raises(ValueError, match=r"shape \(3, 7\) is not part of the sharded module"):
         engine.add_optimizer(sgd([*module.head.parameters(), *foreign.parameters()]))

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import lightning_zero
-from lightning_zero.memory.collectives import StallError
+from lightning_zero.memory.waits import StallError
 from tests.engine.support import Block, Sharded, Side, check, floats, places_posted_often
 from tests.harness import on_ranks
 
@@ -121,7 +121,7 @@ def test_a_rank_that_leaves_the_plan_alone_stops_all_with_their_places(path: tup
     assert "zero.dynamic=true" in text
     assert "rank 0:" in text and "rank 1:" in text
     assert "unit blocks." in text and "which the recorded order does not have here" in text
-    side.engine.comm._watchdog.stop()  # type: ignore[union-attr]  # messages were lost: there is no release
+    side.engine.comm.waits.close()  # messages were lost: there is no release
 
 
 @on_ranks(2)

@@ -489,3 +489,24 @@ class ConfiguringClipping(ClippingInHook):
 @pytest.mark.parametrize("kind", [ClippingBeforeStep, ConfiguringClipping])
 def test_clipping_in_hooks(kind: type[Lit], tmp_path: Path) -> None:
     same_as_ddp(lambda s: fit(s, tmp_path, seeded(kind)))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_module_goes_to_torchscript_and_into_a_pickle_after_fit(stage: str, tmp_path: Path) -> None:
+    class Small(Lit):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.head(self.first(x))
+            return out
+
+    module = fit(stage, tmp_path, seeded(Small), max_steps=2).module
+    x = torch.randn(2, 4, generator=torch.Generator().manual_seed(1))
+    with lightning_zero.gather(module):
+        expected = module(x)
+        scripted = module.to_torchscript(tmp_path / f"script{dist.get_rank()}.pt")
+        traced = module.to_torchscript(method="trace", example_inputs=x)
+        assert torch.equal(scripted(x), expected) and torch.equal(traced(x), expected)
+        torch.save(module.first, tmp_path / f"part{dist.get_rank()}.pt")
+    loaded = torch.jit.load(tmp_path / f"script{dist.get_rank()}.pt")
+    assert torch.equal(loaded(x), expected)
+    assert torch.load(tmp_path / f"part{dist.get_rank()}.pt", weights_only=False)(x).shape == (2, 8)

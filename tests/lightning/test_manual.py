@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 import lightning_zero
 from lightning_zero import ZeroStrategy
-from lightning_zero.config import ConfigError
 from tests.harness import on_ranks
 from tests.lightning.toys import STAGES, Block, Lit, Run, assert_same, fit, record, seeded, trainer, whole_loader
 
@@ -306,13 +305,20 @@ class SharedParameter(Lit):
         self.automatic_optimization = False
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
-        pass
+        loss = self.loss(batch)
+        self.losses.append(loss.item())
+        self.manual_backward(loss)
+        for optimizer in self.optimizers():
+            optimizer.step()
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
 
     def configure_optimizers(self) -> Any:
-        return [torch.optim.SGD(self.parameters(), lr=0.1), torch.optim.SGD(self.head.parameters(), lr=0.1)]
+        return [torch.optim.SGD(self.parameters(), lr=0.1), torch.optim.AdamW(self.head.parameters(), lr=0.01)]
 
 
 @on_ranks(2)
-def test_a_parameter_in_two_optimizers_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="two optimizers"):
-        fit("zero3", tmp_path, seeded(SharedParameter))
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_parameter_in_two_optimizers(stage: str, tmp_path: Path) -> None:
+    expected = fit("ddp", tmp_path, seeded(SharedParameter))
+    assert_same(fit(stage, tmp_path, seeded(SharedParameter)), expected)

@@ -99,7 +99,7 @@ def test_waiting_is_counted_where_it_happens(tmp_path: Path) -> None:
             return super().training_step(batch, batch_idx)
 
     run = fit("zero3", tmp_path, seeded(Late), max_epochs=1, limit_val_batches=0)
-    waited = run.trainer.strategy.engine.comm.waited_s  # type: ignore[attr-defined]
+    waited = run.trainer.strategy.engine.comm.waits.waited_s  # type: ignore[attr-defined]
     assert (waited > 0.4) == (dist.get_rank() == 0)
 
 

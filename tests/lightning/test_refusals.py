@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import time
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from torch import nn
 
@@ -193,3 +195,51 @@ def test_buffers_are_rank_0s_as_under_ddp(tmp_path: Path) -> None:
     expected = fit("ddp", tmp_path, seeded(Memory))
     for stage in ("zero1", "zero3"):
         assert_same(fit(stage, tmp_path, seeded(Memory)), expected, what=stage)
+
+
+# -- ranks that are apart before there is an engine --------------------------------------------------------------------
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("where", ["setup", "configure_model", "configure_optimizers"])
+def test_a_rank_that_fails_before_the_first_step_keeps_no_other_waiting(where: str, tmp_path: Path) -> None:
+    """Its script catches the exception and goes on, so nothing breaks: the others would wait for ever."""
+
+    class Fails(Lit):
+        failed = False
+
+        def _fail(self) -> None:
+            if dist.get_rank() == 1 and not self.failed:
+                self.failed = True
+                raise ZeroDivisionError
+
+        def setup(self, stage: str) -> None:
+            if where == "setup":
+                self._fail()
+
+        def configure_model(self) -> None:
+            if where == "configure_model":
+                self._fail()
+
+        def configure_optimizers(self) -> Any:
+            if where == "configure_optimizers":
+                self._fail()
+            return super().configure_optimizers()
+
+    module = seeded(Fails)
+    strategy = ZeroStrategy("zero3", summary=False, stall_timeout_s=4.0)
+    if dist.get_rank() == 1:
+        with pytest.raises(ZeroDivisionError):
+            fit(strategy, tmp_path, module)
+    with pytest.raises(RuntimeError, match="different places|did not come"):
+        fit(ZeroStrategy("zero3", summary=False, stall_timeout_s=4.0), tmp_path, module)
+
+
+@on_ranks(2)
+def test_a_rank_that_prepares_for_long_is_waited_for(tmp_path: Path) -> None:
+    class Prepares(Lit):
+        def prepare_data(self) -> None:
+            time.sleep(2.5)  # on rank 0
+
+    run = fit(ZeroStrategy("zero3", summary=False, stall_timeout_s=1.0), tmp_path, Prepares(), max_epochs=1)
+    assert run.losses

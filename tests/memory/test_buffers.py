@@ -1,11 +1,11 @@
-"""Flat buffers that come and go under one storage object, and guarded placeholders."""
+"""Flat buffers that come and go under one storage object, and what stands for values that are gone."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from lightning_zero.memory.buffers import FlatBuffer, Guard
+from lightning_zero.memory.buffers import FlatBuffer, placeholders
 
 CPU = torch.device("cpu")
 
@@ -61,32 +61,26 @@ def test_allocating_twice_and_releasing_twice_do_nothing() -> None:
 def test_a_buffer_made_under_inference_mode_can_train() -> None:
     with torch.inference_mode():
         buffer = FlatBuffer(4, torch.float32, CPU)
-        guard = Guard(1, torch.float32, CPU)
+        (placeholder,) = placeholders([torch.Size([2])], torch.float32, CPU)
     assert not buffer.data.is_inference()
-    assert not guard.placeholder(0, torch.Size([2])).is_inference()
+    assert not placeholder.is_inference()
 
 
 def test_placeholders_have_the_true_shape_and_read_nan() -> None:
-    placeholder = Guard(2, torch.bfloat16, CPU).placeholder(1, torch.Size([3, 4]))
-    assert placeholder.shape == (3, 4) and placeholder.ndim == 2 and placeholder.numel() == 12
-    assert placeholder.dtype is torch.bfloat16
-    assert placeholder.isnan().all()
-    assert placeholder.untyped_storage().nbytes() == 2 * 2  # one element for each placeholder
+    shapes = [torch.Size([3, 4]), torch.Size([5])]
+    first, second = placeholders(shapes, torch.bfloat16, CPU)
+    assert first.shape == (3, 4) and first.ndim == 2 and first.numel() == 12 and second.shape == (5,)
+    assert first.dtype is torch.bfloat16
+    assert first.isnan().all() and second.isnan().all()
+    assert first.untyped_storage().nbytes() == 2 * 2  # one element for each placeholder
 
 
-@pytest.mark.parametrize("write", [lambda t: t.zero_(), lambda t: t.fill_(1.0)], ids=["zero_", "fill_"])
-def test_a_write_that_gets_through_is_found_and_undone(write: object) -> None:
-    guard = Guard(3, torch.float32, CPU)
-    placeholders = [guard.placeholder(i, torch.Size([2, 2])) for i in range(3)]
-    assert not guard.touched()
-    write(placeholders[1])  # type: ignore[operator]
-    assert guard.touched()
-    assert guard.written() == [1]
-    assert not guard.touched()
-    assert placeholders[1].isnan().all()
-
-
-def test_other_writes_are_refused_by_torch() -> None:
-    placeholder = Guard(1, torch.float32, CPU).placeholder(0, torch.Size([4]))
-    with pytest.raises(RuntimeError, match="single memory location"):
-        placeholder.copy_(torch.ones(4))
+def test_memory_that_numpy_looks_at_stays() -> None:
+    buffer = FlatBuffer(4, torch.float32, CPU)
+    buffer.data.fill_(2)
+    view = buffer.data.numpy()
+    buffer.release()
+    assert view.tolist() == [2, 2, 2, 2] and buffer.allocated
+    buffer.allocate()
+    buffer.data.fill_(3)
+    assert view.tolist() == [3, 3, 3, 3]

@@ -22,7 +22,7 @@ from lightning_zero.memory.watchdog import EXIT_CODE, Watchdog
 from tests.harness import free_port
 
 FOREVER_S = 60.0
-SERIAL = 10**6
+NUMBER = 10**6
 PROGRAM = """
 import sys, time
 from datetime import timedelta
@@ -30,14 +30,14 @@ import torch.distributed as dist
 from lightning_zero.memory import watchdog as module
 
 class Comm:
-    world_size, place, issued, stall_timeout_s = 3, "gather of unit blocks.1", 7, 30.0
+    world_size, place, issued, stall_timeout_s, waiting = 3, "gather of unit blocks.1", 7, 30.0, ""
 
 module.EVERY_S, module.STANDSTILL_S = 0.1, 1.0
 rank, port = int(sys.argv[1]), int(sys.argv[2])
 comm = Comm()
 comm.rank = rank
 store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, timeout=timedelta(seconds=30), wait_for_workers=False)
-dog = module.Watchdog(comm, store, hears_ends=False)
+dog = module.Watchdog(comm, store, number=1, hears_ends=False)
 time.sleep(0.5)
 print("here", flush=True)
 time.sleep(60)  # as in a kernel that never ends
@@ -49,7 +49,7 @@ class Side:
 
     def __init__(self, store: Any, rank: int, world_size: int, limit_s: float, hears: bool) -> None:
         self.rank, self.world_size, self.stall_timeout_s = rank, world_size, limit_s
-        self.place, self.issued = f"place of {rank}", 0
+        self.place, self.issued, self.waiting = f"place of {rank}", 0, ""
         self.ended: list[int] = []
         self._go = threading.Event()
         self._made = threading.Event()
@@ -58,8 +58,7 @@ class Side:
         self._made.wait()
 
     def _train(self, store: Any, hears: bool) -> None:
-        Watchdog._serial = SERIAL  # as the same one of another process
-        self.dog = Watchdog(self, store, hears_ends=hears, end=self._end)
+        self.dog = Watchdog(self, store, number=NUMBER, hears_ends=hears, end=self._end)
         self._made.set()
         self._go.wait(FOREVER_S)
 

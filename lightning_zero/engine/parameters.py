@@ -1,0 +1,220 @@
+"""Parameters as users' code meets them while an engine owns them.
+
+An ``nn.Parameter`` stays the same object for ever; its class says what touching it means::
+
+    nn.Parameter        plain: before sharding, inside gather(), after release()
+    PresentParameter    its values are here: torch works on it as on any parameter; ``.data`` is noticed
+    AbsentParameter     a placeholder is here: what would read or write values asks the owner first
+
+Only the class changes (and ``.data``); nothing is stored on the parameter. ``PresentParameter`` keeps torch's disabled
+``__torch_function__``, so that neither operators nor ``torch.compile`` treat it otherwise than a plain parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+from weakref import ReferenceType, ref
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+# Functions that ask for a parameter's metadata, or make a new tensor like it, and need no values.
+_SIZES = {"size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "element_size", "__len__"}
+_KINDS = {"is_floating_point", "is_complex", "is_signed", "is_contiguous", "is_pinned", "is_coalesced", "is_inference"}
+_NAMES = {
+    "get_device",
+    "data_ptr",
+    "is_conj",
+    "is_neg",
+    "is_same_size",
+    "has_names",
+    "result_type",
+    "can_cast",
+    "_is_view",
+}
+_HOOKS = {"requires_grad_", "retain_grad", "register_hook", "register_post_accumulate_grad_hook", "__hash__"}
+_LIKE = {"zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "randint_like", "new"}
+_NEW = {"new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full", "new_tensor"}
+_PASSIVE = frozenset(_SIZES | _KINDS | _NAMES | _HOOKS | _LIKE | _NEW)
+_LIKE_OTHER = frozenset({"view_as", "expand_as", "reshape_as", "type_as", "to"})  # x.view_as(p): only p's metadata
+_ATTRIBUTES_OF_VALUES = frozenset({"T", "mT", "H", "mH", "real", "imag"})  # all others are metadata
+
+_get_data = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+_set_data = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_get_grad = torch.Tensor.grad.__get__  # type: ignore[union-attr]
+_set_grad = torch.Tensor.grad.__set__  # type: ignore[union-attr]
+_delete_grad = torch.Tensor.grad.__delete__  # type: ignore[union-attr]
+
+
+class Owner(Protocol):
+    """Who answers for parameters: an engine."""
+
+    def reads_values(self, params: Sequence[nn.Parameter], operation: str, run: Callable[[], Any]) -> Any:
+        """``run`` is an operation on absent parameters: have their values here, and return what it returns.
+
+        Raises:
+            RuntimeError: that is not possible now; names the parameter and the right way.
+        """
+        ...
+
+    def hands_out(self, param: nn.Parameter) -> None:
+        """``param.data`` is read: whoever has it may write to the values unnoticed."""
+        ...
+
+    def replaces(self, param: nn.Parameter, value: Tensor) -> bool:
+        """``param.data = value``: take the values over; false where the assignment itself is to be made."""
+        ...
+
+
+_OWNERS: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> weak reference to its owner
+
+
+def find_owner(param: Tensor) -> Owner | None:
+    reference: ReferenceType[Owner] | None = _OWNERS.get(param)
+    return reference() if reference is not None else None
+
+
+class Classes(NamedTuple):
+    """The classes that one parameter goes through."""
+
+    plain: type
+    present: type
+    absent: type
+
+
+class _Owned:
+    """What present and absent parameters have in common."""
+
+    __slots__ = ()  # an object's class can change to one with the same layout only
+
+    @property
+    def data(self: Any) -> Tensor:
+        owner = find_owner(self)
+        if owner is not None:
+            owner.hands_out(self)
+        with torch._C.DisableTorchFunctionSubclass():
+            values: Tensor = _get_data(self)
+        return values
+
+    @data.setter
+    def data(self: Any, value: Tensor) -> None:
+        owner = find_owner(self)
+        if owner is None or not owner.replaces(self, value):
+            with torch._C.DisableTorchFunctionSubclass():
+                _set_data(self, value)
+
+
+class _Absent:
+    """Values are elsewhere."""
+
+    __slots__ = ()
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        def run() -> Any:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+
+        if _is_passive(func, args):
+            return run()
+        params = list(_absent_in((args, kwargs or {})))
+        owner = find_owner(params[0]) if params else None
+        return run() if owner is None else owner.reads_values(params, _name_of(func), run)
+
+    @property
+    def grad(self: Any) -> Tensor | None:
+        """As torch's. Optimizers ask it of every parameter at every step, and the way above takes ten times as long."""
+        with torch._C.DisableTorchFunctionSubclass():
+            grad: Tensor | None = _get_grad(self)
+        return grad
+
+    @grad.setter
+    def grad(self: Any, value: Tensor | None) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            _set_grad(self, value)
+
+    @grad.deleter
+    def grad(self: Any) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            _delete_grad(self)
+
+    def __repr__(self: Any, *, tensor_contents: Any = None) -> str:
+        return f"<a sharded parameter of shape {tuple(self.shape)}; lightning_zero.gather shows its values>"
+
+    def __format__(self, spec: str) -> str:
+        return repr(self)
+
+
+_CLASSES: dict[type, Classes] = {}
+_PLAIN: dict[type, type] = {}  # of present and absent classes
+
+
+def classes_of(param: nn.Parameter) -> Classes:
+    """The classes of a parameter that is plain now. A class with a ``__torch_function__`` of its own stays."""
+    plain = type(param)
+    if plain not in _CLASSES:
+        if plain.__torch_function__ is not nn.Parameter.__torch_function__:  # type: ignore[attr-defined]
+            _CLASSES[plain] = Classes(plain, plain, plain)
+        else:
+            present = type("PresentParameter", (_Owned, plain), {})
+            absent = type("AbsentParameter", (_Absent, present), {})
+            _CLASSES[plain] = Classes(plain, present, absent)
+            _PLAIN.update({present: plain, absent: plain})
+    return _CLASSES[plain]
+
+
+def own(params: Iterable[nn.Parameter], owner: Owner) -> None:
+    """Let ``owner``, which is held weakly, answer for ``params``."""
+    for param in params:
+        _OWNERS[param] = ref(owner)
+
+
+def disown(params: Iterable[nn.Parameter]) -> None:
+    for param in params:
+        _OWNERS.pop(param, None)
+
+
+def make_plain(params: Iterable[nn.Parameter]) -> None:
+    """Give parameters their own class back, whatever they hold."""
+    for param in params:
+        param.__class__ = _PLAIN.get(type(param), type(param))
+
+
+def set_values(param: nn.Parameter, values: Tensor, kind: type, classes: Classes) -> None:
+    """Show ``values`` under the class ``kind``, one of ``classes``."""
+    param.__class__ = classes.plain  # assigning to the data of an absent parameter would ask its owner
+    _set_data(param, values)
+    if kind is not classes.plain:
+        param.__class__ = kind
+
+
+def _is_passive(func: Any, args: Sequence[Any]) -> bool:
+    name = getattr(func, "__name__", "")
+    if name in ("__get__", "__set__"):
+        return getattr(func.__self__, "__name__", "") not in _ATTRIBUTES_OF_VALUES
+    return name in _PASSIVE or (name in _LIKE_OTHER and not isinstance(args[0], _Absent))
+
+
+def _name_of(func: Any) -> str:
+    name = getattr(func, "__name__", str(func))
+    return str(func.__self__.__name__) if name == "__get__" else name
+
+
+def _absent_in(value: Any) -> Iterator[nn.Parameter]:
+    """Each absent parameter among the arguments of an operation, once."""
+    seen: set[int] = set()
+    stack = [value]
+    while stack:
+        item = stack.pop()
+        if isinstance(item, _Absent):
+            if id(item) not in seen:
+                seen.add(id(item))
+                yield item  # type: ignore[misc]
+        elif isinstance(item, (list, tuple)):
+            stack.extend(reversed(item))
+        elif isinstance(item, dict):
+            stack.extend(reversed(list(item.values())))

@@ -1,0 +1,173 @@
+"""Modules of every kind compute in every precision as they do without us."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, spectral_norm, weight_norm
+
+import lightning_zero
+from lightning_zero.config import ConfigError, make_config
+from tests.engine.support import TRUE, Model, Sharded, Side, adamw, autocast, check, floats, sgd, tokens
+from tests.harness import on_ranks
+
+OUTER_STAGES = pytest.mark.parametrize("stage", [0, 3])
+WIDTH = 16
+
+
+class TakesTwo(nn.Module):
+    """A layer of two inputs; one comes from another layer, and so in lower precision under autocast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.both = nn.Linear(WIDTH, WIDTH), nn.Bilinear(WIDTH, WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.both(self.first(x), x)
+
+
+class LooksUp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.last = nn.Embedding(5, WIDTH, sparse=True), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.table(torch.arange(len(x)) % 5) + x)
+
+
+MODULES: dict[str, Callable[[], nn.Module]] = {
+    "spectral norm": lambda: parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)),
+    "spectral norm before": lambda: spectral_norm(nn.Linear(WIDTH, WIDTH)),
+    "weight norm": lambda: parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH)),
+    "weight norm before": lambda: weight_norm(nn.Linear(WIDTH, WIDTH)),
+    "orthogonal": lambda: parametrizations.orthogonal(nn.Linear(WIDTH, WIDTH)),
+    "batch norm": lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)),
+    "bilinear": TakesTwo,
+    "sparse": LooksUp,
+}
+
+
+@on_ranks(2)
+@OUTER_STAGES
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "bf16_true", "fp16_true", "fp64"])
+@pytest.mark.parametrize("name", list(MODULES))
+def test_gradients_are_near_those_of_the_plain_module(stage: int, precision: str, name: str) -> None:
+    """Under autocast nearly: the plain module rounds weights at each use, we do it once."""
+    torch.manual_seed(3)
+    module = nn.Sequential(*(nn.Sequential(MODULES[name]()) for _ in range(2)))
+    for value in (*module.parameters(), *module.buffers()):
+        dist.broadcast(value.data, 0)
+    plain = nn.Sequential(*(nn.Sequential(MODULES[name]()) for _ in range(2)))
+    plain.load_state_dict(module.state_dict())
+    dtype = TRUE.get(precision, torch.float32)
+    if precision in TRUE:
+        plain.to(dtype)
+    if name == "bilinear" and precision in ("bf16", "fp16"):  # torch refuses it there
+        for inner in plain.modules():
+            if isinstance(inner, nn.Bilinear):
+                inner.register_forward_pre_hook(lambda _, args: tuple(x.float() for x in args))
+    x = floats(0, 10, WIDTH).to(dtype)
+    with autocast(precision):
+        expected = plain(x).float().square().mean()
+    expected.backward()
+    with Sharded(module, stage=stage, precision=precision, optimizer=sgd) as side:
+        with autocast(precision):
+            loss = module(x).float().square().mean()
+        side.backward(loss)
+        near = {"fp64": 1e-6, "fp16": 1e-2, "fp16_true": 1e-2}.get(precision, 6e-2)
+        torch.testing.assert_close(loss, expected, rtol=near, atol=near)
+        with lightning_zero.gather(module, grads=True):
+            gaps, sizes = [], []
+            for own, other in zip(module.parameters(), plain.parameters(), strict=True):
+                assert own.grad is not None and other.grad is not None
+                mean = other.grad.to_dense().double() / dist.get_world_size()
+                dist.all_reduce(mean)
+                gaps.append((own.grad.double() - mean).norm())
+                sizes.append(mean.norm())  # that of a bias before a batch norm is rounding alone
+            assert max(gaps) < 2 * near * max(sizes)
+        for own_buffer, other_buffer in zip(module.buffers(), plain.buffers(), strict=True):
+            assert own_buffer.dtype == other_buffer.dtype
+        side.step()
+
+
+def language_work(side: Side, step: int) -> Tensor:
+    loss = nn.functional.cross_entropy(side.module(tokens(step)).flatten(0, 1), tokens(step).roll(1, 1).flatten())
+    side.backward(loss)
+    return loss
+
+
+@on_ranks(2, full=(3,))
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("precision", ["fp64", "fp16_true"])
+@pytest.mark.parametrize("optimizer", [sgd, adamw], ids=["sgd", "adamw"])
+def test_rows_of_one_dtype_train_as_a_plain_copy(stage: int, precision: str, optimizer: Any) -> None:
+    def with_eps(params: Any) -> torch.optim.Optimizer:  # torch's own is zero in fp16
+        return torch.optim.AdamW(params, lr=0.01, weight_decay=0.1, fused=True, eps=1e-4)
+
+    check(
+        Model,
+        language_work,
+        stage=stage,
+        precision=precision,
+        optimizer=with_eps if optimizer is adamw and precision == "fp16_true" else optimizer,
+    )
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("row", ["optimizer_cpu", "cpu"])
+@pytest.mark.parametrize("precision", ["fp64", "fp16_true"])
+def test_rows_of_one_dtype_are_offloaded(row: str, precision: str) -> None:
+    found = []
+    for offload in ("none", row):
+        torch.manual_seed(3)
+        module = Model()
+        with Sharded(module, precision=precision, offload=offload, optimizer=sgd) as side:
+            for step in range(3):
+                language_work(side, step)
+                side.step()
+                side.zero_grad()
+            with lightning_zero.gather(module):
+                found.append([p.detach().clone() for p in module.parameters()])
+    assert all(torch.equal(a, b) and a.dtype is TRUE[precision] for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("name", ["fp64", "fp16_true"])
+@pytest.mark.parametrize("key", ["reduce_dtype", "grad_dtype"])
+def test_dtypes_of_gradients_are_those_of_the_row(name: str, key: str) -> None:
+    with pytest.raises(ConfigError, match=rf"zero\.precision\.{key}: expected none under zero/precision={name}"):
+        make_config(precision={"name": name, key: "bf16"})
+
+
+class Refuses(nn.Module):
+    """An operation that takes one dtype only, and that autocast does not know."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.lerp(x.float(), self.weight, 0.5)
+
+
+@on_ranks(2)
+@OUTER_STAGES
+def test_a_module_that_needs_fp32_is_named_with_the_setting(stage: int) -> None:
+    module = nn.Sequential(nn.Linear(WIDTH, WIDTH), Refuses())
+    with Sharded(module, stage=stage, precision="bf16") as side, autocast("bf16"):
+        with pytest.raises(RuntimeError) as caught:
+            module(floats(0, WIDTH, WIDTH))
+        notes = "\n".join(getattr(caught.value, "__notes__", []))
+        assert "zero.precision.fp32_modules" in notes and "Refuses" in notes
+        side.engine.abort()
+    settings = {"name": "bf16", "fp32_modules": ["Refuses"]}
+    module = nn.Sequential(nn.Linear(WIDTH, WIDTH), Refuses())
+    with Sharded(module, stage=stage, precision=settings) as side, autocast("bf16"):
+        side.backward(module(floats(0, WIDTH, WIDTH)).square().mean())
+    with Sharded(nn.Linear(WIDTH, WIDTH), stage=stage) as side, contextlib.suppress(RuntimeError):
+        side.module(torch.zeros(3, 3, dtype=torch.float64))

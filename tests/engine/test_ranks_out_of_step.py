@@ -1,0 +1,110 @@
+"""Ranks of which one is slower, or owns less, issue the same collectives in the same order."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import lightning_zero
+from lightning_zero.engine.offload import StepJob, StepWorker
+from tests.engine.support import Model, Sharded, Side, Twin, assert_same, check, floats, language_work, sgd, tokens
+from tests.engine.test_offload import offload
+from tests.harness import on_ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*has no O_DIRECT:RuntimeWarning")
+
+
+def slow_on_rank(rank: int, seconds: float = 0.02) -> Any:
+    """The worker of one rank takes its time."""
+
+    def late(job: StepJob) -> StepJob:
+        def run() -> None:
+            time.sleep(seconds if dist.get_rank() == rank else 0.0)
+            job.run()
+
+        return job._replace(run=run)
+
+    submit = StepWorker.submit
+    return mock.patch.object(StepWorker, "submit", lambda self, jobs: submit(self, [late(job) for job in jobs]))
+
+
+class Stumbles(Model):
+    stumble = False
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        if self.stumble:
+            raise ZeroDivisionError
+        return super().forward(batch)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("slow", [0, 1])
+@pytest.mark.parametrize("plain", [False, True], ids=["told", "noticed"])
+def test_a_forward_that_raises_while_the_worker_of_one_rank_is_behind(
+    stage: int, slow: int, plain: bool, tmp_path: Path
+) -> None:
+    """How many parameters a rank has brought up to date so far must not decide what it issues next."""
+    torch.manual_seed(3)
+    module = Stumbles()
+    twin = Twin(module, each=stage >= 2)
+    with Sharded(module, stage=stage, plain=plain, stall_timeout_s=15, **offload("optimizer_cpu", tmp_path)) as sharded:
+        for step in range(4):
+            with slow_on_rank(slow):
+                for side in (sharded, twin):
+                    language_work(side, step)
+                    side.step()
+                    side.zero_grad()
+            time.sleep(0.03)  # the worker of the other rank is done, that of this one is not
+            module.stumble = True
+            with pytest.raises(ZeroDivisionError):
+                module(tokens(step))
+            module.stumble = False
+        assert_same(sharded, twin)
+
+
+class Late(nn.Module):
+    """Blocks that are smaller than a shard; the second is used from the third step on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(3, 3) for _ in range(4))
+        self.step = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for i, block in enumerate(self.blocks):
+            if i != 1 or self.step > 1:
+                x = x + block(x).tanh()
+        return x
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("row", ["optimizer_cpu", "cpu"])
+def test_a_rank_that_owns_nothing_of_a_unit_waits_for_its_step_as_the_others_do(row: str, tmp_path: Path) -> None:
+    def work(side: Side, step: int) -> torch.Tensor:
+        side.module.step = step
+        loss = side.module(floats(step, 2, 3)).square().mean()
+        side.backward(loss)
+        return loss
+
+    settings = {"unit": {"classes": ["Linear"]}, "stall_timeout_s": 15, **offload(row, tmp_path)}
+    torch.manual_seed(3)
+    module = Late()
+    twin = Twin(module, optimizer=sgd)
+    with Sharded(module, optimizer=sgd, **settings) as sharded:
+        for step in range(6):
+            for side in (sharded, twin):
+                work(side, step)
+                side.step()
+                side.zero_grad()
+            with lightning_zero.gather(module):
+                pass
+        assert_same(sharded, twin)
+    check(Late, work, steps=5, optimizer=sgd, **settings)

@@ -1,0 +1,110 @@
+"""What one rank refuses all refuse, at once, and everything is as before."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import lightning_zero
+from lightning_zero.config import ConfigError
+from lightning_zero.engine import engine_of, engines
+from tests.engine.support import Model, Sharded, language_loss, language_work, sgd, tokens
+from tests.harness import on_ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*has no O_DIRECT:RuntimeWarning")
+
+
+class NeedsInitialising(nn.Module):
+    """On meta, and without a way to get values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(3, device="meta"))
+
+
+class FailsToInitialise(NeedsInitialising):
+    def reset_parameters(self) -> None:
+        raise ZeroDivisionError("in reset_parameters")
+
+
+# What rank 1 does otherwise than the others, and what all hear.
+Refused = tuple[Callable[[nn.Module, Path], dict[str, Any]], str]
+
+
+def _add(module: nn.Module, child: nn.Module) -> dict[str, Any]:
+    module.add_module("more", child)
+    return {}
+
+
+def _files(folder: Path, *, missing: bool) -> dict[str, Any]:
+    path = folder / "missing" if missing and dist.get_rank() == 1 else folder
+    return {"offload": {"name": "nvme", "nvme_path": str(path)}}
+
+
+CASES: dict[str, Refused] = {
+    "unit": (lambda m, _: {"unit": {"classes": ["Block" if dist.get_rank() != 1 else "Bloc"]}}, "zero.unit.classes"),
+    "lazy": (lambda m, _: _add(m, nn.LazyLinear(2)) if dist.get_rank() == 1 else {}, "no shape yet"),
+    "recompute": (
+        lambda m, _: {"activation_checkpointing": "blocks", "unit": {"min_bytes": 10**6 * (dist.get_rank() == 1)}},
+        "zero.activation_checkpointing",
+    ),
+    "folder": (lambda m, folder: _files(folder, missing=True), "zero.offload.nvme_path"),
+    "variable": (
+        lambda m, folder: {"offload": {"name": "nvme", "nvme_path": f"{folder}/${'NOWHERE' * (dist.get_rank() == 1)}"}},
+        "NOWHERE",
+    ),
+    "reset": (
+        lambda m, _: _add(m, FailsToInitialise() if dist.get_rank() == 1 else nn.Linear(3, 1, False, device="meta")),
+        "in reset_parameters",
+    ),
+    "no reset": (
+        lambda m, _: _add(m, NeedsInitialising() if dist.get_rank() == 1 else nn.Linear(3, 1, False, device="meta")),
+        "has no reset_parameters",
+    ),
+}
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("name", list(CASES))
+def test_a_module_that_one_rank_cannot_shard(name: str, tmp_path: Path) -> None:
+    change, message = CASES[name]
+    module = Model()
+    before = len(engines())
+    started = time.monotonic()
+    with pytest.raises(Exception, match=message) as caught:
+        lightning_zero.shard(module, device="cpu", summary=False, stage=3, **change(module, tmp_path))
+    assert time.monotonic() - started < 10
+    if dist.get_rank() != 1:
+        assert isinstance(caught.value, RuntimeError if name == "reset" else ConfigError)
+        assert "rank 1" in str(caught.value)
+    assert engine_of(module) is None and len(engines()) == before
+    assert not list(tmp_path.rglob(f"*{dist.get_rank()}.bin"))
+    if name not in ("reset", "no reset", "lazy"):
+        language_loss(module, tokens(0)).backward()  # plain, as it was
+        assert all(type(p) is nn.Parameter and p.grad is not None for p in module.parameters())
+        with Sharded(module, optimizer=sgd) as side:
+            language_work(side, 0)
+            side.step()
+
+
+@on_ranks(2, 3)
+def test_an_optimizer_that_one_rank_cannot_take() -> None:
+    module = Model()
+    engine = lightning_zero.shard(module, device="cpu", summary=False, stage=2)
+    kind = torch.optim.LBFGS if dist.get_rank() == 1 else torch.optim.SGD
+    optimizer = kind(module.parameters(), lr=0.1)
+    with pytest.raises(ConfigError, match="LBFGS"):
+        engine.add_optimizer(optimizer)
+    assert not engine.optimizers and "step" not in optimizer.__dict__
+    plain = torch.optim.SGD(module.parameters(), lr=0.1)
+    engine.add_optimizer(plain)
+    engine.backward(language_loss(module, tokens(0)))
+    plain.step()
+    engine.release()

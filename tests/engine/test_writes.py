@@ -1,0 +1,358 @@
+"""What users' code writes to parameters is kept where all ranks write alike, and refused where they do not."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import lightning_zero
+from lightning_zero.engine import values
+from lightning_zero.engine.writes import CHUNK, checksum
+from tests.engine.support import (
+    VOCABULARY,
+    Block,
+    Model,
+    Sharded,
+    Side,
+    Twin,
+    assert_same,
+    autocast,
+    check,
+    floats,
+    language_loss,
+    language_work,
+    sgd,
+    tokens,
+)
+from tests.engine.test_offload import offload
+from tests.harness import on_ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*has no O_DIRECT:RuntimeWarning")
+
+STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
+ROWS = pytest.mark.parametrize(
+    ("stage", "row"), [(0, "none"), (1, "none"), (2, "optimizer_cpu"), (3, "none"), (3, "cpu"), (3, "nvme")]
+)
+WIDTH = 19
+
+
+def scope(side: Side) -> Any:
+    return side.engine.step_scope("train") if isinstance(side, Sharded) else contextlib.nullcontext()
+
+
+# -- in the forward ---------------------------------------------------------------------------------------------------
+
+
+class Clamped(nn.Module):
+    """Keeps its weights small whenever it is called."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.linear, self.how = nn.Linear(WIDTH, WIDTH), how
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.linear.weight
+        if self.how == "in place":
+            with torch.no_grad():
+                weight.clamp_(-0.15, 0.15)
+        elif self.how == "data":
+            weight.data.clamp_(-0.15, 0.15)
+        else:
+            weight.data = weight.detach().clamp(-0.15, 0.15)
+        return x + self.linear(x)
+
+
+class ClampedModel(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.first = Clamped(how)
+        self.blocks = nn.ModuleList(Clamped(how) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def keep_in_masters(side: Side) -> None:
+    """The twin's optimizer steps masters, which know nothing of what was written to parameters."""
+    if isinstance(side, Twin):
+        for param, master in side.masters.items():
+            master.value.copy_(param.detach())
+
+
+def square_work(side: Side, step: int) -> Tensor:
+    loss = side.module(floats(step, 4, WIDTH)).square().mean()
+    side.backward(loss)
+    keep_in_masters(side)
+    return loss
+
+
+def renormed_work(side: Side, step: int) -> Tensor:
+    loss = language_work(side, step)
+    keep_in_masters(side)
+    return loss
+
+
+@on_ranks(2, full=(1, 3))
+@ROWS
+@pytest.mark.parametrize("how", ["in place", "data", "assigned"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_writes_in_the_forward(stage: int, row: str, how: str, precision: str, tmp_path: Path) -> None:
+    """Under bf16 the twin would round its masters, so there they are compared with what was clamped."""
+    settings = {"unit": {"classes": ["Clamped"]}, **offload(row, tmp_path)}
+    if precision == "fp32":
+        check(lambda: ClampedModel(how), square_work, stage=stage, optimizer=sgd, **settings)
+        return
+    torch.manual_seed(3)
+    module = ClampedModel(how)
+    with Sharded(module, stage=stage, precision=precision, optimizer=sgd, **settings) as side, autocast(precision):
+        square_work(side, 0)
+        with lightning_zero.gather(module):
+            masters = [p.detach().clone() for p in module.parameters()]
+        bound = torch.tensor(0.15).bfloat16().float()
+        assert all(p.abs().max() <= bound for p in masters if p.ndim == 2)
+        assert any((p.bfloat16().float() != p).any() for p in masters if p.ndim == 2)  # others keep their digits
+
+
+@on_ranks(2)
+@ROWS
+def test_an_embedding_with_max_norm(stage: int, row: str, tmp_path: Path) -> None:
+    """All ranks look up all rows, so all write the same."""
+
+    class Renormed(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(VOCABULARY, self.embed.embedding_dim, max_norm=0.5)
+
+        def forward(self, batch: Tensor) -> Tensor:
+            self.embed(torch.arange(VOCABULARY))
+            return super().forward(batch)
+
+    check(Renormed, renormed_work, stage=stage, **offload(row, tmp_path))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("in_a_unit", [False, True])
+def test_an_embedding_with_max_norm_whose_ranks_write_differently_is_refused(stage: int, in_a_unit: bool) -> None:
+    module = nn.Sequential(nn.Embedding(VOCABULARY, WIDTH, max_norm=0.5), Block(WIDTH), Block(WIDTH))
+    unit = {"classes": ["Embedding", "Block"] if in_a_unit else ["Block"]}
+    with Sharded(module, stage=stage, unit=unit) as side:
+        loss = module(torch.arange(3) + 3 * dist.get_rank()).square().mean()
+        with pytest.raises(RuntimeError, match=r"0\.weight: written to in a step, with other values.*max_norm"):
+            side.backward(loss)
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("how", ["in place", "data", "assigned"])
+def test_a_write_on_one_rank_is_refused_on_all(stage: int, how: str) -> None:
+    """Unless it changed nothing."""
+    module = Model()
+    with Sharded(module, stage=stage, precision="bf16") as side:
+        for step, value in enumerate((1.0, 1.5)):
+            with side.engine.step_scope("train"), autocast("bf16"):
+                weight = module.head.weight
+                if dist.get_rank() == 1:
+                    with torch.no_grad():
+                        if how == "in place":
+                            weight.mul_(value)
+                        elif how == "data":
+                            weight.data.mul_(value)
+                        else:
+                            weight.data = weight.detach() * value
+                loss = language_loss(module, tokens(step))
+            refused = pytest.raises(RuntimeError, match=r"head\.weight: written to")
+            with contextlib.nullcontext() if value == 1 else refused:
+                side.backward(loss)
+                side.step()
+                side.zero_grad()
+
+
+# -- between forward and forward ---------------------------------------------------------------------------------------
+
+
+@on_ranks(2, full=(3,))
+@ROWS
+@pytest.mark.parametrize("how", ["in place", "data"])
+@pytest.mark.parametrize("unit", ["Block", "Model"])
+def test_writes_after_a_step_inside_of_a_step(stage: int, row: str, how: str, unit: str, tmp_path: Path) -> None:
+    """As in ``training_step`` with manual optimization: clamped critics, averaged targets."""
+    torch.manual_seed(3)
+    module = Model()
+    twin = Twin(module, each=stage >= 2)
+    classes = {"classes": [unit]} if unit == "Block" else {"min_bytes": 10**6}
+    with Sharded(module, stage=stage, unit=classes, **offload(row, tmp_path)) as sharded:
+        for step in range(4):
+            for side in (sharded, twin):
+                with scope(side):
+                    language_work(side, step)
+                    side.step()
+                    side.zero_grad()
+                    for param in side.module.parameters():
+                        if how == "in place":
+                            with torch.no_grad():
+                                param.clamp_(-0.2, 0.2)
+                        else:
+                            param.data.clamp_(-0.2, 0.2)
+                    keep_in_masters(side)
+            assert_same(sharded, twin)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_an_average_that_is_kept_by_hand(stage: int) -> None:
+    """A target network inside of the same module, as in self-supervised learning."""
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.online = nn.Sequential(Block(WIDTH), Block(WIDTH))
+            self.target = nn.Sequential(Block(WIDTH), Block(WIDTH)).requires_grad_(False)
+
+    def work(side: Side, step: int) -> Tensor:
+        with scope(side):
+            module = side.module
+            x = floats(step, 4, WIDTH)
+            loss = (module.online(x) - module.target(x + 1)).square().mean()
+            with torch.no_grad():
+                for slow, fast in zip(module.target.parameters(), module.online.parameters(), strict=True):
+                    slow.lerp_(fast, 0.1)
+                keep_in_masters(side)
+        side.backward(loss)
+        return loss
+
+    check(Both, work, stage=stage, steps=4)
+
+
+# -- assigning ---------------------------------------------------------------------------------------------------------
+
+
+@on_ranks(2, full=(1, 3))
+@ROWS
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_true"])
+@pytest.mark.parametrize("right_after_a_step", [False, True])
+def test_data_that_is_assigned(stage: int, row: str, precision: str, right_after_a_step: bool, tmp_path: Path) -> None:
+    """What ``vector_to_parameters`` and a good deal of old code do; the values are taken over, unrounded."""
+    torch.manual_seed(3)
+    module = Model()
+    twin = Twin(module, precision=precision, each=stage >= 2)
+    names = [name for name, _ in module.named_parameters()]
+    with Sharded(module, stage=stage, precision=precision, **offload(row, tmp_path)) as sharded:
+        for step in range(3):
+            generator = torch.Generator().manual_seed(step)
+            for i, (param, master) in enumerate(zip(module.parameters(), twin.masters.values(), strict=True)):
+                if step and (i + step) % 3:
+                    value = torch.randn(master.value.shape, generator=generator).to(master.value.dtype)
+                    param.data = value
+                    master.value.copy_(value)
+            for param, master in twin.masters.items():
+                low = precision != "fp32" and param.ndim > 1
+                param.data.copy_(master.value.to(torch.bfloat16) if low else master.value)
+            if not right_after_a_step:
+                assert_same(sharded, twin, what=f"step {step}: ")
+            for side in (sharded, twin):
+                with autocast(precision):
+                    language_work(side, step)
+                side.step()
+                side.zero_grad()
+        assert_same(sharded, twin)
+        assert [name for name, _ in module.named_parameters()] == names
+
+
+@on_ranks(2)
+@STAGES
+def test_a_vector_becomes_parameters_and_they_train_on(stage: int) -> None:
+    torch.manual_seed(3)
+    module = Model()
+    twin = Twin(module, each=stage >= 2)
+    with Sharded(module, stage=stage) as sharded:
+        vector = torch.linspace(-0.3, 0.3, sum(p.numel() for p in module.parameters()))
+        nn.utils.vector_to_parameters(vector, module.parameters())
+        nn.utils.vector_to_parameters(vector, [m.value for m in twin.masters.values()])
+        for param, master in twin.masters.items():
+            master.value.copy_(_part(vector, list(twin.masters), param))
+            param.data.copy_(master.value)
+        for step in range(3):
+            for side in (sharded, twin):
+                language_work(side, step)
+                side.step()
+                side.zero_grad()
+        assert_same(sharded, twin)
+
+
+def _part(vector: Tensor, params: list[nn.Parameter], param: nn.Parameter) -> Tensor:
+    start = sum(p.numel() for p in params[: [p is param for p in params].index(True)])
+    return vector[start : start + param.numel()].view(param.shape)
+
+
+@on_ranks(2)
+@STAGES
+def test_data_of_another_shape_is_refused(stage: int) -> None:
+    with Sharded(Model(), stage=stage) as side:
+        weight = side.module.head.weight
+        with pytest.raises(RuntimeError, match=r"head\.weight\.data = .*expected a tensor of shape .*, got \(3,\)"):
+            weight.data = torch.zeros(3)
+        with pytest.raises(TypeError):
+            weight.data = 3  # type: ignore[assignment]
+        language_work(side, 0)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_data_that_is_assigned_differently_is_refused_before_it_is_saved(stage: int) -> None:
+    with Sharded(Model(), stage=stage) as side:
+        weight = side.module.head.weight
+        weight.data = torch.full(weight.shape, float(dist.get_rank()))
+        with pytest.raises(RuntimeError, match=r"head\.weight: written to"):
+            values.module_state_dict(side.engine)
+
+
+# -- NumPy ------------------------------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+@STAGES
+def test_numpy_may_look_at_weights_inside_of_a_step(stage: int) -> None:
+    seen = []
+
+    def work(side: Side, step: int) -> Tensor:
+        module = side.module
+        with scope(side):
+            loss = language_loss(module, tokens(step))
+            seen.append(module.head.weight.detach().numpy())
+            assert (seen[-1] == seen[-1]).all()
+            handle = module.blocks[1].register_forward_hook(
+                lambda m, *_: seen.append(m.up.weight.detach().numpy().copy())
+            )
+            language_loss(module, tokens(step))
+            handle.remove()
+        side.backward(loss)
+        return loss
+
+    check(Model, work, stage=stage)
+    assert len(seen) == 12
+
+
+# -- checksums --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.complex64])
+def test_checksums_of_parts_add_up_and_tell_places_apart(dtype: torch.dtype) -> None:
+    values = torch.randn(CHUNK + 5, dtype=torch.float64).mul(50).to(dtype)
+    cuts = [0, 7, 7, CHUNK - 3, CHUNK + 5]
+    parts: Callable[[int], int] = lambda i: checksum(values[cuts[i] : cuts[i + 1]], cuts[i])  # noqa: E731
+    assert sum(parts(i) for i in range(4)) & 0xFFFFFFFFFFFFFFFF == checksum(values)
+    swapped = values.clone()
+    swapped[[3, 9]] = values[[9, 3]]
+    assert torch.equal(swapped, values) or checksum(swapped) != checksum(values)
+    assert checksum(values.clone()) == checksum(values)
