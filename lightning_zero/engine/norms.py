@@ -6,6 +6,7 @@ those of the shards at every stage, also where gradients rest replicated, so all
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Sequence
 
@@ -38,7 +39,7 @@ def shard_grads(engine: Engine, params: Iterable[nn.Parameter]) -> list[Tensor]:
 
 
 def grad_norm_of(engine: Engine, params: Sequence[nn.Parameter], norm_type: float = 2.0) -> Tensor:
-    """The norm of the reduced gradients of ``params`` over all ranks: a 0-d fp32 tensor. All ranks call it."""
+    """The norm of the reduced gradients of ``params`` over all ranks: 0-d, fp32 or, of fp64 gradients, fp64. All ranks call it."""
     device = engine.comm.device
     partial = torch.zeros(engine.comm.shard_size, dtype=torch.float64, device=device)
     cell = partial[engine.comm.shard_rank]
@@ -51,9 +52,14 @@ def grad_norm_of(engine: Engine, params: Sequence[nn.Parameter], norm_type: floa
         else:
             cell.add_(norm.double() ** norm_type)
     engine.comm.sum_(partial)
-    if math.isinf(norm_type):
-        return partial.max().float()
-    return (partial.sum() ** (1.0 / norm_type)).float()
+    whole = partial.max() if math.isinf(norm_type) else partial.sum() ** (1.0 / norm_type)
+    return whole.to(_wide_dtype(engine, params))
+
+
+def _wide_dtype(engine: Engine, params: Sequence[nn.Parameter]) -> torch.dtype:
+    """At least fp32; on all ranks the same, also on one that holds no gradient."""
+    dtypes = [bucket.dtypes.grad for bucket in _slots_of(engine, params)]
+    return functools.reduce(torch.promote_types, dtypes, torch.float32)
 
 
 def scale_grads(engine: Engine, params: Iterable[nn.Parameter], factor: Tensor | float) -> None:

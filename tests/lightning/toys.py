@@ -255,7 +255,11 @@ def assert_weights(
     for name, value in expected.items():
         assert found[name].dtype == value.dtype, f"{what} {name}"
         torch.testing.assert_close(
-            found[name].float(), value.float(), rtol=tolerance, atol=tolerance, msg=lambda t, n=name: f"{what} {n}: {t}"
+            found[name].double(),
+            value.double(),
+            rtol=tolerance,
+            atol=tolerance,
+            msg=lambda t, n=name: f"{what} {n}: {t}",
         )
 
 
