@@ -39,7 +39,7 @@ def shard_grads(engine: Engine, params: Iterable[nn.Parameter]) -> list[Tensor]:
 
 
 def grad_norm_of(engine: Engine, params: Sequence[nn.Parameter], norm_type: float = 2.0) -> Tensor:
-    """The norm of the reduced gradients of ``params`` over all ranks: 0-d, fp32 or, of fp64 gradients, fp64. All ranks call it."""
+    """The norm of the reduced gradients of ``params`` over all ranks: 0-d, fp32 (fp64 of fp64). All ranks call it."""
     device = engine.comm.device
     partial = torch.zeros(engine.comm.shard_size, dtype=torch.float64, device=device)
     cell = partial[engine.comm.shard_rank]
