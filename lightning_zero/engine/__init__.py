@@ -9,7 +9,8 @@
 
 Where to look::
 
-    what is sharded  unit, bucket (its flat buffers), homes (where values rest), build, materialise, capacity
+    what is sharded  unit, bucket (its flat buffers), homes (where values rest), build, materialise, capacity,
+                     agreement
     in a pass        passes (which unit is gathered when), hooks, saved (weights that backward reads), containers,
                      order, gradients, sentinels, recompute, buffers
     users' code      parameters (what touching one means), access and writes (what comes of it), guards, explain

@@ -65,6 +65,9 @@ class Access:
             self._passes.borrowed(unit, keep=(saves and not packs) or any(unit.holds(t) for t in tensors))
         return result
 
+    def strides(self, param: nn.Parameter) -> tuple[int, ...]:
+        return self._places[id(param)].info.strides
+
     def hands_out(self, param: nn.Parameter) -> None:
         if self._fence.is_lowered:
             return

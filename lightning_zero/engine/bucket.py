@@ -44,6 +44,7 @@ class ParamInfo:
     param: nn.Parameter
     fqns: tuple[str, ...]  # every name; tied weights have several
     shape: torch.Size
+    strides: tuple[int, ...]  # the flat buffer keeps the order of memory: kernels round differently for another
     dtype: torch.dtype  # before sharding: what checkpoints hold
     classes: Classes  # that the parameter goes through
     slot: int = 0  # position in the bucket
@@ -58,6 +59,25 @@ class ParamInfo:
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
+
+    def shaped(self, flat: Tensor) -> Tensor:
+        """A view of ``flat`` [numel], a part of a flat buffer, as the parameter: [shape]."""
+        return flat.as_strided(self.shape, self.strides)
+
+    def flattened(self, value: Tensor) -> Tensor:
+        """``value`` [shape], of any strides, as it lies in a flat buffer: [numel]."""
+        return value.permute(sorted(range(value.dim()), key=lambda d: -self.strides[d])).reshape(-1)
+
+
+def strides_of(param: Tensor) -> tuple[int, ...]:
+    """Strides of ``param`` where its memory has neither gaps nor overlaps, else those of a contiguous tensor."""
+    expected = 1
+    for step, size in sorted(zip(param.stride(), param.shape, strict=True)):
+        if size > 1:
+            if step != expected:
+                return torch.empty(param.shape, device="meta").stride()
+            expected *= size
+    return param.stride()
 
 
 class Bucket:
@@ -108,7 +128,7 @@ class Bucket:
         self.submitted_event: Any = None
         self.step_future: Future[None] | None = None  # an offloaded step of this bucket that was asked for
         for info in self.params:
-            info.gathered = self.full.view(layout.slots[info.slot].start, info.shape)
+            info.gathered = self.full.view(layout.slots[info.slot].start, info.shape, info.strides)
 
     # -- ranges ---------------------------------------------------------------------------------------------------
 
@@ -134,7 +154,7 @@ class Bucket:
     def part_of(self, full: Tensor, info: ParamInfo) -> Tensor:
         """The part of ``full`` [layout.numel] that is one parameter: a view of the parameter's shape."""
         start = self.layout.slots[info.slot].start
-        return full[start : start + info.numel].view(info.shape)
+        return info.shaped(full[start : start + info.numel])
 
     @property
     def own_shard_of_owned(self) -> slice:
@@ -290,7 +310,7 @@ class Bucket:
         Args:
             before: compute parameters of the owned range. Where ``value`` equals them, masters keep their digits.
         """
-        flat = value.reshape(-1)
+        flat = info.flattened(value)
         with opened(self.home, changed=True) as master:
             for fragment in self.owned_fragments():
                 if fragment.index != info.slot:

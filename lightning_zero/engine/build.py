@@ -17,7 +17,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from lightning_zero.config import ConfigError, DType, Precision, ZeroConfig
-from lightning_zero.engine.bucket import Bucket, Dtypes, ParamInfo
+from lightning_zero.engine.bucket import Bucket, Dtypes, ParamInfo, strides_of
 from lightning_zero.engine.buffers import replicate_buffers
 from lightning_zero.engine.homes import Tiers
 from lightning_zero.engine.materialise import materialise, move_param
@@ -183,7 +183,8 @@ def _group(
         dtype = dtypes.master if precision in TRUE_DTYPES else param.dtype
         if find_owner(param) is not None:
             raise ConfigError(f"parameter {fqns[0]} is sharded already, as part of another module. Shard it once.")
-        info = ParamInfo(param, tuple(fqns), param.shape, dtype, classes_of(param), version=param._version)
+        strides = strides_of(param)
+        info = ParamInfo(param, tuple(fqns), param.shape, strides, dtype, classes_of(param), version=param._version)
         groups.setdefault((dtypes, param.requires_grad, whole), []).append(info)
     buckets: list[BucketGroup] = []
     for (dtypes, trainable, whole), infos in groups.items():

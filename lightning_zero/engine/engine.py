@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 from lightning_zero.config import ConfigError, Offload, Precision, ZeroConfig, check_rounding
 from lightning_zero.engine import build, capacity
 from lightning_zero.engine.access import Access
+from lightning_zero.engine.agreement import agree_on_model
 from lightning_zero.engine.bucket import Bucket, Place
 from lightning_zero.engine.buffers import BufferSync
 from lightning_zero.engine.early_steps import EarlySteps
@@ -89,6 +90,7 @@ class Engine:
         waits = open_waits(group, device, config.stall_timeout_s)
         try:
             groups = together(group, waits, "sharding a module", lambda: self._describe(module))
+            agree_on_model(groups, group, waits)
             topology = capacity.find_topology(groups, config, group, device, node, waits)
             transport = config.comm.transport
             self.comm = Communicator(group, device, transport=transport, topology=topology, waits=waits)

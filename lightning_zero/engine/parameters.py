@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 # Functions that ask for a parameter's metadata, or make a new tensor like it, and need no values.
-_SIZES = {"size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "element_size", "__len__"}
-_KINDS = {"is_floating_point", "is_complex", "is_signed", "is_contiguous", "is_pinned", "is_coalesced", "is_inference"}
+_SIZES = {"size", "dim", "ndimension", "numel", "nelement", "storage_offset", "element_size", "__len__"}
+_KINDS = {"is_floating_point", "is_complex", "is_signed", "is_pinned", "is_coalesced", "is_inference"}
 _NAMES = {
     "get_device",
     "data_ptr",
@@ -57,6 +57,10 @@ class Owner(Protocol):
         Raises:
             RuntimeError: that is not possible now; names the parameter and the right way.
         """
+        ...
+
+    def strides(self, param: nn.Parameter) -> tuple[int, ...]:
+        """Of its values."""
         ...
 
     def hands_out(self, param: nn.Parameter) -> None:
@@ -125,6 +129,13 @@ class _Absent:
         owner = find_owner(params[0]) if params else None
         return run() if owner is None else owner.reads_values(params, _name_of(func), run)
 
+    def stride(self: Any, dim: int | None = None) -> Any:
+        like = _without_values(self)
+        return like.stride() if dim is None else like.stride(dim)
+
+    def is_contiguous(self: Any, memory_format: torch.memory_format = torch.contiguous_format) -> bool:
+        return _without_values(self).is_contiguous(memory_format=memory_format)
+
     @property
     def grad(self: Any) -> Tensor | None:
         """As torch's. Optimizers ask it of every parameter at every step, and the way above takes ten times as long."""
@@ -147,6 +158,13 @@ class _Absent:
 
     def __format__(self, spec: str) -> str:
         return repr(self)
+
+
+def _without_values(param: nn.Parameter) -> Tensor:
+    """What the memory of an absent parameter's values looks like."""
+    owner = find_owner(param)
+    strides = param.data.stride() if owner is None else owner.strides(param)
+    return torch.empty_strided(param.shape, strides, device="meta")
 
 
 _CLASSES: dict[type, Classes] = {}

@@ -216,7 +216,7 @@ class Runs:
                 continue
             flat = torch.zeros(run.tensor.numel(), dtype=_state_dtype(value, run.tensor), device=run.tensor.device)
             for fragment in run.run.fragments:
-                source = states[run.bucket, fragment.index][name].reshape(-1)
+                source = run.bucket.params[fragment.index].flattened(states[run.bucket, fragment.index][name])
                 start = fragment.start - run.run.start
                 flat[start : start + fragment.numel].copy_(source[fragment.offset : fragment.offset + fragment.numel])
             state[name] = flat

@@ -75,7 +75,7 @@ class Writes:
         if bucket.has_master and info.gathered is not None:
             known = self._handed_out.setdefault(bucket, {})
             if info.slot not in known:
-                known[info.slot] = checksum(info.gathered)
+                known[info.slot] = checksum(info.flattened(info.gathered))
 
     def forget(self, bucket: Bucket) -> None:
         """What was written so far is in the masters."""
@@ -87,10 +87,11 @@ class Writes:
         handed_out = self._handed_out.get(bucket, {})
 
         def differs(info: ParamInfo) -> bool:
+            assert info.gathered is not None
             if info.param._version != info.version:
                 return True
             known = handed_out.get(info.slot)
-            return known is not None and info.gathered is not None and checksum(info.gathered) != known
+            return known is not None and checksum(info.flattened(info.gathered)) != known
 
         return [info for info in bucket.params if differs(info)]
 
@@ -147,7 +148,7 @@ class Writes:
         key = self._number[bucket], info.slot
         known = self._unconfirmed.get(key)
         before = known.before if known is not None else self._own_checksum(bucket, info.slot, own)
-        self._unconfirmed[key] = _Entry(before, checksum(whole))
+        self._unconfirmed[key] = _Entry(before, checksum(info.flattened(whole)))
 
     @staticmethod
     def _own_checksum(bucket: Bucket, slot: int, own: Tensor) -> int:

@@ -41,10 +41,10 @@ class FlatBuffer:
         if storage.resizable():
             storage.resize_(0)
 
-    def view(self, start: int, shape: torch.Size) -> Tensor:
+    def view(self, start: int, shape: torch.Size, strides: Sequence[int]) -> Tensor:
         """A view of ``shape`` at element ``start``. It stays valid when memory is released and taken again."""
         if self.allocated:
-            return self.data[start : start + shape.numel()].view(shape)
+            return self.data.as_strided(shape, strides, start)
         raise RuntimeError("views are made while the buffer has memory")
 
 

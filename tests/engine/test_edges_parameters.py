@@ -336,6 +336,60 @@ def test_odd_shapes(stage: int, precision: str) -> None:
     )
 
 
+class Images(nn.Module):
+    """Convolutions whose weights lie in memory as kernels for such images want them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList(nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.GELU()) for _ in range(3))
+        self.to(memory_format=torch.channels_last)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.to(memory_format=torch.channels_last)
+        for conv in self.convs:
+            assert conv[0].weight.is_contiguous(memory_format=torch.channels_last)
+            x = conv(x) + x
+        return x
+
+
+@on_ranks(2)
+@STAGES
+def test_weights_keep_their_order_in_memory(stage: int) -> None:
+    def work(side: Side, step: int) -> Tensor:
+        loss = side.module(floats(step, 2, 4, 6, 6)).square().mean()
+        side.backward(loss)
+        return loss
+
+    check(Images, work, stage=stage)
+
+
+@on_ranks(2)
+@OUTER_STAGES
+def test_values_and_states_go_in_and_out_whatever_their_order_in_memory(stage: int) -> None:
+    """Into a module whose weights lie otherwise, by value."""
+    torch.manual_seed(3)
+
+    def step_of(side: Sharded, step: int) -> Tensor:
+        loss = side.module(floats(step, 2, 4, 6, 6).contiguous()).square().mean()
+        side.backward(loss)
+        side.step()
+        side.zero_grad()
+        return loss.detach()
+
+    turned, straight = Images(), Images()
+    with Sharded(turned, stage=stage, optimizer=adamw) as side:
+        step_of(side, 0)
+        weights = {name: value.contiguous() for name, value in side.engine.state_dict(only_rank_0=False).items()}
+        states = values.optimizer_state(side.engine, side.optimizer, only_rank_0=False)
+        expected = step_of(side, 1), step_of(side, 2)
+    with Sharded(straight, stage=stage, optimizer=adamw) as side:
+        side.engine.load_state_dict(weights)
+        for state in states["state"].values():
+            state.update({k: v.contiguous() for k, v in state.items() if isinstance(v, Tensor)})
+        values.load_optimizer_state(side.engine, side.optimizer, states)
+        assert (step_of(side, 1), step_of(side, 2)) == expected
+
+
 @on_ranks(2, 3)
 @STAGES
 def test_fewer_elements_than_ranks(stage: int) -> None:

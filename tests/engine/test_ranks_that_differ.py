@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import lightning_zero
+from lightning_zero.config import ConfigError
 from lightning_zero.memory.waits import StallError
 from tests.engine.support import Block, Sharded, Side, check, floats, places_posted_often
 from tests.harness import on_ranks
@@ -135,3 +136,53 @@ def test_dynamic_evaluation() -> None:
             with torch.no_grad():
                 x = floats(step, 4, WIDTH)
                 assert torch.equal(side.module(x, path), full(x, path))
+
+
+# -- models that differ -----------------------------------------------------------------------------------------------
+
+
+def odd_model(what: str, rank: int) -> nn.Module:
+    """Not the model of rank 0 where ``what`` differs."""
+    width = WIDTH + (what == "shape" and rank == 1)
+    module = nn.Sequential(
+        *(nn.Sequential(nn.Linear(WIDTH, width)) for _ in range(2 + (what == "depth" and rank == 1)))
+    )
+    module[0][0].weight.requires_grad_(what != "frozen" or rank != 1)
+    return module.to(torch.float64 if what == "dtype" and rank == 1 else None)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize(
+    ("what", "place"),
+    [
+        ("shape", r"0\.0\.weight"),
+        ("depth", r"no parameter.*2\.0\.weight"),
+        ("frozen", r"0\.0\.weight"),
+        ("dtype", r"float64"),
+    ],
+)
+def test_models_that_differ_are_refused_on_all_ranks(what: str, place: str, stage: int) -> None:
+    with pytest.raises(ConfigError, match=rf"expected the same model on all ranks, got .*{place}"):
+        lightning_zero.shard(odd_model(what, dist.get_rank()), stage=stage)
+    check(functools.partial(nn.Linear, WIDTH, WIDTH), work_alone, stage=stage)
+
+
+def work_alone(side: Side, step: int) -> Tensor:
+    loss = side.module(floats(step, 4, WIDTH)).square().mean()
+    side.backward(loss)
+    return loss
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_memory_that_is_ordered_otherwise_on_a_rank_is_as_on_rank_0(stage: int) -> None:
+    def model(turned: bool) -> nn.Linear:
+        module = nn.Linear(WIDTH, WIDTH, bias=False)
+        values = torch.arange(float(WIDTH * WIDTH)).view(WIDTH, WIDTH) / 100
+        module.weight = nn.Parameter(values.t().contiguous().t() if turned else values)
+        return module
+
+    module = model(turned=dist.get_rank() == 1)
+    with Sharded(module, stage=stage), lightning_zero.gather(module):
+        assert torch.equal(module.weight, model(False).weight) and module.weight.is_contiguous()

@@ -13,7 +13,7 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
 def test_memory_comes_and_goes_under_the_same_storage(dtype: torch.dtype) -> None:
     buffer = FlatBuffer(10, dtype, CPU)
-    view = buffer.view(2, torch.Size([2, 3]))
+    view = buffer.view(2, torch.Size([2, 3]), (3, 1))
     storage = buffer.data.untyped_storage()._cdata
     assert buffer.allocated and buffer.nbytes == 10 * dtype.itemsize
     buffer.release()
@@ -30,7 +30,7 @@ def test_what_autograd_saved_finds_the_refilled_values() -> None:
     buffer = FlatBuffer(4, torch.float32, CPU)
     buffer.data.copy_(torch.arange(4.0))
     weight = torch.nn.Parameter(torch.empty(2, 2))
-    weight.data = buffer.view(0, torch.Size([2, 2]))
+    weight.data = buffer.view(0, torch.Size([2, 2]), (2, 1))
     x = torch.ones(1, 2, requires_grad=True)
     out = torch.nn.functional.linear(x, weight)
     buffer.release()
@@ -45,7 +45,7 @@ def test_views_are_refused_while_there_is_no_memory() -> None:
     buffer = FlatBuffer(4, torch.float32, CPU)
     buffer.release()
     with pytest.raises(RuntimeError, match="has memory"):
-        buffer.view(0, torch.Size([4]))
+        buffer.view(0, torch.Size([4]), (1,))
 
 
 def test_allocating_twice_and_releasing_twice_do_nothing() -> None:
