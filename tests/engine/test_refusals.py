@@ -26,7 +26,7 @@ class NeedsInitialising(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(3, device="meta"))
+        self.weight = nn.Parameter(torch.empty(1, 3, device="meta"))
 
 
 class FailsToInitialise(NeedsInitialising):
