@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import threading
 import time
@@ -21,6 +22,17 @@ def pytest_configure(config: pytest.Config) -> None:
     """A run of the full matrices takes all stages where the default one takes two."""
     if "not full" not in config.getoption("markexpr"):
         os.environ["LIGHTNING_ZERO_ALL_STAGES"] = "1"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Cases of ``@pytest.mark.mainly(predicate)`` for which the predicate, by name, does not hold are ``full``."""
+    for item in items:
+        for mark in item.iter_markers("mainly"):
+            (predicate,) = mark.args
+            known = item.callspec.params  # type: ignore[attr-defined]
+            if not predicate(**{name: known[name] for name in inspect.signature(predicate).parameters}):
+                item.add_marker(pytest.mark.full)
 
 
 _NOT_OURS = {"PYTEST_CURRENT_TEST"}

@@ -116,6 +116,7 @@ def with_losses(side: Side, step: int) -> Tensor:
 @PLAIN
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("how", ["none", "blocks", "offload"])
+@pytest.mark.mainly(lambda stage, plain, norm: stage == 3 or (plain and norm))
 def test_losses_that_are_kept_on_modules(stage: int, plain: bool, norm: bool, how: str) -> None:
     build = lambda: Blocks(lambda: KeepsALoss(norm=norm))  # noqa: E731
     check(build, with_losses, stage=stage, plain=plain, activation_checkpointing=how)
@@ -143,6 +144,7 @@ class ChecksInside(nn.Module):
 @PREFETCH
 @pytest.mark.parametrize("reentrant", [False, True], ids=["nonreentrant", "reentrant"])
 @pytest.mark.parametrize("frozen", ["", "up", "down"])
+@pytest.mark.mainly(lambda stage, frozen: stage == 3 or frozen == "up")
 def test_checkpoints_inside_of_units(stage: int, reentrant: bool, frozen: str, prefetch_bytes: int) -> None:
     def build() -> nn.Module:
         module = Blocks(lambda: ChecksInside(reentrant))
@@ -186,6 +188,7 @@ class Collects(nn.Module):
 @PREFETCH
 @PLAIN
 @pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.mainly(lambda stage, plain: stage == 3 or plain)
 def test_two_backwards_through_outputs_in_a_list(stage: int, prefetch_bytes: int, plain: bool, frozen: bool) -> None:
     torch.manual_seed(3)
     module = Collects(frozen_first=frozen)
