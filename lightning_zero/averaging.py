@@ -65,6 +65,7 @@ class ShardedAverage(AveragedModel):
         with _masters(engine):
             super().__init__(_AveragedTensors(engine), device=device, use_buffers=use_buffers, **kwargs)  # type: ignore[no-untyped-call]
         self.engine = engine
+        self.swapped = False  # the model holds the averages, for a validation
         assert isinstance(self.module, _AveragedTensors)
         self.module.load = self._load
 
@@ -144,6 +145,20 @@ def current_weights(checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
     return weights
 
 
+@contextlib.contextmanager
+def as_trained(trainer: pl.Trainer) -> Iterator[None]:
+    """Inside a validation: the model holds what is trained, and not the averages."""
+    found = (callback._average_model for callback in _averaging(trainer))
+    swapped = [average for average in found if isinstance(average, ShardedAverage) and average.swapped]
+    for average in reversed(swapped):
+        average.exchange(swap=True)
+    try:
+        yield
+    finally:
+        for average in swapped:
+            average.exchange(swap=True)
+
+
 def let_go(trainer: pl.Trainer) -> None:
     """After the run: the callbacks are themselves again."""
     for callback in _averaging(trainer):
@@ -163,7 +178,9 @@ def _set_up_later(trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str
 
 
 def _exchange(callback: WeightAveraging, pl_module: pl.LightningModule, *, swap: bool) -> None:
-    _average_of(callback).exchange(swap=swap)
+    average = _average_of(callback)
+    average.exchange(swap=swap)
+    average.swapped ^= swap
 
 
 def _on_load_checkpoint(

@@ -36,7 +36,7 @@ from torch.nn import Module, SyncBatchNorm
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
-from lightning_zero import averaging, finetuning, startup
+from lightning_zero import averaging, finetuning, startup, validations
 from lightning_zero.allocation import check_allocation
 from lightning_zero.config import PRECISION_FLAGS, ConfigError, ZeroConfig, make_config
 from lightning_zero.engine import Engine, engine_of, shard, values
@@ -407,6 +407,8 @@ class ZeroStrategy(ParallelStrategy):
             return super().training_step(*args, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self._interruptions is not None:
+            self._interruptions.between_validation_batches()
         with self._evaluation("validation_step"):
             return super().validation_step(*args, **kwargs)
 
@@ -421,6 +423,11 @@ class ZeroStrategy(ParallelStrategy):
     def on_validation_start(self) -> None:
         self._evaluation_starts = True
 
+    def on_validation_end(self) -> None:
+        assert self.lightning_module is not None
+        if self._interruptions is not None and self._interruptions.training:
+            validations.step_plateau_schedulers(self.lightning_module.trainer)
+
     def on_test_start(self) -> None:
         self._evaluation_starts = True
 
@@ -433,10 +440,9 @@ class ZeroStrategy(ParallelStrategy):
             self.engine.sync_buffers()
         return self.engine.step_scope(key, evaluation=True)
 
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+    def on_train_start(self) -> None:
         assert self.lightning_module is not None
-        if self._interruptions is not None and batch_idx % self.lightning_module.trainer.accumulate_grad_batches == 0:
-            self._interruptions.at_boundary()  # not inside an accumulation window, whose gradients would be lost
+        validations.repair_counts(self.lightning_module.trainer)
 
     def on_train_end(self) -> None:
         if self._interruptions is not None:
