@@ -56,7 +56,8 @@ class Told:
         return {"given": self.given}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.first = state["given"] % len(self.batches)
+        self.given = state["given"]
+        self.first = self.given % len(self.batches)
 
 
 class InValidation(Lit):
@@ -313,7 +314,7 @@ def test_ranks_with_more_and_with_fewer_batches(at: int, case: str, tmp_path: Pa
     with pytest.raises(SystemExit) if at >= 0 else contextlib.nullcontext():
         of.fit(module, Told(), UNEVEN[case](dist.get_rank()))
     own = {"several": 7}.get(case, 2 + 3 * dist.get_rank())
-    before = {"several": 4 if dist.get_rank() else 3, "sized": min(own, 4), "not sized": min(own, 4)}[case]
+    before = min(own, 4) if case != "several" else 7 - 3 * dist.get_rank()  # the second loader of rank 0 is over
     assert len(module.validated) == {-1: own, 0: 1, 3: before}[at]
 
 
