@@ -29,7 +29,7 @@ from lightning.pytorch.plugins.precision import Precision as LightningPrecision
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning_utilities.core.rank_zero import rank_zero_only
+from lightning_utilities.core.rank_zero import rank_zero_only, rank_zero_warn
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 from torch.nn import Module, SyncBatchNorm
@@ -194,6 +194,11 @@ class ZeroStrategy(ParallelStrategy):
         precision = self.precision_plugin.forward_context()
         with torch.no_grad(), precision, self.engine.step_scope(key, evaluation=True):
             yield
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if self._precision_plugin is not None:
+            self.precision_plugin.attach(self)
 
     # -- processes ------------------------------------------------------------------------------------------------
 
@@ -463,8 +468,12 @@ class ZeroStrategy(ParallelStrategy):
         return False
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        refuse_lonely_save(self.engine)
-        return values.module_state_dict(self.engine)
+        assert self.lightning_module is not None
+        engine = engine_of(self.lightning_module)
+        if engine is None:  # before any run
+            return self.lightning_module.state_dict()
+        refuse_lonely_save(engine)
+        return values.module_state_dict(engine)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         if isinstance(optimizer, LightningOptimizer):
@@ -491,13 +500,14 @@ class ZeroStrategy(ParallelStrategy):
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         states = checkpoint["optimizer_states"]
-        if len(states) != len(self.optimizers):
-            raise ConfigError(
-                f"the checkpoint holds {len(states)} optimizers, configure_optimizers() gives {len(self.optimizers)}. "
-                "Resume with the optimizers it was saved with, or load weights only (load_from_checkpoint)."
+        if len(states) != len(self.optimizers):  # as under DDP, which says nothing
+            rank_zero_warn(
+                f"the checkpoint holds the states of {len(states)} optimizers, configure_optimizers() gives "
+                f"{len(self.optimizers)}: the first {min(len(states), len(self.optimizers))} are loaded, and those "
+                "without a state start anew. Give the optimizers it was saved with to go on as it was."
             )
         frozen = [bucket for bucket in self.engine.buckets if not bucket.trainable]
-        for optimizer, state in zip(self.optimizers, states, strict=True):
+        for optimizer, state in zip(self.optimizers, states, strict=False):
             if not isinstance(optimizer, _MockOptimizer):
                 values.load_optimizer_state(self.engine, optimizer, state)
         if any(bucket.trainable for bucket in frozen):  # weights of frozen buckets were rounded when they were loaded
