@@ -36,7 +36,7 @@ from torch.nn import Module, SyncBatchNorm
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
-from lightning_zero import averaging, finetuning, startup, validations
+from lightning_zero import averaging, finetuning, pruning, startup, validations
 from lightning_zero.allocation import check_allocation
 from lightning_zero.config import PRECISION_FLAGS, ConfigError, ZeroConfig, make_config
 from lightning_zero.engine import Engine, engine_of, shard, values
@@ -228,6 +228,7 @@ class ZeroStrategy(ParallelStrategy):
         if self.lightning_module is not None:
             averaging.attach(self.lightning_module.trainer)
             finetuning.attach(self.lightning_module.trainer)
+            pruning.attach(self.lightning_module.trainer)
 
     def _join(self, device: torch.device) -> None:
         """Come together with the other ranks, and make the default process group."""
@@ -383,6 +384,7 @@ class ZeroStrategy(ParallelStrategy):
             if module._trainer is not None:
                 averaging.let_go(module.trainer)
                 finetuning.let_go(module.trainer)
+                pruning.let_go(module.trainer)
         if self._interruptions is not None:
             self._interruptions.let_go()
             self._interruptions = None

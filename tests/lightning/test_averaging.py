@@ -180,11 +180,11 @@ class WithSetup(EMAWeightAveraging):
     """A subclass that prepares itself, and changes the module, in setup."""
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        if stage == "fit":
+            pl_module.first.bias.data.fill_(0.25)
         super().setup(trainer, pl_module, stage)
         self.called = [*getattr(self, "called", []), stage]
         self.last = trainer.max_epochs - 1
-        if stage == "fit":
-            pl_module.first.bias.data.fill_(0.25)
 
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
         return epoch_idx == self.last
