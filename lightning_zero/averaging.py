@@ -65,6 +65,7 @@ class ShardedAverage(AveragedModel):
         with _masters(engine):
             super().__init__(_AveragedTensors(engine), device=device, use_buffers=use_buffers, **kwargs)  # type: ignore[no-untyped-call]
         self.engine = engine
+        self.swapped = False  # the model holds the averages, for a validation
         assert isinstance(self.module, _AveragedTensors)
         self.module.load = self._load
 
@@ -119,7 +120,7 @@ def attach(trainer: pl.Trainer) -> None:
             callback._average_model = None  # of an earlier fit
         callback.__dict__.update(
             {
-                "setup": _set_up_later,
+                "setup": partial(_set_up_later, callback),
                 "_swap_models": partial(_exchange, callback, swap=True),
                 "_copy_average_to_current": partial(_exchange, callback, swap=False),
                 "on_load_checkpoint": partial(_on_load_checkpoint, callback),
@@ -144,6 +145,20 @@ def current_weights(checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
     return weights
 
 
+@contextlib.contextmanager
+def as_trained(trainer: pl.Trainer) -> Iterator[None]:
+    """Inside a validation: the model holds what is trained, and not the averages."""
+    found = (callback._average_model for callback in _averaging(trainer))
+    swapped = [average for average in found if isinstance(average, ShardedAverage) and average.swapped]
+    for average in reversed(swapped):
+        average.exchange(swap=True)
+    try:
+        yield
+    finally:
+        for average in swapped:
+            average.exchange(swap=True)
+
+
 def let_go(trainer: pl.Trainer) -> None:
     """After the run: the callbacks are themselves again."""
     for callback in _averaging(trainer):
@@ -158,12 +173,40 @@ def _averaging(trainer: pl.Trainer) -> list[WeightAveraging]:
 # -- what stands for the callback's methods during a run --------------------------------------------------------------
 
 
-def _set_up_later(trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-    """Nothing: :func:`average_shards` does it after sharding."""
+def _set_up_later(callback: WeightAveraging, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    """What a subclass does in its own ``setup``, less the copy of the module: :func:`average_shards` makes it later."""
+    with _no_copy(callback):
+        try:
+            type(callback).setup(callback, trainer, pl_module, stage)
+        except AttributeError as error:
+            if callback._average_model is None:
+                error.add_note(
+                    f"With a ZeRO strategy the averages of {type(callback).__name__} (_average_model) are made after "
+                    "setup(), when the module is sharded. What needs them belongs into on_fit_start()."
+                )
+            raise
+
+
+@contextlib.contextmanager
+def _no_copy(callback: WeightAveraging) -> Iterator[None]:
+    """Inside, Lightning's own ``setup`` does nothing to ``callback``."""
+    kept = WeightAveraging.__dict__["setup"]
+
+    def setup(self: WeightAveraging, *args: Any, **kwargs: Any) -> None:
+        if self is not callback:
+            kept(self, *args, **kwargs)
+
+    WeightAveraging.setup = setup  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        WeightAveraging.setup = kept  # type: ignore[method-assign]
 
 
 def _exchange(callback: WeightAveraging, pl_module: pl.LightningModule, *, swap: bool) -> None:
-    _average_of(callback).exchange(swap=swap)
+    average = _average_of(callback)
+    average.exchange(swap=swap)
+    average.swapped ^= swap
 
 
 def _on_load_checkpoint(

@@ -6,6 +6,7 @@ Both come at moments that differ between ranks, and saving takes collectives of 
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import shutil
 import signal
@@ -24,6 +25,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_zero.cluster import REQUEUE, VERDICT_VARIABLE, give_verdict
+from lightning_zero.validations import Validations
 
 if TYPE_CHECKING:
     from lightning_zero.engine import Engine
@@ -32,16 +34,17 @@ MEET_S = 10.0  # how long a rank that failed waits for the others to fail at the
 SAVING_SHARE = 0.05  # of the time, at most, that saving every so often may take
 TERMINATED = 128 + signal.SIGTERM  # exit code
 _TERM_HANDLER = "_sigterm_notifier_fn"
-_AGREEMENT = "_broadcast_sigterm_tensor"
+_AGREEMENT, _ADVANCE = "_broadcast_sigterm_tensor", "advance"
 _NOTHING, _SAVE, _TERM, _REQUEUE = range(4)
 
 
 class Left(SIGTERMException):
-    """All ranks leave together between two steps; what was asked to be saved is."""
+    """All ranks leave together between two steps, or two batches of a validation; what was asked to be saved is."""
 
 
 class Interruptions:
-    """Answers signals between two steps: a handler leaves a note, and at the next step boundary all ranks agree.
+    """Answers signals between two steps: a handler leaves a note, and at the next step boundary all ranks agree. So
+    they do between two batches of a validation, which may take longer than a scheduler waits.
 
     Lightning answers inside the handlers: it saves there and broadcasts there, and ranks that are at different places
     then mix up their collectives. It also broadcasts on the device before every batch, whose result the host waits for.
@@ -52,6 +55,10 @@ class Interruptions:
         signal             training                                     nothing is trained
         requeue_signal     save, requeue, leave (SLURM only)            requeue
         SIGTERM            save if asked to, leave                      leave at once
+
+    A validation inside an accumulation window, whose gradients would be lost, is finished before anything is saved; so
+    is one after which a scheduler goes by a metric of training. The sanity check before training saves nothing: there
+    is nothing that the run did not start from.
 
     SIGTERM on SLURM (cancelled, or preempted and then requeued by SLURM itself) saves too. The handler of the requeue
     signal takes the place of one that is there already (submitit's, which would requeue without saving).
@@ -74,7 +81,7 @@ class Interruptions:
     ) -> None:
         self._trainer = trainer
         self._comm = engine.comm
-        self._training = training
+        self.training = training
         self._noted = _NOTHING
         self._save_every_s = save_every_s
         self._next_save = time.monotonic() + save_every_s if save_every_s is not None else float("inf")
@@ -91,10 +98,16 @@ class Interruptions:
         if self._main_thread and self._signum is not None:
             self._before = signal.signal(self._signum, self._on_requeue_signal) or signal.SIG_DFL
         setattr(self._connector, _TERM_HANDLER, self._on_term)
-        setattr(trainer.fit_loop.epoch_loop, _AGREEMENT, lambda: None)
+        self._loop = trainer.fit_loop.epoch_loop
+        setattr(self._loop, _AGREEMENT, lambda: None)
+        self._advance = self._loop.advance
+        self._validations: Validations | None = None
+        if training:
+            setattr(self._loop, _ADVANCE, self._advance_from_boundary)
+            self._validations = Validations(trainer, self._agree_in_validation)
 
     def _on_requeue_signal(self, signum: int, frame: Any) -> None:
-        if self._training:
+        if self.training:
             self._noted = max(self._noted, _REQUEUE)
         elif self._requeue() and VERDICT_VARIABLE in os.environ:
             raise SystemExit(1)  # nobody else does it for the script; srun takes the other ranks down
@@ -104,13 +117,22 @@ class Interruptions:
         if launcher is not None and self._noted < _TERM:
             launcher.kill(signum)  # type: ignore[attr-defined]  # to the processes that this one has started
         self._noted = max(self._noted, _TERM)
-        if not self._training:
+        if not self.training:
+            self._connector.received_sigterm = True
             raise SIGTERMException(self._code)
 
     @property
     def _code(self) -> int:
         """Of the process: elsewhere one that tells a launcher that the run has not come to its end."""
         return 0 if self._on_slurm else TERMINATED  # srun kills the ranks that take longer than one that fails
+
+    def _advance_from_boundary(self, data_fetcher: Any) -> None:
+        """Before a batch is fetched: a loader that knows its place would say that it has been given out."""
+        loop = self._loop
+        first_of_window = (loop.batch_idx + 1) % self._trainer.accumulate_grad_batches == 0
+        if first_of_window and not loop.restarting:  # inside a window, what it has accumulated would be lost
+            self.at_boundary()
+        self._advance(data_fetcher)
 
     def at_boundary(self, *, last: bool = False) -> None:
         """On all ranks, between two steps: save, and leave if any rank got a signal.
@@ -126,27 +148,61 @@ class Interruptions:
         asked = int(self._comm.max_(torch.tensor([noted], dtype=torch.int64)).item())
         if not asked:
             return
+        self._answer(asked, contextlib.nullcontext() if last else self._as_lightning_saves())
+
+    def between_validation_batches(self) -> None:
+        """On all ranks that have another batch of a validation inside fit: save, and leave if any rank got a signal.
+
+        Raises:
+            Left: on all ranks.
+        """
+        if self._validations is not None:
+            self._agree_in_validation(True)
+
+    def _agree_in_validation(self, running: bool) -> bool:
+        noted = torch.tensor([self._noted, running], dtype=torch.int64)
+        asked, any_runs = self._comm.max_(noted).tolist()
+        if asked < _TERM:  # saving every so often can wait for a step
+            return bool(any_runs)
+        validations = self._validations
+        assert validations is not None
+        if self._trainer.sanity_checking or (asked == _TERM and not self._saves):
+            self._answer(asked, None)
+        elif validations.can_be_done_anew():
+            self._answer(asked, validations.undone())
+        return bool(any_runs)
+
+    def _answer(self, asked: int, saving: contextlib.AbstractContextManager[None] | None) -> None:
+        """
+        Args:
+            saving: inside, things are as a checkpoint is to find them; None: there is nothing to save.
+        """
         self._noted = _NOTHING  # a note that came in the meantime is for the next boundary
-        if asked != _TERM or self._saves:
-            with contextlib.nullcontext() if last else self._as_lightning_saves():
+        if saving is not None and (asked != _TERM or self._saves):
+            with saving:
                 self._save("saved" if asked == _SAVE else "interrupted: saved")
         elif self._trainer.is_global_zero:
-            print(f"interrupted at step {self._trainer.global_step}: SIGTERM", flush=True)
+            what = "SIGTERM" if asked == _TERM else "requeue"
+            print(f"interrupted at step {self._trainer.global_step}: {what}", flush=True)
         if asked == _TERM:
+            self._connector.received_sigterm = True
             raise Left(self._code)
         if asked == _REQUEUE and self._trainer.strategy.broadcast(self._requeue()):
             raise Left(0)
 
     @contextlib.contextmanager
     def _as_lightning_saves(self) -> Iterator[None]:
-        """Lightning saves before it counts the step for loggers, and counts it when it loads."""
-        loop = self._trainer.fit_loop.epoch_loop
+        """Lightning saves before it counts the step for loggers, and counts it when it loads. A batch that is counted
+        as fetched and not begun tells it that validations after the batch before it are done."""
+        loop, progress = self._loop, copy.deepcopy(self._loop.batch_progress)
+        loop.batch_progress.increment_ready()
         ahead = not loop._should_accumulate()  # what it asks when it loads
         loop._batches_that_stepped -= ahead
         try:
             yield
         finally:
             loop._batches_that_stepped += ahead
+            loop.batch_progress = progress
 
     def _save(self, what: str) -> None:
         started = time.monotonic()
@@ -174,7 +230,7 @@ class Interruptions:
             job = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"
         try:
             done = subprocess.run(["scontrol", "requeue", job], capture_output=True, text=True)
-            failure = done.stderr.strip() if done.returncode else ""
+            failure = (done.stderr.strip() or f"exit code {done.returncode}") if done.returncode else ""
         except OSError as error:
             failure = str(error)
         if failure:
@@ -184,7 +240,10 @@ class Interruptions:
     def let_go(self) -> None:
         """Lightning's own answers are back."""
         self._connector.__dict__.pop(_TERM_HANDLER, None)
-        self._trainer.fit_loop.epoch_loop.__dict__.pop(_AGREEMENT, None)
+        for name in (_AGREEMENT, _ADVANCE):
+            self._loop.__dict__.pop(name, None)
+        if self._validations is not None:
+            self._validations.let_go()
         if self._main_thread and self._signum is not None:
             self._connector._original_handlers[self._signum] = self._before  # what Lightning puts back in a moment
 

@@ -72,6 +72,9 @@ class ZeroPrecision(LightningPrecision):
     def attach(self, strategy: ZeroStrategy) -> None:
         self._strategy = ref(strategy)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_strategy": None}  # a copied strategy attaches its copy of this
+
     @property
     def strategy(self) -> ZeroStrategy:
         strategy = self._strategy() if self._strategy is not None else None

@@ -29,14 +29,14 @@ from lightning.pytorch.plugins.precision import Precision as LightningPrecision
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning_utilities.core.rank_zero import rank_zero_only
+from lightning_utilities.core.rank_zero import rank_zero_only, rank_zero_warn
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 from torch.nn import Module, SyncBatchNorm
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
-from lightning_zero import averaging, finetuning, startup
+from lightning_zero import averaging, finetuning, pruning, startup, validations
 from lightning_zero.allocation import check_allocation
 from lightning_zero.config import PRECISION_FLAGS, ConfigError, ZeroConfig, make_config
 from lightning_zero.engine import Engine, engine_of, shard, values
@@ -195,6 +195,11 @@ class ZeroStrategy(ParallelStrategy):
         with torch.no_grad(), precision, self.engine.step_scope(key, evaluation=True):
             yield
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if self._precision_plugin is not None:
+            self.precision_plugin.attach(self)
+
     # -- processes ------------------------------------------------------------------------------------------------
 
     def _configure_launcher(self) -> None:
@@ -223,6 +228,7 @@ class ZeroStrategy(ParallelStrategy):
         if self.lightning_module is not None:
             averaging.attach(self.lightning_module.trainer)
             finetuning.attach(self.lightning_module.trainer)
+            pruning.attach(self.lightning_module.trainer)
 
     def _join(self, device: torch.device) -> None:
         """Come together with the other ranks, and make the default process group."""
@@ -378,6 +384,7 @@ class ZeroStrategy(ParallelStrategy):
             if module._trainer is not None:
                 averaging.let_go(module.trainer)
                 finetuning.let_go(module.trainer)
+                pruning.let_go(module.trainer)
         if self._interruptions is not None:
             self._interruptions.let_go()
             self._interruptions = None
@@ -407,6 +414,8 @@ class ZeroStrategy(ParallelStrategy):
             return super().training_step(*args, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self._interruptions is not None:
+            self._interruptions.between_validation_batches()
         with self._evaluation("validation_step"):
             return super().validation_step(*args, **kwargs)
 
@@ -421,6 +430,11 @@ class ZeroStrategy(ParallelStrategy):
     def on_validation_start(self) -> None:
         self._evaluation_starts = True
 
+    def on_validation_end(self) -> None:
+        assert self.lightning_module is not None
+        if self._interruptions is not None and self._interruptions.training:
+            validations.step_plateau_schedulers(self.lightning_module.trainer)
+
     def on_test_start(self) -> None:
         self._evaluation_starts = True
 
@@ -433,10 +447,9 @@ class ZeroStrategy(ParallelStrategy):
             self.engine.sync_buffers()
         return self.engine.step_scope(key, evaluation=True)
 
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+    def on_train_start(self) -> None:
         assert self.lightning_module is not None
-        if self._interruptions is not None and batch_idx % self.lightning_module.trainer.accumulate_grad_batches == 0:
-            self._interruptions.at_boundary()  # not inside an accumulation window, whose gradients would be lost
+        validations.repair_counts(self.lightning_module.trainer)
 
     def on_train_end(self) -> None:
         if self._interruptions is not None:
@@ -457,8 +470,12 @@ class ZeroStrategy(ParallelStrategy):
         return False
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        refuse_lonely_save(self.engine)
-        return values.module_state_dict(self.engine)
+        assert self.lightning_module is not None
+        engine = engine_of(self.lightning_module)
+        if engine is None:  # before any run
+            return self.lightning_module.state_dict()
+        refuse_lonely_save(engine)
+        return values.module_state_dict(engine)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         if isinstance(optimizer, LightningOptimizer):
@@ -485,13 +502,14 @@ class ZeroStrategy(ParallelStrategy):
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         states = checkpoint["optimizer_states"]
-        if len(states) != len(self.optimizers):
-            raise ConfigError(
-                f"the checkpoint holds {len(states)} optimizers, configure_optimizers() gives {len(self.optimizers)}. "
-                "Resume with the optimizers it was saved with, or load weights only (load_from_checkpoint)."
+        if len(states) != len(self.optimizers):  # as under DDP, which says nothing
+            rank_zero_warn(
+                f"the checkpoint holds the states of {len(states)} optimizers, configure_optimizers() gives "
+                f"{len(self.optimizers)}: the first {min(len(states), len(self.optimizers))} are loaded, and those "
+                "without a state start anew. Give the optimizers it was saved with to go on as it was."
             )
         frozen = [bucket for bucket in self.engine.buckets if not bucket.trainable]
-        for optimizer, state in zip(self.optimizers, states, strict=True):
+        for optimizer, state in zip(self.optimizers, states, strict=False):
             if not isinstance(optimizer, _MockOptimizer):
                 values.load_optimizer_state(self.engine, optimizer, state)
         if any(bucket.trainable for bucket in frozen):  # weights of frozen buckets were rounded when they were loaded

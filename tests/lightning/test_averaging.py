@@ -174,3 +174,43 @@ def test_the_callback_is_itself_again_after_the_run(tmp_path: Path) -> None:
     assert not set(vars(callback)) & {"setup", "_swap_models", "_copy_average_to_current", "on_load_checkpoint"}
     assert of.callbacks.count(callback) == 1  # type: ignore[attr-defined]
     assert weights(of)
+
+
+class WithSetup(EMAWeightAveraging):
+    """A subclass that prepares itself, and changes the module, in setup."""
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        if stage == "fit":
+            pl_module.first.bias.data.fill_(0.25)
+        super().setup(trainer, pl_module, stage)
+        self.called = [*getattr(self, "called", []), stage]
+        self.last = trainer.max_epochs - 1
+
+    def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+        return epoch_idx == self.last
+
+
+@on_ranks(2)
+def test_setup_of_a_subclass_is_called(tmp_path: Path) -> None:
+    def body(strategy: str) -> Any:
+        callback = WithSetup(decay=0.8)
+        run = fit(strategy, tmp_path, seeded(WithBatchNorm), callbacks=[callback])
+        run.trainer.validate(run.module, loader(), verbose=False)
+        assert callback.called == ["fit", "validate"]
+        return run
+
+    expected = body("ddp")
+    for stage in ("zero1", "zero3"):
+        assert_same(body(stage), expected, what=stage)
+
+
+@on_ranks(2)
+def test_averages_that_are_not_there_in_setup_are_explained(tmp_path: Path) -> None:
+    class Early(WeightAveraging):
+        def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+            super().setup(trainer, pl_module, stage)
+            self._average_model.module.requires_grad_(False)  # type: ignore[union-attr]
+
+    with pytest.raises(AttributeError) as error:
+        fit("zero3", tmp_path, callbacks=[Early()])
+    assert "on_fit_start" in error.value.__notes__[0]

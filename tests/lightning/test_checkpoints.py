@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import pickle
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
 from lightning_zero import ZeroStrategy
@@ -237,17 +240,56 @@ def test_strict_and_not(tmp_path: Path) -> None:
         assert not torch.equal(found["head.weight"], expected["head.weight"])
 
 
+class OfParts(Lit):
+    """``parts``: how many of three modules train, each by an optimizer of its own."""
+
+    def __init__(self, parts: int) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.parts = parts
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        loss = self.loss(batch)
+        self.losses.append(loss.item())
+        optimizers = self.optimizers() if self.parts > 1 else [self.optimizers()]
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        self.manual_backward(loss)
+        for optimizer in optimizers:
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        parts = (self.head, self.blocks, self.first)[: self.parts]
+        return [torch.optim.AdamW(part.parameters(), lr=0.01) for part in parts]
+
+
 @on_ranks(2)
-def test_a_checkpoint_with_other_optimizers_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("saved", "resumed"), [(1, 2), (3, 1)])
+def test_more_or_fewer_optimizers_than_saved(saved: int, resumed: int, tmp_path: Path) -> None:
+    """As under DDP, which loads as many as there are of both; we say so."""
+
+    def body(strategy: str) -> Any:
+        path = tmp_path / f"{strategy}.ckpt"
+        fit(strategy, tmp_path, seeded(lambda: OfParts(saved)), max_epochs=1).trainer.save_checkpoint(path)
+        return fit(strategy, tmp_path, seeded(lambda: OfParts(resumed)), max_epochs=2, ckpt_path=path)
+
+    unused = DDPStrategy(find_unused_parameters=True)
+    path = tmp_path / "ddp.ckpt"
+    fit(unused, tmp_path, seeded(lambda: OfParts(saved)), max_epochs=1).trainer.save_checkpoint(path)
+    again = DDPStrategy(find_unused_parameters=True)
+    expected = fit(again, tmp_path, seeded(lambda: OfParts(resumed)), max_epochs=2, ckpt_path=path)
+    for stage in STAGES:
+        said: list[str] = []
+        with mock.patch("lightning_zero.strategy.rank_zero_warn", said.append):
+            found = body(stage)
+        assert_same(found, expected, what=stage)
+        assert_optimizer(optimizer_states(found.trainer), optimizer_states(expected.trainer), what=stage)
+        assert f"of {saved} optimizers, configure_optimizers() gives {resumed}" in said[0]
+
+
+@on_ranks(2)
+def test_a_checkpoint_with_other_param_groups_is_refused(tmp_path: Path) -> None:
     fit("zero3", tmp_path).trainer.save_checkpoint(tmp_path / "one.ckpt")
-
-    class Two(Lit):
-        def __init__(self) -> None:
-            super().__init__()
-            self.automatic_optimization = False
-
-        def configure_optimizers(self) -> Any:
-            return [torch.optim.SGD(m.parameters(), lr=0.1) for m in (self.blocks, self.head)]
 
     class TwoGroups(Lit):
         def configure_optimizers(self) -> Any:
@@ -255,8 +297,6 @@ def test_a_checkpoint_with_other_optimizers_is_refused(tmp_path: Path) -> None:
             groups = [{"params": list(self.blocks.parameters())}, {"params": rest}]
             return torch.optim.SGD(groups, lr=0.1)
 
-    with pytest.raises(ValueError, match="1 optimizers"):
-        fit("zero3", tmp_path, seeded(Two), ckpt_path=tmp_path / "one.ckpt")
     with pytest.raises(ValueError, match="param groups"):
         fit("zero3", tmp_path, seeded(TwoGroups), ckpt_path=tmp_path / "one.ckpt")
 
@@ -329,6 +369,37 @@ def test_saving_without_training(tmp_path: Path) -> None:
     of.validate(module, loader(), verbose=False)
     of.save_checkpoint(tmp_path / "untrained.ckpt")
     assert_weights(torch.load(tmp_path / "untrained.ckpt", weights_only=False)["state_dict"], weights(of), tolerance=0)
+
+
+@on_ranks(2)
+def test_saving_before_any_run(tmp_path: Path) -> None:
+    for strategy in ("ddp", "zero1", "zero3"):
+        module = seeded(Lit)
+        of = trainer(strategy, tmp_path)
+        of.strategy.connect(module)
+        of.save_checkpoint(tmp_path / f"{strategy}.ckpt")
+    dist.barrier()
+    files = [torch.load(tmp_path / f"{strategy}.ckpt", weights_only=False) for strategy in ("ddp", "zero1", "zero3")]
+    for found in files[1:]:
+        assert found.keys() == files[0].keys()
+        assert_weights(found["state_dict"], files[0]["state_dict"], tolerance=0)
+    loaded = Lit.load_from_checkpoint(tmp_path / "zero3.ckpt")
+    assert_weights(loaded.state_dict(), seeded(Lit).state_dict(), tolerance=0)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda of: pickle.loads(pickle.dumps(of))], ids=["copy", "pickle"])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_a_copy_of_a_trainer_trains_by_itself(copied: Any, precision: Any, tmp_path: Path) -> None:
+    expected = fit("zero3", tmp_path, precision=precision)
+    of = trainer("zero3", tmp_path, precision=precision)
+    again = copied(of)
+    assert again.precision_plugin.strategy is again.strategy is not of.strategy
+    module = seeded(Lit)
+    again.fit(module, loader(), loader())
+    assert_same(record(again, module), expected, tolerance=0)
+    of.fit(other := seeded(Lit), loader(), loader())
+    assert_same(record(of, other), expected, tolerance=0)
 
 
 @on_ranks(2)

@@ -236,15 +236,6 @@ def test_sigterm_ends_an_evaluation_at_once(tmp_path: Path) -> None:
 
 
 @on_ranks(2)
-@no_broadcasts_of_lightnings()
-def test_sigterm_in_a_validation_is_answered_after_it(tmp_path: Path) -> None:
-    module = seeded(lambda: Terminated(0, 1, "validation"))
-    with pytest.raises(SystemExit):
-        fit("zero3", tmp_path, module, max_epochs=2, val_check_interval=3, num_sanity_val_steps=0)
-    assert module.trainer.global_step == 3
-
-
-@on_ranks(2)
 @mock.patch.object(interruptions, "SAVING_SHARE", 1e9)  # saving takes longer than a step here
 def test_saving_every_so_often(tmp_path: Path) -> None:
     """After each step here, between steps; one file is kept, and training goes on from it as if nothing had been."""

@@ -229,15 +229,6 @@ def test_a_signal_in_the_last_step_is_answered_at_the_end(tmp_path: Path) -> Non
 
 
 @on_ranks(2)
-def test_a_signal_in_validation_is_answered_in_training(tmp_path: Path) -> None:
-    module = seeded(lambda: Signalled(1, 1, "validation"))
-    with pytest.raises(SystemExit):
-        fit("zero3", tmp_path, module, max_epochs=1, val_check_interval=3, plugins=[slurm(tmp_path)])
-    assert module.saved_at[0] == 3
-    assert requeued(tmp_path)[0] == "requeue 77"
-
-
-@on_ranks(2)
 def test_a_signal_in_evaluation_alone_requeues_and_saves_nothing(tmp_path: Path) -> None:
     of = trainer("zero3", tmp_path, plugins=[slurm(tmp_path)])
     of.validate(seeded(lambda: Signalled(1, 0, "validation")), loader(), verbose=False)
