@@ -7,10 +7,10 @@ import contextlib
 import os
 import socket
 import sys
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 import torch
@@ -29,7 +29,7 @@ from lightning.pytorch.plugins.precision import Precision as LightningPrecision
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning_utilities.core.rank_zero import rank_zero_only
+from lightning_utilities.core.rank_zero import rank_zero_only, rank_zero_warn
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 from torch.nn import Module, SyncBatchNorm
@@ -38,18 +38,20 @@ from torch.optim import Optimizer
 
 from lightning_zero import averaging, finetuning, startup
 from lightning_zero.allocation import check_allocation
+from lightning_zero.checkpoint_io import async_writer, remove_behind_writes, with_default
 from lightning_zero.config import PRECISION_FLAGS, ConfigError, ZeroConfig, make_config
 from lightning_zero.engine import Engine, engine_of, shard, values
 from lightning_zero.engine.build import TRUE_DTYPES
 from lightning_zero.environments import own_environment
 from lightning_zero.interruptions import Interruptions, Left, refuse_lonely_save
 from lightning_zero.memory.claims import check_folder
-from lightning_zero.memory.collectives import barrier, broadcast_object, open_waits
+from lightning_zero.memory.collectives import barrier, broadcast_object, open_waits, together
 from lightning_zero.memory.waits import Waits
 from lightning_zero.precision import ZeroPrecision
 from lightning_zero.summary import print_units
 
 EXIT_BARRIER_S = 20.0
+T = TypeVar("T")
 OWN_RENDEZVOUS = frozenset({"mpi", "fake"})  # backends whose ranks need no store to find each other
 
 
@@ -384,7 +386,7 @@ class ZeroStrategy(ParallelStrategy):
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
-        self.checkpoint_io.teardown()
+        self._end_writing()
 
     def on_exception(self, exception: BaseException) -> None:
         """No collective here: the other ranks may be gone."""
@@ -466,6 +468,52 @@ class ZeroStrategy(ParallelStrategy):
         if isinstance(optimizer, _MockOptimizer):
             return optimizer.state_dict()
         return values.optimizer_state(self.engine, optimizer)
+
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        """The user's, else ours; an AsyncCheckpointIO without one of its own writes by ours too."""
+        self._checkpoint_io = with_default(self._checkpoint_io)
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO | None) -> None:
+        self._checkpoint_io = io
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        """On all ranks; rank 0 writes.
+
+        Raises:
+            Exception: on all ranks, with file and cause: it could not be written.
+        """
+        write = super().save_checkpoint
+        self._together("writing a checkpoint", lambda: write(checkpoint, filepath, storage_options))
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        if self.is_global_zero:
+            remove_behind_writes(self.checkpoint_io, filepath)
+
+    def finish_writes(self) -> None:
+        """On all ranks: what was handed over for writing behind training is written.
+
+        Raises:
+            Exception: on all ranks, with file and cause: it could not be written.
+        """
+        if async_writer(self.checkpoint_io) is not None:
+            self._together("the last writes of checkpoints", self.checkpoint_io.teardown)
+
+    def _end_writing(self) -> None:
+        if not _FAILED:
+            self.finish_writes()
+        try:
+            self.checkpoint_io.teardown()
+        except Exception as error:
+            if not _FAILED:
+                raise
+            rank_zero_warn(str(error))  # in place of what has ended the run it would be misleading
+
+    def _together(self, what: str, act: Callable[[], T]) -> T:
+        waits = self._waits
+        return act() if waits is None else together(dist.group.WORLD, waits, what, act, patient=True)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         # Not said: a checkpoint of the user's own, with whatever hyperparameters it holds.

@@ -301,12 +301,21 @@ def broadcast_object(group: Any, value: T, src: int, waits: Waits) -> T:
     return value if sends else cast(T, pickle.loads(data.numpy().tobytes()))
 
 
-def together(group: Any, waits: Waits, what: str, act: Callable[[], T], undo: Callable[[T], Any] = lambda _: None) -> T:
+def together(
+    group: Any,
+    waits: Waits,
+    what: str,
+    act: Callable[[], T],
+    undo: Callable[[T], Any] = lambda _: None,
+    *,
+    patient: bool = False,
+) -> T:
     """``act``, which asks nothing of other ranks, on all ranks. Where it fails on one, all raise, and none waits.
 
     Args:
         what: it is, in words.
         undo: what is done on the other ranks then, with the result of ``act``.
+        patient: it may take longer than ``stall_timeout_s``.
 
     Raises:
         Exception: what ``act`` has raised on this rank; or, of the first rank that it failed on, a ConfigError as it
@@ -316,9 +325,9 @@ def together(group: Any, waits: Waits, what: str, act: Callable[[], T], undo: Ca
         result = act()
     except Exception as error:
         own = (type(error).__name__ if not isinstance(error, ConfigError) else "", str(error))
-        gather_objects(group, own, waits, what)
+        gather_objects(group, own, waits, what, patient=patient)
         raise
-    for rank, found in enumerate(gather_objects(group, None, waits, what)):
+    for rank, found in enumerate(gather_objects(group, None, waits, what, patient=patient)):
         if found is not None:
             undo(result)
             kind, text = found

@@ -1,0 +1,63 @@
+"""How the strategy writes, reads and removes checkpoints; see ``checkpoint/files.py`` for why it is not torch's way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from fsspec.implementations.local import LocalFileSystem
+from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
+from lightning.fabric.utilities.cloud_io import get_filesystem
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
+from lightning_utilities.core.rank_zero import rank_zero_warn
+
+from lightning_zero.checkpoint.files import write_whole
+
+
+class ZeroCheckpointIO(TorchCheckpointIO):
+    """Lightning's file, put whole in its place. Elsewhere than in local file systems: as Lightning does it."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        system = get_filesystem(path)
+        if storage_options is not None or not isinstance(system, LocalFileSystem):
+            super().save_checkpoint(checkpoint, path, storage_options)
+            return
+        write_whole(system._strip_protocol(str(path)), lambda file: torch.save(checkpoint, file))
+
+
+def with_default(io: CheckpointIO | None) -> CheckpointIO:
+    """``io``, with ours where nothing was chosen; inside of a wrapper such as AsyncCheckpointIO too."""
+    if io is None:
+        return ZeroCheckpointIO()
+    if isinstance(io, _WrappingCheckpointIO):
+        io.checkpoint_io = ZeroCheckpointIO()  # does nothing where there is one
+    return io
+
+
+def remove_behind_writes(io: CheckpointIO, path: Any) -> None:
+    """Remove a checkpoint once all that were handed over for writing before are written; if one failed, keep it.
+
+    AsyncCheckpointIO would remove at once, and a process that is killed then has neither the old nor the new one. Its
+    executor has one thread, which takes what it is given in order. A removal that fails only warns: training can go on.
+    """
+    writer = async_writer(io)
+    executor = writer._executor if writer is not None else None
+    if writer is None or executor is None:
+        _remove(io, path)
+    else:
+        executor.submit(lambda: _remove(io, path) if writer._error is None else None)
+
+
+def async_writer(io: CheckpointIO | None) -> AsyncCheckpointIO | None:
+    """What writes in a thread, inside of whatever wrappers."""
+    while isinstance(io, _WrappingCheckpointIO) and not isinstance(io, AsyncCheckpointIO):
+        io = io.checkpoint_io
+    return io if isinstance(io, AsyncCheckpointIO) else None
+
+
+def _remove(io: CheckpointIO, path: Any) -> None:
+    try:
+        io.remove_checkpoint(path)
+    except Exception as error:
+        rank_zero_warn(f"{path}: this checkpoint could not be removed: {type(error).__name__}: {error}")
