@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from fsspec.implementations.local import LocalFileSystem
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
-from lightning.fabric.utilities.cloud_io import get_filesystem
+from lightning.fabric.utilities.cloud_io import _is_local_file_protocol, get_filesystem
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -19,11 +18,11 @@ class ZeroCheckpointIO(TorchCheckpointIO):
     """Lightning's file, put whole in its place. Elsewhere than in local file systems: as Lightning does it."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        system = get_filesystem(path)
-        if storage_options is not None or not isinstance(system, LocalFileSystem):
+        if storage_options is not None or not _is_local_file_protocol(path):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
-        write_whole(system._strip_protocol(str(path)), lambda file: torch.save(checkpoint, file))
+        name = get_filesystem(path)._strip_protocol(str(path))  # of file:///folder/last.ckpt too
+        write_whole(name, lambda file: torch.save(checkpoint, file))
 
 
 def with_default(io: CheckpointIO | None) -> CheckpointIO:

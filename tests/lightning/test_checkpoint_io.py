@@ -31,9 +31,9 @@ def test_ours_is_the_default_and_the_users_counts(tmp_path: Path) -> None:
     assert trainer(ZeroStrategy("zero3", checkpoint_io=theirs), tmp_path).strategy.checkpoint_io is theirs
     assert trainer("zero3", tmp_path, plugins=[wrapper]).strategy.checkpoint_io is wrapper
     assert isinstance(wrapper.checkpoint_io, ZeroCheckpointIO)
-    assert (
-        trainer("zero3", tmp_path, plugins=[AsyncCheckpointIO(theirs)]).strategy.checkpoint_io.checkpoint_io is theirs
-    )
+    wrapper = AsyncCheckpointIO(theirs)
+    assert trainer("zero3", tmp_path, plugins=[wrapper]).strategy.checkpoint_io is wrapper
+    assert wrapper.checkpoint_io is theirs
 
 
 @on_ranks(2)
