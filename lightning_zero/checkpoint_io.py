@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+import re
 from typing import Any
 
 import torch
@@ -10,8 +12,10 @@ from lightning.fabric.utilities.cloud_io import _is_local_file_protocol, get_fil
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from lightning_zero.checkpoint.files import write_whole
+from lightning_zero.config import ConfigError
 
 
 class ZeroCheckpointIO(TorchCheckpointIO):
@@ -32,6 +36,49 @@ def with_default(io: CheckpointIO | None) -> CheckpointIO:
     if isinstance(io, _WrappingCheckpointIO):
         io.checkpoint_io = ZeroCheckpointIO()  # does nothing where there is one
     return io
+
+
+def load(io: CheckpointIO, path: Any, weights_only: bool | None) -> dict[str, Any]:
+    """
+    Args:
+        weights_only: ``None``: as torch has it, where nothing that is in the file is run.
+
+    Raises:
+        ConfigError: what the file holds would run code, or it is no whole checkpoint; with the file.
+    """
+    try:
+        return io.load_checkpoint(path, weights_only=weights_only)
+    except pickle.UnpicklingError as error:
+        if weights_only is False or _NOT_ALLOWED not in str(error):
+            raise ConfigError(f"{_damaged(path)}: {error}") from error
+        found = _classes(path) or re.findall(r"GLOBAL ([\w.]+)", str(error)) or ["another class"]
+        names = ", ".join(name.rpartition(".")[2] for name in found)
+        raise ConfigError(
+            f"ckpt_path: expected a checkpoint of tensors and plain values, got {path} with {', '.join(found)}: "
+            "loading these can run any code that is in the file. If you trust it, give weights_only=False to Trainer.fit "
+            "(validate, test, predict), or allow the classes before: "
+            f"torch.serialization.add_safe_globals([{names}])."
+        ) from error
+    except FileNotFoundError:
+        raise
+    except (RuntimeError, OSError, EOFError) as error:
+        raise ConfigError(f"{_damaged(path)}: {type(error).__name__}: {error}") from error
+
+
+_NOT_ALLOWED = "Weights only load failed"
+
+
+def _damaged(path: Any) -> str:
+    return f"ckpt_path: expected a whole checkpoint, got {path}, which cannot be read"
+
+
+def _classes(path: Any) -> list[str]:
+    """What would be imported from the file, or called; nothing is run here."""
+    try:
+        with get_filesystem(path).open(str(path), "rb") as file:
+            return sorted(get_unsafe_globals_in_checkpoint(file))
+    except Exception:  # an older format; the first of them is in the error
+        return []
 
 
 def remove_behind_writes(io: CheckpointIO, path: Any) -> None:

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import lightning.pytorch as pl
@@ -38,7 +39,7 @@ from torch.optim import Optimizer
 
 from lightning_zero import averaging, finetuning, startup
 from lightning_zero.allocation import check_allocation
-from lightning_zero.checkpoint_io import async_writer, remove_behind_writes, with_default
+from lightning_zero.checkpoint_io import async_writer, load, remove_behind_writes, with_default
 from lightning_zero.config import PRECISION_FLAGS, ConfigError, ZeroConfig, make_config
 from lightning_zero.engine import Engine, engine_of, shard, values
 from lightning_zero.engine.build import TRUE_DTYPES
@@ -516,8 +517,15 @@ class ZeroStrategy(ParallelStrategy):
         return act() if waits is None else together(dist.group.WORLD, waits, what, act, patient=True)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        # Not said: a checkpoint of the user's own, with whatever hyperparameters it holds.
-        return super().load_checkpoint(checkpoint_path, weights_only=bool(weights_only))
+        """On all ranks, which read it each.
+
+        Raises:
+            ConfigError: on all ranks: it would run code, and the user has not said ``weights_only=False``; or a rank
+                cannot read it.
+        """
+        torch.cuda.empty_cache()
+        read = partial(load, self.checkpoint_io, checkpoint_path, weights_only)
+        return self._together("reading a checkpoint", read)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert self.lightning_module is not None
