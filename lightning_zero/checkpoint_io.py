@@ -55,8 +55,8 @@ def load(io: CheckpointIO, path: Any, weights_only: bool | None) -> dict[str, An
         names = ", ".join(name.rpartition(".")[2] for name in found)
         raise ConfigError(
             f"ckpt_path: expected a checkpoint of tensors and plain values, got {path} with {', '.join(found)}: "
-            "loading these can run any code that is in the file. If you trust it, give weights_only=False to Trainer.fit "
-            "(validate, test, predict), or allow the classes before: "
+            "loading these can run any code that is in the file. If you trust it, give weights_only=False to "
+            "Trainer.fit (validate, test, predict), or allow the classes before: "
             f"torch.serialization.add_safe_globals([{names}])."
         ) from error
     except FileNotFoundError:

@@ -30,6 +30,7 @@ from lightning.pytorch.plugins.precision import Precision as LightningPrecision
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning_utilities.core.rank_zero import rank_zero_only, rank_zero_warn
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
@@ -46,9 +47,11 @@ from lightning_zero.engine.build import TRUE_DTYPES
 from lightning_zero.environments import own_environment
 from lightning_zero.interruptions import Interruptions, Left, refuse_lonely_save
 from lightning_zero.memory.claims import check_folder
-from lightning_zero.memory.collectives import barrier, broadcast_object, open_waits, together
+from lightning_zero.memory.collectives import barrier, broadcast_object, gather_rows, open_waits, together
 from lightning_zero.memory.waits import Waits
 from lightning_zero.precision import ZeroPrecision
+from lightning_zero.random_numbers import KEY as RNG_KEY
+from lightning_zero.random_numbers import RandomNumbers, Saved, saved_ranks
 from lightning_zero.summary import print_units
 
 EXIT_BARRIER_S = 20.0
@@ -114,6 +117,8 @@ class ZeroStrategy(ParallelStrategy):
             None  # a state dict that waits for the shards, and strict
         )
         self._interruptions: Interruptions | None = None
+        self._random_numbers: RandomNumbers | None = None
+        self._saved_rng: Saved | None = None  # of a checkpoint, until there is one who needs it
         self._evaluation_starts = False
         self._start_waits: Waits | None = None  # until there is an engine
         self._process_group_backend = process_group_backend
@@ -209,7 +214,7 @@ class ZeroStrategy(ParallelStrategy):
     def setup_environment(self) -> None:
         global _FAILED
         _FAILED = False  # an exception of an earlier run was survived, by all ranks
-        self._to_load = None
+        self._to_load = self._saved_rng = None
         super().setup_environment()
         reset_seed()
         self.set_world_ranks()
@@ -301,6 +306,8 @@ class ZeroStrategy(ParallelStrategy):
             self.model = self._sync_layers(self.model)
         self.model = self._setup_model(self.model)
         if fitting:
+            saved, self._saved_rng = self._saved_rng, None
+            self._random_numbers = RandomNumbers(trainer, self.root_device, saved)
             self.setup_optimizers(trainer)
             averaging.average_shards(trainer, self.engine)
         self.setup_precision_plugin()
@@ -384,6 +391,8 @@ class ZeroStrategy(ParallelStrategy):
         if self._interruptions is not None:
             self._interruptions.let_go()
             self._interruptions = None
+        if self._random_numbers is not None:
+            self._random_numbers.let_go()
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
@@ -436,6 +445,10 @@ class ZeroStrategy(ParallelStrategy):
             self.engine.sync_buffers()
         return self.engine.step_scope(key, evaluation=True)
 
+    def on_train_start(self) -> None:
+        if self._random_numbers is not None:
+            self._random_numbers.on_train_start()
+
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         assert self.lightning_module is not None
         if self._interruptions is not None and batch_idx % self.lightning_module.trainer.accumulate_grad_batches == 0:
@@ -481,11 +494,15 @@ class ZeroStrategy(ParallelStrategy):
         self._checkpoint_io = io
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """On all ranks; rank 0 writes.
+        """On all ranks; rank 0 writes. A whole state holds the random number generators of all ranks.
 
         Raises:
             Exception: on all ranks, with file and cause: it could not be written.
         """
+        if "optimizer_states" in checkpoint and self._random_numbers is not None:
+            rows = self._gather_rows(self._random_numbers.row())
+            if rows is not None:
+                checkpoint[RNG_KEY] = self._random_numbers.record_of(rows)
         write = super().save_checkpoint
         self._together("writing a checkpoint", lambda: write(checkpoint, filepath, storage_options))
 
@@ -512,6 +529,10 @@ class ZeroStrategy(ParallelStrategy):
                 raise
             rank_zero_warn(str(error))  # in place of what has ended the run it would be misleading
 
+    def _gather_rows(self, row: Tensor) -> Tensor | None:
+        waits = self._waits
+        return row[None] if waits is None else gather_rows(dist.group.WORLD, row, waits, "states of random numbers")
+
     def _together(self, what: str, act: Callable[[], T]) -> T:
         waits = self._waits
         return act() if waits is None else together(dist.group.WORLD, waits, what, act, patient=True)
@@ -525,7 +546,20 @@ class ZeroStrategy(ParallelStrategy):
         """
         torch.cuda.empty_cache()
         read = partial(load, self.checkpoint_io, checkpoint_path, weights_only)
-        return self._together("reading a checkpoint", read)
+        checkpoint = self._together("reading a checkpoint", read)
+        self._take_random_numbers(checkpoint.pop(RNG_KEY, None), checkpoint_path)
+        return checkpoint
+
+    def _take_random_numbers(self, record: Mapping[str, Any] | None, path: Any) -> None:
+        if record is None or self.lightning_module is None:  # DDP's have none
+            return
+        if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
+            self._saved_rng = Saved.of_rank(record, self.global_rank, self.world_size, self.root_device)
+            if (saved := saved_ranks(record)) != self.world_size:
+                rank_zero_info(
+                    f"{path} has the random number generators of {saved} ranks: each of these {self.world_size} goes "
+                    "on with a seed that is derived from them"
+                )
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert self.lightning_module is not None

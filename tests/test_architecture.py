@@ -28,6 +28,7 @@ TOP_LEVEL = {
     "finetuning": "strategy",
     "summary": "strategy",
     "precision": "strategy",
+    "random_numbers": "strategy",
     "callbacks": "strategy",
     "averaging": "strategy",
     "checkpoint_io": "strategy",

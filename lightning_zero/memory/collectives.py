@@ -301,6 +301,17 @@ def broadcast_object(group: Any, value: T, src: int, waits: Waits) -> T:
     return value if sends else cast(T, pickle.loads(data.numpy().tobytes()))
 
 
+def gather_rows(group: Any, row: Tensor, waits: Waits, what: str) -> Tensor | None:
+    """Blocking: ``row``, ``[bytes] uint8`` on the host and as long on all ranks; ``[ranks, bytes]`` on rank 0."""
+    if waits.world_size == 1 or dist.get_backend(group) == "fake":
+        return row.expand(waits.world_size, -1)
+    table = torch.empty(waits.world_size, len(row), dtype=torch.uint8) if waits.rank == 0 else None
+    parts = list(table) if table is not None else None
+    work = dist.gather(row, parts, group_dst=0, group=GROUP_POOL.parent(group).agreement, async_op=True)
+    waits.wait_work(work, what, patient=True)
+    return table
+
+
 def together(
     group: Any,
     waits: Waits,

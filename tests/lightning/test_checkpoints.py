@@ -61,7 +61,7 @@ def test_the_file_is_what_ddp_writes(tmp_path: Path) -> None:
     for stage in STAGES:
         fit(stage, tmp_path, adamw()).trainer.save_checkpoint(tmp_path / f"{stage}.ckpt")
         found = torch.load(tmp_path / f"{stage}.ckpt", weights_only=False)
-        assert found.keys() == expected.keys()
+        assert found.keys() == expected.keys() | {"lightning_zero_rng"}
         assert found["hyper_parameters"] == expected["hyper_parameters"]
         assert found["lr_schedulers"] == expected["lr_schedulers"]
         assert found["loops"] == expected["loops"]
