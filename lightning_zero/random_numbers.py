@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.utilities.data import _set_sampler_epoch
 from torch import Tensor
 
 from lightning_zero.checkpoint.rng import Generators, of_rank
@@ -62,6 +63,7 @@ class RandomNumbers:
         self._epoch: Generators | None = None  # before the iterator of this epoch was made
         self._fetching: Generators | None = None  # before the last batch was fetched
         self._made: tuple[Any, Generators] | None = None  # the first iterator, and the states behind it
+        self._made_in_place = False  # the loops were restored before
         self._patched: list[tuple[Any, str]] = []
         epoch_loop = self._fit_loop.epoch_loop
         self._around(self._fit_loop, "_load_combined_loader_states", self._before_first_iterator)
@@ -85,15 +87,32 @@ class RandomNumbers:
 
     def _before_first_iterator(self, load_states: Callable[[], None]) -> None:
         load_states()
+        if self._fit_loop.restarting:  # Lightning does so later, when workers have the order of another epoch
+            assert self._fit_loop._combined_loader is not None
+            for loader in self._fit_loop._combined_loader.flattened:
+                _set_sampler_epoch(loader, self._next_epoch())
         if self._saved is not None:
             (self._saved.epoch if self._saved.in_epoch else self._saved.now).restore(self._device)
         self._epoch = self._now()
 
+    def _next_epoch(self) -> int:
+        """The epoch of the next batch: Lightning counts one that has ended with its last batch later (``reset``)."""
+        loop, batches = self._fit_loop, self._fit_loop.epoch_loop
+        loop.update_restart_stage()
+        ended = (
+            batches.restarted_on_train_batch_end and loop.restarted_mid_epoch and batches.batch_progress.is_last_batch
+        )
+        return loop.epoch_progress.current.processed + ended
+
     def _setup_data(self, setup: Callable[[], None]) -> None:
+        if self._fit_loop.restarting and not self._made_in_place:
+            # Made for ``estimated_stepping_batches``, before Lightning knew where to go on; it would stay as it is.
+            self._fit_loop._combined_loader = None
         before = self._iterator
         setup()
         if self._iterator is not None and self._iterator is not before:
             self._made = self._iterator, self._now()
+            self._made_in_place = self._fit_loop.restarting
 
     def on_train_start(self) -> None:
         """The last hook before training goes on."""

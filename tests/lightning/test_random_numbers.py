@@ -202,6 +202,24 @@ def test_a_step_that_failed_is_done_again(tmp_path: Path) -> None:
     assert_goes_on(again, whole, 2)
 
 
+class Schedules(Noisy):
+    """Makes the loaders early, before the loops are restored."""
+
+    def configure_optimizers(self) -> Any:
+        assert self.trainer.estimated_stepping_batches == 3 * STEPS
+        return super().configure_optimizers()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("at", [2, STEPS - 1])
+def test_with_loaders_that_a_schedule_has_asked_for(at: int, tmp_path: Path) -> None:
+    whole, _ = train(tmp_path, resumable=True, module=seeded(Schedules))
+    train(tmp_path, resumable=True, module=seeded(lambda: Schedules(at)), terminates=True)
+    path = tmp_path / "hpc_ckpt_1.ckpt"
+    again, _ = train(tmp_path, resumable=True, module=seeded(Schedules), ckpt_path=path)
+    assert_goes_on(again, whole, at + 1)
+
+
 # -- other checkpoints ------------------------------------------------------------------------------------------------
 
 
