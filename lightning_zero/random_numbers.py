@@ -87,7 +87,7 @@ class RandomNumbers:
 
     def _before_first_iterator(self, load_states: Callable[[], None]) -> None:
         load_states()
-        if self._fit_loop.restarting:  # Lightning does so later, when workers have the order of another epoch
+        if self._fit_loop.is_resuming:  # Lightning does so later, when workers have the order of another epoch
             assert self._fit_loop._combined_loader is not None
             for loader in self._fit_loop._combined_loader.flattened:
                 _set_sampler_epoch(loader, self._next_epoch())
@@ -105,14 +105,14 @@ class RandomNumbers:
         return loop.epoch_progress.current.processed + ended
 
     def _setup_data(self, setup: Callable[[], None]) -> None:
-        if self._fit_loop.restarting and not self._made_in_place:
+        if self._fit_loop.is_resuming and not self._made_in_place:
             # Made for ``estimated_stepping_batches``, before Lightning knew where to go on; it would stay as it is.
             self._fit_loop._combined_loader = None
         before = self._iterator
         setup()
         if self._iterator is not None and self._iterator is not before:
             self._made = self._iterator, self._now()
-            self._made_in_place = self._fit_loop.restarting
+            self._made_in_place = self._fit_loop.is_resuming
 
     def on_train_start(self) -> None:
         """The last hook before training goes on."""

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch import device as Device
 
 _PYTHON = struct.Struct("<625I?d")  # words of the Mersenne Twister and its place, whether a normal one is kept, and it
 _NUMPY = struct.Struct("<624Ii?d")
@@ -29,7 +30,7 @@ class Generators(NamedTuple):
     cuda: Tensor | None
 
     @classmethod
-    def now(cls, device: torch.device) -> Generators:
+    def now(cls, device: Device) -> Generators:
         on_gpu = device.type == "cuda"
         return cls(
             torch.get_rng_state(),
@@ -39,7 +40,7 @@ class Generators(NamedTuple):
         )
 
     @classmethod
-    def seeded(cls, seed: int, device: torch.device) -> Generators:
+    def seeded(cls, seed: int, device: Device) -> Generators:
         """As they are after ``seed`` (64 bits)."""
         on_gpu = device.type == "cuda"
         return cls(
@@ -49,7 +50,7 @@ class Generators(NamedTuple):
             torch.Generator(device).manual_seed(seed).get_state() if on_gpu else None,
         )
 
-    def restore(self, device: torch.device) -> None:
+    def restore(self, device: Device) -> None:
         torch.set_rng_state(self.torch)
         random.setstate(self.python)
         if self.numpy is not None:
@@ -83,7 +84,7 @@ def _bytes(data: bytes) -> Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
-def of_rank(table: Mapping[str, Tensor], rank: int, world_size: int, device: torch.device) -> Generators:
+def of_rank(table: Mapping[str, Tensor], rank: int, world_size: int, device: Device) -> Generators:
     """The states that ``rank`` goes on with.
 
     With another number of ranks than was saved they are seeded anew from what was saved: ranks that had the same

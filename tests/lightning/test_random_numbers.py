@@ -89,8 +89,8 @@ def train(
     terminates = settings.pop("terminates", False)
     module = seeded(Noisy) if module is None else module
     of = trainer(stage, root, **{"max_epochs": 3, "enable_checkpointing": True, **settings})
-    of.strategy.saves_on_sigterm = terminates
-    data = NoisySamples(2 * STEPS * dist.get_world_size())
+    of.strategy.saves_on_sigterm = terminates  # type: ignore[attr-defined]
+    data: Any = NoisySamples(2 * STEPS * dist.get_world_size())
     if resumable:
         loader: Any = ResumableLoader(data, 2, trainer=of, num_workers=workers)
     else:
