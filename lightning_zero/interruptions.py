@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -16,7 +15,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import lightning.pytorch as pl
 import torch
@@ -29,6 +28,7 @@ from lightning_zero.validations import Validations
 
 if TYPE_CHECKING:
     from lightning_zero.engine import Engine
+    from lightning_zero.strategy import ZeroStrategy
 
 MEET_S = 10.0  # how long a rank that failed waits for the others to fail at the same place
 SAVING_SHARE = 0.05  # of the time, at most, that saving every so often may take
@@ -180,7 +180,7 @@ class Interruptions:
         self._noted = _NOTHING  # a note that came in the meantime is for the next boundary
         if saving is not None and (asked != _TERM or self._saves):
             with saving:
-                self._save("saved" if asked == _SAVE else "interrupted: saved")
+                self._save("saved" if asked == _SAVE else "interrupted: saved", leaving=asked != _SAVE)
         elif self._trainer.is_global_zero:
             what = "SIGTERM" if asked == _TERM else "requeue"
             print(f"interrupted at step {self._trainer.global_step}: {what}", flush=True)
@@ -204,7 +204,7 @@ class Interruptions:
             loop._batches_that_stepped += ahead
             loop.batch_progress = progress
 
-    def _save(self, what: str) -> None:
+    def _save(self, what: str, *, leaving: bool) -> None:
         started = time.monotonic()
         trainer = self._trainer
         for logger in trainer.loggers:
@@ -212,11 +212,13 @@ class Interruptions:
         folder = trainer.default_root_dir
         path = trainer.strategy.broadcast(str(trainer._checkpoint_connector.hpc_save_path(folder)))
         trainer.save_checkpoint(path, weights_only=False)
+        if leaving:
+            cast("ZeroStrategy", trainer.strategy).finish_writes()  # a requeue ends these processes
         if trainer.is_global_zero:
             print(f"{what} step {trainer.global_step} in {path}", flush=True)
             for older in Path(folder).glob("hpc_ckpt_*.ckpt"):  # each holds the whole state
                 if str(older) != path:
-                    shutil.rmtree(older) if older.is_dir() else older.unlink(missing_ok=True)
+                    trainer.strategy.remove_checkpoint(str(older))
         if self._save_every_s is not None:
             now = time.monotonic()
             self._next_save = now + max(self._save_every_s, (now - started) / SAVING_SHARE)

@@ -7,10 +7,11 @@ import contextlib
 import os
 import socket
 import sys
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 import torch
@@ -29,6 +30,7 @@ from lightning.pytorch.plugins.precision import Precision as LightningPrecision
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info  # its logger is Lightning's
 from lightning_utilities.core.rank_zero import rank_zero_only, rank_zero_warn
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
@@ -38,18 +40,22 @@ from torch.optim import Optimizer
 
 from lightning_zero import averaging, finetuning, pruning, startup, validations
 from lightning_zero.allocation import check_allocation
+from lightning_zero.checkpoint_io import async_writer, load, remove_behind_writes, with_default
 from lightning_zero.config import PRECISION_FLAGS, ConfigError, ZeroConfig, make_config
 from lightning_zero.engine import Engine, engine_of, shard, values
 from lightning_zero.engine.build import TRUE_DTYPES
 from lightning_zero.environments import own_environment
 from lightning_zero.interruptions import Interruptions, Left, refuse_lonely_save
 from lightning_zero.memory.claims import check_folder
-from lightning_zero.memory.collectives import barrier, broadcast_object, open_waits
+from lightning_zero.memory.collectives import barrier, broadcast_object, gather_rows, open_waits, together
 from lightning_zero.memory.waits import Waits
 from lightning_zero.precision import ZeroPrecision
+from lightning_zero.random_numbers import KEY as RNG_KEY
+from lightning_zero.random_numbers import RandomNumbers, Saved, saved_ranks
 from lightning_zero.summary import print_units
 
 EXIT_BARRIER_S = 20.0
+T = TypeVar("T")
 OWN_RENDEZVOUS = frozenset({"mpi", "fake"})  # backends whose ranks need no store to find each other
 
 
@@ -111,6 +117,8 @@ class ZeroStrategy(ParallelStrategy):
             None  # a state dict that waits for the shards, and strict
         )
         self._interruptions: Interruptions | None = None
+        self._random_numbers: RandomNumbers | None = None
+        self._saved_rng: Saved | None = None  # of a checkpoint, until there is one who needs it
         self._evaluation_starts = False
         self._start_waits: Waits | None = None  # until there is an engine
         self._process_group_backend = process_group_backend
@@ -211,7 +219,7 @@ class ZeroStrategy(ParallelStrategy):
     def setup_environment(self) -> None:
         global _FAILED
         _FAILED = False  # an exception of an earlier run was survived, by all ranks
-        self._to_load = None
+        self._to_load = self._saved_rng = None
         super().setup_environment()
         reset_seed()
         self.set_world_ranks()
@@ -304,6 +312,8 @@ class ZeroStrategy(ParallelStrategy):
             self.model = self._sync_layers(self.model)
         self.model = self._setup_model(self.model)
         if fitting:
+            saved, self._saved_rng = self._saved_rng, None
+            self._random_numbers = RandomNumbers(trainer, self.root_device, saved)
             self.setup_optimizers(trainer)
             averaging.average_shards(trainer, self.engine)
         self.setup_precision_plugin()
@@ -388,10 +398,12 @@ class ZeroStrategy(ParallelStrategy):
         if self._interruptions is not None:
             self._interruptions.let_go()
             self._interruptions = None
+        if self._random_numbers is not None:
+            self._random_numbers.let_go()
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
-        self.checkpoint_io.teardown()
+        self._end_writing()
 
     def on_exception(self, exception: BaseException) -> None:
         """No collective here: the other ranks may be gone."""
@@ -448,6 +460,8 @@ class ZeroStrategy(ParallelStrategy):
         return self.engine.step_scope(key, evaluation=True)
 
     def on_train_start(self) -> None:
+        if self._random_numbers is not None:
+            self._random_numbers.on_train_start()
         assert self.lightning_module is not None
         validations.repair_counts(self.lightning_module.trainer)
 
@@ -484,9 +498,83 @@ class ZeroStrategy(ParallelStrategy):
             return optimizer.state_dict()
         return values.optimizer_state(self.engine, optimizer)
 
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        """The user's, else ours; an AsyncCheckpointIO without one of its own writes by ours too."""
+        self._checkpoint_io = with_default(self._checkpoint_io)
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO | None) -> None:
+        self._checkpoint_io = io
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        """On all ranks; rank 0 writes. A whole state holds the random number generators of all ranks.
+
+        Raises:
+            Exception: on all ranks, with file and cause: it could not be written.
+        """
+        if "optimizer_states" in checkpoint and self._random_numbers is not None:
+            rows = self._gather_rows(self._random_numbers.row())
+            if rows is not None:
+                checkpoint[RNG_KEY] = self._random_numbers.record_of(rows)
+        write = super().save_checkpoint
+        self._together("writing a checkpoint", lambda: write(checkpoint, filepath, storage_options))
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        if self.is_global_zero:
+            remove_behind_writes(self.checkpoint_io, filepath)
+
+    def finish_writes(self) -> None:
+        """On all ranks: what was handed over for writing behind training is written.
+
+        Raises:
+            Exception: on all ranks, with file and cause: it could not be written.
+        """
+        if async_writer(self.checkpoint_io) is not None:
+            self._together("the last writes of checkpoints", self.checkpoint_io.teardown)
+
+    def _end_writing(self) -> None:
+        if not _FAILED:
+            self.finish_writes()
+        try:
+            self.checkpoint_io.teardown()
+        except Exception as error:
+            if not _FAILED:
+                raise
+            rank_zero_warn(str(error))  # in place of what has ended the run it would be misleading
+
+    def _gather_rows(self, row: Tensor) -> Tensor | None:
+        waits = self._waits
+        return row[None] if waits is None else gather_rows(dist.group.WORLD, row, waits, "states of random numbers")
+
+    def _together(self, what: str, act: Callable[[], T]) -> T:
+        waits = self._waits
+        return act() if waits is None else together(dist.group.WORLD, waits, what, act, patient=True)
+
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        # Not said: a checkpoint of the user's own, with whatever hyperparameters it holds.
-        return super().load_checkpoint(checkpoint_path, weights_only=bool(weights_only))
+        """On all ranks, which read it each.
+
+        Raises:
+            ConfigError: on all ranks: it would run code, and the user has not said ``weights_only=False``; or a rank
+                cannot read it.
+        """
+        torch.cuda.empty_cache()
+        read = partial(load, self.checkpoint_io, checkpoint_path, weights_only)
+        checkpoint = self._together("reading a checkpoint", read)
+        self._take_random_numbers(checkpoint.pop(RNG_KEY, None), checkpoint_path)
+        return checkpoint
+
+    def _take_random_numbers(self, record: Mapping[str, Any] | None, path: Any) -> None:
+        if record is None or self.lightning_module is None:  # DDP's have none
+            return
+        if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
+            self._saved_rng = Saved.of_rank(record, self.global_rank, self.world_size, self.root_device)
+            if (saved := saved_ranks(record)) != self.world_size:
+                rank_zero_info(
+                    f"{path} has the random number generators of {saved} ranks: each of these {self.world_size} goes "
+                    "on with a seed that is derived from them"
+                )
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert self.lightning_module is not None

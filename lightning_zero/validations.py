@@ -9,33 +9,14 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import lightning.pytorch as pl
-import torch
-from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
-from torch import Tensor
 
 from lightning_zero import averaging
+from lightning_zero.checkpoint.rng import Generators
 
 _RUN, _LOADER_IS_OVER = "run", "_store_dataloader_outputs"
-
-
-class _Random(NamedTuple):
-    """What random numbers come next."""
-
-    host: dict[str, Any]
-    device: Tensor | None
-
-    @classmethod
-    def now(cls, device: torch.device) -> _Random:
-        on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-        return cls(_collect_rng_states(include_cuda=False), on_device)
-
-    def restore(self, device: torch.device) -> None:
-        _set_rng_states(self.host)
-        if self.device is not None:
-            torch.cuda.set_rng_state(self.device, device)
 
 
 class Validations:
@@ -50,7 +31,7 @@ class Validations:
         self._agree = agree
         self._loop = trainer.fit_loop.epoch_loop.val_loop
         self._before = copy.deepcopy(self._loop.batch_progress)
-        self._random = _Random.now(trainer.strategy.root_device)
+        self._random = Generators.now(trainer.strategy.root_device)
         self._run, self._loader_is_over = self._loop.run, self._loop._store_dataloader_outputs
         self._loop.__dict__.update({_RUN: self._validate, _LOADER_IS_OVER: self._wait_for_others})
 
@@ -58,7 +39,7 @@ class Validations:
         if not self._trainer.sanity_checking:  # whose counts are Lightning's business
             self._loop.batch_progress.total.reset_on_restart()  # of a validation that was begun and never finished
         self._before = copy.deepcopy(self._loop.batch_progress)
-        self._random = _Random.now(self._trainer.strategy.root_device)
+        self._random = Generators.now(self._trainer.strategy.root_device)
         self._loop.setup_data()
         if self._loop.skip and self._loop._combined_loader is not None:  # others may have batches
             for _ in range(self._loop.num_dataloaders if self._loop._is_sequential else 1):
@@ -76,7 +57,7 @@ class Validations:
     def undone(self) -> Iterator[None]:
         """Inside, between two batches: the state before this validation, and counts that say that it was begun."""
         loop, device = self._loop, self._trainer.strategy.root_device
-        progress, random = loop.batch_progress, _Random.now(device)
+        progress, random = loop.batch_progress, Generators.now(device)
         begun = copy.deepcopy(self._before)
         begun.reset_on_run()
         begun.increment_ready()

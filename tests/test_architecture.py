@@ -28,8 +28,10 @@ TOP_LEVEL = {
     "finetuning": "strategy",
     "summary": "strategy",
     "precision": "strategy",
+    "random_numbers": "strategy",
     "callbacks": "strategy",
     "averaging": "strategy",
+    "checkpoint_io": "strategy",
     "interruptions": "strategy",
     "strategy": "strategy",
 }
@@ -87,7 +89,7 @@ def test_every_module_has_a_place_in_the_house(path: Path) -> None:
     assert layer_of(name) or name in ("", "__init__") or name.split(".")[0] in MAIN_JOB, f"{name}: which layer is it?"
 
 
-@pytest.mark.parametrize("folder", ["planning", "memory", "engine"])
+@pytest.mark.parametrize("folder", ["planning", "memory", "engine", "checkpoint"])
 def test_a_folder_says_where_to_look(folder: str) -> None:
     text = ast.get_docstring(ast.parse((PACKAGE / folder / "__init__.py").read_text())) or ""
     for path in (PACKAGE / folder).glob("*.py"):

@@ -301,12 +301,32 @@ def broadcast_object(group: Any, value: T, src: int, waits: Waits) -> T:
     return value if sends else cast(T, pickle.loads(data.numpy().tobytes()))
 
 
-def together(group: Any, waits: Waits, what: str, act: Callable[[], T], undo: Callable[[T], Any] = lambda _: None) -> T:
+def gather_rows(group: Any, row: Tensor, waits: Waits, what: str) -> Tensor | None:
+    """Blocking: ``row``, ``[bytes] uint8`` on the host and as long on all ranks; ``[ranks, bytes]`` on rank 0."""
+    if waits.world_size == 1 or dist.get_backend(group) == "fake":
+        return row.expand(waits.world_size, -1)
+    table = torch.empty(waits.world_size, len(row), dtype=torch.uint8) if waits.rank == 0 else None
+    parts = list(table) if table is not None else None
+    work = dist.gather(row, parts, group_dst=0, group=GROUP_POOL.parent(group).agreement, async_op=True)
+    waits.wait_work(work, what, patient=True)
+    return table
+
+
+def together(
+    group: Any,
+    waits: Waits,
+    what: str,
+    act: Callable[[], T],
+    undo: Callable[[T], Any] = lambda _: None,
+    *,
+    patient: bool = False,
+) -> T:
     """``act``, which asks nothing of other ranks, on all ranks. Where it fails on one, all raise, and none waits.
 
     Args:
         what: it is, in words.
         undo: what is done on the other ranks then, with the result of ``act``.
+        patient: it may take longer than ``stall_timeout_s``.
 
     Raises:
         Exception: what ``act`` has raised on this rank; or, of the first rank that it failed on, a ConfigError as it
@@ -316,9 +336,9 @@ def together(group: Any, waits: Waits, what: str, act: Callable[[], T], undo: Ca
         result = act()
     except Exception as error:
         own = (type(error).__name__ if not isinstance(error, ConfigError) else "", str(error))
-        gather_objects(group, own, waits, what)
+        gather_objects(group, own, waits, what, patient=patient)
         raise
-    for rank, found in enumerate(gather_objects(group, None, waits, what)):
+    for rank, found in enumerate(gather_objects(group, None, waits, what, patient=patient)):
         if found is not None:
             undo(result)
             kind, text = found

@@ -13,12 +13,19 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.callbacks import (
+    Callback,
+    EarlyStopping,
+    EMAWeightAveraging,
+    ModelCheckpoint,
+    OnExceptionCheckpoint,
+)
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
 from lightning_zero import ZeroStrategy
+from lightning_zero.config import ConfigError
 from tests.harness import Pool, on_ranks, run
 from tests.lightning.toys import (
     STAGES,
@@ -57,7 +64,7 @@ def test_the_file_is_what_ddp_writes(tmp_path: Path) -> None:
     for stage in STAGES:
         fit(stage, tmp_path, adamw()).trainer.save_checkpoint(tmp_path / f"{stage}.ckpt")
         found = torch.load(tmp_path / f"{stage}.ckpt", weights_only=False)
-        assert found.keys() == expected.keys()
+        assert found.keys() == expected.keys() | {"lightning_zero_rng"}
         assert found["hyper_parameters"] == expected["hyper_parameters"]
         assert found["lr_schedulers"] == expected["lr_schedulers"]
         assert found["loops"] == expected["loops"]
@@ -340,12 +347,76 @@ class WithOddHyperparameter(Lit):
         self.save_hyperparameters()
 
 
+class Runs:
+    """Writes a file when it is loaded."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
+
+
+def save_with(hyperparameter: Any, root: Path) -> Path:
+    of = fit("zero3", root, seeded(lambda: WithOddHyperparameter(hyperparameter))).trainer
+    of.save_checkpoint(root / "odd.ckpt")
+    return root / "odd.ckpt"
+
+
 @on_ranks(2)
-def test_the_users_weights_only_counts(tmp_path: Path) -> None:
-    fit("zero3", tmp_path, seeded(lambda: WithOddHyperparameter(Odd()))).trainer.save_checkpoint(tmp_path / "odd.ckpt")
-    fit("zero3", tmp_path, max_epochs=3, ckpt_path=tmp_path / "odd.ckpt")
-    with pytest.raises(Exception, match="Odd"):
-        trainer("zero3", tmp_path).test(seeded(Lit), loader(), ckpt_path=tmp_path / "odd.ckpt", weights_only=True)
+def test_code_in_a_checkpoint_does_not_run(tmp_path: Path) -> None:
+    """As under DDP, where nothing is said, and if ``weights_only=True`` is; in whatever is done with it."""
+    of = fit("zero3", tmp_path).trainer
+    of.save_checkpoint(tmp_path / "good.ckpt")
+    path, ran = tmp_path / "bad.ckpt", tmp_path / "ran"
+    if dist.get_rank() == 0:
+        torch.save({**torch.load(tmp_path / "good.ckpt"), "extra": Runs(ran)}, path)
+    dist.barrier()
+    for strategy in ("ddp", "zero1", "zero3"):
+        for weights_only in (None, True):
+            with pytest.raises(Exception, match=r"bad\.ckpt|Weights only load failed"):
+                trainer(strategy, tmp_path).fit(seeded(Lit), loader(), ckpt_path=path, weights_only=weights_only)
+        with pytest.raises(Exception, match=r"bad\.ckpt|Weights only load failed"):
+            trainer(strategy, tmp_path).test(seeded(Lit), loader(), ckpt_path=path)
+    assert not ran.exists()
+    trainer("zero3", tmp_path, max_epochs=3).fit(seeded(Lit), loader(), ckpt_path=path, weights_only=False)
+    assert ran.exists()
+
+
+@on_ranks(2)
+def test_a_refusal_names_the_class_and_how_to_allow_it(tmp_path: Path) -> None:
+    path = save_with(Odd(), tmp_path)
+    for stage in ("zero1", "zero3"):
+        with pytest.raises(ConfigError, match=r"odd\.ckpt with tests\.lightning\.test_checkpoints\.Odd: ") as refused:
+            fit(stage, tmp_path, max_epochs=3, ckpt_path=path)
+        assert "weights_only=False" in str(refused.value) and "add_safe_globals([Odd])" in str(refused.value)
+    trainer("zero3", tmp_path, max_epochs=3).fit(seeded(Lit), loader(), ckpt_path=path, weights_only=False)
+    with torch.serialization.safe_globals([Odd]):
+        assert fit("zero3", tmp_path, max_epochs=3, ckpt_path=path).trainer.global_step == 18
+
+
+@on_ranks(2)
+def test_a_file_that_one_rank_cannot_read_ends_all(tmp_path: Path) -> None:
+    of = fit("zero3", tmp_path).trainer
+    of.save_checkpoint(tmp_path / "good.ckpt")
+    own = tmp_path / f"{dist.get_rank()}.ckpt"
+    own.write_bytes((tmp_path / "good.ckpt").read_bytes()[: -300 if dist.get_rank() else None])
+    with pytest.raises(ConfigError, match=r"expected a whole checkpoint, got .*1\.ckpt"):
+        fit("zero3", tmp_path, max_epochs=3, ckpt_path=own)
+    if dist.get_rank():
+        own.unlink()
+    with pytest.raises((FileNotFoundError, RuntimeError), match=r"not found: .*1\.ckpt"):
+        fit("zero3", tmp_path, max_epochs=3, ckpt_path=own)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("strategy", STAGES)
+def test_our_own_checkpoints_hold_nothing_that_runs(strategy: str, tmp_path: Path) -> None:
+    callbacks: list[Any] = [EMAWeightAveraging(), EarlyStopping("val"), ModelCheckpoint(tmp_path, save_last=True)]
+    module = seeded(lambda: Lit(optimizer="adamw", scheduler="onecycle"))
+    fit(strategy, tmp_path, module, callbacks=callbacks, enable_checkpointing=True, precision="bf16-mixed")
+    assert torch.serialization.get_unsafe_globals_in_checkpoint(tmp_path / "last.ckpt") == []
+    assert torch.load(tmp_path / "last.ckpt", weights_only=True)["optimizer_states"]
 
 
 @on_ranks(2)

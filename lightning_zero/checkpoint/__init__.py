@@ -1,0 +1,7 @@
+"""What a checkpoint is made of, without Lightning.
+
+::
+
+    files   written whole or not at all, whatever the moment at which a process is killed
+    rng     random number generators of all ranks
+"""

@@ -1,0 +1,104 @@
+"""Random number generators of all ranks: torch's on the host and on the rank's GPU, NumPy's and Python's.
+
+In a checkpoint they are plain tensors, one row for each rank, so that it loads with ``weights_only=True``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import struct
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch import device as Device
+
+_PYTHON = struct.Struct("<625I?d")  # words of the Mersenne Twister and its place, whether a normal one is kept, and it
+_NUMPY = struct.Struct("<624Ii?d")
+_MERSENNE = "MT19937"
+
+
+class Generators(NamedTuple):
+    """The states of one process. Cheap to take, because a run takes them before each batch."""
+
+    torch: Tensor
+    python: Any
+    numpy: Any
+    cuda: Tensor | None
+
+    @classmethod
+    def now(cls, device: Device) -> Generators:
+        on_gpu = device.type == "cuda"
+        return cls(
+            torch.get_rng_state(),
+            random.getstate(),
+            np.random.get_state(),
+            torch.cuda.get_rng_state(device) if on_gpu else None,
+        )
+
+    @classmethod
+    def seeded(cls, seed: int, device: Device) -> Generators:
+        """As they are after ``seed`` (64 bits)."""
+        on_gpu = device.type == "cuda"
+        return cls(
+            torch.Generator().manual_seed(seed).get_state(),
+            random.Random(seed).getstate(),
+            np.random.RandomState(seed % 2**32).get_state(),
+            torch.Generator(device).manual_seed(seed).get_state() if on_gpu else None,
+        )
+
+    def restore(self, device: Device) -> None:
+        torch.set_rng_state(self.torch)
+        random.setstate(self.python)
+        if self.numpy is not None:
+            np.random.set_state(self.numpy)
+        if self.cuda is not None and device.type == "cuda":
+            torch.cuda.set_rng_state(self.cuda, device)
+
+    def packed(self) -> dict[str, Tensor]:
+        """Bytes by name; as many on all ranks that train on the same kind of device."""
+        version, words, normal = self.python
+        assert version == 3, version
+        rows = {"torch": self.torch, "python": _bytes(_PYTHON.pack(*words, normal is not None, normal or 0.0))}
+        name, words, place, has_normal, normal = self.numpy
+        # The user may have put another generator in its place: then none is kept, which a place before all words says.
+        known = (*words.tolist(), place) if name == _MERSENNE else (*[0] * 624, -1)
+        rows["numpy"] = _bytes(_NUMPY.pack(*known, bool(has_normal), normal))
+        if self.cuda is not None:
+            rows["cuda"] = self.cuda
+        return rows
+
+    @classmethod
+    def unpacked(cls, rows: Mapping[str, Tensor]) -> Generators:
+        *words, has_normal, normal = _PYTHON.unpack(rows["python"].numpy().tobytes())
+        python = (3, tuple(words), normal if has_normal else None)
+        *keys, place, has_normal, normal = _NUMPY.unpack(rows["numpy"].numpy().tobytes())
+        state = (_MERSENNE, np.array(keys, dtype=np.uint32), place, int(has_normal), normal)
+        return cls(rows["torch"].clone(), python, state if place >= 0 else None, rows.get("cuda"))
+
+
+def _bytes(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def of_rank(table: Mapping[str, Tensor], rank: int, world_size: int, device: Device) -> Generators:
+    """The states that ``rank`` goes on with.
+
+    With another number of ranks than was saved they are seeded anew from what was saved: ranks that had the same
+    numbers, all, have the same again, and ranks that had their own have their own.
+
+    Args:
+        table: ``[saved ranks, bytes]`` by name.
+    """
+    saved = len(table["torch"])
+    rows = {name: part[rank % saved] for name, part in table.items()}
+    if saved == world_size:
+        return Generators.unpacked(rows)
+    alike = all(torch.equal(part, part[:1].expand_as(part)) for part in table.values())
+    digest = hashlib.sha256(b"" if alike else f"{rank} of {world_size}".encode())
+    for name in sorted(rows):
+        digest.update(rows[name].numpy().tobytes())
+    return Generators.seeded(int.from_bytes(digest.digest()[:8], "little"), device)

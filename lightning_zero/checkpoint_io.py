@@ -1,0 +1,109 @@
+"""How the strategy writes, reads and removes checkpoints; see ``checkpoint/files.py`` for why it is not torch's way."""
+
+from __future__ import annotations
+
+import pickle
+import re
+from typing import Any
+
+import torch
+from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
+from lightning.fabric.utilities.cloud_io import _is_local_file_protocol, get_filesystem
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch.serialization import get_unsafe_globals_in_checkpoint
+
+from lightning_zero.checkpoint.files import write_whole
+from lightning_zero.config import ConfigError
+
+
+class ZeroCheckpointIO(TorchCheckpointIO):
+    """Lightning's file, put whole in its place. Elsewhere than in local file systems: as Lightning does it."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        if storage_options is not None or not _is_local_file_protocol(path):
+            super().save_checkpoint(checkpoint, path, storage_options)
+            return
+        name = get_filesystem(path)._strip_protocol(str(path))  # of file:///folder/last.ckpt too
+        write_whole(name, lambda file: torch.save(checkpoint, file))
+
+
+def with_default(io: CheckpointIO | None) -> CheckpointIO:
+    """``io``, with ours where nothing was chosen; inside of a wrapper such as AsyncCheckpointIO too."""
+    if io is None:
+        return ZeroCheckpointIO()
+    if isinstance(io, _WrappingCheckpointIO):
+        io.checkpoint_io = ZeroCheckpointIO()  # does nothing where there is one
+    return io
+
+
+def load(io: CheckpointIO, path: Any, weights_only: bool | None) -> dict[str, Any]:
+    """
+    Args:
+        weights_only: ``None``: as torch has it, where nothing that is in the file is run.
+
+    Raises:
+        ConfigError: what the file holds would run code, or it is no whole checkpoint; with the file.
+    """
+    try:
+        return io.load_checkpoint(path, weights_only=weights_only)
+    except pickle.UnpicklingError as error:
+        if weights_only is False or _NOT_ALLOWED not in str(error):
+            raise ConfigError(f"{_damaged(path)}: {error}") from error
+        found = _classes(path) or re.findall(r"GLOBAL ([\w.]+)", str(error)) or ["another class"]
+        names = ", ".join(name.rpartition(".")[2] for name in found)
+        raise ConfigError(
+            f"ckpt_path: expected a checkpoint of tensors and plain values, got {path} with {', '.join(found)}: "
+            "loading these can run any code that is in the file. If you trust it, give weights_only=False to "
+            "Trainer.fit (validate, test, predict), or allow the classes before: "
+            f"torch.serialization.add_safe_globals([{names}])."
+        ) from error
+    except FileNotFoundError:
+        raise
+    except (RuntimeError, OSError, EOFError) as error:
+        raise ConfigError(f"{_damaged(path)}: {type(error).__name__}: {error}") from error
+
+
+_NOT_ALLOWED = "Weights only load failed"
+
+
+def _damaged(path: Any) -> str:
+    return f"ckpt_path: expected a whole checkpoint, got {path}, which cannot be read"
+
+
+def _classes(path: Any) -> list[str]:
+    """What would be imported from the file, or called; nothing is run here."""
+    try:
+        with get_filesystem(path).open(str(path), "rb") as file:
+            return sorted(get_unsafe_globals_in_checkpoint(file))
+    except Exception:  # an older format; the first of them is in the error
+        return []
+
+
+def remove_behind_writes(io: CheckpointIO, path: Any) -> None:
+    """Remove a checkpoint once all that were handed over for writing before are written; if one failed, keep it.
+
+    AsyncCheckpointIO would remove at once, and a process that is killed then has neither the old nor the new one. Its
+    executor has one thread, which takes what it is given in order. A removal that fails only warns: training can go on.
+    """
+    writer = async_writer(io)
+    executor = writer._executor if writer is not None else None
+    if writer is None or executor is None:
+        _remove(io, path)
+    else:
+        executor.submit(lambda: _remove(io, path) if writer._error is None else None)
+
+
+def async_writer(io: CheckpointIO | None) -> AsyncCheckpointIO | None:
+    """What writes in a thread, inside of whatever wrappers."""
+    while isinstance(io, _WrappingCheckpointIO) and not isinstance(io, AsyncCheckpointIO):
+        io = io.checkpoint_io
+    return io if isinstance(io, AsyncCheckpointIO) else None
+
+
+def _remove(io: CheckpointIO, path: Any) -> None:
+    try:
+        io.remove_checkpoint(path)
+    except Exception as error:
+        rank_zero_warn(f"{path}: this checkpoint could not be removed: {type(error).__name__}: {error}")

@@ -1,0 +1,161 @@
+"""A resumed run draws the random numbers that the run it goes on from would have drawn.
+
+Where a run is when it saves decides what counts: a batch that was fetched but not trained on is fetched once more::
+
+    epoch |  iterator is made  | fetch | step | fetch | step | ...         | validation, hooks | next epoch
+          ^ "epoch"            ^ "now" of a save during this step            ^ "now" of a save here
+
+Making an iterator draws too: the seed of its workers, the order of a shuffling sampler (with workers at once, else at
+the first fetch). Lightning makes the first one of a resumed run early, in ``setup_data``, before hooks that the run
+before had long behind it, so generators are set three times: before that iterator, when all hooks of the start are
+through, and at the first fetch. Where Lightning makes another iterator before the first fetch, that one counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.data import _set_sampler_epoch
+from torch import Tensor
+
+from lightning_zero.checkpoint.rng import Generators, of_rank
+
+KEY = "lightning_zero_rng"  # in a checkpoint
+
+
+class Saved(NamedTuple):
+    """What one rank goes on with.
+
+    Attributes:
+        now: what is drawn next.
+        epoch: before the iterator of the epoch was made.
+        in_epoch: the next batch comes from that iterator.
+    """
+
+    now: Generators
+    epoch: Generators
+    in_epoch: bool
+
+    @classmethod
+    def of_rank(cls, record: Mapping[str, Any], rank: int, world_size: int, device: torch.device) -> Saved:
+        now, epoch = (of_rank(record[name], rank, world_size, device) for name in ("now", "epoch"))
+        return cls(now, epoch, bool(record["in_epoch"]))
+
+
+def saved_ranks(record: Mapping[str, Any]) -> int:
+    return len(record["now"]["torch"])
+
+
+class RandomNumbers:
+    """Watches the loops of a fit, and sets the generators when it resumes.
+
+    Args:
+        saved: where the run resumes from, if it does.
+    """
+
+    def __init__(self, trainer: pl.Trainer, device: torch.device, saved: Saved | None) -> None:
+        self._fit_loop = trainer.fit_loop
+        self._device = device
+        self._saved = saved  # until the first fetch
+        self._epoch: Generators | None = None  # before the iterator of this epoch was made
+        self._fetching: Generators | None = None  # before the last batch was fetched
+        self._made: tuple[Any, Generators] | None = None  # the first iterator, and the states behind it
+        self._made_in_place = False  # the loops were restored before
+        self._patched: list[tuple[Any, str]] = []
+        epoch_loop = self._fit_loop.epoch_loop
+        self._around(self._fit_loop, "_load_combined_loader_states", self._before_first_iterator)
+        self._around(self._fit_loop, "setup_data", self._setup_data)
+        self._around(epoch_loop, "on_run_start", self._on_run_start)
+        self._around(epoch_loop, "_on_before_fetch", self._on_before_fetch)
+
+    def _around(self, owner: Any, name: str, ours: Callable[..., None]) -> None:
+        original = getattr(owner, name)
+        setattr(owner, name, lambda *args: ours(original, *args))
+        self._patched.append((owner, name))
+
+    def let_go(self) -> None:
+        """After the run, which can still be saved."""
+        while self._patched:
+            owner, name = self._patched.pop()
+            owner.__dict__.pop(name, None)
+        self._made = None
+
+    # -- what Lightning does, in this order -----------------------------------------------------------------------
+
+    def _before_first_iterator(self, load_states: Callable[[], None]) -> None:
+        load_states()
+        if self._fit_loop.is_resuming:  # Lightning does so later, when workers have the order of another epoch
+            assert self._fit_loop._combined_loader is not None
+            for loader in self._fit_loop._combined_loader.flattened:
+                _set_sampler_epoch(loader, self._next_epoch())
+        if self._saved is not None:
+            (self._saved.epoch if self._saved.in_epoch else self._saved.now).restore(self._device)
+        self._epoch = self._now()
+
+    def _next_epoch(self) -> int:
+        """The epoch of the next batch: Lightning counts one that has ended with its last batch later (``reset``)."""
+        loop, batches = self._fit_loop, self._fit_loop.epoch_loop
+        loop.update_restart_stage()
+        ended = (
+            batches.restarted_on_train_batch_end and loop.restarted_mid_epoch and batches.batch_progress.is_last_batch
+        )
+        return loop.epoch_progress.current.processed + ended
+
+    def _setup_data(self, setup: Callable[[], None]) -> None:
+        if self._fit_loop.is_resuming and not self._made_in_place:
+            # Made for ``estimated_stepping_batches``, before Lightning knew where to go on; it would stay as it is.
+            self._fit_loop._combined_loader = None
+        before = self._iterator
+        setup()
+        if self._iterator is not None and self._iterator is not before:
+            self._made = self._iterator, self._now()
+            self._made_in_place = self._fit_loop.is_resuming
+
+    def on_train_start(self) -> None:
+        """The last hook before training goes on."""
+        if self._saved is not None:
+            self._saved.now.restore(self._device)
+
+    def _on_run_start(self, start: Callable[[Any], None], fetcher: Any) -> None:
+        before, states = self._iterator, self._now()
+        start(fetcher)
+        if self._iterator is not before:
+            self._epoch = states
+
+    def _on_before_fetch(self, start: Callable[[], None]) -> None:
+        if self._saved is not None and self._made is not None:
+            iterator, states_behind = self._made
+            if iterator is self._iterator:
+                (self._saved.now if self._saved.in_epoch else states_behind).restore(self._device)
+            self._saved = None
+        self._made = None
+        self._fetching = self._now()
+        start()
+
+    @property
+    def _iterator(self) -> Any:
+        return getattr(self._fit_loop._combined_loader, "_iterator", None)
+
+    def _now(self) -> Generators:
+        return Generators.now(self._device)
+
+    # -- saving ---------------------------------------------------------------------------------------------------
+
+    def row(self) -> Tensor:
+        """What this rank saves; see :func:`record_of`."""
+        progress = self._fit_loop.epoch_loop.batch_progress
+        not_trained_on = progress.current.ready > progress.current.processed
+        now = self._fetching if not_trained_on and self._fetching is not None else self._now()
+        return torch.cat([*now.packed().values(), *(self._epoch or now).packed().values()])
+
+    def record_of(self, rows: Tensor) -> dict[str, Any]:
+        """What is saved, of :meth:`row` of all ranks."""
+        progress = self._fit_loop.epoch_loop.batch_progress
+        ended = progress.is_last_batch and progress.current.ready == progress.current.processed
+        sizes = {name: len(part) for name, part in self._now().packed().items()}
+        parts = [part.clone() for part in rows.split([*sizes.values()] * 2, dim=1)]
+        now, epoch = (dict(zip(sizes, some, strict=True)) for some in (parts[: len(sizes)], parts[len(sizes) :]))
+        return {"now": now, "epoch": epoch, "in_epoch": not ended}

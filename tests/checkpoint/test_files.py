@@ -1,0 +1,220 @@
+"""Processes that are killed at the worst moments, disks that are full, and what is left over."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import multiprocessing
+import os
+import resource
+import shutil
+import signal
+import socket
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import pytest
+import torch
+
+from lightning_zero.checkpoint import files
+from lightning_zero.checkpoint_io import ZeroCheckpointIO
+
+OLD, NEW = {"value": torch.zeros(50_000)}, {"value": torch.ones(50_000)}
+
+
+def killed(*_: Any, **__: Any) -> Any:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def in_child(act: Callable[[], object]) -> int | None:
+    """Exit code of a forked process that does ``act``."""
+    child = multiprocessing.get_context("fork").Process(target=act)
+    child.start()
+    child.join(30)
+    code = child.exitcode
+    child.close()
+    return code
+
+
+class HalfFile:
+    """Kills in the middle of what is written."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self._left = file, 100_000
+
+    def write(self, data: Any) -> int:
+        self._left -= len(data)
+        if self._left < 0:
+            self._file.flush()
+            killed()
+        return self._file.write(data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+
+def save_and_die(folder: Path, moment: str) -> None:
+    tempfile.tempdir = "/dev/shm"  # what fsspec writes to; another file system than ``folder``
+    if moment == "half of the file":
+        save = torch.save
+        torch.save = lambda value, file: save(value, HalfFile(file))  # type: ignore
+    elif moment == "half of a copy":  # none is made
+        os.sendfile = lambda out, *_: (os.write(out, b"PK half"), killed())  # type: ignore[assignment]
+    elif moment == "fsync":
+        os.fsync = killed
+    elif moment == "rename":
+        os.replace = os.rename = killed
+    elif moment == "fsync of the folder":
+        files._sync_folder = killed
+    ZeroCheckpointIO().save_checkpoint(NEW, folder / "last.ckpt")
+
+
+@pytest.mark.parametrize(
+    ("moment", "ends"),
+    [
+        ("half of the file", OLD),
+        ("half of a copy", NEW),
+        ("fsync", OLD),
+        ("rename", OLD),
+        ("fsync of the folder", NEW),
+    ],
+)
+def test_a_kill_leaves_the_old_file_or_the_new_one(moment: str, ends: dict[str, Any], tmp_path: Path) -> None:
+    io = ZeroCheckpointIO()
+    io.save_checkpoint(OLD, tmp_path / "last.ckpt")
+    code = in_child(lambda: save_and_die(tmp_path, moment))
+    assert code == (0 if moment == "half of a copy" else -signal.SIGKILL)
+    assert torch.equal(torch.load(tmp_path / "last.ckpt")["value"], ends["value"])
+    assert not [p for p in tmp_path.glob("*.ckpt") if p.name != "last.ckpt"]
+    io.save_checkpoint(NEW, tmp_path / "other.ckpt")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["last.ckpt", "other.ckpt"]  # what was left over is gone
+
+
+def test_the_temporary_folder_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+    ZeroCheckpointIO().save_checkpoint(NEW, tmp_path / "new" / "folder" / "last.ckpt")
+    assert [p.name for p in (tmp_path / "new" / "folder").iterdir()] == ["last.ckpt"]
+
+
+def test_durable_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    fsync, replace = os.fsync, os.replace
+
+    def sync(fd: int) -> None:
+        done.append("folder" if os.path.isdir(f"/proc/self/fd/{fd}") else "file")
+        fsync(fd)
+
+    def rename(*names: Path) -> None:
+        done.append("rename")
+        replace(*names)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    monkeypatch.setattr(os, "replace", rename)
+    files.write_whole(tmp_path / "a.ckpt", lambda file: file.write(b"x"))
+    assert done == ["file", "rename", "folder"]
+
+
+@contextmanager
+def full_disk(nbytes: int) -> Iterator[None]:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_what_cannot_be_written_leaves_nothing_and_names_file_and_cause(tmp_path: Path) -> None:
+    io = ZeroCheckpointIO()
+    path = tmp_path / "last.ckpt"
+    io.save_checkpoint(OLD, path)
+    with full_disk(100_000), pytest.raises(OSError, match=r"last\.ckpt: .*File too large") as full:
+        io.save_checkpoint(NEW, path)
+    assert full.value.errno == errno.EFBIG
+    with pytest.raises(RuntimeError, match=r"last\.ckpt: .*[Pp]ickle"):
+        io.save_checkpoint({"made": lambda: 1}, path)
+    with pytest.raises(FileExistsError, match=r"below\.ckpt"):
+        io.save_checkpoint(NEW, path / "below.ckpt")
+    try:
+        raise FileNotFoundError("that a checkpoint is saved on")
+    except FileNotFoundError:
+        with pytest.raises(RuntimeError, match=r"last\.ckpt: .*[Pp]ickle"):
+            io.save_checkpoint({"made": lambda: 1}, path)
+    assert torch.equal(torch.load(path)["value"], OLD["value"])
+    assert [p.name for p in tmp_path.iterdir()] == ["last.ckpt"]
+
+
+def test_only_what_the_dead_have_left_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = {
+        "dead": files.part_name("hpc_ckpt_3.ckpt"),
+        "written": files.part_name("last.ckpt"),
+        "of another node": files.part_name("last.ckpt").replace(files._host(), "elsewhere"),
+        "long ago": files.part_name("last.ckpt").replace(files._host(), "elsewhere"),
+        "the user's": ".notes.part",
+    }
+    for name in names.values():
+        (tmp_path / name).touch()
+    os.utime(tmp_path / names["long ago"], (0, 0))
+    with (tmp_path / names["written"]).open("rb+") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        files.write_whole(tmp_path / "a.ckpt", lambda file: file.write(b"x"))
+    left = {key for key, name in names.items() if (tmp_path / name).exists()}
+    assert left == {"written", "of another node", "the user's"}
+
+
+def test_names_that_lightning_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: "node_1.cluster")
+    for name in ("hpc_ckpt_3.ckpt", "last.ckpt", "é" * 120):
+        part = files.part_name(name)
+        assert (
+            files._PART.fullmatch(part) and "ckpt_" not in part and part.startswith(".") and not part.endswith("ckpt")
+        )
+        assert len(part.encode()) < 255
+
+
+def open_files() -> list[str]:
+    folder = Path("/proc/self/fd")
+    return [os.readlink(path) for path in folder.iterdir() if path.is_symlink()]
+
+
+def test_a_forked_process_holds_no_lock(tmp_path: Path) -> None:
+    """A worker of a data loader, made while a thread writes, may outlive the writer."""
+
+    def write(file: BinaryIO) -> None:
+        assert in_child(lambda: os._exit(any(name.endswith(".part") for name in open_files()))) == 0
+        assert any(name.endswith(".part") for name in open_files())
+
+    files.write_whole(tmp_path / "a.ckpt", write)
+
+
+def test_an_interrupted_write_leaves_nothing(tmp_path: Path) -> None:
+    def write(file: BinaryIO) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        files.write_whole(tmp_path / "a.ckpt", write)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_link_is_replaced_and_what_it_leads_to_stays(tmp_path: Path) -> None:
+    io = ZeroCheckpointIO()
+    io.save_checkpoint(OLD, tmp_path / "best.ckpt")
+    (tmp_path / "last.ckpt").symlink_to("best.ckpt")
+    io.save_checkpoint(NEW, tmp_path / "last.ckpt")
+    assert not (tmp_path / "last.ckpt").is_symlink()
+    assert torch.equal(torch.load(tmp_path / "best.ckpt")["value"], OLD["value"])
+
+
+def test_addresses(tmp_path: Path) -> None:
+    """What fsspec takes counts: with ``file://``, and other kinds of file systems."""
+    io = ZeroCheckpointIO()
+    io.save_checkpoint(NEW, f"file://{tmp_path}/a.ckpt")
+    assert torch.load(tmp_path / "a.ckpt").keys() == NEW.keys()
+    io.save_checkpoint(NEW, "memory://folder/b.ckpt")
+    assert io.load_checkpoint("memory://folder/b.ckpt").keys() == NEW.keys()
+    with pytest.raises(TypeError, match="storage_options"):
+        io.save_checkpoint(NEW, tmp_path / "c.ckpt", storage_options={})
+    shutil.rmtree(tmp_path)

@@ -1,0 +1,107 @@
+"""States of generators, packed into tensors and back, and seeds for another number of ranks."""
+
+from __future__ import annotations
+
+import io
+import random
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_zero.checkpoint.rng import Generators, of_rank
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def undone() -> Iterator[None]:
+    before = Generators.now(CPU)
+    yield
+    before.restore(CPU)
+
+
+def draw() -> list[float]:
+    """From each generator, normal numbers too: NumPy and Python keep one of a pair for the next time."""
+    return [
+        *torch.rand(3).tolist(),
+        *torch.randn(20).tolist(),
+        *np.random.rand(3).tolist(),
+        float(np.random.randn()),
+        random.random(),
+        random.gauss(0, 1),
+    ]
+
+
+def table(*states: Generators) -> dict[str, Tensor]:
+    rows = [state.packed() for state in states]
+    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+
+
+def test_there_and_back_through_a_file() -> None:
+    for _ in range(3):  # each time with another normal number kept or not
+        draw()
+        state = Generators.now(CPU)
+        file = io.BytesIO()
+        torch.save(state.packed(), file)
+        file.seek(0)
+        expected = [draw(), draw()]
+        Generators.unpacked(torch.load(file, weights_only=True)).restore(CPU)
+        assert [draw(), draw()] == expected
+
+
+def test_as_many_ranks_have_their_own_again() -> None:
+    states = [Generators.seeded(seed, CPU) for seed in (1, 2)]
+    for rank, state in enumerate(states):
+        state.restore(CPU)
+        expected = draw()
+        of_rank(table(*states), rank, 2, CPU).restore(CPU)
+        assert draw() == expected
+
+
+def drawn(saved: dict[str, Tensor], world_size: int) -> list[tuple[float, ...]]:
+    found = []
+    for rank in range(world_size):
+        of_rank(saved, rank, world_size, CPU).restore(CPU)
+        found.append(tuple(draw()))
+    return found
+
+
+def test_other_numbers_of_ranks_have_numbers_of_their_own() -> None:
+    saved = table(*(Generators.seeded(seed, CPU) for seed in (1, 2)))
+    for world_size in (1, 3, 4):
+        found = drawn(saved, world_size)
+        assert len(set(found)) == world_size and found == drawn(saved, world_size)
+    assert len({*drawn(saved, 2), *drawn(saved, 3), *drawn(saved, 4)}) == 9
+    assert drawn(saved, 3) != drawn(table(*(Generators.seeded(seed, CPU) for seed in (1, 3))), 3)
+
+
+def test_ranks_that_had_the_same_numbers_have_the_same_again() -> None:
+    """Some samplers rely on it."""
+    saved = table(*(Generators.seeded(5, CPU) for _ in range(2)))
+    assert len(set(drawn(saved, 3))) == 1
+
+
+def test_another_generator_of_numpys_stays() -> None:
+    state = Generators.now(CPU)._replace(numpy=("PCG64", np.zeros(0), 0, 0, 0.0))
+    again = Generators.unpacked(state.packed())
+    assert again.numpy is None
+    np.random.seed(4)
+    expected = np.random.rand()
+    np.random.seed(4)
+    again.restore(CPU)
+    assert np.random.rand() == expected
+
+
+@pytest.mark.gpu
+def test_on_a_gpu() -> None:
+    device = torch.device("cuda", 0)
+    torch.rand(5, device=device)
+    packed = Generators.now(device).packed()
+    expected = torch.rand(5, device=device)
+    Generators.unpacked(packed).restore(device)
+    assert torch.equal(torch.rand(5, device=device), expected)
+    Generators.seeded(3, device).restore(device)
+    torch.cuda.get_rng_state(device)
