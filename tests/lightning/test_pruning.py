@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import ModelPruning
+from lightning.pytorch.callbacks import ModelCheckpoint, ModelPruning
 
 from lightning_zero import ZeroStrategy
 from tests.harness import on_ranks
@@ -108,7 +108,8 @@ def test_saving_inside_and_a_second_fit(tmp_path: Path) -> None:
     def body(strategy: str) -> Run:
         module = seeded(Plain)
         callback = Pruning("l1_unstructured", amount=0.2)
-        of = trainer(strategy, tmp_path, max_epochs=2, callbacks=[callback])
+        save = ModelCheckpoint(tmp_path / strategy, filename="{epoch}", save_top_k=-1, monitor="val")
+        of = trainer(strategy, tmp_path, max_epochs=2, enable_checkpointing=True, callbacks=[callback, save])
         of.fit(module, loader(), loader())
         of.fit_loop.max_epochs = 3
         of.fit(module, loader(), loader())
@@ -118,3 +119,8 @@ def test_saving_inside_and_a_second_fit(tmp_path: Path) -> None:
     expected = body("ddp")
     for stage in ("zero1", "zero3"):
         assert_same(body(stage), expected, what=stage)
+        dist.barrier()
+        paths = (tmp_path / strategy / "epoch=1.ckpt" for strategy in ("ddp", stage))
+        files = [torch.load(path, weights_only=False)["state_dict"] for path in paths]
+        assert sorted(files[1]) == sorted(files[0]) == sorted(Plain().state_dict())
+        assert_weights({name: files[1][name] for name in files[0]}, files[0], what=stage)
