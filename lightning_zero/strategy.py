@@ -516,13 +516,15 @@ class ZeroStrategy(ParallelStrategy):
         Raises:
             Exception: on all ranks, with file and cause: it could not be written.
         """
-        if async_writer(self.checkpoint_io) is not None:
-            self._together("the last writes of checkpoints", self.checkpoint_io.teardown)
+        if (writer := async_writer(self.checkpoint_io)) is not None:  # a wrapper around it does not pass this on
+            self._together("the last writes of checkpoints", writer.teardown)
 
     def _end_writing(self) -> None:
         if not _FAILED:
             self.finish_writes()
         try:
+            if (writer := async_writer(self.checkpoint_io)) is not None:
+                writer.teardown()
             self.checkpoint_io.teardown()
         except Exception as error:
             if not _FAILED:
