@@ -98,11 +98,12 @@ class RandomNumbers:
     def _next_epoch(self) -> int:
         """The epoch of the next batch: Lightning counts one that has ended with its last batch later (``reset``)."""
         loop, batches = self._fit_loop, self._fit_loop.epoch_loop
+        epochs: Any = loop.epoch_progress.current
         loop.update_restart_stage()
         ended = (
             batches.restarted_on_train_batch_end and loop.restarted_mid_epoch and batches.batch_progress.is_last_batch
         )
-        return loop.epoch_progress.current.processed + ended
+        return int(epochs.processed) + ended
 
     def _setup_data(self, setup: Callable[[], None]) -> None:
         if self._fit_loop.is_resuming and not self._made_in_place:
@@ -146,14 +147,14 @@ class RandomNumbers:
 
     def row(self) -> Tensor:
         """What this rank saves; see :func:`record_of`."""
-        progress = self._fit_loop.epoch_loop.batch_progress
+        progress: Any = self._fit_loop.epoch_loop.batch_progress
         not_trained_on = progress.current.ready > progress.current.processed
         now = self._fetching if not_trained_on and self._fetching is not None else self._now()
         return torch.cat([*now.packed().values(), *(self._epoch or now).packed().values()])
 
     def record_of(self, rows: Tensor) -> dict[str, Any]:
         """What is saved, of :meth:`row` of all ranks."""
-        progress = self._fit_loop.epoch_loop.batch_progress
+        progress: Any = self._fit_loop.epoch_loop.batch_progress
         ended = progress.is_last_batch and progress.current.ready == progress.current.processed
         sizes = {name: len(part) for name, part in self._now().packed().items()}
         parts = [part.clone() for part in rows.split([*sizes.values()] * 2, dim=1)]

@@ -30,7 +30,7 @@ from lightning.pytorch.plugins.precision import Precision as LightningPrecision
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_info  # its logger is Lightning's
+from lightning.pytorch.utilities import rank_zero_info
 from lightning_utilities.core.rank_zero import rank_zero_only, rank_zero_warn
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
@@ -531,13 +531,15 @@ class ZeroStrategy(ParallelStrategy):
         Raises:
             Exception: on all ranks, with file and cause: it could not be written.
         """
-        if async_writer(self.checkpoint_io) is not None:
-            self._together("the last writes of checkpoints", self.checkpoint_io.teardown)
+        if (writer := async_writer(self.checkpoint_io)) is not None:  # a wrapper around it does not pass this on
+            self._together("the last writes of checkpoints", writer.teardown)
 
     def _end_writing(self) -> None:
         if not _FAILED:
             self.finish_writes()
         try:
+            if (writer := async_writer(self.checkpoint_io)) is not None:
+                writer.teardown()
             self.checkpoint_io.teardown()
         except Exception as error:
             if not _FAILED:

@@ -238,7 +238,8 @@ def _go_on(root: Path) -> tuple[list[float], list[str]]:
         of = trainer("zero3", root, max_epochs=2)
         logger.setLevel(logging.INFO)
         module = other()
-        loader = ResumableLoader(NoisySamples(2 * STEPS * dist.get_world_size()), 2, trainer=of)
+        data: Any = NoisySamples(2 * STEPS * dist.get_world_size())
+        loader = ResumableLoader(data, 2, trainer=of)
         of.fit(module, loader, ckpt_path=root / "one.ckpt")
     finally:
         logger.removeHandler(handler)
