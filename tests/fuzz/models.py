@@ -329,8 +329,8 @@ class AddsInPlace(Mix):
     def forward(self, x: Tensor, number: int) -> Tensor:
         for part in self.parts:
             y = part(x, number)
+            y = y + 0 if y is x else y
             if self.n == 0:
-                y = y + 0 if y is x else y
                 y += x
             elif self.n == 1:
                 y = F.relu_(y)
@@ -558,7 +558,7 @@ class ChangesItsInput(Mix):
 
     def forward(self, x: Tensor, number: int) -> Tensor:
         for part in self.parts:
-            x = x + 1 if self.n == 0 else x
+            x = x + 1 if self.n == 0 or x.is_leaf else x
             x = part(x, number)
         return x
 

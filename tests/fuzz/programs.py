@@ -293,8 +293,13 @@ class Program:
 # -- printing ---------------------------------------------------------------------------------------------------------
 
 
-def source(value: Any, indent: int = 0) -> str:
-    """A Python expression for a program or a part of one."""
+def source(value: Any, indent: int = 0, beside: int = 0) -> str:
+    """A Python expression for a program or a part of one.
+
+    Args:
+        indent: of the line that it begins on.
+        beside: characters that stand on that line too.
+    """
     if dataclasses.is_dataclass(value):
         shown = [f for f in dataclasses.fields(value) if getattr(value, f.name) != f.default]
         parts = [(f"{f.name}=", getattr(value, f.name)) for f in shown]
@@ -305,21 +310,23 @@ def source(value: Any, indent: int = 0) -> str:
     else:
         return repr(value)
     flat = opening + ", ".join(name + source(item) for name, item in parts) + closing
-    if len(flat) + indent <= LINE or not parts:
+    if len(flat) + indent + beside <= LINE or not parts:
         return flat
     inner = " " * (indent + 4)
-    lines = [f"{inner}{name}{source(item, indent + 4 + len(name))},\n" for name, item in parts]
+    lines = [f"{inner}{name}{source(item, indent + 4, len(name) + 1)},\n" for name, item in parts]
     return f"{opening}\n{''.join(lines)}{' ' * indent}{closing[-1]}"
 
 
-def script(program: Program, message: str) -> str:
-    """A file that runs ``program`` and says what comes of it."""
+def script(program: Program, message: str, earlier: tuple[Program, ...] = ()) -> str:
+    """A file that runs ``program``, after ``earlier`` ones, and says what comes of it."""
     root = Path(__file__).resolve().parents[2]
+    names = "".join(f"earlier_{i}, " for i in range(len(earlier)))
     comment = "\n".join(f"# {line}".rstrip() for line in message.splitlines())
     return (
         f"{comment}\n\nimport sys\n\nsys.path.insert(0, {str(root)!r})\n\n"
         "from tests.fuzz.programs import *  # noqa: E402, F403\n"
         "from tests.fuzz.run import main  # noqa: E402\n\n"
-        f"program = {source(program)}\n\n"
-        'if __name__ == "__main__":\n    main(program)\n'
+        + "".join(f"earlier_{i} = {source(other)}\n\n" for i, other in enumerate(earlier))
+        + f"program = {source(program)}\n\n"
+        + f'if __name__ == "__main__":\n    main({names}program)\n'
     )

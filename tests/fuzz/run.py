@@ -89,11 +89,13 @@ class Verdict:
         kind: "equal", "refused", "torch refuses", "alone"; or "differs", "unknown refusal", "ranks disagree", "hangs",
             "dies", which are failures.
         refusal: the one on the list, if it is that.
+        earlier: programs that have to run before it, in the same processes, for it to fail.
     """
 
     kind: str
     text: str = ""
     refusal: Refusal | None = None
+    earlier: tuple[Program, ...] = ()
 
     @property
     def failed(self) -> bool:
@@ -103,7 +105,8 @@ class Verdict:
     def signature(self) -> str:
         """What failures of one cause have in common, as far as a text can tell."""
         first = self.text.split("\n")[0].partition(": ")[2]
-        return f"{self.kind}: {re.sub(r'[0-9.e+-]*[0-9][0-9.e+-]*', '#', first)[:160]}"
+        first = re.sub(r"[\w.]+\.(weight|bias)[\w.]*|(body|head|embed)\.[\w.]+", "NAME", first)
+        return f"{self.kind}: {re.sub(r'[0-9][0-9.e+-]*', '#', first)[:160]}"
 
 
 # -- in the workers ---------------------------------------------------------------------------------------------------
@@ -460,8 +463,26 @@ class Runner:
         self._pools: dict[int, harness.Pool] = {}
         self._stall_timeout_s = stall_timeout_s
         self._before = before
+        self._earlier: dict[int, list[Program]] = {}  # what the workers have run, by number of ranks
 
     def run(self, program: Program) -> Verdict:
+        """The verdict, the same as if it ran alone; where it is not, the program fails by what ran before it."""
+        earlier = self._earlier.setdefault(program.world, [])
+        verdict = self._run(program)
+        if not verdict.failed or not earlier:
+            earlier.append(program)
+        else:
+            alone = self._run(program)
+            if alone.failed:
+                verdict = alone
+            else:
+                verdict.text += "\n(It does not fail alone, but in processes that have run other programs before.)"
+                verdict.earlier = tuple(earlier)
+        if program.world not in self._pools:
+            earlier.clear()
+        return verdict
+
+    def _run(self, program: Program) -> Verdict:
         pool = self._pools.get(program.world)
         if pool is None:
             pool = self._pools[program.world] = harness.Pool(program.world)
@@ -477,7 +498,7 @@ class Runner:
                 return Verdict("dies", f"dies: {error}\n" + "\n".join(getattr(error, "__notes__", [])))
         if any(outcome.kind != "equal" for outcome in outcomes):
             self._drop(program.world)
-        return judge(outcomes)
+        return judge(program, outcomes)
 
     def _drop(self, world: int) -> None:
         self._pools.pop(world).kill()
@@ -500,7 +521,7 @@ def _run_case(program: Program, folder: str, stall_timeout_s: float, before: Cal
     return run_here(program, folder, stall_timeout_s)
 
 
-def judge(outcomes: list[Outcome]) -> Verdict:
+def judge(program: Program, outcomes: list[Outcome]) -> Verdict:
     """Whether what has come of a program on all ranks is as it should be."""
     first = outcomes[0]
     report = "\n".join(_lines(outcomes))
@@ -508,9 +529,9 @@ def judge(outcomes: list[Outcome]) -> Verdict:
         worst = next(outcome for outcome in outcomes if outcome.kind == "differs")
         return Verdict("differs", f"{worst.text}\n{report}")
     if all(outcome.kind == "alone" for outcome in outcomes):
-        return _judge_alone(outcomes, report)
+        return _judge_alone(program, outcomes, report)
     if any(outcome.kind == "refused" for outcome in outcomes):
-        refusals = [refusal_of(o.text) if o.kind == "refused" else None for o in outcomes]
+        refusals = [refusal_of(program, o.text) if o.kind == "refused" else None for o in outcomes]
         unknown = next((o for o, r in zip(outcomes, refusals, strict=True) if o.kind == "refused" and r is None), None)
         if unknown is not None:
             return Verdict("unknown refusal", f"{unknown.where}: {unknown.text}\n{report}")
@@ -522,14 +543,14 @@ def judge(outcomes: list[Outcome]) -> Verdict:
     return Verdict(first.kind, first.text)
 
 
-def _judge_alone(outcomes: list[Outcome], report: str) -> Verdict:
+def _judge_alone(program: Program, outcomes: list[Outcome], report: str) -> Verdict:
     """The last rank has raised; the others have come to the end, or were told that it does not come."""
     *others, last = (outcome.text for outcome in outcomes)
     told = re.compile(r"Deliberate|(StallError|ApartError|PeerError): ")
     if last.startswith("Deliberate") and all(told.match(text) for text in others):
         return Verdict("alone", last)
-    known = refusal_of(last)
-    if known is not None and all(refusal_of(text) == known for text in others):
+    known = refusal_of(program, last)
+    if known is not None and all(refusal_of(program, text) == known for text in others):
         return Verdict("refused", last, known)
     return Verdict("ranks disagree", f"{outcomes[0].where}: {outcomes[0].text}\n{report}")
 
@@ -541,9 +562,9 @@ def _lines(outcomes: list[Outcome]) -> Iterator[str]:
             yield f"{outcome.text}\n{outcome.traceback}"
 
 
-def main(program: Program) -> None:
-    """Of a script that was printed."""
+def main(*programs: Program) -> None:
+    """Of a script that was printed: all of them in the same processes; the last is what it is about."""
     with Runner() as runner:
-        verdict = runner.run(program)
+        verdict = [runner.run(program) for program in programs][-1]
     print(f"{verdict.kind}\n{verdict.text}")
     raise SystemExit(verdict.failed)

@@ -121,7 +121,7 @@ class Twin(Side):
         super().__init__(program)
         self.module = build(program.model, rank=dist.get_rank())
         if (true := TRUE.get(program.settings.precision)) is not None:
-            self.module.to(true)
+            self.module._apply(lambda t: t.to(true) if t.is_floating_point() else t)
         self.optimizer = self.make_optimizer()
         self._local: dict[nn.Parameter, Tensor] = {}  # not averaged yet
 
@@ -142,13 +142,15 @@ class Twin(Side):
         before = {param: param.grad for param in params}
         for param in params:
             param.grad = None
-        loss.backward(**kwargs)
+        if loss.requires_grad:
+            loss.backward(**kwargs)
         for param in params:
             if param.grad is not None:
                 known = self._local.get(param)
                 self._local[param] = param.grad if known is None else known + param.grad
             param.grad = before[param]
-        if self.reduces or not no_sync:
+        noticed = loss.requires_grad or not self.program.settings.plain
+        if noticed and (self.reduces or not no_sync):
             self._average(params)
 
     def _average(self, params: list[nn.Parameter]) -> None:
@@ -183,7 +185,9 @@ class Twin(Side):
         self._local.clear()
 
     def save(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        return copy.deepcopy((self.module.state_dict(), self.optimizer.state_dict()))
+        state = self.optimizer.state_dict()
+        started = {key: entry for key, entry in state["state"].items() if not _is_fresh(entry)}
+        return copy.deepcopy((self.module.state_dict(), {**state, "state": started}))
 
     def load(self, saved: tuple[dict[str, Any], dict[str, Any]]) -> None:
         module, optimizer = copy.deepcopy(saved)
@@ -232,7 +236,7 @@ class Ours(Side):
         )
         if settings.precision == "fp16":
             engine.reducer.set_loss_scale(LOSS_SCALE)
-        if settings.lag and not self._reference:
+        if settings.lag and not self._reference and engine.world_size > 1:
             _make_late(engine, settings.lag / 1000)
         return engine
 
@@ -247,11 +251,14 @@ class Ours(Side):
     def backward(self, loss: Tensor, *, no_sync: bool = False, **kwargs: Any) -> None:
         if self.program.settings.precision == "fp16":
             loss = loss * LOSS_SCALE
-        with self.engine.no_sync() if no_sync else contextlib.nullcontext():
-            if self.program.settings.plain:
+        holds_back = no_sync and not (self._reference and self.reduces)
+        with self.engine.no_sync() if holds_back else contextlib.nullcontext():
+            if not self.program.settings.plain:
+                with self.engine.backward_scope():  # also where the loss of this rank leads nowhere
+                    if loss.requires_grad:
+                        loss.backward(**kwargs)
+            elif loss.requires_grad:
                 loss.backward(**kwargs)
-            else:
-                self.engine.backward(loss, **kwargs)
 
     def step(self, closure: Callable[[], Any] | None = None, *, early: bool = False) -> None:
         with self.engine.stepping_in_backward() if early else contextlib.nullcontext():
@@ -316,7 +323,7 @@ def arguments(program: Program, settings: Settings, folder: str) -> dict[str, An
     if "nvme" in settings.offload:
         found["offload"] = {"name": settings.offload, "nvme_path": folder}
     elif settings.offload == "auto":  # models of these sizes lie on all three tiers
-        budgets = {"device_budget": 1500, "host_budget": 20_000}
+        budgets = {"device_budget": 1500, "host_budget": 50_000}
         found["offload"] = {"name": "auto", "nvme_path": folder, **budgets}
     if settings.stage == 3:
         by_rank = any(node.kind == "ByRank" for node in program.nodes())
@@ -340,6 +347,11 @@ def _like(optimizer: Optimizer, params: list[list[nn.Parameter]], groups: list[d
         for own, group in zip(params, groups, strict=True)
     ]
     return type(optimizer)(fresh)  # type: ignore[call-arg]
+
+
+def _is_fresh(entry: dict[str, Any]) -> bool:
+    """Whether a state is one that no step has used: Adagrad makes it when it is built."""
+    return "step" in entry and float(entry["step"]) == 0.0
 
 
 class _LateTransport:
