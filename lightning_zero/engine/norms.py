@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
+from lightning_zero.config import Precision
 from lightning_zero.engine.bucket import Bucket
 from lightning_zero.engine.engine import Engine
 from lightning_zero.planning.layout import cut_runs
@@ -38,7 +39,10 @@ def shard_grads(engine: Engine, params: Iterable[nn.Parameter]) -> list[Tensor]:
 
 
 def grad_norm_of(engine: Engine, params: Sequence[nn.Parameter], norm_type: float = 2.0) -> Tensor:
-    """The norm of the reduced gradients of ``params`` over all ranks: a 0-d fp32 tensor. All ranks call it."""
+    """The norm of the reduced gradients of ``params`` over all ranks: a 0-d tensor in fp32 (under fp64, in that).
+
+    All ranks call it.
+    """
     device = engine.comm.device
     partial = torch.zeros(engine.comm.shard_size, dtype=torch.float64, device=device)
     cell = partial[engine.comm.shard_rank]
@@ -51,9 +55,8 @@ def grad_norm_of(engine: Engine, params: Sequence[nn.Parameter], norm_type: floa
         else:
             cell.add_(norm.double() ** norm_type)
     engine.comm.sum_(partial)
-    if math.isinf(norm_type):
-        return partial.max().float()
-    return (partial.sum() ** (1.0 / norm_type)).float()
+    total = partial.max() if math.isinf(norm_type) else partial.sum() ** (1.0 / norm_type)
+    return total if engine.precision is Precision.fp64 else total.float()
 
 
 def scale_grads(engine: Engine, params: Iterable[nn.Parameter], factor: Tensor | float) -> None:
