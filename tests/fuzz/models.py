@@ -1,7 +1,7 @@
 """Real modules, built from the data of a program.
 
-Every part maps vectors [ROWS, TOKENS, WIDTH] to vectors of that shape. It gets the number of the forward too, which some
-parts choose their path by: as an argument, because a checkpoint calls them again later.
+Every part maps vectors [ROWS, TOKENS, WIDTH] to vectors of that shape. It gets the number of the forward too, which
+some parts choose their path by: as an argument, because a checkpoint calls them again later.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib
 import pickle
 import re
 import tempfile
@@ -460,6 +461,9 @@ class Runner:
     """
 
     def __init__(self, *, stall_timeout_s: float = STALL_S, before: Callable[[], None] | None = None) -> None:
+        importlib.import_module(
+            "torch._dynamo"
+        )  # optimizers do: seconds, in each worker, unless it comes with the fork
         self._pools: dict[int, harness.Pool] = {}
         self._stall_timeout_s = stall_timeout_s
         self._before = before
