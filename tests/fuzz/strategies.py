@@ -162,18 +162,28 @@ def programs(draw: DrawFn) -> p.Program:
         left_out=draw(st.sampled_from([0, 0, 1, 3])),
         looks=draw(st.booleans()),
     )
-    if any(node.kind == "ByRank" for node in program.nodes()):
-        return _for_ranks_that_differ(program)
-    return program
+    return _comparable(program)
 
 
-def _for_ranks_that_differ(program: p.Program) -> p.Program:
-    """Without what needs all ranks to do the same: a backward that is noticed is noticed by a gradient, which a rank
-    may not get; and an exception is one on all ranks."""
+# What a forward changes beside its result; a recomputation changes it again, with torch's own checkpoints too.
+CHANGES_BUFFERS = {"Image", "Norms", "Statistics", "Derived"}
 
-    def allowed(actions: tuple[p.Action, ...]) -> tuple[p.Action, ...]:
-        kept = (a for a in actions if not isinstance(a, p.Raise))
-        return tuple(p.Scope(actions=allowed(a.actions)) if isinstance(a, p.Scope) else a for a in kept)
 
-    settings = dataclasses.replace(program.settings, plain=False)
-    return dataclasses.replace(program, settings=settings, actions=allowed(program.actions))
+def _comparable(program: p.Program) -> p.Program:
+    """Without what a plain twin does otherwise, and rightly.
+
+    Where ranks take different paths, a backward that is only noticed is noticed by a gradient, which a rank may not
+    get; and an exception has to be one on all ranks.
+    """
+    kinds = {node.kind for node in program.nodes()}
+    settings, actions = program.settings, program.actions
+    if kinds & CHANGES_BUFFERS:
+        settings = dataclasses.replace(settings, recompute="none")
+    if "ByRank" in kinds:
+        settings, actions = dataclasses.replace(settings, plain=False), _without_exceptions(actions)
+    return dataclasses.replace(program, settings=settings, actions=actions)
+
+
+def _without_exceptions(actions: tuple[p.Action, ...]) -> tuple[p.Action, ...]:
+    kept = (a for a in actions if not isinstance(a, p.Raise))
+    return tuple(p.Scope(actions=_without_exceptions(a.actions)) if isinstance(a, p.Scope) else a for a in kept)
