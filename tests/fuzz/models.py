@@ -6,7 +6,6 @@ some parts choose their path by: as an argument, because a checkpoint calls them
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import warnings
 from collections import OrderedDict
@@ -42,7 +41,7 @@ class Part(nn.Module):
 
     def __init__(self, node: Node, rank: int) -> None:
         super().__init__()
-        self.n, self.rank = node.n, rank
+        self.node, self.n, self.rank = node, node.n, rank
         self.children_of(node)
         self.fill()
         if node.frozen:
@@ -514,7 +513,7 @@ class Shared(Mix):
         if self.n == 0:
             self.again = self.parts[0]
             return
-        self.again = copy.deepcopy(self.parts[0])
+        self.again = make(self.node.children[0], self.rank)
         for module, other in zip(self.parts[0].modules(), self.again.modules(), strict=True):
             for name, param in module.named_parameters(recurse=False):
                 if not isinstance(module, nn.utils.parametrize.ParametrizationList):
