@@ -1,5 +1,6 @@
 # make train    the main job: a small GPT on real text under ZeRO stage 3
 # make test     the tests (make test-full: with the full matrices; make test-slurm: real jobs)
+# make fuzz     random programs for an hour, with a new seed (ARGS="--minutes 5 --seed 7")
 # make image    an image of the main job (see docker/README.md; make image-test: builds one for CPUs and tries it)
 #
 # Each target makes the virtual environment and installs what is missing. Overrides:
@@ -33,11 +34,11 @@ STAMP := $(VENV)/.installed-$(CHOICE)
 DEV_STAMP := $(VENV)/.installed-dev-$(CHOICE)
 SLURM_STAMP := $(VENV)/.installed-slurm-$(CHOICE)
 
-.PHONY: help install train test test-full test-slurm bench bench-offload bench-scale image image-test lint format clean
+.PHONY: help install train test test-full test-slurm fuzz bench bench-offload bench-scale image image-test lint format clean
 .DEFAULT_GOAL := help
 
 help:
-	@sed -n 's/^# \{0,1\}//p' Makefile | head -7
+	@sed -n 's/^# \{0,1\}//p' Makefile | head -8
 
 install: $(STAMP)
 
@@ -60,6 +61,9 @@ test: $(STAMP)
 
 test-full: $(STAMP)
 	$(PY) -m pytest -m 'not slurm$(if $(GPU),, and not gpu)' --timeout=1800 $(ARGS)
+
+fuzz: $(STAMP)
+	$(PY) -m tests.fuzz $(ARGS)
 
 # On a SLURM of two virtual nodes that is started for it; the packages are installed if they are missing (as root).
 test-slurm: $(SLURM_STAMP)

@@ -7,7 +7,7 @@ gathered first: not only the gradient of an output starts one, but that of any t
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
@@ -67,10 +67,11 @@ def _wrap(
         if passes is None or not torch.is_grad_enabled():
             return inner(*args, **kwargs)
         call = _Call(inner, unit, passes, args, kwargs)
+        given, named = call.once(args, kwargs)
         if not offload_inputs:
-            return checkpoint(call, *args, use_reentrant=False, **kwargs)
+            return checkpoint(call, *given, use_reentrant=False, **named)
         with save_on_cpu(pin_memory=pin_memory):
-            return checkpoint(call, *args, use_reentrant=False, **kwargs)
+            return checkpoint(call, *given, use_reentrant=False, **named)
 
     setattr(forward, WRAPPED, True)
     module.__dict__["forward"] = forward
@@ -78,7 +79,11 @@ def _wrap(
 
 
 class _Call:
-    """One call of a block: its forward, and the forwards that compute it again."""
+    """One call of a block: its forward, and the forwards that compute it again.
+
+    A checkpoint gives back other tensors than it was given, one for each argument. Modules may look whether two
+    arguments are one tensor (``MultiheadAttention`` does, and computes otherwise), so each is handed over once.
+    """
 
     def __init__(self, inner: Callable[..., Any], unit: Unit, passes: Passes, args: Any, kwargs: Any) -> None:
         self._inner, self._unit = inner, unit
@@ -86,8 +91,23 @@ class _Call:
         inputs = (t for t in find_tensors((args, kwargs)) if not t.is_inference())
         self._inputs: list[tuple[ref[Tensor], int]] = [(ref(t), t._version) for t in inputs]
         self._again = False
+        self._order: list[int] = []  # of positional arguments among those that are handed over
+        self._repeated: dict[str, int] = {}  # arguments by name that are handed over as positional ones
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def once(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+        """What the checkpoint is to call this with, for a call with ``args`` and ``kwargs``."""
+        given: list[Any] = []
+        places: dict[int, int] = {}
+        for arg in args:
+            if places.setdefault(id(arg), len(given)) == len(given):
+                given.append(arg)
+        self._order = [places[id(arg)] for arg in args]
+        self._repeated = {name: places[id(value)] for name, value in kwargs.items() if id(value) in places}
+        return given, {name: value for name, value in kwargs.items() if name not in self._repeated}
+
+    def __call__(self, *given: Any, **named: Any) -> Any:
+        args = [given[place] for place in self._order]
+        kwargs = named | {name: given[place] for name, place in self._repeated.items()}
         passes = self._passes()
         assert passes is not None, "the engine is gone but its backward is not"
         if self._again:

@@ -612,6 +612,30 @@ def test_inputs_that_change_cannot_be_computed_from_again(stage: int, how: str) 
             side.backward(out.sum())
 
 
+class Attends(nn.Module):
+    """Attention computes otherwise where its inputs are one tensor."""
+
+    def __init__(self, *, by_name: bool) -> None:
+        super().__init__()
+        self.linear, self.attention = nn.Linear(WIDTH, 16), nn.MultiheadAttention(16, 2, batch_first=True)
+        self.by_name = by_name
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x).unflatten(0, (2, 2))
+        others = {"key": x, "value": x} if self.by_name else {}
+        return self.attention(x, *([] if self.by_name else [x, x]), **others, need_weights=False)[0]
+
+
+@on_ranks(2)
+@OUTER_STAGES
+@pytest.mark.parametrize("how", ["blocks", "offload"])
+@pytest.mark.parametrize("by_name", [False, True])
+def test_an_input_that_is_given_several_times_is_one_tensor_again(stage: int, how: str, by_name: bool) -> None:
+    """... when the unit is computed again: torch's checkpoint alone gives back one for each argument."""
+    settings = {"activation_checkpointing": how, "unit": {"classes": ["MultiheadAttention"]}}
+    check(lambda: Attends(by_name=by_name), square_work, stage=stage, tolerance=1e-6, optimizer=sgd, **settings)
+
+
 # -- nested units, user hooks -----------------------------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,20 @@ from torch.nn.utils import parametrizations, spectral_norm, weight_norm
 
 import lightning_zero
 from lightning_zero.config import ConfigError, make_config
-from tests.engine.support import TRUE, Model, Sharded, Side, adamw, autocast, check, floats, sgd, tokens
+from tests.engine.support import (
+    TRUE,
+    Model,
+    Sharded,
+    Side,
+    Twin,
+    adamw,
+    assert_same,
+    autocast,
+    check,
+    floats,
+    sgd,
+    tokens,
+)
 from tests.harness import on_ranks
 
 OUTER_STAGES = pytest.mark.parametrize("stage", [0, 3])
@@ -121,6 +135,21 @@ def test_rows_of_one_dtype_train_as_a_plain_copy(stage: int, precision: str, opt
         precision=precision,
         optimizer=with_eps if optimizer is adamw and precision == "fp16_true" else optimizer,
     )
+
+
+@on_ranks(2)
+@OUTER_STAGES
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+def test_norms_under_fp64_are_not_rounded_to_fp32(stage: int, norm_type: float) -> None:
+    torch.manual_seed(3)
+    module = Model()
+    twin = Twin(module, precision="fp64", each=stage >= 2)
+    with Sharded(module, stage=stage, precision="fp64") as sharded:
+        for side in (sharded, twin):
+            language_work(side, 0)
+        norms = [side.clip(1e-3, norm_type) for side in (sharded, twin)]
+        torch.testing.assert_close(norms[0], norms[1], rtol=1e-12, atol=0)
+        assert_same(sharded, twin, grads=True, tolerance=1e-13)
 
 
 @on_ranks(2)

@@ -1,0 +1,685 @@
+"""Real modules, built from the data of a program.
+
+Every part maps vectors [ROWS, TOKENS, WIDTH] to vectors of that shape. It gets the number of the forward too, which
+some parts choose their path by: as an argument, because a checkpoint calls them again later.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize
+from torch.utils.checkpoint import checkpoint
+
+from tests.fuzz.programs import Model, Node
+
+ROWS, TOKENS, WIDTH = 3, 5, 6
+VOCABULARY = 7
+
+
+def build(spec: Model, *, seed: int = 0, rank: int = 0) -> Tree:
+    """The same module whenever ``seed`` is the same.
+
+    Args:
+        rank: some parts take other paths on other ranks.
+    """
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # weight_norm of before parametrizations
+        torch.manual_seed(1000 * spec.seed + seed)
+        return Tree(spec, rank)
+
+
+class Part(nn.Module):
+    """A part without children."""
+
+    def __init__(self, node: Node, rank: int) -> None:
+        super().__init__()
+        self.node, self.n, self.rank = node, node.n, rank
+        self.children_of(node)
+        self.fill()
+        if node.frozen:
+            self.requires_grad_(False)
+
+    def children_of(self, node: Node) -> None:
+        """Build the parts inside of it."""
+
+    def fill(self) -> None:
+        """Make the modules and parameters of its own."""
+
+    def forward(self, x: Tensor, number: int) -> Tensor:
+        raise NotImplementedError
+
+
+class Mix(Part):
+    """Has parts inside of it."""
+
+    def children_of(self, node: Node) -> None:
+        self.parts = nn.ModuleList(make(child, self.rank) for child in node.children)
+
+
+# -- without children -------------------------------------------------------------------------------------------------
+
+
+class Line(Part):
+    def fill(self) -> None:
+        self.linear = nn.Linear(WIDTH, WIDTH, bias=self.n == 0)
+
+    def forward(self, x: Tensor, number: int) -> Tensor:
+        return self.linear(x)
+
+
+class Feed(Part):
+    def fill(self) -> None:
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH + 1), nn.Linear(2 * WIDTH + 1, WIDTH)
+        self.act = nn.ReLU(inplace=True) if self.n else nn.GELU()
+
+    def forward(self, x: Tensor, number: int) -> Tensor:
+        return x + self.down(self.act(self.up(self.norm(x))))
+
+
+class Row(Part):
+    """A real Sequential, with activations that work in place."""
+
+    def fill(self) -> None:
+        middle = nn.Dropout(0.3) if self.n else nn.LayerNorm(WIDTH)
+        self.row = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True), middle, nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor, number: int) -> Tensor:
+        return self.row(x)
+
+
+class Convolution(Part):
+    def fill(self) -> None:
+        self.conv = (nn.ConvTranspose1d if self.n else nn.Conv1d)(WIDTH, WIDTH, 3, padding=1)
+
+    def forward(self, x: Tensor, number: int) -> Tensor:
+        return self.conv(x.transpose(1, 2)).transpose(1, 2)
+
+
+class Image(Part):
+    """Convolutions with batch norm, as in a ResNet."""
+
+    def fill(self) -> None:
+        self.first, self.last = nn.Conv2d(1, 3, 3, padding=1, bias=False), nn.Conv2d(3, 1, 1)
+        self.norm, self.act = nn.BatchNorm2d(3), nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor, number: int) -> Tensor:
+        return x + self.last(self.act(self.norm(self.first(x.unsqueeze(1))))).squeeze(1)
+
+
+class Norms(Part):
+    def fill(self) -> None:
+        self.norm = (nn.BatchNorm1d(WIDTH), nn.GroupNorm(2, WIDTH), nn.BatchNorm1d(WIDTH, affine=False))[self.n % 3]
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor, number: int) -> Tensor:
+        return self.norm(x.transpose(1, 2)).transpose(1, 2) * self.scale
+
+
+class Recurrent(Part):
+    def fill(self) -> None:
+        if self.n == 0:
+            self.cells: nn.Module = nn.LSTM(WIDTH, WIDTH, num_layers=2, batch_first=True)
+        elif self.n == 1:
+            self.cells = nn.GRU(WIDTH, WIDTH // 2, batch_first=True, bidirectional=True)
+        else:
+            self.cells = nn.LSTM(WIDTH, WIDTH + 1, batch_first=True, proj_size=WIDTH)
+
+    def forward(self, x: Tensor, number: int) -> Tensor:
+        found, _ = self.cells(x)
+        return found
+
+
+class Cell(Part):
+    """Called once for each token."""
+
+    def fill(self) -> None:
+        self.cell = nn.GRUCell(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, number: int) -> Tensor:
+        states = [torch.zeros_like(x[:, 0])]
+        for token in x.unbind(1):
+            states.append(self.cell(token, states[-1]))
+        return torch.stack(states[1:], 1)
+
+
+class Attention(Part):
+    def fill(self) -> None:
+        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+
+    def forward(self, x: Tensor, number: int) -> Tensor:
+        found, _ = self.attention(x, x, x, need_weights=self.n > 0)
+        return x + found
+
+
+class Layer(Part):
+    def fill(self) -> None:
+        drop = 0.2 if self.n > 1 else 0.0
+        self.layer = nn.TransformerEncoderLayer(WIDTH, 2, 9, drop, batch_first=True, norm_first=self.n == 1)
+
+    def forward(self, x: Tensor, number: int) -> Tensor:
+        return self.layer(x)
+
+
+class Positions(Part):
+    """An embedding; with ``max_norm`` it writes to its weight, on all ranks to all rows."""
+
+    def fill(self) -> None:
+        self.table = nn.Embedding(TOKENS, WIDTH, max_norm=0.5 if self.n else None)
+
+    def forward(self, x: Tensor, number: int) -> Tensor:
+        return x + self.table(torch.arange(TOKENS))
+
+
+class Derived(Part):
+    """Weights that are computed from others."""
+
+    def fill(self) -> None:
+        linear = nn.Linear(WIDTH, WIDTH)
+        how: list[Callable[[nn.Module], nn.Module]] = [
+            parametrizations.weight_norm,
+            parametrizations.spectral_norm,
+            nn.utils.weight_norm,
+            _symmetric,
+        ]
+        self.linear = how[self.n % len(how)](linear)
+
+    def forward(self, x: Tensor, number: int) -> Tensor:
+        return self.linear(x)
+
+
+class Symmetric(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.triu() + x.triu(1).T
+
+
+def _symmetric(linear: nn.Module) -> nn.Module:
+    parametrize.register_parametrization(linear, "weight", Symmetric())
+    return linear
+
+
+class Adapted(Part):
+    """A frozen weight and a small trainable part beside it."""
+
+    def fill(self) -> None:
+        self.base = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.down, self.up = nn.Linear(WIDTH, 2, bias=False), nn.Linear(2, WIDTH, bias=False)
+
+    def forward(self, x: Tensor, number: int) -> Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+class Pairs(Part):
+    def fill(self) -> None:
+        self.bilinear = nn.Bilinear(WIDTH, WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, number: int) -> Tensor:
+        return x + self.bilinear(x, torch.tanh(x))
+
+
+class Odd(Part):
+    """Parameters of sizes that are rare: none, one and no dimension; integers; one that is never used."""
+
+    def fill(self) -> None:
+        self.nothing, self.scalar = nn.Parameter(torch.zeros(0, 3)), nn.Parameter(torch.tensor(1.0))
+        self.one, self.unused = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(3, 5))
+        self.order = nn.Parameter(torch.randperm(WIDTH), requires_grad=False)
+        self.complex = nn.Parameter(torch.ones(WIDTH) + 0.5j) if self.n else None
+
+    def forward(self, x: Tensor, number: int) -> Tensor:
+        x = x[..., self.order] * self.scalar * self.one + self.nothing.sum()
+        if self.complex is not None:
+            x = x * (self.complex * self.complex.conj()).real.to(x.dtype)
+        return x
+
+
+class KeepsALoss(Part):
+    """As mixtures of experts do: a loss of its own stays on the module. It is made last, so autograd starts there."""
+
+    def fill(self) -> None:
+        self.gate, self.up = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.kept: Tensor | None = None
+
+    def forward(self, x: Tensor, number: int) -> Tensor:
+        y = x + torch.tanh(self.up(x)) * torch.softmax(self.gate(x), -1)
+        weights = torch.softmax(self.gate(y if self.n == 0 else y.detach()), -1)
+        self.kept = (weights * weights.mean((0, 1))).sum()
+        return y
+
+
+class Clamped(Part):
+    """Keeps its weights small whenever it is called."""
+
+    def fill(self) -> None:
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, number: int) -> Tensor:
+        weight = self.linear.weight
+        if self.n % 3 == 0:
+            with torch.no_grad():
+                weight.clamp_(-0.3, 0.3)
+        elif self.n % 3 == 1:
+            weight.data.clamp_(-0.3, 0.3)
+        else:
+            weight.data = weight.detach().clamp(-0.3, 0.3)
+        return self.linear(x)
+
+
+class Statistics(Part):
+    """Buffers of its own: written to in place, or replaced."""
+
+    def fill(self) -> None:
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.register_buffer("count", torch.tensor(0), persistent=self.n == 0)
+
+    def forward(self, x: Tensor, number: int) -> Tensor:
+        x = self.linear(x)
+        if self.training:
+            mean = x.detach().mean((0, 1)).to(self.mean.dtype)
+            with torch.no_grad():
+                if self.n == 0:
+                    self.mean.lerp_(mean, 0.1)
+                else:
+                    self.mean = 0.9 * self.mean + 0.1 * mean
+            self.count += 1
+        return x - self.mean.clone().to(x.dtype)
+
+
+# -- with children ----------------------------------------------------------------------------------------------------
+
+
+class Chain(Mix):
+    def forward(self, x: Tensor, number: int) -> Tensor:
+        for part in self.parts:
+            x = part(x, number)
+        return x
+
+
+class Backwards(Mix):
+    """Calls its parts in another order than they are registered in, and in yet another at the next forward."""
+
+    def forward(self, x: Tensor, number: int) -> Tensor:
+        parts = list(reversed(self.parts))
+        for i in range(len(parts)):
+            x = parts[(i + self.n * number) % len(parts)](x, number)
+        return x
+
+
+class Repeats(Mix):
+    def forward(self, x: Tensor, number: int) -> Tensor:
+        for _ in range(2 + self.n):
+            for part in self.parts:
+                x = torch.tanh(part(x, number))
+        return x
+
+
+class AddsInPlace(Mix):
+    """Changes the outputs of its parts."""
+
+    def forward(self, x: Tensor, number: int) -> Tensor:
+        for part in self.parts:
+            y = part(x, number)
+            y = y + 0 if y is x else y
+            if self.n == 0:
+                y += x
+            elif self.n == 1:
+                y = F.relu_(y)
+            else:
+                y[:, 0] = 1.0
+            x = y
+        return x
+
+
+class Sometimes(Mix):
+    """Leaves its parts out in some forwards."""
+
+    def forward(self, x: Tensor, number: int) -> Tensor:
+        for i, part in enumerate(self.parts):
+            if (number + i + self.n) % 2:
+                x = part(x, number)
+        return x
+
+
+class ByRank(Mix):
+    """Leaves its parts out on some ranks."""
+
+    def forward(self, x: Tensor, number: int) -> Tensor:
+        for i, part in enumerate(self.parts):
+            if (number + i + self.rank + self.n) % 2:
+                x = part(x, number)
+        return x
+
+
+class Never(Mix):
+    """Does not use its parts."""
+
+    def forward(self, x: Tensor, number: int) -> Tensor:
+        return x
+
+
+class Found(NamedTuple):
+    value: Tensor
+    note: str = "note"
+
+
+@dataclasses.dataclass
+class Record:
+    value: Any
+    more: Any = None
+
+
+class Ordered(OrderedDict):  # type: ignore[type-arg]
+    """As the outputs of Hugging Face's models: by key and by attribute."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self[name]
+
+
+def into(container: str, x: Tensor) -> Any:
+    """``x`` in a container."""
+    return {
+        "tensor": x,
+        "tuple": (x, None),
+        "list": [x, 3],
+        "dict": {"value": x, "other": x.detach()},
+        "dataclass": Record(x),
+        "named": Found(x),
+        "ordered": Ordered(value=x),
+        "nested": {"a": [Record({"b": (Found(x),)})], "c": Record(None)},
+    }[container]
+
+
+CONTAINERS = ("tensor", "tuple", "list", "dict", "dataclass", "named", "ordered", "nested")
+
+
+def out_of(output: Any) -> Tensor:
+    """What :func:`into` put there."""
+    while not isinstance(output, Tensor):
+        if isinstance(output, dict):
+            output = output["value"] if "value" in output else output.get("a", output.get("b"))
+        elif isinstance(output, Record | Found):
+            output = output.value
+        else:
+            output = output[0]
+    return output
+
+
+class Packed(nn.Module):
+    """Takes its input from a container, and puts its result in one."""
+
+    def __init__(self, inner: nn.Module, container: str) -> None:
+        super().__init__()
+        self.inner, self.container = inner, container
+
+    def forward(self, *, given: Any, number: int) -> Any:
+        return into(self.container, self.inner(out_of(given), number))
+
+
+class Packs(Mix):
+    def fill(self) -> None:
+        self.parts = nn.ModuleList(
+            Packed(part, CONTAINERS[(self.n + i) % len(CONTAINERS)]) for i, part in enumerate(self.parts)
+        )
+
+    def forward(self, x: Tensor, number: int) -> Tensor:
+        for part in self.parts:
+            x = out_of(part(given=into(part.container, x), number=number))
+        return x
+
+
+class Appends(nn.Module):
+    """Returns nothing: its result goes into a list that it was given."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, found: list[Tensor], number: int) -> None:
+        found.append(self.inner(found[-1], number))
+
+
+class Collects(Mix):
+    def fill(self) -> None:
+        self.parts = nn.ModuleList(Appends(part) for part in self.parts)
+
+    def forward(self, x: Tensor, number: int) -> Tensor:
+        found = [x]
+        for part in self.parts:
+            part(found, number)
+        return found[-1] + found[0]
+
+
+class Borrows(Mix):
+    """Uses the weight of a module without calling it."""
+
+    def fill(self) -> None:
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        if self.n:
+            self.lent = Line(Node(kind="line"), self.rank)
+
+    def forward(self, x: Tensor, number: int) -> Tensor:
+        linear = self.lent.linear if self.n else self.linear
+        if self.n < 2:
+            x = F.linear(x, linear.weight.to(x.dtype), None if linear.bias is None else linear.bias.to(x.dtype))
+        for part in self.parts:
+            x = part(x, number)
+        return F.linear(x, linear.weight.to(x.dtype)) if self.n else x
+
+
+class Checkpointed(Mix):
+    def forward(self, x: Tensor, number: int) -> Tensor:
+        for part in self.parts:
+            x = checkpoint(part, x, number, use_reentrant=self.n > 0)
+        return x
+
+
+class Teacher(Mix):
+    """A part without gradients, whose result is used; with one that has them beside it."""
+
+    def fill(self) -> None:
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, number: int) -> Tensor:
+        with torch.no_grad():
+            y = x
+            for part in self.parts:
+                y = part(y, number)
+        return self.linear(x) * y if self.n == 0 else self.parts[0](x, number) + y
+
+
+class Cut(Mix):
+    """Its parts get no gradient to pass on, or none at all."""
+
+    def forward(self, x: Tensor, number: int) -> Tensor:
+        y = x.detach() if self.n == 0 else x
+        for part in self.parts:
+            y = part(y, number)
+        return x + (y.detach() if self.n == 1 else y)
+
+
+class Shared(Mix):
+    """One module under two names, or weights that two modules share."""
+
+    def fill(self) -> None:
+        if self.n == 0:
+            self.again = self.parts[0]
+            return
+        self.again = make(self.node.children[0], self.rank)
+        for module, other in zip(self.parts[0].modules(), self.again.modules(), strict=True):
+            for name, param in module.named_parameters(recurse=False):
+                if not isinstance(module, nn.utils.parametrize.ParametrizationList):
+                    setattr(other, name, param)
+
+    def forward(self, x: Tensor, number: int) -> Tensor:
+        for part in self.parts:
+            x = torch.tanh(part(x, number))
+        return self.again(x, number)
+
+
+class Hooked(Mix):
+    """Hooks of the user's own, on its parts and on what they return."""
+
+    def fill(self) -> None:
+        for part in self.parts:
+            if self.n == 0:
+                part.register_forward_hook(lambda m, args, out: out * 1.5)
+                part.register_forward_pre_hook(lambda m, args: (args[0] + 1, *args[1:]))
+            elif self.n == 1:
+                part.register_forward_hook(_scales_gradients)
+            else:
+                part.register_full_backward_hook(lambda m, given, got: None)
+
+    def forward(self, x: Tensor, number: int) -> Tensor:
+        for part in self.parts:
+            x = part(x, number)
+        return x + 0
+
+
+def _scales_gradients(module: nn.Module, args: Any, output: Tensor) -> None:
+    if output.requires_grad:
+        output.register_hook(lambda grad: grad * 0.5)
+
+
+class ChangesItsInput(Mix):
+    """Gives each of its parts a tensor that the part changes in place."""
+
+    def fill(self) -> None:
+        self.parts = nn.ModuleList(Changes(part) for part in self.parts)
+
+    def forward(self, x: Tensor, number: int) -> Tensor:
+        for part in self.parts:
+            x = x + 1 if self.n == 0 or x.is_leaf else x
+            x = part(x, number)
+        return x
+
+
+class Changes(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor, number: int) -> Tensor:
+        x *= 0.5
+        return self.inner(x, number)
+
+
+class Listed(Mix):
+    """Parameters in lists and dicts, beside its parts."""
+
+    def fill(self) -> None:
+        self.few = nn.ParameterList([torch.randn(WIDTH) for _ in range(3)])
+        self.named = nn.ParameterDict({"a": torch.randn(WIDTH, WIDTH) / WIDTH, "b": torch.randn(WIDTH)})
+
+    def forward(self, x: Tensor, number: int) -> Tensor:
+        for part in self.parts:
+            x = part(x, number)
+        x = x @ self.named["a"].to(x.dtype) + self.named["b"].to(x.dtype)
+        for param in self.few:
+            x = x + param.to(x.dtype)
+        return x
+
+
+LEAVES: dict[str, type[Part]] = {
+    kind.__name__: kind
+    for kind in (
+        Line,
+        Feed,
+        Row,
+        Convolution,
+        Image,
+        Norms,
+        Recurrent,
+        Cell,
+        Attention,
+        Layer,
+        Positions,
+        Derived,
+        Adapted,
+        Pairs,
+        Odd,
+        KeepsALoss,
+        Clamped,
+        Statistics,
+    )
+}
+MIXES: dict[str, type[Mix]] = {
+    kind.__name__: kind
+    for kind in (
+        Chain,
+        Backwards,
+        Repeats,
+        AddsInPlace,
+        Sometimes,
+        ByRank,
+        Never,
+        Packs,
+        Collects,
+        Borrows,
+        Checkpointed,
+        Teacher,
+        Cut,
+        Shared,
+        Hooked,
+        ChangesItsInput,
+        Listed,
+    )
+}
+
+
+def make(node: Node, rank: int) -> Part:
+    return {**LEAVES, **MIXES}[node.kind](node, rank)
+
+
+# -- the whole --------------------------------------------------------------------------------------------------------
+
+
+class Tree(nn.Module):
+    """The model of a program."""
+
+    def __init__(self, spec: Model, rank: int) -> None:
+        super().__init__()
+        self.output = spec.output
+        self.embed = nn.Embedding(VOCABULARY, WIDTH) if spec.tokens else None
+        self.body = nn.ModuleList(make(node, rank) for node in spec.body)
+        self.head = nn.Linear(WIDTH, VOCABULARY) if spec.head != "none" else None
+        if spec.head == "tied" and self.embed is not None and self.head is not None:
+            self.head.weight = self.embed.weight
+
+    def forward(self, batch: Tensor, number: int) -> Any:
+        x = batch if self.embed is None else self.embed(batch)
+        for part in self.body:
+            x = part(x, number)
+        return into(self.output, x if self.head is None else self.head(x))
+
+    def take_losses(self) -> list[Tensor]:
+        """What parts have kept since the last call."""
+        found = []
+        for module in self.modules():
+            if isinstance(module, KeepsALoss):
+                found += [module.kept] if module.kept is not None else []
+                module.kept = None
+        return found
+
+
+def batch(spec: Model, number: int, rank: int, dtype: torch.dtype, *, vectors: bool = False) -> Tensor:
+    """Another one for every rank and number. ``vectors``: for a part of the body, which takes no tokens."""
+    generator = torch.Generator().manual_seed(100 * number + rank)
+    if spec.tokens and not vectors:
+        return torch.randint(0, VOCABULARY, (ROWS, TOKENS), generator=generator)
+    x = torch.randn(ROWS, TOKENS, WIDTH, generator=generator).to(dtype)
+    return x.requires_grad_(spec.input_grad)
+
+
+def class_names(spec: Model) -> Iterator[str]:
+    """Of all modules that may be units."""
+    seen = dict.fromkeys(type(module).__name__ for module in build(spec).modules())
+    return iter(list(seen)[1:])

@@ -1,0 +1,332 @@
+"""What a program is: a model, settings and actions, as plain data.
+
+Whatever differs from its default is printed, and nothing else: :func:`script` makes a file that runs on its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+LINE = 116
+
+
+@dataclass(frozen=True, kw_only=True)
+class Node:
+    """A part of a model; see models.py for the kinds.
+
+    Attributes:
+        n: chooses among variants of the kind.
+        frozen: its parameters do not require gradients.
+    """
+
+    kind: str
+    children: tuple[Node, ...] = ()
+    n: int = 0
+    frozen: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """
+    Attributes:
+        tokens: the input is tokens, which an embedding turns into vectors; else it is vectors.
+        head: "none", "linear", or "tied": the weight of the embedding is used again.
+        output: the container that the model returns its result in.
+        input_grad: the input requires a gradient (where it is not tokens).
+    """
+
+    body: tuple[Node, ...]
+    tokens: bool = False
+    head: str = "none"
+    output: str = "tensor"
+    input_grad: bool = False
+    seed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Arguments of ``shard``, in a form that can be left out.
+
+    Attributes:
+        classes: class names of units; without them units are found by themselves.
+        ranks_per_node: more than 0: nodes are made up, and shards stay within them.
+        plain: call ``loss.backward()`` and let the engine notice, instead of telling it.
+        lag: milliseconds by which ranks are late, each at other places.
+    """
+
+    stage: int = 3
+    offload: str = "none"
+    precision: str = "fp32"
+    recompute: str = "none"
+    classes: tuple[str, ...] = ()
+    max_bytes: int = 0
+    min_bytes: int = 0
+    prefetch_bytes: int = 10**6
+    keep_gathered_bytes: int = 0
+    reduce_bucket_bytes: int = 10**6
+    transport: str = "auto"
+    dynamic: bool = False
+    ranks_per_node: int = 0
+    plain: bool = False
+    lag: int = 0
+
+
+# -- actions ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forward:
+    """Compute a loss and keep it for a backward.
+
+    Attributes:
+        part: call this one of the body for itself, not the whole model.
+        scoped: inside a step scope.
+        penalty: the squares of all weights are a part of the loss, computed beside the model.
+        slope: so are the gradients of the loss for the input (with ``create_graph``).
+        dropped: throw the loss away.
+    """
+
+    part: int | None = None
+    scoped: bool = False
+    penalty: bool = False
+    slope: bool = False
+    dropped: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Backward:
+    """Of the losses that are kept.
+
+    Attributes:
+        no_sync: gradients that rest replicated are not reduced yet.
+        separately: one backward for each loss, instead of one for their sum.
+        twice: walk the graph twice.
+    """
+
+    no_sync: bool = False
+    separately: bool = False
+    twice: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """
+    Attributes:
+        clip: the norm to clip to before; 0: do not.
+        zero: what becomes of gradients afterwards: "none", "zeros" or "keep".
+    """
+
+    clip: float = 0.0
+    zero: str = "none"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepWithClosure:
+    """Forward and backward inside of ``optimizer.step``; ``early``: units may be stepped in the backward."""
+
+    early: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluate:
+    """``mode``: "no_grad" or "inference". ``eval_mode``: with ``module.eval()``."""
+
+    part: int | None = None
+    mode: str = "no_grad"
+    eval_mode: bool = True
+    scoped: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gather:
+    """Look at whole parameters, or change them.
+
+    Attributes:
+        write: "nothing", "copy" (in place), "data" (assigned), "one rank" (whose values count) or "gradients".
+        part: only this one of the body's parameters.
+        raises: leave by an exception.
+    """
+
+    write: str = "nothing"
+    part: int | None = None
+    raises: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Write:
+    """Write to parameters inside of a step scope: "in place", "data" or "assign"; "outside": assign outside of one."""
+
+    how: str = "in place"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Read:
+    """Read a parameter between steps, without gather."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Save:
+    """Keep the state dicts of model and optimizer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """Load what the last Save kept."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Freeze:
+    """Parameters of one part of the body do not require gradients from here on, or do (``thaw``)."""
+
+    part: int = 0
+    thaw: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class AddGroup:
+    """The optimizer gets the parameters that it was made without."""
+
+    rate: float = 0.01
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChangeRate:
+    factor: float = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyncBuffers:
+    """Rank 0's buffers for all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Raise:
+    """An exception in a forward or backward.
+
+    Attributes:
+        where: "forward" or "backward".
+        part: of the body in which it is raised.
+        alone: only the last rank raises it, which ends the program.
+    """
+
+    where: str = "forward"
+    part: int = 0
+    alone: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reshard:
+    """Release the module, look at it, and shard it again; the optimizer's state goes along if ``keep``."""
+
+    stage: int = 3
+    offload: str = "none"
+    keep: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scope:
+    """Actions inside of one step scope, as in manual optimization."""
+
+    actions: tuple[Action, ...] = ()
+
+
+Action = (
+    Forward
+    | Backward
+    | Step
+    | StepWithClosure
+    | Evaluate
+    | Gather
+    | Write
+    | Read
+    | Save
+    | Load
+    | Freeze
+    | AddGroup
+    | ChangeRate
+    | SyncBuffers
+    | Raise
+    | Reshard
+    | Scope
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """
+    Attributes:
+        optimizer: a name of ``sides.OPTIMIZERS``.
+        left_out: how many parameters the optimizer does not have before AddGroup.
+        looks: compare gradients, parameters and state at every step; else at the end only, because looking settles
+            what is under way.
+    """
+
+    model: Model
+    actions: tuple[Action, ...]
+    settings: Settings = Settings()
+    world: int = 2
+    optimizer: str = "sgd"
+    left_out: int = 0
+    looks: bool = True
+
+    def everything(self) -> Iterator[Action]:
+        """All actions, those inside of others too."""
+        stack = list(reversed(self.actions))
+        while stack:
+            action = stack.pop()
+            yield action
+            if isinstance(action, Scope):
+                stack.extend(reversed(action.actions))
+
+    def nodes(self) -> Iterator[Node]:
+        stack = list(self.model.body)
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(node.children)
+
+
+# -- printing ---------------------------------------------------------------------------------------------------------
+
+
+def source(value: Any, indent: int = 0, beside: int = 0) -> str:
+    """A Python expression for a program or a part of one.
+
+    Args:
+        indent: of the line that it begins on.
+        beside: characters that stand on that line too.
+    """
+    if dataclasses.is_dataclass(value):
+        shown = [f for f in dataclasses.fields(value) if getattr(value, f.name) != f.default]
+        parts = [(f"{f.name}=", getattr(value, f.name)) for f in shown]
+        opening, closing = f"{type(value).__name__}(", ")"
+    elif isinstance(value, tuple):
+        parts = [("", item) for item in value]
+        opening, closing = "(", ",)" if len(value) == 1 else ")"
+    else:
+        return repr(value)
+    flat = opening + ", ".join(name + source(item) for name, item in parts) + closing
+    if len(flat) + indent + beside <= LINE or not parts:
+        return flat
+    inner = " " * (indent + 4)
+    lines = [f"{inner}{name}{source(item, indent + 4, len(name) + 1)},\n" for name, item in parts]
+    return f"{opening}\n{''.join(lines)}{' ' * indent}{closing[-1]}"
+
+
+def script(program: Program, message: str, earlier: tuple[Program, ...] = ()) -> str:
+    """A file that runs ``program``, after ``earlier`` ones, and says what comes of it."""
+    root = Path(__file__).resolve().parents[2]
+    names = "".join(f"earlier_{i}, " for i in range(len(earlier)))
+    comment = "\n".join(f"# {line}".rstrip() for line in message.splitlines())
+    return (
+        f"{comment}\n\nimport sys\n\nsys.path.insert(0, {str(root)!r})\n\n"
+        "from tests.fuzz.programs import *  # noqa: E402, F403\n"
+        "from tests.fuzz.run import main  # noqa: E402\n\n"
+        + "".join(f"earlier_{i} = {source(other)}\n\n" for i, other in enumerate(earlier))
+        + f"program = {source(program)}\n\n"
+        + f'if __name__ == "__main__":\n    main({names}program)\n'
+    )

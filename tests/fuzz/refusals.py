@@ -1,0 +1,70 @@
+"""What the engine may refuse: how it says so, and why it has to.
+
+A program that ends in anything else has found a mistake: in the engine, in the fuzzer, or in this list.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from tests.fuzz import programs as p
+from tests.fuzz.programs import Program
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """
+    Attributes:
+        pattern: of "kind of exception: message".
+        why: what would be wrong otherwise.
+        of: programs that may be refused for it.
+    """
+
+    pattern: str
+    why: str
+    of: Callable[[Program], bool]
+
+
+def _stages(program: Program) -> Iterator[int]:
+    yield program.settings.stage
+    yield from (action.stage for action in program.everything() if isinstance(action, p.Reshard))
+
+
+def _reads_outside(program: Program) -> bool:
+    """A part that is not a unit is read where it is called for itself."""
+    alone = (p.Forward, p.Evaluate)
+    return 3 in _stages(program) and any(
+        isinstance(a, p.Read) or (isinstance(a, alone) and a.part is not None) for a in program.everything()
+    )
+
+
+REFUSALS = (
+    Refusal(
+        r"RuntimeError: \S+ is sharded, and between steps its values are on no rank",
+        "a read outside of a pass would need all ranks, and not all come to it",
+        _reads_outside,
+    ),
+    Refusal(
+        r"RuntimeError: .* is computed again from its inputs in backward \(zero.activation_checkpointing\), and its "
+        r"inputs (are|were) changed in place",
+        "it would be computed again from other inputs",
+        lambda program: program.settings.recompute != "none",
+    ),
+    Refusal(
+        r"ConfigError: zero.activation_checkpointing=\w+: the model has no blocks that were found to be units",
+        "there is nothing to compute again, and nobody would notice",
+        lambda program: program.settings.recompute != "none",
+    ),
+    Refusal(
+        r"RuntimeError: .*: written to in a step, with other values on some ranks than on others",
+        "no rank's values are right for all",
+        lambda program: any(node.kind == "ByRank" for node in program.nodes()),
+    ),
+)
+
+
+def refusal_of(program: Program, text: str) -> Refusal | None:
+    """The one on the list that ``text`` is."""
+    return next((r for r in REFUSALS if re.match(r.pattern, text, re.DOTALL) and r.of(program)), None)

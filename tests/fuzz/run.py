@@ -1,0 +1,574 @@
+"""Runs a program on every rank, on both sides, and compares them.
+
+Each side runs the whole program before the other and writes down what it sees: so neither waits for the other's
+messages, and the ranks of the engine are as far apart as they come to be.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import pickle
+import re
+import tempfile
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests import harness
+from tests.fuzz import programs as p
+from tests.fuzz.models import batch, out_of
+from tests.fuzz.programs import Program, Settings
+from tests.fuzz.refusals import Refusal, refusal_of
+from tests.fuzz.sides import AUTOCAST, Ours, Side, Twin, dtype_of
+
+STALL_S = 20.0
+ALONE_S = 2.0  # where it is certain that somebody waits in vain
+HANG_S = 60.0
+
+# How far values may be apart, as a part of the largest of their kind. Under fp32 and fp64 it is rounding: the ranks'
+# gradients are added in another order. In lower precision gradients that accumulate are rounded at other times at
+# stage 0 than at stage 3; what is wrong is wrong by more than this: a gradient is missing, doubled, or another's.
+TOLERANCE = {"fp32": 1e-4, "fp64": 1e-9, "bf16": 0.04, "fp16": 0.02, "bf16_true": 0.1, "fp16_true": 0.04}
+
+
+class Deliberate(Exception):
+    """What a program raises in the middle."""
+
+
+@dataclass
+class Entry:
+    """Something that a side has seen.
+
+    Attributes:
+        scale: the size of the largest value that was seen with it.
+    """
+
+    where: str
+    what: str
+    value: Tensor | None
+    scale: float = 0.0
+
+
+@dataclass
+class Trace:
+    """What one side has seen on one rank.
+
+    Attributes:
+        error: what ended it early, as text, with its traceback.
+        where: the action that it has come to.
+    """
+
+    entries: list[Entry] = field(default_factory=list)
+    error: str = ""
+    traceback: str = ""
+    where: str = "shard"
+
+
+@dataclass
+class Outcome:
+    """Of one rank: "equal", "refused", "torch refuses" (so both sides do), "alone" or "differs"."""
+
+    kind: str
+    where: str = ""
+    text: str = ""
+    traceback: str = ""
+
+
+@dataclass
+class Verdict:
+    """Of all ranks together.
+
+    Attributes:
+        kind: "equal", "refused", "torch refuses", "alone"; or "differs", "unknown refusal", "ranks disagree", "hangs",
+            "dies", which are failures.
+        refusal: the one on the list, if it is that.
+        earlier: programs that have to run before it, in the same processes, for it to fail.
+    """
+
+    kind: str
+    text: str = ""
+    refusal: Refusal | None = None
+    earlier: tuple[Program, ...] = ()
+
+    @property
+    def failed(self) -> bool:
+        return self.kind not in ("equal", "refused", "torch refuses", "alone")
+
+    @property
+    def signature(self) -> str:
+        """What failures of one cause have in common, as far as a text can tell."""
+        first = self.text.split("\n")[0].partition(": ")[2]
+        first = re.sub(r"[\w.]+\.(weight|bias)[\w.]*|(body|head|embed)\.[\w.]+", "NAME", first)
+        return f"{self.kind}: {re.sub(r'[0-9][0-9.e+-]*', '#', first)[:160]}"
+
+
+# -- in the workers ---------------------------------------------------------------------------------------------------
+
+
+class Interpreter:
+    """Runs the actions of a program on one side."""
+
+    def __init__(self, program: Program, make: Callable[[], Side]) -> None:
+        self.program = program
+        self.trace = Trace()
+        self._make = make
+        self._losses: list[Tensor] = []
+        self._inputs: list[Tensor] = []
+        self._saved: Any = None
+        self._number = 0  # of forwards so far
+        self._settings = program.settings
+
+    def run(self) -> Trace:
+        try:
+            self.side = self._make()
+            for i, action in enumerate(self.program.actions):
+                self._at(f"action {i}", action)
+                self._do(action)
+            self.trace.where = "the end"
+            self._look("the end")
+            self.side.close()
+            self._note("released", dict(self.side.module.named_parameters()))
+        except BaseException as error:
+            self.trace.error = f"{type(error).__name__}: {error}"
+            self.trace.traceback = traceback.format_exc()
+        return self.trace
+
+    def _at(self, place: str, action: p.Action) -> None:
+        self.trace.where = f"{place}, {p.source(dataclasses.replace(action, actions=()) if _nests(action) else action)}"
+
+    def _do(self, action: p.Action) -> None:
+        getattr(self, f"_{type(action).__name__}")(action)
+
+    # -- writing down -------------------------------------------------------------------------------------------------
+
+    def _note(self, what: str, values: dict[str, Any]) -> None:
+        """Copies, because the sides write to theirs."""
+        kept: dict[str, Tensor | None] = {}
+        for name, value in values.items():
+            if isinstance(value, Tensor):
+                kept[name] = value.detach().to(torch.complex128 if value.is_complex() else torch.float64, copy=True)
+            else:
+                kept[name] = None if value is None else torch.tensor(float(value), dtype=torch.float64)
+        scale = max((_size(value) for value in kept.values() if value is not None), default=0.0)
+        self.trace.entries += [Entry(self.trace.where, f"{what} {name}", v, scale) for name, v in kept.items()]
+
+    def _look(self, what: str) -> None:
+        side = self.side
+        with side.shown(grads=True):
+            params = dict(side.module.named_parameters())
+            self._note(f"{what}: parameter", params)
+            self._note(f"{what}: gradient of", {name: param.grad for name, param in params.items()})
+        self._note(f"{what}: buffer", dict(side.module.named_buffers()))
+        self._note_state(what, side.save()[1])
+
+    def _note_state(self, what: str, state: dict[str, Any]) -> None:
+        for name in sorted({name for entry in state["state"].values() for name in entry}):
+            values = {str(i): entry[name] for i, entry in sorted(state["state"].items()) if name in entry}
+            self._note(f"{what}: optimizer's {name} of", values)
+
+    # -- computing ----------------------------------------------------------------------------------------------------
+
+    def _body(self, index: int) -> nn.Module:
+        body = self.side.module.body
+        return body[index % len(body)]
+
+    def _floating(self, module: nn.Module | None = None) -> list[nn.Parameter]:
+        params = (self.side.module if module is None else module).parameters()
+        return [param for param in params if param.is_floating_point()]
+
+    def _compute(self, part: int | None, *, slope: bool = False, penalty: bool = False) -> Tensor:
+        spec, rank, module = self.program.model, dist.get_rank(), self.side.module
+        self._number += 1
+        torch.manual_seed(10 * self._number + rank)
+        x = batch(spec, self._number, rank, dtype_of(self._settings.precision), vectors=part is not None)
+        if slope and x.is_floating_point():
+            x = x.detach().requires_grad_()
+        if x.requires_grad and torch.is_grad_enabled():
+            self._inputs.append(x)
+        low = AUTOCAST.get(self._settings.precision)
+        module.take_losses()
+        with torch.autocast("cpu", low, enabled=low is not None, cache_enabled=False):
+            output = out_of((module if part is None else self._body(part))(x, self._number))
+            loss = _wide(output).square().mean()
+            for kept in module.take_losses():
+                loss = loss + 0.1 * _wide(kept)
+            if penalty:
+                loss = loss + 0.01 * sum(_wide(param).square().sum() for param in self._floating())
+        if slope and x.requires_grad and loss.requires_grad:
+            (found,) = torch.autograd.grad(loss, x, create_graph=True, allow_unused=True)
+            if found is not None:
+                loss = loss + _wide(found).square().sum()
+        return loss
+
+    # -- actions ------------------------------------------------------------------------------------------------------
+
+    def _Forward(self, action: p.Forward) -> None:
+        with self.side.scope() if action.scoped or action.penalty else contextlib.nullcontext():
+            loss = self._compute(action.part, slope=action.slope, penalty=action.penalty)
+        self._note("loss", {"": loss})
+        if not action.dropped:
+            self._losses.append(loss)
+
+    def _Backward(self, action: p.Backward) -> None:
+        if not self._losses:
+            return
+        losses = self._losses if action.separately else [torch.stack(self._losses).sum()]
+        self._losses = []
+        for loss in losses:
+            for again in range(1 + action.twice):
+                last = again == action.twice and loss is losses[-1]
+                self.side.backward(loss, no_sync=action.no_sync, **({} if last else {"retain_graph": True}))
+        self._note("gradient of input", {str(i): x.grad for i, x in enumerate(self._inputs)})
+        self._inputs.clear()
+
+    def _Step(self, action: p.Step) -> None:
+        if self.program.looks:
+            self._look("before")
+        if action.clip:
+            self._note("norm", {"": self.side.clip(action.clip)})
+        self.side.step()
+        if action.zero != "keep":
+            self.side.zero_grad(set_to_none=action.zero == "none")
+        if self.program.looks:
+            self._look("after")
+
+    def _StepWithClosure(self, action: p.StepWithClosure) -> None:
+        def closure() -> None:
+            self.side.zero_grad()
+            loss = self._compute(None)
+            self._note("loss", {"": loss})
+            self.side.backward(loss)
+
+        self._losses.clear()
+        self.side.step(closure, early=action.early)
+        self.side.zero_grad()
+        if self.program.looks:
+            self._look("after")
+
+    def _Evaluate(self, action: p.Evaluate) -> None:
+        mode = {"no_grad": torch.no_grad, "inference": torch.inference_mode}[action.mode]
+        if action.eval_mode:
+            self.side.module.eval()
+        with self.side.scope() if action.scoped else contextlib.nullcontext(), mode():
+            self._note("evaluated", {"": self._compute(action.part)})
+        self.side.module.train()
+
+    def _Gather(self, action: p.Gather) -> None:
+        params = None if action.part is None else self._floating(self._body(action.part))
+        if params == []:
+            return
+        world = dist.get_world_size()
+        settings: dict[str, Any] = {"grads": action.write == "gradients"}
+        if action.write == "one rank":
+            settings["from_rank"] = world - 1
+        try:
+            with self.side.shown(params, **settings):
+                self._note("shown", {str(i): param for i, param in enumerate(params or self._floating())})
+                if isinstance(self.side, Ours) or not action.raises:  # what is written before an exception is lost
+                    self._write(params or self._floating(), action.write)
+                if action.raises:
+                    raise Deliberate
+        except Deliberate:
+            pass
+
+    @torch.no_grad()
+    def _write(self, params: list[nn.Parameter], how: str) -> None:
+        for param in params:
+            if how in ("copy", "in place"):
+                param.mul_(0.9)
+            elif how == "data":
+                param.data = param.data * 0.9
+            elif how == "write data":
+                param.data.mul_(0.9)
+            elif how == "assign":
+                param.data = param.detach() * 0.9
+            elif how == "one rank":
+                param.add_(0.1 * (dist.get_rank() + 1))
+            elif how == "gradients" and param.grad is not None:
+                param.grad.mul_(0.5)
+
+    def _Write(self, action: p.Write) -> None:
+        if action.how == "outside":
+            generator = torch.Generator().manual_seed(self._number)
+            for param in self._floating():
+                param.data = torch.randn(param.shape, generator=generator).mul(0.3).to(param.dtype)
+            return
+        with self.side.scope():
+            self._write(self._floating(), {"data": "write data"}.get(action.how, action.how))
+
+    def _Read(self, action: p.Read) -> None:
+        param = next(iter(self._floating()), None)
+        if param is not None:
+            self._note("read", {"": param.sum()})
+
+    def _Save(self, action: p.Save) -> None:
+        self._saved = self.side.save()
+        self._note("saved", {k: v for k, v in self._saved[0].items() if isinstance(v, Tensor)})
+        self._note_state("saved", self._saved[1])
+
+    def _Load(self, action: p.Load) -> None:
+        if self._saved is not None:
+            self._losses.clear()
+            self.side.load(self._saved)
+
+    def _Freeze(self, action: p.Freeze) -> None:
+        self._losses.clear()
+        for param in self._floating(self._body(action.part)):
+            param.requires_grad_(action.thaw)
+
+    def _AddGroup(self, action: p.AddGroup) -> None:
+        if left := self.side.left_out():
+            self.side.optimizer.add_param_group({"params": left, "lr": action.rate})
+
+    def _ChangeRate(self, action: p.ChangeRate) -> None:
+        for group in self.side.optimizer.param_groups:
+            group["lr"] *= action.factor
+
+    def _SyncBuffers(self, action: p.SyncBuffers) -> None:
+        self.side.sync_buffers()
+
+    def _Raise(self, action: p.Raise) -> None:
+        def fail(*_: Any) -> None:
+            raise Deliberate
+
+        def fail_later(module: nn.Module, args: Any, output: Tensor) -> None:
+            if output.requires_grad:
+                output.register_hook(fail)
+
+        if action.alone and isinstance(self.side, Twin):
+            raise Deliberate
+        chosen = not action.alone or dist.get_rank() == dist.get_world_size() - 1
+        hook = fail if action.where == "forward" else fail_later
+        handle = self._body(action.part).register_forward_hook(hook) if chosen else None
+        self._losses.clear()
+        self._inputs.clear()
+        try:
+            loss = self._compute(None)
+            if handle is not None:
+                handle.remove()
+            self.side.backward(loss)
+        except Deliberate:
+            if action.alone:
+                raise
+        finally:
+            if handle is not None:
+                handle.remove()
+        self.side.module.take_losses()
+        self.side.forget_grads()
+        if action.alone:
+            raise Deliberate
+
+    def _Reshard(self, action: p.Reshard) -> None:
+        self._losses.clear()
+        self._settings = reshard_settings(self._settings, action)
+        self.side.reshard(self._settings, keep=action.keep)
+
+    def _Scope(self, action: p.Scope) -> None:
+        place = self.trace.where
+        with self.side.scope():
+            for i, inner in enumerate(action.actions):
+                self._at(f"{place}, {i}", inner)
+                self._do(inner)
+
+
+def reshard_settings(settings: Settings, action: p.Reshard) -> Settings:
+    """Those of the next engine."""
+    return dataclasses.replace(settings, stage=action.stage, offload=action.offload)
+
+
+def _nests(action: p.Action) -> bool:
+    return isinstance(action, p.Scope)
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor if tensor.dtype is torch.float64 else tensor.float()
+
+
+def _size(value: Tensor) -> float:
+    """Of the largest finite element."""
+    found = value.abs()
+    found = found[found.isfinite()]
+    return found.max().item() if found.numel() else 0.0
+
+
+def run_here(program: Program, folder: str, stall_timeout_s: float) -> Outcome:
+    """On every rank."""
+    warnings.simplefilter("ignore")
+    alone = any(isinstance(a, p.Raise) and a.alone for a in program.everything())
+
+    def ours(reference: bool) -> Side:
+        limit = ALONE_S if alone and not reference else stall_timeout_s
+        return Ours(program, folder, stall_timeout_s=limit, reference=reference)
+
+    lower = program.settings.precision not in ("fp32", "fp64")
+    expected = Interpreter(program, (lambda: ours(True)) if lower and not alone else lambda: Twin(program)).run()
+    found = Interpreter(program, lambda: ours(False)).run()
+    if alone:
+        return Outcome("alone", found.where, found.error, found.traceback)
+    return compare(found, expected, TOLERANCE[program.settings.precision])
+
+
+def compare(found: Trace, expected: Trace, tolerance: float) -> Outcome:
+    """What has come of a program on this rank."""
+    for own, other in zip(found.entries, expected.entries, strict=False):
+        if (own.where, own.what) != (other.where, other.what):
+            gone = f"{own.where}: {own.what}: the twin has {other.what} ({other.where}) here"
+            return Outcome("differs", own.where, gone)
+        if (text := _difference(own.value, other.value, other.scale, tolerance)) is not None:
+            return Outcome("differs", own.where, f"{own.where}: {own.what}: {text}")
+    if found.error and found.where == expected.where and expected.error:
+        return Outcome("torch refuses", found.where, f"{found.error}\n(the twin: {expected.error})", found.traceback)
+    if found.error:
+        return Outcome("refused", found.where, found.error, found.traceback)
+    if expected.error:
+        text = f"{expected.where}: no error, where the twin raises {expected.error}"
+        return Outcome("differs", expected.where, text, expected.traceback)
+    if len(found.entries) != len(expected.entries):
+        return Outcome("differs", found.where, f"{len(found.entries)} values, but the twin has {len(expected.entries)}")
+    return Outcome("equal")
+
+
+def _difference(own: Tensor | None, expected: Tensor | None, scale: float, tolerance: float) -> str | None:
+    if own is None or expected is None:
+        return None if own is expected else f"{'none' if own is None else 'some'}, unlike that of the twin"
+    if own.shape != expected.shape:
+        return f"shape {tuple(own.shape)}, but {tuple(expected.shape)} of the twin"
+    limit = tolerance * (_size(expected) + 0.05 * scale) + 1e-12
+    same = (own == expected) | (own.isnan() & expected.isnan()) | ((own - expected).abs() <= limit)
+    if bool(same.all()):
+        return None
+    worst = (own - expected).abs()[~same].max().item()
+    return f"differs by {worst:.3g} of {_size(expected):.3g} in {int((~same).sum())} of {own.numel()} elements"
+
+
+# -- in the parent ----------------------------------------------------------------------------------------------------
+
+
+class Runner:
+    """Runs programs on pools of workers. A pool that a program has left in disorder is not used again.
+
+    Args:
+        stall_timeout_s: how long ranks wait for one another.
+        before: called on every rank before each program: a test of the fuzzer breaks the engine here.
+    """
+
+    def __init__(self, *, stall_timeout_s: float = STALL_S, before: Callable[[], None] | None = None) -> None:
+        importlib.import_module(
+            "torch._dynamo"
+        )  # optimizers do: seconds, in each worker, unless it comes with the fork
+        self._pools: dict[int, harness.Pool] = {}
+        self._stall_timeout_s = stall_timeout_s
+        self._before = before
+        self._earlier: dict[int, list[Program]] = {}  # what the workers have run, by number of ranks
+
+    def run(self, program: Program) -> Verdict:
+        """The verdict, the same as if it ran alone; where it is not, the program fails by what ran before it."""
+        earlier = self._earlier.setdefault(program.world, [])
+        verdict = self._run(program)
+        if not verdict.failed or not earlier:
+            earlier.append(program)
+        else:
+            alone = self._run(program)
+            if alone.failed:
+                verdict = alone
+            else:
+                verdict.text += "\n(It does not fail alone, but in processes that have run other programs before.)"
+                verdict.earlier = tuple(earlier)
+        if program.world not in self._pools:
+            earlier.clear()
+        return verdict
+
+    def _run(self, program: Program) -> Verdict:
+        pool = self._pools.get(program.world)
+        if pool is None:
+            pool = self._pools[program.world] = harness.Pool(program.world)
+        with tempfile.TemporaryDirectory(prefix="lightning_zero_fuzz_") as folder:
+            case = (_run_case, (program, folder, self._stall_timeout_s, self._before), {})
+            try:
+                outcomes = pool.run(pickle.dumps(case), HANG_S + 3 * self._stall_timeout_s)
+            except harness.CaseTimeout as error:
+                self._drop(program.world)
+                return Verdict("hangs", f"hangs: {error}")
+            except Exception as error:
+                self._drop(program.world)
+                return Verdict("dies", f"dies: {error}\n" + "\n".join(getattr(error, "__notes__", [])))
+        if any(outcome.kind != "equal" for outcome in outcomes):
+            self._drop(program.world)
+        return judge(program, outcomes)
+
+    def _drop(self, world: int) -> None:
+        self._pools.pop(world).kill()
+
+    def close(self) -> None:
+        for pool in self._pools.values():
+            pool.close()
+        self._pools.clear()
+
+    def __enter__(self) -> Runner:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+
+def _run_case(program: Program, folder: str, stall_timeout_s: float, before: Callable[[], None] | None) -> Outcome:
+    if before is not None:
+        before()
+    return run_here(program, folder, stall_timeout_s)
+
+
+def judge(program: Program, outcomes: list[Outcome]) -> Verdict:
+    """Whether what has come of a program on all ranks is as it should be."""
+    first = outcomes[0]
+    report = "\n".join(_lines(outcomes))
+    if any(outcome.kind == "differs" for outcome in outcomes):
+        worst = next(outcome for outcome in outcomes if outcome.kind == "differs")
+        return Verdict("differs", f"{worst.text}\n{report}")
+    if all(outcome.kind == "alone" for outcome in outcomes):
+        return _judge_alone(program, outcomes, report)
+    if any(outcome.kind == "refused" for outcome in outcomes):
+        refusals = [refusal_of(program, o.text) if o.kind == "refused" else None for o in outcomes]
+        unknown = next((o for o, r in zip(outcomes, refusals, strict=True) if o.kind == "refused" and r is None), None)
+        if unknown is not None:
+            return Verdict("unknown refusal", f"{unknown.where}: {unknown.text}\n{report}")
+        if any(refusal != refusals[0] for refusal in refusals):
+            return Verdict("ranks disagree", f"{first.where}: {first.text}\n{report}")
+        return Verdict("refused", first.text, refusals[0])
+    if len({outcome.kind for outcome in outcomes}) > 1:
+        return Verdict("ranks disagree", f"{first.where}: {first.text}\n{report}")
+    return Verdict(first.kind, first.text)
+
+
+def _judge_alone(program: Program, outcomes: list[Outcome], report: str) -> Verdict:
+    """The last rank has raised; the others have come to the end, or were told that it does not come."""
+    *others, last = (outcome.text for outcome in outcomes)
+    told = re.compile(r"Deliberate|(StallError|ApartError|PeerError): ")
+    if last.startswith("Deliberate") and all(told.match(text) for text in others):
+        return Verdict("alone", last)
+    known = refusal_of(program, last)
+    if known is not None and all(refusal_of(program, text) == known for text in others):
+        return Verdict("refused", last, known)
+    return Verdict("ranks disagree", f"{outcomes[0].where}: {outcomes[0].text}\n{report}")
+
+
+def _lines(outcomes: list[Outcome]) -> Iterator[str]:
+    for rank, outcome in enumerate(outcomes):
+        yield f"--- rank {rank}: {outcome.kind} at {outcome.where or 'the end'}"
+        if outcome.kind != "equal":
+            yield f"{outcome.text}\n{outcome.traceback}"
+
+
+def main(*programs: Program) -> None:
+    """Of a script that was printed: all of them in the same processes; the last is what it is about."""
+    with Runner() as runner:
+        verdict = [runner.run(program) for program in programs][-1]
+    print(f"{verdict.kind}\n{verdict.text}")
+    raise SystemExit(verdict.failed)

@@ -1,0 +1,377 @@
+"""The two sides of a comparison: a plain twin, replicated, and the engine.
+
+The twin is torch and nothing else: a module on every rank, whose gradients are averaged over the ranks after every
+backward. It is the reference under fp32 and fp64. In lower precision, where orders of additions show, the reference is
+the engine at stage 0, which replicates everything.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import random
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import lightning_zero
+from lightning_zero.engine import Engine, engines
+from tests.fuzz.models import Tree, build
+from tests.fuzz.programs import Program, Settings
+
+TRUE = {"bf16_true": torch.bfloat16, "fp16_true": torch.float16, "fp64": torch.float64}
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+LOSS_SCALE = 256.0  # under fp16
+
+# Where a gradient is zero but for rounding, Adam and its like would make a whole step of the rounding: a larger eps.
+OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], Optimizer]] = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9, weight_decay=0.01),
+    "plain sgd": lambda params: torch.optim.SGD(params, lr=0.05),
+    "damped sgd": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.5, dampening=0.1),
+    "adamw": lambda params: torch.optim.AdamW(params, lr=0.01, weight_decay=0.1, eps=1e-2),
+    "amsgrad": lambda params: torch.optim.Adam(params, lr=0.01, eps=1e-2, amsgrad=True),
+    "adagrad": lambda params: torch.optim.Adagrad(params, lr=0.01, eps=1e-2),
+    "rmsprop": lambda params: torch.optim.RMSprop(params, lr=0.01, eps=1e-1, momentum=0.5, centered=True),
+    "nadam": lambda params: torch.optim.NAdam(params, lr=0.01, eps=1e-2),
+}
+
+
+def dtype_of(precision: str) -> torch.dtype:
+    """Of the input of a model."""
+    return TRUE.get(precision, torch.float32)
+
+
+class Side:
+    """What a program does to either side.
+
+    Attributes:
+        module: as it is used in forwards.
+        reduces: gradients rest sharded, so ``no_sync`` reduces them all the same.
+    """
+
+    module: Tree
+    optimizer: Optimizer
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.reduces = program.settings.stage >= 2
+
+    def make_optimizer(self) -> Optimizer:
+        """Of the parameters but the last few, which are left for a group of their own."""
+        params = [p for p in self.module.parameters() if p.is_floating_point() or p.is_complex()]
+        return OPTIMIZERS[self.program.optimizer](params[: max(1, len(params) - self.program.left_out)])
+
+    def left_out(self) -> list[nn.Parameter]:
+        known = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        params = self.module.parameters()
+        return [p for p in params if id(p) not in known and (p.is_floating_point() or p.is_complex())]
+
+    def scope(self) -> contextlib.AbstractContextManager[None]:
+        raise NotImplementedError
+
+    def shown(
+        self, params: list[nn.Parameter] | None = None, *, from_rank: int | None = None, grads: bool = False
+    ) -> contextlib.AbstractContextManager[None]:
+        """Inside, parameters (default: all) hold whole values, and their gradients if ``grads``."""
+        raise NotImplementedError
+
+    def backward(self, loss: Tensor, *, no_sync: bool = False, **kwargs: Any) -> None:
+        raise NotImplementedError
+
+    def step(self, closure: Callable[[], Any] | None = None, *, early: bool = False) -> None:
+        raise NotImplementedError
+
+    def clip(self, max_norm: float) -> Tensor:
+        raise NotImplementedError
+
+    def zero_grad(self, *, set_to_none: bool = True) -> None:
+        raise NotImplementedError
+
+    def forget_grads(self) -> None:
+        """Of all parameters, those that no optimizer has too."""
+        for param in self.module.parameters():
+            param.grad = None
+
+    def save(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        raise NotImplementedError
+
+    def load(self, saved: tuple[dict[str, Any], dict[str, Any]]) -> None:
+        raise NotImplementedError
+
+    def sync_buffers(self) -> None:
+        raise NotImplementedError
+
+    def reshard(self, settings: Settings, *, keep: bool) -> None:
+        """``keep``: with the optimizer's state."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+
+class Twin(Side):
+    """Plain torch, with the averages of gradients that a replicated module gets."""
+
+    def __init__(self, program: Program) -> None:
+        super().__init__(program)
+        self.module = build(program.model, rank=dist.get_rank())
+        if (true := TRUE.get(program.settings.precision)) is not None:
+            self.module._apply(lambda t: t.to(true) if t.is_floating_point() else t)
+        self.optimizer = self.make_optimizer()
+        self._local: dict[nn.Parameter, Tensor] = {}  # not averaged yet
+
+    def scope(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def shown(
+        self, params: list[nn.Parameter] | None = None, *, from_rank: int | None = None, grads: bool = False
+    ) -> Iterator[None]:
+        yield
+        if from_rank is not None:
+            for param in self.module.parameters():
+                dist.broadcast(_flat(param.data), from_rank)
+
+    def backward(self, loss: Tensor, *, no_sync: bool = False, **kwargs: Any) -> None:
+        params = list(self.module.parameters())
+        before = {param: param.grad for param in params}
+        for param in params:
+            param.grad = None
+        if loss.requires_grad:
+            loss.backward(**kwargs)
+        for param in params:
+            if param.grad is not None:
+                known = self._local.get(param)
+                self._local[param] = param.grad if known is None else known + param.grad
+            param.grad = before[param]
+        noticed = loss.requires_grad or not self.program.settings.plain
+        if noticed and (self.reduces or not no_sync):
+            self._average(params)
+
+    def _average(self, params: list[nn.Parameter]) -> None:
+        """A parameter that no rank has used keeps what it has."""
+        used = torch.tensor([param in self._local for param in params], dtype=torch.uint8)
+        dist.all_reduce(used, op=dist.ReduceOp.MAX)
+        for param, flag in zip(params, used.tolist(), strict=True):
+            if flag:
+                grad = self._local.get(param, torch.zeros_like(param)).detach().clone() / dist.get_world_size()
+                dist.all_reduce(_flat(grad))
+                param.grad = grad if param.grad is None else param.grad + grad
+        self._local.clear()
+
+    def step(self, closure: Callable[[], Any] | None = None, *, early: bool = False) -> None:
+        if closure is not None:
+            closure()
+        if self._local:
+            raise RuntimeError("gradients of backwards inside no_sync() have not been reduced")
+        self.optimizer.step()
+
+    def clip(self, max_norm: float) -> Tensor:
+        return nn.utils.clip_grad_norm_(self.module.parameters(), max_norm)
+
+    def zero_grad(self, *, set_to_none: bool = True) -> None:
+        for param in (p for group in self.optimizer.param_groups for p in group["params"]):
+            if self._local.pop(param, None) is not None and param.grad is None:
+                param.grad = torch.zeros_like(param)
+        self.optimizer.zero_grad(set_to_none=set_to_none)
+
+    def forget_grads(self) -> None:
+        super().forget_grads()
+        self._local.clear()
+
+    def save(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        state = self.optimizer.state_dict()
+        started = {key: entry for key, entry in state["state"].items() if not _is_fresh(entry)}
+        return copy.deepcopy((self.module.state_dict(), {**state, "state": started}))
+
+    def load(self, saved: tuple[dict[str, Any], dict[str, Any]]) -> None:
+        module, optimizer = copy.deepcopy(saved)
+        self.module.load_state_dict(module)
+        self.optimizer.load_state_dict(optimizer)
+
+    def sync_buffers(self) -> None:
+        for buffer in self.module.buffers():
+            dist.broadcast(_flat(buffer), 0)
+
+    def reshard(self, settings: Settings, *, keep: bool) -> None:
+        self.forget_grads()
+        self.sync_buffers()  # sharding does
+        self.reduces = settings.stage >= 2
+        if keep:
+            return
+        groups = self.optimizer.param_groups
+        self.optimizer = _like(self.optimizer, [group["params"] for group in groups], groups)
+
+    def close(self) -> None:
+        pass
+
+
+class Ours(Side):
+    """The engine."""
+
+    def __init__(self, program: Program, folder: str, *, stall_timeout_s: float, reference: bool = False) -> None:
+        """
+        Args:
+            folder: for files.
+            reference: stage 0 and nothing else, whatever the settings are.
+        """
+        super().__init__(program)
+        self._folder, self._stall_timeout_s, self._reference = folder, stall_timeout_s, reference
+        self.module = build(program.model, seed=dist.get_rank(), rank=dist.get_rank())  # rank 0's values count
+        self.engine = self._shard(program.settings)
+        self.optimizer = self.make_optimizer()
+        self.engine.add_optimizer(self.optimizer)
+
+    def _shard(self, settings: Settings) -> Engine:
+        wanted: dict[str, Any] = {"stage": 0, "precision": settings.precision}
+        if not self._reference:
+            wanted = arguments(self.program, settings, self._folder)
+        engine = lightning_zero.shard(
+            self.module, device="cpu", summary=False, stall_timeout_s=self._stall_timeout_s, **wanted
+        )
+        if settings.precision == "fp16":
+            engine.reducer.set_loss_scale(LOSS_SCALE)
+        if settings.lag and not self._reference and engine.world_size > 1:
+            _make_late(engine, settings.lag / 1000)
+        return engine
+
+    def scope(self) -> contextlib.AbstractContextManager[None]:
+        return self.engine.step_scope("train")
+
+    def shown(
+        self, params: list[nn.Parameter] | None = None, *, from_rank: int | None = None, grads: bool = False
+    ) -> contextlib.AbstractContextManager[None]:
+        return lightning_zero.gather(self.module if params is None else params, from_rank=from_rank, grads=grads)
+
+    def backward(self, loss: Tensor, *, no_sync: bool = False, **kwargs: Any) -> None:
+        if self.program.settings.precision == "fp16":
+            loss = loss * LOSS_SCALE
+        holds_back = no_sync and not (self._reference and self.reduces)
+        with self.engine.no_sync() if holds_back else contextlib.nullcontext():
+            if not self.program.settings.plain:
+                with self.engine.backward_scope():  # also where the loss of this rank leads nowhere
+                    if loss.requires_grad:
+                        loss.backward(**kwargs)
+            elif loss.requires_grad:
+                loss.backward(**kwargs)
+
+    def step(self, closure: Callable[[], Any] | None = None, *, early: bool = False) -> None:
+        with self.engine.stepping_in_backward() if early else contextlib.nullcontext():
+            if closure is not None:
+                self.optimizer.step(closure)
+            else:
+                self.optimizer.step()
+
+    def clip(self, max_norm: float) -> Tensor:
+        return lightning_zero.clip_grad_norm_(self.module, max_norm)
+
+    def zero_grad(self, *, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none=set_to_none)
+
+    def save(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        state = self.engine.state_dict(only_rank_0=False)
+        return state, self.engine.optimizer_state(self.optimizer, only_rank_0=False)
+
+    def load(self, saved: tuple[dict[str, Any], dict[str, Any]]) -> None:
+        module, optimizer = copy.deepcopy(saved)
+        self.engine.load_state_dict(module)
+        self.engine.load_optimizer_state(self.optimizer, optimizer)
+
+    def sync_buffers(self) -> None:
+        self.engine.sync_buffers()
+
+    def reshard(self, settings: Settings, *, keep: bool) -> None:
+        state = self.engine.optimizer_state(self.optimizer, only_rank_0=False)
+        groups = [group["params"] for group in self.optimizer.param_groups]
+        self.engine.release()
+        for module in self.module.modules():
+            if "forward" in module.__dict__ or "_apply" in module.__dict__:
+                raise AssertionError(f"release() has left something on {type(module).__name__}")
+        self.reduces = settings.stage >= 2
+        self.engine = self._shard(settings)
+        self.optimizer = _like(self.optimizer, groups, self.optimizer.param_groups)
+        self.engine.add_optimizer(self.optimizer)
+        if keep:
+            self.engine.load_optimizer_state(self.optimizer, state)
+
+    def close(self) -> None:
+        self.engine.release()
+        if self.engine in engines():
+            raise AssertionError("the engine is still there after release()")
+
+
+def arguments(program: Program, settings: Settings, folder: str) -> dict[str, Any]:
+    """Of ``shard``."""
+    unit: dict[str, Any] = {"classes": list(settings.classes), "min_bytes": settings.min_bytes}
+    if settings.max_bytes:
+        unit["max_bytes"] = max(settings.max_bytes, settings.min_bytes)
+    found: dict[str, Any] = {
+        "stage": settings.stage,
+        "precision": settings.precision,
+        "offload": settings.offload,
+        "unit": unit,
+        "activation_checkpointing": settings.recompute,
+        "prefetch_bytes": settings.prefetch_bytes,
+        "reduce_bucket_bytes": settings.reduce_bucket_bytes,
+        "comm": {"transport": settings.transport},
+    }
+    if "nvme" in settings.offload:
+        found["offload"] = {"name": settings.offload, "nvme_path": folder}
+    elif settings.offload == "auto":  # models of these sizes lie on all three tiers
+        budgets = {"device_budget": 1500, "host_budget": 50_000}
+        found["offload"] = {"name": "auto", "nvme_path": folder, **budgets}
+    if settings.stage == 3:
+        by_rank = any(node.kind == "ByRank" for node in program.nodes())
+        found |= {"keep_gathered_bytes": settings.keep_gathered_bytes, "dynamic": settings.dynamic or by_rank}
+    if settings.ranks_per_node:
+        found["comm"]["hierarchy"] = "node"
+        found["node"] = f"node {dist.get_rank() // settings.ranks_per_node}"
+    return found
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """What collectives take: contiguous, and real."""
+    tensor = tensor.detach()
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def _like(optimizer: Optimizer, params: list[list[nn.Parameter]], groups: list[dict[str, Any]]) -> Optimizer:
+    """A new one with the same groups and no state."""
+    fresh = [
+        {**{k: v for k, v in group.items() if k != "params"}, "params": own}
+        for own, group in zip(params, groups, strict=True)
+    ]
+    return type(optimizer)(fresh)  # type: ignore[call-arg]
+
+
+def _is_fresh(entry: dict[str, Any]) -> bool:
+    """Whether a state is one that no step has used: Adagrad makes it when it is built."""
+    return "step" in entry and float(entry["step"]) == 0.0
+
+
+class _LateTransport:
+    """Issues messages after a pause, each rank after others."""
+
+    def __init__(self, inner: Any, seconds: float) -> None:
+        self._inner, self._seconds = inner, seconds
+        self._chance = random.Random(dist.get_rank())
+
+    def _pause(self) -> None:
+        time.sleep(self._chance.random() ** 4 * self._seconds)  # mostly short
+
+    def gather(self, *args: Any) -> Any:
+        self._pause()
+        return self._inner.gather(*args)
+
+    def reduce(self, *args: Any) -> Any:
+        self._pause()
+        return self._inner.reduce(*args)
+
+
+def _make_late(engine: Engine, seconds: float) -> None:
+    engine.comm._transport = _LateTransport(engine.comm._transport, seconds)  # type: ignore[assignment]

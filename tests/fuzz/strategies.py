@@ -1,0 +1,189 @@
+"""Draws programs. What comes first in each choice is the simplest: programs are made small towards it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from hypothesis import strategies as st
+from hypothesis.strategies import DrawFn, SearchStrategy
+
+from tests.fuzz import programs as p
+from tests.fuzz.models import CONTAINERS, LEAVES, MIXES, class_names
+from tests.fuzz.sides import OPTIMIZERS
+
+PARTS = st.integers(0, 3)
+
+
+def _rarely(number: int = 6) -> SearchStrategy[bool]:
+    return st.sampled_from([False] * (number - 1) + [True])
+
+
+def _mostly(first: Any, *others: Any) -> SearchStrategy[Any]:
+    """``first`` about as often as all ``others`` together."""
+    return st.sampled_from([first] * len(others) + list(others))
+
+
+NODES = st.recursive(
+    st.builds(p.Node, kind=st.sampled_from(list(LEAVES)), n=st.integers(0, 3), frozen=_rarely()),
+    lambda nodes: st.builds(
+        p.Node,
+        kind=st.sampled_from(list(MIXES)),
+        children=st.lists(nodes, min_size=1, max_size=3).map(tuple),
+        n=st.integers(0, 2),
+        frozen=_rarely(12),
+    ),
+    max_leaves=4,
+)
+
+MODELS = st.builds(
+    p.Model,
+    body=st.lists(NODES, min_size=1, max_size=4).map(tuple),
+    tokens=st.booleans(),
+    head=st.sampled_from(["none", "linear", "tied"]),
+    output=_mostly(*CONTAINERS),
+    input_grad=_rarely(3),
+    seed=st.integers(0, 3),
+)
+
+# -- actions ----------------------------------------------------------------------------------------------------------
+
+MAYBE_PART = st.none() | PARTS
+OFFLOADS = {
+    0: ["none"],
+    1: ["none", "optimizer_cpu", "optimizer_nvme", "auto"],
+    2: ["none", "optimizer_cpu", "optimizer_nvme", "auto"],
+    3: ["none", "optimizer_cpu", "cpu", "optimizer_nvme", "optimizer_cpu_param_nvme", "nvme", "auto"],
+}
+
+FORWARD = st.builds(
+    p.Forward,
+    part=_mostly(None, 0, 1, 2),
+    scoped=_rarely(4),
+    penalty=_rarely(8),
+    slope=_rarely(8),
+    dropped=_rarely(8),
+)
+PLAIN_FORWARD = st.just(p.Forward())
+BACKWARD = st.builds(p.Backward, no_sync=_rarely(), separately=_rarely(), twice=_rarely(8))
+STEP = st.builds(p.Step, clip=_mostly(0.0, 0.1, 10.0), zero=_mostly("none", "zeros", "keep"))
+SELDOM = st.one_of(
+    st.builds(p.Freeze, part=PARTS, thaw=st.booleans()),
+    st.builds(p.AddGroup),
+    st.builds(p.ChangeRate),
+    st.builds(p.SyncBuffers),
+    st.builds(p.Save),
+    st.builds(p.Load),
+    st.builds(p.Write, how=st.sampled_from(["in place", "data", "assign", "outside"])),
+    st.builds(
+        p.Gather,
+        write=st.sampled_from(["nothing", "copy", "data", "one rank", "gradients"]),
+        part=MAYBE_PART,
+        raises=_rarely(),
+    ),
+    st.builds(
+        p.Evaluate,
+        part=_mostly(None, 0, 1),
+        mode=st.sampled_from(["no_grad", "inference"]),
+        eval_mode=st.booleans(),
+        scoped=_rarely(3),
+    ),
+    st.builds(p.StepWithClosure, early=st.booleans()),
+    st.builds(p.Raise, where=st.sampled_from(["forward", "backward"]), part=PARTS, alone=_rarely(20)),
+    st.sampled_from(sorted(OFFLOADS)).flatmap(
+        lambda stage: st.builds(
+            p.Reshard, stage=st.just(stage), offload=_mostly(*OFFLOADS[stage], "none"), keep=st.booleans()
+        )
+    ),
+    _rarely(12).map(lambda rare: p.Read() if rare else p.Evaluate()),
+)
+
+
+@st.composite
+def _rounds(draw: DrawFn) -> list[p.Action]:
+    """A step as trainers make it, with a thing in between now and then."""
+    actions: list[p.Action] = []
+    for _ in range(draw(st.sampled_from([1, 1, 1, 2, 3]))):
+        actions += draw(st.lists(SELDOM, max_size=1)) if draw(_rarely(3)) else []
+        actions.append(draw(PLAIN_FORWARD | FORWARD))
+        actions += draw(st.lists(SELDOM | FORWARD, max_size=1)) if draw(_rarely(5)) else []
+        actions.append(draw(BACKWARD))
+    actions += draw(st.lists(SELDOM, max_size=1)) if draw(_rarely(3)) else []
+    actions.append(draw(STEP))
+    if draw(_rarely(5)):
+        return [p.Scope(actions=tuple(actions))]
+    return actions
+
+
+ACTIONS = st.lists(
+    st.one_of(_rounds(), _rounds(), _rounds(), st.one_of(SELDOM, FORWARD, BACKWARD, STEP).map(lambda a: [a])),
+    min_size=1,
+    max_size=5,
+).map(lambda rounds: tuple(action for actions in rounds for action in actions))
+
+# -- settings and the whole --------------------------------------------------------------------------------------------
+
+
+@st.composite
+def _settings(draw: DrawFn, model: p.Model, world: int) -> p.Settings:
+    stage = draw(st.sampled_from([3, 3, 3, 2, 1, 0]))
+    names = list(class_names(model))
+    by_class = draw(st.booleans())
+    return p.Settings(
+        stage=stage,
+        offload=draw(_mostly(*OFFLOADS[stage], "none")),
+        precision=draw(_mostly("fp32", "bf16", "fp16", "bf16_true", "fp16_true", "fp64")),
+        recompute=draw(_mostly("none", "none", "blocks", "offload")),
+        classes=tuple(draw(st.lists(st.sampled_from(names), max_size=4, unique=True))) if by_class else (),
+        max_bytes=0 if by_class else draw(st.sampled_from([0, 1, 300, 1000])),
+        min_bytes=draw(st.sampled_from([0, 0, 0, 100, 600])),
+        prefetch_bytes=draw(st.sampled_from([10**6, 0, 1, 500])),
+        keep_gathered_bytes=draw(st.sampled_from([0, 0, 700, 10**6])) if stage == 3 else 0,
+        reduce_bucket_bytes=draw(st.sampled_from([10**6, 500, 100])),
+        transport=draw(st.sampled_from(["auto", "plain", "direct"])),
+        dynamic=draw(_rarely()) if stage == 3 else False,
+        ranks_per_node=draw(_rarely()) * (world // 2),
+        plain=draw(st.booleans()),
+        lag=draw(_rarely(4)) * 4,
+    )
+
+
+@st.composite
+def programs(draw: DrawFn) -> p.Program:
+    world = draw(st.sampled_from([2, 2, 2, 1, 3, 4]))
+    model = draw(MODELS)
+    settings = draw(_settings(model, world))
+    program = p.Program(
+        model=model,
+        actions=draw(ACTIONS),
+        settings=settings,
+        world=world,
+        optimizer=draw(_mostly(*OPTIMIZERS)),
+        left_out=draw(st.sampled_from([0, 0, 1, 3])),
+        looks=draw(st.booleans()),
+    )
+    return _comparable(program)
+
+
+# What a forward changes beside its result; a recomputation changes it again, with torch's own checkpoints too.
+CHANGES_BUFFERS = {"Image", "Norms", "Statistics", "Derived"}
+
+
+def _comparable(program: p.Program) -> p.Program:
+    """Without what a plain twin does otherwise, and rightly.
+
+    Where ranks take different paths, a backward that is only noticed is noticed by a gradient, which a rank may not
+    get; and an exception has to be one on all ranks.
+    """
+    kinds = {node.kind for node in program.nodes()}
+    settings, actions = program.settings, program.actions
+    if kinds & CHANGES_BUFFERS:
+        settings = dataclasses.replace(settings, recompute="none")
+    if "ByRank" in kinds:
+        settings, actions = dataclasses.replace(settings, plain=False), _without_exceptions(actions)
+    return dataclasses.replace(program, settings=settings, actions=actions)
+
+
+def _without_exceptions(actions: tuple[p.Action, ...]) -> tuple[p.Action, ...]:
+    kept = (a for a in actions if not isinstance(a, p.Raise))
+    return tuple(p.Scope(actions=_without_exceptions(a.actions)) if isinstance(a, p.Scope) else a for a in kept)

@@ -1,0 +1,125 @@
+"""A minute of random programs, the same every time; and that a broken engine is found out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+
+from lightning_zero.engine.gradients import BucketGrads, Reducer
+from lightning_zero.engine.sentinels import Sentinels
+from lightning_zero.engine.under_way import UnderWay
+from lightning_zero.engine.writes import Writes
+from tests.fuzz import programs as p
+from tests.fuzz.programs import Model, Node, Program, script, source
+from tests.fuzz.run import Runner, Verdict
+from tests.fuzz.strategies import programs
+
+PROGRAMS = 120
+ENOUGH = 60  # programs, to find a mistake that is there
+
+STILL = settings(
+    max_examples=PROGRAMS,
+    derandomize=True,
+    database=None,
+    deadline=None,
+    phases=[Phase.generate],
+    suppress_health_check=list(HealthCheck),
+)
+
+
+@pytest.fixture
+def runner() -> Iterator[Runner]:
+    with Runner() as runner:
+        yield runner
+
+
+def failure(program: Program, verdict: Verdict) -> str:
+    text = script(program, f"{verdict.kind}\n{verdict.text}", verdict.earlier)
+    return f"{verdict.signature}\nThis program fails (`make fuzz` makes such ones small):\n\n{text}"
+
+
+def test_a_minute_of_random_programs(runner: Runner) -> None:
+    @STILL
+    @given(programs())
+    def run(program: Program) -> None:
+        verdict = runner.run(program)
+        assert not verdict.failed, failure(program, verdict)
+
+    run()
+
+
+# -- broken engines ---------------------------------------------------------------------------------------------------
+
+
+def gradients_are_sums() -> None:
+    """They are not divided by the number of ranks."""
+    take = BucketGrads.take
+
+    def broken(self: BucketGrads, slot: int, grad: torch.Tensor) -> None:
+        self.scale = 1.0
+        take(self, slot, grad)
+
+    BucketGrads.take = broken  # type: ignore[method-assign]
+
+
+def late_gradients_are_lost() -> None:
+    """Where a module is used a second time after its gradients were reduced."""
+    agree = Reducer._agree
+    Reducer._agree = lambda self, reduced, flag: ([], agree(self, reduced, flag)[1])  # type: ignore[method-assign]
+
+
+def writes_are_lost() -> None:
+    Writes.take_over = lambda self, bucket: self.forget(bucket)  # type: ignore[method-assign]
+
+
+def cleared_gradients_stay() -> None:
+    Sentinels.forget_zeroed = lambda self: None  # type: ignore[method-assign]
+
+
+def forwards_do_not_wait_for_steps() -> None:
+    UnderWay.refresh = lambda self, unit: None  # type: ignore[method-assign]
+
+
+BROKEN = [gradients_are_sums, writes_are_lost, cleared_gradients_stay, forwards_do_not_wait_for_steps]
+
+
+class Enough(Exception):
+    """A program has failed, as it should."""
+
+
+@pytest.mark.parametrize("broken", BROKEN, ids=lambda broken: broken.__name__)
+def test_a_broken_engine_is_found_out(broken: Callable[[], Any]) -> None:
+    with Runner(before=broken) as runner:
+
+        @settings(STILL, max_examples=ENOUGH)
+        @given(programs())
+        def run(program: Program) -> None:
+            if runner.run(program).failed:
+                raise Enough
+
+        with pytest.raises(Enough):
+            run()
+
+
+# -- what is printed --------------------------------------------------------------------------------------------------
+
+
+@settings(STILL, max_examples=50)
+@given(programs())
+def test_a_program_is_printed_as_it_is(program: Program) -> None:
+    text = source(program)
+    assert eval(text, vars(p)) == program
+    assert max(map(len, text.splitlines())) <= 150
+    compile(script(program, "what\nwent wrong", (program,)), "script", "exec")
+
+
+def test_a_program_that_is_printed_runs(tmp_path: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    program = Program(model=Model(body=(Node(kind="Line"),)), actions=(p.Forward(), p.Backward(), p.Step()))
+    space: dict[str, Any] = {"__name__": "__main__"}
+    with pytest.raises(SystemExit) as ended:
+        exec(compile(script(program, "nothing"), "script", "exec"), space)
+    assert not ended.value.code and capfd.readouterr().out.startswith("equal")
