@@ -58,7 +58,7 @@ def grad_norm_of(engine: Engine, params: Sequence[nn.Parameter], norm_type: floa
 
 def _wide_dtype(engine: Engine, params: Sequence[nn.Parameter]) -> torch.dtype:
     """At least fp32; on all ranks the same, also on one that holds no gradient."""
-    dtypes = [bucket.dtypes.grad for bucket in _slots_of(engine, params)]
+    dtypes = [bucket.dtypes.grad.to_real() for bucket in _slots_of(engine, params)]
     return functools.reduce(torch.promote_types, dtypes, torch.float32)
 
 

@@ -80,6 +80,20 @@ def test_norm_and_clipping_equal_torch_s(stage: int, norm_type: float) -> None:
 
 @on_ranks(2)
 @OUTER_STAGES
+def test_norms_of_complex_gradients_are_real(stage: int) -> None:
+    module = nn.Linear(3, 5, dtype=torch.complex64)
+    twin = Twin(module, optimizer=sgd)
+    with Sharded(module, stage=stage, optimizer=sgd) as side:
+        for each in (side, twin):
+            each.backward(each.module(torch.ones(2, 3, dtype=torch.complex64)).abs().sum())
+        norms = [each.clip(0.5) for each in (side, twin)]
+        assert norms[0].dtype == torch.float32
+        torch.testing.assert_close(*norms)
+        assert_same(side, twin, grads=True, tolerance=1e-6)
+
+
+@on_ranks(2)
+@OUTER_STAGES
 def test_norm_of_some_parameters(stage: int) -> None:
     module = Model()
     twin = Twin(module)
