@@ -124,6 +124,7 @@ class Interpreter:
         self._inputs: list[Tensor] = []
         self._saved: Any = None
         self._number = 0  # of forwards so far
+        self._waits = False  # gradients of backwards inside no_sync have not been reduced
         self._settings = program.settings
 
     def run(self) -> Trace:
@@ -165,7 +166,8 @@ class Interpreter:
         with side.shown(grads=True):
             params = dict(side.module.named_parameters())
             self._note(f"{what}: parameter", params)
-            self._note(f"{what}: gradient of", {name: param.grad for name, param in params.items()})
+            if not self._waits:
+                self._note(f"{what}: gradient of", {name: param.grad for name, param in params.items()})
         self._note(f"{what}: buffer", dict(side.module.named_buffers()))
         self._note_state(what, side.save()[1])
 
@@ -226,10 +228,19 @@ class Interpreter:
             for again in range(1 + action.twice):
                 last = again == action.twice and loss is losses[-1]
                 self.side.backward(loss, no_sync=action.no_sync, **({} if last else {"retain_graph": True}))
+            if loss.requires_grad or not self.program.settings.plain:
+                self._waits = action.no_sync
         self._note("gradient of input", {str(i): x.grad for i, x in enumerate(self._inputs)})
         self._inputs.clear()
 
+    def _reduce(self) -> None:
+        """Gradients that wait cannot be looked at, nor stepped: tests of the engine see to that."""
+        if self._waits:
+            self._Forward(p.Forward())
+            self._Backward(p.Backward())
+
     def _Step(self, action: p.Step) -> None:
+        self._reduce()
         if self.program.looks:
             self._look("before")
         if action.clip:
@@ -248,6 +259,7 @@ class Interpreter:
             self.side.backward(loss)
 
         self._losses.clear()
+        self._reduce()
         self.side.step(closure, early=action.early)
         self.side.zero_grad()
         if self.program.looks:
@@ -263,7 +275,7 @@ class Interpreter:
 
     def _Gather(self, action: p.Gather) -> None:
         params = None if action.part is None else self._floating(self._body(action.part))
-        if params == []:
+        if params == [] or (action.write == "gradients" and self._waits):
             return
         world = dist.get_world_size()
         settings: dict[str, Any] = {"grads": action.write == "gradients"}
@@ -363,11 +375,13 @@ class Interpreter:
                 handle.remove()
         self.side.module.take_losses()
         self.side.forget_grads()
+        self._waits = False
         if action.alone:
             raise Deliberate
 
     def _Reshard(self, action: p.Reshard) -> None:
         self._losses.clear()
+        self._waits = False
         self._settings = reshard_settings(self._settings, action)
         self.side.reshard(self._settings, keep=action.keep)
 

@@ -173,17 +173,25 @@ def _comparable(program: p.Program) -> p.Program:
     """Without what a plain twin does otherwise, and rightly.
 
     Where ranks take different paths, a backward that is only noticed is noticed by a gradient, which a rank may not
-    get; and an exception has to be one on all ranks.
+    get; an exception has to be one on all ranks; and a rank that needs a gather is heard by the others up to the end of
+    their backward, so one follows each forward.
     """
     kinds = {node.kind for node in program.nodes()}
     settings, actions = program.settings, program.actions
     if kinds & CHANGES_BUFFERS:
         settings = dataclasses.replace(settings, recompute="none")
     if "ByRank" in kinds:
-        settings, actions = dataclasses.replace(settings, plain=False), _without_exceptions(actions)
+        settings, actions = dataclasses.replace(settings, plain=False), _for_ranks_that_differ(actions)
     return dataclasses.replace(program, settings=settings, actions=actions)
 
 
-def _without_exceptions(actions: tuple[p.Action, ...]) -> tuple[p.Action, ...]:
-    kept = (a for a in actions if not isinstance(a, p.Raise))
-    return tuple(p.Scope(actions=_without_exceptions(a.actions)) if isinstance(a, p.Scope) else a for a in kept)
+def _for_ranks_that_differ(actions: tuple[p.Action, ...]) -> tuple[p.Action, ...]:
+    kept: list[p.Action] = []
+    for action in actions:
+        if isinstance(action, p.Scope):
+            kept.append(p.Scope(actions=_for_ranks_that_differ(action.actions)))
+        elif isinstance(action, p.Forward):
+            kept += [dataclasses.replace(action, dropped=False), p.Backward()]
+        elif not isinstance(action, p.Raise):
+            kept.append(action)
+    return tuple(kept)
