@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import re
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -21,12 +22,26 @@ from lightning_zero.config import ConfigError
 class ZeroCheckpointIO(TorchCheckpointIO):
     """Lightning's file, put whole in its place. Elsewhere than in local file systems: as Lightning does it."""
 
+    _looked = False  # what a checkpoint of this run holds
+
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         if storage_options is not None or not _is_local_file_protocol(path):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
         name = get_filesystem(path)._strip_protocol(str(path))  # of file:///folder/last.ckpt too
         write_whole(name, lambda file: torch.save(checkpoint, file))
+        if not self._looked:
+            self._looked = True
+            self._warn(name)
+
+    @staticmethod
+    def _warn(path: str) -> None:
+        """Now rather than when a job goes on from its checkpoint."""
+        if found := _classes(path):
+            rank_zero_warn(
+                f"{path} holds {', '.join(found)}, and going on from it is refused: loading these can run code. "
+                f"Keep them out of hyperparameters and states, or {_way_out(found)}."
+            )
 
 
 def with_default(io: CheckpointIO | None) -> CheckpointIO:
@@ -52,12 +67,9 @@ def load(io: CheckpointIO, path: Any, weights_only: bool | None) -> dict[str, An
         if weights_only is False or _NOT_ALLOWED not in str(error):
             raise ConfigError(f"{_damaged(path)}: {error}") from error
         found = _classes(path) or re.findall(r"GLOBAL ([\w.]+)", str(error)) or ["another class"]
-        names = ", ".join(name.rpartition(".")[2] for name in found)
         raise ConfigError(
             f"ckpt_path: expected a checkpoint of tensors and plain values, got {path} with {', '.join(found)}: "
-            "loading these can run any code that is in the file. If you trust it, give weights_only=False to "
-            "Trainer.fit (validate, test, predict), or allow the classes before: "
-            f"torch.serialization.add_safe_globals([{names}])."
+            f"loading these can run any code that is in the file. If you trust it, {_way_out(found)}."
         ) from error
     except FileNotFoundError:
         raise
@@ -66,6 +78,14 @@ def load(io: CheckpointIO, path: Any, weights_only: bool | None) -> dict[str, An
 
 
 _NOT_ALLOWED = "Weights only load failed"
+
+
+def _way_out(found: Iterable[str]) -> str:
+    names = ", ".join(name.rpartition(".")[2] for name in found)
+    return (
+        "give weights_only=False to Trainer.fit (validate, test, predict), weights_only=false to lightning_zero.train, "
+        f"or allow the classes before: torch.serialization.add_safe_globals([{names}])"
+    )
 
 
 def _damaged(path: Any) -> str:

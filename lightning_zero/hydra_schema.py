@@ -100,6 +100,7 @@ class TrainConfig:
     logger: dict[str, Any] = field(default_factory=dict)
     seed: int = 0
     ckpt_path: str | None = None
+    weights_only: bool = True
     save_minutes: float | None = 30.0
     run_dir: str = "."
 

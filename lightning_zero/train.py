@@ -235,7 +235,7 @@ def run(config: TrainConfig) -> None:
     trainer.strategy.run_settings = {**asdict(config), "ckpt_path": ckpt_path}  # type: ignore[attr-defined]
 
     with decided(trainer, ckpt_path):
-        trainer.fit(model, datamodule=data, ckpt_path=ckpt_path)
+        trainer.fit(model, datamodule=data, ckpt_path=ckpt_path, weights_only=config.weights_only)
     if trainer.is_global_zero and trainer.checkpoint_callback is not None:
         last = getattr(trainer.checkpoint_callback, "last_model_path", "")
         print(f"checkpoint: {last}" if last else "no checkpoint was written")

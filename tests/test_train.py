@@ -124,14 +124,31 @@ def test_tokens_are_in_the_users_cache(finished: tuple[Path, subprocess.Complete
     assert [f.suffix for f in files] == [".bin"]
 
 
+def odd_checkpoint(finished: Path, folder: Path) -> Path:
+    """The last one of a run, with something inside that torch does not load if nothing is said."""
+    checkpoint = torch.load(finished / "run" / "checkpoints" / "last.ckpt")
+    torch.save({**checkpoint, "extra": folder}, folder / "odd.ckpt")
+    return folder / "odd.ckpt"
+
+
+@pytest.mark.slow
+def test_a_checkpoint_that_may_run_code_is_refused_with_the_key(
+    finished: tuple[Path, subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
+    done = run(tmp_path, *SMALL, f"ckpt_path={odd_checkpoint(finished[0], tmp_path)}")
+    assert done.returncode == 2
+    assert "error: ckpt_path: expected a checkpoint of tensors and plain values, got" in done.stderr
+    assert "weights_only=false to lightning_zero.train" in done.stderr
+
+
 def test_resumes_at_another_stage_and_precision(
     finished: tuple[Path, subprocess.CompletedProcess[str]], tmp_path: Path
 ) -> None:
-    checkpoint = finished[0] / "run" / "checkpoints" / "last.ckpt"
     done = run(
         tmp_path,
         *SMALL,
-        f"ckpt_path={checkpoint}",
+        f"ckpt_path={odd_checkpoint(finished[0], tmp_path)}",
+        "weights_only=false",
         "trainer.max_steps=25",
         "zero/stage=zero2",
         "zero/precision=bf16",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import pickle
+import warnings
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
 from lightning_zero import ZeroStrategy
+from lightning_zero.checkpoint_io import ZeroCheckpointIO
 from lightning_zero.config import ConfigError
 from tests.harness import Pool, on_ranks, run
 from tests.lightning.toys import (
@@ -381,6 +383,17 @@ def test_code_in_a_checkpoint_does_not_run(tmp_path: Path) -> None:
     assert not ran.exists()
     trainer("zero3", tmp_path, max_epochs=3).fit(seeded(Lit), loader(), ckpt_path=path, weights_only=False)
     assert ran.exists()
+
+
+def test_the_first_save_warns_of_what_will_be_refused(tmp_path: Path) -> None:
+    io = ZeroCheckpointIO()
+    says = r"odd\.ckpt holds tests\.lightning\.test_checkpoints\.Odd, and going on from it is refused"
+    with pytest.warns(UserWarning, match=says):
+        io.save_checkpoint({"extra": Odd(), "weight": torch.ones(3)}, tmp_path / "odd.ckpt")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        io.save_checkpoint({"extra": Odd()}, tmp_path / "again.ckpt")
+        ZeroCheckpointIO().save_checkpoint({"weight": torch.ones(3)}, tmp_path / "plain.ckpt")
 
 
 @on_ranks(2)
