@@ -103,6 +103,7 @@ class Access:
     @outside_autograd
     def _bring(self, params: Sequence[nn.Parameter], operation: str) -> list[Unit]:
         """Have the values of ``params`` here; the units that were gathered for it."""
+        self._passes.forget_failed()
         brought: list[Unit] = []
         for param in params:
             place = self._places[id(param)]

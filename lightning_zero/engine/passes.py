@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from weakref import WeakMethod
+from weakref import ReferenceType, WeakMethod, ref
 
 import torch
 from torch import Tensor
@@ -45,6 +45,16 @@ def _weakly(method: Callable[[Unit], bool]) -> Callable[[Unit], bool]:
         return alive is not None and alive(unit)
 
     return call
+
+
+class _End:
+    """Called when a graph task ends. It goes with the graph task, also where an exception ended that uncalled."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self._call = call
+
+    def __call__(self) -> None:
+        self._call()
 
 
 class Passes:
@@ -90,6 +100,7 @@ class Passes:
         self._scope: tuple[str, bool] | None = None  # key and evaluation of the open scope
         self._ordinal = 0
         self._second_order = False
+        self._noticed: ReferenceType[_End] | None = None  # of the backward that was noticed last
         self._needed: Unit | None = None  # the last unit whose weights a backward has read
         self._aborted = False  # an exception has ended a pass since the last one
 
@@ -205,9 +216,7 @@ class Passes:
 
     def pre_forward(self, unit: Unit) -> None:
         """The module of ``unit`` is called."""
-        recomputed = torch._C._current_graph_task_id() != -1
-        if self.in_backward and not self.explicit and not recomputed:
-            self.abort()  # an exception ended the last backward: nothing told us
+        self.forget_failed()
         if self.key is None:
             key, evaluation = self._scope or ("call", not torch.is_grad_enabled())
             self.begin(key, evaluation=evaluation, owner=None if self._scope else unit)
@@ -316,11 +325,19 @@ class Passes:
 
     def backward_begins(self) -> None:
         """The first of the events of a backward, perhaps."""
+        self.forget_failed()
         if torch.is_grad_enabled():
             self._second_order = True  # create_graph: weights are needed again, at moments no hook tells
         if not self.in_backward:
             self._begin_backward(explicit=False)
-            torch.autograd.Variable._execution_engine.queue_callback(self._graph_task_ended)
+            end = _End(self._graph_task_ended)
+            self._noticed = ref(end)
+            torch.autograd.Variable._execution_engine.queue_callback(end)
+
+    def forget_failed(self) -> None:
+        """An exception has ended a backward that was only noticed, and nothing has told us: its pass is over."""
+        if self.in_backward and not self.explicit and (self._noticed is None or self._noticed() is None):
+            self.abort()
 
     def weights_needed(self, unit: Unit) -> bool:
         """Weights of ``unit`` are about to be read, in a backward by a kernel; whether they are there now."""

@@ -721,6 +721,26 @@ def test_an_exception_is_followed_by_a_clean_step(stage: int, plain: bool, where
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_backward_that_failed_unnoticed_takes_no_gradients_of_the_next_one(stage: int) -> None:
+    """The next forward is that of a module which is no unit, so it is the next backward that finds out."""
+
+    def work(side: Side, step: int) -> Tensor:
+        side.module.fail = "backward"
+        with pytest.raises(ZeroDivisionError):
+            square_work(side, step)
+        side.module.fail = ""
+        for param in side.module.parameters():
+            param.grad = None
+        side.zero_grad()
+        loss = side.module.first(floats(step, 4, WIDTH)).square().mean()
+        side.backward(loss)
+        return loss
+
+    check(Fragile, work, stage=stage, plain=True)
+
+
+@on_ranks(2)
 def test_an_exception_leaves_nothing_gathered() -> None:
     with Sharded(Fragile()) as side:
         for where in ("forward", "backward"):

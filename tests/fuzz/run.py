@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib
+import os
 import pickle
 import re
 import tempfile
@@ -466,6 +467,14 @@ def _difference(own: Tensor | None, expected: Tensor | None, scale: float, toler
 # -- in the parent ----------------------------------------------------------------------------------------------------
 
 
+def _import_before_forks() -> None:
+    """What optimizers import when they are made: seconds, which each worker would take for itself."""
+    before = dict(os.environ)
+    importlib.import_module("torch._dynamo")
+    os.environ.clear()
+    os.environ.update(before)
+
+
 class Runner:
     """Runs programs on pools of workers. A pool that a program has left in disorder is not used again.
 
@@ -475,9 +484,7 @@ class Runner:
     """
 
     def __init__(self, *, stall_timeout_s: float = STALL_S, before: Callable[[], None] | None = None) -> None:
-        importlib.import_module(
-            "torch._dynamo"
-        )  # optimizers do: seconds, in each worker, unless it comes with the fork
+        _import_before_forks()
         self._pools: dict[int, harness.Pool] = {}
         self._stall_timeout_s = stall_timeout_s
         self._before = before
