@@ -35,7 +35,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.full)
 
 
-_NOT_OURS = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}  # the second: set when torch._dynamo is imported
+_NOT_OURS = {"PYTEST_CURRENT_TEST"}
 
 
 @pytest.fixture(scope="session", autouse=True)
