@@ -233,6 +233,7 @@ class Hooks:
                 passes.input_grads_arrived(passes.units[index], call)
 
         for tensor in inputs.values():
+            _ = tensor.grad_fn  # a view that was changed in place has no history until asked, and torch would crash
             tensor.register_hook(arrived)
 
     def _post_forward(self, unit: Unit, args: Any, kwargs: Any, output: Any) -> None:

@@ -148,6 +148,7 @@ class Passes:
     def end(self) -> None:
         """Close the root and whatever is still gathered. No-op outside of a pass."""
         if self.key is not None:
+            self.under_way.refresh_all()  # of units that only others have used: they are not to wait for our next pass
             self.order.end()
             self._close()
 

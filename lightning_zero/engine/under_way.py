@@ -82,6 +82,10 @@ class UnderWay:
     def flush(self) -> None:
         """Wait for offloaded steps, and issue the refreshes that follow them."""
         self.wait_for_steps()
+        self.refresh_all()
+
+    def refresh_all(self) -> None:
+        """Issue the refreshes that are left, each after its step."""
         while self._stale:
             self.refresh(self._stale[0][0])
 

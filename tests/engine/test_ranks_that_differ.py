@@ -75,6 +75,27 @@ def test_paths_are_free_where_parameters_are_replicated(stage: int, path: str) -
     check(Paths, functools.partial(work, path_of=PATHS[path]), steps=4, stage=stage, stall_timeout_s=20)
 
 
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("row", ["none", "optimizer_cpu"])
+def test_an_evaluation_after_a_step_needs_no_rank_that_uses_less(stage: int, row: str) -> None:
+    """A rank issues the gathers that follow steps as it uses units, and those that are left at the end of its pass."""
+
+    def path(step: int, rank: int) -> tuple[int, ...]:
+        return () if rank == 0 else (0, 1, 2, 3)
+
+    with Sharded(Paths(), stage=stage, offload=row, stall_timeout_s=10) as side:
+        side.module.register_buffer("seen", torch.zeros(1))
+        for step in range(3):
+            work(side, step, path_of=lambda *_: (0, 1, 2, 3))
+            side.step()
+            side.zero_grad()
+            with side.engine.step_scope("validation", evaluation=True), torch.no_grad():
+                assert side.module(floats(step, 4, WIDTH), path(step, dist.get_rank())).isfinite().all()
+            side.module.seen += 1
+            side.engine.sync_buffers()
+
+
 @on_ranks(2, full=(3,))
 @pytest.mark.parametrize("path", list(PATHS))
 def test_the_first_pass_is_agreed_step_by_step(path: str) -> None:

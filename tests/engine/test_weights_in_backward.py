@@ -84,6 +84,28 @@ def test_in_place_activations_that_are_units(stage: int) -> None:
     check(build, image_work, stage=stage, unit=unit)
 
 
+class WritesBeforeFrozen(Blocks):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        x[:, 0] = 1.0  # a view of the output of the first, whose history torch has not made yet
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@on_ranks(2)
+@OUTER_STAGES
+def test_frozen_units_whose_inputs_are_views_that_were_changed(stage: int) -> None:
+    """torch (2.13) crashes where a hook is put on such a tensor before it was asked for its history."""
+
+    def build() -> nn.Module:
+        module = WritesBeforeFrozen(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH)))
+        module.blocks.requires_grad_(False)
+        return module
+
+    check(build, image_work, stage=stage, unit={"classes": ["Sequential"]})
+
+
 # -- other ways than outputs ------------------------------------------------------------------------------------------
 
 

@@ -544,8 +544,13 @@ class Hooked(Mix):
         return x + 0
 
 
+def has_history(tensor: Tensor) -> bool:
+    """Whether a hook can be put on it. torch 2.13 crashes if a view that was changed in place was not asked before."""
+    return tensor.grad_fn is not None
+
+
 def _scales_gradients(module: nn.Module, args: Any, output: Tensor) -> None:
-    if output.requires_grad:
+    if has_history(output):
         output.register_hook(lambda grad: grad * 0.5)
 
 

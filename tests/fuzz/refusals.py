@@ -40,6 +40,10 @@ def _reads_outside(program: Program) -> bool:
     )
 
 
+def _walks_again(program: Program) -> bool:
+    return any(isinstance(a, p.Backward) and (a.twice or a.separately) for a in program.everything())
+
+
 REFUSALS = (
     Refusal(
         r"RuntimeError: \S+ is sharded, and between steps its values are on no rank",
@@ -56,6 +60,11 @@ REFUSALS = (
         r"ConfigError: zero.activation_checkpointing=\w+: the model has no blocks that were found to be units",
         "there is nothing to compute again, and nobody would notice",
         lambda program: program.settings.recompute != "none",
+    ),
+    Refusal(
+        r"RuntimeError: setStorage: .* are out of bounds for storage of size 0",
+        "a graph is walked again, from weights of the root, which only a backward that is told of has gathered",
+        lambda program: program.settings.plain and 3 in _stages(program) and _walks_again(program),
     ),
     Refusal(
         r"RuntimeError: .*: written to in a step, with other values on some ranks than on others",

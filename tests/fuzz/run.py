@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from tests import harness
 from tests.fuzz import programs as p
-from tests.fuzz.models import batch, out_of
+from tests.fuzz.models import batch, has_history, out_of
 from tests.fuzz.programs import Program, Settings
 from tests.fuzz.refusals import Refusal, refusal_of
 from tests.fuzz.sides import AUTOCAST, Ours, Side, Twin, dtype_of
@@ -353,7 +353,7 @@ class Interpreter:
             raise Deliberate
 
         def fail_later(module: nn.Module, args: Any, output: Tensor) -> None:
-            if output.requires_grad:
+            if has_history(output):
                 output.register_hook(fail)
 
         if action.alone and isinstance(self.side, Twin):
@@ -442,7 +442,8 @@ def compare(found: Trace, expected: Trace, tolerance: float) -> Outcome:
     if found.error and found.where == expected.where and expected.error:
         return Outcome("torch refuses", found.where, f"{found.error}\n(the twin: {expected.error})", found.traceback)
     if found.error:
-        return Outcome("refused", found.where, found.error, found.traceback)
+        also = f"\n(the twin, at {expected.where}: {expected.error})" if expected.error else ""
+        return Outcome("refused", found.where, found.error + also, found.traceback)
     if expected.error:
         text = f"{expected.where}: no error, where the twin raises {expected.error}"
         return Outcome("differs", expected.where, text, expected.traceback)

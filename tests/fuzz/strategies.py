@@ -174,14 +174,17 @@ def _comparable(program: p.Program) -> p.Program:
 
     Where ranks take different paths, a backward that is only noticed is noticed by a gradient, which a rank may not
     get; an exception has to be one on all ranks; and a rank that needs a gather is heard by the others up to the end of
-    their backward, so one follows each forward.
+    their backward, so one follows each forward. What is refused must be so on all ranks: reads outside of a step, and
+    what torch does not have in fp16.
     """
     kinds = {node.kind for node in program.nodes()}
     settings, actions = program.settings, program.actions
     if kinds & CHANGES_BUFFERS:
         settings = dataclasses.replace(settings, recompute="none")
     if "ByRank" in kinds:
-        settings, actions = dataclasses.replace(settings, plain=False), _for_ranks_that_differ(actions)
+        precision = settings.precision.replace("fp16", "bf16")
+        settings = dataclasses.replace(settings, plain=False, precision=precision)
+        actions = _for_ranks_that_differ(actions)
     return dataclasses.replace(program, settings=settings, actions=actions)
 
 
@@ -191,7 +194,9 @@ def _for_ranks_that_differ(actions: tuple[p.Action, ...]) -> tuple[p.Action, ...
         if isinstance(action, p.Scope):
             kept.append(p.Scope(actions=_for_ranks_that_differ(action.actions)))
         elif isinstance(action, p.Forward):
-            kept += [dataclasses.replace(action, dropped=False), p.Backward()]
+            kept += [dataclasses.replace(action, dropped=False, scoped=True), p.Backward()]
+        elif isinstance(action, p.Evaluate):
+            kept.append(dataclasses.replace(action, scoped=True))
         elif not isinstance(action, p.Raise):
             kept.append(action)
     return tuple(kept)
