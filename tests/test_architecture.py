@@ -31,6 +31,8 @@ TOP_LEVEL = {
     "random_numbers": "strategy",
     "callbacks": "strategy",
     "averaging": "strategy",
+    "pruning": "strategy",
+    "validations": "strategy",
     "checkpoint_io": "strategy",
     "interruptions": "strategy",
     "strategy": "strategy",

@@ -16,6 +16,7 @@ import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch._C import _autograd
 from torch.autograd.graph import saved_tensors_hooks
@@ -98,6 +99,7 @@ class SavedWeights:
         return _Outer(pack(tensor), unpack) if unit is None else _Weight(tensor, tensor._version, unit)
 
     def _unpack(self, packed: _Weight | _Other | _Outer) -> Tensor:
+        self._pack_next_order()
         if isinstance(packed, _Outer):
             return packed.unpack(packed.packed)
         if isinstance(packed, _Weight) and not self._needed(packed.unit):
@@ -106,6 +108,17 @@ class SavedWeights:
         if tensor._version != version:
             _refuse_changed(tensor, version)
         return tensor
+
+    def _pack_next_order(self) -> None:
+        """A backward with ``create_graph``: what its kernel saves of the weights that it unpacks is packed too.
+
+        torch takes these hooks off again: each node of a graph starts, and leaves, with the state of the whole backward.
+        """
+        in_backward = torch._C._current_graph_task_id() != -1
+        if in_backward and torch.is_grad_enabled() and self.possible:
+            pack, unpack = self._hooks()
+            if _autograd._top_saved_tensors_default_hooks(True) != (pack, unpack):
+                _autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 
 def _refuse_changed(tensor: Tensor, version: int) -> None:

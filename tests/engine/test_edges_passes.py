@@ -296,6 +296,39 @@ def test_gradient_penalty(stage: int, plain: bool) -> None:
     check(Chain, work, stage=stage, plain=plain)
 
 
+class Images(nn.Module):
+    """Convolutions: their backward of second order reads weights that the first one has saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList(nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.Tanh()) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for conv in self.convs:
+            x = conv(x)
+        return x
+
+
+@on_ranks(2)
+@OUTER_STAGES
+@PLAIN
+@pytest.mark.parametrize("checkpointing", ["none", "blocks"])
+def test_gradient_penalty_whose_graph_is_walked_twice(stage: int, plain: bool, checkpointing: str) -> None:
+    """The pass is over after the first time, and weights have gone."""
+
+    def work(side: Side, step: int) -> Tensor:
+        x = floats(step, 2, 3, 5, 5).requires_grad_()
+        out = side.module(x).square().mean()
+        (slope,) = torch.autograd.grad(out, x, create_graph=True)
+        loss = out + slope.square().sum()
+        side.backward(loss, retain_graph=True)
+        side.backward(loss)
+        assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+        return loss
+
+    check(Images, work, stage=stage, plain=plain, activation_checkpointing=checkpointing)
+
+
 @on_ranks(2)
 @STAGES
 def test_autograd_grad_without_a_graph_then_an_ordinary_backward(stage: int) -> None:
