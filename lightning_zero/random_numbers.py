@@ -62,6 +62,7 @@ class RandomNumbers:
         self._saved = saved  # until the first fetch
         self._epoch: Generators | None = None  # before the iterator of this epoch was made
         self._fetching: Generators | None = None  # before the last batch was fetched
+        self._trained = -1  # batches, then
         self._made: tuple[Any, Generators] | None = None  # the first iterator, and the states behind it
         self._made_in_place = False  # the loops were restored before
         self._patched: list[tuple[Any, str]] = []
@@ -133,12 +134,18 @@ class RandomNumbers:
                 (self._saved.now if self._saved.in_epoch else states_behind).restore(self._device)
             self._saved = None
         self._made = None
-        self._fetching = self._now()
+        self._fetching, self._trained = self._now(), self._batches_trained
         start()
 
     @property
     def _iterator(self) -> Any:
         return getattr(self._fit_loop._combined_loader, "_iterator", None)
+
+    @property
+    def _batches_trained(self) -> int:
+        progress: Any = self._fit_loop.epoch_loop.batch_progress
+        count: int = progress.total.processed
+        return count
 
     def _now(self) -> Generators:
         return Generators.now(self._device)
@@ -147,9 +154,8 @@ class RandomNumbers:
 
     def row(self) -> Tensor:
         """What this rank saves; see :func:`record_of`."""
-        progress: Any = self._fit_loop.epoch_loop.batch_progress
-        not_trained_on = progress.current.ready > progress.current.processed
-        now = self._fetching if not_trained_on and self._fetching is not None else self._now()
+        fetched_only = self._fetching if self._trained == self._batches_trained else None
+        now = fetched_only or self._now()
         return torch.cat([*now.packed().values(), *(self._epoch or now).packed().values()])
 
     def record_of(self, rows: Tensor) -> dict[str, Any]:

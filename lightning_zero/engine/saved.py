@@ -112,7 +112,7 @@ class SavedWeights:
     def _pack_next_order(self) -> None:
         """A backward with ``create_graph``: what its kernel saves of the weights that it unpacks is packed too.
 
-        torch takes these hooks off again: each node of a graph starts, and leaves, with the state of the whole backward.
+        torch takes these hooks off again: each node of a graph begins with the state of the whole backward.
         """
         in_backward = torch._C._current_graph_task_id() != -1
         if in_backward and torch.is_grad_enabled() and self.possible:
