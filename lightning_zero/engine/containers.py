@@ -41,6 +41,24 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return value
 
 
+def copy_containers(value: Any) -> Any:
+    """``value`` with nested containers of its own, and the same tensors and other objects in them."""
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*map(copy_containers, value))
+    if type(value) in (list, tuple):
+        return type(value)(map(copy_containers, value))
+    if isinstance(value, dict):
+        return _rebuild_dict(value, {k: copy_containers(v) for k, v in value.items()})
+    if isinstance(value, set):
+        return copy.copy(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        new = copy.copy(value)
+        for f in dataclasses.fields(value):
+            object.__setattr__(new, f.name, copy_containers(getattr(value, f.name)))
+        return new
+    return value
+
+
 def _differ(new: Any, old: Any) -> bool:
     return any(a is not b for a, b in zip(new, old, strict=True))
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lightning_zero.engine.bucket import Bucket
+from lightning_zero.engine.bucket import Bucket, Place
 from lightning_zero.memory.collectives import Communicator, Pending
 from lightning_zero.planning.placement import Placement, Tier
 
@@ -31,16 +31,13 @@ class BucketGrads:
 
     bucket: Bucket
     scale: float  # 1 / number of ranks (averages, as DDP does, before anything is added up) / scale of the loss
+    accumulates: bool  # unreduced, inside ``no_sync``
     local: Tensor | None = None  # [numel] unreduced gradient: reduce_dtype, or grad_dtype where it accumulates
     written: set[int] = field(default_factory=set)  # slots of ``local`` that hold a gradient
     arrived: int = 0  # gradients of this backward
     issued: bool = False  # reduced in this backward
     used: set[int] = field(default_factory=set)  # slots with a gradient on this rank since they were last cleared
     agreed: set[int] = field(default_factory=set)  # ... on any rank, as far as gradients are reduced
-
-    @property
-    def accumulates(self) -> bool:
-        return self.bucket.row.grad is Placement.replicated
 
     def take(self, slot: int, grad: Tensor) -> None:
         """Move one parameter's gradient into the local buffer."""
@@ -138,16 +135,26 @@ class Reducer:
     """
 
     def __init__(
-        self, buckets: Iterable[Bucket], comm: Communicator, max_in_flight_nbytes: int, *, dynamic: bool = False
+        self,
+        buckets: Iterable[Bucket],
+        comm: Communicator,
+        max_in_flight_nbytes: int,
+        *,
+        accumulates: bool,
+        dynamic: bool = False,
     ) -> None:
         """
         Args:
             max_in_flight_nbytes: bound on buffers of reductions that are not over yet, as far as waiting is safe.
+            accumulates: gradients of the stage rest replicated, and inside ``no_sync`` they are not reduced; that holds
+                for all buckets alike, also for those that are replicated at every stage.
             dynamic: ranks may take different paths in every pass.
         """
         self.comm = comm
         self.dynamic = dynamic
-        self.grads: dict[Bucket, BucketGrads] = {b: BucketGrads(b, 1.0 / comm.world_size) for b in buckets}
+        scale = 1.0 / comm.world_size
+        self.grads: dict[Bucket, BucketGrads] = {b: BucketGrads(b, scale, accumulates) for b in buckets}
+        self.unreduced = False  # a backward inside ``no_sync`` since the last that reduced: on all ranks alike
         self.order: list[Bucket] = list(reversed(list(self.grads)))
         self.synchronize = True
         self.landed: Callable[[Bucket], None] | None = None
@@ -172,6 +179,7 @@ class Reducer:
             key: backwards of one key are expected to bring gradients in the same order.
             expected: how many of a bucket's parameters require a gradient now.
         """
+        self.unreduced |= not self.synchronize
         self._key = key
         self.order = self._orders.get(key, self.order)
         self._expected = {b: expected(b) for b in self.grads}
@@ -241,7 +249,23 @@ class Reducer:
         if self._key not in self._orders:
             self._learn_order()
         self._put_lagging_last()
+        self.unreduced = False
         return flagged
+
+    def refuse_unreduced(self, places: Iterable[Place]) -> None:
+        """On all ranks, each of which may have used other parameters.
+
+        Raises:
+            RuntimeError: on all: gradients of ``places`` wait, on any rank, for a backward that reduces them.
+        """
+        if self.unreduced:
+            waiting = any(place.info.slot in self.grads[place.bucket].written for place in places)
+            if self.comm.max_(torch.tensor([waiting], dtype=torch.uint8)).item():
+                raise RuntimeError(
+                    "gradients of backwards inside no_sync() have not been reduced over the ranks. Run the last "
+                    "backward before a step, a norm, clipping or gather(grads=True) outside of no_sync() "
+                    "(sync_grad=True)."
+                )
 
     def _agree(self, reduced: Sequence[Bucket], flag: bool) -> tuple[list[Bucket], bool]:
         """One exchange says which parameters any rank has used, which buckets all must reduce a second time, and

@@ -17,7 +17,7 @@ from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
 from lightning_zero.config import ConfigError, Recompute
-from lightning_zero.engine.containers import find_tensors
+from lightning_zero.engine.containers import copy_containers, find_tensors
 from lightning_zero.engine.unit import Unit
 
 if TYPE_CHECKING:
@@ -82,7 +82,8 @@ class _Call:
     """One call of a block: its forward, and the forwards that compute it again.
 
     A checkpoint gives back other tensors than it was given, one for each argument. Modules may look whether two
-    arguments are one tensor (``MultiheadAttention`` does, and computes otherwise), so each is handed over once.
+    arguments are one tensor (``MultiheadAttention`` does, and computes otherwise), so each is handed over once. And it
+    gives back the containers themselves, which may hold other tensors by then: a block may append to a list.
     """
 
     def __init__(self, inner: Callable[..., Any], unit: Unit, passes: Passes, args: Any, kwargs: Any) -> None:
@@ -93,6 +94,7 @@ class _Call:
         self._again = False
         self._order: list[int] = []  # of positional arguments among those that are handed over
         self._repeated: dict[str, int] = {}  # arguments by name that are handed over as positional ones
+        self._containers: dict[int | str, Any] = {}  # of what is handed over, as they are at first
 
     def once(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
         """What the checkpoint is to call this with, for a call with ``args`` and ``kwargs``."""
@@ -103,9 +105,18 @@ class _Call:
                 given.append(arg)
         self._order = [places[id(arg)] for arg in args]
         self._repeated = {name: places[id(value)] for name, value in kwargs.items() if id(value) in places}
-        return given, {name: value for name, value in kwargs.items() if name not in self._repeated}
+        named = {name: value for name, value in kwargs.items() if name not in self._repeated}
+        handed_over: list[tuple[int | str, Any]] = [*enumerate(given), *named.items()]
+        for place, value in handed_over:
+            if not isinstance(value, Tensor) and (own := copy_containers(value)) is not value:
+                self._containers[place] = own
+        return given, named
 
     def __call__(self, *given: Any, **named: Any) -> Any:
+        if self._again:
+            as_at_first = {place: copy_containers(value) for place, value in self._containers.items()}
+            given = tuple(as_at_first.get(place, value) for place, value in enumerate(given))
+            named = {name: as_at_first.get(name, value) for name, value in named.items()}
         args = [given[place] for place in self._order]
         kwargs = named | {name: given[place] for name, place in self._repeated.items()}
         passes = self._passes()

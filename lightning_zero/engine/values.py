@@ -72,6 +72,8 @@ def _show(engine: Engine, buckets: list[Bucket], grads: bool) -> dict[Bucket, tu
     engine.writes.take_all_over()
     engine.writes.confirm_if_any()
     engine.forget_zeroed()
+    if grads:
+        engine.check_reduced(info.param for bucket in buckets for info in bucket.params)
     shown: dict[Bucket, tuple[Tensor, Tensor | None]] = {}
     for bucket in buckets:
         full = bucket.full_master()

@@ -645,6 +645,38 @@ def test_inputs_that_change_cannot_be_computed_from_again(stage: int, how: str) 
             side.backward(out.sum())
 
 
+class Appending(nn.Module):
+    """Blocks that hand on what they have computed in a list."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, found: list[Tensor], more: dict[str, list[Tensor]]) -> None:
+            found.append(torch.tanh(self.linear(found[-1])) + sum(more["all"], torch.zeros(())))
+            more["all"].append(found[-1].square())
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(self.Block() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found, more = [x], {"all": list[Tensor]()}
+        for block in self.blocks:
+            block(found, more=more)
+        assert len(found) == 4
+        return found[-1]
+
+
+@on_ranks(2)
+@OUTER_STAGES
+@pytest.mark.parametrize("how", ["blocks", "offload"])
+def test_lists_that_blocks_append_to_are_as_they_were_when_a_block_is_computed_again(stage: int, how: str) -> None:
+    settings = {"activation_checkpointing": how, "unit": {"classes": ["Block"]}}
+    check(Appending, square_work, stage=stage, **settings)
+
+
 class Attends(nn.Module):
     """Attention computes otherwise where its inputs are one tensor."""
 

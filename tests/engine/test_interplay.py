@@ -150,6 +150,49 @@ def test_accumulation_goes_on_over_scopes(stage: int, plain: bool) -> None:
     check(Blocks, work, stage=stage, plain=plain)
 
 
+class Scaled(nn.Module):
+    """A parameter of one element rests replicated at every stage. ``use``: on which ranks it is used."""
+
+    def __init__(self, use: tuple[int, ...]) -> None:
+        super().__init__()
+        self.linear, self.scale, self.use = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.tensor(2.0)), use
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        return y * self.scale if dist.get_rank() in self.use else y
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [0, 1])
+def test_what_waits_on_one_rank_only_is_refused_on_all(stage: int) -> None:
+    module = Scaled(use=(1,))
+    with Sharded(module, stage=stage, optimizer=lambda _: sgd([module.scale])) as side:
+        with side.no_sync():
+            side.backward(module(floats(0, 4, WIDTH)).square().mean())
+        actions: list[Any] = [side.step, lambda: side.clip(1.0), lambda: gather_grads(module.scale)]
+        for act in actions:
+            with pytest.raises(RuntimeError, match="no_sync.*not been reduced"):
+                act()
+
+
+def gather_grads(param: nn.Parameter) -> None:
+    with lightning_zero.gather(param, grads=True):
+        pass
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("use", [(0,), (0, 1)])
+def test_where_gradients_rest_sharded_none_waits(stage: int, use: tuple[int, ...]) -> None:
+    def work(side: Side, step: int) -> Tensor:
+        with side.no_sync():
+            loss = side.module(floats(step, 4, WIDTH)).square().mean()
+            side.backward(loss)
+        return loss
+
+    check(lambda: Scaled(use), work, stage=stage)
+
+
 @on_ranks(2)
 @pytest.mark.parametrize("stage", [0, 1])
 def test_what_only_no_sync_backwards_left_is_not_stepped_measured_or_clipped(stage: int) -> None:
