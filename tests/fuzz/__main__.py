@@ -18,7 +18,7 @@ import sys
 import time
 from pathlib import Path
 
-from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import HealthCheck, Phase, Verbosity, given, seed, settings
 
 from tests.fuzz.programs import Program, script, source
 from tests.fuzz.run import Runner, Verdict
@@ -36,7 +36,7 @@ class Search:
     """Counts what comes of programs, and keeps the smallest that fails."""
 
     def __init__(self, runner: Runner, until: float) -> None:
-        self._runner = runner
+        self._runner, self._stall_timeout_s = runner, runner.stall_timeout_s
         self._until = until
         self.counts: collections.Counter[str] = collections.Counter()
         self.known: set[str] = set()  # signatures of failures
@@ -50,6 +50,7 @@ class Search:
     def round(self, number: int) -> None:
         """Programs of one seed, up to the first new failure and the smallest like it."""
         self.smallest = None
+        self._runner.stall_timeout_s = self._stall_timeout_s
 
         @seed(number)
         @settings(
@@ -61,6 +62,7 @@ class Search:
             report_multiple_bugs=False,
             suppress_health_check=list(HealthCheck),
             print_blob=False,
+            verbosity=Verbosity.quiet,
         )
         @given(programs())
         def run(program: Program) -> None:
@@ -90,6 +92,7 @@ class Search:
         if self.smallest is None:
             self._signature = verdict.signature
             self._shrink_until = time.monotonic() + SHRINK_S
+            self._runner.stall_timeout_s = self._stall_timeout_s / 3  # hundreds of times, if ranks wait in vain
             print(f"a failure: {verdict.signature}; making it small ...", flush=True)
         elif verdict.signature != self._signature:
             return  # another failure: not a smaller one of the same

@@ -270,7 +270,7 @@ class Interpreter:
         mode = {"no_grad": torch.no_grad, "inference": torch.inference_mode}[action.mode]
         if action.eval_mode:
             self.side.module.eval()
-        with self.side.scope() if action.scoped else contextlib.nullcontext(), mode():
+        with self.side.scope(evaluation=True) if action.scoped else contextlib.nullcontext(), mode():
             self._note("evaluated", {"": self._compute(action.part)})
         self.side.module.train()
 
@@ -468,6 +468,11 @@ def _difference(own: Tensor | None, expected: Tensor | None, scale: float, toler
 # -- in the parent ----------------------------------------------------------------------------------------------------
 
 
+def _is_clean_refusal(outcome: Outcome) -> bool:
+    """A module that cannot be sharded is left as it was, on all ranks."""
+    return outcome.kind == "refused" and outcome.where == "shard" and outcome.text.startswith("ConfigError")
+
+
 def _import_before_forks() -> None:
     """What optimizers import when they are made: seconds, which each worker would take for itself."""
     before = dict(os.environ)
@@ -487,7 +492,7 @@ class Runner:
     def __init__(self, *, stall_timeout_s: float = STALL_S, before: Callable[[], None] | None = None) -> None:
         _import_before_forks()
         self._pools: dict[int, harness.Pool] = {}
-        self._stall_timeout_s = stall_timeout_s
+        self.stall_timeout_s = stall_timeout_s
         self._before = before
         self._earlier: dict[int, list[Program]] = {}  # what the workers have run, by number of ranks
 
@@ -513,16 +518,16 @@ class Runner:
         if pool is None:
             pool = self._pools[program.world] = harness.Pool(program.world)
         with tempfile.TemporaryDirectory(prefix="lightning_zero_fuzz_") as folder:
-            case = (_run_case, (program, folder, self._stall_timeout_s, self._before), {})
+            case = (_run_case, (program, folder, self.stall_timeout_s, self._before), {})
             try:
-                outcomes = pool.run(pickle.dumps(case), HANG_S + 3 * self._stall_timeout_s)
+                outcomes = pool.run(pickle.dumps(case), HANG_S + 3 * self.stall_timeout_s)
             except harness.CaseTimeout as error:
                 self._drop(program.world)
                 return Verdict("hangs", f"hangs: {error}")
             except Exception as error:
                 self._drop(program.world)
                 return Verdict("dies", f"dies: {error}\n" + "\n".join(getattr(error, "__notes__", [])))
-        if any(outcome.kind != "equal" for outcome in outcomes):
+        if not all(outcome.kind == "equal" or _is_clean_refusal(outcome) for outcome in outcomes):
             self._drop(program.world)
         return judge(program, outcomes)
 

@@ -71,7 +71,8 @@ class Side:
         params = self.module.parameters()
         return [p for p in params if id(p) not in known and (p.is_floating_point() or p.is_complex())]
 
-    def scope(self) -> contextlib.AbstractContextManager[None]:
+    def scope(self, *, evaluation: bool = False) -> contextlib.AbstractContextManager[None]:
+        """Around a step."""
         raise NotImplementedError
 
     def shown(
@@ -125,7 +126,7 @@ class Twin(Side):
         self.optimizer = self.make_optimizer()
         self._local: dict[nn.Parameter, Tensor] = {}  # not averaged yet
 
-    def scope(self) -> contextlib.AbstractContextManager[None]:
+    def scope(self, *, evaluation: bool = False) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
     @contextlib.contextmanager
@@ -240,8 +241,8 @@ class Ours(Side):
             _make_late(engine, settings.lag / 1000)
         return engine
 
-    def scope(self) -> contextlib.AbstractContextManager[None]:
-        return self.engine.step_scope("train")
+    def scope(self, *, evaluation: bool = False) -> contextlib.AbstractContextManager[None]:
+        return self.engine.step_scope("validation" if evaluation else "train", evaluation=evaluation)
 
     def shown(
         self, params: list[nn.Parameter] | None = None, *, from_rank: int | None = None, grads: bool = False

@@ -165,8 +165,9 @@ def programs(draw: DrawFn) -> p.Program:
     return _comparable(program)
 
 
-# What a forward changes beside its result; a recomputation changes it again, with torch's own checkpoints too.
-CHANGES_BUFFERS = {"Image", "Norms", "Statistics", "Derived"}
+# These change something beside their result: buffers, or a list that they were given. A recomputation changes it again,
+# or starts from what has been changed, with torch's own checkpoints too.
+NOT_TWICE = {"Image", "Norms", "Statistics", "Derived", "Collects"}
 
 
 def _comparable(program: p.Program) -> p.Program:
@@ -179,7 +180,7 @@ def _comparable(program: p.Program) -> p.Program:
     """
     kinds = {node.kind for node in program.nodes()}
     settings, actions = program.settings, program.actions
-    if kinds & CHANGES_BUFFERS:
+    if kinds & NOT_TWICE:
         settings = dataclasses.replace(settings, recompute="none")
     if "ByRank" in kinds:
         precision = settings.precision.replace("fp16", "bf16")
