@@ -502,7 +502,7 @@ def _state(place: dict[str, Any], stage: int, steps: int, loaded: Any = None) ->
         return (side.engine.state_dict(only_rank_0=False), optimizer), [*losses, *whole(side)]
 
 
-@on_ranks(1, 2)
+@on_ranks(2, full=(1,))
 def test_state_moves_between_tiers_and_stages(tmp_path: Path) -> None:
     places = [({"offload": "none"}, 2), *((offload(row, tmp_path), stage) for row, stage in [*PLACES, *AUTO])]
     expected = _state(*places[0], 4)[1]

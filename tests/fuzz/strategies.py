@@ -165,9 +165,8 @@ def programs(draw: DrawFn) -> p.Program:
     return _comparable(program)
 
 
-# These change something beside their result: buffers, or a list that they were given. A recomputation changes it again,
-# or starts from what has been changed, with torch's own checkpoints too.
-NOT_TWICE = {"Image", "Norms", "Statistics", "Derived", "Collects"}
+# What a forward changes beside its result; a recomputation changes it again, with torch's own checkpoints too.
+CHANGES_BUFFERS = {"Image", "Norms", "Statistics", "Derived"}
 
 
 def _comparable(program: p.Program) -> p.Program:
@@ -180,7 +179,7 @@ def _comparable(program: p.Program) -> p.Program:
     """
     kinds = {node.kind for node in program.nodes()}
     settings, actions = program.settings, program.actions
-    if kinds & NOT_TWICE:
+    if kinds & CHANGES_BUFFERS:
         settings = dataclasses.replace(settings, recompute="none")
     if "ByRank" in kinds:
         precision = settings.precision.replace("fp16", "bf16")

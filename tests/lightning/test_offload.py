@@ -109,7 +109,7 @@ def _release(of: Any) -> None:
     engine.release()
 
 
-@on_ranks(1, 2)
+@on_ranks(2, full=(1,))
 @SOME_PAIRS
 def test_evaluation_of_the_trained_module(preset: str, plain: str, folder: Path) -> None:
     found = []

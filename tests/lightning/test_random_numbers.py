@@ -133,6 +133,7 @@ def assert_goes_on(module: Noisy, whole: Noisy, step: int) -> None:
 
 @on_ranks(2)
 @pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.mainly(lambda stage: stage == "zero3")
 def test_at_the_end_of_an_epoch(stage: str, tmp_path: Path) -> None:
     """With any loader that shuffles by torch's generator, here another order on each rank."""
     whole, _ = train(tmp_path, resumable=False, stage=stage, callbacks=savers(tmp_path))
@@ -154,6 +155,7 @@ def test_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
 
 @on_ranks(2)
 @pytest.mark.parametrize("at", [1, STEPS - 1, STEPS + 2])
+@pytest.mark.mainly(lambda at: at > 1)
 def test_after_a_signal(at: int, tmp_path: Path) -> None:
     """The next batch is fetched already, and will be once more."""
     whole, _ = train(tmp_path, resumable=True)
@@ -212,6 +214,7 @@ class Schedules(Noisy):
 
 @on_ranks(2)
 @pytest.mark.parametrize("at", [2, STEPS - 1])
+@pytest.mark.mainly(lambda at: at == 2)
 def test_with_loaders_that_a_schedule_has_asked_for(at: int, tmp_path: Path) -> None:
     whole, _ = train(tmp_path, resumable=True, module=seeded(Schedules))
     train(tmp_path, resumable=True, module=seeded(lambda: Schedules(at)), terminates=True)
