@@ -144,7 +144,7 @@ class Twin(Side):
         for param in params:
             param.grad = None
         if loss.requires_grad:
-            loss.backward(**kwargs)
+            self._backward(loss, **kwargs)
         for param in params:
             if param.grad is not None:
                 known = self._local.get(param)
@@ -153,6 +153,21 @@ class Twin(Side):
         noticed = loss.requires_grad or not self.program.settings.plain
         if noticed and (self.reduces or not no_sync):
             self._average(params)
+
+    def _backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Where ranks take different paths, torch may refuse on one of them; the others do not wait for it."""
+        error: RuntimeError | None = None
+        try:
+            loss.backward(**kwargs)
+        except RuntimeError as found:
+            error = found
+        if any(node.kind == "ByRank" for node in self.program.nodes()):
+            failed = torch.tensor([error is not None], dtype=torch.uint8)
+            dist.all_reduce(failed, op=dist.ReduceOp.MAX)
+            if failed.item() and error is None:
+                raise RuntimeError("the backward of another rank has failed")
+        if error is not None:
+            raise error
 
     def _average(self, params: list[nn.Parameter]) -> None:
         """A parameter that no rank has used keeps what it has."""
