@@ -312,6 +312,8 @@ class Passes:
         if self.key is None:
             key, evaluation = self._scope or ("call", False)
             self.begin(key, evaluation=evaluation)
+        else:
+            self.watch_trainable()  # some may have been unfrozen since the pass began, by a forward that led nowhere
         self.hooks.come_last()
         self.in_backward, self.explicit = True, explicit
         self.explicit_backwards += explicit

@@ -145,6 +145,20 @@ def test_freezing_and_unfreezing_between_steps(stage: int, precision: str) -> No
 
 
 @on_ranks(2)
+@STAGES
+def test_unfreezing_after_a_forward_that_led_nowhere(stage: int) -> None:
+    """Its pass is still open, and is that of the next forward too."""
+
+    def work(side: Side, step: int) -> Tensor:
+        if step == 1:
+            side.module(tokens(step))
+            side.module.blocks[0].requires_grad_(True)  # type: ignore[union-attr]
+        return language_work(side, step)
+
+    check(functools.partial(frozen_model, "embed", "blocks.0"), work, stage=stage)
+
+
+@on_ranks(2)
 @OUTER_STAGES
 def test_unfreezing_by_a_new_param_group(stage: int) -> None:
     """What a fine-tuning callback does: the backbone is unfrozen and added with a learning rate of its own."""
