@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import re
+import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -38,9 +39,10 @@ class ZeroCheckpointIO(TorchCheckpointIO):
     def _warn(path: str) -> None:
         """Now rather than when a job goes on from its checkpoint."""
         if found := _classes(path):
-            rank_zero_warn(
+            warnings.warn(
                 f"{path} holds {', '.join(found)}, and going on from it is refused: loading these can run code. "
-                f"Keep them out of hyperparameters and states, or {_way_out(found)}."
+                f"Keep them out of hyperparameters and states, or {_way_out(found)}.",
+                stacklevel=2,
             )
 
 

@@ -49,7 +49,7 @@ from lightning_zero.engine.unit import Unit
 from lightning_zero.engine.writes import Writes
 from lightning_zero.memory.collectives import Communicator, open_waits, together
 from lightning_zero.memory.machine import Share, share_of_machine
-from lightning_zero.planning.placement import ON_DEVICE, STAGES, Placement
+from lightning_zero.planning.placement import ON_DEVICE
 
 # The module owns its engine, so that both go together: a table that held engines would keep every module alive that an
 # engine leads to, through a hook of an optimizer, say.
@@ -110,13 +110,7 @@ class Engine:
             keep_bytes=config.keep_gathered_bytes,
             dynamic=config.dynamic,
         )
-        self.reducer = Reducer(
-            self.buckets,
-            self.comm,
-            config.reduce_bucket_bytes,
-            accumulates=STAGES[config.stage.name].grad is Placement.replicated,
-            dynamic=config.dynamic,
-        )
+        self.reducer = Reducer(self.buckets, self.comm, config.reduce_bucket_bytes, dynamic=config.dynamic)
         self.sentinels = Sentinels(self.reducer.grads)
         self.under_way = UnderWay(self.units, self.comm.streams, config.offload.threads or default_threads(share.cpus))
         make_placeholders(self.buckets)

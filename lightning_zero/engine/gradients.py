@@ -31,13 +31,16 @@ class BucketGrads:
 
     bucket: Bucket
     scale: float  # 1 / number of ranks (averages, as DDP does, before anything is added up) / scale of the loss
-    accumulates: bool  # unreduced, inside ``no_sync``
     local: Tensor | None = None  # [numel] unreduced gradient: reduce_dtype, or grad_dtype where it accumulates
     written: set[int] = field(default_factory=set)  # slots of ``local`` that hold a gradient
     arrived: int = 0  # gradients of this backward
     issued: bool = False  # reduced in this backward
     used: set[int] = field(default_factory=set)  # slots with a gradient on this rank since they were last cleared
     agreed: set[int] = field(default_factory=set)  # ... on any rank, as far as gradients are reduced
+
+    @property
+    def accumulates(self) -> bool:
+        return self.bucket.row.grad is Placement.replicated
 
     def take(self, slot: int, grad: Tensor) -> None:
         """Move one parameter's gradient into the local buffer."""
@@ -135,25 +138,16 @@ class Reducer:
     """
 
     def __init__(
-        self,
-        buckets: Iterable[Bucket],
-        comm: Communicator,
-        max_in_flight_nbytes: int,
-        *,
-        accumulates: bool,
-        dynamic: bool = False,
+        self, buckets: Iterable[Bucket], comm: Communicator, max_in_flight_nbytes: int, *, dynamic: bool = False
     ) -> None:
         """
         Args:
             max_in_flight_nbytes: bound on buffers of reductions that are not over yet, as far as waiting is safe.
-            accumulates: gradients of the stage rest replicated, and inside ``no_sync`` they are not reduced; that holds
-                for all buckets alike, also for those that are replicated at every stage.
             dynamic: ranks may take different paths in every pass.
         """
         self.comm = comm
         self.dynamic = dynamic
-        scale = 1.0 / comm.world_size
-        self.grads: dict[Bucket, BucketGrads] = {b: BucketGrads(b, scale, accumulates) for b in buckets}
+        self.grads: dict[Bucket, BucketGrads] = {b: BucketGrads(b, 1.0 / comm.world_size) for b in buckets}
         self.unreduced = False  # a backward inside ``no_sync`` since the last that reduced: on all ranks alike
         self.order: list[Bucket] = list(reversed(list(self.grads)))
         self.synchronize = True
@@ -249,7 +243,7 @@ class Reducer:
         if self._key not in self._orders:
             self._learn_order()
         self._put_lagging_last()
-        self.unreduced = False
+        self.unreduced &= not self.synchronize
         return flagged
 
     def refuse_unreduced(self, places: Iterable[Place]) -> None:
