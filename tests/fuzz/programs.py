@@ -282,6 +282,11 @@ class Program:
             if isinstance(action, Scope):
                 stack.extend(reversed(action.actions))
 
+    @property
+    def ranks_differ(self) -> bool:
+        """They take different paths through the model."""
+        return any(node.kind == "ByRank" for node in self.nodes())
+
     def nodes(self) -> Iterator[Node]:
         stack = list(self.model.body)
         while stack:

@@ -69,7 +69,7 @@ REFUSALS = (
     Refusal(
         r"RuntimeError: .*: written to in a step, with other values on some ranks than on others",
         "no rank's values are right for all",
-        lambda program: any(node.kind == "ByRank" for node in program.nodes()),
+        lambda program: program.ranks_differ,
     ),
 )
 

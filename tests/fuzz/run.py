@@ -198,7 +198,7 @@ class Interpreter:
             self._inputs.append(x)
         low = AUTOCAST.get(self._settings.precision)
         module.take_losses()
-        with torch.autocast("cpu", low, enabled=low is not None, cache_enabled=False):
+        with self.side.local(), torch.autocast("cpu", low, enabled=low is not None, cache_enabled=False):
             output = out_of((module if part is None else self._body(part))(x, self._number))
             loss = _wide(output).square().mean()
             for kept in module.take_losses():
@@ -425,6 +425,8 @@ def run_here(program: Program, folder: str, stall_timeout_s: float) -> Outcome:
 
     lower = program.settings.precision not in ("fp32", "fp64")
     expected = Interpreter(program, (lambda: ours(True)) if lower and not alone else lambda: Twin(program)).run()
+    if program.ranks_differ and expected.error:  # perhaps on one rank alone, which the others would wait for
+        return Outcome("torch refuses", expected.where, expected.error, expected.traceback)
     found = Interpreter(program, lambda: ours(False)).run()
     if alone:
         return Outcome("alone", found.where, found.error, found.traceback)

@@ -75,6 +75,10 @@ class Side:
         """Around a step."""
         raise NotImplementedError
 
+    def local(self) -> contextlib.AbstractContextManager[None]:
+        """Around what a rank computes for itself, and torch may refuse on that rank alone."""
+        return contextlib.nullcontext()
+
     def shown(
         self, params: list[nn.Parameter] | None = None, *, from_rank: int | None = None, grads: bool = False
     ) -> contextlib.AbstractContextManager[None]:
@@ -130,6 +134,22 @@ class Twin(Side):
         return contextlib.nullcontext()
 
     @contextlib.contextmanager
+    def local(self) -> Iterator[None]:
+        """Ends on all ranks where it does on one, or the others would wait for it in the next average."""
+        error: BaseException | None = None
+        try:
+            yield
+        except BaseException as caught:
+            error = caught
+        if self.program.ranks_differ:
+            failed = torch.tensor([error is not None], dtype=torch.uint8)
+            dist.all_reduce(failed, op=dist.ReduceOp.MAX)
+            if failed.item() and error is None:
+                raise RuntimeError("torch has refused this on another rank")
+        if error is not None:
+            raise error
+
+    @contextlib.contextmanager
     def shown(
         self, params: list[nn.Parameter] | None = None, *, from_rank: int | None = None, grads: bool = False
     ) -> Iterator[None]:
@@ -143,8 +163,9 @@ class Twin(Side):
         before = {param: param.grad for param in params}
         for param in params:
             param.grad = None
-        if loss.requires_grad:
-            self._backward(loss, **kwargs)
+        with self.local():
+            if loss.requires_grad:
+                loss.backward(**kwargs)
         for param in params:
             if param.grad is not None:
                 known = self._local.get(param)
@@ -153,21 +174,6 @@ class Twin(Side):
         noticed = loss.requires_grad or not self.program.settings.plain
         if noticed and (self.reduces or not no_sync):
             self._average(params)
-
-    def _backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Where ranks take different paths, torch may refuse on one of them; the others do not wait for it."""
-        error: RuntimeError | None = None
-        try:
-            loss.backward(**kwargs)
-        except RuntimeError as found:
-            error = found
-        if any(node.kind == "ByRank" for node in self.program.nodes()):
-            failed = torch.tensor([error is not None], dtype=torch.uint8)
-            dist.all_reduce(failed, op=dist.ReduceOp.MAX)
-            if failed.item() and error is None:
-                raise RuntimeError("the backward of another rank has failed")
-        if error is not None:
-            raise error
 
     def _average(self, params: list[nn.Parameter]) -> None:
         """A parameter that no rank has used keeps what it has."""
@@ -342,8 +348,8 @@ def arguments(program: Program, settings: Settings, folder: str) -> dict[str, An
         budgets = {"device_budget": 1500, "host_budget": 50_000}
         found["offload"] = {"name": "auto", "nvme_path": folder, **budgets}
     if settings.stage == 3:
-        by_rank = any(node.kind == "ByRank" for node in program.nodes())
-        found |= {"keep_gathered_bytes": settings.keep_gathered_bytes, "dynamic": settings.dynamic or by_rank}
+        dynamic = settings.dynamic or program.ranks_differ
+        found |= {"keep_gathered_bytes": settings.keep_gathered_bytes, "dynamic": dynamic}
     if settings.ranks_per_node:
         found["comm"]["hierarchy"] = "node"
         found["node"] = f"node {dist.get_rank() // settings.ranks_per_node}"

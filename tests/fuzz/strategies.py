@@ -175,14 +175,14 @@ def _comparable(program: p.Program) -> p.Program:
     Where ranks take different paths, a backward that is only noticed is noticed by a gradient, which a rank may not
     get; an exception has to be one on all ranks; and a rank that needs a gather is heard by the others up to the end of
     their backward, so one follows each forward. What is refused must be so on all ranks: reads outside of a step, and
-    what torch does not have in fp16.
+    what torch refuses, which a plain twin can tell.
     """
     kinds = {node.kind for node in program.nodes()}
     settings, actions = program.settings, program.actions
     if kinds & CHANGES_BUFFERS:
         settings = dataclasses.replace(settings, recompute="none")
-    if "ByRank" in kinds:
-        precision = settings.precision.replace("fp16", "bf16")
+    if program.ranks_differ:
+        precision = settings.precision if settings.precision == "fp64" else "fp32"
         settings = dataclasses.replace(settings, plain=False, precision=precision)
         actions = _for_ranks_that_differ(actions)
     return dataclasses.replace(program, settings=settings, actions=actions)
