@@ -397,6 +397,9 @@ class Passes:
         self.in_backward = self.explicit = False
         self._close()
         if written:
+            for unit in self.units:
+                if not unit.resharding:
+                    unit.unshard_wait()  # a copy that is still refreshed would be taken for another one
             self.writes.confirm()
         if self._scope is not None:
             self.begin(self._scope[0], evaluation=self._scope[1])

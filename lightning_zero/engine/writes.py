@@ -171,9 +171,18 @@ class Writes:
         table = self._comm.all_gather_objects(written, "what was written to parameters")
         keys = sorted({key for found in table for key in found})
         unequal = [key for key in keys if len({found.get(key) for found in table}) > 1]
+        if any(not self._buckets[bucket].has_master for bucket, _ in unequal):
+            # What was written to has no original beside it; but all ranks have it whole.
+            table = self._comm.all_gather_objects(written | self._own_copies(unequal), "copies of parameters")
+            unequal = [key for key in unequal if len({found.get(key) for found in table}) > 1]
         if unequal:  # fine where those that say so have left it as it was
             originals = self._originals(unequal)
-            unequal = [k for k in unequal if any(found.get(k, originals[k]) != originals[k] for found in table)]
+            unequal = [
+                k
+                for k in unequal
+                if not self._buckets[k[0]].has_master
+                or any(found.get(k, originals[k]) != originals[k] for found in table)
+            ]
         self._unconfirmed.clear()
         if unequal:
             names = ", ".join(self._buckets[b].params[slot].fqn for b, slot in unequal)
@@ -183,6 +192,17 @@ class Writes:
                 "from_rank=0):`, where one rank's values count. (An Embedding with max_norm writes to the rows of its "
                 "rank's batch: drop max_norm.)"
             )
+
+    def _own_copies(self, keys: Sequence[_Key]) -> dict[_Key, int]:
+        """Checksums of whole parameters, as this rank has them, where they are not a copy of masters."""
+        copies = {}
+        for number, slot in keys:
+            bucket = self._buckets[number]
+            if not bucket.has_master:
+                info = bucket.params[slot]
+                assert info.gathered is not None
+                copies[number, slot] = checksum(info.flattened(info.gathered))
+        return copies
 
     def confirm_if_any(self) -> None:
         """On all ranks, between passes: :meth:`confirm`, if any rank has something to confirm."""

@@ -153,6 +153,29 @@ def test_an_embedding_with_max_norm_whose_ranks_write_differently_is_refused(sta
             side.backward(loss)
 
 
+class OneWrites(ClampedModel):
+    """One rank writes to its first parameters; these are small, and lie in the shard of rank 0 alone."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__("none")
+        self.small, self.rank = nn.Parameter(torch.full((3,), 2.0)), rank
+
+    def forward(self, x: Tensor) -> Tensor:
+        if dist.get_rank() == self.rank:
+            with torch.no_grad():
+                self.small.clamp_(max=1.0)
+        return super().forward(x) * self.small.sum()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_write_on_the_rank_that_owns_all_of_it_is_refused_too(stage: int, rank: int) -> None:
+    refused = pytest.raises(RuntimeError, match="small: written to in a step, with other values")
+    with Sharded(OneWrites(rank), stage=stage, optimizer=sgd) as side, refused:
+        square_work(side, 0)
+
+
 @on_ranks(2, 3)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("how", ["in place", "data", "assigned"])
