@@ -172,6 +172,7 @@ CHANGES_BUFFERS = {"Image", "Norms", "Statistics", "Derived"}
 def _comparable(program: p.Program) -> p.Program:
     """Without what a plain twin does otherwise, and rightly.
 
+    Where one rank raises alone, the others are to notice: gloo's reduce_scatter waits for longer than it is told to.
     Where ranks take different paths, a backward that is only noticed is noticed by a gradient, which a rank may not
     get; an exception has to be one on all ranks; and a rank that needs a gather is heard by the others up to the end of
     their backward, so one follows each forward. What is refused must be so on all ranks: reads outside of a step, and
@@ -181,6 +182,8 @@ def _comparable(program: p.Program) -> p.Program:
     settings, actions = program.settings, program.actions
     if kinds & CHANGES_BUFFERS:
         settings = dataclasses.replace(settings, recompute="none")
+    if any(isinstance(action, p.Raise) and action.alone for action in program.everything()):
+        settings = dataclasses.replace(settings, transport="direct")
     if program.ranks_differ:
         precision = settings.precision if settings.precision == "fp64" else "fp32"
         settings = dataclasses.replace(settings, plain=False, precision=precision)
