@@ -11,13 +11,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 from lightning_zero.engine.homes import Home, ParamFile, ResidentHome, Tiers, copy_cast, make_home, opened
 from lightning_zero.engine.parameters import Classes, set_values
@@ -67,6 +68,15 @@ class ParamInfo:
     def flattened(self, value: Tensor) -> Tensor:
         """``value`` [shape], of any strides, as it lies in a flat buffer: [numel]."""
         return value.permute(sorted(range(value.dim()), key=lambda d: -self.strides[d])).reshape(-1)
+
+
+def values_changed(infos: Iterable[ParamInfo]) -> None:
+    """Parameters have other values, by other ways than operations on them. As after those, a backward that has saved
+    the values of before is refused. (To :class:`~lightning_zero.engine.writes.Writes` this is no write.)"""
+    infos = list(infos)
+    increment_version([info.param for info in infos])
+    for info in infos:
+        info.version += 1
 
 
 def strides_of(param: Tensor) -> tuple[int, ...]:

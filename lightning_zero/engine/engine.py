@@ -28,7 +28,7 @@ from lightning_zero.config import ConfigError, Offload, Precision, ZeroConfig, c
 from lightning_zero.engine import build, capacity
 from lightning_zero.engine.access import Access
 from lightning_zero.engine.agreement import agree_on_model
-from lightning_zero.engine.bucket import Bucket, Place
+from lightning_zero.engine.bucket import Bucket, Place, values_changed
 from lightning_zero.engine.buffers import BufferSync
 from lightning_zero.engine.early_steps import EarlySteps
 from lightning_zero.engine.gradients import Reducer
@@ -401,8 +401,9 @@ class Engine:
         self.writes.take_all_over()
         self.check_reduced(params)
 
-    def _stepped(self, changed: set[Bucket]) -> None:
+    def _stepped(self, changed: set[Bucket], params: Sequence[nn.Parameter]) -> None:
         self.passes.stepped()
+        values_changed(self.place_of(param).info for param in params)
         self.masters_changed(changed)
 
     @outside_autograd

@@ -51,7 +51,7 @@ class ShardedOptimizer:
         used: Callable[[], set[int]],
         landing: Callable[[Callable[[Bucket], None]], contextlib.AbstractContextManager[None]],
         before: Callable[[Sequence[nn.Parameter], set[Bucket]], None],
-        after: Callable[[set[Bucket]], None],
+        after: Callable[[set[Bucket], Sequence[nn.Parameter]], None],
         submit: Callable[[list[StepJob]], None],
         device_type: str = "cpu",
         declared_elementwise: bool = False,
@@ -64,7 +64,7 @@ class ShardedOptimizer:
             submit: takes the steps of buckets whose masters rest off the device, in the order of the forward.
             landing: around a step's closure; calls its argument with buckets that may be stepped in the backward.
             before, after: called around the arithmetic; ``before`` gets the buckets that are stepped already, ``after``
-                those that changed.
+                those that changed, and the parameters that did.
         """
         check_supported(optimizer, declared_elementwise=declared_elementwise, stochastic_rounding=stochastic_rounding)
         self.optimizer = optimizer
@@ -153,7 +153,7 @@ class ShardedOptimizer:
         for bucket in changed:
             if not self.runs.of(bucket) and self._is_lazy(bucket):
                 bucket.has_no_step()
-        self._after(changed | early)
+        self._after(changed | early, [p for p in self.params() if id(p) in used])
         return loss
 
     def _run_closure(self, closure: Callable[[], Any]) -> tuple[Any, set[Bucket]]:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from lightning_zero.config import ConfigError
-from lightning_zero.engine.bucket import Bucket, Place
+from lightning_zero.engine.bucket import Bucket, Place, values_changed
 from lightning_zero.engine.engine import Engine
 from lightning_zero.engine.homes import opened
 from lightning_zero.engine.modes import outside_autograd
@@ -213,6 +213,7 @@ def write_param(place: Place, value: Tensor) -> None:
     if not bucket.resharding:
         assert info.gathered is not None
         info.gathered.copy_(value.detach().reshape(info.shape))
+    values_changed([info])
 
 
 def load_module_state_dict(engine: Engine, state: Mapping[str, Any], *, strict: bool = True) -> Any:

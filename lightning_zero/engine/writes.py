@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_zero.engine.bucket import Bucket, ParamInfo, Place
+from lightning_zero.engine.bucket import Bucket, ParamInfo, Place, values_changed
 from lightning_zero.engine.homes import opened
 from lightning_zero.memory.collectives import Communicator
 from lightning_zero.planning.placement import Placement
@@ -134,6 +134,7 @@ class Writes:
         if bucket.shows_values:
             assert info.gathered is not None
             info.gathered.copy_(compute)
+        values_changed([info])
 
     # -- do all ranks write the same? -----------------------------------------------------------------------------
 

@@ -138,6 +138,77 @@ def test_norm_takes_one_message() -> None:
         assert len(issued) == 1
 
 
+# -- graphs of before a step ------------------------------------------------------------------------------------------
+
+ROWS = pytest.mark.parametrize(
+    ("stage", "row"), [(0, "none"), (1, "none"), (2, "none"), (3, "none"), (2, "optimizer_cpu"), (3, "cpu")]
+)
+
+
+@on_ranks(2)
+@ROWS
+@pytest.mark.parametrize("plain", [False, True], ids=["told", "noticed"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16_true"])
+def test_a_backward_of_before_a_step_is_refused_as_by_torch(stage: int, row: str, plain: bool, precision: str) -> None:
+    """Gradients would be of activations of the old weights and of the new weights."""
+
+    def work(side: Side, step: int) -> Tensor:
+        stale = language_loss(side.module, tokens(step + 10))
+        loss = language_work(side, step)
+        if step == 1:
+            side.step()
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                side.backward(stale)
+            if isinstance(side, Sharded):
+                side.engine.abort()
+            for param in side.module.parameters():
+                param.grad = None
+            side.zero_grad()
+            language_work(side, step)
+        return loss
+
+    check(Model, work, stage=stage, offload=row, plain=plain, precision=precision)
+
+
+class TwoHeads(nn.Module):
+    """Both are of the root unit, and so of one bucket."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(19, 19), nn.Linear(19, 19)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.first(x).square().mean(), self.second(x).square().mean()
+
+
+@on_ranks(2)
+@ROWS
+def test_a_step_of_other_parameters_leaves_a_graph_as_it_was(stage: int, row: str) -> None:
+    """Two optimizers, as of adversarial networks; also where their parameters lie in one bucket."""
+    torch.manual_seed(3)
+    module = TwoHeads()
+    plain = copy.deepcopy(module)
+    for param in (*module.parameters(), *plain.parameters()):
+        dist.broadcast(param.data, 0)
+    x = torch.randn(4, 19, generator=torch.Generator().manual_seed(1))  # the same on all ranks: the mean is each
+    engine = lightning_zero.shard(module, device="cpu", summary=False, stage=stage, offload=row)
+    for model, act in ((module, engine.backward), (plain, torch.Tensor.backward)):
+        optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (model.first, model.second)]
+        if model is module:
+            for optimizer in optimizers:
+                engine.add_optimizer(optimizer)
+        for _ in range(2):
+            first, second = model(x)
+            for loss, optimizer in zip((first, second), optimizers, strict=True):
+                act(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+    with lightning_zero.gather(module):
+        for own, other in zip(module.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(own, other)
+    engine.release()
+
+
 # -- every optimizer --------------------------------------------------------------------------------------------------
 
 OPTIMIZERS: dict[str, MakeOptimizer] = {
