@@ -118,10 +118,12 @@ class Step:
     Attributes:
         clip: the norm to clip to before; 0: do not.
         zero: what becomes of gradients afterwards: "none", "zeros" or "keep".
+        late: graphs of before the step get their backward after it, which torch refuses.
     """
 
     clip: float = 0.0
     zero: str = "none"
+    late: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -286,6 +288,11 @@ class Program:
     def ranks_differ(self) -> bool:
         """They take different paths through the model."""
         return any(node.kind == "ByRank" for node in self.nodes())
+
+    @property
+    def torch_tells_of_changes(self) -> bool:
+        """A backward after a step is refused by torch, on all ranks; a recomputation would see the new weights only."""
+        return self.settings.recompute == "none" and not self.ranks_differ
 
     def nodes(self) -> Iterator[Node]:
         stack = list(self.model.body)

@@ -40,6 +40,14 @@ def _reads_outside(program: Program) -> bool:
     )
 
 
+def _assigns(program: Program) -> bool:
+    """Assignments to ``.data``: torch's own graphs keep the memory of before."""
+    return any(
+        (isinstance(a, p.Write) and a.how in ("outside", "assign")) or (isinstance(a, p.Gather) and a.write == "data")
+        for a in program.everything()
+    )
+
+
 def _walks_again(program: Program) -> bool:
     return any(isinstance(a, p.Backward) and (a.twice or a.separately) for a in program.everything())
 
@@ -65,6 +73,11 @@ REFUSALS = (
         r"RuntimeError: setStorage: .* are out of bounds for storage of size 0",
         "a graph is walked again, from weights of the root, which only a backward that is told of has gathered",
         lambda program: program.settings.plain and 3 in _stages(program) and _walks_again(program),
+    ),
+    Refusal(
+        r"RuntimeError: one of the variables needed for gradient computation has been modified",
+        "the values of before, which the backward needs, are overwritten by those that are assigned",
+        _assigns,
     ),
     Refusal(
         r"RuntimeError: .*: written to in a step, with other values on some ranks than on others",

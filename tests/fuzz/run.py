@@ -247,7 +247,8 @@ class Interpreter:
         if action.clip:
             self._note("norm", {"": self.side.clip(action.clip)})
         self.side.step()
-        self._losses.clear()  # their graphs are of before the step
+        if not (action.late and self.program.torch_tells_of_changes):
+            self._losses.clear()
         if action.zero != "keep":
             self.side.zero_grad(set_to_none=action.zero == "none")
         if self.program.looks:

@@ -345,7 +345,7 @@ def arguments(program: Program, settings: Settings, folder: str) -> dict[str, An
     if "nvme" in settings.offload:
         found["offload"] = {"name": settings.offload, "nvme_path": folder}
     elif settings.offload == "auto":  # models of these sizes lie on all three tiers
-        budgets = {"device_budget": 1500, "host_budget": 50_000}
+        budgets = {"device_budget": 1500, "host_budget": 100_000}
         found["offload"] = {"name": "auto", "nvme_path": folder, **budgets}
     if settings.stage == 3:
         dynamic = settings.dynamic or program.ranks_differ
@@ -363,12 +363,14 @@ def _flat(tensor: Tensor) -> Tensor:
 
 
 def _like(optimizer: Optimizer, params: list[list[nn.Parameter]], groups: list[dict[str, Any]]) -> Optimizer:
-    """A new one with the same groups and no state."""
+    """A new one with the same groups and defaults, and no state."""
     fresh = [
         {**{k: v for k, v in group.items() if k != "params"}, "params": own}
         for own, group in zip(params, groups, strict=True)
     ]
-    return type(optimizer)(fresh)  # type: ignore[call-arg]
+    made = type(optimizer)(fresh)  # type: ignore[call-arg]
+    made.defaults = dict(optimizer.defaults)
+    return made
 
 
 def _is_fresh(entry: dict[str, Any]) -> bool:

@@ -66,7 +66,7 @@ FORWARD = st.builds(
 )
 PLAIN_FORWARD = st.just(p.Forward())
 BACKWARD = st.builds(p.Backward, no_sync=_rarely(), separately=_rarely(), twice=_rarely(8))
-STEP = st.builds(p.Step, clip=_mostly(0.0, 0.1, 10.0), zero=_mostly("none", "zeros", "keep"))
+STEP = st.builds(p.Step, clip=_mostly(0.0, 0.1, 10.0), zero=_mostly("none", "zeros", "keep"), late=_rarely(20))
 SELDOM = st.one_of(
     st.builds(p.Freeze, part=PARTS, thaw=st.booleans()),
     st.builds(p.AddGroup),
@@ -186,7 +186,8 @@ def _comparable(program: p.Program) -> p.Program:
         settings = dataclasses.replace(settings, transport="direct")
     if program.ranks_differ:
         precision = settings.precision if settings.precision == "fp64" else "fp32"
-        settings = dataclasses.replace(settings, plain=False, precision=precision)
+        recompute = "none" if "ChangesItsInput" in kinds else settings.recompute
+        settings = dataclasses.replace(settings, plain=False, precision=precision, recompute=recompute)
         actions = _for_ranks_that_differ(actions)
     return dataclasses.replace(program, settings=settings, actions=actions)
 
