@@ -24,8 +24,8 @@ import torch
 from torch import nn
 
 from benchmarks import bench
-from lightning_zero.memory.nvme import NvmeTier
-from lightning_zero.memory.tiers import Wanted
+from lightning_zero.tiers.extents import Wanted
+from lightning_zero.tiers.nvme import NvmeTier
 
 ROWS = ("optimizer_cpu", "cpu", "optimizer_nvme", "optimizer_cpu_param_nvme", "nvme")
 LARGE = {"vocab_size": 8192, "n_layer": 22, "n_head": 16, "d_model": 1024, "block_size": 256}  # 294 M parameters

@@ -295,7 +295,7 @@ def _check_steps(engine: Any, model: GPT, optimizer: Any, result: Result) -> Non
 
 def _check_bytes(engine: Any, moment: Any) -> dict[str, int]:
     """Bytes at rest by role, which are the plan's."""
-    from lightning_zero.engine.usage import held_bytes, plan_of
+    from lightning_zero.engine.whole.held_bytes import held_bytes, plan_of
     from lightning_zero.planning.memory import ADAM_STATES, planned_bytes
 
     engine.settle()
@@ -366,8 +366,8 @@ def cases(models: list[str], stages: list[int], worlds: list[int]) -> list[Case]
 def print_layout(model: str) -> None:
     """The units of a model, and the buckets of one block."""
     from lightning_zero.config import Precision, make_config
-    from lightning_zero.engine.build import describe_units
-    from lightning_zero.summary import human_bytes
+    from lightning_zero.engine.units.build import describe_units
+    from lightning_zero.trainer.summary import human_bytes
 
     units = describe_units(make_model(MODELS[model]), make_config(), Precision.bf16)
     print(f"\n{model}: {len(units)} units with {sum(len(u.buckets) for u in units)} buckets, gathered in bf16")
@@ -383,7 +383,7 @@ def print_layout(model: str) -> None:
 
 def by_stage(result: Result) -> dict[str, Any]:
     """A row of the table of stages."""
-    from lightning_zero.summary import human_bytes
+    from lightning_zero.trainer.summary import human_bytes
 
     counts, nbytes = result.counts, result.nbytes
     return {
@@ -403,7 +403,7 @@ def by_stage(result: Result) -> dict[str, Any]:
 
 def by_world(result: Result) -> dict[str, Any]:
     """A row of the table of growth."""
-    from lightning_zero.summary import human_bytes
+    from lightning_zero.trainer.summary import human_bytes
 
     return {
         "model": result.case.model,

@@ -9,25 +9,25 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from lightning_zero.registration import register_presets
+from lightning_zero.trainer.registration import register_presets
 
 if TYPE_CHECKING:
-    from lightning_zero.callbacks import ZeroMonitor as ZeroMonitor
     from lightning_zero.config import ZeroConfig as ZeroConfig
     from lightning_zero.engine import clip_grad_norm_ as clip_grad_norm_
     from lightning_zero.engine import gather as gather
     from lightning_zero.engine import grad_norm as grad_norm
     from lightning_zero.engine import shard as shard
-    from lightning_zero.precision import ZeroPrecision as ZeroPrecision
-    from lightning_zero.strategy import ZeroStrategy as ZeroStrategy
+    from lightning_zero.trainer.monitor import ZeroMonitor as ZeroMonitor
+    from lightning_zero.trainer.precision import ZeroPrecision as ZeroPrecision
+    from lightning_zero.trainer.strategy import ZeroStrategy as ZeroStrategy
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "ZeroStrategy": "lightning_zero.strategy",
+    "ZeroStrategy": "lightning_zero.trainer.strategy",
     "ZeroConfig": "lightning_zero.config",
-    "ZeroPrecision": "lightning_zero.precision",
-    "ZeroMonitor": "lightning_zero.callbacks",
+    "ZeroPrecision": "lightning_zero.trainer.precision",
+    "ZeroMonitor": "lightning_zero.trainer.monitor",
     "gather": "lightning_zero.engine",
     "grad_norm": "lightning_zero.engine",
     "clip_grad_norm_": "lightning_zero.engine",

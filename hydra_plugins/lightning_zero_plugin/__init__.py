@@ -6,7 +6,7 @@ Hydra imports this at the start of every app: nothing here may import torch.
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 
-from lightning_zero.hydra_schema import register_schema
+from lightning_zero.app.schema import register_schema
 
 register_schema()
 

@@ -9,15 +9,13 @@
 
 Where to look::
 
-    what is sharded  unit, bucket (its flat buffers), homes (where values rest), build, materialise, capacity,
-                     agreement
-    in a pass        passes (which unit is gathered when), hooks, saved (weights that backward reads), containers,
-                     order, gradients, sentinels, recompute, buffers
-    users' code      parameters (what touching one means), access and writes (what comes of it), guards, explain
-    in a step        optimizer, stepping (one with a step of its own), kinds, runs, chunks, modes, offload,
-                     early_steps, under_way; norms, scaler before it
-    whole values     values; usage counts the bytes that are held
-    all together     engine
+    engine       all together: an engine and its public methods
+    units        what is sharded, in which buffers, and where it rests
+    passes       forward and backward: gathers, gradients, reductions
+    parameters   what users' code meets between the calls of units
+    steps        optimizers, offloaded steps, the loss scale
+    whole        state dicts, gather, norms, bytes held
+    torch_modes  the modes of torch that all of this runs in
 """
 
 from __future__ import annotations
@@ -33,8 +31,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_zero.config import ConfigError, ZeroConfig, make_config
-from lightning_zero.engine import norms, values
 from lightning_zero.engine.engine import Engine, engine_of, engines
+from lightning_zero.engine.whole import norms, values
 
 __all__ = ["Engine", "clip_grad_norm_", "engine_of", "engines", "gather", "grad_norm", "shard"]
 

@@ -24,31 +24,31 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_zero.comm.communicator import Communicator, open_waits, together
+from lightning_zero.comm.share import Share, share_of_machine
 from lightning_zero.config import ConfigError, Offload, Precision, ZeroConfig, check_rounding
-from lightning_zero.engine import build, capacity
-from lightning_zero.engine.access import Access
-from lightning_zero.engine.agreement import agree_on_model
-from lightning_zero.engine.bucket import Bucket, Place, values_changed
-from lightning_zero.engine.buffers import BufferSync
-from lightning_zero.engine.early_steps import EarlySteps
-from lightning_zero.engine.gradients import Reducer
-from lightning_zero.engine.guards import Fence, make_placeholders
-from lightning_zero.engine.homes import Tiers, opened
-from lightning_zero.engine.hooks import ENGINE
-from lightning_zero.engine.kinds import count_states
-from lightning_zero.engine.modes import outside_autograd
-from lightning_zero.engine.offload import default_threads
-from lightning_zero.engine.optimizer import ShardedOptimizer
-from lightning_zero.engine.order import GatherOrder
-from lightning_zero.engine.parameters import disown, make_plain
-from lightning_zero.engine.passes import Passes
-from lightning_zero.engine.recompute import check_blocks, recompute_blocks
-from lightning_zero.engine.sentinels import Sentinels
-from lightning_zero.engine.under_way import UnderWay
-from lightning_zero.engine.unit import Unit
-from lightning_zero.engine.writes import Writes
-from lightning_zero.memory.collectives import Communicator, open_waits, together
-from lightning_zero.memory.machine import Share, share_of_machine
+from lightning_zero.engine.parameters.access import Access
+from lightning_zero.engine.parameters.classes import disown, make_plain
+from lightning_zero.engine.parameters.placeholders import Fence, make_placeholders
+from lightning_zero.engine.parameters.writes import Writes
+from lightning_zero.engine.passes.gather_order import GatherOrder
+from lightning_zero.engine.passes.gradient_sentinels import Sentinels
+from lightning_zero.engine.passes.gradients import Reducer
+from lightning_zero.engine.passes.hooks import ENGINE
+from lightning_zero.engine.passes.passes import Passes
+from lightning_zero.engine.passes.recompute import check_blocks, recompute_blocks
+from lightning_zero.engine.steps.early_steps import EarlySteps
+from lightning_zero.engine.steps.optimizer import ShardedOptimizer
+from lightning_zero.engine.steps.pending import UnderWay
+from lightning_zero.engine.steps.torch_optimizers import count_states
+from lightning_zero.engine.steps.worker import default_threads
+from lightning_zero.engine.torch_modes import outside_autograd
+from lightning_zero.engine.units import build, capacity
+from lightning_zero.engine.units.agreement import agree_on_model
+from lightning_zero.engine.units.bucket import Bucket, Place, values_changed
+from lightning_zero.engine.units.home import Tiers, opened
+from lightning_zero.engine.units.module_buffers import BufferSync
+from lightning_zero.engine.units.unit import Unit
 from lightning_zero.planning.placement import ON_DEVICE
 
 # The module owns its engine, so that both go together: a table that held engines would keep every module alive that an
@@ -260,25 +260,25 @@ class Engine:
 
     def state_dict(self, *, only_rank_0: bool = True) -> dict[str, Any]:
         """On all ranks: the module's state dict with full values on the host; empty on other ranks by default."""
-        from lightning_zero.engine import values
+        from lightning_zero.engine.whole import values
 
         return values.module_state_dict(self, only_rank_0=only_rank_0)
 
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> Any:
         """On all ranks, each with the same full ``state``: load it into the shards."""
-        from lightning_zero.engine import values
+        from lightning_zero.engine.whole import values
 
         return values.load_module_state_dict(self, state, strict=strict)
 
     def optimizer_state(self, optimizer: Optimizer, *, only_rank_0: bool = True) -> dict[str, Any]:
         """On all ranks: ``optimizer.state_dict()`` as without sharding; by default empty on other ranks than 0."""
-        from lightning_zero.engine import values
+        from lightning_zero.engine.whole import values
 
         return values.optimizer_state(self, optimizer, only_rank_0=only_rank_0)
 
     def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         """On all ranks, each with the same full ``state``: load it into the slices."""
-        from lightning_zero.engine import values
+        from lightning_zero.engine.whole import values
 
         values.load_optimizer_state(self, optimizer, state)
 

@@ -7,5 +7,6 @@
     placement   a stage is a row of placements, an offload choice a row of tiers
     topology    which ranks share shards
     schedule    the order of gathers, and what comes ahead
-    memory      bytes by role, tier and moment; advice: what fits a machine
+    memory      bytes by role, tier and moment
+    fit         whether a plan fits a machine, and what would make it fit
 """

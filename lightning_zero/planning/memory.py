@@ -28,15 +28,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from lightning_zero.planning.layout import BucketLayout, lay_out, round_up
-from lightning_zero.planning.placement import (
-    ON_DEVICE,
-    REPLICATED,
-    Placement,
-    StageRow,
-    Tier,
-    TierRow,
-    UnitBytes,
-)
+from lightning_zero.planning.placement import ON_DEVICE, REPLICATED, Placement, StageRow, Tier, TierRow, UnitBytes
 from lightning_zero.planning.schedule import Cursor, compile_plan
 
 ADAM_STATES = 2  # tensors of optimizer state for each parameter

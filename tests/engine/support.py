@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import lightning_zero
-from lightning_zero.memory import watchdog
+from lightning_zero.ranks import watchdog
 
 VOCABULARY = 11
 TOKENS = 7

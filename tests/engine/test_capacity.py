@@ -12,12 +12,12 @@ import torch.distributed as dist
 
 import lightning_zero
 from lightning_zero.config import ConfigError
-from lightning_zero.engine import capacity
-from lightning_zero.engine.usage import held_bytes
-from lightning_zero.memory.host import HostTier
-from lightning_zero.memory.nvme import NvmeTier
+from lightning_zero.engine.units import capacity
+from lightning_zero.engine.whole.held_bytes import held_bytes
 from lightning_zero.planning.memory import Role
 from lightning_zero.planning.placement import Tier
+from lightning_zero.tiers.host import HostTier
+from lightning_zero.tiers.nvme import NvmeTier
 from tests.engine.support import Model, Sharded, accumulate, adamw
 from tests.harness import on_ranks
 

@@ -9,8 +9,8 @@ import pytest
 import torch.distributed as dist
 
 from lightning_zero.engine import Engine
-from lightning_zero.engine.bucket import Bucket
-from lightning_zero.engine.unit import State
+from lightning_zero.engine.units.bucket import Bucket
+from lightning_zero.engine.units.unit import State
 from lightning_zero.planning.placement import logical_collectives
 from tests.engine.support import Model, Sharded, accumulate, autocast, language_loss, tokens
 from tests.harness import on_ranks

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import lightning_zero
 from lightning_zero.config import ConfigError
-from lightning_zero.engine import values
+from lightning_zero.engine.whole import values
 from tests.engine.support import (
     Block,
     Model,

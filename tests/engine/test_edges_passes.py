@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import lightning_zero
 from lightning_zero.engine import engine_of
-from lightning_zero.engine.unit import State
+from lightning_zero.engine.units.unit import State
 from tests.engine.support import (
     Block,
     Model,

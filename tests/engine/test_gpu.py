@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lightning_zero
-from lightning_zero.engine.usage import limits_of, plan_of
+from lightning_zero.engine.whole.held_bytes import limits_of, plan_of
 from lightning_zero.planning import memory
 from lightning_zero.planning.placement import Tier
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import lightning_zero
 from lightning_zero.config import ConfigError
-from lightning_zero.engine import capacity
+from lightning_zero.engine.units import capacity
 from tests.engine.support import (
     Model,
     Sharded,

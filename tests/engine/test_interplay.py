@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import lightning_zero
-from lightning_zero.engine.unit import State
-from lightning_zero.memory.collectives import Pending
+from lightning_zero.comm.communicator import Pending
+from lightning_zero.engine.units.unit import State
 from tests.engine.support import (
     Block,
     Model,
@@ -419,7 +419,7 @@ def test_ranks_that_raise_after_different_halves_of_reductions_go_on(stage: int)
                 one.zero_grad()
             hook = module.embed.register_forward_hook(lambda _, __, out: BreaksInBackward.apply(out))
             with (
-                mock.patch("lightning_zero.engine.passes.ABANDON_S", 0.2),  # for messages that nobody answers
+                mock.patch("lightning_zero.engine.passes.passes.ABANDON_S", 0.2),  # for messages that nobody answers
                 mock.patch.object(Pending, "done", found_complete),
                 pytest.raises(ValueError, match="broken"),
             ):

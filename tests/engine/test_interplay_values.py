@@ -18,8 +18,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import lightning_zero
-from lightning_zero.engine import engine_of, passes
-from lightning_zero.memory import collectives
+from lightning_zero.comm import communicator
+from lightning_zero.engine import engine_of
+from lightning_zero.engine.passes import passes
 from tests.engine.support import (
     MakeOptimizer,
     Model,
@@ -272,12 +273,12 @@ def _raise(_: Tensor) -> None:
 
 @contextlib.contextmanager
 def _abandoning_after(seconds: float) -> Iterator[None]:
-    before = collectives.ABANDON_S
-    collectives.ABANDON_S = passes.ABANDON_S = seconds
+    before = communicator.ABANDON_S
+    communicator.ABANDON_S = passes.ABANDON_S = seconds
     try:
         yield
     finally:
-        collectives.ABANDON_S = passes.ABANDON_S = before
+        communicator.ABANDON_S = passes.ABANDON_S = before
 
 
 # -- schedulers, buffers, sparse gradients -----------------------------------------------------------------------------

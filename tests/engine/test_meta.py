@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import lightning_zero
-from lightning_zero.engine.usage import held_bytes, plan_of
+from lightning_zero.engine.whole.held_bytes import held_bytes, plan_of
 from lightning_zero.planning.memory import Moment, planned_bytes
 from tests.engine.support import VOCABULARY, Model
 

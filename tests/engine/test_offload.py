@@ -24,9 +24,9 @@ from torch import Tensor, nn
 import lightning_zero
 from lightning_zero.config import ConfigError
 from lightning_zero.engine import Engine
-from lightning_zero.engine.offload import StepJob, StepWorker
-from lightning_zero.memory.host import HostTier
-from lightning_zero.memory.nvme import NvmeTier
+from lightning_zero.engine.steps.worker import StepJob, StepWorker
+from lightning_zero.tiers.host import HostTier
+from lightning_zero.tiers.nvme import NvmeTier
 from tests.engine.support import (
     MakeOptimizer,
     Model,

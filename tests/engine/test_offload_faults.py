@@ -18,11 +18,11 @@ import torch.distributed as dist
 
 import lightning_zero
 from lightning_zero.engine import Engine
-from lightning_zero.engine.homes import FileHome, ParamFile
-from lightning_zero.engine.offload import StepJob, StepWorker
-from lightning_zero.memory import watchdog
-from lightning_zero.memory.aio import DiskError
-from lightning_zero.memory.nvme import NvmeTier
+from lightning_zero.engine.steps.worker import StepJob, StepWorker
+from lightning_zero.engine.units.home import FileHome, ParamFile
+from lightning_zero.ranks import watchdog
+from lightning_zero.tiers.aio import DiskError
+from lightning_zero.tiers.nvme import NvmeTier
 from tests.engine.support import Model, Sharded, accumulate, tokens
 from tests.engine.test_offload import PLACES, offload, slow_steps, train
 from tests.harness import on_ranks, run

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import lightning_zero
-from lightning_zero.engine import values
+from lightning_zero.engine.whole import values
 from tests.engine.support import (
     MakeOptimizer,
     Model,

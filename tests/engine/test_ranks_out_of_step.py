@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import lightning_zero
-from lightning_zero.engine.offload import StepJob, StepWorker
+from lightning_zero.engine.steps.worker import StepJob, StepWorker
 from tests.engine.support import Model, Sharded, Side, Twin, assert_same, check, floats, language_work, sgd, tokens
 from tests.engine.test_offload import offload
 from tests.harness import on_ranks

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import lightning_zero
 from lightning_zero.config import ConfigError
-from lightning_zero.memory.waits import StallError
+from lightning_zero.ranks.waits import StallError
 from tests.engine.support import Block, Sharded, Side, check, floats, places_posted_often
 from tests.harness import on_ranks
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero.engine import Engine
-from lightning_zero.engine.offload import StepJob
+from lightning_zero.engine.steps.worker import StepJob
 from tests.engine.support import Model, Sharded, accumulate, language_loss, tokens
 from tests.engine.test_offload import OPTIMIZERS, SOMEWHERE, assert_equal, offload, whole
 from tests.harness import on_ranks

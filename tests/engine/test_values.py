@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import lightning_zero
-from lightning_zero.engine import values
+from lightning_zero.engine.whole import values
 from tests.engine.support import Model, Sharded, Twin, assert_absent, assert_same, autocast, language_work
 from tests.harness import on_ranks
 

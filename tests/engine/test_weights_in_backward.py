@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import lightning_zero
-from lightning_zero.engine.unit import State
+from lightning_zero.engine.units.unit import State
 from tests.engine.support import Block, Model, Sharded, Side, Twin, assert_same, autocast, check, floats, sgd
 from tests.harness import on_ranks
 

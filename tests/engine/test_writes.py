@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import lightning_zero
-from lightning_zero.engine import values
-from lightning_zero.engine.writes import CHUNK, checksum
+from lightning_zero.engine.parameters.writes import CHUNK, checksum
+from lightning_zero.engine.whole import values
 from tests.engine.support import (
     VOCABULARY,
     Block,

@@ -9,10 +9,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 
-from lightning_zero.engine.gradients import BucketGrads, Reducer
-from lightning_zero.engine.sentinels import Sentinels
-from lightning_zero.engine.under_way import UnderWay
-from lightning_zero.engine.writes import Writes
+from lightning_zero.engine.parameters.writes import Writes
+from lightning_zero.engine.passes.gradient_sentinels import Sentinels
+from lightning_zero.engine.passes.gradients import BucketGrads, Reducer
+from lightning_zero.engine.steps.pending import UnderWay
 from tests.fuzz import programs as p
 from tests.fuzz.programs import Model, Node, Program, script, source
 from tests.fuzz.run import Runner, Verdict

@@ -10,10 +10,10 @@ import pytest
 import torch
 from lightning.fabric.plugins.environments import LightningEnvironment, SLURMEnvironment, TorchElasticEnvironment
 
-from lightning_zero import allocation, meeting, resume, startup
 from lightning_zero.config import ConfigError, ZeroConfig
-from lightning_zero.environments import MPIRunEnvironment, own_environment
-from lightning_zero.launched import MPI_VARIABLES, Launched, launched, tasks_of_nodes
+from lightning_zero.ranks import allocation, meeting, rendezvous, resume
+from lightning_zero.ranks.environments import MPIRunEnvironment, own_environment
+from lightning_zero.ranks.started_by import MPI_VARIABLES, Launched, launched, tasks_of_nodes
 
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "abc",
@@ -176,10 +176,10 @@ def test_mpirun_that_tells_no_local_rank(environ: Any) -> None:
 def test_paths_and_threads_may_differ_between_nodes() -> None:
     one = ZeroConfig()
     more = {"run_dir": "/a/run", "callbacks": {"checkpoint": {"dirpath": "/a/run/checkpoints"}}, "seed": 1}
-    first = startup.shared_settings(one, more)
+    first = rendezvous.shared_settings(one, more)
     other = {"run_dir": "/b/run", "callbacks": {"checkpoint": {"dirpath": "/b/run/checkpoints"}}, "seed": 1}
-    assert startup.shared_settings(one, other) == first
-    assert meeting.digest(first) != meeting.digest(startup.shared_settings(one, {**more, "seed": 2}))
+    assert rendezvous.shared_settings(one, other) == first
+    assert meeting.digest(first) != meeting.digest(rendezvous.shared_settings(one, {**more, "seed": 2}))
     assert first["zero.stage.name"] == "zero3" and "zero.offload.nvme_path" not in first
 
 
@@ -197,7 +197,7 @@ def test_differences_are_grouped_by_value_and_rank() -> None:
 
 
 def test_what_is_compared_holds_the_versions() -> None:
-    assert startup.versions()["torch"] == torch.__version__
+    assert rendezvous.versions()["torch"] == torch.__version__
 
 
 # -- jobs that start again --------------------------------------------------------------------------------------------

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from lightning_zero import meeting as meeting_module
-from lightning_zero import startup
-from lightning_zero.meeting import Guest, Meeting, Report, StartError, digest
-from lightning_zero.startup import open_store
+from lightning_zero.ranks import meeting as meeting_module
+from lightning_zero.ranks import rendezvous
+from lightning_zero.ranks.meeting import Guest, Meeting, Report, StartError, digest
+from lightning_zero.ranks.rendezvous import open_store
 
 SHARED = {"versions": {"torch": "2.13"}, "settings": {"seed": "1", "zero.dynamic": "False"}}
 
@@ -178,7 +178,7 @@ def test_a_rank_that_ends_before_all_have_come(monkeypatch: pytest.MonkeyPatch) 
 
 def test_an_address_that_cannot_be_resolved() -> None:
     with pytest.raises(StartError) as caught:
-        startup.resolve("no-such-host.invalid", 1, wait_s=0.2)
+        rendezvous.resolve("no-such-host.invalid", 1, wait_s=0.2)
     text = str(caught.value)
     assert "MASTER_ADDR" in text and "'no-such-host.invalid'" in text and socket.gethostname() in text
 
@@ -203,8 +203,8 @@ def test_nobody_at_the_address() -> None:
 
 def test_an_address_of_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
-    monkeypatch.setattr(startup, "ELSEWHERE_S", 0.5)
-    assert startup.is_ours("127.0.0.1")
+    monkeypatch.setattr(rendezvous, "ELSEWHERE_S", 0.5)
+    assert rendezvous.is_ours("127.0.0.1")
     with pytest.raises(
         StartError, match=r"MASTER_ADDR: expected an address of the node of rank 0, .* got 192\.0\.2\.1"
     ):

@@ -231,9 +231,9 @@ def test_state_in_files_needs_three_buckets_of_the_host() -> None:
 def test_the_ring_is_that_of_the_tier() -> None:
     from inspect import signature
 
-    from lightning_zero.memory.nvme import NvmeTier
-    from lightning_zero.memory.pages import PAGE
     from lightning_zero.planning import memory
+    from lightning_zero.tiers.nvme import NvmeTier
+    from lightning_zero.tiers.pages import PAGE
 
     defaults = signature(NvmeTier).parameters
     assert (defaults["ring_count"].default, defaults["ring_nbytes"].default) == (RING_COUNT, RING_NBYTES)

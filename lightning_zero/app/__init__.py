@@ -1,0 +1,9 @@
+"""The main job and its tools. ``lightning_zero.train``, ``.plan`` and ``.submit`` are the doors.
+
+::
+
+    train        a run                           schema       types of the Hydra groups
+    plan         what a run needs of a machine   instantiate  objects from groups, with errors that name the key
+    submit       a run as a job                  jobs         a run as a job of a cluster
+    slurm        scripts and sweeps for SLURM
+"""

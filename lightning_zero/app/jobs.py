@@ -1,0 +1,169 @@
+"""The main job as a job of a cluster."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from lightning_zero.app.schema import TrainConfig
+from lightning_zero.app.slurm.cluster import ClusterConfig, ClusterName
+from lightning_zero.config import ConfigError
+from lightning_zero.ranks.resume import checkpoint_of_job, job_name
+from lightning_zero.ranks.started_by import launched
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.plugins.environments import SLURMEnvironment
+
+    from lightning_zero.trainer.strategy import ZeroStrategy
+
+GPU_ACCELERATORS = ("auto", "gpu", "cuda")
+
+
+# -- before the job ---------------------------------------------------------------------------------------------------
+
+
+def fit_trainer(config: TrainConfig) -> None:
+    """Set ``trainer.num_nodes``, ``devices`` and ``accelerator`` as the cluster has them.
+
+    Raises:
+        ConfigError: one of them was given and says otherwise.
+    """
+    cluster, trainer = config.cluster, config.trainer
+    if cluster.name is ClusterName.none:
+        return
+    asked = trainer.num_nodes
+    if asked not in (None, cluster.nodes):
+        raise ConfigError(
+            f"trainer.num_nodes: expected {cluster.nodes}, which is cluster.nodes, got {asked}. Drop "
+            "trainer.num_nodes, or change cluster.nodes."
+        )
+    if trainer.devices not in ("auto", -1, cluster.tasks, str(cluster.tasks)):
+        key = "gpus_per_node" if cluster.gpus_per_node else "tasks_per_node"
+        raise ConfigError(
+            f"trainer.devices: expected {cluster.tasks}, which is cluster.{key}, got {trainer.devices}. Drop "
+            f"trainer.devices, or change cluster.{key}."
+        )
+    config.trainer = replace(
+        trainer, num_nodes=cluster.nodes, devices=cluster.tasks, accelerator=_accelerator(cluster, trainer.accelerator)
+    )
+
+
+def _accelerator(cluster: ClusterConfig, asked: str) -> str:
+    if cluster.gpus_per_node:
+        if asked not in GPU_ACCELERATORS:
+            raise ConfigError(
+                f"trainer.accelerator: expected gpu with cluster.gpus_per_node={cluster.gpus_per_node}, got {asked}. "
+                "Drop trainer.accelerator, or give cluster.gpus_per_node=0 cluster.tasks_per_node=..."
+            )
+        return "gpu"
+    if asked not in ("auto", "cpu"):
+        raise ConfigError(
+            f"trainer.accelerator: expected cpu with cluster.gpus_per_node=0, got {asked}. Drop trainer.accelerator, "
+            "or give cluster.gpus_per_node."
+        )
+    return "cpu"
+
+
+# -- inside the job ---------------------------------------------------------------------------------------------------
+
+
+def check_inside(cluster: ClusterConfig) -> None:
+    """Refuse a run for a cluster that srun has not started: it would train on the machine of the one who typed it.
+
+    Raises:
+        ConfigError: says how it is started.
+    """
+    found = launched()
+    if cluster.name is ClusterName.slurm and (found is None or found.by == "plain"):
+        raise ConfigError(
+            "cluster=slurm: expected processes that srun has started inside a job, got none. Submit the run by "
+            "python -m lightning_zero.submit (a sweep by --multirun hydra/launcher=submitit_slurm), or drop "
+            "cluster=slurm."
+        )
+
+
+def slurm_plugins(cluster: ClusterConfig) -> list[SLURMEnvironment]:
+    """Lightning's view of the job, listening for the signal that SLURM sends."""
+    from lightning.pytorch.plugins.environments import SLURMEnvironment
+
+    if cluster.name is not ClusterName.slurm:
+        return []
+    wanted = signal.Signals[f"SIG{cluster.signal}"]
+    return [SLURMEnvironment(auto_requeue=cluster.requeue, requeue_signal=wanted)]
+
+
+@contextlib.contextmanager
+def decided(trainer: Trainer, ckpt_path: str | None) -> Iterator[None]:
+    """Load this checkpoint, or none: on SLURM Lightning would look for one in the run folder by itself, and find that
+    of an earlier job, or that of the requeue signal once more for an evaluation.
+    """
+    connector = trainer._checkpoint_connector
+    connector._parse_ckpt_path = lambda *_, **__: ckpt_path  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del connector._parse_ckpt_path
+
+
+# -- what is kept, and found again ------------------------------------------------------------------------------------
+
+
+def saves_nothing(config: TrainConfig) -> str | None:
+    """The setting that forbids checkpoints."""
+    if config.trainer.enable_checkpointing is False:
+        return "trainer.enable_checkpointing=false"
+    return f"trainer.fast_dev_run={config.trainer.fast_dev_run}" if config.trainer.fast_dev_run else None
+
+
+def check_saves(config: TrainConfig, explicit: set[str]) -> None:
+    """
+    Raises:
+        ConfigError: ``save_minutes`` was asked for where nothing is to be saved.
+    """
+    setting = saves_nothing(config)
+    if setting is not None and config.save_minutes is not None and "save_minutes" in explicit:
+        raise ConfigError(
+            f"save_minutes: expected null with {setting}, got {config.save_minutes:g}. Drop save_minutes, or "
+            f"{setting.partition('=')[0]}."
+        )
+
+
+def keep_work(config: TrainConfig, trainer: Trainer) -> None:
+    """Have the run save before it leaves on SIGTERM, and every ``save_minutes``."""
+    if saves_nothing(config) is None:
+        strategy = cast("ZeroStrategy", trainer.strategy)
+        strategy.saves_on_sigterm = True
+        strategy.save_every_s = 60 * config.save_minutes if config.save_minutes is not None else None
+
+
+def checkpoint_to_resume(config: TrainConfig, trainer: Trainer) -> str | None:
+    """The newest checkpoint of this job, if it was started before, else ``ckpt_path``. The same on all ranks."""
+    job = job_name()
+    if job is None:
+        return config.ckpt_path
+    folders = [c.dirpath for c in trainer.checkpoint_callbacks if getattr(c, "dirpath", None)]
+    found = checkpoint_of_job(config.run_dir, folders)
+    if found is None:
+        return config.ckpt_path
+    if trainer.is_global_zero:
+        print(f"{job} has started again: it goes on from {os.path.relpath(found)}", flush=True)
+        keep_metrics(trainer)
+    return str(found)
+
+
+def keep_metrics(trainer: Trainer) -> None:
+    """What was logged before a restart, as ``metrics-1.csv`` and so on: Lightning would delete it."""
+    from lightning.pytorch.loggers import CSVLogger
+
+    for logger in trainer.loggers:
+        if isinstance(logger, CSVLogger):
+            written = Path(logger.log_dir) / "metrics.csv"
+            if written.is_file():
+                kept = len(list(written.parent.glob("metrics-*.csv")))
+                written.rename(written.with_name(f"metrics-{kept + 1}.csv"))

@@ -1,0 +1,195 @@
+"""The typed schema of the Hydra groups, from the dataclasses of :mod:`lightning_zero.config`.
+
+Imported by the entry points and by the Hydra plugin only, at the start of every Hydra app: it imports no torch.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import BooleanNode, IntegerNode, OmegaConf
+
+from lightning_zero.app.slurm.cluster import ClusterConfig
+from lightning_zero.config import PRECISION_FLAGS, ConfigError, ZeroConfig, choose
+from lightning_zero.ranks.resume import job_name
+
+TRAIN_SCHEMA = "lightning_zero_train"
+PLAN_SCHEMA = "lightning_zero_plan"
+SUBMIT_SCHEMA = "lightning_zero_submit"
+RUN_NAME_RESOLVER = "lightning_zero_run_name"
+PRECISION_RESOLVER = "lightning_zero_precision"
+
+
+@dataclass(kw_only=True, slots=True)
+class TrainerConfig:
+    """Group ``trainer``: arguments of ``lightning.pytorch.Trainer``. ``None`` means Lightning's own default.
+
+    ``strategy``, ``callbacks`` and ``logger`` are groups of their own.
+    """
+
+    accelerator: str = "auto"
+    devices: Any = "auto"
+    num_nodes: int | None = None  # as many as torchrun, srun or mpirun has started processes on; else 1
+    precision: str | None = None  # driven by zero/precision
+    fast_dev_run: Any = False
+    max_epochs: int | None = None
+    min_epochs: int | None = None
+    max_steps: int = -1
+    min_steps: int | None = None
+    max_time: str | None = None
+    limit_train_batches: int | float | None = None
+    limit_val_batches: int | float | None = None
+    limit_test_batches: int | float | None = None
+    limit_predict_batches: int | float | None = None
+    overfit_batches: int | float = 0.0
+    val_check_interval: int | float | str | None = None
+    check_val_every_n_epoch: int | None = 1
+    num_sanity_val_steps: int | None = None
+    log_every_n_steps: int | None = None
+    enable_checkpointing: bool | None = None
+    enable_progress_bar: bool | None = None
+    enable_model_summary: bool | None = None
+    accumulate_grad_batches: int = 1
+    gradient_clip_val: float | None = None
+    gradient_clip_algorithm: str | None = None
+    deterministic: bool | str | None = None
+    benchmark: bool | None = None
+    inference_mode: bool = True
+    use_distributed_sampler: bool = True
+    profiler: str | None = None
+    detect_anomaly: bool = False
+    sync_batchnorm: bool = False
+    reload_dataloaders_every_n_epochs: int = 0
+
+    def __post_init__(self) -> None:
+        _at_least("max_steps", self.max_steps, -1)
+        _at_least("max_epochs", self.max_epochs, -1)
+        _at_least("num_nodes", self.num_nodes, 1)
+        _at_least("accumulate_grad_batches", self.accumulate_grad_batches, 1)
+        _at_least("gradient_clip_val", self.gradient_clip_val, 0)
+        _at_least("log_every_n_steps", self.log_every_n_steps, 0)
+        _at_least("num_sanity_val_steps", self.num_sanity_val_steps, -1)
+        if isinstance(self.devices, int) and not isinstance(self.devices, bool):
+            _at_least("devices", self.devices, -1)
+            if self.devices == 0:
+                raise ConfigError(
+                    "trainer.devices: expected auto, a number > 0 or a list, got 0. Change trainer.devices."
+                )
+
+
+def _at_least(key: str, value: float | None, bound: int) -> None:
+    if value is not None and value < bound:
+        raise ConfigError(f"trainer.{key}: expected a number >= {bound}, got {value}. Change trainer.{key}.")
+
+
+@dataclass(kw_only=True, slots=True)
+class TrainConfig:
+    """Everything in ``conf/train.yaml``. Groups that may hold a user's own class are plain mappings."""
+
+    zero: ZeroConfig = field(default_factory=ZeroConfig)
+    model: dict[str, Any] = field(default_factory=dict)
+    data: dict[str, Any] = field(default_factory=dict)
+    optimizer: dict[str, Any] = field(default_factory=dict)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    callbacks: dict[str, Any] = field(default_factory=dict)
+    logger: dict[str, Any] = field(default_factory=dict)
+    seed: int = 0
+    ckpt_path: str | None = None
+    weights_only: bool = True
+    save_minutes: float | None = 30.0
+    run_dir: str = "."
+
+    def __post_init__(self) -> None:
+        if self.save_minutes is not None and not self.save_minutes > 0:
+            raise ConfigError(
+                f"save_minutes: expected a number > 0, or null, got {self.save_minutes}. Change save_minutes."
+            )
+        if not 0 <= self.seed < 2**32:
+            raise ConfigError(f"seed: expected a number from 0 to 2**32 - 1, got {self.seed}. Change seed.")
+
+
+@dataclass(kw_only=True, slots=True)
+class MachineConfig:
+    """What the memory plan is made for. ``None``: as the machine at hand has it.
+
+    Attributes:
+        gpus: per host.
+        gpu_memory: of one GPU, such as ``80GB``, ``80GiB`` or a number of bytes.
+        host_memory: of one host, for all its processes.
+        nvme: of one host's disk.
+        nodes: hosts.
+    """
+
+    gpus: int | None = None
+    gpu_memory: Any = None
+    host_memory: Any = None
+    nvme: Any = None
+    nodes: int | None = None
+
+    def __post_init__(self) -> None:
+        for key in ("gpus", "nodes"):
+            value = getattr(self, key)
+            if value is not None and value < 1:
+                raise ConfigError(f"machine.{key}: expected a number > 0, got {value}. Change machine.{key}.")
+        for key in ("gpu_memory", "host_memory", "nvme"):
+            value = getattr(self, key)
+            if value is not None:
+                setattr(self, key, parse_bytes(f"machine.{key}", value))
+
+
+_UNITS = {"": 1, "B": 1} | {
+    f"{letter}{i}B": (1024 if i else 1000) ** power for power, letter in enumerate("KMGTP", 1) for i in ("", "i")
+}
+
+
+def parse_bytes(key: str, value: Any) -> int:
+    """``80GB``, ``74.5GiB`` or a plain number of bytes.
+
+    Raises:
+        ConfigError: it is nothing of that.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d*)?(?:e\d+)?) *([a-z]*)", str(value).strip(), re.IGNORECASE)
+    unit = next((n for name, n in _UNITS.items() if match and name.lower() == match[2].lower()), None)
+    if match is None or unit is None or isinstance(value, bool):
+        raise ConfigError(
+            f"{key}: expected a size such as 80GB, 80GiB or a number of bytes, got {value!r}. Change {key}."
+        )
+    return int(float(match[1]) * unit)
+
+
+def run_name() -> str:
+    """The name of a run's folder: one for all processes of a run, and the same again when the job starts again.
+
+    Processes that Lightning starts are told the folder. Those that srun, torchrun or mpirun start each work it out
+    themselves, so that it must not hold the time of day then.
+    """
+    return job_name() or f"{datetime.now():%Y-%m-%d_%H-%M-%S}"
+
+
+def trainer_precision(row: Any) -> str | None:
+    """What ``Trainer(precision=)`` must be for a row of ``zero/precision``; ``None`` leaves it to the Trainer."""
+    return None if row is None else PRECISION_FLAGS[choose("precision", row)]
+
+
+def register_schema() -> None:
+    """Register the schema and the resolvers with Hydra; may be called again.
+
+    ``lightning_zero_train`` is the schema of our own ``train.yaml``. Another app takes ``zero: schema`` into its
+    defaults list to have every setting of the group ``zero`` typed and defaulted, and
+    ``precision: ${lightning_zero_precision:${zero.precision.name}}`` among the arguments of its Trainer.
+    """
+    store = ConfigStore.instance()
+    store.store(name=TRAIN_SCHEMA, node=TrainConfig, provider="lightning_zero")
+    # What a plan takes besides a run's settings; train.yaml is merged into it.
+    plan = {"machine": MachineConfig, "json": BooleanNode(False), "optimizer_states": IntegerNode(None)}
+    store.store(name=PLAN_SCHEMA, node=plan, provider="lightning_zero")
+    submit = {"machine": MachineConfig, "dry_run": BooleanNode(False)}
+    store.store(name=SUBMIT_SCHEMA, node=submit, provider="lightning_zero")
+    store.store(group="zero", name="schema", node=ZeroConfig, provider="lightning_zero")
+    OmegaConf.register_new_resolver(RUN_NAME_RESOLVER, run_name, replace=True, use_cache=True)
+    OmegaConf.register_new_resolver(PRECISION_RESOLVER, trainer_precision, replace=True)

@@ -1,0 +1,8 @@
+"""SLURM.
+
+::
+
+    cluster  group ``cluster``: what a run asks for
+    script   the script of a job
+    sweeps   ``hydra/launcher=submitit_slurm``
+"""

@@ -1,0 +1,136 @@
+"""The script of a SLURM job, as one would write it by hand. Text only: nothing is submitted here."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from lightning_zero.app.slurm.cluster import ClusterConfig, ContainerRuntime
+from lightning_zero.ranks.verdict import REFUSED, REQUEUE, VERDICT_VARIABLE
+
+RUN_DIR = "outputs/train/slurm-$SLURM_JOB_ID"
+
+
+def script(cluster: ClusterConfig, arguments: Iterable[str], *, folder: Path, run_dir: str | None = None) -> str:
+    """A script for sbatch that runs the main job.
+
+    Args:
+        arguments: of ``python -m lightning_zero.train``.
+        folder: where the job starts: the folder of the one who submits.
+        run_dir: the run's folder; by default it has the job's id in its name, and so is the same after a requeue.
+    """
+    parts = [
+        "\n".join(["#!/bin/bash", *(f"#SBATCH {option}" for option in options(cluster, folder, run_dir))]),
+        "\n".join([*cluster.env_lines(), *cluster.setup]),
+        "\n".join(
+            [
+                f'run_dir="{RUN_DIR}"' if run_dir is None else f"run_dir={shlex.quote(run_dir)}",
+                'mkdir -p "$run_dir"',
+                *(_verdict_lines(run_dir) if cluster.requeue else []),
+            ]
+        ),
+        command(cluster, arguments, folder),
+        requeue_lines(cluster) if cluster.requeue else "",
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def options(cluster: ClusterConfig, folder: Path, run_dir: str | None) -> list[str]:
+    """Options of sbatch."""
+    wanted = {
+        "job-name": cluster.job_name,
+        "nodes": cluster.nodes,
+        "ntasks-per-node": cluster.tasks,
+        "gpus-per-node": cluster.gpus_per_node or None,
+        "cpus-per-task": cluster.cpus_per_task,
+        "mem": cluster.mem,
+        "time": cluster.time,
+        "partition": cluster.partition,
+        "account": cluster.account,
+        "qos": cluster.qos,
+        "constraint": cluster.constraint,
+        "reservation": cluster.reservation,
+        "chdir": str(folder),
+        "output": log_path(run_dir),
+        "open-mode": "append",
+        "signal": f"{cluster.signal}@{cluster.signal_delay}" if cluster.requeue else None,
+    }
+    found = [f"--{name}={_quoted(value)}" for name, value in wanted.items() if value is not None]
+    found += ["--exclusive"] if cluster.exclusive else []
+    return [*found, "--requeue" if cluster.requeue else "--no-requeue", *cluster.sbatch]
+
+
+def log_path(run_dir: str | None, job: str = "%j") -> str:
+    """Beside the run's folder, which is not there yet when SLURM opens the log."""
+    return os.path.join(run_dir or os.path.dirname(RUN_DIR), f"slurm-{job}.log")
+
+
+def _quoted(value: object) -> str:
+    """For a line of #SBATCH, which is no shell: quotes work, and a % in a path would mean something."""
+    text = str(value)
+    return text if re.fullmatch(r"[\w./:@%+,=&|\[\]-]+", text) else '"' + text.replace('"', '\\"') + '"'
+
+
+def command(cluster: ClusterConfig, arguments: Iterable[str], folder: Path) -> str:
+    """The call of srun, on several lines."""
+    srun = ["srun", "--kill-on-bad-exit=1"]
+    if cluster.cpus_per_task is not None:
+        srun.append(f"--cpus-per-task={cluster.cpus_per_task}")  # not taken over from sbatch
+    lines = [" ".join([*srun, *map(shlex.quote, cluster.srun)])]
+    lines += _container(cluster, folder)
+    python = cluster.python or ("python" if cluster.container else sys.executable)
+    lines += [f"{shlex.quote(python)} -m lightning_zero.train", "\"hydra.run.dir='$run_dir'\""]
+    lines += map(_word, arguments)
+    return " \\\n    ".join(lines)
+
+
+def _word(text: str) -> str:
+    """One word of shell; in double quotes where single ones are inside."""
+    plain = re.fullmatch(r"[\w./:@%+,=-]+", text)  # unlike shlex, also with an = in it
+    return text if plain else f'"{text}"' if "'" in text and not re.search(r'["$`\\!]', text) else shlex.quote(text)
+
+
+def _container(cluster: ClusterConfig, folder: Path) -> list[str]:
+    if cluster.container is None:
+        return []
+    image, here = shlex.quote(cluster.container), shlex.quote(str(folder))
+    mounts = ",".join([f"{folder}:{folder}", *cluster.container_mounts])
+    if cluster.container_runtime is ContainerRuntime.pyxis:
+        return [
+            f"--container-image={image}",
+            f"--container-mounts={shlex.quote(mounts)} --container-workdir={here}",
+        ]
+    gpus = "--nv " if cluster.gpus_per_node else ""
+    return [f"apptainer exec {gpus}--bind {shlex.quote(mounts)} --pwd {here} {image}"]
+
+
+def _verdict_lines(run_dir: str | None) -> list[str]:
+    here = "" if run_dir is not None and os.path.isabs(run_dir) else "$PWD/"  # wherever the run changes to
+    verdict = f'export {VERDICT_VARIABLE}="{here}$run_dir/verdict"'
+    return ['rm -f "$run_dir/verdict"', 'touch "$run_dir/started"', verdict]
+
+
+def requeue_lines(cluster: ClusterConfig) -> str:
+    """What follows srun: back to the queue at the end of the time, and after a failure.
+
+    The exit code of srun does not tell a killed task from an exception: the tasks that srun takes down count too.
+    """
+    lines = ["code=$?", 'verdict=$(cat "$run_dir/verdict" 2>/dev/null)', ""]
+    lines += ["# The time is up, and the ranks have saved and left.", f'if [ "$verdict" = {REQUEUE} ]; then']
+    lines += ['    scontrol requeue "$SLURM_JOB_ID"']
+    if cluster.retries:
+        lines += [
+            f"# A task was killed or failed: at most {cluster.retries} times without a new checkpoint.",
+            f'elif [ $code -ne 0 ] && [ "$verdict" != {REFUSED} ]; then',
+            '    new=$(find "$run_dir" -name "*.ckpt" -newer "$run_dir/started" | head -1)',
+            '    if [ -n "$new" ]; then rm -f "$run_dir/failures"; fi',
+            '    echo "$(date): exit code $code on $SLURM_JOB_NODELIST" >>"$run_dir/failures"',
+            f'    if [ "$(wc -l <"$run_dir/failures")" -le {cluster.retries} ]; then',
+            '        scontrol requeue "$SLURM_JOB_ID"',
+            "    fi",
+        ]
+    return "\n".join([*lines, "fi", "exit $code"])

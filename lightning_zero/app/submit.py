@@ -1,0 +1,248 @@
+"""A run as a job of SLURM: ``python -m lightning_zero.submit [group=file] [key=value] [cluster.nodes=4 ...]``.
+
+Takes the configuration of a run, checks it as the run would, compares its memory plan with the machine, writes a
+script for sbatch and submits it. What follows the job id (folder, log) is printed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra._internal.utils import get_args_parser
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+
+from lightning_zero.app import plan, train
+from lightning_zero.app.jobs import check_saves, fit_trainer
+from lightning_zero.app.schema import MachineConfig, TrainConfig
+from lightning_zero.app.slurm import script
+from lightning_zero.app.slurm.cluster import ClusterConfig, ClusterName
+from lightning_zero.config import ConfigError, Hierarchy, PrecisionConfig
+from lightning_zero.planning.fit import Advice, Machine, advise, allowed_rows, plan_row
+from lightning_zero.planning.placement import Tier
+
+EXTRA_KEYS = ("machine", "dry_run")
+PLENTY = 2**60  # bytes of what nobody has described
+RUN_DIR_KEY = "hydra.run.dir="
+
+# What sbatch answers, and the key to change.
+REFUSALS = {
+    "partition": "cluster.partition",
+    "qos": "cluster.qos",
+    "account": "cluster.account",
+    "time": "cluster.time",
+    "feature": "cluster.constraint",
+    "reservation": "cluster.reservation",
+    "memory": "cluster.mem",
+    "gres": "cluster.gpus_per_node",
+    "tres": "cluster.gpus_per_node",
+    "cpu count": "cluster.cpus_per_task",
+    "processors": "cluster.nodes, cluster.gpus_per_node, cluster.tasks_per_node or cluster.cpus_per_task",
+    "node count": "cluster.nodes",
+    "node configuration": "cluster.nodes, cluster.gpus_per_node, cluster.cpus_per_task or cluster.mem",
+}
+
+
+# -- checks -----------------------------------------------------------------------------------------------------------
+
+
+def check_run(config: TrainConfig, explicit: set[str]) -> None:
+    """What the main job checks before it starts processes, on a machine that need not have the cluster's devices.
+
+    Raises:
+        ConfigError: a setting that cannot work.
+    """
+    from lightning.pytorch.plugins.environments import LightningEnvironment
+
+    from lightning_zero.data.text import TextData
+
+    train.check_checkpoint(config.ckpt_path)
+    train.agreed_precision(config)
+    check_saves(config, explicit)
+    # Callbacks and the arguments of Trainer, on a device that is here. fp16 is no precision of a CPU.
+    # The folder for files is one of the nodes.
+    offload = config.zero.offload
+    if offload.nvme_path is not None:
+        offload = replace(offload, nvme_path=os.curdir)
+    zero = replace(config.zero, precision=PrecisionConfig(), offload=offload)
+    trial = replace(config.trainer, accelerator="cpu", devices=1, num_nodes=1, precision=None)
+    with _silent():
+        data = train.build_data(config, explicit)
+        if isinstance(data, TextData):
+            data.check(config.cluster.world_size)
+        train.build_trainer(replace(config, zero=zero, trainer=trial), plugins=[LightningEnvironment()])
+
+
+@contextlib.contextmanager
+def _silent() -> Iterator[None]:
+    """What a run says of its devices is not true here, and a script on stdout is to be a script."""
+    before = logging.root.manager.disable
+    logging.disable(logging.INFO)
+    try:
+        with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="The `srun` command is available")  # for the job
+            yield
+    finally:
+        logging.disable(before)
+
+
+def machine_of(cluster: ClusterConfig, asked: MachineConfig, hierarchy: Hierarchy = Hierarchy.auto) -> Machine:
+    """A node of the cluster for the memory plan; what was not described counts as plenty.
+
+    Raises:
+        ConfigError: the machine has less than the cluster is asked for.
+    """
+    for key, of_cluster in (("gpus", cluster.gpus_per_node), ("nodes", cluster.nodes)):
+        there = getattr(asked, key)
+        if there is not None and there < of_cluster:
+            name = "gpus_per_node" if key == "gpus" else key
+            raise ConfigError(
+                f"cluster.{name}: expected at most {there}, which is machine.{key}, got {of_cluster}. Change "
+                f"cluster.{name} or machine.{key}."
+            )
+    host = asked.host_memory if asked.host_memory is not None else slurm_memory(cluster.mem)
+    memory, host, nvme = (PLENTY if x is None else x for x in (asked.gpu_memory, host, asked.nvme))
+    shared = not cluster.gpus_per_node
+    return Machine(cluster.tasks, memory, host, nvme, cluster.nodes, shared=shared, hierarchy=hierarchy)
+
+
+def slurm_memory(mem: str | None) -> int | None:
+    """``500G`` of ``cluster.mem`` in bytes; ``None`` for all memory of a node, or words that only SLURM knows."""
+    match = re.fullmatch(r"(\d+)([KMGT]?)", (mem or "").upper())
+    if match is None or not int(match[1]):
+        return None
+    return int(match[1]) * 1024 ** ("KMGT".index(match[2] or "M") + 1)
+
+
+def check_memory(config: TrainConfig, asked: MachineConfig) -> str:
+    """Compare the memory plan with the machine; a line about it.
+
+    Raises:
+        ConfigError: it does not fit; says what would.
+    """
+    model = plan.describe(config, None)
+    machine = machine_of(config.cluster, asked, config.zero.comm.hierarchy)
+    settings = config.zero.offload
+    chosen = plan_row(model, config.zero.stage.name, settings.name, machine, settings)
+    if not chosen.fits:
+        rows = [plan_row(model, stage, row, machine, plan.OffloadConfig()) for stage, row in allowed_rows()]
+        advice: Advice = advise(model, chosen, machine, settings, rows)
+        raise ConfigError(
+            f"the run does not fit into the memory of machine.*: {plan.advice_lines(machine, [chosen], [advice])[0]}. "
+            "Change cluster.nodes or zero/offload, or correct machine.*; python -m lightning_zero.plan shows all."
+        )
+    tiers = (
+        ("each GPU", chosen.per_rank[Tier.device], machine.gpu_memory),
+        ("each host", chosen.per_host[Tier.host], machine.host_memory),
+        ("its disk", chosen.per_host[Tier.nvme], machine.nvme),
+    )
+    if machine.shared:
+        together = chosen.per_host[Tier.device] + chosen.per_host[Tier.host]
+        tiers = (("each host", together, machine.host_memory), tiers[2])
+    parts = [
+        f"{plan.short_bytes(need)} of {'an unknown size' if there == PLENTY else plan.short_bytes(there)} on {where}"
+        for where, need, there in tiers
+        if need
+    ]
+    unknown = any(need and there == PLENTY for _, need, there in tiers)
+    hint = "; machine=... or machine.* would be checked" if unknown else ""
+    return f"memory without activations: {', '.join(parts)}{hint}"
+
+
+# -- the job ----------------------------------------------------------------------------------------------------------
+
+
+def job_arguments(choices: dict[str, str]) -> list[str]:
+    """Arguments of the run: ours, less what only submitting needs."""
+    overrides = HydraConfig.get().overrides
+    ours = re.compile(rf"[+~]*({'|'.join(EXTRA_KEYS)})([.=@]|$)")
+    found = [o for o in overrides.task if not ours.match(o)]
+    if not any(re.match(r"\+?cluster=", o) for o in found):
+        found.insert(0, f"cluster={choices['cluster']}")
+    given = get_args_parser().parse_args(sys.argv[1:])
+    if given.config_dir:
+        found = ["--config-dir", os.path.abspath(given.config_dir), *found]
+    return [*found, *(o for o in overrides.hydra if not re.match(r"[+~]*hydra\.(run\.dir|mode)=", o))]
+
+
+def submit(text: str) -> str:
+    """Give the script to sbatch; the id of the job.
+
+    Raises:
+        ConfigError: there is no sbatch, or it refuses.
+    """
+    try:
+        done = subprocess.run(["sbatch", "--parsable"], input=text, capture_output=True, text=True)
+    except OSError as error:
+        raise ConfigError(
+            f"sbatch: expected the command on PATH, got: {error.strerror}. Submit from a machine of the cluster, or "
+            "give dry_run=true to see the script."
+        ) from None
+    if done.returncode:
+        answer = " ".join(done.stderr.split()).removeprefix("sbatch: error: ")
+        keys = [key for word, key in REFUSALS.items() if word in answer.lower()]
+        raise ConfigError(f"sbatch refuses the job: {answer}. Change {keys[0] if keys else 'cluster.*'}.")
+    return done.stdout.strip().splitlines()[-1].partition(";")[0]  # job;cluster
+
+
+def run(config: TrainConfig, asked: MachineConfig, *, arguments: list[str], run_dir: str | None, dry_run: bool) -> None:
+    """Check, write, and submit or show."""
+    if config.cluster.name is ClusterName.none:
+        raise ConfigError("cluster: expected a cluster to submit to, got none. Give cluster=slurm.")
+    explicit = train.explicit_keys()
+    fit_trainer(config)
+    check_run(config, explicit)
+    memory = check_memory(config, asked)
+    text = script.script(config.cluster, arguments, folder=Path.cwd(), run_dir=run_dir)
+    if dry_run:
+        print(text, end="")
+        print(f"{memory}\nnot submitted: dry_run=true", file=sys.stderr)
+        return
+    os.makedirs(os.path.dirname(script.log_path(run_dir)), exist_ok=True)
+    print(text)
+    print(memory)
+    job = submit(text)
+    folder = run_dir or script.RUN_DIR.replace("$SLURM_JOB_ID", job)
+    print(f"job: {job}\nrun folder: {folder}\nlog: {script.log_path(run_dir, job)}", flush=True)
+
+
+@hydra.main(version_base="1.3", config_path="pkg://lightning_zero.conf", config_name="submit")
+def _task(cfg: DictConfig) -> None:
+    with train.refusals():
+        OmegaConf.set_struct(cfg, False)
+        train.check_keys(cfg.machine, "machine.")
+        asked: Any = OmegaConf.to_object(cfg.machine)
+        dry_run = bool(cfg["dry_run"])
+        for key in EXTRA_KEYS:
+            del cfg[key]
+        arguments = job_arguments(dict(HydraConfig.get().runtime.choices))
+        run(train.train_config(cfg), asked, arguments=arguments, run_dir=_given_run_dir, dry_run=dry_run)
+
+
+_given_run_dir: str | None = None  # of the run, not of this command
+
+
+def main() -> None:
+    global _given_run_dir
+    found = [a for a in sys.argv[1:] if a.startswith(RUN_DIR_KEY)]
+    _given_run_dir = found[-1].removeprefix(RUN_DIR_KEY).strip("'\"") if found else None
+    sys.argv[1:] = [a for a in sys.argv[1:] if not a.startswith(RUN_DIR_KEY)]
+    if {"-m", "--multirun"} & set(sys.argv[1:]):
+        print(
+            "error: --multirun: submit takes one run. Sweep by python -m lightning_zero.train --multirun "
+            "hydra/launcher=submitit_slurm cluster=slurm ...",
+            file=sys.stderr,
+        )
+        raise SystemExit(2)
+    train.start(_task)

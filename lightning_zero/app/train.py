@@ -1,0 +1,375 @@
+"""The main job: ``python -m lightning_zero.train [group=file] [key=value]``.
+
+What the configuration says is checked, and everything is built, before Lightning starts other processes: a mistake
+ends here, in one process, with a sentence and exit code 2. What goes wrong in training keeps its traceback.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, fields, is_dataclass
+from typing import TYPE_CHECKING, Any
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from lightning_zero.app.instantiate import accepted_arguments, build, build_all
+from lightning_zero.app.jobs import (
+    check_inside,
+    check_saves,
+    checkpoint_to_resume,
+    decided,
+    fit_trainer,
+    keep_work,
+    slurm_plugins,
+)
+from lightning_zero.app.schema import TrainConfig, TrainerConfig, register_schema, trainer_precision
+from lightning_zero.app.slurm.sweeps import check_launcher, register_launcher
+from lightning_zero.config import ConfigError, choose
+from lightning_zero.ranks.started_by import launched
+from lightning_zero.ranks.verdict import REFUSED, give_verdict
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+
+CPU_PROCESSES = 2  # where there is no GPU and no number of devices is given
+BITS_PER_BYTE = "val_bits_per_byte"
+PRECISION_ALIASES = {"32": "32-true", "64": "64-true", "bf16": "bf16-mixed", "16": "16-mixed"}
+
+# Groups that must have a file, and values that Hydra does not take for the name of one (it ends in a traceback).
+GROUPS = ("zero/comm", "cluster", "model", "data", "optimizer", "trainer", "callbacks", "logger")
+NOT_A_NAME = r"[\d.]*|null|true|false"
+
+_entered = False  # Hydra has composed the configuration and called us
+
+
+def agreed_precision(config: TrainConfig) -> str | None:
+    """Lightning's precision for the group ``zero/precision``.
+
+    Raises:
+        ConfigError: ``trainer.precision`` is given and says otherwise.
+    """
+    name = config.zero.precision.name
+    asked = config.trainer.precision
+    expected = trainer_precision(name)
+    if name is None or expected is None:
+        return asked
+    if asked is not None and PRECISION_ALIASES.get(asked, asked) != expected:
+        raise ConfigError(
+            f"trainer.precision: expected {expected} under zero/precision={name.name}, got {asked}. "
+            "Drop trainer.precision, or change zero/precision."
+        )
+    return expected
+
+
+def local_devices(config: TrainerConfig) -> Any:
+    """``trainer.devices``, with ``auto`` made a number: that of the processes that a launcher has started on this node,
+    and on CPUs two, where Lightning's own meaning is one process.
+    """
+    if config.devices != "auto":
+        return config.devices
+    place = launched()
+    if place is not None and place.world_size is not None and config.num_nodes is not None and place.by != "plain":
+        return max(1, place.world_size // config.num_nodes)
+    if place is not None and place.local_world_size is not None:
+        return place.local_world_size
+    import torch
+
+    if config.accelerator == "cpu" or not torch.cuda.is_available():
+        return CPU_PROCESSES
+    return "auto"
+
+
+def number_of_nodes(config: TrainerConfig) -> int:
+    """``trainer.num_nodes``; where it is not given, that of a launcher: it may change when torchrun starts again."""
+    place = launched()
+    found = place.nodes if place is not None else None
+    return config.num_nodes or found or 1
+
+
+def explicit_keys() -> set[str]:
+    """The keys that were given on the command line."""
+    return {re.split(r"[=@]", o.lstrip("+~"))[0] for o in HydraConfig.get().overrides.task}
+
+
+def build_optimizer(config: TrainConfig) -> Any:
+    """Makes an optimizer from param groups. Tried on one parameter, so that a bad value is found now."""
+    import torch
+
+    if not config.optimizer.get("_partial_"):
+        raise ConfigError(
+            "optimizer._partial_: expected true (the parameters come later), got "
+            f"{config.optimizer.get('_partial_')!r}. Change optimizer._partial_."
+        )
+    make = build("optimizer", config.optimizer)
+    try:
+        make([torch.nn.Parameter(torch.zeros(1))])
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"optimizer: {config.optimizer['_target_']} refuses these settings: {error}.") from error
+    return make
+
+
+def build_model(config: TrainConfig, explicit: set[str]) -> LightningModule:
+    """The LightningModule of the group ``model``; it gets the optimizer if it takes one.
+
+    With a class of the user's own in the place of ours, arguments of our default model that it does not take are left
+    out, unless they were asked for by name.
+    """
+    from lightning_zero.models.gpt import LitGPT
+
+    optimizer = build_optimizer(config) if config.optimizer else None
+    asked_for_optimizer = any(k == "optimizer" or k.startswith("optimizer.") for k in explicit)
+    given = {k.removeprefix("model.") for k in explicit if k.startswith("model.")}
+    return build(
+        "model",
+        config.model,
+        droppable=_defaults_of(LitGPT, config.model) - given,
+        extra={"optimizer": optimizer},
+        needs_extra={"optimizer"} if asked_for_optimizer else set(),
+    )
+
+
+def build_data(config: TrainConfig, explicit: set[str]) -> LightningDataModule:
+    from lightning_zero.data.text import TextData
+
+    given = {k.removeprefix("data.") for k in explicit if k.startswith("data.")}
+    return build("data", config.data, droppable=_defaults_of(TextData, config.data) - given)
+
+
+def _defaults_of(ours: type, node: dict[str, Any]) -> set[str]:
+    """Arguments that are in a group for our class, and mean nothing to another in its place."""
+    is_ours = node.get("_target_") == f"{ours.__module__}.{ours.__qualname__}"
+    return set() if is_ours else accepted_arguments(ours) or set()
+
+
+def build_trainer(config: TrainConfig, plugins: list[Any] | None = None) -> Trainer:
+    from lightning.fabric.utilities.exceptions import MisconfigurationException
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.callbacks import Checkpoint, ProgressBar
+
+    from lightning_zero.ranks.allocation import check_srun
+    from lightning_zero.trainer.monitor import NoteJob
+    from lightning_zero.trainer.strategy import ZeroStrategy
+
+    values = {f.name: getattr(config.trainer, f.name) for f in fields(TrainerConfig)}
+    values |= {"devices": local_devices(config.trainer), "num_nodes": number_of_nodes(config.trainer)}
+    values |= {"precision": agreed_precision(config)}
+    check_srun()
+    callbacks = [*build_all("callbacks", config.callbacks), NoteJob(config.run_dir)]
+    for wanted, kind in (
+        (config.trainer.enable_progress_bar, ProgressBar),
+        (config.trainer.enable_checkpointing, Checkpoint),
+    ):
+        if wanted is False:  # Lightning refuses a callback beside its switch; the switch was asked for
+            callbacks = [c for c in callbacks if not isinstance(c, kind)]
+    loggers = build_all("logger", config.logger)
+    try:
+        return Trainer(
+            strategy=ZeroStrategy(config=config.zero),
+            callbacks=callbacks,
+            logger=loggers or False,
+            plugins=slurm_plugins(config.cluster) if plugins is None else plugins,
+            default_root_dir=config.run_dir,
+            **values,
+        )
+    except ConfigError:
+        raise
+    except (MisconfigurationException, ValueError, TypeError) as error:
+        raise ConfigError(f"trainer: Lightning refuses these settings: {error} Change trainer.*.") from error
+
+
+def check_launch(trainer: Trainer) -> None:
+    """Refuse a Hydra sweep whose jobs would start processes: each of those would run the whole sweep again."""
+    launcher = trainer.strategy.launcher
+    starts_processes = launcher is not None and trainer.world_size > 1 and not _started_externally(trainer)
+    if HydraConfig.get().mode == RunMode.MULTIRUN and starts_processes:
+        raise ConfigError(
+            f"--multirun: expected jobs of one process, or processes started from outside, got {trainer.world_size} "
+            "processes that Lightning would start for each job (each would run the whole sweep again). Give "
+            "trainer.devices=1, run each job under torchrun, or choose hydra/launcher=submitit_slurm."
+        )
+
+
+def _started_externally(trainer: Trainer) -> bool:
+    environment = getattr(trainer.strategy, "cluster_environment", None)
+    return environment is not None and environment.creates_processes_externally
+
+
+def check_checkpoint(path: str | None) -> None:
+    if path is not None and not os.path.exists(path):
+        raise ConfigError(f"ckpt_path: expected a checkpoint, got {path!r}: there is nothing. Change ckpt_path.")
+
+
+def run(config: TrainConfig) -> None:
+    """Build everything, train, validate, and say what came out."""
+    explicit = explicit_keys()
+    fit_trainer(config)
+    check_inside(config.cluster)
+    check_checkpoint(config.ckpt_path)
+    check_saves(config, explicit)
+    agreed_precision(config)  # a contradiction is found before torch is imported, which takes seconds
+    from lightning.pytorch import seed_everything
+
+    from lightning_zero.data.text import TextData
+    from lightning_zero.trainer.summary import print_held
+
+    _quieten()
+    seed_everything(config.seed, workers=True, verbose=False)
+    data = build_data(config, explicit)
+    model = build_model(config, explicit)
+    trainer = build_trainer(config)
+    check_launch(trainer)
+    keep_work(config, trainer)
+    if isinstance(data, TextData):
+        data.check(trainer.world_size)
+    ckpt_path = checkpoint_to_resume(config, trainer)
+    trainer.strategy.run_settings = {**asdict(config), "ckpt_path": ckpt_path}  # type: ignore[attr-defined]
+
+    with decided(trainer, ckpt_path):
+        trainer.fit(model, datamodule=data, ckpt_path=ckpt_path, weights_only=config.weights_only)
+    if trainer.is_global_zero and trainer.checkpoint_callback is not None:
+        last = getattr(trainer.checkpoint_callback, "last_model_path", "")
+        print(f"checkpoint: {last}" if last else "no checkpoint was written")
+    with decided(trainer, None):  # the weights that are there
+        results = trainer.validate(model, datamodule=data, verbose=False) if trainer.enable_validation else []
+    if config.zero.summary and trainer.is_global_zero:
+        print_held(trainer.strategy.engine, config.trainer.accumulate_grad_batches)  # type: ignore[attr-defined]
+    if trainer.is_global_zero:
+        report({k: v for result in results for k, v in result.items()}, config.run_dir)
+
+
+def _quieten() -> None:
+    logging.getLogger("lightning").handlers.clear()  # Hydra's are there already: every line would come twice
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(lambda r: "Tip:" not in r.getMessage())
+    for message in (r".*isinstance\(treespec, LeafSpec\)", r".*Using `DistributedSampler` with the dataloaders"):
+        warnings.filterwarnings("ignore", message=message)
+
+
+def report(metrics: dict[str, float], run_dir: str) -> None:
+    """The last lines of a run, on rank 0."""
+    print(f"logs: {os.path.relpath(run_dir)}")
+    for name, value in metrics.items():
+        if name != BITS_PER_BYTE:
+            print(f"{name}: {value:.4f}")
+    if BITS_PER_BYTE in metrics:
+        print(f"validation bits per byte: {metrics[BITS_PER_BYTE]:.4f}", flush=True)
+
+
+@hydra.main(version_base="1.3", config_path="pkg://lightning_zero.conf", config_name="train")
+def _task(cfg: DictConfig) -> None:
+    with refusals():
+        run(train_config(cfg))
+
+
+def train_config(cfg: DictConfig) -> TrainConfig:
+    """The checked configuration of a run.
+
+    Raises:
+        ConfigError: a setting that cannot work.
+    """
+    check_keys(cfg)
+    config = OmegaConf.to_object(cfg)  # runs every __post_init__
+    assert isinstance(config, TrainConfig)
+    return config
+
+
+@contextlib.contextmanager
+def refusals() -> Iterator[None]:
+    """Around all that Hydra calls: a mistake in the configuration ends in a sentence and exit code 2."""
+    global _entered
+    _entered = True
+    try:
+        yield
+    except ConfigError as error:
+        _refuse(str(error), final=type(error) is ConfigError)  # ranks that did not come may come the next time
+    except OmegaConfBaseException as error:
+        if isinstance(error.__cause__, ConfigError):
+            _refuse(str(error.__cause__))
+        _refuse(str(error))
+
+
+def _refuse(message: str, *, final: bool = True) -> None:
+    if final:
+        give_verdict(REFUSED)
+    print(f"error: {message}", file=sys.stderr, flush=True)
+    raise SystemExit(2)
+
+
+def check_keys(node: Any, path: str = "") -> None:
+    """Refuse what a ``+`` on the command line, or a file, has added to a typed part.
+
+    Raises:
+        ConfigError: a key that the schema does not have, or that is a misspelt group.
+    """
+    if not isinstance(node, DictConfig):
+        return
+    kind = OmegaConf.get_type(node)
+    known = {f.name for f in fields(kind)} if is_dataclass(kind) else None
+    for key in map(str, node):
+        full = f"{path}{key}"
+        if "/" in key:
+            raise ConfigError(f"{full}: there is no such group; --help lists them. Change {full}.")
+        if known is not None and key not in known:
+            raise ConfigError(f"{full}: no such setting; there are {', '.join(sorted(known))}. Change {full}.")
+        if not OmegaConf.is_interpolation(node, key) and not OmegaConf.is_missing(node, key):
+            check_keys(node[key], f"{full}.")
+
+
+def check_arguments(arguments: list[str]) -> None:
+    """What Hydra itself would answer with a traceback or with a name of its own.
+
+    Raises:
+        ConfigError: a row of a group that is not there yet, or that is written as a number or null.
+    """
+    for argument in arguments:
+        if argument in ("experiment=null", "debug=null"):
+            raise ConfigError(f"{argument}: this is the default, and Hydra cannot read it here. Drop {argument}.")
+        match = re.fullmatch(rf"({'|'.join(GROUPS)})=({NOT_A_NAME})", argument)
+        if match is not None:
+            none = " (none switches it off)" if match[1] in ("callbacks", "logger") else ""
+            raise ConfigError(
+                f"{match[1]}: expected the name of a file of the group{none}, got {match[2]}. Change {match[1]}."
+            )
+        match = re.fullmatch(r"\+?zero/(stage|precision|offload)(?:@[\w.]+)?=([^,]*)", argument)
+        if match is None:
+            continue
+        group, value = match.groups()
+        row = choose(group, value).name if _hydra_cannot_read(value) else value
+        if row != value:
+            raise ConfigError(f"zero/{group}: write zero/{group}={row}, got zero/{group}={value}.")
+
+
+def _hydra_cannot_read(value: str) -> bool:
+    """Whether only we can say what is wrong; files of a user's own in the group are Hydra's affair."""
+    return re.fullmatch(NOT_A_NAME, value) is not None
+
+
+def start(task: Callable[[], None]) -> None:
+    """Compose the configuration and call ``task``, a function that :func:`hydra.main` has wrapped."""
+    register_schema()  # also where the Hydra plugin is not found
+    try:
+        check_arguments(sys.argv[1:])
+        check_launcher(sys.argv[1:])
+        register_launcher()
+        task()
+    except ConfigError as error:
+        _refuse(str(error))
+    except SystemExit as stop:
+        # Hydra's own errors (an unknown key or group, a wrong type) end with 1, as a failed training does.
+        if stop.code == 1 and not _entered:
+            give_verdict(REFUSED)
+            raise SystemExit(2) from None
+        raise SystemExit(stop.code) from None
+
+
+def main() -> None:
+    start(_task)

@@ -1,0 +1,81 @@
+"""What a rank shares with the others of its machine: memory, disks and cores.
+
+The ranks find out who is on one machine by telling each other, whoever has started them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from typing import NamedTuple
+
+from lightning_zero.comm.communicator import Communicator
+from lightning_zero.config import ConfigError
+from lightning_zero.ranks.peers import machine
+from lightning_zero.ranks.started_by import local_world_size
+from lightning_zero.tiers.limits import available_cpus
+
+
+class Share(NamedTuple):
+    """This rank's part of its machine.
+
+    Attributes:
+        local_rank: its place among the ranks of the machine, from 0.
+        local_ranks: how many there are.
+        cpus: cores that are its own, when all take as many.
+    """
+
+    local_rank: int = 0
+    local_ranks: int = 1
+    cpus: int = 1
+
+
+def share_of_machine(comm: Communicator) -> Share:
+    """All ranks call it."""
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    local_rank, local_ranks = neighbours(comm, machine())
+    # A launcher may have given each rank cores of its own, or all of them the same.
+    _, on_these_cores = neighbours(comm, f"{machine()} {cores}")
+    # A group may be a part of the job.
+    local_ranks = max(local_ranks, local_world_size() or 1)
+    if comm.world_size > 1 and on_these_cores > 1:
+        on_these_cores = max(on_these_cores, local_ranks)
+    cpus = available_cpus()
+    return Share(local_rank, local_ranks, max(1, cpus // on_these_cores))
+
+
+def neighbours(comm: Communicator, same: str) -> tuple[int, int]:
+    """This rank's place among those that tell the same, and how many they are. All ranks call it."""
+    own = int.from_bytes(hashlib.sha256(same.encode()).digest()[:7])
+    told = comm.exchange(own)
+    return told[: comm.rank].count(own), max(1, told.count(own))
+
+
+def ranks_on_disk(comm: Communicator, path: str | None) -> int:
+    """Ranks that share the disk of ``path`` with this one, on this machine. All ranks call it."""
+    try:
+        device = os.stat(path).st_dev if path else -1
+    except OSError:
+        device = -1  # it is refused when it is used
+    return neighbours(comm, f"{machine()} {device}")[1]
+
+
+def own_path(path: str, share: Share, rank: int) -> str:
+    """``path`` with ``$LOCAL_RANK``, ``$RANK`` and variables of this node's environment in it replaced.
+
+    Raises:
+        ConfigError: a variable that this rank does not have.
+    """
+    place = {"LOCAL_RANK": str(share.local_rank), "RANK": str(rank)}
+
+    def value(match: re.Match[str]) -> str:
+        name = match[1] or match[2]
+        if name not in place and name not in os.environ:
+            raise ConfigError(
+                f"zero.offload.nvme_path: expected variables that every rank has, got ${name} in {path!r}, which rank "
+                f"{rank} does not have. Set {name}, or change zero.offload.nvme_path."
+            )
+        return place[name] if name in place else os.environ[name]
+
+    return os.path.expanduser(re.sub(r"\$(?:(\w+)|\{(\w+)\})", value, path))

@@ -1,0 +1,123 @@
+"""What happens when users' code touches parameters outside of the calls of their units.
+
+::
+
+                          inside a pass                        between passes
+    w.square(), w.clamp_  the unit is gathered for it          refused, naming gather()
+    w.data                ... and stays until the pass ends    refused, naming gather()
+    w.data = value        taken over                           taken over
+
+A pass takes all ranks, so a read inside of it can have the unit gathered, in the order that all ranks share. Parameters
+that are on their way after a step (stages 1 and 2) are waited for, inside a pass or not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_zero.engine.parameters.classes import own
+from lightning_zero.engine.parameters.placeholders import Fence
+from lightning_zero.engine.parameters.writes import Writes
+from lightning_zero.engine.passes.containers import find_tensors
+from lightning_zero.engine.passes.passes import Passes
+from lightning_zero.engine.steps.pending import UnderWay
+from lightning_zero.engine.torch_modes import outside_autograd
+from lightning_zero.engine.units.bucket import Bucket, Place
+from lightning_zero.engine.units.unit import Unit
+
+
+class Access:
+    """The owner of one engine's parameters (:class:`~lightning_zero.engine.parameters.classes.Owner`)."""
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        places: Mapping[int, Place],
+        *,
+        passes: Passes,
+        under_way: UnderWay,
+        writes: Writes,
+        fence: Fence,
+    ) -> None:
+        self._places = places
+        self._passes = passes
+        self._under_way = under_way
+        self._writes = writes
+        self._fence = fence
+        self._unit_of: dict[Bucket, Unit] = {bucket: unit for unit in units for bucket in unit.buckets}
+        own((info.param for unit in units for info in unit.infos()), self)
+
+    def reads_values(self, params: Sequence[nn.Parameter], operation: str, run: Callable[[], Any]) -> Any:
+        if self._fence.is_lowered:
+            return run()
+        brought = self._bring(params, operation)
+        saved, saves = self._passes.saved, bool(brought) and torch.is_grad_enabled()
+        packs = saves and saved.possible and saved.alone
+        with saved.packed() if packs else contextlib.nullcontext():
+            result = run()
+        tensors = [t for t in find_tensors(result) if not any(t is p for p in params)]
+        for unit in brought:
+            self._passes.borrowed(unit, keep=(saves and not packs) or any(unit.holds(t) for t in tensors))
+        return result
+
+    def strides(self, param: nn.Parameter) -> tuple[int, ...]:
+        return self._places[id(param)].info.strides
+
+    def hands_out(self, param: nn.Parameter) -> None:
+        if self._fence.is_lowered:
+            return
+        place = self._places[id(param)]
+        if not place.bucket.shows_values:
+            for unit in self._bring([param], "data"):
+                self._passes.borrowed(unit, keep=True)
+        self._note(place)
+
+    @outside_autograd
+    def _note(self, place: Place) -> None:
+        self._writes.hand_out(place)
+
+    def replaces(self, param: nn.Parameter, value: Tensor) -> bool:
+        if self._fence.is_lowered or not isinstance(value, Tensor):
+            return False
+        place = self._places[id(param)]
+        if value.shape != place.info.shape:
+            raise RuntimeError(
+                f"{place.info.fqn}.data = ...: expected a tensor of shape {tuple(place.info.shape)}, got "
+                f"{tuple(value.shape)}. A sharded parameter keeps its shape: change the module before it is sharded "
+                "(in __init__ or configure_model)."
+            )
+        self._replace(place, value)
+        return True
+
+    @outside_autograd
+    def _replace(self, place: Place, value: Tensor) -> None:
+        place.bucket.wait_step()
+        self._unit_of[place.bucket].unshard_wait()  # what is gathered at this moment holds the old values
+        self._writes.replace(place, value)
+
+    @outside_autograd
+    def _bring(self, params: Sequence[nn.Parameter], operation: str) -> list[Unit]:
+        """Have the values of ``params`` here; the units that were gathered for it."""
+        self._passes.forget_failed()
+        brought: list[Unit] = []
+        for param in params:
+            place = self._places[id(param)]
+            unit = self._unit_of[place.bucket]
+            if not place.bucket.resharding:
+                self._under_way.refresh(unit)
+                unit.unshard_wait()
+            elif self._passes.key is None:
+                raise RuntimeError(
+                    f"{place.info.fqn} is sharded, and between steps its values are on no rank, so {operation!r} would "
+                    "read or write a placeholder. Do this inside `with lightning_zero.gather(module):`, on all ranks, "
+                    "or inside a step (training_step, or engine.step_scope())."
+                )
+            elif not place.bucket.shows_values:
+                self._passes.borrow(unit)
+                brought.append(unit)
+        return brought

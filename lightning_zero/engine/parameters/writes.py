@@ -1,0 +1,225 @@
+"""What users' code writes to parameters by itself, beside the optimizer's steps: kept, where all ranks write alike.
+
+Compute parameters are copies: those of a gathered unit go with it, those of a lower dtype, or whose masters rest
+elsewhere, are replaced at the next step. So before a copy goes, what was written to it is taken over into the masters
+of this rank's shard::
+
+    weight.clamp_()         raises the parameter's version
+    weight.data.clamp_()    raises nothing: a checksum is kept from when .data was read, and compared
+    weight.data = value     is seen at once
+
+Each rank takes its own shard from its own copy. Whether all wrote the same is checked by checksums, at the end of the
+next backward, and before values are shown or saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_zero.comm.communicator import Communicator
+from lightning_zero.engine.units.bucket import Bucket, ParamInfo, Place, values_changed
+from lightning_zero.engine.units.home import opened
+from lightning_zero.planning.placement import Placement
+
+CHUNK = 1 << 20  # elements whose checksum is computed at a time
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+_Key = tuple[int, int]  # bucket, slot
+
+
+class _Entry(NamedTuple):
+    """A write that has not been confirmed yet."""
+
+    before: int  # checksum of this rank's part, before the first of the writes
+    after: int  # checksum of the whole parameter as this rank has written it
+
+
+def checksum(values: Tensor, first: int = 0) -> int:
+    """A number that tells contents apart, place by place; those of the parts of a tensor add up to that of the whole.
+
+    Args:
+        first: index of the first value in the whole.
+    """
+    flat = values.detach().reshape(-1)
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).reshape(-1)
+        first *= 2
+    total = 0
+    for start in range(0, flat.numel(), CHUNK):
+        bits = flat[start : start + CHUNK].view(_INTEGERS[flat.element_size()]).to(torch.int64)
+        low = first + start
+        weights = torch.arange(2 * low + 1, 2 * (low + bits.numel()) + 1, 2, device=bits.device)  # odd: none is lost
+        total += int((bits * weights).sum())
+    return total & 0xFFFFFFFFFFFFFFFF
+
+
+class Writes:
+    """Notices writes to the parameters of one engine, and takes them over."""
+
+    def __init__(self, buckets: Sequence[Bucket], comm: Communicator) -> None:
+        self._buckets = buckets
+        self._comm = comm
+        self._number = {bucket: number for number, bucket in enumerate(buckets)}
+        self._handed_out: dict[Bucket, dict[int, int]] = {}  # slot -> checksum when .data was read
+        self._unconfirmed: dict[_Key, _Entry] = {}
+
+    # -- noticing -------------------------------------------------------------------------------------------------
+
+    def hand_out(self, place: Place) -> None:
+        """The values of a present parameter get into hands that may change them unnoticed."""
+        bucket, info = place
+        if bucket.has_master and info.gathered is not None:
+            known = self._handed_out.setdefault(bucket, {})
+            if info.slot not in known:
+                known[info.slot] = checksum(info.flattened(info.gathered))
+
+    def forget(self, bucket: Bucket) -> None:
+        """What was written so far is in the masters."""
+        self._handed_out.pop(bucket, None)
+        for info in bucket.params:
+            info.version = info.param._version
+
+    def _written(self, bucket: Bucket) -> list[ParamInfo]:
+        handed_out = self._handed_out.get(bucket, {})
+
+        def differs(info: ParamInfo) -> bool:
+            assert info.gathered is not None
+            if info.param._version != info.version:
+                return True
+            known = handed_out.get(info.slot)
+            return known is not None and checksum(info.flattened(info.gathered)) != known
+
+        return [info for info in bucket.params if differs(info)]
+
+    # -- taking over ----------------------------------------------------------------------------------------------
+
+    def take_over(self, bucket: Bucket) -> None:
+        """Before the copy of a bucket goes or is replaced: what was written to it gets into the masters."""
+        if bucket.shown_full or not bucket.shows_values:
+            return
+        written = self._written(bucket)
+        if written:
+            self._take(bucket, written)
+        if written or bucket in self._handed_out:
+            self.forget(bucket)
+
+    def take_all_over(self) -> None:
+        for bucket in self._buckets:
+            self.take_over(bucket)
+
+    def _take(self, bucket: Bucket, written: Iterable[ParamInfo]) -> None:
+        before = bucket.own_compute_params()
+        with opened(bucket.home, changed=True):
+            for info in written:
+                assert info.gathered is not None
+                self._note(bucket, info, before, info.gathered)
+                if bucket.has_master:
+                    bucket.write_master(info, info.gathered, before=before)
+            bucket.push()
+
+    def replace(self, place: Place, value: Tensor) -> None:
+        """Take ``value``, a whole tensor of the parameter's shape, for its values; each rank its own part of it."""
+        bucket, info = place
+        self.take_over(bucket)
+        compute = value.detach().to(bucket.comm.device, bucket.dtypes.compute)
+        before = bucket.own_compute_params()
+        self._note(bucket, info, before, compute)
+        with opened(bucket.home, changed=True):
+            bucket.write_master(info, value.detach(), before=before if value.dtype == compute.dtype else None)
+            bucket.push()
+        if bucket.shows_values:
+            assert info.gathered is not None
+            info.gathered.copy_(compute)
+        values_changed([info])
+
+    # -- do all ranks write the same? -----------------------------------------------------------------------------
+
+    def _note(self, bucket: Bucket, info: ParamInfo, own: Tensor, whole: Tensor) -> None:
+        """
+        Args:
+            own: compute parameters of this rank's part of the bucket, before the write.
+            whole: the parameter as this rank has written it.
+        """
+        if self._comm.shard_size == 1 or bucket.row.master is Placement.replicated:
+            return
+        key = self._number[bucket], info.slot
+        known = self._unconfirmed.get(key)
+        before = known.before if known is not None else self._own_checksum(bucket, info.slot, own)
+        self._unconfirmed[key] = _Entry(before, checksum(info.flattened(whole)))
+
+    @staticmethod
+    def _own_checksum(bucket: Bucket, slot: int, own: Tensor) -> int:
+        parts = (
+            checksum(own[f.start : f.start + f.numel], f.offset) for f in bucket.owned_fragments() if f.index == slot
+        )
+        return sum(parts) & 0xFFFFFFFFFFFFFFFF
+
+    @property
+    def unconfirmed(self) -> bool:
+        return bool(self._unconfirmed)
+
+    def confirm(self) -> None:
+        """On all ranks, where any has unconfirmed writes: compare them.
+
+        Raises:
+            RuntimeError: ranks have written different values; the same on all ranks.
+        """
+        written = {key: entry.after for key, entry in self._unconfirmed.items()}
+        table = self._comm.all_gather_objects(written, "what was written to parameters")
+        keys = sorted({key for found in table for key in found})
+        unequal = [key for key in keys if len({found.get(key) for found in table}) > 1]
+        if any(not self._buckets[bucket].has_master for bucket, _ in unequal):
+            # What was written to has no original beside it; but all ranks have it whole.
+            table = self._comm.all_gather_objects(written | self._own_copies(unequal), "copies of parameters")
+            unequal = [key for key in unequal if len({found.get(key) for found in table}) > 1]
+        if unequal:  # fine where those that say so have left it as it was
+            originals = self._originals(unequal)
+            unequal = [
+                k
+                for k in unequal
+                if not self._buckets[k[0]].has_master
+                or any(found.get(k, originals[k]) != originals[k] for found in table)
+            ]
+        self._unconfirmed.clear()
+        if unequal:
+            names = ", ".join(self._buckets[b].params[slot].fqn for b, slot in unequal)
+            raise RuntimeError(
+                f"{names}: written to in a step, with other values on some ranks than on others, so that no rank's are "
+                "right for all. Write the same on all ranks, or write inside `with lightning_zero.gather(module, "
+                "from_rank=0):`, where one rank's values count. (An Embedding with max_norm writes to the rows of its "
+                "rank's batch: drop max_norm.)"
+            )
+
+    def _own_copies(self, keys: Sequence[_Key]) -> dict[_Key, int]:
+        """Checksums of whole parameters, as this rank has them, where they are not a copy of masters."""
+        copies = {}
+        for number, slot in keys:
+            bucket = self._buckets[number]
+            if not bucket.has_master:
+                info = bucket.params[slot]
+                assert info.gathered is not None
+                copies[number, slot] = checksum(info.flattened(info.gathered))
+        return copies
+
+    def confirm_if_any(self) -> None:
+        """On all ranks, between passes: :meth:`confirm`, if any rank has something to confirm."""
+        flag = torch.tensor([self.unconfirmed], dtype=torch.uint8)
+        if int(self._comm.max_(flag).item()):
+            self.confirm()
+
+    def _originals(self, keys: Sequence[_Key]) -> dict[_Key, int]:
+        """Checksums of whole parameters before any rank wrote to them: each rank knows that of its own part."""
+        own = {}
+        for key in keys:
+            entry = self._unconfirmed.get(key)
+            bucket = self._buckets[key[0]]
+            own[key] = (
+                entry.before if entry is not None else self._own_checksum(bucket, key[1], bucket.own_compute_params())
+            )
+        mine = self._comm.topology.shard_group_of(self._comm.rank)
+        table = self._comm.all_gather_objects(own, "parameters before they were written to")
+        return {key: sum(table[rank][key] for rank in mine) & 0xFFFFFFFFFFFFFFFF for key in keys}

@@ -1,0 +1,17 @@
+"""A forward and its backward: which unit is gathered when, and where gradients go.
+
+::
+
+    forward   hooks -> passes -> gather_order -> units
+    backward  hooks, gradient_sentinels -> gradients -> reductions
+
+    hooks               all hooks on modules and tensors
+    passes              the open pass, what begins and ends it
+    gather_order        the order of gathers, learned and then run ahead of
+    saved_weights       weights that autograd has saved, and that go in between
+    gradients           gradients into buckets, over the ranks, into shards
+    gradient_sentinels  what stands in ``param.grad``
+    recompute           activation checkpointing by unit
+    containers          tensors in any container that a module returns
+    explain_dtypes      torch's errors about dtypes, with the setting that they come from
+"""

@@ -1,0 +1,177 @@
+"""The order of gathers at run time: agreed by an exchange while unknown, then followed.
+
+Every gather is issued through here, so that all ranks issue the same gathers in the same order:
+
+- *Agreeing* (the first pass of a kind, every pass under ``dynamic``, or after leaving the plan): a rank that needs a
+  unit sends its number to all; every unit that any rank sent is gathered by all, in rank order. A rank that reaches the
+  end of its pass sends DONE and answers the others until all are done.
+- *Following*: the compiled history of such a pass. A demand issues everything up to it, so a unit that this rank skips
+  is still gathered in its place; between demands the plan is looked ahead in under the byte budget.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from lightning_zero.comm.communicator import Communicator
+from lightning_zero.engine.units.unit import State, Unit
+from lightning_zero.planning.schedule import Cursor, Plan, compile_plan
+
+DONE = -1
+FORGIVEN = 1  # passes in a row that may leave the plan before it is recorded anew
+
+
+class GatherOrder:
+    """Issues the gathers of resharding units."""
+
+    def __init__(
+        self, units: Sequence[Unit], comm: Communicator, *, prefetch_bytes: int, keep_bytes: int, dynamic: bool
+    ) -> None:
+        self.units = units
+        self.comm = comm
+        self.prefetch_bytes = prefetch_bytes
+        self.keep_bytes = keep_bytes
+        self.dynamic = dynamic
+        self.plans: dict[str, Plan] = {}
+        self._strays: dict[str, int] = {}
+        self._key = ""
+        self._cyclic = False
+        self._cursor: Cursor | None = None
+        self._agreeing = False
+        self._history: list[int] = []
+        self._idle: deque[Unit] = deque()  # gathered ahead or for others, not used yet
+        self._guess: Cursor | None = None  # dynamic: the last pass, as a hint of what comes next
+
+    def begin(self, key: str, *, cyclic: bool) -> None:
+        """A pass starts. Passes of one ``key`` are expected to take the same path."""
+        self._key, self._cyclic = key, cyclic
+        plan = self.plans.get(key)
+        anything = any(unit.resharding for unit in self.units)  # else nothing is ever gathered along the path
+        self._agreeing = (plan is None or self.dynamic) and anything
+        self._cursor = None if plan is None or self.dynamic else Cursor(plan)
+        self._guess = Cursor(plan) if plan is not None and self.dynamic else None
+        self._history = []
+        self._idle.clear()
+
+    def demand(self, unit: Unit) -> None:
+        """Make sure that ``unit`` is gathered, and gather ahead."""
+        if unit.state is State.SHARDED:
+            steps = self._cursor.up_to(unit.index) if self._cursor is not None and not self._agreeing else None
+            if steps is not None:
+                for index in steps:
+                    self._issue(index, ahead=index != unit.index)
+                    self._drop_idle(unit)
+            else:
+                self._agree_on(unit)
+        if unit in self._idle:
+            self._idle.remove(unit)
+        self._look_ahead()
+        unit.unshard_wait()
+
+    def used(self, unit: Unit) -> bool:
+        """A use of ``unit`` is over; whether it may be dropped now."""
+        return self._cursor is None or self._agreeing or self._cursor.used(unit.index)
+
+    def end(self) -> None:
+        """The pass is over: serve the other ranks until all are done, then learn from what happened."""
+        if self._agreeing:
+            wants = self.comm.exchange(DONE)
+            while any(want != DONE for want in wants):
+                self._serve(wants)
+                wants = self.comm.exchange(DONE)
+            self._learn()
+        elif self._cursor is not None and not (self._cyclic and self._cursor.position == 0):
+            for index in self._cursor.rest():
+                self._issue(index, ahead=True)
+                self._drop_idle()
+            self._strays[self._key] = 0
+
+    def abort(self) -> None:
+        self._cursor, self._agreeing = None, False
+        self._idle.clear()
+
+    # -- agreeing -------------------------------------------------------------------------------------------------
+
+    def _agree_on(self, unit: Unit) -> None:
+        self._agreeing = True
+        self.comm.place = f"needs unit {unit.title} next ({self._key}), which the recorded order does not have here"
+        self._serve(self.comm.exchange(unit.index), own=unit)
+
+    def _serve(self, wants: Sequence[int], own: Unit | None = None) -> None:
+        wanted = list(dict.fromkeys(want for want in wants if want != DONE))
+        if self._guess is not None:
+            wanted += self._guessed(wanted)
+        for index in wanted:
+            self._history.append(index)
+            self._issue(index, ahead=own is None or index != own.index)
+
+    def _guessed(self, wanted: Sequence[int]) -> list[int]:
+        """One unit that followed last time. Computed from what all ranks know, so that all guess the same."""
+        assert self._guess is not None
+        for index in wanted:
+            if self._guess.up_to(index) is None:
+                return []
+        following = self._guess.peek()
+        return [] if following is None or following in wanted else [following]
+
+    def _learn(self) -> None:
+        strays = self._strays.get(self._key, 0)
+        if self._key not in self.plans or self.dynamic:
+            nbytes = [unit.gathered_nbytes for unit in self.units]
+            keep = 0 if self.dynamic else self.keep_bytes
+            self.plans[self._key] = compile_plan(self._history, nbytes, keep, cyclic=self._cyclic)
+            self._strays[self._key] = 0
+        elif strays >= FORGIVEN:
+            del self.plans[self._key]  # the next pass is recorded as a whole: this one knows only what it gathered
+        else:
+            self._strays[self._key] = strays + 1
+
+    # -- issuing --------------------------------------------------------------------------------------------------
+
+    def _issue(self, index: int, *, ahead: bool) -> None:
+        unit = self.units[index]
+        if unit.state is not State.SHARDED:
+            unit.serve()  # others need it again while it is still here
+            return
+        if not self._agreeing:
+            self._history.append(index)
+        unit.unshard_begin()
+        if ahead:
+            self._idle.append(unit)
+
+    def _look_ahead(self) -> None:
+        self._drop_idle()
+        if self._cursor is None or self._agreeing:
+            return
+
+        def admit(index: int) -> bool:
+            unit = self.units[index]
+            if unit.state is not State.SHARDED or not self.prefetch_bytes or not self._may_come_early(unit):
+                return False
+            idle = sum(u.gathered_nbytes for u in self._idle)
+            if self._idle and idle + unit.gathered_nbytes > self.prefetch_bytes:
+                return False
+            self._issue(index, ahead=True)
+            return True
+
+        self._cursor.ahead(admit)
+        if (following := self._cursor.peek()) is not None and self.prefetch_bytes:
+            unit = self.units[following]
+            if unit.state is State.SHARDED and unit.step_done:
+                unit.stage_ahead()
+
+    def _may_come_early(self, unit: Unit) -> bool:
+        """Ranks must issue the same gathers before an exception ends the pass on all of them, so that how far a rank's
+        worker has got must not decide: a unit that awaits its step is gathered when it is needed."""
+        return not unit.awaits_step if self.comm.shard_size > 1 else unit.step_done
+
+    def _drop_idle(self, wanted: Unit | None = None) -> None:
+        """Units gathered for others, or by a wrong guess, may not pile up. ``wanted`` is needed at once."""
+        budget = max(self.prefetch_bytes, max((u.gathered_nbytes for u in self._idle), default=0))
+        while len(self._idle) > 1 and sum(u.gathered_nbytes for u in self._idle) > budget:
+            unit = self._idle.popleft()
+            if unit is wanted:
+                continue
+            unit.unshard_wait()
+            unit.reshard()

@@ -1,0 +1,385 @@
+"""Gradients: from autograd into flat buffers, over the ranks in a fixed order, into shards.
+
+::
+
+    hook(p)      copies p.grad, divided by the number of ranks, into the bucket's local buffer and frees it
+    bucket full  -> ready -> (all buckets before it in the order are issued) -> reduce_scatter / all_reduce
+    finish       adds the sum to bucket.grad, drops the local buffer
+
+A bucket that got no gradient on this rank is reduced with zeros in its place of the order: other ranks may have some.
+Where gradients rest replicated (stages 0 and 1) the local buffer itself accumulates until a backward synchronizes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from lightning_zero.comm.communicator import Communicator, Pending
+from lightning_zero.engine.units.bucket import Bucket, Place
+from lightning_zero.planning.placement import Placement, Tier
+
+
+@dataclass(slots=True, eq=False)
+class BucketGrads:
+    """What one bucket has received and not yet reduced."""
+
+    bucket: Bucket
+    scale: float  # 1 / number of ranks (averages, as DDP does, before anything is added up) / scale of the loss
+    local: Tensor | None = None  # [numel] unreduced gradient: reduce_dtype, or grad_dtype where it accumulates
+    written: set[int] = field(default_factory=set)  # slots of ``local`` that hold a gradient
+    arrived: int = 0  # gradients of this backward
+    issued: bool = False  # reduced in this backward
+    used: set[int] = field(default_factory=set)  # slots with a gradient on this rank since they were last cleared
+    agreed: set[int] = field(default_factory=set)  # ... on any rank, as far as gradients are reduced
+
+    @property
+    def accumulates(self) -> bool:
+        return self.bucket.row.grad is Placement.replicated
+
+    def take(self, slot: int, grad: Tensor) -> None:
+        """Move one parameter's gradient into the local buffer."""
+        bucket = self.bucket
+        if self.local is None:
+            dtype = bucket.dtypes.grad if self.accumulates else bucket.dtypes.reduce
+            self.local = torch.empty(bucket.layout.numel, dtype=dtype, device=grad.device)
+        if grad.layout is not torch.strided:
+            grad = grad.to_dense()  # sparse embedding gradients: shards are dense
+        view = bucket.part_of(self.local, bucket.params[slot])
+        if slot in self.written:
+            view.add_(grad, alpha=self.scale)
+        elif self.scale == 1.0:
+            view.copy_(grad)
+        elif grad.dtype == view.dtype or (math.frexp(self.scale)[0] == 0.5 and grad.dtype is torch.bfloat16):
+            torch.mul(grad, self.scale, out=view)
+        else:
+            view.copy_(grad).mul_(self.scale)  # a product rounded to the gradient's lower dtype would be inexact
+        self.written.add(slot)
+        self.used.add(slot)
+        self.arrived += 1
+
+    def complete(self) -> Tensor:
+        """The local buffer with zeros wherever no gradient came, to be reduced; this object lets go of it."""
+        bucket = self.bucket
+        full = self.local
+        if full is None:
+            full = torch.zeros(bucket.layout.numel, dtype=bucket.dtypes.reduce, device=bucket.comm.device)
+        else:
+            for low, high in bucket.layout.gaps():
+                full[low:high].zero_()
+            for place in bucket.layout.slots:
+                if place.index not in self.written:
+                    full[place.start : place.start + place.numel].zero_()
+        self.local = None
+        self.written = set()
+        return full if full.dtype == bucket.dtypes.reduce else full.to(bucket.dtypes.reduce)
+
+    def add_reduced(self, reduced: Tensor) -> None:
+        """Add a reduced gradient [owned numel] to ``bucket.grad``, on the tier where gradients rest."""
+        bucket = self.bucket
+        if bucket.tiers.row.grad is not Tier.device:
+            self._add_on_host(reduced)
+            return
+        if bucket.grad is None:
+            own_memory = reduced.untyped_storage().nbytes() == reduced.numel() * reduced.element_size()
+            same = reduced.dtype == bucket.dtypes.grad
+            bucket.grad = reduced if same and own_memory else reduced.to(bucket.dtypes.grad, copy=True)
+        else:
+            bucket.grad.add_(reduced)
+
+    def _add_on_host(self, reduced: Tensor) -> None:
+        bucket = self.bucket
+        if (grad := bucket.grad) is None:
+            bucket.bring_grad(reduced)
+        else:
+            grad.add_(reduced.cpu())  # added before it is rounded, as on the device
+
+    def forget(self, slots: Iterable[int]) -> None:
+        """The user cleared these parameters' gradients."""
+        gone = set(slots) & (self.used | self.agreed)
+        if not gone:
+            return
+        self.used -= gone
+        self.agreed -= gone
+        self.written -= gone
+        if not self.written:
+            self.local = None
+        if self.agreed:
+            self._zero_reduced(gone)
+        else:
+            self.bucket.grad = None
+
+    def zero(self, slots: Iterable[int]) -> None:
+        """The user zeroed these parameters' gradients and kept them: zero is a gradient, unlike none."""
+        self.written -= set(slots)
+        self._zero_reduced(set(slots))
+
+    def _zero_reduced(self, slots: set[int]) -> None:
+        bucket = self.bucket
+        if bucket.grad is not None and slots:
+            for fragment in bucket.owned_fragments():
+                if fragment.index in slots:
+                    bucket.grad[fragment.start : fragment.start + fragment.numel].zero_()
+
+
+class Reducer:
+    """Issues reductions in one order on all ranks and lands their results.
+
+    Attributes:
+        order: buckets in the order of their reductions.
+        synchronize: off inside ``no_sync``: gradients that rest replicated are not reduced.
+        landed: called with a bucket whose gradient of this backward is whole, while the backward goes on; not with
+            buckets that may get more of it, or whose parameters this rank has not all used.
+    """
+
+    def __init__(
+        self, buckets: Iterable[Bucket], comm: Communicator, max_in_flight_nbytes: int, *, dynamic: bool = False
+    ) -> None:
+        """
+        Args:
+            max_in_flight_nbytes: bound on buffers of reductions that are not over yet, as far as waiting is safe.
+            dynamic: ranks may take different paths in every pass.
+        """
+        self.comm = comm
+        self.dynamic = dynamic
+        self.grads: dict[Bucket, BucketGrads] = {b: BucketGrads(b, 1.0 / comm.world_size) for b in buckets}
+        self.unreduced = False  # a backward inside ``no_sync`` since the last that reduced: on all ranks alike
+        self.order: list[Bucket] = list(reversed(list(self.grads)))
+        self.synchronize = True
+        self.landed: Callable[[Bucket], None] | None = None
+        self.completed: list[Bucket] = []  # in the order in which they got ready in this backward
+        self._orders: dict[str, list[Bucket]] = {}  # learned, by kind of pass
+        self._lagging: dict[str, set[Bucket]] = {}  # buckets that some rank completed only when its backward was over
+        self._key = ""
+        self._late: set[Bucket] = set()
+        self._ever_late: set[Bucket] = set()  # on any rank
+        self._next = 0
+        self._ready: set[Bucket] = set()
+        self._lagging_here: set[Bucket] = set()
+        self._in_flight: list[tuple[Bucket, Pending]] = []
+        self._second_half: list[tuple[Bucket, Pending]] = []
+        self._flying_nbytes = 0
+        self._max_in_flight_nbytes = max_in_flight_nbytes
+
+    def begin(self, key: str, expected: Callable[[Bucket], int]) -> None:
+        """A backward starts.
+
+        Args:
+            key: backwards of one key are expected to bring gradients in the same order.
+            expected: how many of a bucket's parameters require a gradient now.
+        """
+        self.unreduced |= not self.synchronize
+        self._key = key
+        self.order = self._orders.get(key, self.order)
+        self._expected = {b: expected(b) for b in self.grads}
+        self._ready, self._late, self._lagging_here = set(), set(), set()
+        self.completed = []
+        self._next = 0
+        for grads in self.grads.values():
+            grads.arrived, grads.issued = 0, False
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside, gradients that rest replicated are not reduced."""
+        previous, self.synchronize = self.synchronize, False
+        try:
+            yield
+        finally:
+            self.synchronize = previous
+
+    def set_loss_scale(self, scale: float) -> None:
+        """The loss of the next backwards is multiplied by ``scale``: gradients are divided by it as they arrive."""
+        for grads in self.grads.values():
+            grads.scale = 1.0 / (self.comm.world_size * scale)
+
+    def take(self, bucket: Bucket, slot: int, grad: Tensor) -> None:
+        """A gradient arrived. Issues what has become ready."""
+        grads = self.grads[bucket]
+        with torch.no_grad():
+            grads.take(slot, grad)
+        if not self._synchronizes(bucket):
+            return
+        if grads.issued:
+            self._late.add(bucket)  # a second arrival (a module reused under checkpointing): reduced again at the end
+        elif grads.arrived == self._expected[bucket]:
+            self._set_ready(bucket)
+            self._pump()
+
+    @property
+    def has_arrivals(self) -> bool:
+        return any(grads.arrived for grads in self.grads.values())
+
+    def flush(self) -> None:
+        """The backward is over: issue everything that is left, in order."""
+        for bucket in self.order:
+            if self._synchronizes(bucket) and self._expected[bucket] and bucket not in self._ready:
+                self._set_ready(bucket)
+                self._lagging_here.add(bucket)
+        self._pump()
+
+    def end(self, flag: bool = False) -> bool:
+        """After :meth:`flush`, on all ranks: reduce again what needs it, and wait for all of it.
+
+        Args:
+            flag: of this rank, to be told to all.
+
+        Returns:
+            Whether any rank has raised its flag; false where nothing is reduced.
+        """
+        reduced = [b for b in self.grads if self._synchronizes(b)]
+        if not reduced:
+            return False
+        late, flagged = self._agree(reduced, flag)
+        for bucket in late:
+            self._issue(bucket)
+        while self._in_flight:
+            self._land()
+        self._land_second_halves()
+        if self._key not in self._orders:
+            self._learn_order()
+        self._put_lagging_last()
+        self.unreduced &= not self.synchronize
+        return flagged
+
+    def refuse_unreduced(self, places: Iterable[Place]) -> None:
+        """On all ranks, each of which may have used other parameters.
+
+        Raises:
+            RuntimeError: on all: gradients of ``places`` wait, on any rank, for a backward that reduces them.
+        """
+        if self.unreduced:
+            waiting = any(place.info.slot in self.grads[place.bucket].written for place in places)
+            if self.comm.max_(torch.tensor([waiting], dtype=torch.uint8)).item():
+                raise RuntimeError(
+                    "gradients of backwards inside no_sync() have not been reduced over the ranks. Run the last "
+                    "backward before a step, a norm, clipping or gather(grads=True) outside of no_sync() "
+                    "(sync_grad=True)."
+                )
+
+    def _agree(self, reduced: Sequence[Bucket], flag: bool) -> tuple[list[Bucket], bool]:
+        """One exchange says which parameters any rank has used, which buckets all must reduce a second time, and
+        whether a flag is raised.
+
+        A bucket gets gradients after its reduction where a module is used again under checkpointing.
+        """
+        lagging = self._lagging.setdefault(self._key, set())
+        flags: list[bool] = [flag]
+        for bucket in reduced:
+            flags += [bucket in self._late, bucket in self._lagging_here]
+            flags += [slot in self.grads[bucket].used for slot in range(len(bucket.params))]
+        agreed = iter(self.comm.max_(torch.tensor(flags, dtype=torch.uint8)).tolist())
+        late = []
+        flagged = bool(next(agreed))
+        for bucket in reduced:
+            if next(agreed):
+                late.append(bucket)
+                self._ever_late.add(bucket)
+            if next(agreed):
+                lagging.add(bucket)
+            grads = self.grads[bucket]
+            grads.agreed = {slot for slot in range(len(bucket.params)) if next(agreed)}
+            grads.used |= grads.agreed
+        return sorted(late, key=self.order.index), flagged
+
+    def _learn_order(self) -> None:
+        """The order in which buckets got ready on rank 0 becomes everyone's; those that did not, come last."""
+        buckets = list(self.grads)
+        number = {b: i for i, b in enumerate(buckets)}
+        seen = [number[b] for b in self.completed]
+        rest = [number[b] for b in self.order if b not in self.completed]
+        order = torch.tensor(seen + rest, dtype=torch.int64)
+        self.comm.broadcast_small(order)
+        self._orders[self._key] = [buckets[i] for i in order.tolist()]
+
+    def _put_lagging_last(self) -> None:
+        """A bucket that one rank cannot reduce before its end must not hold up the others, on no rank."""
+        lagging = self._lagging[self._key]
+        self._orders[self._key].sort(key=lambda bucket: bucket in lagging)
+
+    def _all_ranks_come(self, bucket: Bucket) -> bool:
+        """Whether all ranks reduce ``bucket`` without needing anything of this rank first.
+
+        A rank that waited for one that lags would hold up gathers that this one needs to get there.
+        """
+        return not self.dynamic and self._key in self._lagging and bucket not in self._lagging[self._key]
+
+    def abort(self, deadline: float) -> None:
+        """After an exception in a backward: drop its partial gradients. Starts no message, waits until ``deadline``."""
+        for _, pending in (*self._in_flight, *self._second_half):
+            pending.abandon(deadline)
+        self._in_flight, self._second_half = [], []
+        self._flying_nbytes = 0
+        for grads in self.grads.values():
+            grads.local, grads.written = None, set()
+
+    # -- issuing and landing --------------------------------------------------------------------------------------
+
+    def _synchronizes(self, bucket: Bucket) -> bool:
+        return self.synchronize or not self.grads[bucket].accumulates
+
+    def _set_ready(self, bucket: Bucket) -> None:
+        self._ready.add(bucket)
+        if self.grads[bucket].arrived:
+            self.completed.append(bucket)
+
+    def _pump(self) -> None:
+        while self._next < len(self.order):
+            bucket = self.order[self._next]
+            if bucket in self._ready:
+                self._issue(bucket)
+            elif self._expected[bucket] and self._synchronizes(bucket):
+                return
+            self._next += 1
+
+    def _issue(self, bucket: Bucket) -> None:
+        nbytes = bucket.layout.numel * bucket.dtypes.reduce.itemsize
+        while self._in_flight:
+            oldest, pending = self._in_flight[0]
+            crowded = self._flying_nbytes + nbytes > self._max_in_flight_nbytes
+            if not (pending.done() or (crowded and self._all_ranks_come(oldest))):
+                break
+            self._land()
+        grads = self.grads[bucket]
+        full = grads.complete()
+        grads.issued = True
+        operation = self.comm.reduce_scatter if bucket.row.master is Placement.sharded else self.comm.all_reduce
+        self._in_flight.append((bucket, operation(full, bucket.label)))
+        self._flying_nbytes += nbytes
+
+    def _land(self) -> None:
+        bucket, pending = self._in_flight.pop(0)
+        self._flying_nbytes -= bucket.layout.numel * bucket.dtypes.reduce.itemsize
+        reduced = pending.wait()
+        if isinstance(reduced, Pending):
+            self._second_half.append((bucket, reduced))
+        else:
+            self._add(bucket, reduced)
+
+    def _land_second_halves(self) -> None:
+        for bucket, pending in self._second_half:
+            reduced = pending.wait()
+            while isinstance(reduced, Pending):
+                reduced = reduced.wait()
+            self._add(bucket, reduced)
+        self._second_half = []
+
+    def _add(self, bucket: Bucket, reduced: Tensor) -> None:
+        low, high = bucket.owned_range
+        if self.comm.shard_size == 1 and reduced.numel() != high - low:
+            reduced = reduced[low:high]
+        grads = self.grads[bucket]
+        with torch.no_grad():
+            grads.add_reduced(reduced)
+        if self.landed is not None and self._is_whole(grads):
+            self.landed(bucket)
+
+    def _is_whole(self, grads: BucketGrads) -> bool:
+        """Whether the bucket gets no more of this backward, and this rank has used all of it: then all ranks have."""
+        bucket = grads.bucket
+        once = self._all_ranks_come(bucket) and bucket not in self._ever_late
+        return once and all(info.slot in grads.used for info in bucket.params if info.param.requires_grad)

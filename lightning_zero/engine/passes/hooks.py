@@ -1,0 +1,283 @@
+"""The only file that registers hooks: module calls and gradients become events of :class:`Passes`.
+
+::
+
+    forward   pre_forward(unit) .................................. post_forward(unit)
+                 what autograd saves in between is packed: saved.py
+    backward  weights_needed(unit), when a packed weight is read
+                 grad_arrived(param), for every trainable parameter
+                 input_grads_arrived(unit), of units with frozen parameters
+
+Hooks on outputs would not do: a tensor may leave a unit by other ways than its outputs, and an output that is changed
+in place has another history afterwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import sys
+import types
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import ReferenceType, WeakSet, ref
+
+import torch
+from torch import Tensor, nn
+
+from lightning_zero.config import Precision
+from lightning_zero.engine.passes.containers import find_tensors, map_tensors
+from lightning_zero.engine.passes.explain_dtypes import explain_dtypes
+from lightning_zero.engine.passes.gradient_sentinels import GradSentinel
+from lightning_zero.engine.passes.recompute import WRAPPED
+from lightning_zero.engine.units.bucket import Bucket
+from lightning_zero.engine.units.unit import Unit
+
+if TYPE_CHECKING:
+    from lightning_zero.engine.passes.passes import Passes
+
+
+ENGINE = "_lightning_zero_engine"  # where a sharded module keeps its engine
+_PATCHES = ("_apply", "__deepcopy__", "__reduce_ex__")  # methods of guarded modules that are replaced on the instance
+_TAKES_ONE_DTYPE = (nn.Bilinear,)  # modules whose kernels refuse inputs of another dtype than their weights
+
+
+def _in_fp32(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def wide(tensor: Tensor) -> Tensor:
+        return tensor.float() if tensor.is_floating_point() else tensor
+
+    return map_tensors(args, wide), map_tensors(kwargs, wide)
+
+
+class _Running(NamedTuple):
+    """A call of a unit's module that has not returned."""
+
+    unit: Unit
+    packing: contextlib.AbstractContextManager[None] | None
+
+
+class Hooks:
+    """All hooks of one engine. ``remove`` takes them off again."""
+
+    def __init__(self, passes: Passes, precision: Precision) -> None:
+        # Modules and parameters hold these hooks; a strong reference back would be a cycle through autograd.
+        self._passes = ref(passes)
+        self._precision = precision
+        self._handles: list[Any] = []
+        self._grad_handles: dict[int, tuple[nn.Parameter, Any]] = {}
+        self._call = 0
+        self._running: list[_Running] = []
+        self._guarded: WeakSet[nn.Module] = WeakSet()
+
+    @property
+    def passes(self) -> Passes:
+        passes = self._passes()
+        assert passes is not None, "the engine is gone but its hooks are not"
+        return passes
+
+    def remove(self) -> None:
+        for handle in (*self._handles, *(handle for _, handle in self._grad_handles.values())):
+            handle.remove()
+        self._handles, self._grad_handles = [], {}
+        for module in self._guarded:
+            for name in _PATCHES:
+                module.__dict__.pop(name, None)
+        self._guarded.clear()
+
+    # -- registration -----------------------------------------------------------------------------------------------
+
+    def watch_unit(self, unit: Unit, target: nn.Module) -> None:
+        """Follow the calls of a unit's module. Ours run before the user's pre-hooks, so that these see weights."""
+
+        def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+            self._pre_forward(unit, args, kwargs)
+
+        def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            self._post_forward(unit, args, kwargs, output)
+
+        self._handles.append(target.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+        self._handles.append(target.register_forward_hook(after, with_kwargs=True, always_call=True))
+
+    def watch_grad(self, unit: Unit, bucket: Bucket, slot: int) -> None:
+        """Take a parameter's gradient as soon as autograd has accumulated it. The parameter must require grad."""
+        param = bucket.params[slot].param
+        if id(param) in self._grad_handles:
+            return
+        # Python's garbage collector does not see through this hook: what it held strongly would live for ever, the
+        # bucket with its master weights among it, because the bucket holds the parameter and so the hook.
+        passes_ref, place = self._passes, (unit.index, unit.buckets.index(bucket))
+
+        def arrived(p: Tensor) -> None:
+            grad, p.grad = p.grad, None
+            if isinstance(grad, GradSentinel):
+                grad = grad.pop_incoming()
+            passes = passes_ref()
+            if grad is not None and passes is not None:
+                unit = passes.units[place[0]]
+                passes.grad_arrived(unit, unit.buckets[place[1]], slot, grad)
+
+        self._grad_handles[id(param)] = param, param.register_post_accumulate_grad_hook(arrived)
+
+    def come_last(self) -> None:
+        """Ours take the gradients away, so hooks that users have registered since must come before them."""
+        for param, handle in self._grad_handles.values():
+            hooks: dict[int, Any] = param._post_accumulate_grad_hooks  # type: ignore[assignment]
+            if next(reversed(hooks)) != handle.id:
+                hooks[handle.id] = hooks.pop(handle.id)  # torch goes by the order of insertion
+
+    def keep_output_dtype(self, module: nn.Module) -> None:
+        """A module that computes in fp32 among lower precision gives back the dtype that it was given."""
+        if isinstance(module, _TAKES_ONE_DTYPE):
+            self._handles.append(module.register_forward_pre_hook(_in_fp32, with_kwargs=True))
+
+        def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+            given = next((t.dtype for t in find_tensors((args, kwargs)) if t.is_floating_point()), None)
+            if given is None:
+                return None
+            return map_tensors(output, lambda t: t.to(given) if t.is_floating_point() and t.dtype != given else t)
+
+        self._handles.append(module.register_forward_hook(after, with_kwargs=True))
+
+    def guard_module(self, module: nn.Module, refuse: Callable[[str], None]) -> None:
+        """Let what would see placeholders ask ``refuse`` first: state dicts, conversions, copies, pickles."""
+        self._handles.append(module.register_state_dict_pre_hook(lambda *_: refuse("state_dict()")))
+        self._handles.append(module.register_load_state_dict_pre_hook(lambda *_: refuse("load_state_dict()")))
+
+        def apply(self: nn.Module, fn: Any, recurse: bool = True) -> nn.Module:
+            refuse("converting (.to(), .cuda(), .half(), ...)")
+            return type(self)._apply(self, fn, recurse)
+
+        def deepcopy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
+            refuse("copy.deepcopy()")
+            put_back = hooks.lift_off()
+            try:
+                return copy.deepcopy(self, memo)
+            finally:
+                put_back()
+
+        def reduce(self: nn.Module, protocol: int) -> Any:
+            refuse("pickling (torch.save(module), sending it to a process)")
+            return type(self).__reduce_ex__(self, protocol)
+
+        hooks = self
+        methods: tuple[Callable[..., Any], ...] = (apply, deepcopy, reduce)
+        for name, method in zip(_PATCHES, methods, strict=True):
+            module.__dict__[name] = types.MethodType(method, module)
+        self._guarded.add(module)
+
+    def lift_off(self) -> Callable[[], None]:
+        """Take everything of ours off the modules, so that they are plain; returns what puts it back in its place.
+
+        Hooks on parameters stay: neither a copy nor a pickle of a parameter has them.
+        """
+        ours = {handle.id for handle in self._handles}
+        attributes: list[tuple[nn.Module, dict[str, Any]]] = []
+        tables: list[tuple[dict[int, Any], list[tuple[int, Any]]]] = []
+        for module in list(self._guarded):
+            wrapped = hasattr(module.__dict__.get("forward"), WRAPPED)
+            names = [name for name in (*_PATCHES, ENGINE) if name in module.__dict__] + ["forward"] * wrapped
+            attributes.append((module, {name: module.__dict__.pop(name) for name in names}))
+            for name, table in vars(module).items():
+                if (name.endswith("_hooks") or "_hooks_" in name) and ours & set(table):
+                    tables.append((table, list(table.items())))
+                    for number in ours & set(table):
+                        del table[number]
+
+        def put_back() -> None:
+            for module, values in attributes:
+                module.__dict__.update(values)
+            for table, before in tables:
+                now = dict(table)
+                table.clear()
+                table.update((number, hook) for number, hook in before if number in ours or number in now)
+                table.update(now)
+
+        return put_back
+
+    # -- module calls -----------------------------------------------------------------------------------------------
+
+    def _pre_forward(self, unit: Unit, args: Any, kwargs: Any) -> None:
+        passes = self.passes
+        try:
+            passes.pre_forward(unit)
+        except Exception:
+            self._raised()
+            raise
+        may_be_dropped = unit.index > 0 and unit.resharding and torch.is_grad_enabled()
+        packing = passes.saved.packed() if may_be_dropped and passes.saved.possible else None
+        self._running.append(_Running(unit, packing))
+        if packing is not None:
+            packing.__enter__()
+        elif may_be_dropped:
+            unit.borrowed = True  # what autograd saves here is not seen
+        if may_be_dropped and unit.has_frozen:
+            self._watch_inputs(unit, args, kwargs)
+
+    def _watch_inputs(self, unit: Unit, args: Any, kwargs: Any) -> None:
+        """Frozen weights are needed until the gradients of the inputs are complete, trainable ones until their own."""
+        inputs = {id(t): t for t in find_tensors((args, kwargs)) if t.requires_grad}
+        if torch._C._current_graph_task_id() != -1:  # a checkpoint computes again
+            inputs = {key: t for key, t in inputs.items() if t.is_leaf}  # others were seen, or lead to no backward
+        if not inputs:
+            return
+        self._call += 1
+        call, missing = self._call, len(inputs)
+        unit.calls.add(call)
+        passes_ref, index = self._passes, unit.index
+
+        def arrived(_: Tensor) -> None:
+            nonlocal missing
+            missing -= 1
+            passes = passes_ref()
+            if not missing and passes is not None:
+                passes.input_grads_arrived(passes.units[index], call)
+
+        for tensor in inputs.values():
+            _ = tensor.grad_fn  # a view that was changed in place has no history until asked, and torch would crash
+            tensor.register_hook(arrived)
+
+    def _post_forward(self, unit: Unit, args: Any, kwargs: Any, output: Any) -> None:
+        if not self._running or self._running[-1].unit is not unit:
+            return  # ours before the forward has raised, or a hook of the user's before it
+        self._end_call()
+        passes, outermost, error = self.passes, not self._running, sys.exc_info()[1]
+        if output is None and error is not None:
+            explain_dtypes(error, self._precision)
+            self._raised()
+            return
+        outputs = [t for t in find_tensors(output) if t.grad_fn is not None] if torch.is_grad_enabled() else []
+        if unit.index == 0:
+            passes_ref = self._passes
+            for tensor in outputs:
+                tensor.register_hook(lambda _: _backward_begins(passes_ref))
+        passes.post_forward(
+            unit, outermost=outermost, awaits_backward=lambda: bool(outputs) or self._hides_outputs(unit, args, kwargs)
+        )
+
+    def _end_call(self) -> None:
+        packing = self._running.pop().packing
+        if packing is not None:
+            packing.__exit__(None, None, None)
+
+    def forget_calls(self) -> None:
+        """After an exception that torch does not tell hooks of: calls that have never returned."""
+        while self._running:
+            self._end_call()
+
+    def _raised(self) -> None:
+        if not self._running and torch._C._current_graph_task_id() == -1:  # a recompute stops by an exception
+            self.passes.forward_raised()
+
+    def _hides_outputs(self, unit: Unit, args: Any, kwargs: Any) -> bool:
+        """Whether a call without outputs that were found must have some all the same."""
+        inside = self.passes.units if unit.index == 0 else [unit]  # a root without parameters of its own has its units'
+        return torch.is_grad_enabled() and (
+            any(t.requires_grad for t in find_tensors((args, kwargs)))
+            or any(info.param.requires_grad for member in inside for info in member.infos())
+        )
+
+
+def _backward_begins(passes_ref: ReferenceType[Passes]) -> None:
+    passes = passes_ref()
+    if passes is not None:
+        passes.backward_begins()

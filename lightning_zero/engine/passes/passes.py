@@ -1,0 +1,405 @@
+"""Passes through the units of a sharded module: which unit is gathered when, and dropped when.
+
+A *pass* is a forward with its backward, or one evaluation step. It opens the root unit, which stays gathered until the
+pass ends; the other units come and go with the calls of their modules. A pass is opened by :meth:`Passes.scope` (the
+strategy does) or by the first call of a unit's module, and ends with its backward, or, where none follows, with the
+call or the scope that opened it.
+
+A backward is *explicit* where the engine is told of it (:meth:`Passes.backward_scope`): its end reduces what is left.
+A plain ``loss.backward()`` is noticed by the first hook that fires and ends with autograd's graph task; it reduces only
+if a gradient arrived, because ``torch.autograd.grad`` looks the same and brings none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from weakref import ReferenceType, WeakMethod, ref
+
+import torch
+from torch import Tensor
+
+from lightning_zero.comm.communicator import ABANDON_S, Communicator
+from lightning_zero.config import Precision
+from lightning_zero.engine.parameters.writes import Writes
+from lightning_zero.engine.passes.gather_order import GatherOrder
+from lightning_zero.engine.passes.gradient_sentinels import Sentinels
+from lightning_zero.engine.passes.gradients import Reducer
+from lightning_zero.engine.passes.hooks import Hooks
+from lightning_zero.engine.passes.saved_weights import SavedWeights
+from lightning_zero.engine.steps.pending import UnderWay
+from lightning_zero.engine.torch_modes import outside_autograd
+from lightning_zero.engine.units.bucket import Bucket
+from lightning_zero.engine.units.unit import State, Unit
+
+_DROPPED = "for storage of size 0"  # what torch says of a saved view whose memory is gone
+
+
+def _weakly(method: Callable[[Unit], bool]) -> Callable[[Unit], bool]:
+    """``method`` as long as its object lives; false afterwards."""
+    reference = WeakMethod(method)
+
+    def call(unit: Unit) -> bool:
+        alive = reference()
+        return alive is not None and alive(unit)
+
+    return call
+
+
+class _End:
+    """Called when a graph task ends. It goes with the graph task, also where an exception ended that uncalled."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self._call = call
+
+    def __call__(self) -> None:
+        self._call()
+
+
+class Passes:
+    """The passes of one engine, one at a time: its hooks and its scopes come here.
+
+    Attributes:
+        hooks: what calls the events below.
+        saved: tells which weights a backward reads.
+        key: of the open pass; passes of one key are expected to take the same path. None between passes.
+        in_backward: a backward is running.
+        explicit: ... and its end will be told.
+        explicit_backwards: how many such there have been.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        comm: Communicator,
+        *,
+        order: GatherOrder,
+        reducer: Reducer,
+        sentinels: Sentinels,
+        under_way: UnderWay,
+        writes: Writes,
+        precision: Precision,
+    ) -> None:
+        self.units = units
+        self.comm = comm
+        self.order = order
+        self.reducer = reducer
+        self.sentinels = sentinels
+        self.under_way = under_way
+        self.writes = writes
+        self.hooks = Hooks(self, precision)
+        # Graphs hold what unpacks their tensors, unseen by the garbage collector, so not this object too.
+        self.saved = SavedWeights(units, _weakly(self.weights_needed))
+        self.key: str | None = None
+        self.in_backward = False
+        self.explicit = False
+        self.explicit_backwards = 0
+        self._ends_with_call = False  # the call that opened the pass may end it
+        self._evaluates = False  # the open pass has no backward
+        self._scope: tuple[str, bool] | None = None  # key and evaluation of the open scope
+        self._ordinal = 0
+        self._second_order = False
+        self._noticed: ReferenceType[_End] | None = None  # of the backward that was noticed last
+        self._needed: Unit | None = None  # the last unit whose weights a backward has read
+        self._aborted = False  # an exception has ended a pass since the last one
+
+    @property
+    def root(self) -> Unit:
+        return self.units[0]
+
+    def watch_trainable(self) -> None:
+        """Follow the parameters that require a gradient now; frozen ones may have been unfrozen since."""
+        for unit in self.units:
+            unit.has_frozen = False
+            for bucket in unit.buckets:
+                for info in bucket.params:
+                    if not info.param.requires_grad:
+                        unit.has_frozen = True
+                    else:
+                        if not bucket.trainable:
+                            bucket.make_trainable()
+                        self.hooks.watch_grad(unit, bucket, info.slot)
+
+    # -- begin and end ------------------------------------------------------------------------------------------------
+
+    @outside_autograd
+    def begin(self, key: str, *, evaluation: bool, owner: Unit | None = None) -> None:
+        """Open the root unit."""
+        if self._aborted:
+            self._aborted = False
+            self.under_way.flush()  # how many refreshes a rank has issued depends on its worker: now it is all
+            self.comm.resume()
+        self.watch_trainable()
+        # Passes of training that follow one another may take different paths; evaluation repeats its own, and does not
+        # count among them.
+        self.key = f"{key}, evaluating {owner.title if owner else ''}" if evaluation else f"{key}/{self._ordinal}"
+        self._evaluates = evaluation
+        self._ends_with_call = owner is not None
+        self._second_order = False
+        self.comm.place = f"pass {self.key}"
+        self.order.begin(self.key, cyclic=evaluation)
+        self.under_way.refresh(self.root)
+        if self.root.state is State.SHARDED:
+            self.root.unshard_begin()
+        self.root.unshard_wait()
+
+    @outside_autograd
+    def end(self) -> None:
+        """Close the root and whatever is still gathered. No-op outside of a pass."""
+        if self.key is not None:
+            self.under_way.refresh_all()  # of units that only others have used: they are not to wait for our next pass
+            self.order.end()
+            self._close()
+
+    def _close(self) -> None:
+        for unit in self.units:
+            unit.calls.clear()
+            unit.borrowed = False
+            if unit.resharding and unit.state is not State.SHARDED:
+                unit.unshard_wait()
+                unit.reshard()
+        self.key, self._ends_with_call = None, False
+        self._ordinal += not self._evaluates
+        self.comm.place = "between passes"
+
+    @contextlib.contextmanager
+    def scope(self, key: str, *, evaluation: bool) -> Iterator[None]:
+        """A step: parameters may be used inside, in calls of modules and (those of the root unit) directly.
+
+        All ranks enter it. With ``evaluation`` it ends the pass; otherwise a backward after it does.
+        """
+        self.leave()
+        self._ordinal = 0
+        self._scope = (key, evaluation)
+        try:
+            self.begin(key, evaluation=evaluation)
+            yield
+        except BaseException:
+            self._scope = None
+            self.abort()
+            raise
+        self._scope = None
+        if evaluation:
+            self.end()
+
+    @outside_autograd
+    def abort(self) -> None:
+        """After an exception: every unit back to rest. Starts no collective, and waits a bounded time for others."""
+        deadline = time.monotonic() + ABANDON_S
+        self._aborted = True
+        if self.in_backward:
+            self.reducer.abort(deadline)
+        self.order.abort()
+        self.hooks.forget_calls()
+        for unit in self.units:
+            unit.abandon(deadline)
+        self.key, self._ends_with_call = None, False
+        self.in_backward = self.explicit = self._second_order = False
+
+    @outside_autograd
+    def leave(self) -> None:
+        """No backward ended the open pass: a step without one, or the rest of a step after the last one.
+
+        All ranks come here, so all end it: they may have issued different parts of its plan.
+        """
+        if self.in_backward:
+            self.abort()  # an exception in a backward that the engine was not told of
+        else:
+            self.end()
+
+    def stepped(self) -> None:
+        """The optimizer has stepped: the next pass is the first of its step."""
+        if self._scope is None:
+            self._ordinal = 0
+
+    # -- forward ------------------------------------------------------------------------------------------------------
+
+    def pre_forward(self, unit: Unit) -> None:
+        """The module of ``unit`` is called."""
+        self.forget_failed()
+        if self.key is None:
+            key, evaluation = self._scope or ("call", not torch.is_grad_enabled())
+            self.begin(key, evaluation=evaluation, owner=None if self._scope else unit)
+        if unit.index:
+            self._demand(unit, "forward")
+        else:
+            unit.unshard_wait()
+
+    @outside_autograd
+    def _demand(self, unit: Unit, what: str) -> None:
+        self.comm.place = f"{what} of unit {unit.title} in pass {self.key}"
+        self.under_way.refresh(unit)
+        if unit.resharding:
+            self.order.demand(unit)
+        unit.unshard_wait()
+
+    def post_forward(self, unit: Unit, *, outermost: bool, awaits_backward: Callable[[], bool]) -> None:
+        """The module of ``unit`` returned.
+
+        Args:
+            outermost: no call of another unit is around it.
+            awaits_backward: whether a backward is to be expected from it.
+        """
+        if unit.index and not self.in_backward:
+            self._use_over(unit)
+        if outermost and self._ends_with_call and not self.in_backward:
+            self._ends_with_call = False
+            if not awaits_backward():
+                self.end()
+
+    def forward_raised(self) -> None:
+        """The outermost call of a module ended with an exception."""
+        if self._scope is None:
+            self.abort()
+
+    @outside_autograd
+    def _use_over(self, unit: Unit) -> None:
+        may_go = unit.resharding and unit.state is State.GATHERED and self.order.used(unit)
+        if may_go and not unit.borrowed:
+            unit.reshard()
+
+    # -- parameters that are touched outside of the calls of their units ----------------------------------------------
+
+    def borrow(self, unit: Unit) -> None:
+        """Inside a pass: gather ``unit``, because its parameters are read."""
+        self._demand(unit, "a read of parameters")
+
+    def borrowed(self, unit: Unit, *, keep: bool) -> None:
+        """The read is over.
+
+        Args:
+            keep: somebody holds values; they stay until the pass ends.
+        """
+        if keep:
+            unit.borrowed = True
+        elif not self.in_backward:
+            self._use_over(unit)
+
+    @outside_autograd
+    def recomputes(self, unit: Unit) -> None:
+        """The forward of ``unit`` is computed again in a backward."""
+        self.backward_begins()
+        if unit.index and unit.resharding:
+            self._demand(unit, "recomputation")
+
+    # -- backward -----------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def backward_scope(self) -> Iterator[None]:
+        """Around a backward that all ranks run: at its end every bucket is reduced."""
+        self._begin_backward(explicit=True)
+        try:
+            yield
+        except BaseException as error:
+            self.abort()
+            if isinstance(error, RuntimeError) and _DROPPED in str(error):
+                raise RuntimeError(self._needed_while_dropped()) from error
+            raise
+        self._end_backward()
+
+    def _needed_while_dropped(self) -> str:
+        waiting = [u.title for u in self.units if u.resharding and u.expected > u.arrived]
+        return (
+            f"backward needed parameters of a unit that had been dropped (one of {', '.join(waiting)}): a tensor left "
+            "the unit by another way than its outputs, or the graph was walked a second time (retain_graph). Return "
+            "the tensor from the unit's forward, or choose other units with zero.unit.classes."
+        )
+
+    @outside_autograd
+    def _begin_backward(self, *, explicit: bool) -> None:
+        """A backward starts; ``explicit``: its end will be told."""
+        if self.key is None:
+            key, evaluation = self._scope or ("call", False)
+            self.begin(key, evaluation=evaluation)
+        else:
+            self.watch_trainable()  # some may have been unfrozen since the pass began, by a forward that led nowhere
+        self.hooks.come_last()
+        self.in_backward, self.explicit = True, explicit
+        self.explicit_backwards += explicit
+        self.under_way.flush()
+        self.sentinels.forget_zeroed()
+        self.reducer.begin(str(self.key), lambda b: sum(info.param.requires_grad for info in b.params))
+        self.sentinels.remove(info for unit in self.units for info in unit.infos())
+        for unit in self.units:
+            unit.expected = sum(info.param.requires_grad for info in unit.infos())
+            unit.arrived = 0
+        self._needed = None
+
+    def backward_begins(self) -> None:
+        """The first of the events of a backward, perhaps."""
+        self.forget_failed()
+        if torch.is_grad_enabled():
+            self._second_order = True  # create_graph: weights are needed again, at moments no hook tells
+        if not self.in_backward:
+            self._begin_backward(explicit=False)
+            end = _End(self._graph_task_ended)
+            self._noticed = ref(end)
+            torch.autograd.Variable._execution_engine.queue_callback(end)
+
+    def forget_failed(self) -> None:
+        """An exception has ended a backward that was only noticed, and nothing has told us: its pass is over."""
+        if self.in_backward and not self.explicit and (self._noticed is None or self._noticed() is None):
+            self.abort()
+
+    def weights_needed(self, unit: Unit) -> bool:
+        """Weights of ``unit`` are about to be read, in a backward by a kernel; whether they are there now."""
+        if torch._C._current_graph_task_id() == -1:  # somebody looks at a graph
+            return unit.state is State.GATHERED
+        self.backward_begins()
+        if unit is not self._needed or unit.state is not State.GATHERED:
+            self._needed = unit
+            self._demand(unit, "backward")
+        return True
+
+    def input_grads_arrived(self, unit: Unit, call: int) -> None:
+        """The gradients of the inputs of one call are complete."""
+        unit.calls.discard(call)
+        self._maybe_reshard(unit)
+
+    @outside_autograd
+    def grad_arrived(self, unit: Unit, bucket: Bucket, slot: int, grad: Tensor) -> None:
+        """Autograd accumulated the gradient of one parameter."""
+        self.backward_begins()
+        self.reducer.take(bucket, slot, grad)
+        unit.arrived += 1
+        self._maybe_reshard(unit)
+
+    def _maybe_reshard(self, unit: Unit) -> None:
+        done = not unit.calls and unit.arrived >= unit.expected
+        if done and self.in_backward and unit.index and not self._second_order:
+            unit.arrived = 0
+            self._use_over(unit)
+
+    @outside_autograd
+    def _graph_task_ended(self) -> None:
+        if not self.in_backward or self.explicit:
+            return
+        if self.reducer.has_arrivals:
+            self._end_backward()
+            return
+        # torch.autograd.grad: the forward goes on, or a second backward follows.
+        self.in_backward = False
+        self.sentinels.place_used()
+        if not self._second_order:
+            for unit in self.units[1:]:
+                self._use_over(unit)
+
+    @outside_autograd
+    def _end_backward(self) -> None:
+        """The backward is over: reduce what is left, in order, and close the pass."""
+        self.comm.place = f"end of backward in pass {self.key}"
+        self.reducer.flush()
+        self.order.end()  # ranks that are still on their way may need gathers before they come to agree
+        self.writes.take_all_over()
+        written = self.reducer.end(self.writes.unconfirmed)
+        self.sentinels.place_used()
+        self.in_backward = self.explicit = False
+        self._close()
+        if written:
+            for unit in self.units:
+                if not unit.resharding:
+                    unit.unshard_wait()  # a copy that is still refreshed would be taken for another one
+            self.writes.confirm()
+        if self._scope is not None:
+            self.begin(self._scope[0], evaluation=self._scope[1])

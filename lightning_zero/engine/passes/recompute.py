@@ -1,0 +1,143 @@
+"""Activation checkpointing of units as a setting: a block keeps its inputs, and computes the rest again in backward.
+
+The module's ``forward`` is wrapped, not the module, so that the user's hooks run once. A recomputation has the unit
+gathered first: not only the gradient of an output starts one, but that of any tensor that the block has computed.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
+from torch.utils.checkpoint import checkpoint
+
+from lightning_zero.config import ConfigError, Recompute
+from lightning_zero.engine.passes.containers import copy_containers, find_tensors
+from lightning_zero.engine.units.unit import Unit
+
+if TYPE_CHECKING:
+    from lightning_zero.engine.passes.passes import Passes
+
+WRAPPED = "_lightning_zero_recompute"  # marks a forward that was wrapped here
+
+
+def check_blocks(blocks: Sequence[object], how: Recompute) -> None:
+    """Whether there is something to compute again.
+
+    Raises:
+        ConfigError: there is not.
+    """
+    if how is not Recompute.none and not blocks:
+        raise ConfigError(
+            f"zero.activation_checkpointing={how.name}: the model has no blocks that were found to be units. Name "
+            "them in zero.unit.classes, or set zero.activation_checkpointing=none."
+        )
+
+
+def recompute_blocks(
+    blocks: Sequence[tuple[Unit, nn.Module]], how: Recompute, passes: Passes, *, pin_memory: bool
+) -> list[Callable[[], None]]:
+    """Wrap the forwards of ``blocks``, units with their modules; returns what undoes it."""
+    if how is Recompute.none:
+        return []
+    offload = how is Recompute.offload
+    return [_wrap(unit, block, passes, offload_inputs=offload, pin_memory=pin_memory) for unit, block in blocks]
+
+
+def _wrap(
+    unit: Unit, module: nn.Module, passes: Passes, *, offload_inputs: bool, pin_memory: bool
+) -> Callable[[], None]:
+    """Wrap ``module.forward``; returns what undoes it.
+
+    Args:
+        offload_inputs: the inputs that are kept wait in host memory.
+        pin_memory: ... which is pinned (there is an accelerator).
+    """
+    inner = module.forward
+    passes_ref = ref(passes)
+
+    @functools.wraps(inner)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        passes = passes_ref()
+        if passes is None or not torch.is_grad_enabled():
+            return inner(*args, **kwargs)
+        call = _Call(inner, unit, passes, args, kwargs)
+        given, named = call.once(args, kwargs)
+        if not offload_inputs:
+            return checkpoint(call, *given, use_reentrant=False, **named)
+        with save_on_cpu(pin_memory=pin_memory):
+            return checkpoint(call, *given, use_reentrant=False, **named)
+
+    setattr(forward, WRAPPED, True)
+    module.__dict__["forward"] = forward
+    return lambda: module.__dict__.pop("forward", None)
+
+
+class _Call:
+    """One call of a block: its forward, and the forwards that compute it again.
+
+    A checkpoint gives back other tensors than it was given, one for each argument. Modules may look whether two
+    arguments are one tensor (``MultiheadAttention`` does, and computes otherwise), so each is handed over once. And it
+    gives back the containers themselves, which may hold other tensors by then: a block may append to a list.
+    """
+
+    def __init__(self, inner: Callable[..., Any], unit: Unit, passes: Passes, args: Any, kwargs: Any) -> None:
+        self._inner, self._unit = inner, unit
+        self._passes = ref(passes)
+        inputs = (t for t in find_tensors((args, kwargs)) if not t.is_inference())
+        self._inputs: list[tuple[ref[Tensor], int]] = [(ref(t), t._version) for t in inputs]
+        self._again = False
+        self._order: list[int] = []  # of positional arguments among those that are handed over
+        self._repeated: dict[str, int] = {}  # arguments by name that are handed over as positional ones
+        self._containers: dict[int | str, Any] = {}  # of what is handed over, as they are at first
+
+    def once(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+        """What the checkpoint is to call this with, for a call with ``args`` and ``kwargs``."""
+        given: list[Any] = []
+        places: dict[int, int] = {}
+        for arg in args:
+            if places.setdefault(id(arg), len(given)) == len(given):
+                given.append(arg)
+        self._order = [places[id(arg)] for arg in args]
+        self._repeated = {name: places[id(value)] for name, value in kwargs.items() if id(value) in places}
+        named = {name: value for name, value in kwargs.items() if name not in self._repeated}
+        handed_over: list[tuple[int | str, Any]] = [*enumerate(given), *named.items()]
+        for place, value in handed_over:
+            if not isinstance(value, Tensor) and (own := copy_containers(value)) is not value:
+                self._containers[place] = own
+        return given, named
+
+    def __call__(self, *given: Any, **named: Any) -> Any:
+        if self._again:
+            as_at_first = {place: copy_containers(value) for place, value in self._containers.items()}
+            given = tuple(as_at_first.get(place, value) for place, value in enumerate(given))
+            named = {name: as_at_first.get(name, value) for name, value in named.items()}
+        args = [given[place] for place in self._order]
+        kwargs = named | {name: given[place] for name, place in self._repeated.items()}
+        passes = self._passes()
+        assert passes is not None, "the engine is gone but its backward is not"
+        if self._again:
+            self._check_inputs("were changed in place after it")
+            passes.recomputes(self._unit)
+        with passes.saved.packed():  # around it are the hooks of the checkpoint, which would keep weights as they are
+            result = self._inner(*args, **kwargs)
+        if not self._again:
+            self._check_inputs("are changed in place by it")
+        self._again = True
+        return result
+
+    def _check_inputs(self, what: str) -> None:
+        for reference, version in self._inputs:
+            tensor = reference()
+            if tensor is not None and tensor._version != version:
+                raise RuntimeError(
+                    f"unit {self._unit.title} is computed again from its inputs in backward "
+                    f"(zero.activation_checkpointing), and its inputs {what} ({tuple(tensor.shape)}, {tensor.dtype}), "
+                    "so gradients would be wrong. Work on a copy of the input, choose other units with "
+                    "zero.unit.classes, or set zero.activation_checkpointing=none."
+                )

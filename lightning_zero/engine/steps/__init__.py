@@ -1,0 +1,17 @@
+r"""A step: from reduced gradients to new parameters.
+
+::
+
+    optimizer.step() --interception--> optimizer --> runs --> torch's kernels, on slices
+                                           \--> worker (offloaded buckets) --> pending (what is under way)
+
+    interception      how step() of the user's object leads here
+    optimizer         one step, from top to bottom
+    runs              the slices of a bucket that an optimizer steps, and their state
+    torch_optimizers  what is known of torch's optimizers: which are element-wise, what state they keep
+    mixed_dtypes      steps where a slice and its gradient differ in dtype
+    worker            a thread that steps what rests off the device
+    pending           steps and gathers under way, which a forward waits for
+    early_steps       steps inside of the backward
+    loss_scale        fp16
+"""

@@ -1,0 +1,54 @@
+"""Steps inside the backward: an offloaded bucket is stepped as soon as its gradient has been reduced.
+
+That hides more of the step (``offload.py`` draws it), and is right only for callers who know that nothing looks at
+gradients or changes them between backward and step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+from lightning_zero.engine.passes.gradients import Reducer
+from lightning_zero.engine.passes.passes import Passes
+from lightning_zero.engine.torch_modes import outside_autograd
+from lightning_zero.engine.units.bucket import Bucket
+
+
+class EarlySteps:
+    """Whether steps may be early now, and which gradients they wait for."""
+
+    def __init__(self, passes: Passes, reducer: Reducer) -> None:
+        self._passes = passes
+        self._reducer = reducer
+        self._allowed = False
+
+    @contextlib.contextmanager
+    def allowed(self) -> Iterator[None]:
+        """Inside, steps may be early."""
+        self._allowed = True
+        try:
+            yield
+        finally:
+            self._allowed = False
+
+    @contextlib.contextmanager
+    def landing(self, landed: Callable[[Bucket], None]) -> Iterator[None]:
+        """Around a step's closure: ``landed`` gets each bucket whose gradient is whole, where that is allowed."""
+        passes, before = self._passes, self._passes.explicit_backwards
+
+        @outside_autograd
+        def once(bucket: Bucket) -> None:
+            if passes.explicit and passes.explicit_backwards == before + 1:
+                landed(bucket)
+
+        self._reducer.landed = once if self._allowed else None
+        try:
+            yield
+            if self._allowed and passes.explicit_backwards > before + 1:
+                raise RuntimeError(
+                    "the closure of a step ran several backwards inside stepping_in_backward(), and the first has been "
+                    "stepped already. Run all but the last before the step."
+                )
+        finally:
+            self._reducer.landed = None

@@ -1,0 +1,141 @@
+"""How ``optimizer.step()`` of the user's object leads to the engine: by a method on the object, or by a class between.
+
+An optimizer with a ``step`` of its own that calls ``super().step()`` keeps it: its class gets an ancestor right above
+it, whose step is the engine's::
+
+    plain     object.step -------------------------> engine    torch.optim.AdamW.step on runs
+    derived   object.step (the user's) -- super() -> engine    torch.optim.AdamW.step on runs
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable
+from typing import Any
+from weakref import ref
+
+from torch.optim import Optimizer
+
+from lightning_zero.engine.steps.torch_optimizers import base_of, overrides_step
+
+Step = Callable[[Callable[[], Any] | None], Any]
+
+_ENGINE = "_lightning_zero_step"  # where an optimizer of an intercepted class keeps what steps it
+_READS_SLICES = ("state_dict", "load_state_dict")
+
+
+class Stepping:
+    """Leads the steps of ``optimizer`` to ``step``, a bound method whose object is held weakly.
+
+    Attributes:
+        inner: what makes the step of the optimizer's own class, on whatever its param groups list.
+    """
+
+    def __init__(self, optimizer: Optimizer, step: Step, *, intercept: bool) -> None:
+        """
+        Args:
+            intercept: the optimizer's own ``step`` is kept, and what it calls by super() is led to ``step``.
+        """
+        self._optimizer = optimizer
+        self._class = type(optimizer)
+        self._given = optimizer.__dict__.get("step")  # a scheduler's, which counts
+        weakly = _weak(step)
+        base = base_of(optimizer)
+        if intercept and base is not None:
+            optimizer.__dict__[_ENGINE] = weakly
+            optimizer.__class__ = _intercepting(self._class, base)
+            self.inner: Callable[[], Any] = functools.partial(_without_hooks(base.step), optimizer)
+        else:
+            self.inner = optimizer.step  # type: ignore[assignment]
+            optimizer.step = types.MethodType(_step_of(optimizer.step, weakly), optimizer)  # type: ignore[method-assign]
+        for method in (state_dict, load_state_dict):
+            optimizer.__dict__[method.__name__] = types.MethodType(method, optimizer)
+
+    def undo(self) -> None:
+        self._optimizer.__class__ = self._class
+        for name in (_ENGINE, "step", *_READS_SLICES):
+            self._optimizer.__dict__.pop(name, None)
+        if self._given is not None:
+            self._optimizer.__dict__["step"] = self._given
+
+
+def _weak(step: Any) -> Step:
+    """Whoever keeps the optimizer does not keep the engine."""
+    reference, function = ref(step.__self__), step.__func__
+
+    def call(closure: Callable[[], Any] | None) -> Any:
+        owner = reference()
+        if owner is None:
+            raise RuntimeError("optimizer.step(): the sharded module whose parameters it steps is gone.")
+        return function(owner, closure)
+
+    return call
+
+
+def _step_of(given: Any, engine: Step) -> Callable[..., Any]:
+    def step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+        return engine(closure)
+
+    # A scheduler made before has marked the method that it wrapped; one made later looks for the mark.
+    if hasattr(given, "_wrapped_by_lr_sched"):
+        step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    return step
+
+
+def _intercepting(kind: type[Optimizer], base: type[Optimizer]) -> type[Optimizer]:
+    """``kind`` with an ancestor between itself and ``base``, where the search for ``super().step`` ends."""
+
+    def step_of_engine(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+        self.__dict__[_REACHED] = True
+        return self.__dict__[_ENGINE](closure)
+
+    def step_of_user(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+        self.__dict__[_REACHED] = False
+        try:
+            result = kind.step(self, closure)
+        except RuntimeError as error:
+            if not self.__dict__.pop(_REACHED):
+                error.add_note(_not_called(kind))
+            raise
+        if not self.__dict__.pop(_REACHED):
+            raise RuntimeError(_not_called(kind))
+        return result
+
+    between = type(f"Sharded{base.__name__}", (base,), {"step": step_of_engine})
+    return type(kind.__name__, (kind, between), {"step": step_of_user, "__module__": kind.__module__})
+
+
+_REACHED = "_lightning_zero_reached"
+
+
+def _not_called(kind: type[Optimizer]) -> str:
+    return (
+        f"{kind.__qualname__}.step() has not called super().step(), and ranks hold only slices of parameters. If it "
+        "computes each element from its own value, gradient and state alone, set zero.optimizer.elementwise=true; else "
+        "use torch.optim.AdamW or another element-wise one."
+    )
+
+
+def _without_hooks(step: Any) -> Any:
+    """torch runs an optimizer's hooks around the ``step`` of every class that was ever used: here around the user's."""
+    return step.__wrapped__ if getattr(step, "hooked", False) else step
+
+
+def keeps_own_step(optimizer: Optimizer, *, declared_elementwise: bool) -> bool:
+    """Whether the optimizer is one of torch's with a ``step`` of its own around it."""
+    return base_of(optimizer) is not None and overrides_step(optimizer) and not declared_elementwise
+
+
+def state_dict(self: Optimizer) -> dict[str, Any]:
+    raise RuntimeError(
+        "optimizer.state_dict() would give this rank's slices only. Call trainer.strategy.optimizer_state("
+        "optimizer) or engine.optimizer_state(optimizer) on all ranks, or save with trainer.save_checkpoint()."
+    )
+
+
+def load_state_dict(self: Optimizer, state_dict: dict[str, Any]) -> None:
+    raise RuntimeError(
+        "optimizer.load_state_dict() cannot load into slices. Call engine.load_optimizer_state(optimizer, "
+        "state) on all ranks, or resume with trainer.fit(ckpt_path=)."
+    )

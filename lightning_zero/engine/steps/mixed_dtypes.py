@@ -1,0 +1,120 @@
+"""Steps in pieces that stay in the cache, where a run and what it is stepped with differ in dtype.
+
+Gradients in a lower dtype than the master, and a bf16 master that is rounded stochastically, need wider copies for the
+arithmetic. Whole copies would take as much memory as the shards; torch's element-wise optimizers give the same numbers
+for pieces, which are multiples of 256 elements, as for the whole.
+
+Stochastic rounding. bf16 has 8 bits of mantissa: rounded to nearest, a change below 1/512 of a weight is lost. Rounded
+up with the probability of the part that is cut off, changes are right on average (Gupta et al. 2015, arXiv:1502.02551;
+Zamirai et al. 2020, arXiv:2010.06192, for bf16). The numbers come from a hash of the element's place and the step: the
+same at every stage, tier and number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_zero.engine.steps.torch_optimizers import is_elementwise
+
+CHUNK = 1 << 18  # elements: parameter, gradient and two states in fp32 are 4 MiB
+
+_M1, _M2 = 0x7FEB352D, 0x846CA68B - (1 << 32)  # multipliers of a 32-bit integer hash with low bias, as int32
+
+
+def round_stochastically(values: Tensor, first: int, salt: int) -> Tensor:
+    """fp32 ``values`` [n] rounded to bf16, up with the probability of the fraction that is cut off.
+
+    Args:
+        first: index of the first value; with ``salt`` it names the random numbers, which are a pure function of both.
+    """
+    noise = torch.arange(first, first + values.numel(), dtype=torch.int64, device=values.device).to(torch.int32)
+    noise ^= _as_int32(salt)
+    for shift, multiplier in ((16, _M1), (15, _M2)):
+        noise ^= (noise >> shift) & ((1 << (32 - shift)) - 1)  # the shift of a signed integer brings its sign along
+        noise *= multiplier
+    noise = (noise >> 16) & 0xFFFF
+    bits = values.view(torch.int32)
+    rounded = ((bits + noise) & -0x10000).view(torch.float32)
+    return torch.where(torch.isfinite(values), rounded, values).to(torch.bfloat16)
+
+
+def salt_of(*parts: object) -> int:
+    """A number that differs for different ``parts``, the same in every process."""
+    salt = 0x9E3779B9
+    for byte in "/".join(map(str, parts)).encode():
+        salt = ((salt ^ byte) * 0x01000193) & 0xFFFFFFFF  # FNV-1a
+    return salt
+
+
+def _as_int32(value: int) -> int:
+    return value - (1 << 32) if value >= 1 << 31 else value
+
+
+def step_in_chunks(
+    optimizer: Optimizer,
+    group: dict[str, Any],
+    run: Tensor,
+    grad: Tensor,
+    *,
+    rounding: tuple[int, int] | None = None,
+) -> None:
+    """``optimizer`` steps ``run`` [n] with ``grad`` [n] of another dtype, in fp32 pieces.
+
+    Args:
+        optimizer: one of torch's element-wise ones, with one param group and ``run``'s state in ``state``.
+        group: that param group; its ``params`` are replaced.
+        rounding: index of the run's first element and a salt, to round parameters and state stochastically to
+            the run's dtype.
+    """
+    state = optimizer.state[run]
+    step = type(optimizer).step
+    wide = torch.promote_types(run.dtype, torch.float32)
+    before = dict(state)
+    after: dict[str, Any] = {}
+    for low, high in _pieces(run.numel()):
+        piece = run[low:high].to(wide)
+        piece.grad = grad[low:high].to(device=run.device, dtype=wide)
+        optimizer.state[piece] = {
+            name: _part_of(value, low, high, wide) if is_elementwise(name, value, run) else _copy_of(value)
+            for name, value in before.items()
+        }
+        group["params"] = [piece]
+        step(optimizer)
+        after = optimizer.state.pop(piece)
+        _write_back(run, low, piece, "", rounding)
+        for name, value in after.items():
+            if is_elementwise(name, value, piece):
+                if state.get(name) is None:
+                    state[name] = torch.zeros_like(run)
+                _write_back(state[name], low, value, name, rounding)
+    state.update({name: value for name, value in after.items() if not is_elementwise(name, state.get(name), run)})
+
+
+def _pieces(numel: int) -> Iterator[tuple[int, int]]:
+    for low in range(0, numel, CHUNK):
+        yield low, min(low + CHUNK, numel)
+
+
+def _part_of(value: Tensor, low: int, high: int, wide: torch.dtype) -> Tensor:
+    part = value[low:high]
+    return part.to(torch.promote_types(value.dtype, wide)) if value.is_floating_point() else part
+
+
+def _copy_of(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _write_back(whole: Tensor, low: int, piece: Tensor, name: str, rounding: tuple[int, int] | None) -> None:
+    target = whole[low : low + piece.numel()]
+    if target.data_ptr() == piece.data_ptr():
+        return  # of the same dtype: stepped in place
+    if rounding is None or whole.dtype is not torch.bfloat16:
+        target.copy_(piece)
+        return
+    first, salt = rounding
+    target.copy_(round_stochastically(piece, first + low, salt_of(salt, name)))

@@ -1,0 +1,298 @@
+"""The user's optimizer, stepping shards.
+
+The optimizer object is kept: schedulers and callbacks hold on to it. Outside ``step`` its param groups list the user's
+own Parameters. Inside the patched ``step`` *runs* stand in their place: flat slices of master_param, each of adjacent
+fragments of one param group with one step count, with the matching slice of the gradient.
+
+A parameter that no rank gave a gradient is left alone, as DDP leaves it: no decay, no state, no step count. Its
+fragments then differ in step count from their neighbours, and the run is cut there (and stays cut).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_zero.engine.steps.interception import Stepping, keeps_own_step
+from lightning_zero.engine.steps.mixed_dtypes import salt_of, step_in_chunks
+from lightning_zero.engine.steps.runs import FlatRun, ParamStates, Runs, steps_in
+from lightning_zero.engine.steps.torch_optimizers import (
+    ELEMENTWISE,
+    check_supported,
+    is_known,
+    prefers_fused,
+    shadow_of,
+    start_state,
+)
+from lightning_zero.engine.steps.worker import StepJob
+from lightning_zero.engine.torch_modes import without_autocast
+from lightning_zero.engine.units.bucket import Bucket, Place
+from lightning_zero.engine.units.home import opened
+
+
+class ShardedOptimizer:
+    """Makes ``optimizer.step`` work on the shards of an engine.
+
+    Attributes:
+        optimizer: the user's object, patched.
+        runs: what stands in its param groups inside ``step``.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        place_of: Callable[[nn.Parameter], Place],
+        *,
+        used: Callable[[], set[int]],
+        landing: Callable[[Callable[[Bucket], None]], contextlib.AbstractContextManager[None]],
+        before: Callable[[Sequence[nn.Parameter], set[Bucket]], None],
+        after: Callable[[set[Bucket], Sequence[nn.Parameter]], None],
+        submit: Callable[[list[StepJob]], None],
+        device_type: str = "cpu",
+        declared_elementwise: bool = False,
+        stochastic_rounding: bool = False,
+    ) -> None:
+        """
+        Args:
+            place_of: finds a parameter's bucket; raises for parameters that the engine does not own.
+            used: ids of the parameters that any rank gave a gradient since it was cleared.
+            submit: takes the steps of buckets whose masters rest off the device, in the order of the forward.
+            landing: around a step's closure; calls its argument with buckets that may be stepped in the backward.
+            before, after: called around the arithmetic; ``before`` gets the buckets that are stepped already, ``after``
+                those that changed, and the parameters that did.
+        """
+        check_supported(optimizer, declared_elementwise=declared_elementwise, stochastic_rounding=stochastic_rounding)
+        self.optimizer = optimizer
+        self._stochastic = stochastic_rounding
+        self._place_of = place_of
+        self._used, self._landing, self._before, self._after = used, landing, before, after
+        self._submit = submit
+        self.runs = Runs(optimizer, per_fragment=not isinstance(optimizer, ELEMENTWISE))
+        self._device_type = device_type
+        own_step = keeps_own_step(optimizer, declared_elementwise=declared_elementwise)
+        self._known = own_step or is_known(optimizer)
+        self._stepping = Stepping(optimizer, self.step, intercept=own_step)
+        self._take_over_state()
+
+    # -- the user's object ----------------------------------------------------------------------------------------
+
+    def release(self) -> None:
+        """Give the optimizer its own step back. The state of runs is dropped."""
+        for bucket in self.runs.buckets():
+            self.runs.drop(bucket)
+        self._stepping.undo()
+        self.optimizer.state.clear()
+
+    def places(self) -> list[list[Place]]:
+        """Where the parameters of each param group live.
+
+        Raises:
+            ConfigError: a parameter is not part of the sharded module.
+        """
+        return [[self._place_of(p) for p in group["params"]] for group in self.optimizer.param_groups]
+
+    def _take_over_state(self) -> None:
+        """What the optimizer holds for whole parameters: of an earlier step it goes into the runs; what is not a step
+        old is dropped (Adagrad makes its sums, as large as the parameters, when it is built)."""
+        states = {
+            (place.bucket, place.info.slot): self.optimizer.state.pop(place.info.param, {})
+            for places in self.places()
+            for place in places
+        }
+        stepped = {key: state for key, state in states.items() if steps_in(state)}
+        if stepped:
+            self.load_param_states(stepped)
+
+    def params(self) -> list[nn.Parameter]:
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    def buckets(self) -> list[Bucket]:
+        """Whose masters it steps, in order."""
+        return list(dict.fromkeys(place.bucket for group in self.places() for place in group))
+
+    def _group_of(self) -> dict[Bucket, dict[int, int]]:
+        """For each bucket: slot -> param group."""
+        result: dict[Bucket, dict[int, int]] = {}
+        for index, group in enumerate(self.places()):
+            for place in group:
+                result.setdefault(place.bucket, {})[place.info.slot] = index
+        return result
+
+    def load_param_states(self, states: ParamStates) -> None:
+        """Replace all state; see :meth:`Runs.load`."""
+        self.runs.load(states, self._group_of())
+
+    # -- step -----------------------------------------------------------------------------------------------------
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """The user's ``optimizer.step``: the closure first (it needs the user's own groups), then the runs."""
+        loss, early = None, set[Bucket]()
+        if closure is not None:
+            loss, early = self._run_closure(closure)
+        self._before(self.params(), early)
+        used = self._used()
+        changed = self._arrange(used, early)
+        lazy = [b for b in self.runs.buckets() if b in changed and self._is_lazy(b)]
+        eager = [b for b in self.runs.buckets() if b in changed and b not in lazy]
+        jobs = [self._job(bucket, used) for bucket in lazy]
+        with (
+            torch.inference_mode(False),
+            torch.no_grad(),
+            without_autocast(self._device_type),
+            self._open(eager),
+            self._runs_in_groups(self.optimizer, eager, used),
+        ):
+            self._stepping.inner()
+        if jobs:
+            self._submit(jobs)
+        for bucket in changed:
+            if not self.runs.of(bucket) and self._is_lazy(bucket):
+                bucket.has_no_step()
+        self._after(changed | early, [p for p in self.params() if id(p) in used])
+        return loss
+
+    def _run_closure(self, closure: Callable[[], Any]) -> tuple[Any, set[Bucket]]:
+        """What the closure returns, and the buckets that were stepped inside its backward."""
+        groups = self._group_of()
+        early: set[Bucket] = set()
+
+        def landed(bucket: Bucket) -> None:
+            if bucket not in groups or bucket in early or not self._is_lazy(bucket):
+                return
+            if any(info.param.requires_grad and info.slot not in groups[bucket] for info in bucket.params):
+                return  # some of it belongs to no optimizer: not a case to be fast in
+            early.add(bucket)
+            active = {slot for slot in groups[bucket] if bucket.params[slot].param.requires_grad}
+            self.runs.advance(bucket, groups[bucket], active)
+            if self.runs.of(bucket):
+                self._submit([self._job(bucket, {id(bucket.params[slot].param) for slot in active})])
+            else:
+                bucket.has_no_step()
+
+        try:
+            with torch.enable_grad(), self._landing(landed):
+                return closure(), early
+        except BaseException as error:
+            if early:
+                error.add_note(
+                    f"The step was partial: {len(early)} of {len(groups)} buckets had been stepped when this was "
+                    "raised. Before training goes on, load the last checkpoint."
+                )
+            raise
+
+    def _is_lazy(self, bucket: Bucket) -> bool:
+        """Whether a bucket is stepped in the worker, on its own. Unknown optimizers may count steps for a whole group,
+        so they step whole and at once."""
+        return bucket.tiers.row.steps_on_host and self._known
+
+    @contextlib.contextmanager
+    def _open(self, buckets: Sequence[Bucket]) -> Iterator[None]:
+        """Have masters and state in memory for an eager step; then bring the compute parameters up to date."""
+        with contextlib.ExitStack() as stack:
+            for bucket in buckets:
+                stack.enter_context(opened(bucket.home, changed=True))
+            yield
+            for bucket in buckets:
+                self.runs.adopt(bucket)
+                bucket.push()
+
+    def _job(self, bucket: Bucket, used: set[int]) -> StepJob:
+        """The step of one bucket, with hyperparameters and gradient as they are now: schedulers run next."""
+        shadow = shadow_of(self.optimizer)
+        claimed = bucket.claim_grad()
+        step = type(shadow).step
+
+        def run() -> None:
+            with torch.inference_mode(False), torch.no_grad():
+                with self._runs_in_groups(shadow, [bucket], used, claimed()):
+                    step(shadow)
+                self.runs.adopt(bucket)
+
+        return StepJob(bucket, run)
+
+    def _arrange(self, used: set[int], early: set[Bucket]) -> set[Bucket]:
+        """Bring the runs up to date with param groups and step counts; the buckets that this step changes.
+
+        Args:
+            early: buckets that have been stepped already.
+        """
+        group_of = self._group_of()
+        changed: set[Bucket] = set()
+        for bucket, groups in group_of.items():
+            if not bucket.trainable or bucket in early:
+                continue
+            active = {slot for slot in groups if id(bucket.params[slot].param) in used}
+            self.runs.advance(bucket, groups, active)
+            if active:
+                changed.add(bucket)
+        for bucket in [b for b in self.runs.buckets() if b not in group_of]:
+            self.runs.drop(bucket)
+        return changed
+
+    @contextlib.contextmanager
+    def _runs_in_groups(
+        self, optimizer: Optimizer, buckets: Sequence[Bucket], used: set[int], grad: Tensor | None = None
+    ) -> Iterator[None]:
+        """Inside, the param groups of ``optimizer`` list the runs of ``buckets`` that got a gradient."""
+        kept = [(group["params"], group.get("fused")) for group in optimizer.param_groups]
+        lists: list[list[Tensor]] = [[] for _ in kept]
+        stepped: list[FlatRun] = []
+        converted: list[tuple[int, FlatRun, Tensor]] = []
+        for bucket in buckets:
+            full = bucket.grad if grad is None else grad
+            for index, run in self.runs.grouped(bucket):
+                if full is None or not self._is_used(run, used):
+                    continue
+                part = full[run.run.start : run.run.start + run.tensor.numel()]
+                if self._known and (self._rounds(run) or part.dtype != run.tensor.dtype):
+                    converted.append((index, run, part))
+                    continue
+                run.tensor.grad = part.to(run.tensor.device, run.tensor.dtype)
+                lists[index].append(run.tensor)
+                stepped.append(run)
+        try:
+            for group, params in zip(optimizer.param_groups, lists, strict=True):
+                group["params"] = params
+                start_state(optimizer, group, params)
+                if prefers_fused(self.optimizer, group, params):
+                    group["fused"] = True
+            self._step_converted(optimizer, converted)
+            yield
+        finally:
+            for group, (params, fused) in zip(optimizer.param_groups, kept, strict=True):
+                group["params"] = params
+                if "fused" in group:
+                    group["fused"] = fused
+            for run in stepped:
+                run.tensor.grad = None
+
+    def _rounds(self, run: FlatRun) -> bool:
+        return self._stochastic and run.tensor.dtype is torch.bfloat16
+
+    def _step_converted(self, optimizer: Optimizer, runs: Sequence[tuple[int, FlatRun, Tensor]]) -> None:
+        """Step the runs whose arithmetic needs another dtype than they have, or than their gradient has."""
+        if not runs:
+            return
+        shadow = shadow_of(self.optimizer)
+        groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+        for index, run, grad in runs:
+            group = groups[index]
+            shadow.param_groups = [group]
+            start_state(shadow, group, [run.tensor])
+            wide = torch.empty(0, dtype=torch.promote_types(run.tensor.dtype, torch.float32), device=run.tensor.device)
+            if prefers_fused(self.optimizer, group, [wide]):
+                group["fused"] = True
+            rounding = None
+            if self._rounds(run):
+                salt = salt_of(run.bucket.label, self.runs.step_count(run))
+                rounding = run.bucket.owned_range[0] + run.run.start, salt
+            step_in_chunks(shadow, group, run.tensor, grad, rounding=rounding)
+
+    def _is_used(self, run: FlatRun, used: set[int]) -> bool:
+        slot = run.run.fragments[0].index  # runs are cut where this differs
+        return id(run.bucket.params[slot].param) in used

@@ -1,0 +1,233 @@
+"""Runs: the flat slices of master_param that an optimizer steps, cut from a bucket's fragments, and their state.
+
+A run is of adjacent fragments of one param group with one step count. State follows the elements when cuts change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_zero.engine.steps.torch_optimizers import PER_TENSOR, is_elementwise
+from lightning_zero.engine.units.bucket import Bucket
+from lightning_zero.engine.units.home import opened
+from lightning_zero.planning.layout import Fragment, Run, cut_runs
+
+ParamStates = Mapping[tuple[Bucket, int], dict[str, Any]]  # state of the parameter at a slot of a bucket
+
+
+class Sliced(NamedTuple):
+    """A state value of one fragment, whose tensor may rest in a file."""
+
+    whole: Tensor  # of the run
+    start: int
+    numel: int
+
+    @property
+    def tensor(self) -> Tensor:
+        """The values [fragment.numel]; the bucket's home is open."""
+        return self.whole[self.start : self.start + self.numel]
+
+
+class FlatRun(NamedTuple):
+    """A run and the tensor that stands for it in the optimizer."""
+
+    bucket: Bucket
+    run: Run
+    tensor: Tensor  # [run.stop - run.start], a slice of bucket.master
+    base: Tensor  # bucket.master as it was when the run was cut
+
+
+class Runs:
+    """The runs of one optimizer."""
+
+    def __init__(self, optimizer: Optimizer, *, per_fragment: bool) -> None:
+        """
+        Args:
+            optimizer: holds the state, by the runs' tensors.
+            per_fragment: every fragment is a run of its own.
+        """
+        self.optimizer = optimizer
+        self._per_fragment = per_fragment
+        self._steps: dict[tuple[Bucket, int], int] = {}  # step count of a parameter
+        self._runs: dict[Bucket, list[tuple[int, FlatRun]]] = {}  # bucket -> (param group, run), in order
+
+    def of(self, bucket: Bucket) -> list[FlatRun]:
+        return [run for _, run in self.grouped(bucket)]
+
+    def grouped(self, bucket: Bucket) -> Sequence[tuple[int, FlatRun]]:
+        """Runs with their param groups; none where all of the bucket belongs to other ranks."""
+        return self._runs.get(bucket, [])
+
+    def buckets(self) -> list[Bucket]:
+        """Those with runs on this rank, in the order in which they were first cut."""
+        return list(self._runs)
+
+    def step_count(self, run: FlatRun) -> int:
+        return self._steps[run.bucket, run.run.fragments[0].index]
+
+    def adopt(self, bucket: Bucket) -> None:
+        """Tell the bucket's home, which is open, which state tensors rest beside the master."""
+        states = [
+            value
+            for run in self.of(bucket)
+            for name, value in self.optimizer.state.get(run.tensor, {}).items()
+            if is_elementwise(name, value, run.tensor)
+        ]
+        bucket.home.adopt(self, states)
+
+    def drop(self, bucket: Bucket) -> None:
+        """The optimizer has no parameter of the bucket any more."""
+        for _, run in self._runs.pop(bucket):
+            self.optimizer.state.pop(run.tensor, None)
+        with opened(bucket.home):
+            bucket.home.adopt(self, [])
+
+    # -- cutting --------------------------------------------------------------------------------------------------
+
+    def advance(self, bucket: Bucket, groups: dict[int, int], active: set[int]) -> None:
+        """Cut the runs for a step of the slots in ``active``, and count it."""
+        self.cut(bucket, groups, active)
+        for slot in active:
+            self._steps[bucket, slot] = self._steps.get((bucket, slot), 0) + 1
+
+    def cut(self, bucket: Bucket, groups: dict[int, int], active: set[int] | None = None) -> None:
+        """Cut a bucket's fragments into runs by param group, step count and whether they are used now."""
+        fragments = bucket.owned_fragments()
+        keys: list[object] = []
+        for fragment in fragments:
+            slot = fragment.index
+            if slot not in groups:
+                keys.append(None)
+                continue
+            own = slot if self._per_fragment else -1
+            used_now = active is None or slot in active
+            keys.append((groups[slot], self._steps.get((bucket, slot), 0), used_now, own))
+        wanted = cut_runs(fragments, keys)
+        present = self._runs.get(bucket, [])
+        # ``runs`` are plain tuples of integers, so this comparison is the whole check of whether anything changed.
+        same_cuts = [(g, r.run) for g, r in present] == [(key[0], run) for key, run in wanted]  # type: ignore[index]
+        if same_cuts and all(r.base is bucket.master for _, r in present):
+            return
+        with opened(bucket.home):
+            runs: list[tuple[int, FlatRun]] = []
+            for key, run in wanted:
+                stop = run.fragments[-1].start + run.fragments[-1].numel if self._per_fragment else run.stop
+                tensor = bucket.master[run.start : stop].detach()
+                runs.append((key[0], FlatRun(bucket, run, tensor, bucket.master)))  # type: ignore[index]
+            self._hand_over(present, runs)
+            self._runs[bucket] = runs
+            self.adopt(bucket)
+
+    def _hand_over(self, old: Sequence[tuple[int, FlatRun]], new: Sequence[tuple[int, FlatRun]]) -> None:
+        """Give the new runs their parts of the old runs' state."""
+        states = {id(r): self.optimizer.state.pop(r.tensor, {}) for _, r in old}
+        for _, target in new:
+            pieces = []
+            for _, source in old:
+                low, high = max(source.run.start, target.run.start), min(source.run.stop, target.run.stop)
+                if low < high and states[id(source)]:
+                    pieces.append((low, high, source))
+            if pieces:
+                self.optimizer.state[target.tensor] = self._assemble(pieces, target, states)
+
+    @staticmethod
+    def _assemble(
+        pieces: Sequence[tuple[int, int, FlatRun]], target: FlatRun, states: dict[int, dict[str, Any]]
+    ) -> dict[str, Any]:
+        low, high, first = pieces[0]
+        result: dict[str, Any] = {}
+        for name, value in states[id(first)].items():
+            if not is_elementwise(name, value, first.tensor):
+                result[name] = value.clone() if isinstance(value, Tensor) else value
+                continue
+            result[name] = torch.zeros_like(target.tensor, dtype=value.dtype)
+            for low, high, source in pieces:
+                part = states[id(source)][name][low - source.run.start : high - source.run.start]
+                start = low - target.run.start
+                result[name][start : start + part.numel()].copy_(part)
+        return result
+
+    # -- state, keyed by parameter ----------------------------------------------------------------------------------
+
+    def fragment_states(self, bucket: Bucket) -> Iterator[tuple[Fragment, dict[str, Any]]]:
+        """This rank's state of a bucket's fragments: values with an element per element come as :class:`Sliced`."""
+        for run in self.of(bucket):
+            state = self.optimizer.state.get(run.tensor, {})
+            for fragment in run.run.fragments if state else ():
+                start = fragment.start - run.run.start
+                yield (
+                    fragment,
+                    {
+                        name: Sliced(value, start, fragment.numel) if is_elementwise(name, value, run.tensor) else value
+                        for name, value in state.items()
+                    },
+                )
+        yield from self._states_of_empty(bucket)
+
+    def _states_of_empty(self, bucket: Bucket) -> Iterator[tuple[Fragment, dict[str, Any]]]:
+        """Empty parameters lie in no run, but a plain optimizer counts their steps, and keeps empty tensors for them:
+        what stands in the state of another parameter after as many steps."""
+        for info in bucket.params:
+            steps = self._steps.get((bucket, info.slot), 0) if not info.numel else 0
+            state = self._state_after(steps) if steps else {}
+            if state:
+                empty = {n: Sliced(v, 0, 0) if is_elementwise(n, v, run) else v for run, n, v in state}
+                yield Fragment(info.slot, 0, 0, 0, 0), empty
+
+    def _state_after(self, steps: int) -> list[tuple[Tensor, str, Any]]:
+        """Tensor of a run with that many steps, name and value of each entry of its state."""
+        for runs in self._runs.values():
+            for _, run in runs:
+                state = self.optimizer.state.get(run.tensor, {})
+                if state and self.step_count(run) == steps:
+                    return [(run.tensor, name, value) for name, value in state.items()]
+        return []
+
+    def load(self, states: ParamStates, groups_of: Mapping[Bucket, dict[int, int]]) -> None:
+        """Replace all state. ``states``: for a parameter, its full tensors (any shape of its numel) or plain values."""
+        self.optimizer.state.clear()
+        self._runs.clear()
+        self._steps = {key: steps_in(state) for key, state in states.items()}
+        for bucket, groups in groups_of.items():
+            if not bucket.trainable and any((bucket, slot) in states for slot in groups):
+                bucket.make_trainable()  # a fine-tuning callback had thawed it, and will again
+            if bucket.trainable:
+                self.cut(bucket, groups)
+                with opened(bucket.home, changed=True):
+                    for run in self.of(bucket):
+                        self._fill_state(run, states)
+                    self.adopt(bucket)
+
+    def _fill_state(self, run: FlatRun, states: ParamStates) -> None:
+        first = states.get((run.bucket, run.run.fragments[0].index))
+        if not first:
+            return
+        state: dict[str, Any] = {}
+        shape = run.bucket.params[run.run.fragments[0].index].shape
+        for name, value in first.items():
+            if name in PER_TENSOR or not isinstance(value, Tensor) or value.shape != shape:
+                # Fused kernels want the step count on the device; on the host it is there already.
+                state[name] = value.to(run.tensor.device, copy=True) if isinstance(value, Tensor) else value
+                continue
+            flat = torch.zeros(run.tensor.numel(), dtype=_state_dtype(value, run.tensor), device=run.tensor.device)
+            for fragment in run.run.fragments:
+                source = run.bucket.params[fragment.index].flattened(states[run.bucket, fragment.index][name])
+                start = fragment.start - run.run.start
+                flat[start : start + fragment.numel].copy_(source[fragment.offset : fragment.offset + fragment.numel])
+            state[name] = flat
+        self.optimizer.state[run.tensor] = state
+
+
+def _state_dtype(value: Tensor, tensor: Tensor) -> torch.dtype:
+    return tensor.dtype if value.is_floating_point() else value.dtype
+
+
+def steps_in(state: dict[str, Any]) -> int:
+    """Only equality matters: parameters with equal counts share a run. SGD keeps no count, but state or none."""
+    step = state.get("step", 1 if state else 0)
+    return int(step.item()) if isinstance(step, Tensor) else int(step or 0)

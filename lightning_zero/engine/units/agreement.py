@@ -1,0 +1,52 @@
+"""What ranks must have in common before anything is sharded: flat buffers know no names."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from itertools import zip_longest
+from typing import Any
+
+from lightning_zero.comm.communicator import gather_objects
+from lightning_zero.config import ConfigError
+from lightning_zero.engine.units.bucket import ParamInfo
+from lightning_zero.engine.units.build import UnitGroup
+from lightning_zero.ranks.waits import Waits
+
+_Described = tuple[str, str, tuple[int, ...]]  # name, what it is, strides
+
+
+def agree_on_model(units: Sequence[UnitGroup], group: Any, waits: Waits) -> None:
+    """On all ranks: the same parameters in the same order; where their memory is ordered otherwise, as on rank 0.
+
+    Args:
+        group: all ranks of the engine; None for one.
+
+    Raises:
+        ConfigError: with the first parameter that differs; on all ranks.
+    """
+    infos = [info for unit in units for bucket in unit.buckets for info in bucket.params]
+    own = [_describe(unit, info) for unit in units for bucket in unit.buckets for info in bucket.params]
+    digest = hashlib.sha256(repr(own).encode()).digest()
+    if len(set(gather_objects(group, digest, waits, "whether all ranks have one model"))) == 1:
+        return
+    table: list[list[_Described]] = gather_objects(group, own, waits, "where the models of ranks differ")
+    for rank, other in enumerate(table):
+        for mine, others in zip_longest(table[0], other):
+            if mine is None or others is None or mine[:2] != others[:2]:
+                raise ConfigError(
+                    f"expected the same model on all ranks, got on rank 0 {_say(mine)}, and in its place on rank "
+                    f"{rank} {_say(others)}. Build the module without looking at the rank."
+                )
+    for info, (_, _, strides) in zip(infos, table[0], strict=True):
+        info.strides = strides
+
+
+def _describe(unit: UnitGroup, info: ParamInfo) -> _Described:
+    frozen = "" if info.param.requires_grad else ", frozen"
+    what = f"of shape {tuple(info.shape)}, {info.dtype}{frozen}, in unit {unit.name or '(root)'}"
+    return " = ".join(info.fqns), what, info.strides
+
+
+def _say(described: _Described | None) -> str:
+    return f"{described[0]} {described[1]}" if described else "no parameter"

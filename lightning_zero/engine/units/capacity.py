@@ -1,0 +1,244 @@
+"""Which tiers an engine has, and whether they can hold it: asked before anything is moved there.
+
+Ranks of one host share its memory and its disk. What they need is summed by host and compared with what is there, so
+that the answer does not depend on which of them comes first, and every rank raises the same error.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+from collections.abc import Collection, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from lightning_zero.comm.communicator import Communicator, gather_objects
+from lightning_zero.comm.share import Share, own_path, ranks_on_disk
+from lightning_zero.config import ConfigError, Hierarchy, Offload, OffloadConfig, ZeroConfig
+from lightning_zero.engine.units.bucket import Bucket
+from lightning_zero.engine.units.build import UnitGroup, bucket_shapes, sizes_of
+from lightning_zero.engine.units.home import Tiers
+from lightning_zero.planning import memory
+from lightning_zero.planning.memory import Moment, Role
+from lightning_zero.planning.placement import (
+    OFFLOADS,
+    ON_DEVICE,
+    STAGES,
+    Budgets,
+    Tier,
+    TierRow,
+    default_budgets,
+    split_by_budget,
+)
+from lightning_zero.planning.topology import Topology, by_node, flat, is_even
+from lightning_zero.ranks.peers import machine
+from lightning_zero.ranks.waits import Waits
+from lightning_zero.tiers.host import HostTier
+from lightning_zero.tiers.limits import available_host_memory
+from lightning_zero.tiers.nvme import NvmeTier
+
+IO_THREADS = 4  # a disk wants several requests in flight
+
+
+def make_tiers(
+    groups: Sequence[UnitGroup], config: ZeroConfig, comm: Communicator, instances: Collection[int], share: Share
+) -> tuple[Tiers, dict[str, Tiers]]:
+    """All tiers that the configuration asks for, and each unit's row of them.
+
+    Args:
+        instances: numbers of the tiers of files that this process has already.
+        share: this rank's part of its machine.
+
+    Raises:
+        ConfigError: they cannot hold masters and parameters, or the folder for files cannot be used.
+    """
+    offload = config.offload
+    given = offload.nvme_path
+    path = comm.together("zero.offload.nvme_path", lambda: own_path(given, share, comm.rank)) if given else None
+    if offload.name is Offload.auto:
+        budgets = _budgets(offload, path, comm, share)
+        rows = split_by_budget(sizes_of(groups, config, comm.shard_size), budgets)
+    else:
+        rows = [OFFLOADS[offload.name]] * len(groups)
+    used = {tier for row in rows for tier in row}
+    if used != {Tier.device}:
+        staging, rest = _host_nbytes(groups, rows, config, comm.shard_size)
+        check_host_memory(comm, rest, offload.host_budget, held=0, staging=staging)
+    host = HostTier(comm.device, budget=offload.host_budget) if Tier.host in used else None
+    nvme = None
+    if Tier.nvme in used:
+        make = partial(_files, str(path), offload, comm.rank, instances)
+        nvme = comm.together("files for what is offloaded", make, undo=NvmeTier.close)
+    by_unit = {group.name: Tiers(row, host, nvme) for group, row in zip(groups, rows, strict=True)}
+    return Tiers(ON_DEVICE, host, nvme), by_unit
+
+
+def _files(path: str, offload: OffloadConfig, rank: int, instances: Collection[int]) -> NvmeTier:
+    """
+    Raises:
+        ConfigError: the folder cannot be used.
+    """
+    return NvmeTier(
+        path,
+        rank=rank,
+        instance=next(n for n in range(len(instances) + 1) if n not in instances),
+        budget=offload.nvme_budget,
+        ring_count=memory.RING_COUNT,
+        ring_nbytes=memory.RING_NBYTES,
+        threads=offload.io_threads or IO_THREADS,
+    )
+
+
+def check_state_fits(
+    comm: Communicator, tiers: Tiers, buckets: Sequence[Bucket], states: int, offload: OffloadConfig
+) -> None:
+    """Whether host memory and files will hold the state that an optimizer makes at its first step.
+
+    Args:
+        buckets: whose masters it steps.
+        states: element-wise tensors of state for each parameter.
+
+    Raises:
+        ConfigError: they will not.
+    """
+
+    def needed(tier: Tier) -> int:
+        return sum(
+            states * bucket.owned_numel * bucket.dtypes.master.itemsize
+            for bucket in buckets
+            if bucket.trainable and bucket.tiers.row.master is tier
+        )
+
+    if tiers.host is not None:
+        check_host_memory(comm, needed(Tier.host), offload.host_budget, held=tiers.host.nbytes)
+    if tiers.nvme is not None:
+        place = f"{machine()}, disk {tiers.nvme.disk}"
+        free = tiers.nvme.free_nbytes
+        _check_room(_FILES, comm, place, needed(Tier.nvme), offload.nvme_budget, held=tiers.nvme.nbytes, available=free)
+
+
+class _Kind(NamedTuple):
+    """What may run out, in words."""
+
+    what: str
+    budget_key: str
+    where: str
+    fix: str
+
+
+_MEMORY = _Kind(
+    "host memory",
+    "zero.offload.host_budget",
+    "available (in its cgroup, or on the machine)",
+    "Give the job more memory, use more hosts, or choose a row of zero/offload that keeps less on the host",
+)
+_FILES = _Kind(
+    "files",
+    "zero.offload.nvme_budget",
+    "free on the disk",
+    "Free space there, choose another zero.offload.nvme_path, use more hosts, or a row of zero/offload that keeps less "
+    "in files",
+)
+
+
+def check_host_memory(comm: Communicator, needed: int, budget: int | None, *, held: int, staging: int = 0) -> None:
+    """On all ranks: whether each host has the memory that its ranks need together, and each rank's budget its own.
+
+    Args:
+        needed: bytes that will rest there, beside ``held`` that do.
+        staging: bytes on the way, which no budget counts.
+
+    Raises:
+        ConfigError: with needed and available bytes, and what to change; the same on every rank.
+    """
+    available = available_host_memory() - staging
+    _check_room(_MEMORY, comm, machine(), needed, budget, held=held, available=available)
+
+
+def _check_room(
+    kind: _Kind, comm: Communicator, place: str, needed: int, budget: int | None, *, held: int, available: int
+) -> None:
+    own = (place, needed, held, budget is not None and held + needed > budget, available)
+    table = comm.all_gather_objects(own, f"whether {kind.what} will do")
+    for rank, (_, want, holds, beyond, _) in enumerate(table):
+        if beyond:
+            raise ConfigError(
+                f"{kind.budget_key}: rank {rank} needs {want:,} more bytes of {kind.what} at rest, beside {holds:,} "
+                f"that it holds; the budget is {budget:,}. Raise {kind.budget_key}, use more ranks, or choose another "
+                "row of zero/offload."
+            )
+    for host in dict.fromkeys(name for name, *_ in table):
+        wants = [want for name, want, *_ in table if name == host]
+        free = min(left for name, *_, left in table if name == host)
+        if sum(wants) > free:
+            raise ConfigError(
+                f"zero.offload: the {len(wants)} rank(s) on host {host} need {sum(wants):,} more bytes of {kind.what} "
+                f"at rest; {free:,} are {kind.where}. {kind.fix} (python -m lightning_zero.plan shows all rows)."
+            )
+
+
+def _host_nbytes(
+    groups: Sequence[UnitGroup], rows: Sequence[TierRow], config: ZeroConfig, world_size: int
+) -> tuple[int, int]:
+    """Bytes that one rank takes at the start: for the ring, and for masters and parameters. State comes later."""
+    row = STAGES[config.stage.name]
+    buckets = [memory.place(shape, row, rows[shape.unit], world_size) for shape in bucket_shapes(groups)]
+    rest = memory.planned_bytes(buckets, state_tensors=0, moment=Moment.cleared)
+    staging = rest[Role.staging, Tier.host]
+    return staging, memory.on_tier(rest, Tier.host) - staging
+
+
+def _budgets(offload: OffloadConfig, path: str | None, comm: Communicator, share: Share) -> Budgets:
+    """Byte budgets of this rank; what is derived from free memory is the least of all ranks."""
+    on_disk = ranks_on_disk(comm, path)
+    disk = shutil.disk_usage(path).free // on_disk if path else 0
+    found = default_budgets(_free_on_gpu(comm.device), available_host_memory(), disk, share.local_ranks)
+    least = (-comm.max_(-torch.tensor(found, dtype=torch.int64))).tolist()
+    return Budgets(*least).with_given(offload.device_budget, offload.host_budget, offload.nvme_budget)
+
+
+def _free_on_gpu(device: torch.device) -> int:
+    return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else 0
+
+
+# -- nodes ------------------------------------------------------------------------------------------------------------
+
+
+def find_topology(
+    groups: Sequence[UnitGroup], config: ZeroConfig, group: Any, device: torch.device, node: str, waits: Waits
+) -> Topology:
+    """On all ranks: which of them share shards.
+
+    Args:
+        group: all ranks of the engine; None for one.
+        node: names the node of this rank.
+
+    Raises:
+        ConfigError: ``zero.comm.hierarchy=node`` on nodes with different numbers of ranks.
+    """
+    own = (node, machine(), _free_on_gpu(device), available_host_memory())
+    table = gather_objects(group, own, waits, "which ranks share a node")
+    names = [name for name, *_ in table]
+    local_ranks = Counter(host for _, host, *_ in table)
+    hierarchy = config.comm.hierarchy
+    if hierarchy is Hierarchy.auto:
+        several = len(set(names)) > 1 and is_even(names)
+        by_node_fits = several and all(
+            _fits_half(groups, config, len(names) // len(set(names)), gpu, host, local_ranks[name])
+            for _, name, gpu, host in table
+        )
+        hierarchy = Hierarchy.node if by_node_fits else Hierarchy.flat
+    return by_node(names) if hierarchy is Hierarchy.node else flat(names)
+
+
+def _fits_half(
+    groups: Sequence[UnitGroup], config: ZeroConfig, shard_size: int, gpu: int, host: int, local_ranks: int
+) -> bool:
+    """Whether what rests with shards over ``shard_size`` ranks takes at most half of what is free."""
+    if config.offload.name is Offload.auto:
+        return False  # its budgets would be used up by replicas
+    row, tiers = STAGES[config.stage.name], OFFLOADS[config.offload.name]
+    buckets = [memory.place(shape, row, tiers, shard_size) for shape in bucket_shapes(groups)]
+    return memory.fits_half(memory.planned_bytes(buckets), gpu, host, local_ranks)

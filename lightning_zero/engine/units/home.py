@@ -1,0 +1,293 @@
+"""Where the values of a bucket rest: the master weights with their optimizer state, and the parameters to be gathered.
+
+A home owns tensors that stay the same objects for ever, so that runs, optimizer state and views of them need not know
+what is behind: on the device and in host memory they are always readable; in files they have memory only while the
+home is open, and lie in their extents otherwise. ``open`` and ``close`` nest.
+
+A home is used by one thread at a time: by the worker while a step of its bucket is under way, else by the main thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from lightning_zero.planning.placement import ON_DEVICE, Tier, TierRow
+from lightning_zero.tiers.extents import Wanted
+from lightning_zero.tiers.host import HostTier
+from lightning_zero.tiers.nvme import NvmeTier
+
+CAST_CHUNK = 1 << 20  # elements: a cast piece and its result stay in the cache
+
+
+@dataclass(frozen=True, slots=True)
+class Tiers:
+    """The tiers of one engine that exist; a bucket takes what its row asks for."""
+
+    row: TierRow
+    host: HostTier | None = None
+    nvme: NvmeTier | None = None
+
+    @property
+    def on_device(self) -> Tiers:
+        """For buckets that stay on the device whatever the row says."""
+        return Tiers(ON_DEVICE)
+
+    def close(self) -> None:
+        for tier in (self.host, self.nvme):
+            if tier is not None:
+                tier.close()
+
+
+class Home(Protocol):
+    """The place of a bucket's master_param and optimizer state.
+
+    Attributes:
+        master: [owned numel]; readable while open.
+    """
+
+    master: Tensor
+
+    def begin_open(self) -> None:
+        """Start bringing the tensors into memory."""
+        ...
+
+    def open(self) -> None:
+        """Have the tensors in memory, until the matching ``close``."""
+        ...
+
+    def close(self, *, changed: bool) -> None:
+        """Let go; the last one to do so starts the way back to rest. ``changed``: they were written to."""
+        ...
+
+    def settle(self) -> None:
+        """Wait until what was closed is at rest."""
+        ...
+
+    def adopt(self, owner: object, states: Sequence[Tensor]) -> None:
+        """While open: these are the state tensors of ``owner``, an optimizer's runs, that rest beside the master from
+        now on. Several optimizers may step one master."""
+        ...
+
+    def free(self) -> None:
+        """Give its place back; the master is not readable any more."""
+        ...
+
+
+@contextlib.contextmanager
+def opened(home: Home, *, changed: bool = False) -> Iterator[Tensor]:
+    """The master tensor, readable inside (and writable, with ``changed``); at rest again afterwards."""
+    home.open()
+    try:
+        yield home.master
+    finally:
+        home.close(changed=changed)
+        home.settle()
+
+
+class ResidentHome:
+    """Always readable, in device memory; state that an optimizer makes lies beside its parameter."""
+
+    def __init__(self, master: Tensor) -> None:
+        self.master = master
+
+    def begin_open(self) -> None: ...
+
+    def open(self) -> None: ...
+
+    def close(self, *, changed: bool) -> None: ...
+
+    def settle(self) -> None: ...
+
+    def adopt(self, owner: object, states: Sequence[Tensor]) -> None: ...
+
+    def free(self) -> None: ...
+
+
+class HostHome(ResidentHome):
+    """Always readable, in slabs of the host tier: real copies, also where the device is the host."""
+
+    def __init__(self, tier: HostTier, label: str, values: Tensor, dtype: torch.dtype) -> None:
+        self._tier, self._label = tier, label
+        self._states: dict[int, list[tuple[Tensor, Any]]] = {}  # of each owner, with their extents
+        self._extent = tier.reserve([Wanted(label, values.numel(), dtype)])[0]
+        master = tier.resident(self._extent)
+        copy_cast(values, master)
+        super().__init__(master)
+
+    def adopt(self, owner: object, states: Sequence[Tensor]) -> None:
+        """Move the states that are new into a slab; they stay the same tensor objects."""
+        wanted = {id(state): state for state in states}
+        held = self._states.get(id(owner), [])
+        if gone := [extent for state, extent in held if id(state) not in wanted]:
+            self._tier.free(gone)
+        held = self._states[id(owner)] = [(state, extent) for state, extent in held if id(state) in wanted]
+        known = {id(state) for state, _ in held}
+        new = [state for key, state in wanted.items() if key not in known]
+        if not new:
+            return
+        extents = self._tier.reserve([Wanted(f"{self._label} (state)", s.numel(), s.dtype) for s in new])
+        for state, extent in zip(new, extents, strict=True):
+            place = self._tier.resident(extent)
+            place.copy_(state.view(-1))
+            state.data = place.view(state.shape)
+            held.append((state, extent))
+
+    def free(self) -> None:
+        self._tier.free([self._extent, *(extent for held in self._states.values() for _, extent in held)])
+        self._states = {}
+
+
+class FileHome:
+    """In files: tensors without memory between ``close`` and ``open``."""
+
+    def __init__(self, tier: NvmeTier, label: str, master: Tensor) -> None:
+        self._tier = tier
+        self._label = label
+        self.master = master
+        self._states: dict[int, list[Tensor]] = {}  # of each owner
+        self._tensors: list[Tensor] = []
+        self._extents: list[Any] = []
+        self._opens = 1
+        self._changed = False
+        self._reading: list[Future[Any]] = []
+        self._writing: list[Future[Any]] = []
+        self._in_memory = True
+        self._place([master])
+        self.close(changed=True)
+        self.settle()
+
+    def begin_open(self) -> None:
+        if not self._in_memory and not self._reading:
+            self.settle()
+            for tensor in self._tensors:
+                tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
+            self._reading = [
+                self._tier.stage_in(extent, tensor) for extent, tensor in zip(self._extents, self._tensors, strict=True)
+            ]
+
+    def open(self) -> None:
+        self._opens += 1
+        if self._writing:
+            self.settle()
+        self.begin_open()
+        for future in self._reading:
+            future.result()
+        self._reading = []
+        self._in_memory = True
+
+    def close(self, *, changed: bool) -> None:
+        self._changed |= changed
+        self._opens -= 1
+        if self._opens:
+            return
+        if self._changed:
+            self._writing = [
+                self._tier.stage_out(extent, tensor)
+                for extent, tensor in zip(self._extents, self._tensors, strict=True)
+            ]
+            self._changed = False
+        else:
+            self._release()
+
+    def settle(self) -> None:
+        for future in self._writing:
+            future.result()
+        if self._writing:
+            self._writing = []
+            self._release()
+
+    def _release(self) -> None:
+        for tensor in self._tensors:
+            tensor.untyped_storage().resize_(0)
+        self._in_memory = False
+
+    def adopt(self, owner: object, states: Sequence[Tensor]) -> None:
+        self._states[id(owner)] = list(states)
+        wanted = [self.master, *(state for held in self._states.values() for state in held)]
+        if [id(t) for t in wanted] != [id(t) for t in self._tensors]:
+            self._place(wanted)
+
+    def _place(self, tensors: Sequence[Tensor]) -> None:
+        """Extents for ``tensors``: those there are, as far as they have the right size."""
+        spare = list(self._extents)
+        self._extents, self._tensors = [], list(tensors)
+        for tensor in self._tensors:
+            size = tensor.numel(), tensor.dtype
+            extent = next((e for e in spare if (e.numel, e.dtype) == size), None)
+            if extent is not None:
+                spare.remove(extent)
+            self._extents.append(extent)
+        self._tier.free(spare)
+        missing = [i for i, extent in enumerate(self._extents) if extent is None]
+        wanted = [Wanted(self._label, self._tensors[i].numel(), self._tensors[i].dtype) for i in missing]
+        for i, extent in zip(missing, self._tier.reserve(wanted), strict=True):
+            self._extents[i] = extent
+        self._changed = True
+
+    def free(self) -> None:
+        self._tier.free(self._extents)
+        self._extents, self._tensors = [], []
+
+
+def make_home(tier: Tier, tiers: Tiers, label: str, values: Tensor, dtype: torch.dtype) -> Home:
+    """A home on ``tier`` for ``values`` [owned numel], in ``dtype``."""
+    if tier is Tier.host:
+        assert tiers.host is not None
+        return HostHome(tiers.host, label, values, dtype)
+    if tier is Tier.nvme:
+        assert tiers.nvme is not None
+        return FileHome(tiers.nvme, label, values.to("cpu", dtype, copy=True))
+    return ResidentHome(values.to(dtype, copy=True))
+
+
+def copy_cast(source: Tensor, target: Tensor) -> None:
+    """``target.copy_(source)`` in pieces: a cast between devices would otherwise need a whole second copy."""
+    if source.device == target.device or source.dtype == target.dtype:
+        target.copy_(source, non_blocking=True)
+        return
+    for start in range(0, source.numel(), CAST_CHUNK):
+        piece = source[start : start + CAST_CHUNK]
+        target[start : start + CAST_CHUNK].copy_(piece.to(target.dtype), non_blocking=False)
+
+
+class ParamFile:
+    """Compute parameters of a shard in a file: what a gather reads, and a step writes."""
+
+    def __init__(self, tier: NvmeTier, label: str, values: Tensor) -> None:
+        self._tier = tier
+        self._extent = tier.reserve([Wanted(f"{label} (parameters)", values.numel(), values.dtype)])[0]
+        self._staged: Tensor | None = None
+        self._reading: Future[Any] | None = None
+        self.write(values)
+
+    def write(self, values: Tensor) -> None:
+        """Replace the values; ``values`` is not needed any more when this returns."""
+        self.drop()
+        self._tier.stage_out(self._extent, values).result()
+
+    def begin_read(self) -> None:
+        """Start reading into host memory."""
+        if self._reading is None:
+            self._staged = torch.empty(self._extent.numel, dtype=self._extent.dtype)
+            self._reading = self._tier.stage_in(self._extent, self._staged)
+
+    def read(self, target: Tensor) -> None:
+        """Copy the values into ``target``."""
+        self.begin_read()
+        assert self._reading is not None and self._staged is not None
+        self._reading.result()
+        target.copy_(self._staged, non_blocking=False)
+        self.drop()
+
+    def drop(self) -> None:
+        """Forget what was read: the file may change."""
+        if self._reading is not None:
+            self._reading.exception()  # waits; whether it failed does not matter
+        self._reading, self._staged = None, None

@@ -1,0 +1,148 @@
+"""A unit: buckets that come and go together, and the states that they go through.
+
+::
+
+    SHARDED --unshard_begin--> GATHERING --unshard_wait--> GATHERED --reshard--> SHARDED
+
+Buckets whose compute parameters are replicated (stages 0 to 2) go the same way with a different meaning: SHARDED is
+never entered, and GATHERING is the time between the optimizer step, which changes this rank's slice, and the arrival
+of the others' slices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from lightning_zero.comm.communicator import Pending
+from lightning_zero.engine.units.bucket import Bucket, ParamInfo
+
+
+class State(Enum):
+    SHARDED = "sharded"
+    GATHERING = "gathering"
+    GATHERED = "gathered"
+
+
+LEGAL = {
+    (State.SHARDED, State.GATHERING),
+    (State.GATHERING, State.GATHERED),
+    (State.GATHERED, State.SHARDED),
+    (State.GATHERED, State.GATHERING),  # replicated compute parameters after a step
+}
+
+
+@dataclass(slots=True, eq=False)
+class Unit:
+    """Buckets that are gathered, reduced and stepped together, driven by the calls of one module."""
+
+    name: str  # fqn of the module, "" for the root
+    index: int
+    buckets: list[Bucket]
+    state: State = State.GATHERED
+    pending: list[Pending] = field(default_factory=list)
+    expected: int = 0  # trainable parameters whose gradients end this unit's backward
+    arrived: int = 0  # of those, in this round
+    has_frozen: bool = False  # parameters that get no gradient, and are needed for those of inputs
+    calls: set[int] = field(default_factory=set)  # in this pass, whose input gradients are still to come
+    borrowed: bool = False  # somebody holds its values until the pass ends
+    before_drop: Callable[[Bucket], None] = lambda _: None  # called while the values are still there
+
+    @property
+    def title(self) -> str:
+        return self.name or "(root)"
+
+    @property
+    def resharding(self) -> bool:
+        return any(b.resharding for b in self.buckets)
+
+    @property
+    def gathered_nbytes(self) -> int:
+        return sum(b.full.nbytes for b in self.buckets if b.resharding)
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` lies in a buffer that goes when the unit is dropped."""
+        storage = tensor.untyped_storage()._cdata if tensor.layout is torch.strided else None
+        return any(b.resharding and storage == b.full.data.untyped_storage()._cdata for b in self.buckets)
+
+    def infos(self) -> Iterable[ParamInfo]:
+        for bucket in self.buckets:
+            yield from bucket.params
+
+    def _enter(self, state: State) -> None:
+        if (self.state, state) not in LEGAL:
+            raise RuntimeError(f"unit {self.title}: illegal transition {self.state.name} -> {state.name}")
+        self.state = state
+
+    def unshard_begin(self) -> None:
+        """Issue the gathers of all sharded buckets."""
+        self._enter(State.GATHERING)
+        self.pending = [b.gather_begin() for b in self.buckets if b.resharding]
+
+    def refresh_begin(self, buckets: Iterable[Bucket]) -> None:
+        """After a step: issue the gathers of replicated compute parameters. Until they arrive, reads give NaN."""
+        self.unshard_wait()  # masters were changed twice in a row
+        self._enter(State.GATHERING)
+        for bucket in buckets:
+            self.pending.append(bucket.gather_begin())
+            bucket.show(gathered=False)
+
+    def unshard_wait(self) -> None:
+        if self.state is State.GATHERING:
+            for pending in self.pending:
+                pending.wait()
+            self.pending = []
+            for bucket in self.buckets:
+                if bucket.resharding or bucket.refreshed:
+                    bucket.show(gathered=True)
+            self._enter(State.GATHERED)
+
+    def abandon(self, deadline: float) -> None:
+        """After an exception: back to rest, whatever was in flight."""
+        self.calls.clear()
+        self.borrowed = False
+        if self.resharding:
+            for pending in self.pending:
+                pending.abandon(deadline)
+            self.pending = []
+            if self.state is State.GATHERING:
+                self._enter(State.GATHERED)
+            if self.state is State.GATHERED:
+                self.reshard()
+
+    def reshard(self) -> None:
+        """Drop the gathered parameters; autograd's saved views wait for the next gather."""
+        if not self.resharding:
+            return
+        for bucket in self.buckets:
+            if bucket.resharding:
+                self.before_drop(bucket)
+        self._enter(State.SHARDED)
+        for bucket in self.buckets:
+            if bucket.resharding:
+                bucket.show(gathered=False)
+                bucket.full.release()
+
+    def serve(self) -> None:
+        """Take part in a gather that other ranks need while this one has the unit gathered already."""
+        for bucket in self.buckets:
+            if bucket.resharding:
+                bucket.comm.all_gather(bucket.full.data.clone(), bucket.label).wait()
+
+    def stage_ahead(self) -> None:
+        for bucket in self.buckets:
+            bucket.stage_ahead()
+
+    @property
+    def step_done(self) -> bool:
+        """Whether a gather could be issued without waiting for an offloaded step."""
+        return all(b.step_done for b in self.buckets)
+
+    @property
+    def awaits_step(self) -> bool:
+        """Whether an offloaded step was asked for that nobody has waited for; the same on all ranks."""
+        return any(b.step_future is not None for b in self.buckets)

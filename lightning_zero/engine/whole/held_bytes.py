@@ -1,0 +1,102 @@
+"""What an engine holds: bytes of this rank by role and tier, measured, and the plan that they should follow."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from lightning_zero.engine.engine import Engine
+from lightning_zero.engine.units.bucket import Bucket
+from lightning_zero.engine.units.build import itemsizes
+from lightning_zero.planning.layout import round_up
+from lightning_zero.planning.memory import FILE_PAGE_NBYTES, RESTING, BucketPlan, Bytes, Limits, Role
+from lightning_zero.planning.placement import Tier
+
+
+def held_bytes(engine: Engine) -> Bytes:
+    """Bytes of this rank now, by role and tier: every storage once, and files as their tier reserved them.
+
+    Parameters that are gathered for a moment do not rest and do not count, nor do numbers that the optimizer keeps once
+    for a run (a step count). Tensors of files that are in memory now count as staging, beside the ring.
+    """
+    held: Bytes = Counter({(role, Tier.device): 0 for role in RESTING})
+    seen: set[int] = set()
+
+    def add(role: Role, tier: Tier, tensor: Tensor | None) -> None:
+        storage = None if tensor is None else tensor.untyped_storage()
+        if storage is None or not storage.nbytes() or storage._cdata in seen:
+            return
+        seen.add(storage._cdata)  # not its address: on the meta device all have the same
+        held[(Role.staging, Tier.host) if tier is Tier.nvme else (role, tier)] += storage.nbytes()
+
+    for bucket in engine.buckets:
+        tiers = bucket.tiers.row
+        if not bucket.resharding:
+            add(Role.compute_param, Tier.device, bucket.full.data)
+        add(Role.compute_param, Tier.device, bucket.param_shard)
+        add(_role_of_home(bucket), tiers.master if bucket.trainable else tiers.compute_param, bucket.master)
+        for state in _state_tensors(engine, bucket):
+            add(Role.optim_state, tiers.master, state)
+        add(Role.grad, tiers.grad, bucket.grad)
+        add(Role.grad, Tier.device, engine.reducer.grads[bucket].local)
+    if engine.tiers.nvme is not None:
+        held[Role.staging, Tier.host] += engine.tiers.nvme.ring.nbytes
+        held.update(_in_files(engine, engine.tiers.nvme.nbytes))
+    return held
+
+
+def _role_of_home(bucket: Bucket) -> Role:
+    """What the home of a bucket is for: it is the compute parameters' own memory where nothing else holds these."""
+    tiers = bucket.tiers.row
+    shares = bucket.dtypes.master == bucket.dtypes.compute and tiers.master is tiers.compute_param is not Tier.nvme
+    return Role.compute_param if shares or not bucket.trainable else Role.master_param
+
+
+def _in_files(engine: Engine, total: int) -> Bytes:
+    """Bytes in files by role. The tier knows their sum: what is neither master nor compute parameter is state."""
+    held: Bytes = Counter()
+    for bucket in engine.buckets:
+        tiers = bucket.tiers.row
+        if bucket.resharding and tiers.compute_param is Tier.nvme:
+            held[Role.compute_param, Tier.nvme] += _pages(bucket.owned_numel * bucket.dtypes.compute.itemsize)
+        if bucket.trainable and tiers.master is Tier.nvme:
+            held[Role.master_param, Tier.nvme] += _pages(bucket.master.nbytes)
+    held[Role.optim_state, Tier.nvme] = total - sum(held.values())
+    return held
+
+
+def _pages(nbytes: int) -> int:
+    return round_up(nbytes, FILE_PAGE_NBYTES)
+
+
+def _state_tensors(engine: Engine, bucket: Bucket) -> Iterator[Tensor]:
+    for sharded in engine.optimizers:
+        for run in sharded.runs.of(bucket):
+            state = list(sharded.optimizer.state.get(run.tensor, {}).values())  # a step may be under way
+            yield from (v for v in state if isinstance(v, Tensor) and v.shape == run.tensor.shape)
+
+
+def plan_of(engine: Engine) -> list[BucketPlan]:
+    """What :mod:`lightning_zero.planning.memory` needs to know."""
+    return [
+        BucketPlan(unit.index, b.layout, b.row, b.tiers.row, itemsizes(b.dtypes), b.trainable)
+        for unit in engine.units
+        for b in unit.buckets
+    ]
+
+
+def state_tensors(engine: Engine) -> int:
+    """Elementwise tensors that the optimizers keep for each parameter, as far as they have stepped."""
+    counts = [0]
+    for bucket in engine.buckets:
+        runs = sum(len(sharded.runs.of(bucket)) for sharded in engine.optimizers)
+        counts.append(sum(1 for _ in _state_tensors(engine, bucket)) // max(1, runs))
+    return max(counts)
+
+
+def limits_of(engine: Engine, micro_batches: int = 1) -> Limits:
+    """The settings that bound what comes and goes."""
+    config = engine.config
+    return Limits(config.prefetch_bytes, config.keep_gathered_bytes, config.reduce_bucket_bytes, micro_batches)

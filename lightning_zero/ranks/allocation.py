@@ -1,0 +1,94 @@
+"""What a launcher has started beside what the run expects: told from the environment, without other processes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.plugins.environments import LightningEnvironment
+
+from lightning_zero.config import ConfigError
+from lightning_zero.ranks.started_by import launched
+
+
+def check_allocation(
+    environment: ClusterEnvironment, *, nodes: int, devices: int, environ: Mapping[str, str] = os.environ
+) -> None:
+    """Refuse numbers of nodes and devices that differ from the processes that a launcher has started.
+
+    Raises:
+        ConfigError: expected and found, and the settings and flags to change.
+    """
+    if isinstance(environment, LightningEnvironment):
+        _check_by_hand(nodes, devices, environ)
+        return
+    if not environment.creates_processes_externally:
+        return
+    found = launched(environ)
+    world = environment.world_size()
+    known = found is not None and found.world_size == world and found.nodes and found.local_world_size
+    if known:
+        assert found is not None
+        if not found.even:
+            raise ConfigError(
+                f"{found.by}: expected as many processes on every node, got {found.local_world_size} on this one and "
+                f"{world} on {found.nodes} nodes. Start them by {flags(found.by, nodes, devices)}."
+            )
+        if (found.nodes, found.local_world_size) == (nodes, devices):
+            return
+    elif world == nodes * devices:
+        return
+    by = found.by if found is not None else type(environment).__name__
+    split = f" ({found.local_world_size} on each of {found.nodes} nodes)" if known and found else ""
+    fix = f"trainer.num_nodes={found.nodes} trainer.devices={found.local_world_size}" if known and found else "these"
+    raise ConfigError(
+        f"trainer.num_nodes x trainer.devices: expected the {world} processes that {by} has started{split}, got "
+        f"{nodes} x {devices} = {nodes * devices}. Set {fix}, or start {nodes * devices} processes: "
+        f"{flags(by, nodes, devices)}."
+    )
+
+
+def flags(by: str, nodes: int, devices: int) -> str:
+    """How a launcher is told to start ``devices`` processes on each of ``nodes`` nodes."""
+    return {
+        "torchrun": f"torchrun --nnodes={nodes} --nproc-per-node={devices}",
+        "srun": f"srun --nodes={nodes} --ntasks-per-node={devices}",
+        "mpirun": f"mpirun -n {nodes * devices}, {devices} on each node",
+    }.get(by, f"{devices} on each of {nodes} nodes")
+
+
+def check_srun(environ: Mapping[str, str] = os.environ) -> None:
+    """What Lightning would answer to a call of srun with a traceback.
+
+    Raises:
+        ConfigError: the flag that is missing.
+    """
+    tasks = environ.get("SLURM_NTASKS", "1")
+    found = launched(environ)
+    if found is not None and found.by == "srun" and tasks != "1" and "SLURM_NTASKS_PER_NODE" not in environ:
+        nodes = found.nodes or 1
+        per_node = found.local_world_size or tasks
+        raise ConfigError(
+            f"srun: expected --ntasks-per-node, got {tasks} tasks on {nodes} node(s) without it. Start them by "
+            f"srun --nodes={nodes} --ntasks-per-node={per_node}, and the same in the sbatch script."
+        )
+
+
+def _check_by_hand(nodes: int, devices: int, environ: Mapping[str, str]) -> None:
+    if nodes == 1:
+        return
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environ]
+    missing += ["NODE_RANK"] if not {"NODE_RANK", "GROUP_RANK"} & environ.keys() else []
+    if missing:
+        raise ConfigError(
+            f"trainer.num_nodes: expected {', '.join(missing)} in the environment of each of {nodes} nodes, got none. "
+            "Set MASTER_ADDR to the address of node 0, MASTER_PORT to a free port there and NODE_RANK to 0 .. "
+            f"{nodes - 1}, start by {flags('torchrun', nodes, devices)} or by srun, or set trainer.num_nodes=1."
+        )
+    node = environ.get("NODE_RANK", environ.get("GROUP_RANK", ""))
+    if not node.isdigit() or int(node) >= nodes:
+        raise ConfigError(
+            f"NODE_RANK: expected 0 .. {nodes - 1} (trainer.num_nodes={nodes}), got {node!r}. "
+            "Change NODE_RANK or trainer.num_nodes."
+        )

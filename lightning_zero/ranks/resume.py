@@ -1,0 +1,104 @@
+"""Jobs that are started again: their name, which stays the same, and the checkpoint to go on from.
+
+SLURM requeues a job and torchrun starts its processes again, perhaps another number of them; the command line is that
+of the first start. What tells them apart is the job: its name gives the run folder, and a note in the folder says which
+job has trained there, so that a second job in the same folder starts anew.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import zipfile
+from collections.abc import Iterable, Mapping
+from datetime import datetime
+from pathlib import Path
+
+from lightning_zero.ranks.started_by import launched
+
+SCHEDULERS = {"slurm": "SLURM_JOB_ID", "pbs": "PBS_JOBID", "lsf": "LSB_JOBID"}
+NOTE = "job.txt"  # in the run folder: the job that trained there last
+
+
+def job_name(environ: Mapping[str, str] = os.environ) -> str | None:
+    """The name of the job that this process belongs to: the same on all ranks, and after every restart.
+
+    ``None`` where nothing restarts processes: they were started by hand, or by Lightning.
+    """
+    place = launched(environ)
+    if place is None or place.by == "plain":
+        return None
+    run = environ.get("TORCHELASTIC_RUN_ID", "none") if place.by == "torchrun" else "none"
+    if run != "none":
+        return f"torchrun-{_plain(run)}"
+    if place.by == "srun" and "SLURM_JOB_ID" in environ:
+        return f"slurm-{environ['SLURM_JOB_ID']}-{environ.get('SLURM_STEP_ID', '0')}"
+    for scheduler, variable in SCHEDULERS.items():  # torchrun and mpirun inside of a job of theirs
+        if variable in environ:
+            return f"{scheduler}-{_plain(environ[variable])}"
+    namespace = environ.get("PMIX_NAMESPACE")  # Open MPI's name of the job
+    return f"{place.by}-{_plain(namespace) if namespace and place.by == 'mpirun' else _parent()}"
+
+
+def _parent() -> str:
+    """The launcher's process on this node: when it started, and its id."""
+    import psutil
+
+    launcher = psutil.Process(os.getppid())
+    return f"{datetime.fromtimestamp(launcher.create_time()):%Y-%m-%d_%H-%M-%S}-{launcher.pid}"
+
+
+def _plain(text: str) -> str:
+    """``text`` as part of a folder's name that can also be typed as an override."""
+    return re.sub(r"[^\w.-]+", "-", text).strip("-.") or "0"
+
+
+def checkpoint_of_job(run_dir: str | os.PathLike[str], folders: Iterable[str | os.PathLike[str]] = ()) -> Path | None:
+    """The newest whole checkpoint of this job; ``None`` where it has not trained in ``run_dir`` before.
+
+    All ranks find the same one, because nobody saves before all have come together, and the note is written after that.
+
+    Args:
+        folders: where checkpoints are, besides ``run_dir`` itself.
+    """
+    job = job_name()
+    if job is None or _noted(Path(run_dir)) != job:
+        return None
+    since = (Path(run_dir) / NOTE).stat().st_mtime_ns
+    return newest_checkpoint([run_dir, *folders], since_ns=since)
+
+
+def note_job(run_dir: str | os.PathLike[str]) -> None:
+    """Write down that this job trains in ``run_dir``: by one rank, when all have come together."""
+    job = job_name()
+    if job is not None and _noted(Path(run_dir)) != job:
+        aside = Path(run_dir) / f".{NOTE}.{os.getpid()}"
+        aside.write_text(job + "\n")
+        os.replace(aside, Path(run_dir) / NOTE)
+
+
+def _noted(run_dir: Path) -> str | None:
+    try:
+        return (run_dir / NOTE).read_text().strip()
+    except OSError:
+        return None
+
+
+def newest_checkpoint(folders: Iterable[str | os.PathLike[str]], *, since_ns: int = 0) -> Path | None:
+    """The checkpoint that was written last among those that are whole: a killed process may leave half of one.
+
+    Args:
+        since_ns: older ones are another job's.
+    """
+    found: dict[Path, int] = {}
+    for folder in folders:
+        for path in Path(folder).glob("*.ckpt"):
+            real = path.resolve()  # last.ckpt is a link, which a killed process may have left behind broken
+            if _whole(real) and (written := real.stat().st_mtime_ns) >= since_ns:
+                found[real] = written
+    return max(found, key=lambda path: (found[path], path.name), default=None)
+
+
+def _whole(path: Path) -> bool:
+    """torch.save writes the table of a zip archive last, a checkpoint that is a folder its file of metadata."""
+    return (path / ".metadata").is_file() if path.is_dir() else path.is_file() and zipfile.is_zipfile(path)

@@ -1,0 +1,179 @@
+"""Waiting for other ranks with a bound, and saying for whom.
+
+::
+
+    wait_work            the others come within zero.stall_timeout_s, or StallError names ranks and places
+    ... patient=True     as long as any rank is at work (one that downloads, others in a barrier): only when all wait,
+                         for things that differ, nothing will ever come
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from lightning_zero.ranks.peers import PeerError, is_broken_connection
+from lightning_zero.ranks.watchdog import Watchdog, connection_of_its_own
+
+
+class StallError(RuntimeError):
+    """This rank waited for others longer than ``zero.stall_timeout_s``; the message names ranks and places."""
+
+
+class _Wait(NamedTuple):
+    number: int
+    label: str
+    work: Any
+
+
+_wait_of_process = _Wait(0, "", None)  # the last one
+
+
+class Waits:
+    """This rank among those of a group: where it is, for what it waits, and which of the others are gone.
+
+    Attributes:
+        rank, world_size: in the group.
+        place: what this rank is doing, in words; posted for the others' error messages.
+        issued: operations asked for, which show that it gets on.
+        waited_s: seconds that the host has spent waiting for messages.
+    """
+
+    def __init__(self, group: Any, *, stall_timeout_s: float) -> None:
+        """
+        Args:
+            group: None for one rank.
+        """
+        self.world_size = dist.get_world_size(group) if group is not None else 1
+        self.rank = dist.get_rank(group) if group is not None else 0
+        self.stall_timeout_s = stall_timeout_s
+        self.place = "starting"
+        self.issued = 0
+        self.waited_s = 0.0
+        self._watchdog: Watchdog | None = None
+
+    def watch(self, number: int, *, hears_ends: bool) -> None:
+        """Tell the others from now on where this rank is, and hear of them.
+
+        Args:
+            number: the same on all ranks, and used once.
+            hears_ends: the backend hears of broken connections by itself.
+        """
+        store = connection_of_its_own(dist.distributed_c10d._get_default_store())
+        self._watchdog = Watchdog(self, store, number=number, hears_ends=hears_ends)
+
+    @property
+    def waiting(self) -> str:
+        """Names the wait that this process is in; empty where it is at work. Read by another thread."""
+        number, label, work = _wait_of_process
+        return "" if work is None or work.is_completed() else f"{number}: {label}"
+
+    def close(self) -> None:
+        """End the threads."""
+        if self._watchdog is not None:
+            self._watchdog.stop()
+            self._watchdog = None
+
+    # -- waiting --------------------------------------------------------------------------------------------------
+
+    def wait_work(self, work: Any, label: str, *, on_device: bool = False, patient: bool = False) -> None:
+        """Wait for a message; on the host no longer than ``stall_timeout_s``.
+
+        Args:
+            on_device: the message is of a backend that works on the device's streams.
+            patient: another rank may be at work for long; see above.
+
+        Raises:
+            StallError: the others did not come; names this rank's place and theirs.
+            PeerError: the connection broke; names the rank that is gone.
+        """
+        global _wait_of_process
+        if on_device:
+            work.wait()  # this makes the stream wait, not the host
+            return
+        started = time.monotonic()
+        try:
+            if work.is_completed():
+                work.wait()  # raises what it has failed with
+                return
+            _wait_of_process = _Wait(_wait_of_process.number + 1, label, work)
+            try:
+                self._wait(work, label, patient=patient)
+            finally:
+                _wait_of_process = _wait_of_process._replace(work=None)
+            self.waited_s += time.monotonic() - started
+        except RuntimeError as error:
+            waited = time.monotonic() - started
+            if isinstance(error, StallError):
+                raise
+            if is_broken_connection(error):
+                raise PeerError(
+                    f"rank {self.rank}: {self._culprit()}; noticed during {label!r} ({self.place}): {error}"
+                ) from error
+            if waited < 0.9 * self.stall_timeout_s:
+                raise RuntimeError(f"rank {self.rank}: {label!r} failed ({self.place}): {error}") from error
+            raise StallError(self._stall_message(label, waited)) from error
+
+    def _wait(self, work: Any, label: str, *, patient: bool) -> None:
+        limit = timedelta(seconds=self.stall_timeout_s)
+        said = False
+        while True:
+            try:
+                work.wait(limit)
+                return
+            except RuntimeError:
+                if not patient or self._watchdog is None:
+                    raise
+                if self._watchdog.all_wait() and not work.is_completed():
+                    raise
+            if not said:
+                said = True
+                print(self._stall_message(label, self.stall_timeout_s), file=sys.stderr, flush=True)
+
+    def _stall_message(self, label: str, waited: float) -> str:
+        asked = self._watchdog.places_and_silent() if self._watchdog is not None else None
+        if asked is None:
+            holder = self._watchdog.peers.without_store() if self._watchdog is not None else ""
+            lines = f"  rank {self.rank}: {self.place}\n  {holder}, or the network to it is cut"
+        else:
+            lines = "\n".join(
+                f"  rank {r}: {place}{' (does not answer: it has ended or hangs)' if r in asked[1] else ''}"
+                for r, place in enumerate(asked[0])
+            )
+        return (
+            f"rank {self.rank} waited {waited:.0f} s for {label!r} and the other ranks did not come.\n{lines}\n"
+            "If ranks take different paths through the model, set zero.dynamic=true; if a rank is only slow, raise "
+            f"zero.stall_timeout_s (now {self.stall_timeout_s:g})."
+        )
+
+    def _culprit(self) -> str:
+        return self._watchdog.culprit() if self._watchdog is not None else "a peer broke off"
+
+    # -- errors -----------------------------------------------------------------------------------------------------
+
+    def explain(self, error: BaseException) -> None:
+        """An exception ends this rank: tell the others, or, where it comes from another's end, add whose that was."""
+        if self._watchdog is None or isinstance(error, PeerError | StallError) or not isinstance(error, Exception):
+            return
+        if is_broken_connection(error):
+            error.add_note(f"rank {self.rank}: {self._culprit()}")
+        elif isinstance(error, RuntimeError) and "timed out" in str(error).lower():  # in a collective of others
+            error.add_note(self._stall_message(str(error).splitlines()[0], self.stall_timeout_s))
+        else:
+            self._watchdog.tell(error)
+
+    def forget_failures(self) -> None:
+        """On all ranks, at the start of a run: what an earlier one ended with says nothing about this one."""
+        if self._watchdog is not None:
+            self._watchdog.peers.forget()
+
+    def missing_here(self, timeout_s: float) -> list[int]:
+        """Ranks that do not call this too, after the same number of operations, within ``timeout_s``.
+
+        It goes through the store and so works where ranks are at different places and a collective would hang.
+        """
+        return [] if self._watchdog is None else self._watchdog.missing(f"after {self.issued}", timeout_s)

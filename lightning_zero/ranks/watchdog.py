@@ -1,0 +1,343 @@
+"""A thread beside training: tells the other ranks where this one is, and ends it when it waits for one that is gone.
+
+Each rank posts its place to the store every few seconds, for the error messages of ranks that wait, and a beat. Who
+waits inside the engine gets an error in time. Elsewhere (a metric's barrier, say) a backend waits for its own timeout,
+where nothing tells it that the others are gone: a network that is cut, and NCCL always. So each rank listens::
+
+    the next rank is not heard of for zero.stall_timeout_s,   -> said then; ends this process after a longer standstill
+    or the store is gone, or does not answer
+    under NCCL: the process of the rank before or after,      -> said at once; ends this process after a standstill of
+    one of which is mostly of the same machine, has ended        ten seconds
+    and has not said goodbye
+
+Nothing ends while the thread that trains gets on, and nothing in a session that a person types into.
+"""
+
+from __future__ import annotations
+
+import atexit
+import builtins
+import contextlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Hashable
+from multiprocessing.util import Finalize
+from typing import Any, Protocol, TypeVar
+from weakref import WeakSet, finalize, ref
+
+from lightning_zero.ranks.peers import Peers
+
+EVERY_S = 2.0
+RANKS_AT_THIS_PACE = 512  # more of them go slower: all ask one store
+STANDSTILL_S = 10.0  # with a rank that has ended: time for launchers, and for exceptions that are on their way
+EXIT_CODE = 1
+ANSWER_S = 5.0  # of a store
+STILL_S = 1.0  # beside the time that places take to be posted
+
+T = TypeVar("T")
+
+
+class Watched(Protocol):
+    """What the thread knows of a communicator."""
+
+    rank: int
+    world_size: int
+    place: str  # what it is doing, in words
+    issued: int  # operations
+    stall_timeout_s: float
+
+    @property
+    def waiting(self) -> str:
+        """Names the wait that it is in; empty where it is at work."""
+        ...
+
+
+_CONNECTIONS: list[tuple[Any, Any]] = []  # a store and its clone
+
+
+def connection_of_its_own(store: Any) -> Any:
+    """Another connection to ``store``: a rank that waits inside that one must not block the thread.
+
+    It is made once, because connecting looks host names up, which takes seconds where name servers do not answer.
+    """
+    if not _CONNECTIONS or _CONNECTIONS[0][0] is not store:
+        _CONNECTIONS[:] = [(store, store.clone() if hasattr(store, "clone") else store)]
+    return _CONNECTIONS[0][1]
+
+
+def within(seconds: float, ask: Callable[[], T], default: T) -> T:
+    """What ``ask`` returns, or ``default`` where it does not return in time.
+
+    A store behind a network that is cut neither answers nor fails, for as long as TCP tries.
+    """
+    found = [default]
+
+    def answer() -> None:
+        found[0] = ask()
+
+    thread = threading.Thread(target=answer, name="lightning_zero-asks", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return found[0]
+
+
+class Watchdog:
+    """
+    Args:
+        watched: held weakly; one that is forgotten instead of closed ends the thread.
+        store: a connection that nobody waits in for long.
+        number: the same on all ranks, and of no other watchdog.
+        hears_ends: the backend hears of broken connections by itself.
+        end: ends this process; for tests.
+    """
+
+    last_number = 0  # of this process
+
+    def __init__(
+        self,
+        watched: Watched,
+        store: Any,
+        *,
+        number: int,
+        hears_ends: bool,
+        end: Callable[[int], Any] = os._exit,
+    ) -> None:
+        Watchdog.last_number = number
+        self._prefix = f"lightning_zero/{number}"
+        self._watched = ref(watched)
+        self._rank, self._world_size = watched.rank, watched.world_size
+        self._limit_s = watched.stall_timeout_s
+        self._hears_ends, self._end = hears_ends, end
+        self._meetings = 0
+        self._left = False
+        self._store = store
+        self._every_s = EVERY_S * max(1.0, self._world_size / RANKS_AT_THIS_PACE)
+        self.peers = Peers(store, self._prefix, self._rank, self._world_size, self._every_s)
+        # Longer than the engine's own errors take, which say more.
+        self._patience_s = 1.2 * self._limit_s + 2 * self.peers.roll_call_s
+        self._gone: tuple[str, float] | None = None  # who, and how long to stand still for it
+        self._trains = _Standstill(threading.get_ident())
+        self._heard_s = time.monotonic()  # when the store answered last
+        self._stop = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._run, name="lightning_zero-places", daemon=True),
+            threading.Thread(target=self._judge, name="lightning_zero-judges", daemon=True),
+        ]
+        _say_goodbye_at_the_end()
+        _LIVE.add(self)
+        for thread in self._threads:
+            thread.start()
+        finalize(watched, self._stop.set)
+
+    def _key(self, rank: int) -> str:
+        return f"{self._prefix}/{rank}"
+
+    def _run(self) -> None:
+        posted: tuple[str, str] | None = None
+        while not self._stop.wait(self._every_s if self.peers.knows_holder else 0.1):
+            watched = self._watched()
+            if watched is None and self._gone is None:
+                break
+            try:
+                if watched is not None and (watched.place, watched.waiting) != posted:
+                    posted = watched.place, watched.waiting
+                    self._store.set(self._key(self._rank), posted[0])
+                    self._store.set(f"{self._key(self._rank)}/waits", posted[1])
+                self.peers.answer()
+                self._listen()
+            except Exception:  # the store is gone with its server
+                if not self.peers.holder_left:
+                    quick = self.peers.holder_is_dead and not self._hears_ends
+                    self._note(self.peers.without_store(), STANDSTILL_S if quick else self._patience_s)
+                return
+            self._heard_s = time.monotonic()
+            watched = None  # or it would live through the next wait
+        if self._watched() is None:
+            self.leave()  # forgotten instead of closed: the others may keep theirs
+
+    def _judge(self) -> None:
+        """Apart from the thread that asks the store, which may wait for it for long."""
+        while not self._stop.wait(self._every_s):
+            watched = self._watched()
+            if watched is None and self._gone is None:
+                return
+            if time.monotonic() - self._heard_s > self._limit_s and not self.peers.holder_left:
+                self._note(self.peers.without_store(), self._patience_s)
+            self._end_if_stuck(watched)
+            watched = None
+
+    def _listen(self) -> None:
+        ended = None
+        if not self._hears_ends:
+            ended = self.peers.ended_neighbour()
+            if ended is not None:
+                self._note(ended, min(STANDSTILL_S, self._limit_s))
+        silent = self.peers.silent_neighbour(self._limit_s)
+        if silent is not None:
+            self._note(silent, self._patience_s)
+        elif self._gone is not None and ended is None and not self.peers.misses_neighbour:
+            self._gone = None  # it was only slow
+
+    def _note(self, who: str, limit_s: float) -> None:
+        if self._left and self._gone is None:
+            return  # all go, in any order
+        if self._gone is None:
+            watched = self._watched()
+            place = f"; this rank is at: {watched.place}" if watched is not None else ""
+            print(f"rank {self._rank}: {who}{place}", file=sys.stderr, flush=True)
+        if self._gone is None or limit_s < self._gone[1]:
+            self._gone = who, limit_s
+
+    def _end_if_stuck(self, watched: Watched | None) -> None:
+        state = (watched.place, watched.issued) if watched is not None else None
+        still_s = self._trains.seconds(state)
+        if self._gone is None or still_s < self._gone[1] or _typed_into():
+            return
+        who, _ = self._gone
+        with contextlib.suppress(Exception):
+            place = f" (at: {watched.place})" if watched is not None else ""
+            print(
+                f"rank {self._rank}{place} ends: it has stood still for {still_s:.0f} s, and {who}",
+                file=sys.stderr,
+                flush=True,
+            )
+            sys.stdout.flush()
+        within(ANSWER_S, lambda: self.peers.tell_end(who), None)
+        self._end(EXIT_CODE)
+
+    def places_and_silent(self) -> tuple[list[str], list[int]] | None:
+        """What every rank is doing, in rank order, and the ranks that do not answer; ``None`` without the store."""
+
+        def ask() -> tuple[list[str], list[int]] | None:
+            with contextlib.suppress(Exception):  # the store is gone with its server
+                return self.places(), self.peers.silent()
+            return None
+
+        return within(2 * self.peers.roll_call_s + ANSWER_S, ask, None)
+
+    def culprit(self) -> str:
+        """After a broken connection: which rank went."""
+        return within(2 * self.peers.roll_call_s + ANSWER_S, self.peers.culprit, self.peers.without_store())
+
+    def tell(self, error: BaseException) -> None:
+        """This rank fails with an exception of its own."""
+        within(ANSWER_S, lambda: self.peers.tell(error), None)
+
+    def places(self) -> list[str]:
+        """What every rank is doing, in rank order."""
+        found = []
+        for rank in range(self._world_size):
+            place = "unknown: it has posted nothing"
+            watched = self._watched()
+            if watched is not None and rank == self._rank:
+                place = watched.place
+            else:
+                with contextlib.suppress(Exception):
+                    if self._store.check([self._key(rank)]):
+                        place = self._store.get(self._key(rank)).decode()
+            found.append(place)
+        return found
+
+    def all_wait(self) -> bool:
+        """Whether every rank waits, and goes on waiting for the same: then none of them will ever come."""
+
+        def ask() -> bool:
+            with contextlib.suppress(Exception):  # the store is gone with its server
+                before = self._waits()
+                time.sleep(2 * self._every_s + STILL_S)
+                return before is not None and before == self._waits()
+            return True
+
+        return within(2 * self._every_s + STILL_S + ANSWER_S, ask, True)
+
+    def _waits(self) -> list[str] | None:
+        """What every rank waits for, as it has posted it; ``None`` where one is at work."""
+        found = []
+        for rank in range(self._world_size):
+            key = f"{self._key(rank)}/waits"
+            found.append(self._store.get(key).decode() if self._store.check([key]) else "")
+        return found if all(found) else None
+
+    def missing(self, place: str, timeout_s: float) -> list[int]:
+        """Ranks that do not post ``place`` in time."""
+        self._meetings += 1  # what was posted at an earlier meeting does not count
+        key = f"{self._prefix}/meeting {self._meetings} {place}"
+        missing = [rank for rank in range(self._world_size) if rank != self._rank]
+        deadline = time.monotonic() + timeout_s
+
+        def meet() -> None:
+            with contextlib.suppress(Exception):  # the store is gone with its server
+                self._store.set(f"{key}/{self._rank}", "")
+                while missing and time.monotonic() < deadline:
+                    missing[:] = [rank for rank in missing if not self._store.check([f"{key}/{rank}"])]
+                    time.sleep(0.02)
+
+        within(timeout_s + ANSWER_S, meet, None)
+        return list(missing)
+
+    def leave(self) -> None:
+        """Say goodbye, once."""
+        if not self._left:
+            self._left = True
+            within(ANSWER_S, self.peers.leave, None)
+
+    def stop(self) -> None:
+        """Say goodbye and end the thread; but where a rank is gone it stays, because what follows may hang."""
+        self.leave()
+        if self._gone is None:
+            self._stop.set()
+            for thread in self._threads:
+                thread.join(ANSWER_S)
+
+
+class _Standstill:
+    """How long a thread has been in the same call, with nothing else changed either."""
+
+    def __init__(self, thread: int) -> None:
+        self._thread = thread
+        self._seen: Hashable = None
+        self._since = time.monotonic()
+
+    def seconds(self, state: Hashable) -> float:
+        """Since the first of the equal looks up to this one.
+
+        Args:
+            state: what else shows that it gets on: hooks of backward run in other threads.
+        """
+        frame = sys._current_frames().get(self._thread)
+        stack = []
+        while frame is not None:
+            stack.append((id(frame), frame.f_lasti))
+            frame = frame.f_back
+        seen = (tuple(stack), state)
+        now = time.monotonic()
+        if seen != self._seen:
+            self._seen, self._since = seen, now
+        return now - self._since
+
+
+def _typed_into() -> bool:
+    """Whether a person types into this process: it stands still whenever they think."""
+    return hasattr(sys, "ps1") or bool(sys.flags.interactive) or hasattr(builtins, "__IPYTHON__")
+
+
+_LIVE: WeakSet[Watchdog] = WeakSet()
+_registered_in: int | None = None  # a process
+
+
+def _say_goodbye_at_the_end() -> None:
+    """At exit, and in processes of multiprocessing, which do not come there."""
+    global _registered_in
+    if _registered_in != os.getpid():
+        _registered_in = os.getpid()
+        atexit.register(_say_goodbye)
+        Finalize(None, _say_goodbye, exitpriority=100)
+
+
+def _say_goodbye() -> None:
+    """At a clean end of the process, whose neighbours would take it for killed; while the store is there."""
+    if not hasattr(sys, "last_value"):  # of an exception that ends the process
+        for watchdog in list(_LIVE):
+            watchdog.leave()

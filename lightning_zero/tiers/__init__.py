@@ -1,0 +1,10 @@
+"""Where values rest off the device. A tier moves bytes and decides nothing.
+
+::
+
+    extents  the interface: an extent is a place for one role of one bucket
+    host     pinned slabs          pages    aligned and pinned memory, staging buffers
+    nvme     files                 aio      O_DIRECT reads and writes      regions  places in a file
+                                   claims   whose file it is               copier   copies to and from the device
+    limits   what this process may still take of its machine
+"""

@@ -1,0 +1,271 @@
+"""Files read and written past the page cache by a few threads.
+
+O_DIRECT wants file offsets, lengths and memory addresses at multiples of the device's block, which divides ``PAGE``
+(otherwise EINVAL). A request is divided among the threads of its file (``preadv`` and ``pwritev`` release the GIL)::
+
+    read(offset, buffer)   | piece 0 | piece 1 | piece 2 | piece 3 |     a future; done when the last piece is
+    threads                    t0        t1        t2        t3
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_zero.config import MIB
+from lightning_zero.planning.layout import round_up
+from lightning_zero.tiers.pages import PAGE, HostPages, byte_view
+
+MIN_PIECE_NBYTES = MIB  # smaller pieces cost more in calls than another thread gains
+RETRY_PAUSES_S = (0.01, 0.05, 0.25)  # between attempts; one more attempt than pauses
+RETRIED = frozenset({errno.EIO, errno.EAGAIN})
+_NOT_SUPPORTED = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
+
+_HINTS = {
+    errno.ENOSPC: "Free space there, lower zero.offload.nvme_budget, or choose another zero.offload.nvme_path.",
+    errno.EIO: "The disk reports an error (see dmesg): choose another zero.offload.nvme_path.",
+    errno.EINVAL: "The memory or offset may not be aligned as O_DIRECT wants: this is a bug of lightning_zero.",
+}
+_OTHER_HINT = "Check the folder, or choose another zero.offload.nvme_path."
+
+
+class DiskError(OSError):
+    """A read, write or allocation failed for good. The message says what, where, for whom, and what to do."""
+
+
+@dataclass(slots=True)
+class Syscalls:
+    """The calls a :class:`DiskFile` makes, each replaceable: tests put failing ones in their place."""
+
+    open: Callable[..., int] = os.open
+    preadv: Callable[[int, list[memoryview], int], int] = os.preadv
+    pwritev: Callable[[int, list[memoryview], int], int] = os.pwritev
+    fallocate: Callable[[int, int, int], None] = os.posix_fallocate
+    sleep: Callable[[float], None] = time.sleep
+
+
+class Joined:
+    """One future for several parts: done when the last part is, with the first error, so that memory is free then."""
+
+    def __init__(self, parts: int) -> None:
+        self.future: Future[Any] = Future()
+        self.future.set_running_or_notify_cancel()  # what is in flight cannot be cancelled
+        self.error: BaseException | None = None
+        self._left = parts
+        self._lock = threading.Lock()
+        if parts == 0:
+            self.future.set_result(None)
+
+    def part_done(self, error: BaseException | None = None) -> None:
+        with self._lock:
+            self._left -= 1
+            self.error = self.error or error
+            if self._left:
+                return
+        if self.error is None:
+            self.future.set_result(None)
+        else:
+            self.future.set_exception(self.error)
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """What one thread moves: ``memory`` to or from byte ``offset`` of the file."""
+
+    write: bool
+    offset: int
+    memory: memoryview
+    label: str
+
+
+_WARNED: set[str] = set()  # folders
+
+
+def _warn_once(folder: str) -> None:
+    if folder not in _WARNED:
+        _WARNED.add(folder)
+        warnings.warn(
+            f"{folder} has no O_DIRECT: offload to it goes through the page cache, which is slower and takes memory. "
+            "Choose a folder on a local disk as zero.offload.nvme_path.",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+
+
+class DiskFile:
+    """A scratch file that grows in preallocated steps; what an older file of that name held is dropped.
+
+    Args:
+        path: the file.
+        threads: requests in flight at the disk.
+        direct: go past the page cache where the file system can; it warns once per folder that cannot.
+
+    Raises:
+        DiskError: the file cannot be made.
+
+    Attributes:
+        nbytes: allocated size.
+        direct: whether the page cache is bypassed.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], *, threads: int = 4, direct: bool = True, syscalls: Syscalls | None = None
+    ) -> None:
+        self.path = os.fspath(path)
+        self.syscalls = syscalls if syscalls is not None else Syscalls()
+        self.nbytes = 0
+        self.threads = threads
+        self._fd, self.direct = self._open(direct)
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="lightning_zero-disk")
+        self._closed = False
+        self._lock = threading.Lock()
+
+    # -- requests -----------------------------------------------------------------------------------------------------
+
+    def ensure(self, nbytes: int) -> None:
+        """Make the file at least ``nbytes`` long (rounded up to pages), with its blocks allocated.
+
+        Raises:
+            DiskError: no space (the file keeps its size), with needed and free bytes.
+        """
+        wanted = round_up(nbytes, PAGE)
+        if wanted <= self.nbytes:
+            return
+        try:
+            self.syscalls.fallocate(self._fd, self.nbytes, wanted - self.nbytes)
+        except OSError as error:
+            os.ftruncate(self._fd, self.nbytes)  # give back what was allocated before it failed
+            code = error.errno or errno.EIO
+            raise DiskError(
+                code,
+                f"allocating {self.path} failed: needed {wanted - self.nbytes} more bytes, {self.free_nbytes()} are "
+                f"free: {os.strerror(code)}. {_HINTS.get(code, _OTHER_HINT)}",
+            ) from error
+        self.nbytes = wanted
+
+    def free_nbytes(self) -> int:
+        """Bytes that the file system can still give."""
+        stat = os.statvfs(self._fd)
+        return stat.f_bavail * stat.f_frsize
+
+    def read(self, offset: int, buffer: memoryview, label: str) -> Future[Any]:
+        """Fill ``buffer`` from byte ``offset`` on. Its future raises :class:`DiskError`; nothing else is raised late.
+
+        Args:
+            offset, buffer: whole pages inside the file; the buffer page-aligned, untouched until the future is done.
+            label: for whom, in error messages: the unit and role.
+        """
+        return self._start(_Piece(False, offset, buffer, label))
+
+    def write(self, offset: int, buffer: memoryview, label: str) -> Future[Any]:
+        """Put ``buffer`` at byte ``offset``; see :meth:`read`."""
+        return self._start(_Piece(True, offset, buffer, label))
+
+    def close(self) -> None:
+        """Wait for what is in flight, end the threads, close the file. It stays on disk (scratch: no fdatasync)."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        self._pool.shutdown(wait=True)
+        os.close(self._fd)
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _open(self, direct: bool) -> tuple[int, bool]:
+        flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC
+        try:
+            fd = self._open_direct(flags) if direct else None
+            if fd is not None:
+                return fd, True
+            fd = self.syscalls.open(self.path, flags, 0o600)
+        except OSError as error:
+            code = error.errno or errno.EIO
+            raise DiskError(code, f"opening {self.path} failed: {os.strerror(code)}. {_OTHER_HINT}") from error
+        if direct:
+            _warn_once(os.path.dirname(os.path.abspath(self.path)))
+        return fd, False
+
+    def _open_direct(self, flags: int) -> int | None:
+        """None where the file system has no O_DIRECT. Some accept the flag and refuse every write, so one is tried."""
+        try:
+            fd = self.syscalls.open(self.path, flags | os.O_DIRECT, 0o600)
+        except OSError as error:
+            if error.errno in _NOT_SUPPORTED:
+                return None
+            raise
+        try:
+            self.syscalls.pwritev(fd, [byte_view(HostPages(PAGE).bytes)], 0)
+        except OSError as error:
+            if error.errno in _NOT_SUPPORTED:
+                os.close(fd)
+                return None
+        os.ftruncate(fd, 0)
+        return fd
+
+    def _start(self, request: _Piece) -> Future[Any]:
+        offset, nbytes = request.offset, request.memory.nbytes
+        if offset % PAGE or nbytes % PAGE or offset < 0 or offset + nbytes > self.nbytes:
+            raise ValueError(
+                f"{request.label!r}: expected whole pages inside {self.path} ({self.nbytes} bytes), got offset "
+                f"{offset} and {nbytes} bytes"
+            )
+        step = max(round_up(-(-nbytes // self.threads), PAGE), MIN_PIECE_NBYTES)
+        starts = range(0, nbytes, step)
+        joined = Joined(len(starts))
+        with self._lock:
+            if self._closed:
+                raise RuntimeError(f"{self.path} is closed ({request.label!r})")
+        for low in starts:
+            piece = _Piece(request.write, offset + low, request.memory[low : low + step], request.label)
+            try:
+                self._pool.submit(self._run, joined, piece)
+            except RuntimeError as error:  # the interpreter, or another thread's close(), has ended the pool
+                joined.part_done(error)
+        return joined.future
+
+    def _run(self, joined: Joined, piece: _Piece) -> None:
+        try:
+            self._move(piece)
+        except BaseException as error:
+            joined.part_done(error)
+        else:
+            joined.part_done()
+
+    def _move(self, piece: _Piece) -> None:
+        """Move a piece whole: go on after short calls, pause and retry after errors that may pass."""
+        call = self.syscalls.pwritev if piece.write else self.syscalls.preadv
+        done = failures = 0
+        while done < piece.memory.nbytes:
+            code = 0
+            try:
+                moved = call(self._fd, [piece.memory[done:]], piece.offset + done)
+            except OSError as error:
+                moved, code = 0, error.errno or errno.EIO
+            whole = moved - moved % PAGE  # O_DIRECT can only go on from a whole page
+            if whole > 0:
+                done, failures = done + whole, 0
+                continue
+            if (code in RETRIED or moved > 0) and failures < len(RETRY_PAUSES_S):
+                self.syscalls.sleep(RETRY_PAUSES_S[failures])
+                failures += 1
+                continue
+            raise _failed(self.path, piece, done + moved, code, failures + 1)
+
+
+def _failed(path: str, piece: _Piece, got: int, code: int, attempts: int) -> DiskError:
+    reason = os.strerror(code) if code else "the disk takes no more" if piece.write else "the file ends here"
+    code = code or errno.EIO
+    return DiskError(
+        code,
+        f"{'writing' if piece.write else 'reading'} {path} failed for {piece.label!r}: at byte offset {piece.offset} "
+        f"wanted {piece.memory.nbytes} bytes, got {got}: {reason} ({attempts} attempt{'s' * (attempts > 1)}). "
+        f"{_HINTS.get(code, _OTHER_HINT)}",
+    )

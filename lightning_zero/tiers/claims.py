@@ -1,0 +1,142 @@
+"""Folders for files: whether they can be used, which rank uses which file, and what dead jobs have left.
+
+A rank locks its file's name in the folder. The system drops a lock when its process dies, so a name without a lock is
+free, and a file under it left over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import logging
+import os
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from lightning_zero.config import ConfigError
+from lightning_zero.tiers.aio import DiskError, Syscalls
+from lightning_zero.tiers.limits import lines_of
+
+CLAIM_WAIT_S = 2.0  # a peer that looks for leftovers holds a lock for milliseconds
+
+_log = logging.getLogger(__name__)
+
+_LOCKS: set[int] = set()  # descriptors of the locks that this process holds
+
+
+def _let_go_in_child() -> None:
+    """A lock lives as long as a copy of its descriptor: a data loader's worker must not hold it for a dead trainer."""
+    while _LOCKS:
+        os.close(_LOCKS.pop())
+
+
+os.register_at_fork(after_in_child=_let_go_in_child)
+
+
+class Claim:
+    """A rank's lock on its file in a folder; the system drops it when the process dies.
+
+    The lock file is removed while the lock is held, so whoever opened it before sees, by its inode, that it is gone.
+    """
+
+    def __init__(self, folder: Path, rank_name: str, syscalls: Syscalls, wait_s: float) -> None:
+        self._path = folder / f"{rank_name}.lock"
+        deadline = time.monotonic() + wait_s
+        while (fd := self._try(syscalls)) is None:
+            if time.monotonic() >= deadline:
+                raise BlockingIOError(errno.EWOULDBLOCK, self._holder())
+            time.sleep(0.02)
+        self._fd = fd
+        _LOCKS.add(fd)
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, f"{os.getpid()} {socket.gethostname()}".encode(), 0)
+
+    def release(self) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            self._path.unlink()
+        _LOCKS.discard(self._fd)
+        os.close(self._fd)
+        with contextlib.suppress(OSError):  # other ranks are still there
+            self._path.parent.rmdir()
+
+    def _try(self, syscalls: Syscalls) -> int | None:
+        self._path.parent.mkdir(exist_ok=True)  # another job's end may just have removed it
+        try:
+            fd = syscalls.open(str(self._path), os.O_RDWR | os.O_CREAT, 0o600)
+        except FileNotFoundError:
+            return None
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(fd).st_ino == self._path.stat().st_ino:
+                return fd
+        except (BlockingIOError, FileNotFoundError):
+            pass
+        except OSError:  # a file system without locks
+            os.close(fd)
+            raise
+        os.close(fd)
+        return None
+
+    def _holder(self) -> str:
+        pid, host, *_ = [*"".join(lines_of(self._path)).split(), "unknown", "unknown"]
+        if pid == str(os.getpid()):
+            return f"this process (pid {pid}): close what uses it first"
+        return f"pid {pid} on {host}"
+
+
+def path_error(path: object, got: str, fix: str = "") -> ConfigError:
+    return ConfigError(
+        f"zero.offload.nvme_path: expected a writable folder with space on a local disk, got {str(path)!r}, {got}. "
+        f"{fix} (Under zero3_nvme by string, it comes from LIGHTNING_ZERO_NVME_PATH.)"
+    )
+
+
+@contextlib.contextmanager
+def as_config_error(path: object) -> Iterator[None]:
+    try:
+        yield
+    except DiskError as error:
+        raise path_error(path, f"where {error.strerror}") from error
+
+
+def check_folder(path: str | os.PathLike[str]) -> None:
+    """Whether files can rest in ``path``, as far as a look tells.
+
+    Raises:
+        ConfigError: there is no such folder.
+    """
+    if not os.path.exists(path):
+        raise path_error(path, "which does not exist", "Create it or change zero.offload.nvme_path.")
+    if not os.path.isdir(path):
+        raise path_error(path, "which is not a folder", "Change zero.offload.nvme_path.")
+
+
+def claim_file(path: Path, folder: Path, rank_name: str, syscalls: Syscalls) -> Claim:
+    check_folder(path)
+    try:
+        return Claim(folder, rank_name, syscalls, CLAIM_WAIT_S)
+    except BlockingIOError as error:
+        fix = "Wait for it, or give each job a zero.offload.nvme_path of its own."
+        raise path_error(path, f"which is used by another job: {error.strerror}", fix) from error
+    except OSError as error:
+        got = f"where nothing can be written or locked ({os.strerror(error.errno or errno.EIO)})"
+        raise path_error(path, got, "Make it writable or change zero.offload.nvme_path.") from error
+
+
+def remove_leftovers(folder: Path, own: str, syscalls: Syscalls) -> None:
+    """Remove the files of ranks that have died, and say so. Those of live ranks are locked."""
+    count = nbytes = 0
+    for file in sorted(folder.glob("rank*.bin")):
+        with contextlib.suppress(OSError):  # locked: its rank lives
+            claim = None if file.stem == own else Claim(folder, file.stem, syscalls, 0.0)
+            with contextlib.suppress(FileNotFoundError):
+                size = file.stat().st_size
+                file.unlink()
+                count, nbytes = count + 1, nbytes + size
+            if claim is not None:
+                claim.release()
+    if count:
+        _log.warning("removed %d file(s), %d bytes, which a job that has ended left in %s", count, nbytes, folder)

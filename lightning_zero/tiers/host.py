@@ -1,0 +1,126 @@
+"""Host memory as a tier: slabs of exactly the bytes that were asked for."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_zero.config import ConfigError
+from lightning_zero.tiers.copier import Copier
+from lightning_zero.tiers.extents import Extent, Wanted, lay_out
+from lightning_zero.tiers.limits import available_host_memory
+from lightning_zero.tiers.pages import CPU, HostPages
+
+HOST_ALIGN = 64  # bytes; what torch's vectorised loops walk in
+
+
+@dataclass(slots=True)
+class _Slab:
+    pages: HostPages
+    nbytes: int
+    live: int  # extents that are not freed
+
+
+class HostTier:
+    """Host memory: each batch is one slab of exactly its size, pinned for a CUDA device.
+
+    On a CPU the copies are real too, so that tests there mean something. They happen in the caller's thread.
+
+    Before the host changes ``resident`` memory, and before it reads it after a ``stage_out``, it waits by
+    ``arrived(future, host=True)``.
+
+    Args:
+        device: where staged tensors are.
+        budget: bytes this tier may hold.
+        available: gives the bytes of host memory that may still be taken.
+    """
+
+    name = "host"
+
+    def __init__(
+        self,
+        device: torch.device = CPU,
+        *,
+        budget: int | None = None,
+        available: Callable[[], int] = available_host_memory,
+    ) -> None:
+        self._device, self._budget, self._available = device, budget, available
+        self._copier = Copier(device)
+        self._held: dict[Extent, tuple[_Slab, Tensor]] = {}
+        self._last: dict[Extent, Any] = {}  # the event of an extent's last copy: streams do not order each other
+        self._nbytes = 0
+        self._lock = threading.Lock()
+
+    @property
+    def nbytes(self) -> int:
+        return self._nbytes
+
+    def reserve(self, wanted: Sequence[Wanted]) -> list[Extent]:
+        """Raises ConfigError, with needed and available bytes, before the system would end the process for them."""
+        extents, total = lay_out(wanted, 0, HOST_ALIGN)
+        with self._lock:
+            self._refuse_beyond_bounds(total)
+            try:
+                pages = HostPages(total, self._device)
+            except OSError as error:
+                raise _host_error(total, f"the system refused it ({error})") from error
+            pages.bytes.zero_()  # takes the memory now, so that the next reserve sees what is really left
+            slab = _Slab(pages, total, len(extents))
+            self._held |= {e: (slab, pages.tensor(e.offset, e.dtype, e.numel)) for e in extents}
+            self._nbytes += total
+        return extents
+
+    def stage_in(self, extent: Extent, out: Tensor) -> Future[Any]:
+        extent.check(out)
+        return self._copy(extent, out, self.resident(extent))
+
+    def stage_out(self, extent: Extent, value: Tensor) -> Future[Any]:
+        extent.check(value)
+        return self._copy(extent, self.resident(extent), value)
+
+    def resident(self, extent: Extent) -> Tensor:
+        return self._held[extent][1]
+
+    def free(self, extents: Iterable[Extent]) -> None:
+        self._copier.synchronize()
+        with self._lock:
+            for extent in extents:
+                self._last.pop(extent, None)
+                slab, _ = self._held.pop(extent)
+                slab.live -= 1
+                if slab.live == 0:
+                    slab.pages.close()
+                    self._nbytes -= slab.nbytes
+
+    def flush(self) -> None:
+        self._copier.synchronize()
+
+    def close(self) -> None:
+        self.free(list(self._held))
+
+    def _copy(self, extent: Extent, out: Tensor, value: Tensor) -> Future[Any]:
+        event = self._copier.copy(out, value, (self._copier.mark(), self._last.get(extent)))
+        if event is not None:
+            self._last[extent] = event
+        future: Future[Any] = Future()
+        future.set_result(event)
+        return future
+
+    def _refuse_beyond_bounds(self, total: int) -> None:
+        if self._budget is not None and self._nbytes + total > self._budget:
+            raise _host_error(total, f"{self._budget - self._nbytes} of {self._budget} are left in the budget")
+        if (available := self._available()) < total:
+            raise _host_error(total, f"{available} are available (in its cgroup, or on the machine)")
+
+
+def _host_error(needed: int, got: str) -> ConfigError:
+    return ConfigError(
+        f"zero.offload: expected {needed} more bytes of host memory, but {got}. Give the job more memory, raise "
+        "zero.offload.host_budget, or choose a row of zero/offload that keeps less on the host."
+    )

@@ -1,0 +1,249 @@
+"""Files as a tier: one for each rank, preallocated, past the page cache.
+
+One thread hands pieces to the disk in the order in which they were asked for, and memory is bounded by the ring::
+
+    stage_out : value --copy--> [ring buffer] --write--> file
+    stage_in  : file  --read--> [ring buffer] --copy---> out
+
+``aio.py`` moves pages to and from the disk, ``regions.py`` says which place in the file is free, ``claims.py`` whose
+file it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_zero.config import ConfigError
+from lightning_zero.planning.layout import round_up
+from lightning_zero.tiers.aio import DiskFile, Joined, Syscalls
+from lightning_zero.tiers.claims import as_config_error, claim_file, remove_leftovers
+from lightning_zero.tiers.copier import Copier, flat
+from lightning_zero.tiers.extents import Extent, Wanted, lay_out
+from lightning_zero.tiers.pages import CPU, PAGE, StagingBuffer, StagingRing, byte_view
+from lightning_zero.tiers.regions import Regions
+
+
+class _Job(NamedTuple):
+    """One ``stage_in`` or ``stage_out`` of an extent."""
+
+    extent: Extent
+    tensor: Tensor
+    write: bool
+    after: Any  # event of the caller's stream
+    previous: Future[Any] | None  # the last operation on this extent
+    joined: Joined
+    pieces: Sequence[range]  # bytes of the extent
+
+
+class NvmeTier:
+    """A preallocated file for this rank in a folder of ours under ``path``, read and written through a bounded ring.
+
+    A host tensor that is page-aligned and of whole pages (from a :class:`StagingRing`) is read and written in place,
+    without the ring. Device copies from or to a host tensor must have arrived before it is staged.
+
+    Args:
+        path: an existing, writable folder on a local disk; one job at a time.
+        rank: global rank.
+        instance: tells tiers apart that this process has at a time in one folder, one for each model.
+        budget: bytes this rank may hold there.
+        ring_count, ring_nbytes: buffers for staging; an extent that is larger passes in pieces.
+        device: where staged tensors are; the ring is pinned for a CUDA device.
+        threads: requests in flight at the disk.
+
+    Raises:
+        ConfigError: the folder is missing, read-only, no folder, full, or used by another live job.
+
+    Attributes:
+        ring: the staging buffers, all the host memory that this tier takes.
+    """
+
+    name = "nvme"
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        rank: int,
+        instance: int = 0,
+        budget: int | None = None,
+        ring_count: int = 4,
+        ring_nbytes: int = 32 << 20,
+        device: torch.device = CPU,
+        threads: int = 4,
+        syscalls: Syscalls | None = None,
+    ) -> None:
+        syscalls = syscalls if syscalls is not None else Syscalls()
+        self._budget = budget
+        self._folder = Path(path) / "lightning_zero"
+        self.instance = instance
+        name = f"rank{rank:05d}" + (f".{instance}" if instance else "")
+        self._claim = claim_file(Path(path), self._folder, name, syscalls)
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._claim.release)
+            remove_leftovers(self._folder, name, syscalls)
+            with as_config_error(path):
+                self._file = DiskFile(self._folder / f"{name}.bin", threads=threads, syscalls=syscalls)
+            undo.callback(self._file.close)
+            self.ring = StagingRing(ring_count, ring_nbytes, device=device)
+            undo.pop_all()
+        self._copier = Copier(device)
+        self._stager = ThreadPoolExecutor(1, thread_name_prefix="lightning_zero-stager")
+        self._regions = Regions()
+        self._last: dict[Extent, Future[Any] | None] = {}  # of every extent that is reserved
+        self._spoiled: dict[Extent, BaseException] = {}  # whose last write failed
+        self._nbytes = 0
+        self._lock = threading.Lock()
+        self._closed = False
+
+    @property
+    def nbytes(self) -> int:
+        return self._nbytes
+
+    @property
+    def free_nbytes(self) -> int:
+        """Bytes that the disk can still give, to all who use it."""
+        return self._file.free_nbytes()
+
+    @property
+    def disk(self) -> int:
+        """A number of the disk, the same for all folders on it."""
+        return os.stat(self._folder).st_dev
+
+    def reserve(self, wanted: Sequence[Wanted]) -> list[Extent]:
+        total = lay_out(wanted, 0, PAGE)[1]
+        with self._lock:
+            if self._budget is not None and self._nbytes + total > self._budget:
+                raise ConfigError(
+                    f"zero.offload.nvme_budget: expected {total} more bytes, but {self._budget - self._nbytes} of "
+                    f"{self._budget} are left. Raise zero.offload.nvme_budget or choose a row of zero/offload that "
+                    "keeps less on disk."
+                )
+            extents, _ = lay_out(wanted, self._regions.take(total, self._ensure), PAGE)
+            self._last |= dict.fromkeys(extents)
+            self._nbytes += total
+        return extents
+
+    def stage_in(self, extent: Extent, out: Tensor) -> Future[Any]:
+        return self._stage(extent, out, write=False)
+
+    def stage_out(self, extent: Extent, value: Tensor) -> Future[Any]:
+        return self._stage(extent, value, write=True)
+
+    def resident(self, extent: Extent) -> None:
+        return None
+
+    def free(self, extents: Iterable[Extent]) -> None:
+        for extent in extents:
+            wait([future] if (future := self._last[extent]) is not None else [])
+            with self._lock:
+                del self._last[extent]
+                self._spoiled.pop(extent, None)
+                size = round_up(extent.nbytes, PAGE)
+                self._nbytes -= size
+                self._regions.give_back(extent.offset, extent.offset + size)
+
+    def flush(self) -> None:
+        with self._lock:
+            futures = [future for future in self._last.values() if future is not None]
+        wait(futures)
+        if self._spoiled:
+            raise next(iter(self._spoiled.values()))
+
+    def close(self) -> None:
+        """Wait, and remove the file. Errors stay in their futures."""
+        if self._closed:
+            return
+        self._closed = True
+        self._stager.shutdown(wait=True)
+        self._file.close()
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._file.path)
+        self._claim.release()
+        self._last.clear()
+        self._nbytes = 0
+        self.ring.close()
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _ensure(self, nbytes: int) -> None:
+        with as_config_error(self._folder.parent):
+            self._file.ensure(nbytes)
+
+    def _stage(self, extent: Extent, tensor: Tensor, *, write: bool) -> Future[Any]:
+        extent.check(tensor)
+        step = max(extent.nbytes, 1) if _in_place(tensor) else self.ring.buffer_nbytes
+        pieces = [range(low, min(low + step, extent.nbytes)) for low in range(0, extent.nbytes, step)]
+        joined, after = Joined(len(pieces)), self._copier.mark()
+        with self._lock:
+            job = _Job(extent, tensor, write, after, self._last[extent], joined, pieces)
+            self._stager.submit(self._run, job)
+            self._last[extent] = joined.future
+        return joined.future
+
+    def _run(self, job: _Job) -> None:
+        if job.previous is not None:
+            wait([job.previous])
+        if job.write:
+            self._spoiled.pop(job.extent, None)
+        lost = None if job.write else self._spoiled.get(job.extent)
+        for piece in job.pieces:
+            error = job.joined.error or lost
+            if error is None:
+                try:
+                    self._start(job, piece)
+                    continue
+                except BaseException as raised:
+                    error = raised
+            self._finish(job, error)
+
+    def _start(self, job: _Job, piece: range) -> None:
+        offset = job.extent.offset + piece.start
+        request = self._file.write if job.write else self._file.read
+        if _in_place(job.tensor):
+            future = request(offset, byte_view(job.tensor), job.extent.label)
+            future.add_done_callback(lambda future: self._finish(job, future.exception()))
+            return
+        buffer = self.ring.acquire(job.extent.label)
+        try:
+            if job.write:
+                self._copier.copy_in_thread(buffer.tensor(torch.uint8, len(piece)), _bytes(job, piece), job.after)
+            future = request(offset, buffer.memory[: round_up(len(piece), PAGE)], job.extent.label)
+        except BaseException:
+            buffer.release()
+            raise
+        future.add_done_callback(partial(self._landed, job, piece, buffer))
+
+    def _landed(self, job: _Job, piece: range, buffer: StagingBuffer, future: Future[Any]) -> None:
+        error = future.exception()
+        try:
+            if error is None and not job.write:
+                self._copier.copy_in_thread(_bytes(job, piece), buffer.tensor(torch.uint8, len(piece)), job.after)
+        except BaseException as raised:
+            error = raised
+        buffer.release()
+        self._finish(job, error)
+
+    def _finish(self, job: _Job, error: BaseException | None) -> None:
+        if error is not None and job.write:
+            self._spoiled[job.extent] = error  # before the future is done: a read waits for that
+        job.joined.part_done(error)
+
+
+def _bytes(job: _Job, piece: range) -> Tensor:
+    return flat(job.tensor).view(torch.uint8)[piece.start : piece.stop]
+
+
+def _in_place(tensor: Tensor) -> bool:
+    """Whether the disk can read and write this very memory."""
+    aligned = tensor.data_ptr() % PAGE == 0 and tensor.numel() * tensor.element_size() % PAGE == 0
+    return tensor.device.type == "cpu" and aligned

@@ -1,0 +1,12 @@
+"""The strategy, as Lightning sees it.
+
+::
+
+    strategy        every hook of a Lightning strategy
+    precision       its precision plugin         registration    names for Trainer(strategy=), without importing it
+    checkpoint_io   files, written whole or not at all      random_numbers  generators of all ranks, in checkpoints
+    validations     where a resume inside a validation goes on
+    interruptions   SIGTERM and the requeue signal: all ranks leave at one step
+    averaging, finetuning, pruning  Lightning's callbacks that need to know of shards
+    monitor         ZeroMonitor                  summary        what is shown at the start and at the end
+"""

@@ -1,0 +1,233 @@
+"""Lightning's WeightAveraging (and EMA) callbacks on shards.
+
+The callback copies the whole module before it is sharded, and updates and swaps parameters one by one. Here its copy is
+a copy of this rank's master shards, and updates and swaps run on these; checkpoints hold full tensors as they do
+without sharding.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+from lightning_zero.engine import Engine, engine_of
+from lightning_zero.engine.torch_modes import outside_autograd
+from lightning_zero.engine.units.home import opened
+from lightning_zero.engine.whole import values
+
+_WAITING = "_lightning_zero_checkpoint"  # a checkpoint that was loaded before there were shards
+_PATCHED = ("setup", "_swap_models", "_copy_average_to_current", "on_load_checkpoint", _WAITING)
+
+
+@contextlib.contextmanager
+def _masters(engine: Engine, *, changed: bool = False) -> Iterator[None]:
+    """Inside, the masters of all buckets are in memory, which the averages take once more anyway."""
+    engine.settle()
+    with contextlib.ExitStack() as stack:
+        for bucket in engine.buckets:
+            stack.enter_context(opened(bucket.home, changed=changed))
+        yield
+
+
+class _Tensors(nn.Module):
+    """This rank's master shards as parameters, the module's buffers as buffers: what torch's AveragedModel averages."""
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__()
+        for i, bucket in enumerate(engine.buckets):
+            self.register_parameter(str(i), nn.Parameter(bucket.master, requires_grad=False))
+        for name, buffer in engine.module.named_buffers():
+            self.register_buffer(name.replace(".", "/"), buffer)
+
+
+class _AveragedTensors(_Tensors):
+    """The averages. The callback loads plain checkpoints into them."""
+
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:  # type: ignore[override]
+        self.load(state, strict)
+
+    load: Callable[[Mapping[str, Any], bool], None]
+
+
+class ShardedAverage(AveragedModel):
+    """An ``AveragedModel`` of shards. Its state dict is that of an AveragedModel of the whole module."""
+
+    @outside_autograd
+    def __init__(self, engine: Engine, *, use_buffers: bool, device: Any = None, **kwargs: Any) -> None:
+        with _masters(engine):
+            super().__init__(_AveragedTensors(engine), device=device, use_buffers=use_buffers, **kwargs)  # type: ignore[no-untyped-call]
+        self.engine = engine
+        self.swapped = False  # the model holds the averages, for a validation
+        assert isinstance(self.module, _AveragedTensors)
+        self.module.load = self._load
+
+    @outside_autograd
+    def update_parameters(self, model: nn.Module) -> None:
+        with _masters(self.engine):
+            current = _Tensors(self.engine)
+            for average, now in zip(self.module.parameters(), current.parameters(), strict=True):
+                average.data = average.data.to(now.dtype)  # a bucket that was frozen may have another since it is not
+            super().update_parameters(current)
+
+    @outside_autograd
+    def exchange(self, *, swap: bool) -> None:
+        """Put the averages into the model; with ``swap`` also the model's values into the averages."""
+        with _masters(self.engine, changed=True):
+            current = _Tensors(self.engine)
+            tensors = (chain(t.parameters(), t.buffers()) for t in (self.module, current))
+            for average, now in zip(*tensors, strict=True):
+                previous = now.clone() if swap else None
+                now.copy_(average)
+                if previous is not None:
+                    average.copy_(previous)
+        self.engine.masters_changed()
+
+    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+        """On all ranks: full tensors on rank 0; empty on other ranks."""
+        self.exchange(swap=True)
+        try:
+            state = values.module_state_dict(self.engine)
+        finally:
+            self.exchange(swap=True)
+        full = {f"module.{name}": value for name, value in state.items()}
+        return {"n_averaged": self.n_averaged.clone(), **full} if full else {}
+
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:  # type: ignore[override]
+        self.n_averaged.copy_(state["n_averaged"])
+        self._load({name.removeprefix("module."): v for name, v in state.items() if name != "n_averaged"}, strict)
+
+    def _load(self, state: Mapping[str, Any], strict: bool) -> None:
+        self.exchange(swap=True)
+        try:
+            values.load_module_state_dict(self.engine, state, strict=strict)
+        finally:
+            self.exchange(swap=True)
+        self.engine.settle()  # the current weights are loaded next
+
+
+def attach(trainer: pl.Trainer) -> None:
+    """Before setup hooks: averaging callbacks must not copy the plain module, nor touch parameters one by one."""
+    for callback in _averaging(trainer):
+        if trainer.state.fn == TrainerFn.FITTING:
+            callback._average_model = None  # of an earlier fit
+        callback.__dict__.update(
+            {
+                "setup": partial(_set_up_later, callback),
+                "_swap_models": partial(_exchange, callback, swap=True),
+                "_copy_average_to_current": partial(_exchange, callback, swap=False),
+                "on_load_checkpoint": partial(_on_load_checkpoint, callback),
+            }
+        )
+
+
+def average_shards(trainer: pl.Trainer, engine: Engine) -> None:
+    """After sharding: give averaging callbacks a sharded copy."""
+    for callback in _averaging(trainer):
+        callback._average_model = ShardedAverage(  # type: ignore[assignment]
+            engine, use_buffers=callback._use_buffers, device=callback._device, **callback._kwargs
+        )
+        if (checkpoint := callback.__dict__.pop(_WAITING, None)) is not None:
+            assert trainer.lightning_module is not None
+            _on_load_checkpoint(callback, trainer, trainer.lightning_module, checkpoint)
+
+
+def current_weights(checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The weights that training goes on with; the callback saves averages under their key."""
+    weights: Mapping[str, Any] = checkpoint.get("current_model_state", checkpoint["state_dict"])
+    return weights
+
+
+@contextlib.contextmanager
+def as_trained(trainer: pl.Trainer) -> Iterator[None]:
+    """Inside a validation: the model holds what is trained, and not the averages."""
+    found = (callback._average_model for callback in _averaging(trainer))
+    swapped = [average for average in found if isinstance(average, ShardedAverage) and average.swapped]
+    for average in reversed(swapped):
+        average.exchange(swap=True)
+    try:
+        yield
+    finally:
+        for average in swapped:
+            average.exchange(swap=True)
+
+
+def let_go(trainer: pl.Trainer) -> None:
+    """After the run: the callbacks are themselves again."""
+    for callback in _averaging(trainer):
+        for name in _PATCHED:
+            callback.__dict__.pop(name, None)
+
+
+def _averaging(trainer: pl.Trainer) -> list[WeightAveraging]:
+    return [c for c in trainer.callbacks if isinstance(c, WeightAveraging)]  # type: ignore[attr-defined]
+
+
+# -- what stands for the callback's methods during a run --------------------------------------------------------------
+
+
+def _set_up_later(callback: WeightAveraging, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    """What a subclass does in its own ``setup``, less the copy of the module: :func:`average_shards` makes it later."""
+    with _no_copy(callback):
+        try:
+            type(callback).setup(callback, trainer, pl_module, stage)
+        except AttributeError as error:
+            if callback._average_model is None:
+                error.add_note(
+                    f"With a ZeRO strategy the averages of {type(callback).__name__} (_average_model) are made after "
+                    "setup(), when the module is sharded. What needs them belongs into on_fit_start()."
+                )
+            raise
+
+
+@contextlib.contextmanager
+def _no_copy(callback: WeightAveraging) -> Iterator[None]:
+    """Inside, Lightning's own ``setup`` does nothing to ``callback``."""
+    kept = WeightAveraging.__dict__["setup"]
+
+    def setup(self: WeightAveraging, *args: Any, **kwargs: Any) -> None:
+        if self is not callback:
+            kept(self, *args, **kwargs)
+
+    WeightAveraging.setup = setup  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        WeightAveraging.setup = kept  # type: ignore[method-assign]
+
+
+def _exchange(callback: WeightAveraging, pl_module: pl.LightningModule, *, swap: bool) -> None:
+    average = _average_of(callback)
+    average.exchange(swap=swap)
+    average.swapped ^= swap
+
+
+def _on_load_checkpoint(
+    callback: WeightAveraging, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+) -> None:
+    if callback._average_model is None:
+        if trainer.state.fn == TrainerFn.FITTING:
+            callback.__dict__[_WAITING] = checkpoint  # until there are shards
+        else:
+            type(callback).on_load_checkpoint(callback, trainer, pl_module, checkpoint)
+        return
+    with values.loading_into_shards(_average_of(callback).engine):  # the callback calls pl_module.load_state_dict
+        type(callback).on_load_checkpoint(callback, trainer, pl_module, checkpoint)
+
+
+def _average_of(callback: WeightAveraging) -> ShardedAverage:
+    average: Any = callback._average_model
+    if not isinstance(average, ShardedAverage) or engine_of(average.engine.module) is not average.engine:
+        raise RuntimeError(
+            f"the averages of {type(callback).__name__} belong to a run with another strategy or other settings. Give "
+            "each Trainer a callback of its own."
+        )
+    return average

@@ -1,0 +1,267 @@
+"""What happens when training is interrupted: signals that end a run, and checkpoints asked for on exceptions.
+
+Both come at moments that differ between ranks, and saving takes collectives of all of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning_utilities.core.rank_zero import rank_zero_warn
+
+from lightning_zero.ranks.verdict import REQUEUE, VERDICT_VARIABLE, give_verdict
+from lightning_zero.trainer.validations import Validations
+
+if TYPE_CHECKING:
+    from lightning_zero.engine import Engine
+    from lightning_zero.trainer.strategy import ZeroStrategy
+
+MEET_S = 10.0  # how long a rank that failed waits for the others to fail at the same place
+SAVING_SHARE = 0.05  # of the time, at most, that saving every so often may take
+TERMINATED = 128 + signal.SIGTERM  # exit code
+_TERM_HANDLER = "_sigterm_notifier_fn"
+_AGREEMENT, _ADVANCE = "_broadcast_sigterm_tensor", "advance"
+_NOTHING, _SAVE, _TERM, _REQUEUE = range(4)
+
+
+class Left(SIGTERMException):
+    """All ranks leave together between two steps, or two batches of a validation; what was asked to be saved is."""
+
+
+class Interruptions:
+    """Answers signals between two steps: a handler leaves a note, and at the next step boundary all ranks agree. So
+    they do between two batches of a validation, which may take longer than a scheduler waits.
+
+    Lightning answers inside the handlers: it saves there and broadcasts there, and ranks that are at different places
+    then mix up their collectives. It also broadcasts on the device before every batch, whose result the host waits for.
+    Here a signal to one rank is enough, and the agreement is one small message between hosts for each step.
+
+    ::
+
+        signal             training                                     nothing is trained
+        requeue_signal     save, requeue, leave (SLURM only)            requeue
+        SIGTERM            save if asked to, leave                      leave at once
+
+    A validation inside an accumulation window, whose gradients would be lost, is finished before anything is saved; so
+    is one after which a scheduler goes by a metric of training. The sanity check before training saves nothing: there
+    is nothing that the run did not start from.
+
+    SIGTERM on SLURM (cancelled, or preempted and then requeued by SLURM itself) saves too. The handler of the requeue
+    signal takes the place of one that is there already (submitit's, which would requeue without saving).
+
+    Args:
+        training: else only evaluating.
+        saves_on_sigterm: also where SLURM is not.
+        save_every_s: save after so many seconds, for runs that are started again; seldomer if saving takes more than
+            :data:`SAVING_SHARE` of the time.
+    """
+
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        engine: Engine,
+        *,
+        training: bool,
+        saves_on_sigterm: bool = False,
+        save_every_s: float | None = None,
+    ) -> None:
+        self._trainer = trainer
+        self._comm = engine.comm
+        self.training = training
+        self._noted = _NOTHING
+        self._save_every_s = save_every_s
+        self._next_save = time.monotonic() + save_every_s if save_every_s is not None else float("inf")
+        self._connector = trainer._signal_connector
+        environment = trainer._accelerator_connector.cluster_environment
+        self._on_slurm = isinstance(environment, SLURMEnvironment)
+        self._saves = saves_on_sigterm or self._on_slurm
+        self._signum: signal.Signals | None = None
+        if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
+            self._signum = environment.requeue_signal
+        self._before: Any = None
+        self._main_thread = threading.current_thread() is threading.main_thread()
+        # Before Lightning, which leaves a signal alone that has a handler.
+        if self._main_thread and self._signum is not None:
+            self._before = signal.signal(self._signum, self._on_requeue_signal) or signal.SIG_DFL
+        setattr(self._connector, _TERM_HANDLER, self._on_term)
+        self._loop = trainer.fit_loop.epoch_loop
+        setattr(self._loop, _AGREEMENT, lambda: None)
+        self._advance = self._loop.advance
+        self._validations: Validations | None = None
+        if training:
+            setattr(self._loop, _ADVANCE, self._advance_from_boundary)
+            self._validations = Validations(trainer, self._agree_in_validation)
+
+    def _on_requeue_signal(self, signum: int, frame: Any) -> None:
+        if self.training:
+            self._noted = max(self._noted, _REQUEUE)
+        elif self._requeue() and VERDICT_VARIABLE in os.environ:
+            raise SystemExit(1)  # nobody else does it for the script; srun takes the other ranks down
+
+    def _on_term(self, signum: int, frame: Any) -> None:
+        launcher = self._trainer.strategy.launcher
+        if launcher is not None and self._noted < _TERM:
+            launcher.kill(signum)  # type: ignore[attr-defined]  # to the processes that this one has started
+        self._noted = max(self._noted, _TERM)
+        if not self.training:
+            self._connector.received_sigterm = True
+            raise SIGTERMException(self._code)
+
+    @property
+    def _code(self) -> int:
+        """Of the process: elsewhere one that tells a launcher that the run has not come to its end."""
+        return 0 if self._on_slurm else TERMINATED  # srun kills the ranks that take longer than one that fails
+
+    def _advance_from_boundary(self, data_fetcher: Any) -> None:
+        """Before a batch is fetched: a loader that knows its place would say that it has been given out."""
+        loop = self._loop
+        first_of_window = (loop.batch_idx + 1) % self._trainer.accumulate_grad_batches == 0
+        if first_of_window and not loop.restarting:  # inside a window, what it has accumulated would be lost
+            self.at_boundary()
+        self._advance(data_fetcher)
+
+    def at_boundary(self, *, last: bool = False) -> None:
+        """On all ranks, between two steps: save, and leave if any rank got a signal.
+
+        Args:
+            last: no step follows.
+
+        Raises:
+            Left: on all ranks.
+        """
+        due = self._trainer.is_global_zero and time.monotonic() > self._next_save and not last
+        noted = max(self._noted, _SAVE if due else _NOTHING)
+        asked = int(self._comm.max_(torch.tensor([noted], dtype=torch.int64)).item())
+        if not asked:
+            return
+        self._answer(asked, contextlib.nullcontext() if last else self._as_lightning_saves())
+
+    def between_validation_batches(self) -> None:
+        """On all ranks that have another batch of a validation inside fit: save, and leave if any rank got a signal.
+
+        Raises:
+            Left: on all ranks.
+        """
+        if self._validations is not None:
+            self._agree_in_validation(True)
+
+    def _agree_in_validation(self, running: bool) -> bool:
+        noted = torch.tensor([self._noted, running], dtype=torch.int64)
+        asked, any_runs = self._comm.max_(noted).tolist()
+        if asked < _TERM:  # saving every so often can wait for a step
+            return bool(any_runs)
+        validations = self._validations
+        assert validations is not None
+        if self._trainer.sanity_checking or (asked == _TERM and not self._saves):
+            self._answer(asked, None)
+        elif validations.can_be_done_anew():
+            self._answer(asked, validations.undone())
+        return bool(any_runs)
+
+    def _answer(self, asked: int, saving: contextlib.AbstractContextManager[None] | None) -> None:
+        """
+        Args:
+            saving: inside, things are as a checkpoint is to find them; None: there is nothing to save.
+        """
+        self._noted = _NOTHING  # a note that came in the meantime is for the next boundary
+        if saving is not None and (asked != _TERM or self._saves):
+            with saving:
+                self._save("saved" if asked == _SAVE else "interrupted: saved", leaving=asked != _SAVE)
+        elif self._trainer.is_global_zero:
+            what = "SIGTERM" if asked == _TERM else "requeue"
+            print(f"interrupted at step {self._trainer.global_step}: {what}", flush=True)
+        if asked == _TERM:
+            self._connector.received_sigterm = True
+            raise Left(self._code)
+        if asked == _REQUEUE and self._trainer.strategy.broadcast(self._requeue()):
+            raise Left(0)
+
+    @contextlib.contextmanager
+    def _as_lightning_saves(self) -> Iterator[None]:
+        """Lightning saves before it counts the step for loggers, and counts it when it loads. A batch that is counted
+        as fetched and not begun tells it that validations after the batch before it are done."""
+        loop, progress = self._loop, copy.deepcopy(self._loop.batch_progress)
+        loop.batch_progress.increment_ready()
+        ahead = not loop._should_accumulate()  # what it asks when it loads
+        loop._batches_that_stepped -= ahead
+        try:
+            yield
+        finally:
+            loop._batches_that_stepped += ahead
+            loop.batch_progress = progress
+
+    def _save(self, what: str, *, leaving: bool) -> None:
+        started = time.monotonic()
+        trainer = self._trainer
+        for logger in trainer.loggers:
+            logger.save()
+        folder = trainer.default_root_dir
+        path = trainer.strategy.broadcast(str(trainer._checkpoint_connector.hpc_save_path(folder)))
+        trainer.save_checkpoint(path, weights_only=False)
+        if leaving:
+            cast("ZeroStrategy", trainer.strategy).finish_writes()  # a requeue ends these processes
+        if trainer.is_global_zero:
+            print(f"{what} step {trainer.global_step} in {path}", flush=True)
+            for older in Path(folder).glob("hpc_ckpt_*.ckpt"):  # each holds the whole state
+                if str(older) != path:
+                    trainer.strategy.remove_checkpoint(str(older))
+        if self._save_every_s is not None:
+            now = time.monotonic()
+            self._next_save = now + max(self._save_every_s, (now - started) / SAVING_SHARE)
+
+    def _requeue(self) -> bool:
+        """Ask SLURM, or the script of the job, to run it again; whether that will be."""
+        if give_verdict(REQUEUE) or not self._trainer.is_global_zero:
+            return True
+        job = os.environ["SLURM_JOB_ID"]
+        if "SLURM_ARRAY_JOB_ID" in os.environ:
+            job = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"
+        try:
+            done = subprocess.run(["scontrol", "requeue", job], capture_output=True, text=True)
+            failure = (done.stderr.strip() or f"exit code {done.returncode}") if done.returncode else ""
+        except OSError as error:
+            failure = str(error)
+        if failure:
+            rank_zero_warn(f"the job {job} is not requeued and goes on to its end: scontrol requeue: {failure}")
+        return not failure
+
+    def let_go(self) -> None:
+        """Lightning's own answers are back."""
+        self._connector.__dict__.pop(_TERM_HANDLER, None)
+        for name in (_AGREEMENT, _ADVANCE):
+            self._loop.__dict__.pop(name, None)
+        if self._validations is not None:
+            self._validations.let_go()
+        if self._main_thread and self._signum is not None:
+            self._connector._original_handlers[self._signum] = self._before  # what Lightning puts back in a moment
+
+
+def refuse_lonely_save(engine: Engine) -> None:
+    """A checkpoint is asked for while an exception is handled: all ranks must have come to the same place.
+
+    Raises:
+        RuntimeError: they have not, and saving would hang or mix up collectives.
+    """
+    if sys.exc_info()[0] is None:
+        return
+    missing = engine.comm.waits.missing_here(MEET_S)
+    if missing:
+        raise RuntimeError(
+            f"no checkpoint is saved on this exception: rank(s) {missing} did not fail at the same place within "
+            f"{MEET_S:g} s, and a checkpoint takes all ranks. Resume from the last regular checkpoint "
+            "(ModelCheckpoint(every_n_train_steps=...))."
+        )

@@ -1,0 +1,100 @@
+"""What is shown at the start, the units that were chosen, and at the end: the bytes that were held and planned."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+from lightning_zero.planning import memory
+from lightning_zero.planning.memory import Moment, Phase, Role
+from lightning_zero.planning.placement import ON_DEVICE, Tier
+
+if TYPE_CHECKING:
+    from lightning_zero.engine import Engine
+    from lightning_zero.engine.units.unit import Unit
+
+_SIZES = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def human_bytes(nbytes: float) -> str:
+    """``1536`` -> ``1.5 KiB``."""
+    for size in _SIZES:
+        if nbytes < 1024 or size == _SIZES[-1]:
+            return f"{nbytes:.0f} {size}" if size == "B" else f"{nbytes:.1f} {size}"
+        nbytes /= 1024
+    raise AssertionError
+
+
+def unit_rows(engine: Engine) -> list[tuple[str, str, str, str]]:
+    """Rows (unit, parameters, gathered bytes, where its roles rest); runs of equal units share one."""
+
+    def facts(unit: Unit) -> tuple[int, int, str]:
+        nbytes = sum(b.full.nbytes for b in unit.buckets)
+        return sum(i.numel for i in unit.infos()), nbytes, _where(unit)
+
+    rows = []
+    for (numel, nbytes, where), same in groupby(engine.units, facts):
+        units = list(same)
+        name = units[0].title if len(units) == 1 else f"{units[0].title} .. {units[-1].title} ({len(units)} units)"
+        each = "" if len(units) == 1 else " each"
+        rows.append((name, f"{numel:,}{each}", f"{human_bytes(nbytes)}{each}", where))
+    return rows
+
+
+def _where(unit: Unit) -> str:
+    """``device``, or what rests where: ``parameters device, gradients host, optimizer nvme``."""
+    rows = [b.tiers.row for b in unit.buckets]
+    row = next((r for r in rows if r != ON_DEVICE), ON_DEVICE)  # beside others, some tiny buckets stay on the device
+    if len(set(row)) == 1:
+        return row.master.name
+    return f"parameters {row.compute_param.name}, gradients {row.grad.name}, optimizer {row.master.name}"
+
+
+def print_units(engine: Engine, console: Console | None = None) -> None:
+    """The table of units."""
+    precision = engine.precision.name
+    table = Table(
+        title=f"{engine.config.stage.name.name}, {precision}, {engine.world_size} rank(s)", title_justify="left"
+    )
+    for column in ("unit", "parameters", "gathered", "tier"):
+        table.add_column(column, justify="left" if column in ("unit", "tier") else "right")
+    for row in unit_rows(engine):
+        table.add_row(*row)
+    (console or Console(stderr=True)).print(table)
+
+
+def print_held(engine: Engine, micro_batches: int = 1, console: Console | None = None) -> None:
+    """The table at the end of a run: what this rank was planned to hold, and what it holds.
+
+    Gradients that the user has cleared are dropped at the next backward: they are held, and planned, until then.
+    """
+    import torch
+
+    from lightning_zero.engine.whole.held_bytes import held_bytes, limits_of, plan_of, state_tensors
+
+    engine.settle()
+    buckets, states = plan_of(engine), state_tensors(engine)
+    held = held_bytes(engine)
+    gone = not any(nbytes for (role, _), nbytes in held.items() if role is Role.grad)
+    moment = Moment.cleared if gone else Moment.reduced
+    plan = memory.planned_bytes(buckets, engine.comm.shard_rank, state_tensors=states, moment=moment)
+    table = Table(title="bytes of rank 0 at rest", title_justify="left")
+    table.add_column("role")
+    table.add_column("tier")
+    for column in ("planned", "measured"):
+        table.add_column(column, justify="right")
+    for role in Role:
+        for tier in Tier:
+            if (role, tier) in plan | held and (plan[role, tier] or held[role, tier]):
+                table.add_row(role.value, tier.value, human_bytes(plan[role, tier]), human_bytes(held[role, tier]))
+    if engine.comm.device.type == "cuda":
+        peaks = memory.peak_bytes(
+            buckets, limits_of(engine, micro_batches), engine.comm.shard_rank, state_tensors=states
+        )
+        most = max(memory.on_tier(peaks[phase], Tier.device) for phase in Phase)
+        measured = torch.cuda.max_memory_allocated(engine.comm.device)
+        table.add_row("peak, activations not planned", "device", human_bytes(most), human_bytes(measured))
+    (console or Console(stderr=True)).print(table)

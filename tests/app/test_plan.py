@@ -1,0 +1,207 @@
+"""The memory plan as a command: what it shows, what fits and what would, mistakes, and that it takes no memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch  # noqa: F401  here, because it sets environment variables
+import pytest
+import torch
+from hydra.core.global_hydra import GlobalHydra
+
+from lightning_zero.app import plan, train
+from lightning_zero.app.schema import MachineConfig, parse_bytes
+from lightning_zero.config import ConfigError, Offload, Stage
+from lightning_zero.planning.fit import Machine, Model, allowed_rows, best, plan_row
+from lightning_zero.planning.memory import BucketShape, Itemsizes, Limits
+from lightning_zero.planning.placement import Tier
+
+ROOT = Path(__file__).parent.parent.parent
+MACHINE = ("machine.gpus=8", "machine.gpu_memory=80GB", "machine.host_memory=512GB", "machine.nvme=2TB")
+LARGE = ("model.n_layer=80", "model.d_model=8192", "model.n_head=64", "model.vocab_size=131072")
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Runs the command in this process, in an empty folder: (exit code, stdout, stderr)."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*overrides: str) -> tuple[int, str, str]:
+        GlobalHydra.instance().clear()
+        monkeypatch.setattr(train, "_entered", False)
+        monkeypatch.setattr(sys, "argv", ["plan", *overrides])
+        code = 0
+        try:
+            plan.main()
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return run
+
+
+def row_of(document: dict[str, Any], stage: str, offload: str) -> dict[str, Any]:
+    (row,) = (r for r in document["rows"] if (r["stage"], r["offload"]) == (stage, offload))
+    return row
+
+
+def test_json_is_one_document_with_every_row(command: Any) -> None:
+    code, out, _ = command("json=true", *MACHINE, "zero/precision=bf16", "zero/stage=zero2")
+    assert code == 0
+    document = json.loads(out)
+    assert [(r["stage"], r["offload"]) for r in document["rows"]] == [(s.value, o.value) for s, o in allowed_rows()]
+    assert len(document["rows"]) == 16
+    assert [r["stage"] for r in document["rows"] if r["chosen"]] == ["zero2"]
+    assert document["machine"]["gpu_memory"] == 80 * 10**9
+    assert document["model"]["parameters"] == document["model"]["trainable"] == 891_648
+    assert document["model"]["optimizer_states"] == 2
+    assert all(r["fits"] for r in document["rows"])
+    assert document["first_that_fits"] == {"stage": "zero0", "offload": "none"}
+
+
+def test_numbers_are_those_of_the_formula(command: Any) -> None:
+    """Matrices of the default model in bf16 with fp32 masters, over 8 ranks; norms and padding are the rest."""
+    document = json.loads(command("json=true", *MACHINE, "zero/precision=bf16")[1])
+    p = document["model"]["parameters"]
+    for stage, grads, compute in (("zero0", 1, 1), ("zero1", 8, 1), ("zero2", 8, 1)):
+        rest = row_of(document, stage, "none")["at_rest"]["device"]
+        assert rest["compute_param"] == pytest.approx(2 * p * compute, rel=0.04)
+        assert rest["grad"] == pytest.approx(4 * p / grads, rel=0.04)
+        assert rest["optim_state"] == pytest.approx(8 * p / grads, rel=0.04)
+    cpu = row_of(document, "zero3", "cpu")
+    assert cpu["at_rest"]["host"]["optim_state"] == pytest.approx(8 * p / 8, rel=0.04)
+    assert cpu["per_host"] >= 8 * sum(cpu["at_rest"]["host"].values())
+
+
+def test_the_table(command: Any, tmp_path: Path) -> None:
+    code, out, err = command(*MACHINE, "zero/precision=bf16", "zero.offload.name=cpu")
+    assert code == 0, err
+    assert max(map(len, out.splitlines())) <= 120
+    (chosen,) = (line for line in out.splitlines() if ">" in line)
+    assert "zero3" in chosen and " cpu " in chosen and "yes" in chosen
+    assert "891,648 parameters, bf16; 8 GPU(s) of 74.5G each, 476.8G of host memory, 1.8T of disk" in out
+    assert "Try first: zero/stage=zero0 zero/offload=none" in out
+    for stage, offload in allowed_rows():
+        assert any(stage.value in line and f" {offload.value} " in line for line in out.splitlines())
+    assert list(tmp_path.iterdir()) == []  # nothing is left behind
+
+
+def test_what_does_not_fit_says_what_would(command: Any) -> None:
+    small = ("machine.gpus=2", "machine.gpu_memory=12MB", "machine.host_memory=400MB", "machine.nvme=1GB")
+    document = json.loads(command("json=true", *small)[1])
+    full = row_of(document, "zero0", "none")
+    assert not full["fits"]
+    assert full["missing"] == {"gpu": full["per_gpu"] - 12 * 10**6}
+    assert full["gpus_that_fit"] is None  # replicated: no number of GPUs helps
+    sharded = row_of(document, "zero3", "none")
+    assert sharded["gpus_that_fit"] == 4
+    assert sharded["offload_that_fits"] == "optimizer_cpu"
+    assert row_of(document, "zero3", "optimizer_cpu")["fits"]
+    out = command(*small)[1]
+    line = r"^zero3 \+ none: lacks [\d.]+M on each GPU; fits with 4 GPUs or zero/offload=optimizer_cpu$"
+    assert re.search(line, out, re.MULTILINE), out
+
+
+def test_without_a_disk_rows_that_need_one_say_so(command: Any) -> None:
+    out = command("machine.gpus=2", "machine.gpu_memory=1GB", "machine.host_memory=1GB")[1]
+    (line,) = (x for x in out.splitlines() if x.startswith("zero3 + nvme:"))
+    assert "machine.nvme or zero.offload.nvme_path" in line
+
+
+def test_nothing_fits(command: Any) -> None:
+    out = command("machine.gpus=1", "machine.gpu_memory=1kB", "machine.host_memory=1kB", "machine.nvme=1kB")[1]
+    assert "Nothing fits" in out
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("machine.gpu_memory=80XB", "machine.gpu_memory: expected a size"),
+        ("machine.gpus=0", "machine.gpus: expected a number > 0, got 0"),
+        ("machine.gpu=8", "machine.gpu"),
+        ("+machine.gpu=8", "machine.gpu: no such setting"),
+        ("json=perhaps", "json"),
+        ("zero.prefetch_bytes=-1", "zero.prefetch_bytes: expected a number >= 0"),
+        ("zero/stage=7", "zero/stage"),
+        ("model._target_=no.such.Model", "no.such.Model"),
+        ("+extra=1", "extra: no such setting"),
+    ],
+)
+def test_mistakes_end_in_a_sentence(command: Any, override: str, message: str) -> None:
+    code, _, err = command(override)
+    assert code == 2
+    assert message in err
+    assert "Traceback" not in err
+
+
+def test_sizes() -> None:
+    sizes = {"80GB": 80 * 10**9, "80GiB": 80 * 2**30, "1.5 kib": 1536, "2tb": 2 * 10**12, 12345: 12345, "7B": 7}
+    assert {text: parse_bytes("key", text) for text in sizes} == sizes
+    for text in ("", "GB", "-1GB", "80G", True, "1,5GB"):
+        with pytest.raises(ConfigError, match="Change key"):
+            parse_bytes("key", text)
+    assert MachineConfig(gpu_memory="1kB").gpu_memory == 1000
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "states"),
+    [(("optimizer=adamw",), 2), (("optimizer=sgd",), 1), (("optimizer=sgd", "optimizer.momentum=0"), 0)],
+)
+def test_states_are_those_of_the_optimizer(command: Any, optimizer: tuple[str, ...], states: int) -> None:
+    assert json.loads(command("json=true", *optimizer)[1])["model"]["optimizer_states"] == states
+    assert json.loads(command("json=true", "optimizer_states=3", *optimizer)[1])["model"]["optimizer_states"] == 3
+
+
+def test_the_machine_at_hand(command: Any, tmp_path: Path) -> None:
+    document = json.loads(command("json=true", "zero/offload=none", "trainer.devices=3")[1])
+    assert document["machine"]["gpus"] == 3
+    if not torch.cuda.is_available():
+        assert document["machine"]["gpus_share_host_memory"]
+    assert 0 < document["machine"]["host_memory"] < 2**50
+    assert document["machine"]["nvme"] == 0
+
+
+def test_seventy_billion_parameters_take_seconds_and_no_memory(tmp_path: Path) -> None:
+    code = (
+        "import resource, sys; from lightning_zero import plan; plan.main();"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, file=sys.stderr)"
+    )
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    start = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", code, "json=true", "zero/precision=bf16", *MACHINE, *LARGE],
+        cwd=tmp_path,
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert time.monotonic() - start < 60
+    document = json.loads(done.stdout)
+    assert 64e9 < document["model"]["parameters"] < 72e9
+    assert int(done.stderr.split()[-1]) * 1024 < 2 * 2**30  # of 130 GiB of weights
+    assert document["first_that_fits"] == {"stage": "zero3", "offload": "optimizer_nvme"}
+    assert row_of(document, "zero3", "none")["gpus_that_fit"] == 32  # 16 would hold 67 GB at rest, but not the peak
+
+
+def test_processes_without_gpus_share_the_hosts_memory() -> None:
+    shapes = (BucketShape(0, (2**20,), Itemsizes(4, 4, 4, 4)),)
+    model = Model(("",), shapes, Limits(0, 0, 1))
+    machine = Machine(gpus=2, gpu_memory=0, host_memory=10**9, nvme=0, shared=True)
+    settings = plan.OffloadConfig()
+    row = plan_row(model, Stage.zero1, Offload.optimizer_cpu, machine, settings)
+    assert row.fits
+    needed = row.per_host[Tier.device] + row.per_host[Tier.host]
+    tight = Machine(gpus=2, gpu_memory=0, host_memory=needed - 1, nvme=0, shared=True)
+    row = plan_row(model, Stage.zero1, Offload.optimizer_cpu, tight, settings)
+    assert [(s.tier, s.nbytes) for s in row.shortages] == [(Tier.host, 1)]
+    assert best([row]) is None

@@ -1,0 +1,514 @@
+"""The Hydra groups: every file composes into the dataclasses, mistakes end in a sentence, other apps can use them."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra import compose, initialize_config_module
+from hydra.core.hydra_config import HydraConfig
+from lightning.pytorch import Trainer
+from omegaconf import DictConfig, OmegaConf
+
+import lightning_zero
+from lightning_zero.app import train
+from lightning_zero.app.instantiate import accepted_arguments, locate
+from lightning_zero.app.schema import MachineConfig, TrainConfig, TrainerConfig, register_schema, run_name
+from lightning_zero.config import PRECISION_FLAGS, ConfigError, Precision, ZeroConfig, make_config
+from lightning_zero.data.text import TextData
+from lightning_zero.models.gpt import LitGPT
+from lightning_zero.presets import PRESETS, preset_config
+from lightning_zero.trainer.strategy import ZeroStrategy
+
+ROOT = Path(__file__).parent.parent.parent
+CONF = ROOT / "conf"
+ALL_OPTIONS = sorted(
+    f"{file.parent.relative_to(CONF).as_posix()}={file.stem}" for file in CONF.rglob("*.yaml") if file.parent != CONF
+)
+MACHINES = [option for option in ALL_OPTIONS if option.startswith("machine=")]  # of plan and submit
+OPTIONS = [option for option in ALL_OPTIONS if option not in MACHINES]
+
+
+def composed(*overrides: str) -> DictConfig:
+    register_schema()
+    with initialize_config_module("lightning_zero.conf", version_base="1.3"):
+        cfg = compose("train", overrides=list(overrides), return_hydra_config=True)
+        HydraConfig.instance().set_config(cfg)
+        OmegaConf.set_struct(cfg, False)
+        del cfg["hydra"]
+        cfg.run_dir = "run"  # there is no run folder here
+        return cfg
+
+
+def config_of(*overrides: str) -> TrainConfig:
+    cfg = composed(*overrides)
+    train.check_keys(cfg)
+    config = OmegaConf.to_object(cfg)
+    assert isinstance(config, TrainConfig)
+    return config
+
+
+# -- what is in the folders ---------------------------------------------------------------------------------------
+
+
+def test_all_groups_are_there() -> None:
+    groups = {o.partition("=")[0] for o in ALL_OPTIONS}
+    assert groups == {
+        *("zero/stage", "zero/precision", "zero/offload", "zero/comm"),
+        *("model", "data", "optimizer", "trainer", "callbacks", "logger", "experiment", "debug"),
+        *("cluster", "machine"),
+    }
+
+
+def needed_by(option: str) -> list[str]:
+    """Overrides without which a file means nothing: rows of ``zero/offload`` that use files."""
+    return ["zero.offload.nvme_path=/somewhere"] if option.startswith("zero/offload=") and "nvme" in option else []
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_every_file_composes_and_means_what_the_dataclasses_say(option: str) -> None:
+    config = config_of(option, *needed_by(option))
+    assert isinstance(config.zero, ZeroConfig)
+    assert isinstance(config.trainer, TrainerConfig)
+
+
+@pytest.mark.parametrize("name", ["plan", "submit"])
+@pytest.mark.parametrize("option", MACHINES)
+def test_every_machine_composes(name: str, option: str) -> None:
+    register_schema()
+    with initialize_config_module("lightning_zero.conf", version_base="1.3"):
+        machine = OmegaConf.to_object(compose(name, overrides=[option]).machine)
+    assert isinstance(machine, MachineConfig)
+    assert option == "machine=here" or machine.gpu_memory > 2**34
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_every_target_takes_what_its_file_gives_it(option: str) -> None:
+    config = config_of(option, *needed_by(option))
+    nodes = {"model": config.model, "data": config.data, "optimizer": config.optimizer}
+    nodes |= {f"callbacks.{k}": v for k, v in config.callbacks.items()}
+    nodes |= {f"logger.{k}": v for k, v in config.logger.items()}
+    for key, node in nodes.items():
+        target = locate(key, node["_target_"])
+        given = {k for k in node if k not in ("_target_", "_partial_")}
+        assert given <= (accepted_arguments(target) or given), key
+
+
+def test_defaults_in_the_files_are_those_of_python() -> None:
+    """Composing the main job without a word gives the defaults of the dataclasses."""
+    zero = config_of().zero
+    assert zero == make_config(precision="fp32")
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_a_preset_is_a_composition_of_rows(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """By string, in Python and by Hydra: one configuration."""
+    folder = str(tmp_path)
+    row = PRESETS[name]
+    uses_files = "nvme" in row.offload
+    by_hydra = config_of(
+        f"zero/stage={row.stage}",
+        f"zero/offload={row.offload}",
+        "zero.precision.name=null",
+        *([f"zero.offload.nvme_path={folder}"] if uses_files else []),
+    ).zero
+    offload = {"name": row.offload, **({"nvme_path": folder} if uses_files else {})}
+    in_python = ZeroStrategy(row.stage, config=make_config(offload=offload)).config
+    monkeypatch.setenv("LIGHTNING_ZERO_NVME_PATH", folder)
+    by_string = Trainer(strategy=name, accelerator="cpu", devices=1, logger=False, barebones=True).strategy
+    assert isinstance(by_string, ZeroStrategy)
+    assert by_hydra == in_python == by_string.config == preset_config(name)
+    assert by_hydra.offload.nvme_path == (folder if uses_files else None)
+
+
+def test_files_of_a_row_hold_its_name_alone() -> None:
+    """Otherwise a preset string, which knows rows by name, would mean something else than the file."""
+    for group in ("stage", "precision", "offload"):
+        for file in (CONF / "zero" / group).glob("*.yaml"):
+            assert OmegaConf.to_container(OmegaConf.load(file)) == {"name": file.stem}
+
+
+def test_trainer_settings_are_lightnings() -> None:
+    theirs = set(inspect.signature(Trainer.__init__).parameters)
+    ours = {f.name for f in fields(TrainerConfig)}
+    assert ours <= theirs
+    # Given otherwise, or without a meaning here.
+    assert theirs - ours == {
+        *("self", "strategy", "callbacks", "logger", "plugins", "default_root_dir", "barebones"),
+        *("enable_autolog_hparams", "model_registry"),
+    }
+
+
+def test_trainer_defaults_are_lightnings() -> None:
+    theirs = inspect.signature(Trainer.__init__).parameters
+    differing = {f.name for f in fields(TrainerConfig) if f.default != theirs[f.name].default}
+    assert differing == {"num_nodes"}  # Lightning's 1, unless a launcher says otherwise
+
+
+@pytest.mark.parametrize(
+    ("variables", "nodes", "devices"),
+    [
+        ({"TORCHELASTIC_RUN_ID": "a", "WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "3"}, 3, 2),
+        ({"SLURM_NTASKS": "8", "SLURM_PROCID": "1", "SLURM_NNODES": "2"}, 2, 4),
+        ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, 1, 4),
+        ({}, 1, 2),
+    ],
+)
+def test_nodes_and_devices_are_those_of_the_launcher(
+    variables: dict[str, str], nodes: int, devices: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_NTASKS", "SLURM_PROCID", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    config = TrainerConfig(accelerator="cpu")
+    assert (train.number_of_nodes(config), train.local_devices(config)) == (nodes, devices)
+    given = TrainerConfig(accelerator="cpu", num_nodes=5, devices=7)
+    assert (train.number_of_nodes(given), train.local_devices(given)) == (5, 7)
+
+
+def test_model_and_data_files_name_every_argument() -> None:
+    config = config_of()
+    assert set(config.model) - {"_target_"} == (accepted_arguments(LitGPT) or set()) - {"optimizer"}
+    assert set(config.data) - {"_target_"} == accepted_arguments(TextData)
+
+
+def test_precision_rows_have_one_meaning() -> None:
+    assert set(PRECISION_FLAGS) == set(Precision)
+    files = Path(lightning_zero.__file__).parent / "conf" / "zero" / "precision"
+    assert {path.stem for path in files.glob("*.yaml")} == {row.name for row in Precision}
+
+
+# -- what overrides do --------------------------------------------------------------------------------------------
+
+
+def test_overrides_reach_the_dataclasses() -> None:
+    config = config_of(
+        "zero/stage=zero2",
+        "zero/precision=bf16",
+        "zero.prefetch_bytes=1000",
+        "zero.unit.classes=[Block,Head]",
+        "zero.comm.transport=direct",
+        "trainer.max_steps=50",
+        "model.n_layer=4",
+        "data.block_size=77",
+    )
+    assert config.zero == make_config(
+        stage="zero2",
+        precision="bf16",
+        prefetch_bytes=1000,
+        unit={"classes": ["Block", "Head"]},
+        comm={"transport": "direct"},
+    )
+    assert (config.trainer.max_steps, config.model["n_layer"], config.model["block_size"]) == (50, 4, 77)
+
+
+def test_experiment_changes_several_groups_and_the_command_line_wins() -> None:
+    assert config_of("experiment=gpt_25m").zero.precision.name is Precision.bf16
+    config = config_of("experiment=tiny", "model.n_layer=3", "zero/stage=zero1")
+    assert (config.trainer.max_steps, config.model["n_layer"]) == (20, 3)
+    assert config.zero.stage.name.name == "zero1"
+    assert config_of("experiment=tiny", "debug=fast").trainer.devices == 1
+
+
+@pytest.mark.parametrize(
+    ("row", "asked", "expected"),
+    [
+        ("fp32", None, "32-true"),
+        ("bf16", None, "bf16-mixed"),
+        ("bf16_true", None, "bf16-true"),
+        ("bf16", "bf16-mixed", "bf16-mixed"),
+        ("bf16", "bf16", "bf16-mixed"),
+        ("fp32", "'32'", "32-true"),
+        ("fp64", None, "64-true"),
+        ("fp16_true", "16-true", "16-true"),
+    ],
+)
+def test_the_group_drives_the_precision_of_the_trainer(row: str, asked: str | None, expected: str) -> None:
+    overrides = [f"zero/precision={row}"] + ([f"trainer.precision={asked}"] if asked else [])
+    assert train.agreed_precision(config_of(*overrides)) == expected
+
+
+def test_without_a_row_the_trainer_says() -> None:
+    assert train.agreed_precision(config_of("zero.precision.name=null", "trainer.precision=bf16-true")) == "bf16-true"
+
+
+def test_devices_default_to_two_processes_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("LOCAL_WORLD_SIZE", "SLURM_NTASKS", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+    assert train.local_devices(TrainerConfig(accelerator="cpu")) == 2
+    assert train.local_devices(TrainerConfig(accelerator="cpu", devices=5)) == 5
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    assert train.local_devices(TrainerConfig(accelerator="cpu")) == 3
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    monkeypatch.setenv("SLURM_NTASKS", "8")
+    monkeypatch.setenv("SLURM_PROCID", "1")
+    assert train.local_devices(TrainerConfig(accelerator="cpu", num_nodes=2)) == 4
+
+
+def test_ranks_that_are_started_from_outside_share_a_run_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("SLURM_JOB_ID", "SLURM_PROCID", "SLURM_STEP_ID", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    assert run_name().startswith("20")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "abc")
+    assert run_name() == "torchrun-abc"
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID")
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    monkeypatch.setenv("SLURM_PROCID", "3")
+    monkeypatch.setenv("SLURM_NTASKS", "4")
+    assert run_name() == "slurm-17-0"
+
+
+# -- mistakes, as a user makes them -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def command_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Iterator[Any]:
+    """Calls main with overrides; returns (exit code, what it wrote to stderr). A fit is a failure."""
+
+    def started(*args: object, **kwargs: object) -> None:
+        raise AssertionError("training was started")
+
+    monkeypatch.setattr(Trainer, "fit", started)
+    monkeypatch.setattr(train, "_entered", False)
+    monkeypatch.setattr(train, "seed_everything", lambda *a, **k: 0, raising=False)
+    monkeypatch.setattr("lightning.pytorch.seed_everything", lambda *a, **k: 0)  # sets environment variables
+    monkeypatch.chdir(tmp_path)
+    root, handlers, level = logging.getLogger(), logging.getLogger().handlers[:], logging.getLogger().level
+
+    def call(*overrides: str) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["train", *overrides])
+        with pytest.raises(SystemExit) as stop:
+            train.main()
+        assert isinstance(stop.value.code, int)
+        return stop.value.code, capfd.readouterr().err
+
+    yield call
+    for handler in set(root.handlers) - set(handlers):
+        handler.close()
+    root.handlers[:] = handlers
+    root.setLevel(level)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        # a typo in a key
+        ("trainer.max_step=3", ["max_step", "TrainerConfig"]),
+        ("zero.prefetch=3", ["prefetch", "ZeroConfig"]),
+        ("model.n_layers=3", ["n_layers"]),
+        ("data.pth=x", ["pth"]),
+        ("sed=3", ["sed", "TrainConfig"]),
+        # behind a plus
+        ("+trainer.max_step=3", ["trainer.max_step", "max_steps"]),
+        ("+zero.prefetch=3", ["zero.prefetch", "prefetch_bytes"]),
+        ("+zero.unit.clases=[]", ["zero.unit.clases", "classes"]),
+        ("+model.n_layers=3", ["model.n_layers", "n_layer"]),
+        ("+data.pth=x", ["data.pth", "path"]),
+        ("+optimizer.learning_rate=3", ["optimizer.learning_rate", "lr"]),
+        ("+callbacks.sample.promt=x", ["callbacks.sample.promt", "prompt"]),
+        ("+sed=3", ["sed", "seed"]),
+        ("+zero/stge=zero3", ["zero/stge"]),
+        ("+modell=gpt", ["modell", "model"]),
+        # in a group or its file
+        ("zero/stge=zero3", ["zero/stge"]),
+        ("zero/stage=zero4", ["zero/stage", "zero4", "zero3"]),
+        ("zero/precision=bf17", ["zero/precision", "bf17", "bf16_true"]),
+        ("optimizer=adam", ["optimizer/adam", "adamw"]),
+        ("experiment=huge", ["experiment/huge", "tiny"]),
+        # what Hydra itself would end in a traceback
+        ("zero/stage=3", ["zero/stage=zero3", "zero/stage=3"]),
+        ("zero/stage=null", ["zero/stage", "null", "zero3"]),
+        ("zero/offload=null", ["zero/offload", "null", "none"]),
+        ("model=null", ["model", "null"]),
+        ("logger=null", ["logger", "none"]),
+        # offload
+        ("zero/offload=nvme", ["zero.offload.nvme_path", "LIGHTNING_ZERO_NVME_PATH"]),
+        ("zero/offload=optimizer_nvme", ["zero.offload.nvme_path", "LIGHTNING_ZERO_NVME_PATH"]),
+        ("zero/offload=cpu zero/stage=zero2", ["zero/offload=cpu", "zero/stage=zero2", "optimizer_cpu"]),
+        ("zero/offload=nvme zero/stage=zero1 zero.offload.nvme_path=/tmp", ["zero/offload=nvme", "optimizer_nvme"]),
+        ("zero/offload=optimizer_cpu zero/stage=zero0", ["zero/offload=optimizer_cpu", "zero/stage=zero1"]),
+        ("zero/offload=cpu zero.offload.nvme_path=/tmp", ["zero.offload.nvme_path", "zero/offload=cpu", "no effect"]),
+        ("zero.offload.host_budget=100", ["zero.offload.host_budget", "zero/offload=none", "no effect"]),
+        ("zero/offload=cpu zero.offload.io_threads=2", ["zero.offload.io_threads", "no effect"]),
+        ("zero/offload=gpu", ["zero/offload", "gpu", "optimizer_cpu"]),
+        # a value
+        ("zero.stage.name=zero9", ["zero9", "zero3"]),
+        ("zero.comm.transport=pigeon", ["pigeon", "direct"]),
+        ("zero.prefetch_bytes=lots", ["lots", "zero.prefetch_bytes"]),
+        ("trainer.max_steps=many", ["many", "trainer.max_steps"]),
+        ("trainer.accelerator=abacus", ["abacus", "trainer"]),
+        ("model.n_layer=two", ["model.n_layer", "two"]),
+        ("optimizer.lr=fast", ["optimizer", "AdamW"]),
+        ("callbacks.sample=3", ["callbacks.sample", "3"]),
+        # a range
+        ("zero.prefetch_bytes=-1", ["zero.prefetch_bytes", "-1"]),
+        ("zero.stall_timeout_s=0", ["zero.stall_timeout_s", "0"]),
+        ("trainer.max_steps=-2", ["trainer.max_steps", "-2"]),
+        ("trainer.devices=0", ["trainer.devices", "0"]),
+        ("model.n_layer=0", ["model.n_layer", "0"]),
+        ("model.dropout=1", ["model.dropout", "1"]),
+        ("model.d_model=100 model.n_head=3", ["model.d_model", "model.n_head", "100"]),
+        ("data.batch_size=0", ["data.batch_size", "0"]),
+        ("data.val_fraction=2", ["data.val_fraction", "2"]),
+        ("optimizer.lr=-1", ["optimizer", "-1"]),
+        ("seed=-1", ["seed", "-1"]),
+        ("save_minutes=0", ["save_minutes", "0"]),
+        # a contradiction
+        ("zero/stage=zero2 zero.dynamic=true", ["zero.dynamic", "zero2"]),
+        ("save_minutes=5 trainer.enable_checkpointing=false", ["save_minutes", "trainer.enable_checkpointing"]),
+        ("zero/precision=bf16 trainer.precision=32-true", ["trainer.precision", "zero/precision=bf16", "32-true"]),
+        ("zero.precision.grad_dtype=bf16", ["zero.precision.grad_dtype", "fp32"]),
+        # something that is not there
+        ("data.path=nowhere.txt", ["data.path", "nowhere.txt"]),
+        ("data._target_=nowhere.Data", ["data._target_", "nowhere"]),
+        ("model._target_=nowhere.Lit", ["model._target_", "nowhere"]),
+        ("model._target_=lightning_zero.models.gpt.LitGTP", ["model._target_", "LitGTP"]),
+        ("ckpt_path=nowhere.ckpt", ["ckpt_path", "nowhere.ckpt"]),
+        # a model of one's own
+        ("model._target_=torch.nn.Linear model.n_layer=3", ["model.n_layer", "torch.nn.Linear"]),
+        ("model._target_=torch.nn.Linear", ["model", "in_features"]),
+    ],
+)
+def test_a_mistake_ends_in_a_sentence(command_line: Any, overrides: str, parts: list[str]) -> None:
+    code, said = command_line(*overrides.split())
+    assert code == 2, said
+    assert "Traceback" not in said
+    for part in parts:
+        assert part in said
+
+
+def test_a_sweep_whose_jobs_start_processes_is_refused(command_line: Any) -> None:
+    code, said = command_line("-m", "seed=1,2", "experiment=tiny", "trainer.accelerator=cpu", "trainer.devices=2")
+    assert code == 2
+    assert "--multirun" in said
+    assert "trainer.devices=1" in said
+    assert "Traceback" not in said
+
+
+def test_an_unknown_key_in_an_experiment_file_is_found(command_line: Any, tmp_path: Path) -> None:
+    (tmp_path / "conf" / "experiment").mkdir(parents=True)
+    experiment = tmp_path / "conf" / "experiment" / "mine.yaml"
+    experiment.write_text("# @package _global_\nmodel:\n  n_layers: 3\n")
+    code, said = command_line("--config-dir", str(tmp_path / "conf"), "experiment=mine")
+    assert code == 2
+    assert "model.n_layers" in said
+
+
+def test_a_mistake_in_a_process_of_its_own(tmp_path: Path) -> None:
+    """The whole way: exit code and one sentence."""
+    done = subprocess.run(
+        [sys.executable, "-m", "lightning_zero.train", "zero.prefetch_bytes=-1", f"hydra.run.dir={tmp_path}"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: zero.prefetch_bytes: expected a number >= 0, got -1.")
+    assert "Traceback" not in done.stderr
+
+
+def test_help_is_in_our_words() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "lightning_zero.train", "--help"], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0
+    assert "Train a model under ZeRO" in done.stdout
+    assert "zero/stage: zero0, zero1, zero2, zero3" in done.stdout
+    assert "prefetch_bytes" in done.stdout
+
+
+# -- other apps ---------------------------------------------------------------------------------------------------
+
+APP = """
+import sys
+import hydra
+from omegaconf import OmegaConf
+
+@hydra.main(version_base="1.3", config_path="conf", config_name="app")
+def main(cfg):
+    zero = OmegaConf.to_object(cfg.zero)
+    print(type(zero).__name__, zero.stage.name.name, zero.precision.name.name, zero.prefetch_bytes)
+    print(cfg.precision, cfg.optimizer._target_)
+    print("heavy:", [m for m in ("torch", "lightning") if m in sys.modules])
+
+main()
+"""
+
+APP_CONF = """
+defaults:
+  - zero: schema
+  - zero/stage: zero3
+  - zero/precision: fp32
+  - zero/offload: none
+  - optimizer: adamw
+  - _self_
+precision: ${lightning_zero_precision:${zero.precision.name}}
+hydra: {run: {dir: .}, output_subdir: null}
+"""
+
+
+def run_app(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
+    (folder / "conf").mkdir(exist_ok=True)
+    (folder / "app.py").write_text(APP)
+    (folder / "conf" / "app.yaml").write_text(APP_CONF)
+    code = f"import sys, runpy; sys.path.insert(1, {str(ROOT)!r}); sys.argv = ['app.py', *{list(overrides)!r}]; "
+    return subprocess.run(
+        [sys.executable, "-c", code + "runpy.run_path('app.py', run_name='__main__')"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def test_another_app_composes_our_groups(tmp_path: Path) -> None:
+    done = run_app(tmp_path, "zero/stage=zero1", "zero/precision=bf16", "zero.prefetch_bytes=5", "optimizer=sgd")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["ZeroConfig zero1 bf16 5", "bf16-mixed torch.optim.SGD", "heavy: []"]
+
+
+def test_another_app_gets_our_errors(tmp_path: Path) -> None:
+    done = run_app(tmp_path, "zero.prefetch_bytes=-5")
+    assert done.returncode != 0
+    assert "zero.prefetch_bytes: expected a number >= 0, got -5" in done.stderr
+
+
+# -- pieces -------------------------------------------------------------------------------------------------------
+
+
+def test_keys_of_plain_mappings_are_free_but_not_with_a_slash() -> None:
+    cfg = composed("+model.anything=3")
+    train.check_keys(cfg)
+    with pytest.raises(ConfigError, match="zero/stge"):
+        train.check_keys(composed("+zero/stge=zero1"))
+
+
+@pytest.mark.parametrize("argument", ["zero/stage=zero1", "zero/stage=mine", "zero/stage=zero1,zero2", "seed=3", "-m"])
+def test_arguments_that_hydra_understands_are_left_to_it(argument: str) -> None:
+    train.check_arguments([argument])
+
+
+def test_an_import_that_fails_inside_a_users_module_is_passed_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "users_broken_module.py").write_text("import there_is_no_such_library\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match="there_is_no_such_library"):
+        locate("model._target_", "users_broken_module.Lit")
+
+
+def test_arguments_of_a_subclass_reach_the_base() -> None:
+    class Mine(LitGPT):
+        def __init__(self, extra: int = 0, **kwargs: Any) -> None:
+            super().__init__(**kwargs)
+
+    assert accepted_arguments(Mine) == {"extra"} | (accepted_arguments(LitGPT) or set())

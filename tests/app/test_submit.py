@@ -1,0 +1,410 @@
+"""Submitting without SLURM: the script's text, what is checked before, and a sbatch that only writes down."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch  # noqa: F401  here, because it sets environment variables
+import pytest
+from hydra.core.global_hydra import GlobalHydra
+
+from lightning_zero.app import jobs, submit, train
+from lightning_zero.app.schema import TrainConfig, TrainerConfig
+from lightning_zero.app.slurm import script
+from lightning_zero.app.slurm.cluster import ClusterConfig, ClusterName, ContainerRuntime, seconds_of
+from lightning_zero.config import ConfigError
+
+SMALL = ("experiment=tiny", "data.path=words.txt", "data.cache_dir=tokens")
+SIZE = ("cluster.nodes=4", "cluster.gpus_per_node=8", "cluster.time=24:00:00", "cluster.partition=long")
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Runs submit in this process, in a folder with a text: (exit code, stdout, stderr)."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "words.txt").write_text("some words of text\n" * 5000)
+
+    def run(*overrides: str) -> tuple[int, str, str]:
+        GlobalHydra.instance().clear()
+        monkeypatch.setattr(train, "_entered", False)
+        monkeypatch.setattr(sys, "argv", ["submit", *overrides])
+        code = 0
+        try:
+            submit.main()
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return run
+
+
+@pytest.fixture
+def fake_sbatch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """Puts a sbatch on PATH that keeps what it is given, and answers as told."""
+
+    def install(answer: str = "4711;main", error: str = "") -> Path:
+        file = tmp_path / "bin" / "sbatch"
+        file.parent.mkdir(exist_ok=True)
+        ending = f"echo {shlex.quote(error)} >&2; exit 1" if error else f"echo '{answer}'"
+        file.write_text(f'#!/bin/sh\necho "$@" >{tmp_path}/options\ncat >{tmp_path}/script\n{ending}\n')
+        file.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{file.parent}:{os.environ['PATH']}")
+        return tmp_path / "script"
+
+    return install
+
+
+def slurm(**settings: Any) -> ClusterConfig:
+    return ClusterConfig(name=ClusterName.slurm, **{"nodes": 2, "gpus_per_node": 8, **settings})
+
+
+def text_of(cluster: ClusterConfig, *arguments: str, run_dir: str | None = None) -> str:
+    return script.script(cluster, arguments, folder=Path("/home/me"), run_dir=run_dir)
+
+
+# -- the script -------------------------------------------------------------------------------------------------------
+
+
+def test_the_whole_script() -> None:
+    cluster = slurm(cpus_per_task=12, time="24:00:00", env={"NCCL_SOCKET_IFNAME": "ib0"}, setup=["module load cuda"])
+    assert (
+        text_of(cluster, "experiment=gpt_25m", "data.path='my texts'")
+        == f"""#!/bin/bash
+#SBATCH --job-name=lightning_zero
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=8
+#SBATCH --gpus-per-node=8
+#SBATCH --cpus-per-task=12
+#SBATCH --time=24:00:00
+#SBATCH --chdir=/home/me
+#SBATCH --output=outputs/train/slurm-%j.log
+#SBATCH --open-mode=append
+#SBATCH --signal=USR1@120
+#SBATCH --requeue
+
+export NCCL_SOCKET_IFNAME=ib0
+module load cuda
+
+run_dir="outputs/train/slurm-$SLURM_JOB_ID"
+mkdir -p "$run_dir"
+rm -f "$run_dir/verdict"
+touch "$run_dir/started"
+export LIGHTNING_ZERO_VERDICT="$PWD/$run_dir/verdict"
+
+srun --kill-on-bad-exit=1 --cpus-per-task=12 \\
+    {sys.executable} -m lightning_zero.train \\
+    "hydra.run.dir='$run_dir'" \\
+    experiment=gpt_25m \\
+    "data.path='my texts'"
+
+code=$?
+verdict=$(cat "$run_dir/verdict" 2>/dev/null)
+
+# The time is up, and the ranks have saved and left.
+if [ "$verdict" = requeue ]; then
+    scontrol requeue "$SLURM_JOB_ID"
+# A task was killed or failed: at most 3 times without a new checkpoint.
+elif [ $code -ne 0 ] && [ "$verdict" != refused ]; then
+    new=$(find "$run_dir" -name "*.ckpt" -newer "$run_dir/started" | head -1)
+    if [ -n "$new" ]; then rm -f "$run_dir/failures"; fi
+    echo "$(date): exit code $code on $SLURM_JOB_NODELIST" >>"$run_dir/failures"
+    if [ "$(wc -l <"$run_dir/failures")" -le 3 ]; then
+        scontrol requeue "$SLURM_JOB_ID"
+    fi
+fi
+exit $code
+"""
+    )
+
+
+def test_the_script_reads_where_the_run_writes() -> None:
+    assert 'export LIGHTNING_ZERO_VERDICT="$run_dir/verdict"' in text_of(slurm(), run_dir="/runs/first")
+    assert 'export LIGHTNING_ZERO_VERDICT="$PWD/$run_dir/verdict"' in text_of(slurm(), run_dir="runs/first")
+
+
+def test_options_of_a_site() -> None:
+    text = text_of(
+        slurm(
+            **{key: key for key in ("partition", "account", "qos", "constraint", "reservation", "job_name")},
+            mem="500G",
+            exclusive=True,
+            sbatch=["--mail-type=END", "--comment=two words"],
+            srun=["--mpi=none"],
+        )
+    )
+    for line in ("partition=partition", "account=account", "qos=qos", "constraint=constraint", "mem=500G", "exclusive"):
+        assert f"\n#SBATCH --{line}\n" in text
+    assert "\n#SBATCH --reservation=reservation\n" in text and "\n#SBATCH --job-name=job_name\n" in text
+    assert "\n#SBATCH --mail-type=END\n" in text
+    assert "\nsrun --kill-on-bad-exit=1 --mpi=none \\\n" in text
+
+
+def test_processors_only() -> None:
+    text = text_of(slurm(gpus_per_node=0, tasks_per_node=4))
+    assert "--ntasks-per-node=4" in text
+    assert "gpus" not in text
+
+
+def test_without_requeue_nothing_comes_back() -> None:
+    text = text_of(slurm(requeue=False))
+    assert "#SBATCH --no-requeue" in text
+    assert not any(word in text for word in ("--signal", "scontrol", "VERDICT"))
+    assert "srun" in text.strip().splitlines()[-3]  # whose exit code is the job's
+
+
+def test_without_retries_a_killed_task_ends_the_job() -> None:
+    text = text_of(slurm(retries=0))
+    assert text.count("scontrol requeue") == 1 and "failures" not in text
+
+
+def test_containers() -> None:
+    pyxis = text_of(slurm(container="me/image:1", container_mounts=["/data:/data"]), "seed=1")
+    assert "    --container-image=me/image:1 \\\n" in pyxis
+    assert "    --container-mounts=/home/me:/home/me,/data:/data --container-workdir=/home/me \\\n" in pyxis
+    assert "    python -m lightning_zero.train \\\n" in pyxis
+    settings = {"container": "image.sif", "container_runtime": ContainerRuntime.apptainer}
+    with_gpus = text_of(slurm(**settings))
+    assert "    apptainer exec --nv --bind /home/me:/home/me --pwd /home/me image.sif \\\n" in with_gpus
+    assert " --nv " not in text_of(slurm(**settings, gpus_per_node=0, tasks_per_node=1))
+
+
+@pytest.mark.parametrize(
+    ("code", "does", "earlier", "comes_back"),
+    [
+        (0, "", 0, False),
+        (0, "echo requeue >$LIGHTNING_ZERO_VERDICT", 9, True),
+        (143, "echo requeue >$LIGHTNING_ZERO_VERDICT", 9, True),
+        (2, "echo refused >$LIGHTNING_ZERO_VERDICT", 0, False),
+        (143, "echo refused >$LIGHTNING_ZERO_VERDICT", 0, False),  # some ranks were slower, and were taken down
+        (1, "", 0, True),
+        (137, "", 2, True),
+        (137, "", 3, False),
+        (137, "sleep 0.05; touch step-5.ckpt", 3, True),  # got on in the meantime
+    ],
+)
+def test_what_follows_srun(code: int, does: str, earlier: int, comes_back: bool, tmp_path: Path) -> None:
+    """The script in a shell, with commands that only write down."""
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    for name, body in (("srun", f"cd {run_dir}; {does}\nexit {code}"), ("scontrol", f'echo "$@" >>{tmp_path}/asked')):
+        file = tmp_path / name
+        file.write_text(f"#!/bin/sh\n{body}\n")
+        file.chmod(0o755)
+    (run_dir / "failures").write_text("before\n" * earlier)
+    (run_dir / "verdict").write_text("requeue\n")  # of the stretch before
+    (run_dir / "step-1.ckpt").touch()
+    os.utime(run_dir / "step-1.ckpt", (1, 1))
+    environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "5", "SLURM_JOB_NODELIST": "n[1-2]"}
+    done = subprocess.run(["bash", "-s"], input=text_of(slurm(), run_dir=str(run_dir)), env=environ, text=True)
+    assert done.returncode == code
+    assert (tmp_path / "asked").exists() is comes_back
+    assert not comes_back or (tmp_path / "asked").read_text() == "requeue 5\n"
+
+
+def test_a_refused_run_says_so_to_the_script(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("LIGHTNING_ZERO_VERDICT", str(tmp_path / "verdict"))
+    monkeypatch.setattr(sys, "argv", ["train", "zero/stage=7"])
+    with pytest.raises(SystemExit, match="2"):
+        train.main()
+    assert (tmp_path / "verdict").read_text() == "refused\n"
+
+
+# -- the command ------------------------------------------------------------------------------------------------------
+
+
+def test_dry_run_prints_the_script_and_leaves_nothing(command: Any, tmp_path: Path) -> None:
+    code, out, err = command(*SMALL, *SIZE, "dry_run=true", "machine=h100", "trainer.max_steps=7")
+    assert code == 0, err
+    assert out.startswith("#!/bin/bash\n#SBATCH") and out.endswith("exit $code\n")  # nothing but the script
+    for argument in (*SMALL, *SIZE, "trainer.max_steps=7", "cluster=slurm"):
+        assert f"    {argument}" in out
+    assert "    machine" not in out and "    dry_run" not in out
+    assert "not submitted: dry_run=true" in err
+    assert "of 79.0G on each GPU" in err
+    assert {p.name for p in tmp_path.iterdir()} == {"words.txt", "tokens"}
+
+
+def test_a_folder_of_the_nodes_need_not_be_here(command: Any) -> None:
+    files = ("zero/offload=nvme", "zero.offload.nvme_path=/disk/of/a/node")
+    code, out, err = command(*SMALL, *SIZE, *files, "dry_run=true")
+    assert code == 0, err
+    assert "    zero.offload.nvme_path=/disk/of/a/node" in out
+
+
+def test_submits_and_says_where_things_are(command: Any, fake_sbatch: Any, tmp_path: Path) -> None:
+    script = fake_sbatch()
+    code, out, err = command(
+        *SMALL, *SIZE, "+cluster.env.NCCL_DEBUG=INFO", "cluster.signal=USR2", "cluster.signal_delay=300"
+    )
+    assert code == 0, err
+    assert out.endswith("job: 4711\nrun folder: outputs/train/slurm-4711\nlog: outputs/train/slurm-4711.log\n")
+    assert (tmp_path / "options").read_text() == "--parsable\n"
+    assert script.read_text() in out
+    assert "\nexport NCCL_DEBUG=INFO\n" in script.read_text()
+    assert "#SBATCH --signal=USR2@300" in script.read_text()
+    assert f"#SBATCH --chdir={tmp_path}" in script.read_text()
+    assert (tmp_path / "outputs/train").is_dir()  # SLURM does not make the folder of its log
+
+
+def test_a_run_folder_of_ones_own(command: Any, fake_sbatch: Any, tmp_path: Path) -> None:
+    script = fake_sbatch()
+    code, out, err = command(*SMALL, *SIZE, "hydra.run.dir=runs/first", "hydra.job.name=x")
+    assert code == 0, err
+    assert "run folder: runs/first\nlog: runs/first/slurm-4711.log\n" in out
+    assert "run_dir=runs/first\n" in script.read_text()
+    assert "    hydra.job.name=x" in script.read_text()
+    assert "#SBATCH --output=runs/first/slurm-%j.log" in script.read_text()
+
+
+def test_files_of_a_site(command: Any, fake_sbatch: Any, tmp_path: Path) -> None:
+    """A cluster of one's own, by --config-dir: the job gets it too."""
+    (tmp_path / "site" / "cluster").mkdir(parents=True)
+    (tmp_path / "site" / "cluster" / "ours.yaml").write_text(
+        "defaults: [slurm]\npartition: big\ntime: '2-0'\nsetup: ['module load cuda']\ngpus_per_node: 4\n"
+    )
+    script = fake_sbatch()
+    code, _, err = command("--config-dir", "site", *SMALL, "cluster=ours")
+    assert code == 0, err
+    text = script.read_text()
+    assert f"    --config-dir \\\n    {tmp_path}/site \\\n" in text
+    assert "    cluster=ours" in text and "cluster=slurm" not in text
+    assert "--partition=big" in text and "--time=2-0" in text and "\nmodule load cuda\n" in text
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["cluster=none"], "cluster: expected a cluster to submit to, got none"),
+        (["cluster.nodes=0"], "cluster.nodes: expected a number >= 1, got 0"),
+        (["cluster.time=86400"], "cluster.time: expected hours:minutes:seconds"),
+        (["cluster.time=00:01:00"], "cluster.time: expected more than cluster.signal_delay (120 s"),
+        (["cluster.signal=KILL"], "cluster.signal: expected USR1 or USR2, got KILL"),
+        (["cluster.gpus_per_node=0"], "cluster.tasks_per_node: expected the processes of a node"),
+        (["cluster.gpus_per_node=8", "cluster.tasks_per_node=4"], "cluster.tasks_per_node: expected one task for each"),
+        (["cluster.container_mounts=[/a:/b]"], "cluster.container_mounts has no effect without cluster.container"),
+        (["cluster.sbatch=[mail]"], "cluster.sbatch: expected options"),
+        (["cluster.job_name=bash"], "cluster.job_name: expected another name than bash and interactive"),
+        (["cluster.node=4"], "node"),
+        (["trainer.num_nodes=3", "cluster.nodes=4"], "trainer.num_nodes: expected 4, which is cluster.nodes, got 3"),
+        (["trainer.num_nodes=1", "cluster.nodes=4"], "trainer.num_nodes: expected 4, which is cluster.nodes, got 1"),
+        (["trainer.devices=2", "cluster.gpus_per_node=8"], "trainer.devices: expected 8, which is cluster.gpus_per"),
+        (["trainer.accelerator=cpu"], "trainer.accelerator: expected gpu with cluster.gpus_per_node=1, got cpu"),
+        (["trainer.precision=16-mixed"], "trainer.precision: expected 32-true under zero/precision=fp32"),
+        (["trainer.gradient_clip_algorithm=no"], "trainer: Lightning refuses these settings"),
+        (["ckpt_path=not/there.ckpt"], "ckpt_path: expected a checkpoint, got 'not/there.ckpt'"),
+        (["data.path=other.txt"], "data.path: expected a file"),
+        (["cluster.nodes=400", "data.batch_size=100"], "data.path: expected text for at least one batch of training"),
+        (["model.n_head=3"], "model.d_model"),
+        (["optimizer.lr=-1"], "optimizer: torch.optim.AdamW refuses these settings"),
+        (["machine=h100", "cluster.gpus_per_node=16"], "cluster.gpus_per_node: expected at most 8, which is machine.g"),
+        (["machine.gpu_memory=1MB"], "zero3 + none: lacks "),
+        (["machine.gpu_memory=2MB"], "fits with 4 GPUs"),
+        (["--multirun", "seed=1,2"], "--multirun: submit takes one run"),
+    ],
+)
+def test_mistakes_end_before_sbatch(
+    command: Any, fake_sbatch: Any, overrides: list[str], message: str, tmp_path: Path
+) -> None:
+    fake_sbatch()
+    code, _, err = command(*SMALL, *overrides)
+    assert code == 2
+    assert message in err
+    assert "Traceback" not in err
+    assert not (tmp_path / "script").exists()
+
+
+@pytest.mark.parametrize(
+    ("answer", "key"),
+    [
+        ("invalid partition specified: x", "cluster.partition"),
+        ("Batch job submission failed: Invalid account or account/partition combination", "cluster."),
+        ("Batch job submission failed: Requested time limit is invalid", "cluster.time"),
+        ("Batch job submission failed: Requested node configuration is not available", "cluster.nodes, cluster.gpus"),
+        ("something else", "cluster.*"),
+    ],
+)
+def test_what_sbatch_refuses_names_the_key(command: Any, fake_sbatch: Any, answer: str, key: str) -> None:
+    fake_sbatch(error=f"sbatch: error: {answer}")
+    code, _, err = command(*SMALL)
+    assert code == 2
+    assert f"error: sbatch refuses the job: {answer}. Change {key}" in err
+
+
+def test_no_sbatch(command: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    code, _, err = command(*SMALL)
+    assert code == 2
+    assert "sbatch: expected the command on PATH" in err and "dry_run=true" in err
+
+
+def test_memory_of_processes_without_gpus(command: Any, fake_sbatch: Any) -> None:
+    fake_sbatch()
+    cpus = ("cluster.gpus_per_node=0", "cluster.tasks_per_node=2")
+    assert command(*SMALL, *cpus)[0] == 0
+    code, _, err = command(*SMALL, *cpus, "cluster.mem=2M")
+    assert code == 2 and "lacks" in err and "on the host" in err
+    assert submit.slurm_memory("500G") == 500 * 2**30 and submit.slurm_memory("100") == 100 * 2**20
+    assert submit.slurm_memory("0") is None and submit.slurm_memory(None) is None
+
+
+# -- the group --------------------------------------------------------------------------------------------------------
+
+
+def test_times() -> None:
+    times = {"24:00:00": 86400, "1-0": 86400, "2-12": 216000, "0-1:30": 5400, "1-00:00:05": 86405, "00:02:30": 150}
+    assert {text: seconds_of(text) for text in times} == times
+    for text in ("86400", "10:00", "tomorrow", ""):
+        with pytest.raises(ConfigError, match="Change cluster.time"):
+            seconds_of(text)
+
+
+def test_settings_without_a_cluster_are_refused() -> None:
+    assert ClusterConfig().world_size == 1
+    with pytest.raises(ConfigError, match="cluster.partition has no effect with cluster=none"):
+        ClusterConfig(partition="long")
+
+
+def test_a_run_is_fitted_to_its_cluster() -> None:
+    config = TrainConfig(cluster=slurm())
+    jobs.fit_trainer(config)
+    assert (config.trainer.num_nodes, config.trainer.devices, config.trainer.accelerator) == (2, 8, "gpu")
+    config = TrainConfig(
+        cluster=slurm(gpus_per_node=0, tasks_per_node=3), trainer=TrainerConfig(num_nodes=2, devices=3)
+    )
+    jobs.fit_trainer(config)
+    assert config.trainer.accelerator == "cpu"
+    untouched = TrainConfig()
+    jobs.fit_trainer(untouched)
+    assert untouched == TrainConfig()
+
+
+# -- inside a job -----------------------------------------------------------------------------------------------------
+
+
+def test_outside_of_a_job_a_run_for_a_cluster_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs.check_inside(ClusterConfig())
+    with pytest.raises(ConfigError, match="cluster=slurm: expected processes that srun has started inside a job"):
+        jobs.check_inside(slurm())
+    task = {"JOB_ID": "7", "PROCID": "0", "LOCALID": "0", "NNODES": "2", "NTASKS": "4", "NTASKS_PER_NODE": "2"}
+    for name, value in task.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    jobs.check_inside(slurm())
+
+
+def test_ranks_that_do_not_come_are_no_refusal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The job goes back to the queue."""
+    from lightning_zero.ranks.meeting import StartError
+
+    monkeypatch.setenv("LIGHTNING_ZERO_VERDICT", str(tmp_path / "verdict"))
+    with pytest.raises(SystemExit), train.refusals():
+        raise StartError("rank 3 did not come")
+    assert not (tmp_path / "verdict").exists()
+    with pytest.raises(SystemExit), train.refusals():
+        raise ConfigError("a mistake")
+    assert (tmp_path / "verdict").exists()

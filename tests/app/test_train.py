@@ -1,0 +1,275 @@
+"""The main job in real processes: what it prints, what it leaves, a user's own model, resuming, failing."""
+
+from __future__ import annotations
+
+import csv
+import os
+import re
+import subprocess
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import lightning.pytorch  # noqa: F401  here, because it sets environment variables
+import pytest
+import torch
+
+from lightning_zero.config import ConfigError
+from lightning_zero.models.gpt import GPT, LitGPT, decay_groups, warmup_cosine
+from lightning_zero.models.sample import SampleText
+
+ROOT = Path(__file__).parent.parent.parent
+SMALL = ("experiment=tiny", "trainer.accelerator=cpu", "trainer.devices=2", "trainer.enable_progress_bar=false")
+
+OWN_MODEL = """
+import torch
+from lightning.pytorch import LightningModule
+
+class Lit(LightningModule):
+    def __init__(self, width=8, fail_on_rank=None):
+        super().__init__()
+        self.save_hyperparameters()
+        self.embed, self.head = torch.nn.Embedding(256, width), torch.nn.Linear(width, 256)
+
+    def training_step(self, batch, batch_idx):
+        if self.global_rank == self.hparams.fail_on_rank:
+            raise RuntimeError("my own mistake")
+        logits = self.head(self.embed(batch[:, :-1]))
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+"""
+
+
+def run(folder: Path, *overrides: str, module: tuple[str, ...] = ("-m", "lightning_zero.train")):  # type: ignore
+    environ = {k: v for k, v in os.environ.items() if not k.startswith(("LOCAL_", "SLURM_", "TORCHELASTIC_"))}
+    environ |= {"PYTHONPATH": f"{ROOT}:{folder}", "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(folder / "cache")}
+    command = [sys.executable, *module, *overrides]
+    return subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=280)
+
+
+def bits_per_byte(out: str) -> float:
+    found = re.findall(r"^validation bits per byte: (\S+)$", out, re.MULTILINE)
+    assert len(found) == 1, out
+    return float(found[0])
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    """The folder and the result of one small run of the main job under stage 3 on two processes."""
+    folder = tmp_path_factory.mktemp("main_job")
+    return folder, run(folder, *SMALL[:-1], "hydra.run.dir=run")
+
+
+def test_main_job_ends_well_and_says_so(finished: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+    _, done = finished
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    last = done.stdout.strip().splitlines()[-3:]
+    assert any(line.startswith("validation bits per byte: ") for line in last)
+    assert 3 < bits_per_byte(done.stdout) < 7.0  # near 8 at the start
+
+
+def test_progress_bar_shows_loss_and_rate(finished: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+    out = finished[1].stdout + finished[1].stderr
+    assert "train_loss=" in out
+    assert "tokens_per_s=" in out
+
+
+def test_the_plan_is_shown_beside_what_was_measured(finished: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+    err = finished[1].stderr
+    assert err.count("bytes of rank 0 at rest") == 1
+    rows = re.findall(r"│ (compute_param|grad|optim_state) +│ device +│ +(\S+ \S+) +│ +(\S+ \S+) +│", err)
+    assert {"compute_param", "optim_state"} <= {role for role, _, _ in rows}, err
+    assert all(planned == measured for _, planned, measured in rows)
+
+
+def test_a_sample_is_printed_once(finished: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+    out = finished[1].stdout
+    assert out.count("--- sample of generated text ---\ndef ") == 1
+
+
+def test_logs_are_csv(finished: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+    with (finished[0] / "run" / "csv" / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    losses = [float(r["train_loss"]) for r in rows if r["train_loss"]]
+    assert len(losses) == 20
+    assert losses[-1] < losses[0] - 0.5
+    assert all(float(r["tokens_per_s"]) > 0 for r in rows if r.get("tokens_per_s"))
+    bits = [float(r["val_bits_per_byte"]) for r in rows if r["val_bits_per_byte"]]
+    assert bits[-1] == pytest.approx(bits_per_byte(finished[1].stdout), abs=1e-4)
+
+
+def test_checkpoint_is_ordinary_and_its_name_can_be_typed(
+    finished: tuple[Path, subprocess.CompletedProcess[str]],
+) -> None:
+    folder = finished[0] / "run" / "checkpoints"
+    assert sorted(f.name for f in folder.iterdir()) == ["last.ckpt", "step-20.ckpt"]
+    checkpoint = torch.load(folder / "last.ckpt", weights_only=True)  # no objects of Hydra inside
+    assert checkpoint["global_step"] == 20
+    model = LitGPT.load_from_checkpoint(folder / "step-20.ckpt")
+    assert all(p.isfinite().all() and p.numel() for p in model.parameters())
+    assert model.gpt.head.weight.shape == (256, 64)
+
+
+def test_there_is_one_run_folder(finished: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+    assert sorted(f.name for f in finished[0].iterdir()) == ["cache", "run"]
+    assert (finished[0] / "run" / ".hydra" / "config.yaml").is_file()
+
+
+def test_tokens_are_in_the_users_cache(finished: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+    files = list((finished[0] / "cache" / "lightning_zero").iterdir())
+    assert [f.suffix for f in files] == [".bin"]
+
+
+def odd_checkpoint(finished: Path, folder: Path) -> Path:
+    """The last one of a run, with something inside that torch does not load if nothing is said."""
+    checkpoint = torch.load(finished / "run" / "checkpoints" / "last.ckpt")
+    torch.save({**checkpoint, "extra": folder}, folder / "odd.ckpt")
+    return folder / "odd.ckpt"
+
+
+@pytest.mark.slow
+def test_a_checkpoint_that_may_run_code_is_refused_with_the_key(
+    finished: tuple[Path, subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
+    done = run(tmp_path, *SMALL, f"ckpt_path={odd_checkpoint(finished[0], tmp_path)}")
+    assert done.returncode == 2
+    assert "error: ckpt_path: expected a checkpoint of tensors and plain values, got" in done.stderr
+    assert "weights_only=false to lightning_zero.train" in done.stderr
+
+
+def test_resumes_at_another_stage_and_precision(
+    finished: tuple[Path, subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
+    done = run(
+        tmp_path,
+        *SMALL,
+        f"ckpt_path={odd_checkpoint(finished[0], tmp_path)}",
+        "weights_only=false",
+        "trainer.max_steps=25",
+        "zero/stage=zero2",
+        "zero/precision=bf16",
+        "callbacks.sample=null",
+        "hydra.run.dir=run",
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "run" / "checkpoints" / "step-25.ckpt").is_file()
+    assert "sample of generated text" not in done.stdout
+    assert bits_per_byte(done.stdout) < bits_per_byte(finished[1].stdout) + 0.1
+
+
+def test_a_model_of_ones_own_whose_mistake_keeps_its_traceback(tmp_path: Path) -> None:
+    (tmp_path / "users_model.py").write_text(OWN_MODEL)
+    start = time.monotonic()
+    done = run(
+        tmp_path, *SMALL, "model._target_=users_model.Lit", "+model.width=4", "+model.fail_on_rank=1", "logger=none"
+    )
+    assert done.returncode != 0
+    assert "note: users_model.Lit takes no" in done.stdout
+    assert "users_model.py" in done.stderr
+    assert "RuntimeError: my own mistake" in done.stderr
+    assert time.monotonic() - start < 60, "the other rank did not end promptly"
+
+
+def test_one_process_without_logs_and_callbacks(tmp_path: Path) -> None:
+    (tmp_path / "users_model.py").write_text(OWN_MODEL)
+    (tmp_path / "words.txt").write_text("some words of text\n" * 500)
+    done = run(
+        tmp_path,
+        "experiment=tiny",
+        "debug=fast",
+        "data.path=words.txt",
+        "data.cache_dir=tokens",
+        "trainer.accelerator=cpu",
+        "model._target_=users_model.Lit",
+        "hydra.run.dir=run",
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(f.name for f in tmp_path.iterdir() if f.name != "__pycache__") == [
+        "run",
+        "tokens",
+        "users_model.py",
+        "words.txt",
+    ]
+
+
+@pytest.mark.slow
+def test_ranks_of_torchrun_share_a_run_folder(tmp_path: Path) -> None:
+    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "lightning_zero.train")
+    done = run(tmp_path, "experiment=tiny", "trainer.accelerator=cpu", "trainer.max_steps=4", module=launch)
+    assert done.returncode == 0, done.stderr
+    assert len(list((tmp_path / "outputs" / "train").iterdir())) == 1
+    bits_per_byte(done.stdout)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_whole_main_job(tmp_path: Path) -> None:
+    """As ``make train`` runs it. The bound is that of two cores; the time of a busy machine is not checked."""
+    done = run(tmp_path, "trainer.accelerator=cpu", "trainer.enable_progress_bar=false", "hydra.run.dir=run")
+    assert done.returncode == 0, done.stderr
+    assert bits_per_byte(done.stdout) < 3.2
+
+
+# -- pieces -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tie_weights", [False, True])
+def test_gpt_is_causal(tie_weights: bool) -> None:
+    torch.manual_seed(0)
+    gpt = GPT(vocab_size=11, n_layer=2, n_head=2, d_model=16, block_size=8, tie_weights=tie_weights)
+    assert (gpt.head.weight is gpt.embed.weight) is tie_weights
+    tokens = torch.randint(11, (1, 8))
+    changed = tokens.clone()
+    changed[0, 5] = (changed[0, 5] + 1) % 11
+    before, after = gpt(tokens), gpt(changed)
+    assert before.shape == (1, 8, 11)
+    torch.testing.assert_close(before[:, :5], after[:, :5])
+    assert not torch.allclose(before[:, 5:], after[:, 5:])
+
+
+@pytest.mark.parametrize(
+    ("sizes", "key"),
+    [({"n_layer": 0}, "n_layer"), ({"d_model": 6, "n_head": 4}, "d_model"), ({"dropout": -0.1}, "dropout")],
+)
+def test_sizes_that_cannot_work(sizes: dict[str, float], key: str) -> None:
+    with pytest.raises(ConfigError, match=f"model.{key}"):
+        GPT(**sizes)  # type: ignore[arg-type]
+
+
+def test_generation_is_reproducible_and_longer_than_the_context() -> None:
+    torch.manual_seed(0)
+    model = LitGPT(n_layer=1, n_head=1, d_model=8, block_size=4)
+    first = model.generate(torch.tensor([[1, 2]]), 6, seed=1)
+    assert first.shape == (1, 8)
+    assert first.tolist() == model.generate(torch.tensor([[1, 2]]), 6, seed=1).tolist()
+    assert first.tolist() != model.generate(torch.tensor([[1, 2]]), 6, seed=2).tolist()
+
+
+def test_matrices_decay_and_vectors_do_not() -> None:
+    model = GPT(n_layer=1, d_model=8, n_head=1)
+    model.head.requires_grad_(False)
+    decay, no_decay = decay_groups(model.parameters())
+    assert {p.ndim for p in decay["params"]} == {2}
+    assert {p.ndim for p in no_decay["params"]} == {1}
+    assert no_decay["weight_decay"] == 0.0
+    assert sum(len(g["params"]) for g in (decay, no_decay)) == len(list(model.parameters())) - 1
+
+
+def test_learning_rate_rises_and_falls() -> None:
+    factor = warmup_cosine(warmup_steps=4, total_steps=20, min_ratio=0.1)
+    values = [factor(step) for step in range(25)]
+    assert values[:4] == pytest.approx([0.2, 0.4, 0.6, 0.8])
+    assert values[4] == 1.0
+    assert all(a >= b for a, b in pairwise(values[4:]))
+    assert values[20:] == pytest.approx([0.1] * 5)
+    assert warmup_cosine(0, float("inf"), 0.1)(10**6) == 1.0
+
+
+@pytest.mark.parametrize(("key", "value"), [("prompt", ""), ("new_tokens", 0), ("temperature", 0)])
+def test_sample_refuses(key: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=f"callbacks.sample.{key}"):
+        SampleText(**{key: value})  # type: ignore[arg-type]

@@ -1,0 +1,236 @@
+"""Transports agree, operations are counted, groups are used again, and refusals are told to all."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_zero.comm.communicator import (
+    DIRECT_MAX_RANKS,
+    Communicator,
+    DirectTransport,
+    HostTransport,
+    PlainTransport,
+    choose_transport,
+)
+from lightning_zero.config import Transport as TransportName
+from tests.harness import on_ranks
+
+CPU = torch.device("cpu")
+DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64]
+
+
+@contextmanager
+def communicator(**settings: Any) -> Iterator[Communicator]:
+    comm = Communicator(dist.group.WORLD, CPU, **settings)
+    try:
+        yield comm
+    finally:
+        comm.close()
+
+
+def _input(rank: int, world: int, dtype: torch.dtype, n: int = 512) -> Tensor:
+    generator = torch.Generator().manual_seed(rank)
+    values = torch.randn(world * n, generator=generator, dtype=torch.float64) * 3
+    return values.to(dtype)
+
+
+def _expected_sum(world: int, dtype: torch.dtype) -> Tensor:
+    total = _input(0, world, dtype)
+    for rank in range(1, world):
+        total = total + _input(rank, world, dtype)
+    return total
+
+
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("transport", [TransportName.plain, TransportName.direct])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gather_fills_every_slice_in_place(transport: TransportName, dtype: torch.dtype) -> None:
+    with communicator(transport=transport) as comm:
+        full = torch.zeros(comm.world_size * 512, dtype=dtype)
+        own = slice(comm.rank * 512, (comm.rank + 1) * 512)
+        full[own] = _input(comm.rank, comm.world_size, dtype)[own]
+        result = comm.all_gather(full, "x").wait()
+        assert result is full
+        for rank in range(comm.world_size):
+            part = slice(rank * 512, (rank + 1) * 512)
+            assert torch.equal(full[part], _input(rank, comm.world_size, dtype)[part])
+
+
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_transports_reduce_alike(dtype: torch.dtype) -> None:
+    found = []
+    for transport in (TransportName.plain, TransportName.direct):
+        with communicator(transport=transport) as comm:
+            world, rank = comm.world_size, comm.rank
+            found.append(comm.reduce_scatter(_input(rank, world, dtype), "x").wait().clone())
+    own = slice(rank * 512, (rank + 1) * 512)
+    assert torch.equal(found[1], _expected_sum(world, dtype)[own] if world > 1 else _input(0, 1, dtype))
+    if world <= 2:
+        assert torch.equal(found[0], found[1])
+    elif dtype is not torch.bfloat16:  # where one rounding is a hundredth
+        torch.testing.assert_close(found[0], found[1], rtol=1e-6, atol=1e-6)
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("transport", [TransportName.plain, TransportName.direct])
+def test_all_reduce_is_reduce_scatter_then_gather(transport: TransportName) -> None:
+    with communicator(transport=transport) as comm:
+        world, rank = comm.world_size, comm.rank
+        part = comm.reduce_scatter(_input(rank, world, torch.float32), "x").wait()
+        second = comm.all_reduce(_input(rank, world, torch.float32), "x").wait()
+        total = second.wait()
+        assert torch.equal(total[rank * 512 : (rank + 1) * 512], part)
+        everywhere = [torch.empty_like(total) for _ in range(world)]
+        dist.all_gather(everywhere, total)
+        assert all(torch.equal(other, total) for other in everywhere)
+
+
+@on_ranks(2)
+def test_many_operations_in_flight_keep_their_results() -> None:
+    with communicator() as comm:
+        fulls = []
+        for i in range(8):
+            full = torch.zeros(2 * 256)
+            full[comm.rank * 256 : (comm.rank + 1) * 256] = 10 * i + comm.rank
+            fulls.append(full)
+        gathers = [comm.all_gather(full, str(i)) for i, full in enumerate(fulls)]
+        sums = [comm.reduce_scatter(torch.full((2 * 256,), float(i)), str(i)) for i in range(8)]
+        for i in reversed(range(8)):
+            assert sums[i].wait().unique().tolist() == [2.0 * i]
+            assert gathers[i].wait().unique().tolist() == [10.0 * i, 10.0 * i + 1]
+
+
+@on_ranks(2)
+def test_operations_are_counted_and_observed_by_kind_and_label() -> None:
+    seen: list[tuple[str, str]] = []
+    with communicator() as comm:
+        comm.observers.append(lambda kind, label: seen.append((kind, label)))
+        comm.all_gather(torch.zeros(512), "a").wait()
+        comm.all_gather(torch.zeros(512), "a").wait()
+        comm.reduce_scatter(torch.zeros(512), "a").wait()
+        comm.all_reduce(torch.zeros(512), "b").wait().wait()
+        assert comm.counts == {("all_gather", "a"): 2, ("reduce_scatter", "a"): 1, ("all_reduce", "b"): 1}
+        assert seen == [("all_gather", "a")] * 2 + [("reduce_scatter", "a"), ("all_reduce", "b")]
+
+
+@on_ranks(1)
+def test_one_rank_sends_and_counts_nothing_and_has_no_thread() -> None:
+    with communicator() as comm:
+        full = torch.arange(512.0)
+        assert comm.all_gather(full, "a").wait() is full
+        assert comm.reduce_scatter(full, "a").wait() is full
+        assert comm.all_reduce(full, "a").wait().wait() is full
+        assert comm.exchange(7) == [7]
+        assert comm.all_gather_objects("x", "a test") == ["x"]
+        assert comm.max_(torch.ones(1)).item() == 1
+        comm.barrier()
+        assert not comm.counts
+        assert threading.active_count() == 1
+
+
+def test_without_torch_distributed_there_is_one_rank() -> None:
+    comm = Communicator(None, CPU)
+    assert (comm.rank, comm.world_size) == (0, 1)
+    comm.close()
+
+
+@on_ranks(2, 3)
+def test_small_agreements() -> None:
+    with communicator() as comm:
+        rank, world = comm.rank, comm.world_size
+        assert comm.exchange(10 + rank) == [10 + r for r in range(world)]
+        assert comm.all_gather_objects({"rank": rank}, "a test") == [{"rank": r} for r in range(world)]
+        assert comm.sum_(torch.tensor([1.0, rank])).tolist() == [world, sum(range(world))]
+        assert comm.max_(torch.tensor([rank, 5 - rank])).tolist() == [world - 1, 5]
+        values = torch.full((4,), float(rank))
+        comm.broadcast(values)
+        assert values.tolist() == [0.0] * 4
+        small = torch.tensor([rank])
+        comm.broadcast_small(small, src=1)
+        assert small.item() == 1
+
+
+@on_ranks(2)
+def test_device_tensors_over_a_host_backend_go_through_copies() -> None:
+    """On the CPU the copies are no-ops, but the messages and results are those of the transport inside."""
+    transport = HostTransport(DirectTransport())
+    rank, group = dist.get_rank(), dist.group.WORLD
+    full = torch.zeros(512)
+    full[rank * 256 : (rank + 1) * 256] = rank + 1
+    assert transport.gather(full, rank, 2, group) == []
+    assert full.unique().tolist() == [1.0, 2.0]
+    works, total = transport.reduce(torch.ones(512), rank, 2, group)
+    assert works == [] and total().unique().tolist() == [2.0]
+
+
+@pytest.mark.parametrize(
+    ("name", "backend", "world", "expected"),
+    [
+        (TransportName.auto, "gloo", 2, DirectTransport),
+        (TransportName.auto, "gloo", DIRECT_MAX_RANKS + 1, PlainTransport),
+        (TransportName.auto, "nccl", 2, PlainTransport),
+        (TransportName.direct, "nccl", 64, DirectTransport),
+        (TransportName.plain, "gloo", 2, PlainTransport),
+    ],
+)
+def test_transport_is_chosen_by_backend_and_ranks(
+    name: TransportName, backend: str, world: int, expected: type
+) -> None:
+    assert type(choose_transport(name, backend, world, CPU)) is expected
+
+
+def test_a_host_backend_for_a_device_is_wrapped() -> None:
+    assert type(choose_transport(TransportName.auto, "gloo", 2, torch.device("cuda"))) is HostTransport
+    assert type(choose_transport(TransportName.auto, "nccl", 2, torch.device("cuda"))) is PlainTransport
+
+
+# -- what a closed communicator leaves --------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_closing_ends_the_thread_and_gives_the_groups_to_the_next() -> None:
+    before = set(threading.enumerate())
+    with communicator() as comm:
+        groups = comm._groups
+        assert any(t.name == "lightning_zero-places" for t in set(threading.enumerate()) - before)
+    assert not set(threading.enumerate()) - before
+    with communicator() as again:
+        assert again._groups is groups
+        with communicator() as other:
+            assert other._groups is not groups
+
+
+@on_ranks(2)
+def test_groups_of_a_communicator_that_was_forgotten_are_used_again() -> None:
+    first = Communicator(dist.group.WORLD, CPU)
+    groups = first._groups
+    dist.barrier()
+    if first.rank == 0:
+        del first  # the garbage collectors of two ranks do not work at the same time
+        with communicator() as other:
+            assert other._groups is not groups
+    else:
+        with communicator() as other:
+            assert other._groups is not groups
+        del first
+    with communicator() as again:
+        assert again._groups is groups
+
+
+@on_ranks(2)
+def test_groups_on_which_ranks_differ_are_not_used_again() -> None:
+    with communicator() as comm:
+        groups = comm._groups
+        assert groups is not None
+        groups.issued += comm.rank  # an exception kept one rank from an operation
+    with communicator() as again:
+        assert again._groups is not groups

@@ -1,0 +1,101 @@
+"""The plan of the memory is what an engine holds: every stage, offload row and precision."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_zero.config import Offload, Precision, Stage, make_config
+from lightning_zero.engine.units.build import bucket_shapes, describe_units
+from lightning_zero.engine.whole.held_bytes import held_bytes, plan_of, state_tensors
+from lightning_zero.planning.fit import allowed_rows
+from lightning_zero.planning.memory import Moment, Role, place, planned_bytes
+from lightning_zero.planning.placement import OFFLOADS, STAGES, Tier
+from tests.engine.support import Model, Sharded, autocast, language_loss, sgd, tokens
+from tests.harness import on_ranks
+
+ROWS = [(stage.value, offload.value) for stage, offload in allowed_rows() if offload is not Offload.auto]
+
+
+class Odd(Model):
+    """With a frozen unit, a parameter that stays whole, and tied weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+        self.blocks[1].requires_grad_(False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        return super().forward(batch) * self.scale
+
+
+def settings(offload: str, folder: Path) -> dict[str, Any]:
+    return {"name": offload, "nvme_path": str(folder)} if "nvme" in offload else {"name": offload}
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(("stage", "offload"), ROWS)
+def test_the_plan_is_what_is_held(stage: str, offload: str, precision: str, tmp_path: Path) -> None:
+    with Sharded(Odd(), stage=stage, offload=settings(offload, tmp_path), precision=precision) as side:
+        engine = side.engine
+
+        def check(moment: Moment) -> None:
+            engine.settle()
+            held = held_bytes(engine)
+            assert held == planned_bytes(plan_of(engine), engine.rank, state_tensors=states, moment=moment), moment
+
+        states = 0
+        check(Moment.cleared)
+        for step in range(2):
+            with autocast(precision):
+                side.backward(language_loss(side.module, tokens(step)))
+            check(Moment.reduced)
+            side.step()
+            side.zero_grad()
+            states = 2
+            engine.settle()
+            engine.forget_zeroed()
+            check(Moment.cleared)
+        assert state_tensors(engine) == 2
+        tiers = {tier for (_, tier), nbytes in held_bytes(engine).items() if nbytes}
+        assert (Tier.nvme in tiers) == ("nvme" in offload)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_true"])
+def test_a_module_on_meta_is_planned_as_it_is_sharded(precision: str) -> None:
+    with torch.device("meta"):
+        shapes = bucket_shapes(describe_units(Odd(), make_config(), Precision[precision]))
+    for stage in Stage:
+        with Sharded(Odd(), stage=stage.value, precision=precision) as side:
+            tiers = OFFLOADS[Offload.none]
+            assert plan_of(side.engine) == [place(s, STAGES[stage], tiers, dist.get_world_size()) for s in shapes]
+
+
+@on_ranks(1, 2)
+def test_another_optimizer_has_other_states() -> None:
+    with Sharded(Model(), optimizer=sgd) as side:
+        side.backward(language_loss(side.module, tokens(0)))
+        side.step()
+        assert state_tensors(side.engine) == 1
+        side.zero_grad()
+        expected = planned_bytes(plan_of(side.engine), side.engine.rank, state_tensors=1)
+        side.engine.settle()
+        assert held_bytes(side.engine)[Role.optim_state, Tier.device] == expected[Role.optim_state, Tier.device]
+
+
+@on_ranks(2)
+def test_a_copy_that_is_kept_is_seen() -> None:
+    """The measure finds memory that the plan does not have."""
+    with Sharded(Model(), offload={"name": "optimizer_cpu"}) as side:
+        bucket = side.engine.buckets[0]
+        before = held_bytes(side.engine)
+        bucket.param_shard = torch.cat([bucket.param_shard, bucket.param_shard])[: bucket.owned_numel]  # type: ignore
+        assert sum(held_bytes(side.engine).values()) > sum(before.values())

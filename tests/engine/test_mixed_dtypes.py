@@ -1,0 +1,197 @@
+"""Steps in pieces, and weights that are rounded stochastically."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+import lightning_zero
+from lightning_zero.config import ConfigError, make_config
+from lightning_zero.engine.steps import mixed_dtypes
+from lightning_zero.engine.steps.mixed_dtypes import round_stochastically, salt_of, step_in_chunks
+from lightning_zero.engine.steps.torch_optimizers import start_state
+from tests.engine.support import Model, Sharded, accumulate
+from tests.engine.test_offload import OPTIMIZERS, assert_equal, offload, whole
+from tests.harness import on_ranks
+
+KINDS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "adamw": (torch.optim.AdamW, {"fused": True}),
+    "adam, amsgrad": (torch.optim.Adam, {"amsgrad": True}),
+    "sgd": (torch.optim.SGD, {"momentum": 0.9}),
+    "sgd, dampened": (torch.optim.SGD, {"momentum": 0.9, "dampening": 0.1}),
+    "adagrad": (torch.optim.Adagrad, {}),
+    "nadam": (torch.optim.NAdam, {}),
+    "rmsprop": (torch.optim.RMSprop, {"centered": True}),
+}
+
+
+# -- rounding ---------------------------------------------------------------------------------------------------------
+
+
+def test_rounding_is_right_on_average_and_to_a_neighbour() -> None:
+    for value in (1.0 + 2**-9, -3.0 - 2**-8, 1e-30 * (1 + 2**-10)):
+        exact = torch.full((1 << 16,), value)
+        rounded = round_stochastically(exact, 0, salt_of("x")).float()
+        nearest = exact[:1].to(torch.bfloat16)
+        step = abs(nearest.item()) * 2**-7
+        assert len(rounded.unique()) == 2 and (rounded - value).abs().max() <= step
+        # The mean of n draws strays by step / (2 sqrt(n)): four of those.
+        assert abs(rounded.double().mean().item() - value) < 4 * step / 2 / (1 << 8)
+
+
+def test_what_bf16_holds_is_kept() -> None:
+    kept = torch.randn(1000).to(torch.bfloat16)
+    assert torch.equal(round_stochastically(kept.float(), 5, 7), kept)
+    special = torch.tensor([0.0, -0.0, float("inf"), -float("inf")])
+    assert torch.equal(round_stochastically(special, 0, 1).float(), special)
+    assert round_stochastically(torch.tensor([float("nan")]), 0, 1).isnan().all()
+
+
+def test_rounding_depends_on_place_and_salt_alone() -> None:
+    values = torch.randn(5000)
+    whole_ = round_stochastically(values, 100, 3)
+    parts = [round_stochastically(values[low : low + 700].clone(), 100 + low, 3) for low in range(0, 5000, 700)]
+    assert torch.equal(torch.cat(parts), whole_)
+    assert not torch.equal(round_stochastically(values, 100, 4), whole_)
+    assert not torch.equal(round_stochastically(values, 101, 3), whole_)
+    assert len({salt_of("a", step) for step in range(1000)}) == 1000
+
+
+# -- pieces -----------------------------------------------------------------------------------------------------------
+
+
+@on_ranks(1)
+@pytest.mark.parametrize("name", list(KINDS))
+def test_pieces_give_what_a_whole_step_gives(name: str) -> None:
+    kind, settings = KINDS[name]
+    generator = torch.Generator().manual_seed(1)
+    run = torch.randn(1000, generator=generator)
+    param = torch.nn.Parameter(run.clone())
+    plain, pieced = kind([param], lr=0.1, **settings), kind([torch.nn.Parameter(run)], lr=0.1, **settings)
+    with mock.patch.object(mixed_dtypes, "CHUNK", 256), torch.no_grad():
+        for _ in range(3):
+            grad = torch.randn(1000, generator=generator).to(torch.bfloat16)
+            param.grad = grad.float()
+            plain.step()
+            start_state(pieced, pieced.param_groups[0], [run])
+            step_in_chunks(pieced, pieced.param_groups[0], run, grad)
+            assert torch.equal(run, param)
+    assert pieced.state[run].keys() == plain.state[param].keys()
+    for key, value in plain.state[param].items():
+        assert_equal([pieced.state[run][key]], [value], key)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_no_whole_copy_of_gradients_in_another_dtype(stage: int, optimizer: str) -> None:
+    """What is stepped is never more than a piece, and the size of pieces changes no bit."""
+
+    def trained(chunk: int) -> tuple[list[Any], int]:
+        torch.manual_seed(3)
+        precision = {"name": "bf16", "grad_dtype": "bf16"}
+        with (
+            mock.patch.object(mixed_dtypes, "CHUNK", chunk),
+            Sharded(Model(), stage=stage, precision=precision, optimizer=OPTIMIZERS[optimizer]) as side,
+        ):
+            shapes = mock.Mock(side_effect=mixed_dtypes._write_back)  # called with every piece that was stepped
+            with mock.patch.object(mixed_dtypes, "_write_back", shapes):
+                for number in range(2):
+                    with torch.autocast("cpu", torch.bfloat16):
+                        accumulate(side, number, 1)
+                    side.step()
+                    side.zero_grad()
+            return whole(side), max(call.args[2].numel() for call in shapes.call_args_list)
+
+    found, largest = trained(256)
+    expected, _ = trained(1 << 20)
+    assert largest == 256
+    assert_equal(found, expected)
+
+
+# -- training ---------------------------------------------------------------------------------------------------------
+
+
+def rounded(**place: Any) -> dict[str, Any]:
+    return {"precision": {"name": "bf16_true", "stochastic_rounding": True}, **place}
+
+
+def history(optimizer: str, **config: Any) -> list[Any]:
+    torch.manual_seed(3)
+    with Sharded(Model(), optimizer=OPTIMIZERS[optimizer], **config) as side:
+        losses = []
+        for step in range(3):
+            losses.append(accumulate(side, step, 1))
+            side.step()
+            side.zero_grad()
+        return losses + whole(side)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
+def test_stages_and_tiers_round_alike(optimizer: str, tmp_path: Path) -> None:
+    expected = history(optimizer, stage=3, **rounded())
+    places: list[dict[str, Any]] = [{"stage": stage} for stage in (0, 1, 2)]
+    places += [{"stage": 3, **offload(row, tmp_path)} for row in ("cpu", "nvme")]
+    for place in places:
+        assert_equal(history(optimizer, **rounded(**place)), expected, str(place))
+    nearest = history(optimizer, stage=3, precision="bf16_true")
+    assert any(not torch.equal(a, b) for a, b in zip(nearest, expected, strict=True) if isinstance(a, Tensor))
+
+
+@on_ranks(1)
+def test_small_steps_are_not_lost() -> None:
+    """A thousand steps of a thousandth of the weight's last bit."""
+    moved = {}
+    for stochastic in (False, True):
+        torch.manual_seed(0)
+        module = torch.nn.Linear(64, 64, bias=False)
+        with torch.no_grad():
+            module.weight.fill_(1.0)
+        engine = lightning_zero.shard(
+            module, device="cpu", precision={"name": "bf16_true", "stochastic_rounding": stochastic}
+        )
+        optimizer = torch.optim.SGD(module.parameters(), lr=2**-14)
+        engine.add_optimizer(optimizer)
+        for _ in range(200):
+            engine.backward(module(torch.full((1, 64), 1.0, dtype=torch.bfloat16)).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+        with lightning_zero.gather(module):
+            moved[stochastic] = 1.0 - module.weight.double().mean().item()
+        engine.release()
+    assert moved[False] == 0.0
+    assert moved[True] == pytest.approx(200 * 2**-14, rel=0.1)
+
+
+# -- refusals ---------------------------------------------------------------------------------------------------------
+
+
+def test_only_where_something_is_rounded() -> None:
+    with pytest.raises(
+        ConfigError, match=r"stochastic_rounding: expected false .* got true with zero/precision=bf16\."
+    ):
+        make_config(precision={"name": "bf16", "stochastic_rounding": True})
+
+
+@on_ranks(1)
+def test_refusals_of_the_engine() -> None:
+    with pytest.raises(ConfigError, match="zero/precision=fp32"):
+        lightning_zero.shard(torch.nn.Linear(2, 2), device="cpu", precision={"stochastic_rounding": True})
+
+    class Own(torch.optim.Optimizer):
+        def __init__(self, params: Any) -> None:
+            super().__init__(params, {})
+
+        def step(self, closure: Any = None) -> None: ...
+
+    module = torch.nn.Linear(8, 8)
+    engine = lightning_zero.shard(module, device="cpu", **rounded(optimizer={"elementwise": True}))
+    with pytest.raises(ConfigError, match=r"stochastic_rounding: expected one of torch's .* got .*Own"):
+        engine.add_optimizer(Own(module.parameters()))
+    engine.release()

@@ -1,0 +1,165 @@
+"""Which rank went: found out over a store, without process groups."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from lightning_zero.ranks import peers as module
+from lightning_zero.ranks.peers import Peers, _Who, is_alive, is_broken_connection
+
+EVERY_S = 0.05
+
+
+class Answering:
+    """Ranks whose threads answer, but not those in ``silent``."""
+
+    def __init__(self, store: Any, peers: list[Peers], silent: set[int]) -> None:
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(peers, silent))
+
+    def _run(self, peers: list[Peers], silent: set[int]) -> None:
+        while not self._stop.wait(EVERY_S):
+            for rank, one in enumerate(peers):
+                if rank not in silent:
+                    one.answer()
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+
+@pytest.fixture
+def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every rank is on a machine of its own."""
+    names = iter(range(100))
+    monkeypatch.setattr(module, "machine", lambda: f"machine {next(names)}")
+    monkeypatch.setattr(module, "DYING_S", 0.0)
+
+
+def ranks(world: int) -> tuple[Any, list[Peers]]:
+    store = dist.HashStore()
+    return store, [Peers(store, "p", rank, world, EVERY_S) for rank in range(world)]
+
+
+def on_threads(calls: list[Callable[[], str]]) -> list[str]:
+    found = [""] * len(calls)
+
+    def call(i: int) -> None:
+        found[i] = calls[i]()
+
+    threads = [threading.Thread(target=call, args=(i,)) for i in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    return found
+
+
+def test_a_rank_that_does_not_answer_is_named_by_all(
+    elsewhere: None, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "ROLL_CALL_S", 1.0)
+    store, peers = ranks(4)
+    with Answering(store, peers, silent={2}):
+        found = on_threads([peers[r].culprit for r in (3, 1, 0)])
+    assert len(set(found)) == 1
+    assert found[0].startswith("rank 2 (on ") and found[0].endswith(
+        f"process {os.getpid()}) has ended without a word (killed?)"
+    )
+    assert capfd.readouterr().err.count("rank 2 (on") == 1  # once, and at once
+
+
+def test_all_answer(elsewhere: None) -> None:
+    store, peers = ranks(3)
+    with Answering(store, peers, silent=set()):
+        assert peers[1].culprit() == "a peer broke off, though all ranks still answer"
+
+
+def test_a_dead_process_of_this_machine_needs_no_roll_call() -> None:
+    store, peers = ranks(3)
+    child = subprocess.Popen([sys.executable, "-c", "pass"])
+    while is_alive(child.pid):  # it stays, a zombie: nobody has waited for it
+        time.sleep(0.01)
+    peers[2]._own = _Who("here", child.pid, module.machine())
+    store.set("p/who/2", f'{{"host": "here", "pid": {child.pid}, "machine": "{module.machine()}"}}')
+    started = time.monotonic()
+    assert peers[0].culprit() == f"rank 2 (on here, process {child.pid}) has ended without a word (killed?)"
+    assert time.monotonic() - started < 1
+    child.wait()
+    assert not is_alive(child.pid) and is_alive(os.getpid())
+
+
+def test_an_exception_of_a_ranks_own_is_told_and_consequences_are_not(elsewhere: None) -> None:
+    store, peers = ranks(3)
+    peers[1].tell(KeyError("planned"))
+    peers[2].tell(ValueError("later"))
+    assert "rank 1 (on " in peers[0].culprit() and "failed with KeyError: 'planned'" in peers[0].culprit()
+    assert peers[2].culprit() == peers[0].culprit()
+    for one in peers:
+        one.forget()
+    with Answering(store, peers, silent=set()):
+        assert "planned" not in peers[0].culprit()
+
+
+def test_without_the_store_it_is_its_holder(elsewhere: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+
+    class Gone:
+        def __getattr__(self, name: str) -> Any:
+            raise RuntimeError("gone")
+
+    _, peers = ranks(2)
+    peers[1].answer()
+    peers[1]._store = Gone()
+    assert peers[1].culprit().startswith("rank 0 (on ") and "holds the store, has ended" in peers[1].culprit()
+    peers[0].tell(KeyError("told before"))
+    _, peers = ranks(2)
+    peers[0].tell(KeyError("told before"))
+    peers[1].answer()
+    peers[1]._store = Gone()
+    assert "told before" in peers[1].culprit()
+
+
+def test_a_neighbour_that_is_not_heard_any_more_is_named_once(elsewhere: None) -> None:
+    _, peers = ranks(3)
+    assert peers[2].silent_neighbour(5) is None  # rank 0 has not begun yet
+    for _ in range(3):
+        assert [one.silent_neighbour(5) for one in peers] == [None] * 3
+        time.sleep(0.1)
+    deadline = time.monotonic() + 5
+    said: list[str | None] = []
+    while time.monotonic() < deadline and not any(said):
+        peers[2].silent_neighbour(5)
+        said.append(peers[0].silent_neighbour(0.2))  # rank 1 beats no more
+        time.sleep(0.02)
+    assert said[-1] is not None and said[-1].startswith("rank 1 (on ") and "has not been heard of for 0.2 s" in said[-1]
+    assert peers[0].silent_neighbour(0.2) is None
+    peers[1].silent_neighbour(5)
+    assert peers[0].silent_neighbour(0.2) is None  # it was only slow
+
+
+@pytest.mark.parametrize(
+    ("error", "broken"),
+    [
+        (RuntimeError("[gloo/transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1]:2001"), True),
+        (RuntimeError("Read error [127.0.0.1]:1: Connection reset by peer"), True),
+        (RuntimeError("writev [10.0.0.1]:2: Broken pipe"), True),
+        (RuntimeError("shapes cannot be multiplied"), False),
+        (RuntimeError("Timed out waiting 1800000ms for recv operation to complete"), False),
+        (KeyError("connection closed"), False),
+    ],
+)
+def test_broken_connections_are_known_by_their_words(error: Exception, broken: bool) -> None:
+    assert is_broken_connection(error) is broken

@@ -1,0 +1,152 @@
+"""A rank that waits for ever says for whom; one that waits for a rank at work goes on waiting."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_zero.comm.communicator import ApartError, Communicator, barrier, broadcast_object, open_waits, together
+from lightning_zero.config import ConfigError
+from lightning_zero.ranks import peers, watchdog
+from lightning_zero.ranks.waits import StallError, Waits
+from tests.engine.support import places_posted_often
+from tests.harness import on_ranks
+
+CPU = torch.device("cpu")
+
+
+@on_ranks(2, 3)
+def test_a_stall_names_the_operation_the_ranks_and_their_places() -> None:
+    with places_posted_often():
+        _stall()
+
+
+def _stall() -> None:
+    comm = Communicator(dist.group.WORLD, CPU, stall_timeout_s=1.0)
+    last = comm.world_size - 1
+    comm.place = f"at work on {comm.rank}"
+    time.sleep(0.3)
+    started = time.monotonic()
+    if comm.rank == last:
+        time.sleep(2.0)  # never comes
+    else:
+        with pytest.raises(StallError) as caught:
+            comm.all_gather(torch.zeros(512 * comm.world_size), "blocks.1#0").wait()
+        assert 0.9 < time.monotonic() - started < 1.9
+        text = str(caught.value)
+        assert "blocks.1#0" in text and "zero.dynamic" in text and "zero.stall_timeout_s" in text
+        assert f"rank {last}: at work on {last}" in text
+        assert f"rank {comm.rank} waited" in text
+    comm.waits.close()
+    # Messages were lost on these groups: they are not given back to the pool.
+
+
+@on_ranks(2)
+def test_a_small_agreement_stalls_too() -> None:
+    with places_posted_often():  # else the other rank answers no roll call before it stops
+        comm = Communicator(dist.group.WORLD, CPU, stall_timeout_s=0.5)
+        if comm.rank == 0:
+            with pytest.raises(StallError, match="agreement"):
+                comm.exchange(1)
+        else:
+            time.sleep(1.0)
+        comm.waits.close()
+
+
+# -- waiting for a rank that is at work -------------------------------------------------------------------------------
+
+
+@contextmanager
+def quick() -> Iterator[None]:
+    with (
+        places_posted_often(),
+        mock.patch.object(watchdog, "STILL_S", 0.1),
+        mock.patch.object(peers, "ROLL_CALL_S", 0.3),
+    ):
+        yield
+
+
+def waits(seconds: float) -> Waits:
+    return open_waits(dist.group.WORLD, CPU, seconds)
+
+
+@on_ranks(2, 3)
+def test_a_patient_wait_lasts_as_long_as_a_rank_is_at_work() -> None:
+    with quick():
+        own = waits(0.5)
+        if own.rank == 0:
+            own.place = "downloading"
+            time.sleep(2.5)
+        barrier(dist.group.WORLD, own, "the data")
+        assert broadcast_object(dist.group.WORLD, {"of": own.rank}, own.world_size - 1, own) == {
+            "of": own.world_size - 1
+        }
+        own.close()
+
+
+@on_ranks(2, 3)
+def test_ranks_that_wait_for_different_things_all_hear_of_it() -> None:
+    """One is at a barrier, the others wait in an operation that it will never join."""
+    with quick():
+        group = dist.new_group(list(range(dist.get_world_size())))  # with groups of its own, where messages get lost
+        own, comm = open_waits(group, CPU, 0.5), Communicator(group, CPU, stall_timeout_s=3.0)
+        own.place = f"place of {own.rank}"
+        started = time.monotonic()
+        with pytest.raises(StallError, match="place of 1" if own.rank == 0 else "blocks"):
+            if own.rank == 0:
+                barrier(group, own, "the end")
+            else:
+                comm.all_gather(torch.zeros(512 * comm.world_size), "blocks.1#0").wait()
+        assert time.monotonic() - started < 6.0
+        own.close()
+        comm.waits.close()
+
+
+# -- refusing together ------------------------------------------------------------------------------------------------
+
+
+FAILURES: dict[str, tuple[Exception, type[Exception], str]] = {
+    "refusal": (ConfigError("zero.x: expected 1, got 2."), ConfigError, r"zero\.x: expected 1, got 2\."),
+    "error": (KeyError("y"), RuntimeError, "rank 1 failed with KeyError: 'y'"),
+}
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("kind", list(FAILURES))
+def test_what_fails_on_one_rank_fails_on_all(kind: str) -> None:
+    error, expected, message = FAILURES[kind]
+    own = waits(30.0)
+    undone: list[int] = []
+
+    def act() -> int:
+        if own.rank == 1:
+            raise error
+        return own.rank
+
+    with pytest.raises(type(error) if own.rank == 1 else expected) as caught:
+        together(dist.group.WORLD, own, "a try", act, undone.append)
+    if own.rank != 1:
+        caught.match(message)
+    assert undone == ([] if own.rank == 1 else [own.rank])
+    succeeds: Callable[[], int] = lambda: 7  # noqa: E731
+    assert together(dist.group.WORLD, own, "a try", succeeds) == 7
+    own.close()
+
+
+@on_ranks(2, 3)
+def test_ranks_at_different_places_hear_so_at_once() -> None:
+    own = waits(30.0)
+    for _ in range(2):
+        with pytest.raises(ApartError, match="rank 0: the start\n.*rank 1: an object of rank 0"):
+            if own.rank == 1:
+                broadcast_object(dist.group.WORLD, "x", 0, own)
+            else:
+                barrier(dist.group.WORLD, own, "the start")
+    barrier(dist.group.WORLD, own, "the end")
+    own.close()

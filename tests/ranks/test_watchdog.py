@@ -1,0 +1,300 @@
+"""A rank whose messages would never end ends itself when another rank is gone, and only then."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from lightning_zero.ranks import peers as peers_module
+from lightning_zero.ranks import watchdog as module
+from lightning_zero.ranks.peers import is_alive
+from lightning_zero.ranks.watchdog import EXIT_CODE, Watchdog
+from tests.harness import free_port
+
+FOREVER_S = 60.0
+NUMBER = 10**6
+PROGRAM = """
+import sys, time
+from datetime import timedelta
+import torch.distributed as dist
+from lightning_zero.ranks import watchdog as module
+
+class Comm:
+    world_size, place, issued, stall_timeout_s, waiting = 3, "gather of unit blocks.1", 7, 30.0, ""
+
+module.EVERY_S, module.STANDSTILL_S = 0.1, 1.0
+rank, port = int(sys.argv[1]), int(sys.argv[2])
+comm = Comm()
+comm.rank = rank
+store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, timeout=timedelta(seconds=30), wait_for_workers=False)
+dog = module.Watchdog(comm, store, number=1, hears_ends=False)
+time.sleep(0.5)
+print("here", flush=True)
+time.sleep(60)  # as in a kernel that never ends
+"""
+
+
+class Side:
+    """What a watchdog watches: a rank whose thread waits until it is let go."""
+
+    def __init__(self, store: Any, rank: int, world_size: int, limit_s: float, hears: bool) -> None:
+        self.rank, self.world_size, self.stall_timeout_s = rank, world_size, limit_s
+        self.place, self.issued, self.waiting = f"place of {rank}", 0, ""
+        self.ended: list[int] = []
+        self._go = threading.Event()
+        self._made = threading.Event()
+        self._thread = threading.Thread(target=self._train, args=(store, hears))
+        self._thread.start()
+        self._made.wait()
+
+    def _train(self, store: Any, hears: bool) -> None:
+        self.dog = Watchdog(self, store, number=NUMBER, hears_ends=hears, end=self._end)
+        self._made.set()
+        self._go.wait(FOREVER_S)
+
+    def _end(self, code: int) -> None:
+        self.ended.append(code)
+        self.dog._stop.set()
+
+    def let_go(self) -> None:
+        self._go.set()
+        self._thread.join()
+        self.dog._gone = None
+        self.dog.stop()
+
+
+@pytest.fixture
+def sides(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[Side]]]:
+    monkeypatch.setattr(module, "EVERY_S", 0.05)
+    monkeypatch.setattr(module, "STANDSTILL_S", 0.5)
+    monkeypatch.setattr(module, "ANSWER_S", 0.5)
+    monkeypatch.setattr(peers_module, "ROLL_CALL_S", 0.2)
+    made: list[Side] = []
+
+    def make(world: int, limit_s: float = 30.0, hears: bool = False) -> list[Side]:
+        store = dist.HashStore()
+        made.extend(Side(store, rank, world, limit_s, hears) for rank in range(world))
+        return made
+
+    yield make
+    for side in made:
+        side.let_go()
+
+
+def seen_within(seconds: float, holds: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + seconds
+    while not holds() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return holds()
+
+
+def die(ranks: list[Side], rank: int) -> int:
+    """From now on the process of a rank is one that was killed."""
+    side = ranks[rank]
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    while is_alive(child.pid):
+        time.sleep(0.01)
+    side.dog._stop.set()
+    text = f'{{"host": "here", "pid": {child.pid}, "machine": "{peers_module.machine()}"}}'
+    side.dog._store.set(side.dog.peers._key(f"who/{side.rank}"), text)
+    for other in ranks:
+        other.dog.peers._neighbours.clear()
+    child.wait()
+    return child.pid
+
+
+def test_ranks_that_wait_for_a_killed_one_end_and_name_it(
+    sides: Callable[..., list[Side]], capfd: pytest.CaptureFixture[str]
+) -> None:
+    ranks = sides(4)
+    pid = die(ranks, 2)
+    others = [ranks[r] for r in (0, 1, 3)]
+    assert seen_within(5, lambda: all(side.ended for side in others))
+    assert [side.ended for side in others] == [[EXIT_CODE]] * 3
+    said = capfd.readouterr().err
+    for rank in (0, 1, 3):
+        assert f"rank {rank}: rank 2 (on here, process {pid}) has ended without a word (killed?); this rank is" in said
+        assert f"rank {rank} (at: place of {rank}) ends: it has stood still for " in said
+
+
+def test_a_rank_that_gets_on_is_told_and_goes_on(
+    sides: Callable[..., list[Side]], capfd: pytest.CaptureFixture[str]
+) -> None:
+    ranks = sides(2)
+    die(ranks, 1)
+    deadline = time.monotonic() + 1.5
+    while time.monotonic() < deadline:
+        ranks[0].issued += 1  # in another thread than the one that stands still: hooks of backward are
+        time.sleep(0.02)
+    assert not ranks[0].ended
+    assert capfd.readouterr().err.count("has ended without a word") == 1
+    assert seen_within(3, lambda: bool(ranks[0].ended))
+
+
+def test_gloo_hears_of_a_killed_rank_by_itself(sides: Callable[..., list[Side]]) -> None:
+    ranks = sides(2, hears=True)
+    die(ranks, 1)
+    assert not seen_within(1.5, lambda: bool(ranks[0].ended))
+
+
+def test_a_rank_that_has_said_goodbye_is_not_missed(sides: Callable[..., list[Side]]) -> None:
+    ranks = sides(2, limit_s=0.5)
+    ranks[1].dog.stop()
+    die(ranks, 1)
+    assert not seen_within(2, lambda: bool(ranks[0].ended))
+
+
+def test_a_rank_that_has_forgotten_its_engine_is_not_missed(sides: Callable[..., list[Side]]) -> None:
+    ranks = sides(2, limit_s=0.5, hears=True)
+    ranks[1].dog._watched = lambda: None  # type: ignore[assignment]  # collected
+    ranks[1].dog._stop.set()
+    assert not seen_within(2, lambda: ranks[0].dog._gone is not None)
+
+
+def test_at_a_clean_end_nothing_is_said_of_ranks_that_were_faster(
+    sides: Callable[..., list[Side]], capfd: pytest.CaptureFixture[str]
+) -> None:
+    ranks = sides(2)
+    ranks[1].dog.leave()  # at exit; rank 0, which holds the store, came there first
+    ranks[1].dog._store = ranks[1].dog.peers._store = None  # what is asked raises
+    die(ranks, 0)
+    assert not seen_within(1.5, lambda: bool(ranks[1].ended))
+    assert capfd.readouterr().err == ""
+
+
+def test_a_rank_that_failed_by_itself_is_quoted(
+    sides: Callable[..., list[Side]], capfd: pytest.CaptureFixture[str]
+) -> None:
+    ranks = sides(2)
+    ranks[1].dog.peers.tell(KeyError("planned"))
+    ranks[1].dog.peers.leave()  # on the way out, and yet nothing is well
+    assert not seen_within(1, lambda: bool(ranks[0].ended))  # it may have been survived, by all
+    die(ranks, 1)
+    assert seen_within(3, lambda: bool(ranks[0].ended))
+    assert "failed with KeyError: 'planned'" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("hears", [False, True])
+def test_a_rank_of_another_machine_is_missed_after_the_timeout(
+    hears: bool, sides: Callable[..., list[Side]], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    names = iter(range(10))
+    monkeypatch.setattr(peers_module, "machine", lambda: f"machine {next(names)}")
+    ranks = sides(3, limit_s=1.0, hears=hears)
+    assert not seen_within(1.5, lambda: any(side.ended for side in ranks))  # all stand still, and all are there
+    ranks[1].dog._stop.set()
+    assert seen_within(6, lambda: bool(ranks[0].ended and ranks[2].ended))
+    said = capfd.readouterr().err
+    assert "ends: it has stood still for" in said and "rank 1 (on " in said
+    assert "has not been heard of for 1 s: it has ended or hangs" in said
+    assert "rank 2: rank 1 (on " in said  # and not rank 0, which ended before it, of the same cause
+
+
+def test_a_slow_rank_is_taken_back(sides: Callable[..., list[Side]], monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = sides(2, limit_s=1.0)
+    beats, ranks[1].dog.peers._store = ranks[1].dog.peers._store, Silent(ranks[1].dog.peers._store)
+    assert seen_within(5, lambda: ranks[0].dog._gone is not None)
+    ranks[0].issued += 1
+    ranks[1].dog.peers._store = beats
+    assert seen_within(1, lambda: ranks[0].dog._gone is None)
+    assert not seen_within(1.5, lambda: bool(ranks[0].ended))
+
+
+class Silent:
+    """A store that swallows what is written."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+
+    def set(self, key: str, value: str) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+
+def test_a_person_may_think(sides: Callable[..., list[Side]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    ranks = sides(2)
+    die(ranks, 1)
+    assert not seen_within(1.5, lambda: bool(ranks[0].ended))
+
+
+class Stuck:
+    """A store behind a network that is cut: it neither answers nor fails."""
+
+    def __init__(self) -> None:
+        self.network = threading.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_: self.network.wait(FOREVER_S)
+
+
+def cut_off(side: Side) -> Stuck:
+    store = Stuck()
+    side.dog._store = side.dog.peers._store = store
+    return store
+
+
+def test_a_store_that_does_not_answer_ends_a_rank_that_waits(
+    sides: Callable[..., list[Side]], capfd: pytest.CaptureFixture[str]
+) -> None:
+    ranks = sides(2, limit_s=1.0)
+    assert seen_within(2, lambda: ranks[1].dog.peers.knows_holder)
+    store = cut_off(ranks[1])
+    assert seen_within(8, lambda: bool(ranks[1].ended))
+    assert "rank 1: rank 0 (on " in capfd.readouterr().err
+    store.network.set()
+
+
+def test_messages_do_not_wait_for_a_store_that_does_not_answer(sides: Callable[..., list[Side]]) -> None:
+    ranks = sides(2)
+    assert seen_within(2, lambda: ranks[1].dog.peers.knows_holder)
+    store = cut_off(ranks[1])
+    dog, started = ranks[1].dog, time.monotonic()
+    assert dog.places_and_silent() is None
+    assert dog.culprit().startswith("rank 0 (on ")
+    assert dog.missing("here", 0.1) == [0]
+    dog.tell(KeyError("planned"))
+    assert time.monotonic() - started < 4
+    store.network.set()
+
+
+@pytest.mark.parametrize("killed", [0, 2])
+def test_real_processes(killed: int, tmp_path: Path) -> None:
+    """Rank 0 holds the store, so that its end is seen in another way."""
+    port = str(free_port())
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, str(rank), port],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=Path(__file__).parents[2],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        for rank in range(3)
+    ]
+    try:
+        for process in ranks:
+            assert process.stdout is not None and process.stdout.readline() == "here\n", process.stderr
+        ranks[killed].send_signal(signal.SIGKILL)
+        others = [p for rank, p in enumerate(ranks) if rank != killed]
+        for process in others:
+            _, said = process.communicate(timeout=50)
+            assert process.returncode == EXIT_CODE, said
+            assert f"rank {killed} (" in said and "ends: it has stood still" in said, said
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()

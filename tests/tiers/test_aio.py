@@ -1,0 +1,456 @@
+"""Disk files, page-aligned memory and the staging ring: bits come back, faults are named, nothing is left behind."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import pickle
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from lightning_zero.config import MIB, ConfigError
+from lightning_zero.tiers import aio
+from lightning_zero.tiers.aio import RETRY_PAUSES_S, DiskError, DiskFile, Syscalls
+from lightning_zero.tiers.pages import PAGE, HostPages, StagingRing, byte_view
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*has no O_DIRECT:RuntimeWarning")
+
+FEW = settings(
+    max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+
+
+def memory_of(nbytes: int, seed: int = 0) -> memoryview:
+    """Page-aligned memory full of noise; nothing else may know it, so it lives as long as its view."""
+    pages = HostPages(nbytes)
+    pages.bytes.copy_(torch.randint(0, 256, (nbytes,), generator=torch.Generator().manual_seed(seed)))
+    return byte_view(pages.bytes)
+
+
+@contextmanager
+def disk_file(path: Path, nbytes: int = 0, **kwargs: Any) -> Iterator[DiskFile]:
+    file = DiskFile(path / "data", **kwargs)
+    try:
+        file.ensure(nbytes)
+        yield file
+    finally:
+        file.close()
+
+
+def descriptors() -> set[str]:
+    return {
+        os.readlink(f"/proc/self/fd/{fd}")
+        for fd in os.listdir("/proc/self/fd")
+        if os.path.exists(f"/proc/self/fd/{fd}")
+    }
+
+
+# -- files ------------------------------------------------------------------------------------------------------------
+
+
+@FEW
+@given(
+    requests=st.lists(st.tuples(st.integers(0, 40), st.integers(0, 700)), min_size=1, max_size=5),
+    threads=st.integers(1, 4),
+    direct=st.booleans(),
+)
+def test_what_is_written_is_read(tmp_path: Path, requests: list[tuple[int, int]], threads: int, direct: bool) -> None:
+    size = max(first + pages for first, pages in requests) * PAGE
+    expected = bytearray(size)
+    with disk_file(tmp_path, size, threads=threads, direct=direct) as file:
+        for seed, (first, pages) in enumerate(requests):
+            data = memory_of(pages * PAGE, seed)
+            file.write(first * PAGE, data, "w").result(timeout=10)
+            expected[first * PAGE : (first + pages) * PAGE] = data
+        out = memory_of(size)
+        file.read(0, out, "r").result(timeout=10)
+        assert out == expected
+        assert (tmp_path / "data").read_bytes() == expected
+
+
+def test_a_big_request_is_divided_among_the_threads(tmp_path: Path) -> None:
+    together = threading.Barrier(4)  # breaks unless four calls are in flight at once
+
+    def preadv(fd: int, buffers: list[memoryview], offset: int) -> int:
+        together.wait(timeout=10)
+        return os.preadv(fd, buffers, offset)
+
+    with disk_file(tmp_path, 8 * MIB, threads=4, syscalls=Syscalls(preadv=preadv)) as file:
+        data, out = memory_of(8 * MIB, 1), memory_of(8 * MIB, 2)
+        file.write(0, data, "w").result(timeout=10)
+        file.read(0, out, "r").result(timeout=20)
+    assert out == data
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_short_reads_and_writes_are_continued(tmp_path: Path, threads: int) -> None:
+    counts = {"preadv": 0, "pwritev": 0}
+    lock = threading.Lock()
+    own = threading.local()  # a thread's calls: it must not be cut short often enough in a row to give up
+
+    def short(name: str) -> Callable[[int, list[memoryview], int], int]:
+        def call(fd: int, buffers: list[memoryview], offset: int) -> int:
+            with lock:
+                counts[name] += 1
+            own.calls = n = getattr(own, "calls", 0) + 1
+            moved: int = getattr(os, name)(fd, [buffers[0][: max(PAGE, len(buffers[0]) // 2 // PAGE * PAGE)]], offset)
+            return moved if n % 3 else min(moved, moved - PAGE + 100)  # not even whole pages, now and then
+
+        return call
+
+    calls = Syscalls(preadv=short("preadv"), pwritev=short("pwritev"), sleep=lambda _: None)
+    with disk_file(tmp_path, 4 * MIB, threads=threads, syscalls=calls) as file:
+        data, out = memory_of(4 * MIB, 1), memory_of(4 * MIB, 2)
+        file.write(0, data, "w").result(timeout=10)
+        assert (tmp_path / "data").read_bytes() == data
+        file.read(0, out, "r").result(timeout=10)
+    assert out == data
+    assert counts["preadv"] > 8 and counts["pwritev"] > 8
+
+
+def failing(code: int, times: int, name: str = "preadv", at: int = 0) -> tuple[Callable[..., int], list[int]]:
+    """A call that fails ``times`` times when it covers byte ``at``, and the offsets at which it did."""
+    failed: list[int] = []
+
+    def call(fd: int, buffers: list[memoryview], offset: int) -> int:
+        if offset <= at < offset + len(buffers[0]) and len(failed) < times:
+            failed.append(offset)
+            raise OSError(code, os.strerror(code))
+        result: int = getattr(os, name)(fd, buffers, offset)
+        return result
+
+    return call, failed
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.EAGAIN])
+def test_errors_that_pass_are_retried_after_pauses(tmp_path: Path, code: int) -> None:
+    pauses: list[float] = []
+    preadv, failed = failing(code, len(RETRY_PAUSES_S))
+    calls = Syscalls(preadv=preadv, sleep=pauses.append)
+    with disk_file(tmp_path, 2 * PAGE, syscalls=calls) as file:
+        data, out = memory_of(2 * PAGE, 1), memory_of(2 * PAGE, 2)
+        file.write(0, data, "w").result(timeout=10)
+        file.read(0, out, "r").result(timeout=10)
+    assert out == data
+    assert failed == [0] * len(RETRY_PAUSES_S) and tuple(pauses) == RETRY_PAUSES_S
+
+
+def test_attempts_are_counted_anew_after_progress(tmp_path: Path) -> None:
+    calls = 0
+
+    def preadv(fd: int, buffers: list[memoryview], offset: int) -> int:
+        nonlocal calls
+        calls += 1
+        if calls % 3:
+            raise OSError(errno.EIO, "busy")
+        return os.preadv(fd, [buffers[0][:PAGE]], offset)
+
+    with disk_file(tmp_path, 6 * PAGE, syscalls=Syscalls(preadv=preadv, sleep=lambda _: None)) as file:
+        data, out = memory_of(6 * PAGE, 1), memory_of(6 * PAGE, 2)
+        file.write(0, data, "w").result(timeout=10)
+        file.read(0, out, "r").result(timeout=10)
+    assert out == data and calls == 18
+
+
+@pytest.mark.parametrize(("name", "verb"), [("preadv", "reading"), ("pwritev", "writing")])
+def test_errors_that_stay_name_file_offset_bytes_and_label(tmp_path: Path, name: str, verb: str) -> None:
+    call, failed = failing(errno.EIO, 1000, name, at=3 * MIB)
+    calls = Syscalls(sleep=lambda _: None)
+    with disk_file(tmp_path, 4 * MIB, threads=4, syscalls=calls) as file:
+        setattr(file.syscalls, name, call)
+        request = file.read if name == "preadv" else file.write
+        with pytest.raises(DiskError) as caught:
+            request(0, memory_of(4 * MIB), "layers.7/optim_state").result(timeout=10)
+        request(0, memory_of(2 * MIB), "fine").result(timeout=10)  # the file is still usable
+    assert len(failed) == 1 + len(RETRY_PAUSES_S)
+    assert caught.value.errno == errno.EIO
+    for part in (verb, str(tmp_path / "data"), f"offset {3 * MIB}", f"wanted {MIB} bytes", "got 0", "4 attempts",
+                 "'layers.7/optim_state'", os.strerror(errno.EIO), "zero.offload.nvme_path"):  # fmt: skip
+        assert part in str(caught.value)
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)  # ranks send it to each other
+
+
+def test_a_full_disk_is_not_retried(tmp_path: Path) -> None:
+    call, failed = failing(errno.ENOSPC, 1000, "pwritev")
+    with disk_file(tmp_path, PAGE) as file:
+        file.syscalls.pwritev = call
+        with pytest.raises(DiskError, match="nvme_budget") as caught:
+            file.write(0, memory_of(PAGE), "w").result(timeout=10)
+    assert caught.value.errno == errno.ENOSPC and len(failed) == 1
+
+
+def test_a_file_that_was_cut_is_an_error_not_old_bytes(tmp_path: Path) -> None:
+    with disk_file(tmp_path, 4 * PAGE) as file:
+        os.truncate(file.path, 2 * PAGE)
+        with pytest.raises(DiskError, match=r"wanted 16384 bytes, got 8192: the file ends here"):
+            file.read(0, memory_of(4 * PAGE), "r").result(timeout=10)
+
+
+def test_a_failed_future_is_done_only_when_nothing_uses_the_buffer_any_more(tmp_path: Path) -> None:
+    slow_done = threading.Event()
+
+    def preadv(fd: int, buffers: list[memoryview], offset: int) -> int:
+        if offset == 0:
+            raise OSError(errno.ENXIO, "gone")
+        time.sleep(0.2)
+        slow_done.set()
+        return os.preadv(fd, buffers, offset)
+
+    with disk_file(tmp_path, 2 * MIB, threads=2, syscalls=Syscalls(preadv=preadv)) as file:
+        future = file.read(0, memory_of(2 * MIB), "r")
+        assert not future.cancel()
+        assert isinstance(future.exception(timeout=10), DiskError)
+        assert slow_done.is_set()
+
+
+def test_blocks_are_allocated_ahead_in_whole_pages(tmp_path: Path) -> None:
+    with disk_file(tmp_path, 10) as file:
+        assert file.nbytes == PAGE
+        file.ensure(3 * MIB + 1)
+        stat = os.stat(file.path)
+        assert file.nbytes == stat.st_size == 3 * MIB + PAGE
+        assert stat.st_blocks * 512 >= stat.st_size
+        file.ensure(5)  # never shrinks
+        assert os.stat(file.path).st_size == file.nbytes
+
+
+def test_no_space_gives_needed_and_free_bytes_and_keeps_the_file(tmp_path: Path) -> None:
+    def fallocate(fd: int, offset: int, nbytes: int) -> None:
+        os.posix_fallocate(fd, offset, nbytes // 2)  # as file systems do: some of it is there
+        raise OSError(errno.ENOSPC, "no space")
+
+    with disk_file(tmp_path, PAGE) as file:
+        file.syscalls.fallocate = fallocate
+        with pytest.raises(DiskError, match=rf"needed {8 * PAGE} more bytes, \d+ are free") as caught:
+            file.ensure(9 * PAGE)
+        assert "zero.offload.nvme_path" in str(caught.value) and "nvme_budget" in str(caught.value)
+        assert caught.value.errno == errno.ENOSPC
+        assert file.nbytes == os.stat(file.path).st_size == PAGE
+        file.syscalls.fallocate = os.posix_fallocate
+        file.ensure(9 * PAGE)
+        assert file.nbytes == 9 * PAGE
+
+
+def refusing(call: str) -> Syscalls:
+    """A file system without O_DIRECT: it says so when a file is opened, or only at the first write."""
+
+    def open_(path: str, flags: int, mode: int) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "no O_DIRECT here")
+        return os.open(path, flags, mode)
+
+    def pwritev(fd: int, buffers: list[memoryview], offset: int) -> int:
+        if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "no O_DIRECT here")
+        return os.pwritev(fd, buffers, offset)
+
+    return Syscalls(open=open_) if call == "open" else Syscalls(pwritev=pwritev)
+
+
+@pytest.mark.parametrize("call", ["open", "pwritev"])
+def test_without_o_direct_it_warns_once_and_works(
+    tmp_path: Path, call: str, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    monkeypatch.setattr(aio, "_WARNED", set())
+    before = descriptors()
+    with pytest.warns(RuntimeWarning, match=f"{tmp_path} has no O_DIRECT.*nvme_path") as caught:
+        for _ in range(2):
+            with disk_file(tmp_path, 2 * MIB, syscalls=refusing(call)) as file:
+                assert not file.direct
+                data, out = memory_of(2 * MIB, 1), memory_of(2 * MIB, 2)
+                file.write(0, data, "w").result(timeout=10)
+                file.read(0, out, "r").result(timeout=10)
+                assert out == data
+    assert len(caught) == 1
+    assert descriptors() == before
+
+
+def test_a_full_disk_at_the_first_write_is_not_taken_for_a_lack_of_o_direct(tmp_path: Path) -> None:
+    call, failed = failing(errno.ENOSPC, 1, "pwritev")
+    with disk_file(tmp_path, syscalls=Syscalls(pwritev=call)) as file:
+        assert failed and file.direct == DIRECT_HERE
+
+
+def _direct_here() -> bool:
+    try:
+        os.close(os.open("/var/tmp", os.O_TMPFILE | os.O_RDWR | os.O_DIRECT))
+    except OSError:
+        return False
+    return True
+
+
+DIRECT_HERE = _direct_here()
+
+
+@pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES])
+def test_a_file_that_cannot_be_made(tmp_path: Path, code: int) -> None:
+    def open_(*_: Any) -> int:
+        raise OSError(code, os.strerror(code))
+
+    with pytest.raises(DiskError, match=rf"opening {tmp_path}.*{os.strerror(code)}.*nvme_path"):
+        DiskFile(tmp_path / "data", syscalls=Syscalls(open=open_))
+    with pytest.raises(DiskError, match=os.strerror(errno.ENOENT)):
+        DiskFile(tmp_path / "missing" / "data")
+
+
+@pytest.mark.parametrize(("offset", "nbytes"), [(100, PAGE), (0, 100), (PAGE, 4 * PAGE), (-PAGE, PAGE)])
+def test_requests_that_are_not_whole_pages_of_the_file_are_refused(tmp_path: Path, offset: int, nbytes: int) -> None:
+    with disk_file(tmp_path, 4 * PAGE) as file, pytest.raises(ValueError, match="'mine': expected whole pages"):
+        file.read(offset, memory_of(nbytes), "mine")
+
+
+def test_close_waits_and_leaves_neither_thread_nor_descriptor(tmp_path: Path) -> None:
+    threads, before = set(threading.enumerate()), descriptors()
+    written: list[int] = []
+
+    def pwritev(fd: int, buffers: list[memoryview], offset: int) -> int:
+        time.sleep(0.05)
+        written.append(offset)
+        return os.pwritev(fd, buffers, offset)
+
+    with disk_file(tmp_path, 6 * PAGE) as file:
+        file.syscalls.pwritev = pwritev
+        futures = [file.write(i * PAGE, memory_of(PAGE, i), "w") for i in range(6)]
+    assert len(written) == 6 and all(f.exception() is None for f in futures)
+    assert set(threading.enumerate()) == threads and descriptors() == before
+    file.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        file.read(0, memory_of(PAGE), "late")
+
+
+# -- memory -----------------------------------------------------------------------------------------------------------
+
+
+def rss() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+
+def test_pages_take_their_size_and_give_it_back_with_the_last_view() -> None:
+    start, size = rss(), 64 * MIB
+    pages = HostPages(size)
+    pages.bytes.fill_(1)
+    assert rss() - start == pytest.approx(size, rel=0.1)
+    view = pages.tensor(PAGE, torch.bfloat16, 3)
+    pages.close()
+    assert view.view(torch.uint8).tolist() == [1] * 6
+    assert rss() - start == pytest.approx(size, rel=0.1)
+    del view
+    assert rss() - start < 0.1 * size
+
+
+def test_pages_are_aligned_and_not_shared_with_forked_children() -> None:
+    pages = HostPages(5 * PAGE + 3)
+    address = pages.bytes.data_ptr()
+    assert address % mmap.PAGESIZE == 0 and pages.bytes.numel() == pages.nbytes == 5 * PAGE + 3
+    pages.bytes[:100].fill_(7)
+    if (pid := os.fork()) == 0:
+        os._exit(int(pages.bytes[0].item()))
+    assert os.waitpid(pid, 0)[1] == 0
+    assert pages.bytes[0].item() == 7
+
+
+def test_pages_made_under_inference_mode_can_train() -> None:
+    with torch.inference_mode():
+        pages = HostPages(PAGE)
+        view = pages.tensor(0, torch.float32, 4)
+    assert not pages.bytes.is_inference() and not view.is_inference()
+
+
+@pytest.mark.parametrize("code", [0, 2])
+def test_pages_for_cuda_are_pinned_and_unpinned(code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    pinned: list[tuple[int, int]] = []
+    unpinned: list[int] = []
+
+    def register(address: int, size: int, flags: int) -> int:
+        pinned.append((address, size))
+        return code
+
+    cudart = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=unpinned.append)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    if code:
+        with pytest.raises(ConfigError, match=r"pin 8192 bytes.*CUDA error 2.*zero.offload.host_budget"):
+            HostPages(2 * PAGE, torch.device("cuda", 0))
+        assert not unpinned
+        return
+    pages = HostPages(2 * PAGE, torch.device("cuda", 0))
+    address = pages.bytes.data_ptr()
+    assert pinned == [(address, 2 * PAGE)]
+    pages.close()
+    pages.close()
+    assert unpinned == [address]
+
+
+def test_buffers_are_aligned_apart_and_seen_as_tensors() -> None:
+    ring = StagingRing(3, PAGE + 1)
+    assert ring.buffer_nbytes == 2 * PAGE and ring.nbytes == 6 * PAGE
+    buffers = [ring.acquire(str(i)) for i in range(3)]
+    for i, buffer in enumerate(buffers):
+        tensor = buffer.tensor(torch.bfloat16, PAGE)
+        assert tensor.data_ptr() % PAGE == 0 and len(buffer.memory) == 2 * PAGE
+        tensor.fill_(float(i))
+    for i, buffer in enumerate(buffers):
+        assert buffer.memory == bytes(torch.full((PAGE,), float(i), dtype=torch.bfloat16).view(torch.uint8).numpy())
+        with pytest.raises(ValueError, match="do not fit"):
+            buffer.tensor(torch.float32, 2 * PAGE // 4 + 1)
+    with pytest.raises(RuntimeError, match="still held by"):
+        ring.close()
+    for buffer in buffers:
+        buffer.release()
+    with pytest.raises(RuntimeError, match="twice"):
+        buffers[0].release()
+    ring.close()
+
+
+def test_the_ring_is_bounded_a_third_acquire_waits_for_a_release() -> None:
+    ring = StagingRing(2, PAGE)
+    first, _ = ring.acquire("first"), ring.acquire("second")
+    with ThreadPoolExecutor(1) as pool:
+        third = pool.submit(ring.acquire, "third")
+        with pytest.raises(TimeoutError):
+            third.result(timeout=0.2)
+        first.release()
+        assert third.result(timeout=10).label == "third"
+    assert ring.in_use == 2
+
+
+def test_a_ring_that_is_too_small_is_an_error_that_names_the_holders() -> None:
+    ring = StagingRing(1, PAGE, timeout_s=0.05)
+    with (
+        ring.acquire("layers.1/master"),
+        pytest.raises(RuntimeError, match=r"'layers.2/master'.*all 1 are held by 'layers.1/master'.*too small"),
+    ):
+        ring.acquire("layers.2/master")
+    with ring.acquire("again"):
+        assert ring.in_use == 1
+    with pytest.raises(ValueError, match="at least one"):
+        StagingRing(0, PAGE)
+
+
+def test_threads_never_share_a_buffer() -> None:
+    ring = StagingRing(3, PAGE)
+
+    def work(seed: int) -> None:
+        for _ in range(100):
+            with ring.acquire() as buffer:
+                tensor = buffer.tensor(torch.int64, 8)
+                tensor.fill_(seed)
+                time.sleep(0.0002)
+                assert tensor.tolist() == [seed] * 8 and ring.in_use <= 3
+
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(work, range(6)))
+    assert ring.in_use == 0

@@ -1,0 +1,645 @@
+"""Tiers: values rest to the bit on each, bytes are accounted, what cannot work is refused with the key to change."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import mmap
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lightning_zero.config import MIB, ConfigError
+from lightning_zero.tiers import claims
+from lightning_zero.tiers.aio import DiskError, Syscalls
+from lightning_zero.tiers.extents import Extent, Tier, Wanted, arrived
+from lightning_zero.tiers.host import HostTier
+from lightning_zero.tiers.limits import available_host_memory
+from lightning_zero.tiers.nvme import NvmeTier
+from lightning_zero.tiers.pages import PAGE, StagingRing
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*has no O_DIRECT:RuntimeWarning")
+
+FEW = settings(
+    max_examples=30, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool, torch.float64]
+NAMES = ["host", "nvme"]
+
+
+def make(name: str, path: Path, **nvme: Any) -> Tier:
+    if name == "nvme":
+        return NvmeTier(path, **{"rank": 0, "ring_count": 2, "ring_nbytes": 2 * PAGE, **nvme})
+    return HostTier()
+
+
+def noise(numel: int, dtype: torch.dtype, seed: int) -> Tensor:
+    """Any bits at all, NaNs with payloads included (booleans: 0 and 1)."""
+    high = 2 if dtype is torch.bool else 256
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, high, (numel * dtype.itemsize,), dtype=torch.uint8, generator=generator).view(dtype)
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+def unaligned(value: Tensor) -> Tensor:
+    """The same values in memory that is never page-aligned: what is so by chance would pass by the ring."""
+    return value.new_empty(value.numel() + 1)[1:].copy_(value.view(-1))
+
+
+def put(tier: Tier, extent: Extent, value: Tensor) -> None:
+    arrived(tier.stage_out(extent, unaligned(value)), host=True)
+
+
+def get(tier: Tier, extent: Extent) -> Tensor:
+    out = unaligned(noise(extent.numel, extent.dtype, 99))
+    arrived(tier.stage_in(extent, out), host=True)
+    return out
+
+
+def refused(call: Callable[[], object], *parts: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        call()
+    for part in parts:
+        assert part in str(caught.value)
+
+
+# -- all tiers --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+@FEW
+@given(data=st.data())
+def test_values_come_back_to_the_bit(name: str, tmp_path: Path, data: st.DataObject) -> None:
+    sizes = st.tuples(st.integers(0, 9000), st.sampled_from(DTYPES))
+    batches = data.draw(st.lists(st.lists(sizes, max_size=4), min_size=1, max_size=3))
+    ring = {"ring_count": data.draw(st.integers(1, 3)), "ring_nbytes": PAGE * data.draw(st.integers(1, 20))}
+    with closing(make(name, tmp_path, **ring)) as tier:
+        extents = [
+            extent
+            for batch in batches
+            for extent in tier.reserve([Wanted(f"e{i}", *size) for i, size in enumerate(batch)])
+        ]
+        assert [(e.numel, e.dtype) for e in extents] == [size for batch in batches for size in batch]
+        values = [noise(e.numel, e.dtype, seed) for seed, e in enumerate(extents)]
+        outs = [noise(e.numel, e.dtype, 99) for e in extents]
+        for futures in (
+            [tier.stage_out(e, value) for e, value in zip(extents, values, strict=True)],
+            [tier.stage_in(e, out) for e, out in zip(extents, outs, strict=True)],
+        ):
+            for future in futures:
+                arrived(future)
+        assert all(same_bits(out, value) for out, value in zip(outs, values, strict=True))
+        tier.free(extents)
+        assert tier.nbytes == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_at_rest_is_a_copy(name: str, tmp_path: Path) -> None:
+    with closing(make(name, tmp_path)) as tier:
+        (extent,) = tier.reserve([Wanted("w", 8, torch.float32)])
+        value = torch.ones(8, requires_grad=True)  # detached on the way
+        put(tier, extent, value)
+        with torch.no_grad():
+            value.fill_(2)
+        out = get(tier, extent)
+        assert out.tolist() == [1] * 8
+        resident = tier.resident(extent)
+        if name == "nvme":
+            assert resident is None
+            return
+        assert resident is not None and not resident.requires_grad
+        assert resident.data_ptr() not in (out.data_ptr(), value.data_ptr())
+        resident.add_(4)  # the host computes where it rests
+        assert out.tolist() == [1] * 8 and get(tier, extent).tolist() == [5] * 8
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "tensor", [torch.empty(7), torch.empty(8, dtype=torch.bfloat16), torch.empty(8, 2)[:, 0]], ids=str
+)
+def test_a_tensor_that_does_not_match_is_refused(name: str, tmp_path: Path, tensor: Tensor) -> None:
+    with closing(make(name, tmp_path)) as tier:
+        (extent,) = tier.reserve([Wanted("layers.3/master", 8, torch.float32)])
+        for stage in (tier.stage_in, tier.stage_out):
+            with pytest.raises(ValueError, match="'layers.3/master': expected a contiguous tensor of 8 elements"):
+                stage(extent, tensor)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_extents_reserved_under_inference_mode_can_train(name: str, tmp_path: Path) -> None:
+    with closing(make(name, tmp_path)) as tier, torch.inference_mode():
+        (extent,) = tier.reserve([Wanted("w", 8, torch.float32)])
+        resident = tier.resident(extent)
+        assert resident is None or not resident.is_inference()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_main_thread_and_a_worker_may_use_a_tier_together(name: str, tmp_path: Path) -> None:
+    def work(extents: Sequence[Extent]) -> None:
+        for step in range(15):
+            for seed, extent in enumerate(extents):
+                value = noise(extent.numel, extent.dtype, seed + step)
+                put(tier, extent, value)
+                assert same_bits(get(tier, extent), value)
+            tier.free(tier.reserve([Wanted("scratch", 100 + step, torch.float32)]))
+
+    with closing(make(name, tmp_path, ring_count=1)) as tier, ThreadPoolExecutor(1) as pool:
+        extents = tier.reserve([Wanted(f"e{i}", 5000, torch.bfloat16) for i in range(6)])
+        worker = pool.submit(work, extents[:3])
+        work(extents[3:])
+        worker.result(timeout=20)
+        tier.free(extents)
+        assert tier.nbytes == 0
+
+
+# -- host -------------------------------------------------------------------------------------------------------------
+
+
+def rss() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+
+def test_a_slab_takes_its_bytes_at_once_and_frees_them_with_its_last_extent() -> None:
+    start, tier = rss(), HostTier()
+    wanted = [
+        Wanted("a", 8 * MIB, torch.float32),
+        Wanted("b", 16 * MIB - 3, torch.bfloat16),
+        Wanted("c", 3, torch.bool),
+    ]
+    extents = tier.reserve(wanted)
+    assert tier.nbytes == 64 * MIB + 64  # each at a multiple of 64 bytes, and no power of two on top
+    assert all(tier.resident(e).data_ptr() % 64 == 0 for e in extents)
+    assert rss() - start == pytest.approx(tier.nbytes, rel=0.1)  # taken now, not when it is first used
+    pages = tier._held[extents[0]][0].pages
+    tier.free(extents[:2])
+    assert tier.nbytes == 64 * MIB + 64
+    tier.free(extents[2:])
+    assert pages.bytes.numel() == 0  # closed, which unpins them on a GPU's host
+    assert tier.nbytes == 0 and rss() - start < 0.1 * 64 * MIB
+    tier.reserve(wanted)
+    tier.close()
+    tier.close()
+    assert tier.nbytes == 0 and rss() - start < 0.1 * 64 * MIB
+
+
+def test_a_host_budget_that_is_too_small_is_refused_with_the_bytes() -> None:
+    tier = HostTier(budget=1000)
+    extents = tier.reserve([Wanted("a", 100, torch.float32)])
+    assert tier.nbytes == 448
+    refused(lambda: tier.reserve([Wanted("b", 200, torch.float32)]), "832", "552 of 1000", "zero.offload.host_budget")
+    assert tier.nbytes == 448
+    tier.free(extents)
+    tier.reserve([Wanted("b", 200, torch.float32)])
+    tier.close()
+
+
+def test_memory_that_is_not_there_is_refused_before_it_is_taken() -> None:
+    tier = HostTier(available=lambda: 640)
+    refused(
+        lambda: tier.reserve([Wanted("a", 161, torch.float32)]),
+        "expected 704 more bytes", "640 are available", "zero.offload:", "zero.offload.host_budget",
+    )  # fmt: skip
+    tier.free(tier.reserve([Wanted("a", 160, torch.float32)]))
+    refused(lambda: HostTier().reserve([Wanted("a", 1 << 50, torch.float32)]), "are available", str(1 << 52))
+    refused(lambda: HostTier(available=lambda: 1 << 62).reserve([Wanted("a", 1 << 50, torch.float32)]), "refused it")
+
+
+def fake_system(root: Path, files: dict[str, str], available_kib: int = 1000) -> Path:
+    for name, text in {"proc/meminfo": f"MemTotal: 5000 kB\nMemAvailable: {available_kib} kB\n", **files}.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+def cgroup(kind: int, limit: object, usage: int, inactive: int = 0, active: int = 0) -> dict[str, str]:
+    names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if kind == 1 else ("memory.max", "memory.current")
+    prefix = "total_" if kind == 1 else ""
+    stat = f"anon 7\nfile 9999999\n{prefix}inactive_file {inactive}\n{prefix}active_file {active}\n"
+    return {names[0]: f"{limit}\n", names[1]: f"{usage}\n", "memory.stat": stat}
+
+
+def under(folder: str, files: dict[str, str]) -> dict[str, str]:
+    return {f"{folder}/{name}": text for name, text in files.items()}
+
+
+V1, V2 = "sys/fs/cgroup/memory", "sys/fs/cgroup"
+V1_SELF = "11:cpu,cpuacct:/x\n4:hugetlb,memory:/job/a\n0::/\n"
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, 1_024_000),  # no cgroup: the machine's
+        ({"proc/self/cgroup": "0::/job\n", **under(f"{V2}/job", cgroup(2, 90_000, 60_000))}, 30_000),
+        ({"proc/self/cgroup": "0::/job\n", **under(f"{V2}/job", cgroup(2, 90_000, 60_000, 700, 5000))}, 35_700),
+        ({"proc/self/cgroup": "0::/job\n", **under(f"{V2}/job", cgroup(2, "max", 60_000))}, 1_024_000),
+        (  # one above it has less left
+            {
+                "proc/self/cgroup": "0::/job/a\n",
+                **under(f"{V2}/job", cgroup(2, 80_000, 70_000)),
+                **under(f"{V2}/job/a", cgroup(2, 90_000, 60_000)),
+            },
+            10_000,
+        ),
+        # in a container the path is the host's, the mount our own
+        ({"proc/self/cgroup": "0::/docker/0ab1\n", **under(V2, cgroup(2, 90_000, 50_000))}, 40_000),
+        ({"proc/self/cgroup": V1_SELF, **under(f"{V1}/job/a", cgroup(1, 90_000, 60_000, 500, 20))}, 30_520),
+        ({"proc/self/cgroup": V1_SELF, **under(V1, cgroup(1, 90_000, 55_000))}, 35_000),
+        ({"proc/self/cgroup": V1_SELF, **under(f"{V1}/job/a", cgroup(1, 9223372036854771712, 60_000))}, 1_024_000),
+        ({"proc/self/cgroup": "0::/job\n", **under(f"{V2}/job", cgroup(2, 90_000, 95_000))}, 0),
+    ],
+)
+def test_available_memory_is_the_cgroups(tmp_path: Path, files: dict[str, str], expected: int) -> None:
+    assert available_host_memory(fake_system(tmp_path, files)) == expected
+
+
+def test_available_memory_here_is_plausible() -> None:
+    assert 64 * MIB < available_host_memory() <= os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE
+
+
+# -- nvme -------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def nvme(path: Path, *wanted: Wanted, **kwargs: Any) -> Iterator[tuple[NvmeTier, list[Extent]]]:
+    with closing(NvmeTier(path, **{"rank": 0, "ring_count": 2, "ring_nbytes": 2 * PAGE, **kwargs})) as tier:
+        yield tier, tier.reserve(wanted)
+
+
+def test_one_preallocated_file_of_whole_pages_and_no_more_than_the_ring(tmp_path: Path) -> None:
+    most = 0
+
+    def preadv(fd: int, buffers: list[memoryview], offset: int) -> int:
+        nonlocal most
+        most = max(most, tier.ring.in_use)
+        time.sleep(0.002)
+        return os.preadv(fd, buffers, offset)
+
+    wanted = [Wanted("a", 5000, torch.float32), Wanted("b", 1, torch.bfloat16)]
+    with nvme(tmp_path, *wanted, rank=3, ring_count=2, syscalls=Syscalls(preadv=preadv)) as (tier, extents):
+        assert tier.nbytes == 5 * PAGE + PAGE and tier.ring.nbytes == 4 * PAGE
+        (file,) = tmp_path.rglob("*.bin")
+        assert file.name == "rank00003.bin" and file.stat().st_size == 6 * PAGE
+        assert file.stat().st_blocks * 512 >= 6 * PAGE
+        put(tier, extents[0], noise(5000, torch.float32, 1))
+        outs = [noise(5000, torch.float32, 0) for _ in range(4)]
+        for future in [tier.stage_in(extents[0], out) for out in outs]:
+            arrived(future)
+        assert most == 2 and tier.ring.in_use == 0
+
+
+def test_page_aligned_tensors_go_without_the_ring(tmp_path: Path) -> None:
+    user = StagingRing(2, 16 * PAGE)
+    with nvme(tmp_path, Wanted("a", 16 * PAGE // 4, torch.float32), ring_count=1) as (tier, (extent,)):
+        with tier.ring.acquire("all of it"):
+            value, out = (user.acquire().tensor(torch.float32, extent.numel) for _ in range(2))
+            value.copy_(noise(extent.numel, torch.float32, 1))
+            arrived(tier.stage_out(extent, value))
+            arrived(tier.stage_in(extent, out))
+        assert same_bits(out, value) and same_bits(get(tier, extent), value)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_operations_on_an_extent_keep_their_order_under_random_delays(tmp_path: Path, seed: int) -> None:
+    rng = random.Random(seed)
+
+    def late(call: Callable[..., int]) -> Callable[..., int]:
+        def delayed(*args: Any) -> int:
+            time.sleep(rng.random() * 0.004)
+            return call(*args)
+
+        return delayed
+
+    calls = Syscalls(preadv=late(os.preadv), pwritev=late(os.pwritev))
+    wanted = [Wanted(f"e{i}", 3000, torch.float32) for i in range(4)]
+    with nvme(tmp_path, *wanted, syscalls=calls) as (tier, extents):
+        seen: list[tuple[Tensor, float]] = []
+        futures: list[Future[Any]] = []
+        for step in range(24):
+            extent, value = rng.choice(extents), float(step)
+            out = torch.empty(3000)
+            futures += [tier.stage_out(extent, torch.full((3000,), value)), tier.stage_in(extent, out)]
+            seen.append((out, value))
+        for future in futures:
+            future.result(timeout=10)
+        assert [(out.min().item(), out.max().item()) for out, _ in seen] == [(v, v) for _, v in seen]
+
+
+def test_freed_places_are_used_again_and_free_waits(tmp_path: Path) -> None:
+    def pwritev(*args: Any) -> int:
+        time.sleep(0.05)
+        return os.pwritev(*args)
+
+    with nvme(tmp_path, Wanted("a", 3000, torch.float32)) as (tier, extents):
+        tier._file.syscalls.pwritev = pwritev
+        for _ in range(3):
+            future = tier.stage_out(extents[0], torch.ones(3000))
+            tier.free(extents)
+            assert future.done() and tier.nbytes == 0
+            extents = tier.reserve([Wanted("b", 3000, torch.float32)])
+        assert tier.nbytes == next(tmp_path.rglob("*.bin")).stat().st_size == 3 * PAGE
+
+
+def test_an_nvme_budget_and_a_full_disk_are_refused_before_training(tmp_path: Path) -> None:
+    def fallocate(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "no space")
+
+    big = [Wanted("b", 4096, torch.float32)]
+    with nvme(tmp_path, Wanted("a", 1024, torch.float32), budget=4 * PAGE) as (tier, (extent,)):
+        refused(lambda: tier.reserve(big), f"{4 * PAGE} more", f"{3 * PAGE} of {4 * PAGE}", "zero.offload.nvme_budget")
+    with nvme(tmp_path, Wanted("a", 1024, torch.float32)) as (tier, (extent,)):
+        tier._file.syscalls.fallocate = fallocate
+        free = f"needed {4 * PAGE} more bytes"
+        refused(lambda: tier.reserve(big), "zero.offload.nvme_path", str(tmp_path), free, "are free", "nvme_budget")
+        assert tier.nbytes == PAGE
+        put(tier, extent, torch.ones(1024))  # what was there before still works
+        assert get(tier, extent).tolist() == [1] * 1024
+
+
+def test_paths_that_cannot_work_are_refused(tmp_path: Path) -> None:
+    def read_only(path: str, flags: int, mode: int) -> int:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    def read_only_data(path: str, flags: int, mode: int) -> int:
+        return os.open(path, flags, mode) if path.endswith(".lock") else read_only(path, flags, mode)
+
+    (tmp_path / "file").write_text("mine")
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    key = "zero.offload.nvme_path: expected"
+    refused(lambda: NvmeTier(tmp_path / "no", rank=0), key, f"{tmp_path}/no", "does not exist", "NVME_PATH")
+    refused(lambda: NvmeTier(tmp_path / "file", rank=0), key, f"{tmp_path}/file", "not a folder")
+    for calls in (Syscalls(open=read_only), Syscalls(open=read_only_data)):
+        make_tier = partial(NvmeTier, folder, rank=0, syscalls=calls)
+        refused(make_tier, key, str(folder), "Read-only file system")
+    (folder / "lightning_zero").write_text("mine")
+    refused(lambda: NvmeTier(folder, rank=0), key, "nothing can be written or locked (File exists)")
+    assert (tmp_path / "file").read_text() == (folder / "lightning_zero").read_text() == "mine"
+
+
+# -- faults -----------------------------------------------------------------------------------------------------------
+
+
+def broken(name: str, at: int) -> Callable[..., int]:
+    def call(fd: int, buffers: list[memoryview], offset: int) -> int:
+        if offset <= at < offset + len(buffers[0]):
+            raise OSError(errno.EIO, "broken")
+        result: int = getattr(os, name)(fd, buffers, offset)
+        return result
+
+    return call
+
+
+def test_a_read_that_fails_names_file_offset_and_label_and_spares_the_rest(tmp_path: Path) -> None:
+    wanted = [Wanted("layers.0/optim_state", 5120, torch.float32), Wanted("layers.1/optim_state", 5120, torch.float32)]
+    calls = Syscalls(preadv=broken("preadv", 7 * PAGE), sleep=lambda _: None)
+    with nvme(tmp_path, *wanted, syscalls=calls) as (tier, extents):
+        for extent in extents:
+            put(tier, extent, torch.ones(5120))
+        assert get(tier, extents[0]).tolist() == [1] * 5120
+        with pytest.raises(DiskError) as caught:
+            get(tier, extents[1])  # in its second piece of two pages
+        for part in ("reading", "rank00000.bin", f"offset {7 * PAGE}", "'layers.1/optim_state'", "4 attempts"):
+            assert part in str(caught.value)
+        tier.flush()  # nothing is lost
+        assert tier.ring.in_use == 0
+        calls.preadv = os.preadv
+        assert get(tier, extents[1]).tolist() == [1] * 5120
+
+
+def test_a_write_that_fails_is_not_forgotten_until_it_is_made_good(tmp_path: Path) -> None:
+    calls = Syscalls(pwritev=broken("pwritev", PAGE), sleep=lambda _: None)
+    with nvme(tmp_path, Wanted("layers.0/master", 5120, torch.float32), syscalls=calls) as (tier, (extent,)):
+        written = tier.stage_out(extent, unaligned(torch.ones(5120)))
+        read = tier.stage_in(extent, torch.empty(5120))  # asked for before the write has failed
+        for wait in (written.result, read.result, tier.flush, lambda: get(tier, extent)):
+            with pytest.raises(DiskError, match=r"writing .*'layers.0/master'"):
+                wait()
+        assert tier.ring.in_use == 0
+        calls.pwritev = os.pwritev
+        put(tier, extent, torch.ones(5120))
+        tier.flush()
+        assert get(tier, extent).tolist() == [1] * 5120
+
+
+def test_the_rest_of_an_extent_is_not_tried_after_an_error(tmp_path: Path) -> None:
+    calls: list[int] = []
+
+    def pwritev(fd: int, buffers: list[memoryview], offset: int) -> int:
+        calls.append(offset)
+        raise OSError(errno.ENXIO, "gone")
+
+    with nvme(tmp_path, Wanted("a", 20480, torch.float32), ring_count=1) as (tier, (extent,)):
+        tier._file.syscalls.pwritev = pwritev
+        with pytest.raises(DiskError, match=f"offset {extent.offset} "):
+            put(tier, extent, torch.ones(20480))
+        assert len(calls) < 5  # of 10 pieces
+
+
+def test_close_waits_and_leaves_no_file_thread_or_descriptor(tmp_path: Path) -> None:
+    def pwritev(*args: Any) -> int:
+        time.sleep(0.03)
+        return os.pwritev(*args)
+
+    threads, descriptors = set(threading.enumerate()), len(os.listdir("/proc/self/fd"))
+    (tmp_path / "users.txt").write_text("mine")
+    tier = NvmeTier(tmp_path, rank=0, ring_count=1, ring_nbytes=PAGE, syscalls=Syscalls(pwritev=pwritev))
+    (extent,) = tier.reserve([Wanted("a", 4096, torch.float32)])
+    future = tier.stage_out(extent, unaligned(torch.ones(4096)))
+    tier.close()
+    assert future.done() and future.exception() is None
+    assert set(threading.enumerate()) == threads and len(os.listdir("/proc/self/fd")) == descriptors
+    assert [p.name for p in tmp_path.iterdir()] == ["users.txt"]
+    tier.close()
+    with pytest.raises((RuntimeError, KeyError)):
+        tier.stage_out(extent, torch.ones(4096))
+
+
+# -- other jobs -------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def forked(body: Callable[[], object]) -> Iterator[int]:
+    """A child that runs ``body``, says when it is done, and waits to be killed. Gives its process id."""
+    readable, writable = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            held = body()  # kept alive
+            os.write(writable, b"ok")
+            signal.pause()
+            del held
+        finally:
+            os._exit(1)
+    os.close(writable)
+    try:
+        assert os.read(readable, 2) == b"ok", "the child failed"
+        yield pid
+    finally:
+        os.close(readable)
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+def write_for_ever(path: Path, rank: int) -> object:
+    """A rank in the middle of a write."""
+    started = threading.Event()
+
+    def pwritev(fd: int, buffers: list[memoryview], offset: int) -> int:
+        if offset:
+            started.set()
+            time.sleep(60)
+        return os.pwritev(fd, buffers, offset)
+
+    tier = NvmeTier(path, rank=rank, ring_nbytes=PAGE, syscalls=Syscalls(pwritev=pwritev))
+    (extent,) = tier.reserve([Wanted("a", 4096, torch.float32)])
+    future = tier.stage_out(extent, unaligned(torch.ones(4096)))
+    started.wait(10)
+    return tier, future
+
+
+def test_a_live_job_is_refused_by_pid_and_a_dead_ones_files_are_removed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(claims, "CLAIM_WAIT_S", 0.1)
+    caplog.set_level(logging.WARNING)
+    folder = tmp_path / "lightning_zero"
+    with forked(lambda: (write_for_ever(tmp_path, 0), write_for_ever(tmp_path, 1))) as pid:
+        assert sorted(p.name for p in folder.glob("*.bin")) == ["rank00000.bin", "rank00001.bin"]
+        refused(lambda: NvmeTier(tmp_path, rank=0), "zero.offload.nvme_path", "another job", f"pid {pid} on")
+        with nvme(tmp_path, rank=2):  # a peer
+            assert len(list(folder.glob("*.bin"))) == 3
+    assert not caplog.records
+    (folder / "notes.bin").write_text("not ours")
+    with nvme(tmp_path, Wanted("a", 1024, torch.float32), rank=0) as (tier, (extent,)):
+        assert sorted(p.name for p in folder.glob("*.bin")) == ["notes.bin", "rank00000.bin"]
+        assert len(caplog.records) == 1
+        assert f"removed 2 file(s), {8 * PAGE} bytes" in caplog.text and str(folder) in caplog.text
+        put(tier, extent, torch.ones(1024))
+        assert get(tier, extent).tolist() == [1] * 1024
+    assert [p.name for p in folder.iterdir()] == ["notes.bin"]
+
+
+def test_a_worker_that_outlives_its_trainer_does_not_hold_the_path(tmp_path: Path) -> None:
+    def trainer() -> object:
+        tier = NvmeTier(tmp_path, rank=0)
+        worker = os.fork()
+        if worker == 0:
+            time.sleep(30)
+            os._exit(0)
+        (tmp_path / "worker").write_text(str(worker))
+        return tier
+
+    try:
+        with forked(trainer):
+            pass
+        with nvme(tmp_path) as (tier, _):
+            assert tier.nbytes == 0
+    finally:
+        os.kill(int((tmp_path / "worker").read_text()), signal.SIGKILL)
+
+
+def test_places_in_the_file_are_taken_again(tmp_path: Path) -> None:
+    """Also with others behind them, and together with their neighbours."""
+    with nvme(tmp_path) as (tier, _):
+        a, b, c, d = tier.reserve([Wanted(name, 3000, torch.float32) for name in "abcd"])
+        size = tier._file.nbytes
+        for _ in range(3):
+            tier.free([a, c, b])
+            a, b, c = tier.reserve([Wanted("a", 6000, torch.float32), *[Wanted(n, 1000, torch.float32) for n in "bc"]])
+            value, out = torch.rand(6000), torch.empty(6000)
+            tier.stage_out(d, torch.full((3000,), 7.0)).result()
+            tier.stage_out(a, value).result()
+            tier.stage_in(a, out).result()
+            assert torch.equal(out, value)
+            assert tier._file.nbytes == size
+        assert len({e.offset for e in (a, b, c, d)}) == 4
+        tier.free([a, b, c, d])
+        assert tier.nbytes == 0 and tier._regions.end == 0 and not tier._regions.holes
+
+
+def test_a_second_tier_of_this_process_is_refused_until_the_first_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(claims, "CLAIM_WAIT_S", 0.1)
+    with nvme(tmp_path):
+        refused(lambda: NvmeTier(tmp_path, rank=0), "this process", f"pid {os.getpid()}", "close")
+    with nvme(tmp_path):
+        pass
+
+
+def test_two_models_of_one_process_have_a_file_each(tmp_path: Path) -> None:
+    with nvme(tmp_path), nvme(tmp_path, instance=1):
+        assert {file.name for file in tmp_path.rglob("*.bin")} == {"rank00000.bin", "rank00000.1.bin"}
+        refused(lambda: NvmeTier(tmp_path, rank=0, instance=1), "this process")
+
+
+def test_a_lock_on_a_file_that_was_just_removed_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(claims, "CLAIM_WAIT_S", 0.1)
+    opened: list[str] = []
+
+    def open_(path: str, flags: int, mode: int) -> int:
+        fd = os.open(path, flags, mode)
+        if not opened:
+            os.unlink(path)  # its last holder ends now
+        opened.append(path)
+        return fd
+
+    with nvme(tmp_path, syscalls=Syscalls(open=open_)):
+        refused(lambda: NvmeTier(tmp_path, rank=0), "this process")
+
+
+def test_ranks_that_start_and_end_together_do_not_disturb_each_other(tmp_path: Path) -> None:
+    def rank(number: int) -> None:
+        for _ in range(5):
+            with nvme(tmp_path, Wanted("a", 1024, torch.float32), rank=number) as (tier, (extent,)):
+                put(tier, extent, torch.full((1024,), float(number)))
+                assert get(tier, extent).tolist() == [number] * 1024
+
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(rank, range(6)))
+    assert list(tmp_path.iterdir()) == []
+
+
+# -- a GPU ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("name", NAMES)
+def test_tensors_on_a_gpu_rest_on_each_tier(name: str, tmp_path: Path) -> None:
+    device = torch.device("cuda", 0)
+    tier: Tier = HostTier(device)
+    if name == "nvme":
+        tier = NvmeTier(tmp_path, rank=0, device=device, ring_count=2, ring_nbytes=MIB)
+    with closing(tier):
+        extents = tier.reserve([Wanted(f"e{i}", 3 * MIB // 4 + i, torch.float32) for i in range(8)])
+        values = [torch.randn(e.numel, device=device) for e in extents]
+        for e, value in zip(extents, values, strict=True):
+            future = tier.stage_out(e, value.mul_(2))  # behind the kernel that is still running
+            arrived(future)
+        outs = [torch.empty_like(value) for value in values]
+        for future in [tier.stage_in(e, out) for e, out in zip(extents, outs, strict=True)]:
+            arrived(future)
+        assert all(torch.equal(out, value) for out, value in zip(outs, values, strict=True))
+        resident = tier.resident(extents[0])
+        assert name != "host" or (resident is not None and resident.is_pinned())
+        tier.free(extents)

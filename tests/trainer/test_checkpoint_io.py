@@ -1,0 +1,161 @@
+"""Who writes checkpoints, when old ones go, and what ranks do when a write fails."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import tempfile
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
+
+from lightning_zero import ZeroStrategy
+from lightning_zero.trainer.checkpoint_io import ZeroCheckpointIO
+from tests.harness import on_ranks
+from tests.trainer.toys import Lit, assert_weights, fit, loader, seeded, trainer, weights
+
+
+@on_ranks(1)
+def test_ours_is_the_default_and_the_users_counts(tmp_path: Path) -> None:
+    theirs, wrapper = TorchCheckpointIO(), AsyncCheckpointIO()
+    assert isinstance(trainer("zero3", tmp_path).strategy.checkpoint_io, ZeroCheckpointIO)
+    assert trainer("zero3", tmp_path, plugins=[theirs]).strategy.checkpoint_io is theirs
+    assert trainer(ZeroStrategy("zero3", checkpoint_io=theirs), tmp_path).strategy.checkpoint_io is theirs
+    assert trainer("zero3", tmp_path, plugins=[wrapper]).strategy.checkpoint_io is wrapper
+    assert isinstance(wrapper.checkpoint_io, ZeroCheckpointIO)
+    wrapper = AsyncCheckpointIO(theirs)
+    assert trainer("zero3", tmp_path, plugins=[wrapper]).strategy.checkpoint_io is wrapper
+    assert wrapper.checkpoint_io is theirs
+
+
+@on_ranks(2)
+def test_training_needs_no_temporary_folder(tmp_path: Path) -> None:
+    before = tempfile.tempdir
+    tempfile.tempdir = str(tmp_path / "missing")
+    try:
+        save = ModelCheckpoint(tmp_path, save_last=True)
+        of = fit("zero3", tmp_path, enable_checkpointing=True, callbacks=[save]).trainer
+    finally:
+        tempfile.tempdir = before
+    found = torch.load(tmp_path / "last.ckpt")
+    assert_weights(found["state_dict"], weights(of), tolerance=0)
+
+
+class Gated(ZeroCheckpointIO):
+    """Writes the first file at once, and the others when it is told to."""
+
+    def __init__(self, error: type[Exception] | None = None) -> None:
+        self.open, self.count, self.error = threading.Event(), 0, error
+
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        self.count += 1
+        if self.count > 1:
+            assert self.open.wait(30)
+            if self.error is not None:
+                raise self.error("planned")
+        super().save_checkpoint(*args, **kwargs)
+
+
+class Opens(Callback):
+    """When all steps are done, notes which files there are, and lets the writer go on."""
+
+    def __init__(self, io: Gated, folder: Path) -> None:
+        self.io, self.folder, self.seen = io, folder, list[str]()
+
+    def on_train_end(self, *_: Any) -> None:
+        self.seen = sorted(p.name for p in self.folder.glob("*.ckpt"))
+        self.io.open.set()
+
+
+class Wrapper(_WrappingCheckpointIO):
+    """Adds nothing."""
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_the_old_one_goes_when_the_new_one_is_there(wrapped: bool, tmp_path: Path) -> None:
+    for n, io in enumerate([Gated(), Gated()]):
+        folder = tmp_path / str(n)
+        plugin: Any = AsyncCheckpointIO(io)
+        plugin = Wrapper(plugin) if wrapped else plugin
+        save = ModelCheckpoint(folder, every_n_train_steps=2, save_top_k=1, filename="{step}")
+        opens = Opens(io, folder)
+        if n == 0:  # the first file is on disk before it is to go
+            io.open.set()
+        fit("zero3", tmp_path, max_epochs=1, enable_checkpointing=True, callbacks=[save, opens], plugins=[plugin])
+        dist.barrier()
+        assert [p.name for p in folder.iterdir()] == ["step=6.ckpt"]
+    if dist.get_rank() == 0:
+        assert opens.seen in ([], ["step=2.ckpt"])  # nothing had gone yet that was there
+        assert io.count == 3
+
+
+@on_ranks(1)
+def test_a_removal_waits_for_the_writes_before_it(tmp_path: Path) -> None:
+    io = Gated()
+    of = trainer("zero3", tmp_path, plugins=[AsyncCheckpointIO(io)])
+    strategy = of.strategy
+    for n in (1, 2):
+        strategy.save_checkpoint({"n": n}, tmp_path / f"{n}.ckpt")
+    strategy.remove_checkpoint(tmp_path / "1.ckpt")
+    while not (tmp_path / "1.ckpt").exists():
+        pass
+    assert not (tmp_path / "2.ckpt").exists()
+    io.open.set()
+    strategy.checkpoint_io.teardown()
+    assert [p.name for p in tmp_path.iterdir()] == ["2.ckpt"]
+
+
+@on_ranks(2)
+def test_the_old_one_stays_when_the_new_one_fails(tmp_path: Path) -> None:
+    """And all ranks end with what has failed, here at the end of the run."""
+    io = Gated(MemoryError)
+    save = ModelCheckpoint(tmp_path, every_n_train_steps=4, save_top_k=1, filename="{step}")
+    settings: dict[str, Any] = {"max_epochs": 2, "limit_train_batches": 4, "limit_val_batches": 0}
+    settings |= {"enable_checkpointing": True, "plugins": [AsyncCheckpointIO(io)]}
+    with pytest.raises(Exception, match="planned"):
+        fit("zero3", tmp_path, callbacks=[save, Opens(io, tmp_path)], **settings)
+    dist.barrier()
+    assert [p.name for p in tmp_path.glob("*.ckpt")] == ["step=4.ckpt"]
+    assert fit("zero3", tmp_path).losses  # these processes can train again
+
+
+@on_ranks(2)
+def test_a_write_that_fails_fails_on_all_ranks(tmp_path: Path) -> None:
+    of = fit("zero3", tmp_path).trainer
+    of.save_checkpoint(tmp_path / "a.ckpt")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if dist.get_rank() == 0:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        with pytest.raises((OSError, RuntimeError), match=r"a\.ckpt: .*File too large"):
+            of.save_checkpoint(tmp_path / "a.ckpt")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert_weights(torch.load(tmp_path / "a.ckpt")["state_dict"], weights(of), tolerance=0)
+    of.save_checkpoint(tmp_path / "b.ckpt")
+    dist.barrier()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.ckpt", "b.ckpt"]
+
+
+@on_ranks(2)
+def test_what_cannot_be_removed_does_not_end_training(tmp_path: Path) -> None:
+    class Stays(ZeroCheckpointIO):
+        def remove_checkpoint(self, path: Any) -> None:
+            raise PermissionError("planned")
+
+    save = ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=1, filename="{step}")
+    module = seeded(Lit)
+    of = trainer("zero3", tmp_path, max_epochs=1, enable_checkpointing=True, callbacks=[save], plugins=[Stays()])
+    warned = pytest.warns(UserWarning, match=r"step=2\.ckpt: .*planned")
+    with warned if dist.get_rank() == 0 else contextlib.nullcontext():
+        of.fit(module, loader(), loader())
+    assert of.global_step == 6

@@ -1,0 +1,288 @@
+"""What ranks do on SIGTERM, on signals of SLURM (the requeue signal itself: see test_processes), and every so often."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from lightning_zero.app.jobs import decided
+from lightning_zero.ranks.verdict import VERDICT_VARIABLE
+from lightning_zero.trainer import interruptions
+from lightning_zero.trainer.interruptions import Interruptions
+from tests.harness import on_ranks
+from tests.trainer.test_processes import Signalled, requeued, slurm
+from tests.trainer.toys import SAMPLES, Lit, assert_weights, fit, loader, seeded, trainer, weights
+
+EPOCH = SAMPLES // 4  # batches
+
+
+class Terminated(Signalled):
+    """Gets SIGTERM."""
+
+    def _signal(self, batch_idx: int, where: str) -> None:
+        if (batch_idx, dist.get_rank(), where) == (self.at, self.rank, self.where):
+            self.at = -1
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+@on_ranks(2)
+def test_the_script_of_the_job_is_told_by_a_file(tmp_path: Path) -> None:
+    """It requeues: in a container there may be no scontrol."""
+    environment = slurm(tmp_path)
+    file = tmp_path / "verdict"
+    os.environ[VERDICT_VARIABLE] = str(file)
+    with pytest.raises(SystemExit) as stop:
+        fit("zero3", tmp_path, seeded(lambda: Signalled(1, 1)), plugins=[environment])
+    assert stop.value.code == 0
+    assert file.read_text() == "requeue\n" and requeued(tmp_path) == []
+
+
+@on_ranks(2)
+def test_where_slurm_refuses_training_goes_on(tmp_path: Path) -> None:
+    environment = slurm(tmp_path)
+    if dist.get_rank() == 0:
+        (tmp_path / "bin" / "scontrol").write_text("#!/bin/sh\necho 'not allowed' >&2\nexit 1\n")
+    dist.barrier()
+    whole = fit("zero3", tmp_path / "whole", limit_val_batches=0)
+    module = seeded(lambda: Signalled(1, 1))
+    run = fit("zero3", tmp_path, module, limit_val_batches=0, plugins=[environment])
+    assert run.losses == whole.losses
+    assert module.saved_at == [2]
+
+
+@on_ranks(2)
+def test_sigterm_saves_and_leaves_and_requeues_nothing(tmp_path: Path) -> None:
+    """Without a collective in the handler: the other rank knows of nothing."""
+    module = seeded(lambda: Terminated(1, 1))
+    with pytest.raises(SystemExit) as stop:
+        fit("zero3", tmp_path, module, plugins=[slurm(tmp_path)])
+    assert stop.value.code == 0
+    assert module.saved_at == [2] and (tmp_path / "hpc_ckpt_1.ckpt").exists()
+    assert requeued(tmp_path) == []
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("at", [1, EPOCH - 1])
+def test_steps_are_counted_for_loggers_as_without_interruption(at: int, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"max_epochs": 2, "limit_val_batches": 0}
+    with pytest.raises(SystemExit):
+        fit("zero3", tmp_path, seeded(lambda: Signalled(at, 0)), plugins=[slurm(tmp_path)], **settings)
+    seen = []
+
+    class Watching(Lit):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            seen.append((self.trainer.global_step, self.trainer.fit_loop.epoch_loop._batches_that_stepped))
+            return super().training_step(batch, batch_idx)
+
+    fit("zero3", tmp_path, seeded(Watching), plugins=[slurm(tmp_path)], **settings)
+    assert seen == [(step, step) for step in range(at + 1, 2 * EPOCH)]
+
+
+@on_ranks(2)
+def test_one_checkpoint_of_a_signal_is_kept(tmp_path: Path) -> None:
+    """Each holds the whole state; a long run is interrupted many times."""
+    whole = fit("zero3", tmp_path / "whole", limit_val_batches=0, max_epochs=2)
+    for at, version in ((1, 1), (EPOCH - 1, 2)):
+        with pytest.raises(SystemExit):
+            module = seeded(lambda at=at: Signalled(at, 0))
+            fit("zero3", tmp_path, module, limit_val_batches=0, max_epochs=2, plugins=[slurm(tmp_path)])
+        dist.barrier()
+        assert [p.name for p in tmp_path.glob("hpc_ckpt_*")] == [f"hpc_ckpt_{version}.ckpt"]
+    of = trainer("zero3", tmp_path, limit_val_batches=0, max_epochs=2, plugins=[slurm(tmp_path)])
+    of.fit(seeded(Lit, seed=9), loader())
+    assert of.global_step == 2 * EPOCH
+    assert weights(of).keys() == whole.weights.keys()
+
+
+@on_ranks(2)
+def test_the_main_job_loads_what_it_has_decided_on(tmp_path: Path) -> None:
+    """And not what an earlier job has left in the folder."""
+    with pytest.raises(SystemExit):
+        fit("zero3", tmp_path, seeded(lambda: Signalled(1, 0)), limit_val_batches=0, plugins=[slurm(tmp_path)])
+    for ckpt_path, steps in ((None, EPOCH), (str(tmp_path / "hpc_ckpt_1.ckpt"), EPOCH - 2)):
+        of = trainer("zero3", tmp_path, limit_val_batches=0, max_epochs=-1, max_steps=EPOCH, plugins=[slurm(tmp_path)])
+        module = seeded(Lit)
+        with decided(of, ckpt_path):
+            of.fit(module, loader(), ckpt_path=ckpt_path)
+        assert len(module.losses) == steps
+
+
+@on_ranks(2)
+def test_another_handler_of_the_signal_is_set_aside(tmp_path: Path) -> None:
+    """Submitit's, which is there first and would requeue without saving; and another signal than Lightning's."""
+    environment = slurm(tmp_path)
+    environment.requeue_signal = signal.SIGCONT
+    called = []
+    before = signal.signal(signal.SIGCONT, lambda *_: called.append(1))
+    try:
+        module = seeded(lambda: Signalled(1, 0))
+        module._signal = lambda batch_idx, where: (  # type: ignore[method-assign]
+            os.kill(os.getpid(), signal.SIGCONT) if (batch_idx, dist.get_rank()) == (1, 0) else None
+        )
+        with pytest.raises(SystemExit):
+            fit("zero3", tmp_path, module, limit_val_batches=0, plugins=[environment])
+        assert module.saved_at == [2] and not called
+        os.kill(os.getpid(), signal.SIGCONT)
+        assert called == [1]  # it is back
+    finally:
+        signal.signal(signal.SIGCONT, before)
+
+
+@on_ranks(2)
+def test_the_weights_of_the_boundary_are_saved(tmp_path: Path) -> None:
+    until = fit("zero3", tmp_path / "until", limit_val_batches=0, max_epochs=-1, max_steps=2)
+    with pytest.raises(SystemExit):
+        fit("zero3", tmp_path, seeded(lambda: Signalled(1, 1)), limit_val_batches=0, plugins=[slurm(tmp_path)])
+    found = torch.load(tmp_path / "hpc_ckpt_1.ckpt", weights_only=False)
+    assert_weights(found["state_dict"], until.weights, tolerance=0)
+
+
+@on_ranks(1)
+def test_a_signal_while_ranks_agree_is_not_lost(tmp_path: Path) -> None:
+    of = trainer("zero3", tmp_path)
+    of.fit(seeded(Lit), loader())
+    side = Interruptions(of, of.strategy.engine, training=True)
+
+    class Agreeing:
+        def max_(self, asked: torch.Tensor) -> torch.Tensor:
+            side._on_term(signal.SIGTERM, None)
+            return asked
+
+    side._comm = Agreeing()  # type: ignore[assignment]
+    side.at_boundary()
+    with pytest.raises(SystemExit):
+        side.at_boundary()
+    side.let_go()
+
+
+# -- elsewhere than on SLURM ------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def no_broadcasts_of_lightnings() -> Iterator[None]:
+    """Neither before each batch nor in a handler."""
+
+    def refuse(*_: Any) -> None:
+        raise AssertionError("Lightning's own answer to SIGTERM")
+
+    with (
+        mock.patch.object(_TrainingEpochLoop, "_broadcast_sigterm_tensor", refuse),
+        mock.patch.object(_SignalConnector, "_sigterm_notifier_fn", refuse),
+    ):
+        yield
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("accumulate", [1, 3])
+@no_broadcasts_of_lightnings()
+def test_all_ranks_leave_together_when_one_gets_sigterm(accumulate: int, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"max_epochs": 1, "limit_val_batches": 0, "accumulate_grad_batches": accumulate}
+    whole = fit("zero3", tmp_path, **settings)
+    module = seeded(lambda: Terminated(1, dist.get_world_size() - 1))
+    out = io.StringIO()
+    with pytest.raises(SIGTERMException) as stop, contextlib.redirect_stdout(out):
+        fit("zero3", tmp_path, module, **settings)
+    assert stop.value.code == 143
+    step = 2 if accumulate == 1 else 1
+    assert module.trainer.global_step == step  # not in the middle of a window
+    assert module.losses == whole.losses[: step * accumulate]
+    assert module.saved_at == [] and not list(tmp_path.glob("*.ckpt"))
+    said = f"interrupted at step {step}: SIGTERM" in out.getvalue()
+    assert said == (dist.get_rank() == 0)
+    assert fit("zero3", tmp_path, **settings).losses == whole.losses  # these processes can train again
+
+
+@on_ranks(2)
+def test_a_run_may_save_before_it_leaves(tmp_path: Path) -> None:
+    """At the end of an epoch, where resuming needs no data loader that can tell its place."""
+    settings: dict[str, Any] = {"max_epochs": 2, "limit_val_batches": 0}
+    whole = fit("zero3", tmp_path, **settings)
+    of = trainer("zero3", tmp_path, **settings)
+    of.strategy.saves_on_sigterm = True
+    with pytest.raises(SystemExit) as stop:
+        of.fit(seeded(lambda: Terminated(EPOCH - 1, 1)), loader())
+    assert stop.value.code == 143
+    again = fit("zero3", tmp_path, seeded(Lit, seed=9), ckpt_path=tmp_path / "hpc_ckpt_1.ckpt", **settings)
+    assert again.trainer.global_step == 2 * EPOCH
+    assert_weights(again.weights, whole.weights, tolerance=0)
+
+
+@on_ranks(2)
+@no_broadcasts_of_lightnings()
+def test_sigterm_ends_an_evaluation_at_once(tmp_path: Path) -> None:
+    of = trainer("zero3", tmp_path)
+    module = seeded(lambda: Terminated(1, 0, "validation"))
+    module.trainer = of
+    with pytest.raises(SystemExit) as stop:
+        if dist.get_rank() == 0:
+            of.validate(module, loader(), verbose=False)
+        else:  # it would hear of a broken connection; here the process lives on
+            module.rank, module.at = 1, 1
+            of.validate(module, loader(), verbose=False)
+    assert stop.value.code == 143
+
+
+@on_ranks(2)
+@mock.patch.object(interruptions, "SAVING_SHARE", 1e9)  # saving takes longer than a step here
+def test_saving_every_so_often(tmp_path: Path) -> None:
+    """After each step here, between steps; one file is kept, and training goes on from it as if nothing had been."""
+    settings: dict[str, Any] = {"max_epochs": 2, "limit_val_batches": 0}
+    whole = fit("zero3", tmp_path, **settings)
+    kept: list[list[str]] = []
+
+    class Watching(Signalled):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            dist.barrier()
+            kept.append(sorted(p.name for p in tmp_path.glob("hpc_ckpt_*")))
+            return super().training_step(batch, batch_idx)
+
+    of = trainer("zero3", tmp_path, **settings)
+    of.strategy.save_every_s = 1e-9
+    module = seeded(lambda: Watching(-1, 0))
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        of.fit(module, loader())
+    assert module.losses == whole.losses
+    steps = list(range(2 * EPOCH))  # before the first step too: what was loaded; not after the last
+    assert module.saved_at == steps
+    assert kept == [[f"hpc_ckpt_{step + 1}.ckpt"] for step in steps]
+    assert (out.getvalue().count("saved step 3 in ") == 1) == (dist.get_rank() == 0)
+    found = torch.load(tmp_path / f"hpc_ckpt_{2 * EPOCH}.ckpt", weights_only=False)
+    until = fit("zero3", tmp_path, **{**settings, "max_epochs": -1, "max_steps": 2 * EPOCH - 1})
+    assert_weights(found["state_dict"], until.weights, tolerance=0)
+
+
+@on_ranks(1)
+def test_saving_takes_a_bounded_share_of_the_time(tmp_path: Path) -> None:
+    now = [0.0]
+    of = trainer("zero3", tmp_path, limit_val_batches=0)
+    of.fit(seeded(Lit), loader())
+    saved = []
+
+    def slow(*_: Any, **__: Any) -> None:
+        saved.append(now[0])
+        now[0] += 60
+
+    with (
+        mock.patch.object(interruptions.time, "monotonic", lambda: now[0]),
+        mock.patch.object(of, "save_checkpoint", slow),
+    ):
+        side = Interruptions(of, of.strategy.engine, training=True, save_every_s=100.0)
+        for _ in range(400):
+            now[0] += 10
+            side.at_boundary()
+        side.let_go()
+    assert saved == [110 + i * (60 + 60 / 0.05 + 10) for i in range(4)]

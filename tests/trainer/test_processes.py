@@ -1,0 +1,245 @@
+"""Real launches: exit codes, exceptions on one rank, and SLURM's requeue signal."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.plugins.environments import SLURMEnvironment
+from torch import Tensor
+
+from tests.harness import on_ranks
+from tests.trainer.toys import SAMPLES, Lit, assert_weights, fit, loader, seeded, trainer, weights
+
+ROOT = Path(__file__).parents[2]
+
+SCRIPT = """
+import sys
+sys.path.insert(0, {root!r})
+import lightning.pytorch as pl
+import lightning_zero
+import torch
+torch.set_num_threads(1)
+from tests.trainer.toys import Lit, Samples, _quiet
+from torch.utils.data import DataLoader
+_quiet()
+strategy, failing = sys.argv[1], int(sys.argv[2])
+EVERY = 100
+
+class Scripted(Lit):
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 3 and failing in (self.global_rank, EVERY):
+            raise KeyError("planned")
+        return super().training_step(batch, batch_idx)
+
+pl.seed_everything(3, verbose=False)
+trainer = pl.Trainer(
+    strategy=strategy, accelerator="cpu", devices=2, max_epochs=2, logger=False, enable_checkpointing=False,
+    enable_progress_bar=False, enable_model_summary=False,
+)
+module, data = Scripted(), DataLoader(Samples(), batch_size=2)
+if failing == EVERY:
+    try:
+        trainer.fit(module, data)
+    except KeyError:
+        failing = -1
+trainer.fit(module, data, data)
+sys.stdout.write("done %d\\n" % trainer.global_rank)
+"""
+
+
+def launch(root: Path, strategy: str, *, failing: int = -1) -> tuple[int, str, float]:
+    """Exit code, output and seconds of a script that Lightning starts twice."""
+    script = root / "script.py"
+    script.write_text(SCRIPT.format(root=str(ROOT)))
+    ours = {
+        k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "MASTER", "LOCAL_RANK", "WORLD_SIZE", "RANK"))
+    }
+    started = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, str(script), strategy, str(failing)],
+        cwd=root,
+        env=ours,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    return done.returncode, done.stdout + done.stderr, time.monotonic() - started
+
+
+def clean_exit(root: Path, strategy: str) -> None:
+    code, output, _ = launch(root, strategy)
+    assert code == 0, output
+    assert "done 0" in output and "done 1" in output
+
+
+def failed_exit(root: Path, strategy: str, failing: int) -> None:
+    code, output, seconds = launch(root, strategy, failing=failing)
+    assert code != 0
+    assert "planned" in output and "done" not in output
+    assert seconds < 60, output
+
+
+def test_a_clean_exit_is_0(tmp_path: Path) -> None:
+    for strategy in ("zero3", "zero1"):
+        clean_exit(tmp_path, strategy)
+
+
+@pytest.mark.parametrize("failing", [pytest.param(0, marks=pytest.mark.full), 1])
+def test_an_exception_on_one_rank_ends_all(failing: int, tmp_path: Path) -> None:
+    failed_exit(tmp_path, "zero3", failing)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("strategy", ["zero0", "zero1", "zero2", "zero3"])
+def test_a_clean_exit_is_0_every_time(strategy: str, tmp_path: Path) -> None:
+    for _ in range(10):
+        clean_exit(tmp_path, strategy)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
+def test_an_exception_that_all_ranks_survive(strategy: str, tmp_path: Path) -> None:
+    code, output, _ = launch(tmp_path, strategy, failing=100)
+    assert code == 0, output
+    assert "done 0" in output and "done 1" in output
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
+def test_an_exception_on_one_rank_ends_all_every_time(strategy: str, tmp_path: Path) -> None:
+    for i in range(10):
+        failed_exit(tmp_path, strategy, i % 2)
+
+
+# -- SLURM ------------------------------------------------------------------------------------------------------------
+
+
+def slurm(root: Path) -> SLURMEnvironment:
+    """This rank as a task of a SLURM job, with a scontrol that writes down what it is asked for."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    fake = root / "bin" / "scontrol"
+    if rank == 0:
+        fake.parent.mkdir(exist_ok=True)
+        fake.write_text(f'#!/bin/sh\necho "$@" >> {root}/scontrol.log\n')
+        fake.chmod(0o755)
+    dist.barrier()
+    os.environ.update(
+        SLURM_JOB_ID="77",
+        SLURM_JOB_NAME="train",
+        SLURM_NTASKS=str(world),
+        SLURM_NTASKS_PER_NODE=str(world),
+        SLURM_NNODES="1",
+        SLURM_PROCID=str(rank),
+        SLURM_LOCALID=str(rank),
+        SLURM_NODEID="0",
+        SLURM_NODELIST="localhost",
+        PATH=f"{fake.parent}:{os.environ['PATH']}",
+    )
+    return SLURMEnvironment(auto_requeue=True)
+
+
+def requeued(root: Path) -> list[str]:
+    dist.barrier()
+    log = root / "scontrol.log"
+    return log.read_text().split("\n")[:-1] if log.exists() else []
+
+
+class Signalled(Lit):
+    """Gets the signal on one rank, in the middle of a step."""
+
+    def __init__(self, at: int, rank: int, where: str = "forward") -> None:
+        super().__init__()
+        self.at, self.rank, self.where = at, rank, where
+        self.saved_at: list[int] = []
+        self.batch_idx = -1
+        self.blocks[0].register_forward_hook(lambda *_: self._signal(self.batch_idx, "forward"))
+
+    def _signal(self, batch_idx: int, where: str) -> None:
+        if (batch_idx, dist.get_rank(), where) == (self.at, self.rank, self.where):
+            self.at = -1  # once
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.batch_idx = batch_idx
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self._signal(batch_idx, "validation")
+        super().validation_step(batch, batch_idx)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.saved_at.append(checkpoint["global_step"])
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_requeue_saves_at_the_next_step_boundary(rank: int, accumulate: int, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"max_epochs": 1, "limit_val_batches": 0, "accumulate_grad_batches": accumulate}
+    for stage in ("zero1", "zero3"):
+        root = tmp_path / stage
+        root.mkdir(exist_ok=True)
+        whole = fit(stage, root, **settings)
+        module = seeded(lambda: Signalled(1, rank))
+        with pytest.raises(SystemExit, match="0"):
+            fit(stage, root, module, plugins=[slurm(root)], **settings)
+        assert module.saved_at == [2 if accumulate == 1 else 1]  # after the step, or the window, of batch 1
+        assert requeued(root) == ["requeue 77"]
+        assert len(module.losses) == (2 if accumulate == 1 else 3)
+        assert module.losses == whole.losses[: len(module.losses)]
+        found = torch.load(root / "hpc_ckpt_1.ckpt", weights_only=False)
+        until = fit(stage, root, **{**settings, "max_epochs": -1, "max_steps": module.saved_at[0]})
+        assert_weights(found["state_dict"], until.weights, tolerance=0)
+        assert not hasattr(signal.getsignal(signal.SIGUSR1), "signal_handlers")  # as before the run
+
+
+@on_ranks(2)
+def test_the_requeued_job_goes_on_by_itself(tmp_path: Path) -> None:
+    module = seeded(lambda: Signalled(SAMPLES // 4 - 1, 1))  # in the last step of the first epoch
+    whole = fit("zero3", tmp_path, limit_val_batches=0)
+    with pytest.raises(SystemExit):
+        fit("zero3", tmp_path, module, max_epochs=2, limit_val_batches=0, plugins=[slurm(tmp_path)])
+    assert module.saved_at == [SAMPLES // 4]
+    again = seeded(Lit, seed=9)
+    of = trainer("zero3", tmp_path, limit_val_batches=0, plugins=[slurm(tmp_path)])
+    of.fit(again, loader())
+    assert again.losses == whole.losses[-len(again.losses) :]
+    assert_weights(weights(of), whole.weights, tolerance=0)
+
+
+@on_ranks(2)
+def test_a_signal_in_the_last_step_is_answered_at_the_end(tmp_path: Path) -> None:
+    module = seeded(lambda: Signalled(SAMPLES // 4 - 1, 1))
+    with pytest.raises(SystemExit):
+        fit("zero3", tmp_path, module, max_epochs=1, limit_val_batches=0, plugins=[slurm(tmp_path)])
+    assert module.saved_at == [SAMPLES // 4]
+    assert requeued(tmp_path) == ["requeue 77"]
+    assert "_sigterm_notifier_fn" not in vars(module.trainer._signal_connector)  # Lightning's own is back
+
+
+@on_ranks(2)
+def test_a_signal_in_evaluation_alone_requeues_and_saves_nothing(tmp_path: Path) -> None:
+    of = trainer("zero3", tmp_path, plugins=[slurm(tmp_path)])
+    of.validate(seeded(lambda: Signalled(1, 0, "validation")), loader(), verbose=False)
+    assert requeued(tmp_path) == ["requeue 77"]
+    assert not list(tmp_path.glob("*.ckpt"))
+    of.save_checkpoint(tmp_path / "later.ckpt")
+    dist.barrier()
+    assert (tmp_path / "later.ckpt").exists()
+
+
+@on_ranks(2)
+def test_no_signal_no_requeue(tmp_path: Path) -> None:
+    fit("zero3", tmp_path, plugins=[slurm(tmp_path)])
+    assert requeued(tmp_path) == []

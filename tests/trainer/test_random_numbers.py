@@ -1,0 +1,284 @@
+"""A resumed run has the losses of one that was not interrupted, to the bit, whatever draws random numbers."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import signal
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_zero.checkpoint.rng import Generators
+from lightning_zero.data.resumable import ResumableLoader
+from lightning_zero.trainer.random_numbers import KEY
+from tests.harness import on_ranks, run
+from tests.trainer.toys import STAGES, Lit, Samples, seeded, trainer
+
+CPU = torch.device("cpu")
+STEPS = 6  # of an epoch
+
+
+def noise() -> float:
+    """A number of each generator."""
+    return (random.random() + float(np.random.rand()) + float(torch.rand(()))) / 3
+
+
+class Noisy(Lit):
+    """Dropout, noise in each step and in hooks. Ranks draw other numbers from the start on."""
+
+    def __init__(self, at: int = -1) -> None:
+        super().__init__(lr=0.01)
+        self.at = at  # the step in which this process gets SIGTERM
+        self.drop = torch.nn.Dropout(0.5)
+        self.drawn: list[float] = []
+
+    def on_fit_start(self) -> None:
+        Generators.seeded(100 + dist.get_rank(), CPU).restore(CPU)
+
+    def on_train_start(self) -> None:
+        noise()
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        return torch.nn.functional.mse_loss(self(self.drop(x)), y)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.drawn.append(noise())
+        if self.global_step == self.at and dist.get_rank() == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return loss * self.drawn[-1]
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        noise()
+        super().validation_step(batch, batch_idx)
+
+    def on_train_epoch_end(self) -> None:
+        noise()
+
+
+class NoisySamples(Samples):
+    """Augmented at random."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        x, y = super().__getitem__(index)
+        return x + noise(), y
+
+
+def other() -> Noisy:
+    """To load into: with other weights, in a process that is seeded as it was, which is what loaders shuffle by."""
+    module: Noisy = seeded(Noisy, seed=9)
+    pl.seed_everything(3, verbose=False)
+    return module
+
+
+def train(
+    root: Path, *, resumable: bool, stage: str = "zero3", module: Any = None, workers: int = 0, **settings: Any
+) -> tuple[Noisy, pl.Trainer]:
+    ckpt_path = settings.pop("ckpt_path", None)
+    terminates = settings.pop("terminates", False)
+    module = seeded(Noisy) if module is None else module
+    of = trainer(stage, root, **{"max_epochs": 3, "enable_checkpointing": True, **settings})
+    of.strategy.saves_on_sigterm = terminates  # type: ignore[attr-defined]
+    data: Any = NoisySamples(2 * STEPS * dist.get_world_size())
+    if resumable:
+        loader: Any = ResumableLoader(data, 2, trainer=of, num_workers=workers)
+    else:
+        loader = DataLoader(data, 2, shuffle=True, num_workers=workers)
+        of.limit_train_batches = STEPS
+    validation = DataLoader(Samples(8), 2)
+    if terminates:
+        with pytest.raises(SystemExit):
+            of.fit(module, loader, validation)
+    else:
+        of.fit(module, loader, validation, ckpt_path=ckpt_path)
+    of.strategy.barrier()
+    return module, of
+
+
+class Kinds(Callback):
+    """Saves where users do."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step in (2, STEPS + 1):
+            trainer.save_checkpoint(self.root / f"batch-{trainer.global_step}.ckpt")
+
+    def on_validation_end(self, trainer: Any, *_: Any) -> None:
+        trainer.save_checkpoint(self.root / f"validation-{trainer.global_step}.ckpt")
+
+
+def savers(root: Path) -> list[Any]:
+    at_end = ModelCheckpoint(root, save_top_k=-1, filename="epoch-{step}", save_on_train_epoch_end=True)
+    return [at_end, Kinds(root)]
+
+
+def assert_goes_on(module: Noisy, whole: Noisy, step: int) -> None:
+    assert module.losses == whole.losses[step:]
+    assert module.drawn == whole.drawn[step:]
+    assert len(set(whole.losses)) == 3 * STEPS
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.mainly(lambda stage: stage == "zero3")
+def test_at_the_end_of_an_epoch(stage: str, tmp_path: Path) -> None:
+    """With any loader that shuffles by torch's generator, here another order on each rank."""
+    whole, _ = train(tmp_path, resumable=False, stage=stage, callbacks=savers(tmp_path))
+    for name in ("epoch-step={}", "validation-{}"):
+        for step in (STEPS, 2 * STEPS):
+            path = tmp_path / f"{name.format(step)}.ckpt"
+            again, _ = train(tmp_path, resumable=False, stage=stage, module=other(), ckpt_path=path)
+            assert_goes_on(again, whole, step)
+
+
+@on_ranks(2, full=[1, 3])
+def test_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
+    whole, _ = train(tmp_path, resumable=True, callbacks=savers(tmp_path))
+    for name, step in (("batch", 2), ("batch", STEPS + 1), ("validation", STEPS)):
+        path = tmp_path / f"{name}-{step}.ckpt"
+        again, _ = train(tmp_path, resumable=True, module=other(), ckpt_path=path)
+        assert_goes_on(again, whole, step)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("at", [1, STEPS - 1, STEPS + 2])
+@pytest.mark.mainly(lambda at: at > 1)
+def test_after_a_signal(at: int, tmp_path: Path) -> None:
+    """The next batch is fetched already, and will be once more."""
+    whole, _ = train(tmp_path, resumable=True)
+    train(tmp_path, resumable=True, module=seeded(lambda: Noisy(at)), terminates=True)
+    path = tmp_path / "hpc_ckpt_1.ckpt"
+    again, _ = train(tmp_path, resumable=True, module=other(), ckpt_path=path)
+    assert_goes_on(again, whole, at + 1)
+
+
+@on_ranks(2)
+def test_after_a_signal_at_the_end_of_an_epoch_with_any_loader(tmp_path: Path) -> None:
+    whole, _ = train(tmp_path, resumable=False)
+    train(tmp_path, resumable=False, module=seeded(lambda: Noisy(STEPS - 1)), terminates=True)
+    path = tmp_path / "hpc_ckpt_1.ckpt"
+    again, _ = train(tmp_path, resumable=False, module=other(), ckpt_path=path)
+    assert_goes_on(again, whole, STEPS)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("resumable", [False, True])
+def test_with_workers_and_after_the_run(resumable: bool, tmp_path: Path) -> None:
+    whole, _ = train(tmp_path, resumable=resumable, workers=1)
+    first, of = train(tmp_path, resumable=resumable, workers=1, max_epochs=None, max_steps=STEPS)
+    assert first.losses == whole.losses[:STEPS]
+    of.save_checkpoint(tmp_path / "after.ckpt")
+    path = tmp_path / "after.ckpt"
+    again, _ = train(tmp_path, resumable=resumable, workers=1, module=other(), ckpt_path=path)
+    assert_goes_on(again, whole, STEPS)
+
+
+@on_ranks(2)
+def test_a_step_that_failed_is_done_again(tmp_path: Path) -> None:
+    class Fails(Noisy):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            if self.global_step == 2:
+                raise KeyError("planned")
+            return loss
+
+    whole, _ = train(tmp_path, resumable=True)
+    save = ModelCheckpoint(tmp_path, filename="failed", save_on_exception=True)
+    with pytest.raises(KeyError, match="planned"):
+        train(tmp_path, resumable=True, module=seeded(Fails), callbacks=[save])
+    path = tmp_path / "failed.ckpt"
+    again, _ = train(tmp_path, resumable=True, module=other(), ckpt_path=path)
+    assert_goes_on(again, whole, 2)
+
+
+class Schedules(Noisy):
+    """Makes the loaders early, before the loops are restored."""
+
+    def configure_optimizers(self) -> Any:
+        assert self.trainer.estimated_stepping_batches == 3 * STEPS
+        return super().configure_optimizers()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("at", [2, STEPS - 1])
+@pytest.mark.mainly(lambda at: at == 2)
+def test_with_loaders_that_a_schedule_has_asked_for(at: int, tmp_path: Path) -> None:
+    whole, _ = train(tmp_path, resumable=True, module=seeded(Schedules))
+    train(tmp_path, resumable=True, module=seeded(lambda: Schedules(at)), terminates=True)
+    path = tmp_path / "hpc_ckpt_1.ckpt"
+    again, _ = train(tmp_path, resumable=True, module=seeded(Schedules), ckpt_path=path)
+    assert_goes_on(again, whole, at + 1)
+
+
+# -- other checkpoints ------------------------------------------------------------------------------------------------
+
+
+def _one_epoch(root: Path) -> None:
+    _, of = train(root, resumable=True, max_epochs=None, max_steps=STEPS)
+    of.save_checkpoint(root / "one.ckpt")
+
+
+def _go_on(root: Path) -> tuple[list[float], list[str]]:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    logger.addHandler(handler)
+    try:
+        of = trainer("zero3", root, max_epochs=2)
+        logger.setLevel(logging.INFO)
+        module = other()
+        data: Any = NoisySamples(2 * STEPS * dist.get_world_size())
+        loader = ResumableLoader(data, 2, trainer=of)
+        of.fit(module, loader, ckpt_path=root / "one.ckpt")
+    finally:
+        logger.removeHandler(handler)
+    return module.drawn, [text for text in said if "random number" in text]
+
+
+def test_other_numbers_of_ranks_go_on_with_seeds_of_their_own(tmp_path: Path) -> None:
+    run(2, _one_epoch, tmp_path)
+    first, again = run(3, _go_on, tmp_path), run(3, _go_on, tmp_path)
+    assert [drawn for drawn, _ in first] == [drawn for drawn, _ in again]
+    assert len({tuple(drawn) for drawn, _ in first}) == 3
+    assert ["of 2 ranks: each of these 3" in "".join(said) for _, said in first] == [True, False, False]
+    assert not run(2, _go_on, tmp_path)[0][1]
+
+
+@on_ranks(2)
+def test_checkpoints_without_them_load(tmp_path: Path) -> None:
+    """DDP's; and ours under DDP, and for an evaluation."""
+    _, of = train(tmp_path, resumable=True, stage="ddp", max_epochs=None, max_steps=STEPS)
+    of.save_checkpoint(tmp_path / "ddp.ckpt")
+    module, of = train(tmp_path, resumable=True, ckpt_path=tmp_path / "ddp.ckpt")
+    assert len(module.losses) == 2 * STEPS
+    of.save_checkpoint(tmp_path / "ours.ckpt")
+    of.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
+    of.strategy.barrier()
+    found = torch.load(tmp_path / "ours.ckpt", weights_only=True)
+    assert found[KEY]["now"]["torch"].shape[0] == 2
+    assert KEY not in torch.load(tmp_path / "weights.ckpt", weights_only=True)
+    module, _ = train(tmp_path, resumable=True, stage="ddp", ckpt_path=tmp_path / "ours.ckpt")
+    assert module.losses == []
+    trainer("zero3", tmp_path).test(module, DataLoader(Samples(8)), ckpt_path=tmp_path / "ours.ckpt", verbose=False)
+
+
+@on_ranks(2)
+def test_runs_that_do_not_resume_are_left_alone(tmp_path: Path) -> None:
+    for resumable in (False, True):
+        expected, _ = train(tmp_path, resumable=resumable, stage="ddp")
+        found, _ = train(tmp_path, resumable=resumable)
+        assert found.drawn == expected.drawn

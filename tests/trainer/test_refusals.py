@@ -1,0 +1,245 @@
+"""What cannot work is refused with a reason and a way out."""
+
+from __future__ import annotations
+
+import copy
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import StochasticWeightAveraging
+from torch import nn
+
+import lightning_zero
+from lightning_zero import ZeroStrategy
+from lightning_zero.config import ConfigError
+from lightning_zero.presets import preset_config
+from tests.harness import on_ranks
+from tests.trainer.toys import Lit, assert_same, fit, loader, seeded, trainer
+
+
+def trainer_of(strategy: Any, **settings: Any) -> pl.Trainer:
+    """In the test's own process, which stands in no group: nothing may be run."""
+    return pl.Trainer(strategy=strategy, accelerator="cpu", devices=2, logger=False, **settings)
+
+
+# -- names ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["zero0", "zero1", "zero2", "zero3", "ZERO3", "Zero1"])
+def test_presets_by_name(name: str) -> None:
+    strategy = trainer_of(name).strategy
+    assert isinstance(strategy, ZeroStrategy)
+    assert strategy.config.stage.name.name == name.lower()
+
+
+@pytest.mark.parametrize(
+    "name", ["zero1_offload", "zero2_offload", "zero3_offload", "ZERO3_NVME", "zero3_offload_optimizer"]
+)
+def test_presets_of_offload_by_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIGHTNING_ZERO_NVME_PATH", str(Path.cwd()))
+    assert trainer_of(name).strategy.config == preset_config(name.lower())
+
+
+def test_arguments() -> None:
+    with pytest.raises(ConfigError, match=r"zero\.prefetch: no such setting; there are .*prefetch_bytes"):
+        ZeroStrategy("zero3", prefetch=3)
+    with pytest.raises(ConfigError, match=r"zero/stage: expected one of zero0, zero1, zero2, zero3, got 'zero4'"):
+        ZeroStrategy("zero4")
+    assert ZeroStrategy(2).config.stage.name.name == "zero2"
+
+
+# -- callbacks, optimizers --------------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_stochastic_weight_averaging(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="WeightAveraging"):
+        fit("zero3", tmp_path, callbacks=[StochasticWeightAveraging(0.1)])
+
+
+def with_optimizer(make: Any) -> Lit:
+    class Other(Lit):
+        def configure_optimizers(self) -> Any:
+            return make(self)
+
+    module: Lit = seeded(Other)
+    return module
+
+
+@on_ranks(2)
+def test_optimizers_of_whole_matrices(tmp_path: Path) -> None:
+    for make in (
+        lambda m: torch.optim.LBFGS(m.parameters()),
+        lambda m: torch.optim.Adafactor(m.parameters()),
+        lambda m: torch.optim.Muon([p for p in m.parameters() if p.ndim == 2]),
+    ):
+        with pytest.raises(ConfigError, match=r"zero\.optimizer\.elementwise.*AdamW"):
+            fit("zero3", tmp_path, with_optimizer(make))
+
+
+@on_ranks(2)
+def test_an_optimizer_of_other_parameters(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="not part of the sharded module"):
+        fit("zero3", tmp_path, with_optimizer(lambda m: torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)))
+
+
+# -- the module -------------------------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_a_compiled_lightning_module_is_refused_and_compiled_blocks_are_not(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"compiled model is incompatible .*ZeroStrategy"):
+        fit("zero3", tmp_path, torch.compile(seeded(Lit), backend="eager"))
+
+    def with_compiled_blocks() -> Lit:
+        module: Lit = seeded(Lit)
+        for block in module.blocks:
+            block.forward = torch.compile(block.forward, backend="eager")
+        return module
+
+    expected = fit("ddp", tmp_path)
+    for stage in ("zero1", "zero3"):
+        assert_same(fit(stage, tmp_path, with_compiled_blocks()), expected, what=stage)
+
+
+@on_ranks(2)
+def test_what_would_see_placeholders(tmp_path: Path) -> None:
+    module = seeded(Lit)
+    of = fit("zero3", tmp_path, module).trainer
+    for look in (lambda: module.state_dict(), lambda: copy.deepcopy(module), lambda: module.double()):
+        with pytest.raises(RuntimeError, match=r"trainer\.save_checkpoint"):
+            look()
+    with pytest.raises(RuntimeError, match=r"engine\.optimizer_state|trainer\.save_checkpoint"):
+        of.optimizers[0].state_dict()
+    with lightning_zero.gather(module):
+        assert all(torch.isfinite(value).all() for value in module.state_dict().values())
+
+
+@on_ranks(2)
+def test_the_engine_before_there_is_one(tmp_path: Path) -> None:
+    class TooEarly(Lit):
+        def setup(self, stage: str) -> None:
+            self.trainer.strategy.engine  # noqa: B018
+
+    with pytest.raises(RuntimeError, match="on_fit_start"):
+        fit("zero3", tmp_path, seeded(TooEarly))
+
+
+@on_ranks(2)
+def test_meta_without_a_way_to_initialise(tmp_path: Path) -> None:
+    class Bare(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.empty(4))
+
+    class OnMeta(Lit):
+        def configure_model(self) -> None:
+            if not hasattr(self, "bare"):
+                with torch.device("meta"):
+                    self.bare = Bare()
+
+    with pytest.raises(ConfigError, match=r"bare \(Bare\).*reset_parameters"):
+        fit("zero3", tmp_path, seeded(OnMeta))
+
+
+class BatchNorm(Lit):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x: Any) -> Any:
+        return super().forward(self.norm(x))
+
+
+@on_ranks(2)
+def test_synchronized_batch_norm_is_converted_as_under_ddp(tmp_path: Path) -> None:
+    """Torch has no SyncBatchNorm for the CPU: DDP refuses it, ours gets as far as torch's own error."""
+    for strategy in ("ddp", "zero3"):
+        module = seeded(BatchNorm)
+        with pytest.raises(ValueError, match="SyncBatchNorm.* GPU"):
+            fit(strategy, tmp_path, module, sync_batchnorm=True)
+    assert isinstance(module.norm, nn.SyncBatchNorm)
+
+
+@on_ranks(2)
+def test_synchronized_batch_norm_of_a_module_that_is_sharded_already(tmp_path: Path) -> None:
+    module = seeded(BatchNorm)
+    of = trainer("zero3", tmp_path, sync_batchnorm=True)
+    of.validate(module, loader(), verbose=False)
+    assert isinstance(module.norm, nn.BatchNorm1d)
+    with pytest.raises(ValueError, match="SyncBatchNorm"):
+        of.fit(module, loader())
+    assert isinstance(module.norm, nn.SyncBatchNorm)
+    assert of.strategy.engine.owns(module.norm.weight)  # type: ignore[attr-defined]
+
+
+@on_ranks(2)
+def test_buffers_are_rank_0s_as_under_ddp(tmp_path: Path) -> None:
+    class Memory(Lit):
+        """A buffer that each rank's batches change, and that training reads."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mean", torch.zeros(4))
+
+        def forward(self, x: Any) -> Any:
+            if self.training:
+                self.mean.mul_(0.5).add_(x.detach().mean(0), alpha=0.5)
+            return super().forward(x - self.mean.clone())
+
+    expected = fit("ddp", tmp_path, seeded(Memory))
+    for stage in ("zero1", "zero3"):
+        assert_same(fit(stage, tmp_path, seeded(Memory)), expected, what=stage)
+
+
+# -- ranks that are apart before there is an engine --------------------------------------------------------------------
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("where", ["setup", "configure_model", "configure_optimizers"])
+def test_a_rank_that_fails_before_the_first_step_keeps_no_other_waiting(where: str, tmp_path: Path) -> None:
+    """Its script catches the exception and goes on, so nothing breaks: the others would wait for ever."""
+
+    class Fails(Lit):
+        failed = False
+
+        def _fail(self) -> None:
+            if dist.get_rank() == 1 and not self.failed:
+                self.failed = True
+                raise ZeroDivisionError
+
+        def setup(self, stage: str) -> None:
+            if where == "setup":
+                self._fail()
+
+        def configure_model(self) -> None:
+            if where == "configure_model":
+                self._fail()
+
+        def configure_optimizers(self) -> Any:
+            if where == "configure_optimizers":
+                self._fail()
+            return super().configure_optimizers()
+
+    module = seeded(Fails)
+    strategy = ZeroStrategy("zero3", summary=False, stall_timeout_s=4.0)
+    if dist.get_rank() == 1:
+        with pytest.raises(ZeroDivisionError):
+            fit(strategy, tmp_path, module)
+    with pytest.raises(RuntimeError, match="different places|did not come"):
+        fit(ZeroStrategy("zero3", summary=False, stall_timeout_s=4.0), tmp_path, module)
+
+
+@on_ranks(2)
+def test_a_rank_that_prepares_for_long_is_waited_for(tmp_path: Path) -> None:
+    class Prepares(Lit):
+        def prepare_data(self) -> None:
+            time.sleep(2.5)  # on rank 0
+
+    run = fit(ZeroStrategy("zero3", summary=False, stall_timeout_s=1.0), tmp_path, Prepares(), max_epochs=1)
+    assert run.losses
