@@ -28,7 +28,6 @@ from lightning_zero.trainer.validations import Validations
 
 if TYPE_CHECKING:
     from lightning_zero.engine import Engine
-    from lightning_zero.trainer.strategy import ZeroStrategy
 
 MEET_S = 10.0  # how long a rank that failed waits for the others to fail at the same place
 SAVING_SHARE = 0.05  # of the time, at most, that saving every so often may take
@@ -213,7 +212,7 @@ class Interruptions:
         path = trainer.strategy.broadcast(str(trainer._checkpoint_connector.hpc_save_path(folder)))
         trainer.save_checkpoint(path, weights_only=False)
         if leaving:
-            cast("ZeroStrategy", trainer.strategy).finish_writes()  # a requeue ends these processes
+            cast(Any, trainer.strategy).finish_writes()  # a requeue ends these processes
         if trainer.is_global_zero:
             print(f"{what} step {trainer.global_step} in {path}", flush=True)
             for older in Path(folder).glob("hpc_ckpt_*.ckpt"):  # each holds the whole state

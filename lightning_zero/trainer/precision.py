@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Generator
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 from weakref import ReferenceType, ref
 
 import lightning.pytorch as pl
@@ -17,15 +17,23 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from lightning_zero.config import PRECISION_FLAGS, ConfigError, Precision
+from lightning_zero.engine import Engine
 from lightning_zero.engine.steps.loss_scale import LossScaler
 from lightning_zero.engine.units.build import TRUE_DTYPES
 from lightning_zero.engine.whole import norms
 
-if TYPE_CHECKING:
-    from lightning_zero.trainer.strategy import ZeroStrategy
-
 ROWS = {flag: row for row, flag in PRECISION_FLAGS.items()}
 _AUTOCAST = {Precision.bf16: torch.bfloat16, Precision.fp16: torch.float16}
+
+
+class _Strategy(Protocol):
+    """What of :class:`~lightning_zero.ZeroStrategy` is used here."""
+
+    @property
+    def engine(self) -> Engine: ...
+
+    @property
+    def root_device(self) -> torch.device: ...
 
 
 class ZeroPrecision(LightningPrecision):
@@ -49,7 +57,7 @@ class ZeroPrecision(LightningPrecision):
         if scaler is not None and self.row is not Precision.fp16:
             raise ConfigError(f"a loss scaler has no effect with precision {precision!r}. Drop it, or use 16-mixed.")
         self.scaler = scaler or (LossScaler() if self.row is Precision.fp16 else None)
-        self._strategy: ReferenceType[ZeroStrategy] | None = None
+        self._strategy: ReferenceType[_Strategy] | None = None
 
     @property
     def row(self) -> Precision:
@@ -69,14 +77,14 @@ class ZeroPrecision(LightningPrecision):
         given = getattr(plugin, "scaler", None)
         return cls(str(plugin.precision), None if given is None else LossScaler.like(given))
 
-    def attach(self, strategy: ZeroStrategy) -> None:
+    def attach(self, strategy: _Strategy) -> None:
         self._strategy = ref(strategy)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_strategy": None}  # a copied strategy attaches its copy of this
 
     @property
-    def strategy(self) -> ZeroStrategy:
+    def strategy(self) -> _Strategy:
         strategy = self._strategy() if self._strategy is not None else None
         if strategy is None:
             raise ConfigError(

@@ -6,6 +6,7 @@
     backward  hooks, gradient_sentinels -> gradients -> reductions
 
     hooks               all hooks on modules and tensors
+    events              what hooks tell a pass
     passes              the open pass, what begins and ends it
     gather_order        the order of gathers, learned and then run ahead of
     saved_weights       weights that autograd has saved, and that go in between

@@ -1,4 +1,4 @@
-"""The only file that registers hooks: module calls and gradients become events of :class:`Passes`.
+"""The only file that registers hooks: module calls and gradients become events of :class:`PassEvents`.
 
 ::
 
@@ -19,7 +19,7 @@ import copy
 import sys
 import types
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 from weakref import ReferenceType, WeakSet, ref
 
 import torch
@@ -27,15 +27,12 @@ from torch import Tensor, nn
 
 from lightning_zero.config import Precision
 from lightning_zero.engine.passes.containers import find_tensors, map_tensors
+from lightning_zero.engine.passes.events import PassEvents
 from lightning_zero.engine.passes.explain_dtypes import explain_dtypes
 from lightning_zero.engine.passes.gradient_sentinels import GradSentinel
 from lightning_zero.engine.passes.recompute import WRAPPED
 from lightning_zero.engine.units.bucket import Bucket
 from lightning_zero.engine.units.unit import Unit
-
-if TYPE_CHECKING:
-    from lightning_zero.engine.passes.passes import Passes
-
 
 ENGINE = "_lightning_zero_engine"  # where a sharded module keeps its engine
 _PATCHES = ("_apply", "__deepcopy__", "__reduce_ex__")  # methods of guarded modules that are replaced on the instance
@@ -59,7 +56,7 @@ class _Running(NamedTuple):
 class Hooks:
     """All hooks of one engine. ``remove`` takes them off again."""
 
-    def __init__(self, passes: Passes, precision: Precision) -> None:
+    def __init__(self, passes: PassEvents, precision: Precision) -> None:
         # Modules and parameters hold these hooks; a strong reference back would be a cycle through autograd.
         self._passes = ref(passes)
         self._precision = precision
@@ -70,7 +67,7 @@ class Hooks:
         self._guarded: WeakSet[nn.Module] = WeakSet()
 
     @property
-    def passes(self) -> Passes:
+    def passes(self) -> PassEvents:
         passes = self._passes()
         assert passes is not None, "the engine is gone but its hooks are not"
         return passes
@@ -277,7 +274,7 @@ class Hooks:
         )
 
 
-def _backward_begins(passes_ref: ReferenceType[Passes]) -> None:
+def _backward_begins(passes_ref: ReferenceType[PassEvents]) -> None:
     passes = passes_ref()
     if passes is not None:
         passes.backward_begins()

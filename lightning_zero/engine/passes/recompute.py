@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import ref
 
 import torch
@@ -18,10 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_zero.config import ConfigError, Recompute
 from lightning_zero.engine.passes.containers import copy_containers, find_tensors
+from lightning_zero.engine.passes.events import PassEvents
 from lightning_zero.engine.units.unit import Unit
-
-if TYPE_CHECKING:
-    from lightning_zero.engine.passes.passes import Passes
 
 WRAPPED = "_lightning_zero_recompute"  # marks a forward that was wrapped here
 
@@ -40,7 +38,7 @@ def check_blocks(blocks: Sequence[object], how: Recompute) -> None:
 
 
 def recompute_blocks(
-    blocks: Sequence[tuple[Unit, nn.Module]], how: Recompute, passes: Passes, *, pin_memory: bool
+    blocks: Sequence[tuple[Unit, nn.Module]], how: Recompute, passes: PassEvents, *, pin_memory: bool
 ) -> list[Callable[[], None]]:
     """Wrap the forwards of ``blocks``, units with their modules; returns what undoes it."""
     if how is Recompute.none:
@@ -50,7 +48,7 @@ def recompute_blocks(
 
 
 def _wrap(
-    unit: Unit, module: nn.Module, passes: Passes, *, offload_inputs: bool, pin_memory: bool
+    unit: Unit, module: nn.Module, passes: PassEvents, *, offload_inputs: bool, pin_memory: bool
 ) -> Callable[[], None]:
     """Wrap ``module.forward``; returns what undoes it.
 
@@ -86,7 +84,7 @@ class _Call:
     gives back the containers themselves, which may hold other tensors by then: a block may append to a list.
     """
 
-    def __init__(self, inner: Callable[..., Any], unit: Unit, passes: Passes, args: Any, kwargs: Any) -> None:
+    def __init__(self, inner: Callable[..., Any], unit: Unit, passes: PassEvents, args: Any, kwargs: Any) -> None:
         self._inner, self._unit = inner, unit
         self._passes = ref(passes)
         inputs = (t for t in find_tensors((args, kwargs)) if not t.is_inference())

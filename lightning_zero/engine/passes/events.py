@@ -1,0 +1,43 @@
+"""What hooks tell a pass: the interface between what happens in torch and what follows from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from lightning_zero.engine.passes.saved_weights import SavedWeights
+from lightning_zero.engine.units.bucket import Bucket
+from lightning_zero.engine.units.unit import Unit
+
+
+class PassEvents(Protocol):
+    """In the order in which they come: a forward, perhaps a recomputation, the backward."""
+
+    @property
+    def units(self) -> Sequence[Unit]: ...
+
+    @property
+    def saved(self) -> SavedWeights: ...
+
+    def pre_forward(self, unit: Unit) -> None:
+        """The module of ``unit`` is called."""
+
+    def post_forward(self, unit: Unit, *, outermost: bool, awaits_backward: Callable[[], bool]) -> None:
+        """The module of ``unit`` returned."""
+
+    def forward_raised(self) -> None:
+        """The outermost call of a module ended with an exception."""
+
+    def backward_begins(self) -> None:
+        """The first of the events of a backward, perhaps."""
+
+    def recomputes(self, unit: Unit) -> None:
+        """The forward of ``unit`` is computed again in a backward."""
+
+    def grad_arrived(self, unit: Unit, bucket: Bucket, slot: int, grad: Tensor) -> None:
+        """Autograd accumulated the gradient of one parameter."""
+
+    def input_grads_arrived(self, unit: Unit, call: int) -> None:
+        """The gradients of the inputs of one call are complete."""
