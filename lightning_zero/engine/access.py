@@ -96,8 +96,10 @@ class Access:
 
     @outside_autograd
     def _replace(self, place: Place, value: Tensor) -> None:
+        unit = self._unit_of[place.bucket]
         place.bucket.wait_step()
-        self._unit_of[place.bucket].unshard_wait()  # what is gathered at this moment holds the old values
+        self._under_way.refresh(unit)  # one that other ranks have issued already would wait for ours
+        unit.unshard_wait()  # what is gathered at this moment holds the old values
         self._writes.replace(place, value)
 
     @outside_autograd

@@ -92,12 +92,15 @@ def _show(engine: Engine, buckets: list[Bucket], grads: bool) -> dict[Bucket, tu
 @outside_autograd
 def _write_back(shown: Mapping[Bucket, tuple[Tensor, Tensor | None]], from_rank: int | None) -> None:
     for bucket, (full, full_grad) in shown.items():
+        replaced = []
         for info in bucket.params:  # a parameter whose .data was replaced inside
             part = bucket.part_of(full, info)
             if info.param.data_ptr() != part.data_ptr() and info.param.shape == info.shape:
                 part.copy_(info.param.data)
+                replaced.append(info)
         if from_rank is not None:
             bucket.comm.broadcast(full, from_rank)
+        values_changed(replaced if from_rank is None else bucket.params)
         low, high = bucket.owned_range
         with opened(bucket.home, changed=True) as master:
             master.copy_(full[low:high])

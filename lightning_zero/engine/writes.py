@@ -128,9 +128,13 @@ class Writes:
         compute = value.detach().to(bucket.comm.device, bucket.dtypes.compute)
         before = bucket.own_compute_params()
         self._note(bucket, info, before, compute)
+        # Clamped once more, say: graphs that are open hold these values.
+        again = bucket.shows_values and info.gathered is not None and torch.equal(info.gathered, compute)
         with opened(bucket.home, changed=True):
             bucket.write_master(info, value.detach(), before=before if value.dtype == compute.dtype else None)
             bucket.push()
+        if again:
+            return
         if bucket.shows_values:
             assert info.gathered is not None
             info.gathered.copy_(compute)

@@ -70,6 +70,30 @@ def test_a_forward_that_raises_while_the_worker_of_one_rank_is_behind(
         assert_same(sharded, twin)
 
 
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("slow", [0, 1])
+def test_values_assigned_while_the_worker_of_one_rank_is_behind(stage: int, slow: int, tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    module = Model()
+    twin = Twin(module, each=stage >= 2)
+    with Sharded(module, stage=stage, stall_timeout_s=15, **offload("optimizer_cpu", tmp_path)) as sharded:
+        for step in range(3):
+            with slow_on_rank(slow, 0.1):
+                for side in (sharded, twin):
+                    language_work(side, step)
+                    side.step()
+            generator = torch.Generator().manual_seed(step)
+            for own, (other, master) in zip(module.parameters(), twin.masters.items(), strict=True):
+                own.data = value = torch.randn(own.shape, generator=generator)
+                other.data.copy_(value)
+                master.value.data.copy_(value)
+            lightning_zero.grad_norm(module)
+            for side in (sharded, twin):
+                side.zero_grad()
+        assert_same(sharded, twin)
+
+
 class Late(nn.Module):
     """Blocks that are smaller than a shard; the second is used from the third step on."""
 
