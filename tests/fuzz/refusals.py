@@ -40,12 +40,14 @@ def _reads_outside(program: Program) -> bool:
     )
 
 
-def _assigns(program: Program) -> bool:
-    """Assignments to ``.data``: torch's own graphs keep the memory of before."""
+def _replaces_values(program: Program) -> bool:
+    """Assignments to ``.data``, and steps under autocast: torch's own graphs keep the memory of before."""
     return any(
-        (isinstance(a, p.Write) and a.how in ("outside", "assign")) or (isinstance(a, p.Gather) and a.write == "data")
+        (isinstance(a, p.Write) and a.how in ("outside", "assign"))
+        or (isinstance(a, p.Gather) and a.write in ("data", "one rank"))
+        or (isinstance(a, p.Step) and a.late and program.settings.precision in ("bf16", "fp16"))
         for a in program.everything()
-    )
+    ) or any(node.kind == "Clamped" for node in program.nodes())
 
 
 def _walks_again(program: Program) -> bool:
@@ -76,8 +78,8 @@ REFUSALS = (
     ),
     Refusal(
         r"RuntimeError: one of the variables needed for gradient computation has been modified",
-        "the values of before, which the backward needs, are overwritten by those that are assigned",
-        _assigns,
+        "the values of before, which the backward needs, are overwritten",
+        _replaces_values,
     ),
     Refusal(
         r"RuntimeError: .*: written to in a step, with other values on some ranks than on others",
