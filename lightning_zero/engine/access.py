@@ -111,6 +111,8 @@ class Access:
             place = self._places[id(param)]
             unit = self._unit_of[place.bucket]
             if not place.bucket.resharding:
+                if self._passes.key is None:  # where ranks are told to be, if only some come here
+                    self._passes.comm.place = f"a read of {place.info.fqn} between steps, which takes all ranks"
                 self._under_way.refresh(unit)
                 unit.unshard_wait()
             elif self._passes.key is None:

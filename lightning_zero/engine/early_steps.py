@@ -13,14 +13,16 @@ from lightning_zero.engine.bucket import Bucket
 from lightning_zero.engine.gradients import Reducer
 from lightning_zero.engine.modes import outside_autograd
 from lightning_zero.engine.passes import Passes
+from lightning_zero.engine.writes import Writes
 
 
 class EarlySteps:
     """Whether steps may be early now, and which gradients they wait for."""
 
-    def __init__(self, passes: Passes, reducer: Reducer) -> None:
+    def __init__(self, passes: Passes, reducer: Reducer, writes: Writes) -> None:
         self._passes = passes
         self._reducer = reducer
+        self._writes = writes
         self._allowed = False
 
     @contextlib.contextmanager
@@ -40,6 +42,7 @@ class EarlySteps:
         @outside_autograd
         def once(bucket: Bucket) -> None:
             if passes.explicit and passes.explicit_backwards == before + 1:
+                self._writes.take_over(bucket)  # the step starts from them
                 landed(bucket)
 
         self._reducer.landed = once if self._allowed else None

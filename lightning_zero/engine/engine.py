@@ -125,7 +125,7 @@ class Engine:
             writes=self.writes,
             precision=self.precision,
         )
-        self._early_steps = EarlySteps(passes, self.reducer)
+        self._early_steps = EarlySteps(passes, self.reducer, self.writes)
         self.optimizers: list[ShardedOptimizer] = []
         self.shown: set[Bucket] = set()  # buckets inside a gather()
         self._fence = Fence(self.buckets, self.shown, in_pass=lambda: passes.key is not None)

@@ -34,6 +34,11 @@ from lightning_zero.engine.writes import Writes
 from lightning_zero.memory.collectives import ABANDON_S, Communicator
 
 _DROPPED = "for storage of size 0"  # what torch says of a saved view whose memory is gone
+_CHANGED = "modified by an inplace operation"
+_READ_OUTSIDE = (
+    "If nothing was changed in place: a sharded weight was read outside of its module's call, and an earlier backward "
+    "has dropped it since. Add the losses up and run one backward, or read the weight again after it."
+)
 
 
 def _weakly(method: Callable[[Unit], bool]) -> Callable[[Unit], bool]:
@@ -95,6 +100,7 @@ class Passes:
         self.in_backward = False
         self.explicit = False
         self.explicit_backwards = 0
+        self._unused = False  # the open pass is what follows the last backward of a step, and nothing has been called
         self._ends_with_call = False  # the call that opened the pass may end it
         self._evaluates = False  # the open pass has no backward
         self._scope: tuple[str, bool] | None = None  # key and evaluation of the open scope
@@ -139,6 +145,7 @@ class Passes:
         self._second_order = False
         self.comm.place = f"pass {self.key}"
         self.order.begin(self.key, cyclic=evaluation)
+        self._unused = False
         self.under_way.refresh(self.root)
         if self.root.state is State.SHARDED:
             self.root.unshard_begin()
@@ -148,7 +155,10 @@ class Passes:
     def end(self) -> None:
         """Close the root and whatever is still gathered. No-op outside of a pass."""
         if self.key is not None:
-            self.under_way.refresh_all()  # of units that only others have used: they are not to wait for our next pass
+            if self._unused:
+                self.under_way.refresh()  # what is not done yet goes on behind the next pass
+            else:
+                self.under_way.refresh_all()  # others may have used units that this rank has not: they wait for ours
             self.order.end()
             self._close()
 
@@ -228,6 +238,7 @@ class Passes:
 
     @outside_autograd
     def _demand(self, unit: Unit, what: str) -> None:
+        self._unused = False
         self.comm.place = f"{what} of unit {unit.title} in pass {self.key}"
         self.under_way.refresh(unit)
         if unit.resharding:
@@ -295,6 +306,8 @@ class Passes:
             self.abort()
             if isinstance(error, RuntimeError) and _DROPPED in str(error):
                 raise RuntimeError(self._needed_while_dropped()) from error
+            if isinstance(error, RuntimeError) and _CHANGED in str(error) and any(u.resharding for u in self.units):
+                error.add_note(_READ_OUTSIDE)
             raise
         self._end_backward()
 
@@ -403,3 +416,4 @@ class Passes:
             self.writes.confirm()
         if self._scope is not None:
             self.begin(self._scope[0], evaluation=self._scope[1])
+            self._unused = True

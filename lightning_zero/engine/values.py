@@ -229,6 +229,7 @@ def load_module_state_dict(engine: Engine, state: Mapping[str, Any], *, strict: 
 def loading_into_shards(engine: Engine) -> Iterator[None]:
     """On all ranks: inside, ``module.load_state_dict`` of full values, the same on each, writes this rank's slices."""
     engine.settle()
+    engine.writes.take_all_over()  # what was written before must not come after
     with engine.placeholders_allowed(), _CopyIntoShards(engine):
         yield
     engine.masters_changed()

@@ -92,6 +92,20 @@ def test_changes_to_gradients_inside_gather_are_kept(stage: int) -> None:
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_what_is_loaded_in_a_step_comes_after_what_was_written_before(stage: int) -> None:
+    with Sharded(Model(), stage=stage) as side:
+        state = side.engine.state_dict(only_rank_0=False)
+        with side.engine.step_scope():
+            with torch.no_grad():
+                for param in side.module.parameters():
+                    param.mul_(0.5)
+            side.engine.load_state_dict(state)
+        found = side.engine.state_dict(only_rank_0=False)
+        assert all(torch.equal(found[name], value) for name, value in state.items())
+
+
+@on_ranks(2)
 def test_gather_of_one_parameter_or_submodule_and_nested() -> None:
     with Sharded(Model()) as side:
         block = side.module.blocks[1]

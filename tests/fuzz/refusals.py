@@ -72,7 +72,7 @@ REFUSALS = (
         lambda program: program.settings.recompute != "none",
     ),
     Refusal(
-        r"RuntimeError: setStorage: .* are out of bounds for storage of size 0",
+        r"RuntimeError: one of the variables needed for gradient computation has been modified",
         "a graph is walked again, from weights of the root, which only a backward that is told of has gathered",
         lambda program: program.settings.plain and 3 in _stages(program) and _walks_again(program),
     ),

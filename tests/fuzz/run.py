@@ -262,7 +262,10 @@ class Interpreter:
     def _StepWithClosure(self, action: p.StepWithClosure) -> None:
         def closure() -> None:
             self.side.zero_grad()
-            loss = self._compute(None)
+            with self.side.scope() if action.writes else contextlib.nullcontext():
+                if action.writes:
+                    self._write(self._floating(), "in place")
+                loss = self._compute(None)
             self._note("loss", {"": loss})
             self.side.backward(loss)
 
