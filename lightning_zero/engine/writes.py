@@ -72,7 +72,8 @@ class Writes:
     def hand_out(self, place: Place) -> None:
         """The values of a present parameter get into hands that may change them unnoticed."""
         bucket, info = place
-        if bucket.has_master and info.gathered is not None:
+        # Of what all ranks hold whole as a master, nothing is taken over or compared.
+        if (bucket.has_master or bucket.refreshed) and info.gathered is not None:
             known = self._handed_out.setdefault(bucket, {})
             if info.slot not in known:
                 known[info.slot] = checksum(info.flattened(info.gathered))

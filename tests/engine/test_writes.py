@@ -203,6 +203,27 @@ def test_a_write_on_one_rank_is_refused_on_all(stage: int, how: str) -> None:
                 side.zero_grad()
 
 
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("precision", ["fp32", "bf16_true"])
+@pytest.mark.parametrize("writers", [{0, 1}, {1}])
+def test_writes_through_data_that_differ_are_refused(stage: int, precision: str, writers: set[int]) -> None:
+    """Also where the masters are the ranks' own slices of what is written to."""
+    module = Model()
+    with Sharded(module, stage=stage, precision=precision) as side:
+        for step in range(2):
+            with side.engine.step_scope("train"):
+                weight = module.head.weight.data
+                if step and dist.get_rank() in writers:
+                    weight.add_(dist.get_rank() + 1)
+                loss = language_loss(module, tokens(step))
+            refused = pytest.raises(RuntimeError, match=r"head\.weight: written to in a step, with other values")
+            with refused if step else contextlib.nullcontext():
+                side.backward(loss)
+                side.step()
+                side.zero_grad()
+
+
 # -- between forward and forward ---------------------------------------------------------------------------------------
 
 
