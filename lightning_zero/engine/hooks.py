@@ -66,6 +66,7 @@ class Hooks:
         self._handles: list[Any] = []
         self._grad_handles: dict[int, tuple[nn.Parameter, Any]] = {}
         self._call = 0
+        self._leaf_handles: list[Any] = []  # of hooks in this pass on leaves, which outlive their graph
         self._running: list[_Running] = []
         self._guarded: WeakSet[nn.Module] = WeakSet()
 
@@ -79,6 +80,7 @@ class Hooks:
         for handle in (*self._handles, *(handle for _, handle in self._grad_handles.values())):
             handle.remove()
         self._handles, self._grad_handles = [], {}
+        self.forget_inputs()
         for module in self._guarded:
             for name in _PATCHES:
                 module.__dict__.pop(name, None)
@@ -234,7 +236,15 @@ class Hooks:
 
         for tensor in inputs.values():
             _ = tensor.grad_fn  # a view that was changed in place has no history until asked, and torch would crash
-            tensor.register_hook(arrived)
+            handle = tensor.register_hook(arrived)
+            if tensor.is_leaf:
+                self._leaf_handles.append(handle)
+
+    def forget_inputs(self) -> None:
+        """The pass is over: nobody asks any more whether the gradients of inputs are complete."""
+        for handle in self._leaf_handles:
+            handle.remove()
+        self._leaf_handles.clear()
 
     def _post_forward(self, unit: Unit, args: Any, kwargs: Any, output: Any) -> None:
         if not self._running or self._running[-1].unit is not unit:

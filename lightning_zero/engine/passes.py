@@ -153,6 +153,7 @@ class Passes:
             self._close()
 
     def _close(self) -> None:
+        self.hooks.forget_inputs()
         for unit in self.units:
             unit.calls.clear()
             unit.borrowed = False
@@ -192,6 +193,7 @@ class Passes:
             self.reducer.abort(deadline)
         self.order.abort()
         self.hooks.forget_calls()
+        self.hooks.forget_inputs()
         for unit in self.units:
             unit.abandon(deadline)
         self.key, self._ends_with_call = None, False
