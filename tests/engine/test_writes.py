@@ -416,6 +416,32 @@ def test_data_that_is_assigned_differently_is_refused_before_it_is_saved(stage: 
             values.module_state_dict(side.engine)
 
 
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("open_pass", [False, True])
+def test_writes_that_differ_are_refused_before_the_sharding_is_undone(stage: int, open_pass: bool) -> None:
+    with Sharded(Model(), stage=stage) as side:
+        module, engine = side.module, side.engine
+        with engine.step_scope(evaluation=not open_pass):
+            with torch.no_grad():
+                module.head.weight.fill_(float(dist.get_rank()))
+            module(tokens(0))
+        with pytest.raises(RuntimeError, match=r"head\.weight: written to"):
+            engine.release()
+        language_work(side, 0)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_after_an_exception_the_sharding_can_be_undone_whatever_was_written(stage: int) -> None:
+    with Sharded(Model(), stage=stage) as side, pytest.raises(ZeroDivisionError), side.engine.step_scope():
+        with torch.no_grad():
+            side.module.head.weight.fill_(float(dist.get_rank()))
+        side.module(tokens(0))
+        raise ZeroDivisionError
+    assert type(side.module.head.weight) is nn.Parameter
+
+
 # -- NumPy ------------------------------------------------------------------------------------------------------------
 
 
