@@ -13,6 +13,7 @@ Only the class changes (and ``.data``); nothing is stored on the parameter. ``Pr
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 from weakref import ReferenceType, ref
 
@@ -125,9 +126,13 @@ class _Absent:
 
         if _is_passive(func, args):
             return run()
-        params = list(_absent_in((args, kwargs or {})))
-        owner = find_owner(params[0]) if params else None
-        return run() if owner is None else owner.reads_values(params, _name_of(func), run)
+        by_owner: dict[Owner, list[nn.Parameter]] = {}
+        for param in _absent_in((args, kwargs or {})):
+            if (owner := find_owner(param)) is not None:
+                by_owner.setdefault(owner, []).append(param)
+        for owner, params in by_owner.items():
+            run = partial(owner.reads_values, params, _name_of(func), run)
+        return run()
 
     def stride(self: Any, dim: int | None = None) -> Any:
         like = _without_values(self)

@@ -855,6 +855,33 @@ def _backward_through(loss: Tensor, first: Twin, second: Twin) -> None:
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("stages", [(3, 3), (3, 1)], ids=str)
+def test_an_operation_on_parameters_of_two_models(stages: tuple[int, int]) -> None:
+    """As a penalty for the distance between them; the gradients and the refusal are those of each."""
+    torch.manual_seed(3)
+    modules = [Chain(), Chain()]
+    unit = {"classes": ["Block"]}
+    sides = [Sharded(m, stage=s, plain=True, unit=unit) for m, s in zip(modules, stages, strict=True)]
+    first, second = (m.blocks[1].up.weight for m in modules)
+    with lightning_zero.gather(modules[0]), lightning_zero.gather(modules[1]):
+        gap = (first - second).detach()
+    for _ in range(2):
+        with sides[0].engine.step_scope(), sides[1].engine.step_scope():
+            distance = (first - second).square().sum()
+        distance.backward()
+        assert torch.equal(distance, gap.square().sum())
+        for module, sign in zip(modules, (2, -2), strict=True):
+            with lightning_zero.gather(module, grads=True):
+                assert torch.equal(module.blocks[1].up.weight.grad, sign * gap)
+        for side in sides:
+            side.zero_grad()
+        with torch.no_grad(), pytest.raises(RuntimeError, match=r"blocks\.1\.up\.weight is sharded.*gather"):
+            torch._foreach_add_([first], [second])
+    for side in sides:
+        side.engine.release()
+
+
+@on_ranks(2)
 def test_a_module_cannot_be_sharded_twice_at_once_but_again_after_its_release() -> None:
     module = Model()
     with Sharded(module), pytest.raises(ValueError, match="sharded already"):
