@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 import lightning_zero
 from lightning_zero.engine import values
@@ -481,3 +482,24 @@ def test_checksums_of_parts_add_up_and_tell_places_apart(dtype: torch.dtype) -> 
     swapped[[3, 9]] = values[[9, 3]]
     assert torch.equal(swapped, values) or checksum(swapped) != checksum(values)
     assert checksum(values.clone()) == checksum(values)
+
+
+class CountsWaits(TorchFunctionMode):
+    """Values that are brought to Python: on a GPU the host waits for each."""
+
+    waits = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.waits += func in (Tensor.__int__, Tensor.item, Tensor.tolist)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("dtype", "bits"), [(torch.float32, torch.int32), (torch.float64, torch.int64)])
+@pytest.mark.parametrize("numel", [0, 1, CHUNK, 2 * CHUNK + 3])
+def test_the_host_waits_once_for_a_checksum(dtype: torch.dtype, bits: torch.dtype, numel: int) -> None:
+    values = torch.randn(numel, dtype=dtype)
+    weights = torch.arange(numel) * 2 + 1
+    with CountsWaits() as counts:
+        found = checksum(values)
+    assert found == int((values.view(bits).to(torch.int64) * weights).sum()) & 0xFFFFFFFFFFFFFFFF
+    assert counts.waits == 1
