@@ -8,6 +8,7 @@ import functools
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import lightning_zero
 from lightning_zero.engine import engine_of
+from lightning_zero.engine.saved import SavedWeights
 from lightning_zero.engine.unit import State
 from tests.engine.support import (
     Block,
@@ -178,6 +180,16 @@ def test_checkpoints_end_recomputation_early(stage: int) -> None:
         return module
 
     check(build, square_work, stage=stage)
+
+
+@on_ranks(2)
+@STAGES
+@pytest.mark.parametrize("how", ["blocks", "offload"])
+def test_blocks_that_are_computed_again_pack_what_they_save_where_weights_go_away(stage: int, how: str) -> None:
+    pack = SavedWeights._pack_inside
+    with mock.patch.object(SavedWeights, "_pack_inside", autospec=True, side_effect=pack) as packs:
+        check(Chain, square_work, stage=stage, activation_checkpointing=how, unit={"classes": ["Block"]})
+    assert bool(packs.call_count) == (stage == 3)
 
 
 @on_ranks(2)
