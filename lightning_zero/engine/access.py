@@ -85,12 +85,7 @@ class Access:
         if self._fence.is_lowered or not isinstance(value, Tensor):
             return False
         place = self._places[id(param)]
-        if value.shape != place.info.shape:
-            raise RuntimeError(
-                f"{place.info.fqn}.data = ...: expected a tensor of shape {tuple(place.info.shape)}, got "
-                f"{tuple(value.shape)}. A sharded parameter keeps its shape: change the module before it is sharded "
-                "(in __init__ or configure_model)."
-            )
+        place.info.check_shape(value.shape)
         self._replace(place, value)
         return True
 

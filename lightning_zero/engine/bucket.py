@@ -62,6 +62,18 @@ class ParamInfo:
     def numel(self) -> int:
         return math.prod(self.shape)
 
+    def check_shape(self, shape: torch.Size) -> None:
+        """Refuse ``param.data`` of another shape.
+
+        Raises:
+            RuntimeError: names the parameter and the right way.
+        """
+        if shape != self.shape:
+            raise RuntimeError(
+                f"{self.fqn}.data = ...: expected a tensor of shape {tuple(self.shape)}, got {tuple(shape)}. A sharded "
+                "parameter keeps its shape: change the module before it is sharded (in __init__ or configure_model)."
+            )
+
     def shaped(self, flat: Tensor) -> Tensor:
         """A view of ``flat`` [numel], a part of a flat buffer, as the parameter: [shape]."""
         return flat.as_strided(self.shape, self.strides)

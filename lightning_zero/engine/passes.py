@@ -72,6 +72,7 @@ class Passes:
         in_backward: a backward is running.
         explicit: ... and its end will be told.
         explicit_backwards: how many such there have been.
+        aborted: an exception has ended a pass, and none has begun since.
     """
 
     def __init__(
@@ -108,7 +109,7 @@ class Passes:
         self._second_order = False
         self._noticed: ReferenceType[_End] | None = None  # of the backward that was noticed last
         self._needed: Unit | None = None  # the last unit whose weights a backward has read
-        self._aborted = False  # an exception has ended a pass since the last one
+        self.aborted = False
 
     @property
     def root(self) -> Unit:
@@ -132,8 +133,8 @@ class Passes:
     @outside_autograd
     def begin(self, key: str, *, evaluation: bool, owner: Unit | None = None) -> None:
         """Open the root unit."""
-        if self._aborted:
-            self._aborted = False
+        if self.aborted:
+            self.aborted = False
             self.under_way.flush()  # how many refreshes a rank has issued depends on its worker: now it is all
             self.comm.resume()
         self.watch_trainable()
@@ -163,6 +164,7 @@ class Passes:
             self._close()
 
     def _close(self) -> None:
+        self.hooks.forget_inputs()
         for unit in self.units:
             unit.calls.clear()
             unit.borrowed = False
@@ -197,11 +199,12 @@ class Passes:
     def abort(self) -> None:
         """After an exception: every unit back to rest. Starts no collective, and waits a bounded time for others."""
         deadline = time.monotonic() + ABANDON_S
-        self._aborted = True
+        self.aborted = True
         if self.in_backward:
             self.reducer.abort(deadline)
         self.order.abort()
         self.hooks.forget_calls()
+        self.hooks.forget_inputs()
         for unit in self.units:
             unit.abandon(deadline)
         self.key, self._ends_with_call = None, False

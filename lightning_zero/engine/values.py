@@ -54,7 +54,7 @@ def show_full(
 
 
 def _refuse_replaced(engine: Engine) -> None:
-    """Raise where the module has got other parameter objects, which nobody would train."""
+    """Raise where the module has got other parameter objects, or these other shapes: nobody would train that."""
     now = dict(engine.module.named_parameters(remove_duplicate=False))
     for bucket in engine.buckets:
         for info in bucket.params:
@@ -64,6 +64,7 @@ def _refuse_replaced(engine: Engine) -> None:
                         f"{fqn} was replaced by another parameter inside gather(), which is not sharded and would not "
                         "be trained. Write to the parameter (param.copy_(value), load_state_dict(assign=False))."
                     )
+            info.check_shape(info.param.shape)
 
 
 @outside_autograd

@@ -164,6 +164,7 @@ def test_sharded_parameters_tell_the_truth_about_everything_but_values(precision
             assert param.requires_grad and param.device.type == "cpu" and param.is_leaf and len(param) == len(other)
             assert isinstance(param, nn.Parameter) and param in {param} and param.grad is None
             assert torch.zeros_like(param).shape == torch.randn(other.shape).view_as(param).shape == other.shape
+            assert param.type() == torch.empty(0, dtype=param.dtype).type() and not param.is_shared()
             assert "sharded" in repr(param) and "sharded" in f"{param}"
             assert_absent(param)
         assert sum(p.numel() for p in side.module.parameters()) == sum(p.numel() for p in plain.parameters())
@@ -184,6 +185,8 @@ READS_AND_WRITES: dict[str, Callable[[nn.Parameter], Any]] = {
     "vector": lambda p: nn.utils.parameters_to_vector([p]),
     "linear": lambda p: nn.functional.linear(torch.ones(1, p.shape[1]), p),
     "clone": lambda p: p.clone(),
+    "type": lambda p: p.type(torch.float64),
+    "type by name": lambda p: p.type(dtype=torch.float64),
     "deepcopy": copy.deepcopy,
 }
 

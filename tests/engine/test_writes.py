@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 import lightning_zero
 from lightning_zero.engine import values
@@ -198,6 +199,27 @@ def test_a_write_on_one_rank_is_refused_on_all(stage: int, how: str) -> None:
                 loss = language_loss(module, tokens(step))
             refused = pytest.raises(RuntimeError, match=r"head\.weight: written to")
             with contextlib.nullcontext() if value == 1 else refused:
+                side.backward(loss)
+                side.step()
+                side.zero_grad()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("precision", ["fp32", "bf16_true"])
+@pytest.mark.parametrize("writers", [{0, 1}, {1}])
+def test_writes_through_data_that_differ_are_refused(stage: int, precision: str, writers: set[int]) -> None:
+    """Also where the masters are the ranks' own slices of what is written to."""
+    module = Model()
+    with Sharded(module, stage=stage, precision=precision) as side:
+        for step in range(2):
+            with side.engine.step_scope("train"):
+                weight = module.head.weight.data
+                if step and dist.get_rank() in writers:
+                    weight.add_(dist.get_rank() + 1)
+                loss = language_loss(module, tokens(step))
+            refused = pytest.raises(RuntimeError, match=r"head\.weight: written to in a step, with other values")
+            with refused if step else contextlib.nullcontext():
                 side.backward(loss)
                 side.step()
                 side.zero_grad()
@@ -395,6 +417,32 @@ def test_data_that_is_assigned_differently_is_refused_before_it_is_saved(stage: 
             values.module_state_dict(side.engine)
 
 
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("open_pass", [False, True])
+def test_writes_that_differ_are_refused_before_the_sharding_is_undone(stage: int, open_pass: bool) -> None:
+    with Sharded(Model(), stage=stage) as side:
+        module, engine = side.module, side.engine
+        with engine.step_scope(evaluation=not open_pass):
+            with torch.no_grad():
+                module.head.weight.fill_(float(dist.get_rank()))
+            module(tokens(0))
+        with pytest.raises(RuntimeError, match=r"head\.weight: written to"):
+            engine.release()
+        language_work(side, 0)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_after_an_exception_the_sharding_can_be_undone_whatever_was_written(stage: int) -> None:
+    with Sharded(Model(), stage=stage) as side, pytest.raises(ZeroDivisionError), side.engine.step_scope():
+        with torch.no_grad():
+            side.module.head.weight.fill_(float(dist.get_rank()))
+        side.module(tokens(0))
+        raise ZeroDivisionError
+    assert type(side.module.head.weight) is nn.Parameter
+
+
 # -- NumPy ------------------------------------------------------------------------------------------------------------
 
 
@@ -434,3 +482,24 @@ def test_checksums_of_parts_add_up_and_tell_places_apart(dtype: torch.dtype) -> 
     swapped[[3, 9]] = values[[9, 3]]
     assert torch.equal(swapped, values) or checksum(swapped) != checksum(values)
     assert checksum(values.clone()) == checksum(values)
+
+
+class CountsWaits(TorchFunctionMode):
+    """Values that are brought to Python: on a GPU the host waits for each."""
+
+    waits = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.waits += func in (Tensor.__int__, Tensor.item, Tensor.tolist)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("dtype", "bits"), [(torch.float32, torch.int32), (torch.float64, torch.int64)])
+@pytest.mark.parametrize("numel", [0, 1, CHUNK, 2 * CHUNK + 3])
+def test_the_host_waits_once_for_a_checksum(dtype: torch.dtype, bits: torch.dtype, numel: int) -> None:
+    values = torch.randn(numel, dtype=dtype)
+    weights = torch.arange(numel) * 2 + 1
+    with CountsWaits() as counts:
+        found = checksum(values)
+    assert found == int((values.view(bits).to(torch.int64) * weights).sum()) & 0xFFFFFFFFFFFFFFFF
+    assert counts.waits == 1
