@@ -103,20 +103,20 @@ class DirectTransport:
 class HostTransport:
     """Device tensors over a host-side backend, by copies through host memory. Correct, not fast: for tests."""
 
-    def __init__(self, inner: Transport) -> None:
-        self._inner = inner
+    def __init__(self, inner: Transport, waits: Waits) -> None:
+        self._inner, self._waits = inner, waits
 
     def gather(self, full: Tensor, rank: int, world_size: int, group: Any) -> list[Any]:
         host = full.cpu()
         for work in self._inner.gather(host, rank, world_size, group):
-            work.wait()
+            self._waits.wait_work(work, "a gather through host memory")
         full.copy_(host)
         return []
 
     def reduce(self, full: Tensor, rank: int, world_size: int, group: Any) -> tuple[list[Any], Callable[[], Tensor]]:
         works, total = self._inner.reduce(full.cpu(), rank, world_size, group)
         for work in works:
-            work.wait()
+            self._waits.wait_work(work, "a reduction through host memory")
         out = total().to(full.device)
         return [], lambda: out
 
@@ -127,14 +127,16 @@ TRANSPORTS: dict[TransportName, Callable[[], Transport]] = {
 }
 
 
-def choose_transport(name: TransportName, backend: str, world_size: int, device: torch.device) -> Transport:
+def choose_transport(
+    name: TransportName, backend: str, world_size: int, device: torch.device, waits: Waits
+) -> Transport:
     """The transport of ``zero.comm.transport``; ``auto`` takes ``direct`` on gloo with few ranks, else ``plain``."""
     host_side = "gloo" in backend
     if name is TransportName.auto:
         direct = host_side and world_size <= DIRECT_MAX_RANKS
         name = TransportName.direct if direct else TransportName.plain
     transport = TRANSPORTS[name]()
-    return HostTransport(transport) if host_side and device.type != "cpu" else transport
+    return HostTransport(transport, waits) if host_side and device.type != "cpu" else transport
 
 
 @dataclass(slots=True, eq=False)
@@ -441,7 +443,8 @@ class Communicator:
         self._groups: _Groups | None = None
         self.waits = waits if waits is not None else open_waits(group, device, stall_timeout_s)
         if self.world_size > 1:
-            self._transport = choose_transport(transport, str(dist.get_backend(group)), self.shard_size, device)
+            backend = str(dist.get_backend(group))
+            self._transport = choose_transport(transport, backend, self.shard_size, device, self.waits)
             self._groups = GROUP_POOL.take(group, self, self.topology, self.waits)
         self.streams = Streams(device)
 
@@ -614,7 +617,7 @@ class Communicator:
         data = shard.cpu() if host else shard
         work = dist.all_reduce(data, group=self._groups.replicate, async_op=True)
         if stream is not None:
-            work.wait()
+            self.wait_work(work, label, on_device=not host)
             return shard.copy_(data) if host else shard
         return Pending(self, label, [work], lambda: data)
 

@@ -125,7 +125,7 @@ class Engine:
             writes=self.writes,
             precision=self.precision,
         )
-        self._early_steps = EarlySteps(passes, self.reducer)
+        self._early_steps = EarlySteps(passes, self.reducer, self.writes)
         self.optimizers: list[ShardedOptimizer] = []
         self.shown: set[Bucket] = set()  # buckets inside a gather()
         self._fence = Fence(self.buckets, self.shown, in_pass=lambda: passes.key is not None)
@@ -235,10 +235,17 @@ class Engine:
 
     @outside_autograd
     def release(self) -> None:
-        """Undo the sharding on all ranks: plain full parameters on the engine's device, no hooks, no groups."""
+        """Undo the sharding on all ranks: plain full parameters on the engine's device, no hooks, no groups.
+
+        Raises:
+            RuntimeError: ranks have written different values to parameters since the last backward.
+        """
+        agrees = not self.passes.aborted  # after an exception messages may be missing that an agreement would wait for
         self.abort()
         self.settle()
         self.writes.take_all_over()
+        if agrees:
+            self.writes.confirm_if_any()
         self.passes.hooks.remove()
         for undo in self._undo:
             undo()

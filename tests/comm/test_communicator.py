@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -21,9 +22,12 @@ from lightning_zero.comm.communicator import (
     choose_transport,
 )
 from lightning_zero.config import Transport as TransportName
+from lightning_zero.ranks.waits import StallError, Waits
+from tests.engine.support import places_posted_often
 from tests.harness import on_ranks
 
 CPU = torch.device("cpu")
+ALONE = Waits(None, stall_timeout_s=60.0)
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64]
 
 
@@ -162,7 +166,7 @@ def test_small_agreements() -> None:
 @on_ranks(2)
 def test_device_tensors_over_a_host_backend_go_through_copies() -> None:
     """On the CPU the copies are no-ops, but the messages and results are those of the transport inside."""
-    transport = HostTransport(DirectTransport())
+    transport = HostTransport(DirectTransport(), ALONE)
     rank, group = dist.get_rank(), dist.group.WORLD
     full = torch.zeros(512)
     full[rank * 256 : (rank + 1) * 256] = rank + 1
@@ -170,6 +174,20 @@ def test_device_tensors_over_a_host_backend_go_through_copies() -> None:
     assert full.unique().tolist() == [1.0, 2.0]
     works, total = transport.reduce(torch.ones(512), rank, 2, group)
     assert works == [] and total().unique().tolist() == [2.0]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kind", ["gather", "reduction"])
+def test_copies_through_host_memory_wait_no_longer_than_others(kind: str) -> None:
+    with places_posted_often():
+        comm = Communicator(dist.group.WORLD, CPU, stall_timeout_s=0.5)
+        comm._transport = HostTransport(DirectTransport(), comm.waits)
+        if comm.rank == 0:
+            with pytest.raises(StallError, match=f"a {kind} through host memory"):
+                (comm.all_gather if kind == "gather" else comm.reduce_scatter)(torch.zeros(512), "x")
+        else:
+            time.sleep(1.5)  # never comes
+        comm.waits.close()  # messages were lost on these groups: they are not given back
 
 
 @pytest.mark.parametrize(
@@ -185,12 +203,12 @@ def test_device_tensors_over_a_host_backend_go_through_copies() -> None:
 def test_transport_is_chosen_by_backend_and_ranks(
     name: TransportName, backend: str, world: int, expected: type
 ) -> None:
-    assert type(choose_transport(name, backend, world, CPU)) is expected
+    assert type(choose_transport(name, backend, world, CPU, ALONE)) is expected
 
 
 def test_a_host_backend_for_a_device_is_wrapped() -> None:
-    assert type(choose_transport(TransportName.auto, "gloo", 2, torch.device("cuda"))) is HostTransport
-    assert type(choose_transport(TransportName.auto, "nccl", 2, torch.device("cuda"))) is PlainTransport
+    assert type(choose_transport(TransportName.auto, "gloo", 2, torch.device("cuda"), ALONE)) is HostTransport
+    assert type(choose_transport(TransportName.auto, "nccl", 2, torch.device("cuda"), ALONE)) is PlainTransport
 
 
 # -- what a closed communicator leaves --------------------------------------------------------------------------------

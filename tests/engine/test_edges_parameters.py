@@ -216,6 +216,51 @@ def test_adapters_beside_frozen_weights(stage: int, precision: str) -> None:
     check(lambda: nn.Sequential(*(Adapted() for _ in range(4))), work, stage=stage, precision=precision)
 
 
+class Prompted(nn.Module):
+    """Blocks with frozen weights, all of which get one trainable prompt."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.prompt = nn.Parameter(torch.ones(19))
+        self.blocks = nn.ModuleList(Block(19) for _ in range(2))
+        self.blocks.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x * self.prompt)
+            x = x + block(self.prompt)
+        return x
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("plain", [False, True], ids=["told", "noticed"])
+def test_inputs_that_outlive_their_graph_keep_no_hooks(plain: bool) -> None:
+    """Of backwards, of a forward without one, and of one that failed."""
+    leaf = floats(0, 2, 19).requires_grad_()
+
+    def hooks() -> list[Any]:
+        return [*(leaf._backward_hooks or {}), *(module.prompt._backward_hooks or {})]
+
+    module = Prompted()
+    with Sharded(module, optimizer=sgd, plain=plain, unit={"classes": ["Block"]}) as side:
+        for _ in range(2):
+            loss = module(leaf).square().mean()
+            assert hooks()
+            side.backward(loss)
+            side.step()
+            side.zero_grad()
+            assert not hooks()
+        module(leaf)
+        side.engine.rest()
+        assert not hooks()
+        with pytest.raises(ZeroDivisionError), side.engine.step_scope():
+            module(leaf)
+            raise ZeroDivisionError
+        assert not hooks()
+        side.backward(module(leaf).square().mean())
+        assert leaf.grad is not None and not hooks()
+
+
 # -- unused -----------------------------------------------------------------------------------------------------------
 
 

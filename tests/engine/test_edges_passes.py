@@ -8,6 +8,7 @@ import functools
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import lightning_zero
 from lightning_zero.engine import engine_of
+from lightning_zero.engine.passes.saved_weights import SavedWeights
 from lightning_zero.engine.units.unit import State
 from tests.engine.support import (
     Block,
@@ -178,6 +180,16 @@ def test_checkpoints_end_recomputation_early(stage: int) -> None:
         return module
 
     check(build, square_work, stage=stage)
+
+
+@on_ranks(2)
+@STAGES
+@pytest.mark.parametrize("how", ["blocks", "offload"])
+def test_blocks_that_are_computed_again_pack_what_they_save_where_weights_go_away(stage: int, how: str) -> None:
+    pack = SavedWeights._pack_inside
+    with mock.patch.object(SavedWeights, "_pack_inside", autospec=True, side_effect=pack) as packs:
+        check(Chain, square_work, stage=stage, activation_checkpointing=how, unit={"classes": ["Block"]})
+    assert bool(packs.call_count) == (stage == 3)
 
 
 @on_ranks(2)
@@ -852,6 +864,33 @@ def _backward_through(loss: Tensor, first: Twin, second: Twin) -> None:
     for param in second.masters:
         param.grad = None
     first.backward(loss)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stages", [(3, 3), (3, 1)], ids=str)
+def test_an_operation_on_parameters_of_two_models(stages: tuple[int, int]) -> None:
+    """As a penalty for the distance between them; the gradients and the refusal are those of each."""
+    torch.manual_seed(3)
+    modules = [Chain(), Chain()]
+    unit = {"classes": ["Block"]}
+    sides = [Sharded(m, stage=s, plain=True, unit=unit) for m, s in zip(modules, stages, strict=True)]
+    first, second = (m.blocks[1].up.weight for m in modules)
+    with lightning_zero.gather(modules[0]), lightning_zero.gather(modules[1]):
+        gap = (first - second).detach()
+    for _ in range(2):
+        with sides[0].engine.step_scope(), sides[1].engine.step_scope():
+            distance = (first - second).square().sum()
+        distance.backward()
+        assert torch.equal(distance, gap.square().sum())
+        for module, sign in zip(modules, (2, -2), strict=True):
+            with lightning_zero.gather(module, grads=True):
+                assert torch.equal(module.blocks[1].up.weight.grad, sign * gap)
+        for side in sides:
+            side.zero_grad()
+        with torch.no_grad(), pytest.raises(RuntimeError, match=r"blocks\.1\.up\.weight is sharded.*gather"):
+            torch._foreach_add_([first], [second])
+    for side in sides:
+        side.engine.release()
 
 
 @on_ranks(2)

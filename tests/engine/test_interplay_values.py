@@ -155,6 +155,40 @@ def test_a_module_is_plain_inside_gather(stage: int, checkpointing: str) -> None
 
 
 @on_ranks(2)
+@STAGES
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_a_norm_without_parameters_is_plain_inside_gather_too(stage: int, precision: str) -> None:
+    """Norms keep the dtype of their inputs in lower precision; that is for training alone."""
+    norm = nn.LayerNorm(6, elementwise_affine=False)
+    module = nn.Sequential(nn.Linear(6, 6), norm, nn.Linear(6, 6))
+    with Sharded(module, stage=stage, precision=precision) as side:
+        hooks = dict(norm._forward_hooks)
+        with lightning_zero.gather(module):
+            file = io.BytesIO()
+            torch.save(module, file)
+            expected = module(floats(0, 2, 6))
+        assert hooks and dict(norm._forward_hooks) == hooks
+        file.seek(0)
+        assert torch.equal(torch.load(file, weights_only=False)(floats(0, 2, 6)), expected)
+        assert not side.engine.shown
+
+
+@on_ranks(2)
+@STAGES
+def test_data_of_another_shape_inside_gather_is_refused(stage: int) -> None:
+    with Sharded(Model(), stage=stage) as side:
+        weight = side.module.head.weight
+        shape = tuple(weight.shape)
+        with (
+            pytest.raises(RuntimeError, match=r"head\.weight\.data = .*expected a tensor of shape .*, got \(2, 5\)"),
+            lightning_zero.gather(side.module),
+        ):
+            weight.data = torch.zeros(2, 5)
+        assert tuple(weight.shape) == shape
+        train(side, range(1))
+
+
+@on_ranks(2)
 @pytest.mark.parametrize("stage", [0, 3])
 def test_parameters_that_are_replaced_inside_gather_are_refused(stage: int) -> None:
     with Sharded(Model(), stage=stage) as side:

@@ -6,6 +6,8 @@ import copy
 import functools
 import io
 import math
+import subprocess
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -408,6 +410,44 @@ def test_a_step_that_is_not_torch_s_is_refused_when_it_is_made(stage: int, make:
             side.step()
         text = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
         assert f"{make.__name__}.step() has not called super().step()" in text and "zero.optimizer.elementwise" in text
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("make", [Rewritten, Idle])
+def test_it_is_refused_also_below_a_scheduler_from_before_the_sharding(make: Any) -> None:
+    module = Model()
+    optimizer = make(module.parameters(), lr=0.1)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    with Sharded(module, optimizer=lambda _: optimizer) as side:
+        language_work(side, 0)
+        with pytest.raises(RuntimeError) as caught:
+            side.step()
+        text = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
+        assert f"{make.__name__}.step() has not called super().step()" in text
+    assert not any("lightning_zero" in name for name in optimizer.__dict__)
+
+
+FIRST_OF_ITS_BASE = """
+import torch
+from torch import nn
+import lightning_zero
+
+class Named(torch.optim.AdamW):
+    pass
+
+module = nn.Linear(4, 4)
+engine = lightning_zero.shard(module, device="cpu", summary=False)
+optimizer = Named(module.parameters())
+engine.add_optimizer(optimizer)
+engine.backward(module(torch.ones(2, 4)).sum())
+optimizer.step()
+assert type(optimizer) is Named
+"""
+
+
+def test_a_class_without_a_step_of_its_own_is_its_base_also_where_that_was_never_used() -> None:
+    """torch puts its hooks around the step of the first class that is used: in a process without others."""
+    subprocess.run([sys.executable, "-c", FIRST_OF_ITS_BASE], check=True, timeout=100)
 
 
 @on_ranks(1, 2)

@@ -177,6 +177,22 @@ def test_dtypes_of_gradients_are_those_of_the_row(name: str, key: str) -> None:
         make_config(precision={"name": name, key: "bf16"})
 
 
+@on_ranks(2)
+@OUTER_STAGES
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_a_bilinear_gives_back_the_dtype_that_it_was_given(stage: int, precision: str) -> None:
+    """Also without autocast, where the layer after it takes nothing else."""
+    low = {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+    module = nn.Sequential(TakesTwo(), nn.Linear(WIDTH, WIDTH))
+    with Sharded(module, stage=stage, precision=precision) as side:
+        loss = module(floats(0, 4, WIDTH).to(low))
+        assert loss.dtype is low
+        side.backward(loss.float().square().mean())
+        with side.engine.step_scope(evaluation=True), torch.no_grad():
+            wide = floats(0, 4, WIDTH)
+            assert module[0].both(wide, wide.to(low)).dtype is torch.float32
+
+
 class Refuses(nn.Module):
     """An operation that takes one dtype only, and that autocast does not know."""
 

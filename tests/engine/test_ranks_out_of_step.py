@@ -14,6 +14,7 @@ from torch import nn
 
 import lightning_zero
 from lightning_zero.engine.steps.worker import StepJob, StepWorker
+from lightning_zero.ranks.waits import StallError
 from tests.engine.support import Model, Sharded, Side, Twin, assert_same, check, floats, language_work, sgd, tokens
 from tests.engine.test_offload import offload
 from tests.harness import on_ranks
@@ -68,6 +69,60 @@ def test_a_forward_that_raises_while_the_worker_of_one_rank_is_behind(
                 module(tokens(step))
             module.stumble = False
         assert_same(sharded, twin)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("slow", [0, 1])
+def test_values_assigned_while_the_worker_of_one_rank_is_behind(stage: int, slow: int, tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    module = Model()
+    twin = Twin(module, each=stage >= 2)
+    with Sharded(module, stage=stage, stall_timeout_s=15, **offload("optimizer_cpu", tmp_path)) as sharded:
+        for step in range(3):
+            with slow_on_rank(slow, 0.1):
+                for side in (sharded, twin):
+                    language_work(side, step)
+                    side.step()
+            generator = torch.Generator().manual_seed(step)
+            for own, (other, master) in zip(module.parameters(), twin.masters.items(), strict=True):
+                own.data = value = torch.randn(own.shape, generator=generator)
+                other.data.copy_(value)
+                master.value.data.copy_(value)
+            lightning_zero.grad_norm(module)
+            for side in (sharded, twin):
+                side.zero_grad()
+        assert_same(sharded, twin)
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_step_in_a_scope_goes_on_behind_the_next_scope(stage: int, tmp_path: Path) -> None:
+    """As in manual optimization."""
+    slowly = slow_on_rank(dist.get_rank(), 0.05)
+    with Sharded(Model(), stage=stage, **offload("optimizer_cpu", tmp_path)) as side, slowly:
+        for step in range(3):
+            with side.engine.step_scope():
+                if step:
+                    assert not side.engine.units[-1].step_done
+                language_work(side, step)
+                side.step()
+                side.zero_grad()
+
+
+@on_ranks(2)
+def test_a_read_on_one_rank_says_that_it_takes_all(tmp_path: Path) -> None:
+    side = Sharded(Model(), stage=1, stall_timeout_s=1.5, **offload("optimizer_cpu", tmp_path))
+    language_work(side, 0)
+    with slow_on_rank(1, 2.0):  # which would come to it by itself
+        side.step()
+    if dist.get_rank() == 0:
+        with pytest.raises(StallError):
+            side.module.head.weight.sum()
+        assert side.engine.comm.place == "a read of head.weight between steps, which takes all ranks"
+    else:
+        time.sleep(2.5)
+    side.engine.comm.waits.close()  # messages were lost: there is no release
 
 
 class Late(nn.Module):

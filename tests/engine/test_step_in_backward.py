@@ -72,6 +72,32 @@ def test_it_equals_none(row: str, stage: int, optimizer: str, micro_batches: int
     assert_equal(*found, f"{row} at stage {stage}")
 
 
+@on_ranks(1, 2)
+@SOMEWHERE
+def test_what_is_written_in_the_step_is_there_before_it_is_stepped(row: str, stage: int, tmp_path: Path) -> None:
+    found = []
+    for early in (True, False):
+        torch.manual_seed(3)
+        with Sharded(Model(), stage=stage, **offload(row, tmp_path)) as side:
+
+            def closure(side: Sharded = side) -> Tensor:
+                side.zero_grad()
+                with side.engine.step_scope():
+                    with torch.no_grad():
+                        for param in side.module.parameters():
+                            param.mul_(0.9)
+                    loss = language_loss(side.module, tokens(0))
+                side.backward(loss)
+                return loss.detach()
+
+            losses: list[Any] = []
+            for _ in range(4):
+                with side.engine.stepping_in_backward() if early else contextlib.nullcontext():
+                    losses.append(side.optimizer.step(closure))
+            found.append(losses + whole(side))
+    assert_equal(*found, f"{row} at stage {stage}")
+
+
 @on_ranks(2)
 def test_not_unless_it_is_allowed() -> None:
     with Sharded(Model(), stage=3, offload="cpu") as side:

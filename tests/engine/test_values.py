@@ -92,6 +92,20 @@ def test_changes_to_gradients_inside_gather_are_kept(stage: int) -> None:
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_what_is_loaded_in_a_step_comes_after_what_was_written_before(stage: int) -> None:
+    with Sharded(Model(), stage=stage) as side:
+        state = side.engine.state_dict(only_rank_0=False)
+        with side.engine.step_scope():
+            with torch.no_grad():
+                for param in side.module.parameters():
+                    param.mul_(0.5)
+            side.engine.load_state_dict(state)
+        found = side.engine.state_dict(only_rank_0=False)
+        assert all(torch.equal(found[name], value) for name, value in state.items())
+
+
+@on_ranks(2)
 def test_gather_of_one_parameter_or_submodule_and_nested() -> None:
     with Sharded(Model()) as side:
         block = side.module.blocks[1]
@@ -150,6 +164,7 @@ def test_sharded_parameters_tell_the_truth_about_everything_but_values(precision
             assert param.requires_grad and param.device.type == "cpu" and param.is_leaf and len(param) == len(other)
             assert isinstance(param, nn.Parameter) and param in {param} and param.grad is None
             assert torch.zeros_like(param).shape == torch.randn(other.shape).view_as(param).shape == other.shape
+            assert param.type() == torch.empty(0, dtype=param.dtype).type() and not param.is_shared()
             assert "sharded" in repr(param) and "sharded" in f"{param}"
             assert_absent(param)
         assert sum(p.numel() for p in side.module.parameters()) == sum(p.numel() for p in plain.parameters())
@@ -170,6 +185,8 @@ READS_AND_WRITES: dict[str, Callable[[nn.Parameter], Any]] = {
     "vector": lambda p: nn.utils.parameters_to_vector([p]),
     "linear": lambda p: nn.functional.linear(torch.ones(1, p.shape[1]), p),
     "clone": lambda p: p.clone(),
+    "type": lambda p: p.type(torch.float64),
+    "type by name": lambda p: p.type(dtype=torch.float64),
     "deepcopy": copy.deepcopy,
 }
 

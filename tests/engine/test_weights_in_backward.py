@@ -296,6 +296,37 @@ def test_a_penalty_on_weights_outside_of_the_forward(stage: int, plain: bool, be
 
 
 @on_ranks(2)
+@PLAIN
+@pytest.mark.parametrize("where", ["root", "first", "last"])
+@pytest.mark.parametrize("keep", [0, 10**6])
+def test_a_second_backward_through_a_weight_that_was_read_outside_is_done_or_refused(
+    plain: bool, where: str, keep: int
+) -> None:
+    """Never done with what stands for its values, whether its unit happened to be gathered when it was read or not."""
+    torch.manual_seed(3)
+    module = Blocks(lambda: Block(WIDTH))
+    twin = Twin(module)
+    with Sharded(module, plain=plain, keep_gathered_bytes=keep) as sharded:
+        for step in range(4):
+            for side in (twin, sharded):
+                own = {"root": side.module.last, "first": side.module.blocks[0], "last": side.module.blocks[-1]}[where]
+                weight = next(p for p in own.parameters() if p.ndim == 2)
+                with scope(side):
+                    loss = side.module(image(step)).square().mean()
+                    penalty = weight.pow(3).sum()
+                side.backward(loss)
+                try:
+                    side.backward(penalty)
+                except RuntimeError as error:
+                    assert side is sharded and "modified by an inplace operation" in str(error)
+                    assert plain or "read outside of its module's call" in error.__notes__[0]
+                    return
+                side.step()
+                side.zero_grad()
+            assert_same(sharded, twin)
+
+
+@on_ranks(2)
 @OUTER_STAGES
 def test_parts_of_a_unit_that_are_called_for_themselves(stage: int) -> None:
     def work(side: Side, step: int) -> Tensor:

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 import lightning_zero
 from lightning_zero.engine.parameters.writes import CHUNK, checksum
@@ -203,6 +204,27 @@ def test_a_write_on_one_rank_is_refused_on_all(stage: int, how: str) -> None:
                 side.zero_grad()
 
 
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("precision", ["fp32", "bf16_true"])
+@pytest.mark.parametrize("writers", [{0, 1}, {1}])
+def test_writes_through_data_that_differ_are_refused(stage: int, precision: str, writers: set[int]) -> None:
+    """Also where the masters are the ranks' own slices of what is written to."""
+    module = Model()
+    with Sharded(module, stage=stage, precision=precision) as side:
+        for step in range(2):
+            with side.engine.step_scope("train"):
+                weight = module.head.weight.data
+                if step and dist.get_rank() in writers:
+                    weight.add_(dist.get_rank() + 1)
+                loss = language_loss(module, tokens(step))
+            refused = pytest.raises(RuntimeError, match=r"head\.weight: written to in a step, with other values")
+            with refused if step else contextlib.nullcontext():
+                side.backward(loss)
+                side.step()
+                side.zero_grad()
+
+
 # -- between forward and forward ---------------------------------------------------------------------------------------
 
 
@@ -324,6 +346,57 @@ def _part(vector: Tensor, params: list[nn.Parameter], param: nn.Parameter) -> Te
 
 @on_ranks(2)
 @STAGES
+@pytest.mark.parametrize("how", ["assigned", "assigned inside gather", "of another rank", "loaded"])
+def test_a_backward_of_values_that_were_replaced_is_refused(stage: int, how: str) -> None:
+    """Plain graphs may hold the memory of before; ours is one buffer that is written to."""
+    with Sharded(Model(), stage=stage) as side:
+        weight = side.module.head.weight
+        loss = side.module(tokens(0)).square().mean()
+        state = {name: value * 0.5 for name, value in side.engine.state_dict(only_rank_0=False).items()}
+        if how == "assigned":
+            weight.data = torch.full(weight.shape, 0.5)
+        elif how == "loaded":
+            side.engine.load_state_dict(state)
+        else:
+            with lightning_zero.gather(side.module, from_rank=1 if how == "of another rank" else None):
+                if how == "assigned inside gather":
+                    weight.data = torch.full(weight.shape, 0.5)
+                else:
+                    weight.data.fill_(float(dist.get_rank()))
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            side.backward(loss)
+        side.engine.abort()
+        language_work(side, 0)
+
+
+@on_ranks(2)
+@STAGES
+def test_a_backward_of_values_that_were_assigned_again_is_done(stage: int) -> None:
+    def work(side: Side, step: int) -> Tensor:
+        x = floats(step, 2, 6)
+        losses = []
+        for _ in range(2):  # what is clamped once is not changed by it again
+            weight = side.module[0].weight
+            weight.data = weight.detach().clamp(-0.2, 0.2)
+            losses.append(side.module(x).square().mean())
+            x = x + 1
+        loss = sum(losses)
+        side.backward(loss)
+        return loss
+
+    torch.manual_seed(3)
+    module = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    nn.init.constant_(module[0].weight, 0.2)
+    twin = Twin(module, each=stage >= 2)
+    with Sharded(module, stage=stage) as sharded:
+        for side in (sharded, twin):
+            with side.engine.step_scope() if side is sharded else contextlib.nullcontext():
+                work(side, 0)
+        assert_same(sharded, twin, grads=True)
+
+
+@on_ranks(2)
+@STAGES
 def test_data_of_another_shape_is_refused(stage: int) -> None:
     with Sharded(Model(), stage=stage) as side:
         weight = side.module.head.weight
@@ -342,6 +415,32 @@ def test_data_that_is_assigned_differently_is_refused_before_it_is_saved(stage: 
         weight.data = torch.full(weight.shape, float(dist.get_rank()))
         with pytest.raises(RuntimeError, match=r"head\.weight: written to"):
             values.module_state_dict(side.engine)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("open_pass", [False, True])
+def test_writes_that_differ_are_refused_before_the_sharding_is_undone(stage: int, open_pass: bool) -> None:
+    with Sharded(Model(), stage=stage) as side:
+        module, engine = side.module, side.engine
+        with engine.step_scope(evaluation=not open_pass):
+            with torch.no_grad():
+                module.head.weight.fill_(float(dist.get_rank()))
+            module(tokens(0))
+        with pytest.raises(RuntimeError, match=r"head\.weight: written to"):
+            engine.release()
+        language_work(side, 0)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_after_an_exception_the_sharding_can_be_undone_whatever_was_written(stage: int) -> None:
+    with Sharded(Model(), stage=stage) as side, pytest.raises(ZeroDivisionError), side.engine.step_scope():
+        with torch.no_grad():
+            side.module.head.weight.fill_(float(dist.get_rank()))
+        side.module(tokens(0))
+        raise ZeroDivisionError
+    assert type(side.module.head.weight) is nn.Parameter
 
 
 # -- NumPy ------------------------------------------------------------------------------------------------------------
@@ -383,3 +482,24 @@ def test_checksums_of_parts_add_up_and_tell_places_apart(dtype: torch.dtype) -> 
     swapped[[3, 9]] = values[[9, 3]]
     assert torch.equal(swapped, values) or checksum(swapped) != checksum(values)
     assert checksum(values.clone()) == checksum(values)
+
+
+class CountsWaits(TorchFunctionMode):
+    """Values that are brought to Python: on a GPU the host waits for each."""
+
+    waits = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.waits += func in (Tensor.__int__, Tensor.item, Tensor.tolist)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("dtype", "bits"), [(torch.float32, torch.int32), (torch.float64, torch.int64)])
+@pytest.mark.parametrize("numel", [0, 1, CHUNK, 2 * CHUNK + 3])
+def test_the_host_waits_once_for_a_checksum(dtype: torch.dtype, bits: torch.dtype, numel: int) -> None:
+    values = torch.randn(numel, dtype=dtype)
+    weights = torch.arange(numel) * 2 + 1
+    with CountsWaits() as counts:
+        found = checksum(values)
+    assert found == int((values.view(bits).to(torch.int64) * weights).sum()) & 0xFFFFFFFFFFFFFFFF
+    assert counts.waits == 1

@@ -229,7 +229,8 @@ class Odd(Part):
     """Parameters of sizes that are rare: none, one and no dimension; integers; one that is never used."""
 
     def fill(self) -> None:
-        self.nothing, self.scalar = nn.Parameter(torch.zeros(0, 3)), nn.Parameter(torch.tensor(1.0))
+        # Not the empty one first: an optimizer that has no other in a bucket has no state for it.
+        self.scalar, self.nothing = nn.Parameter(torch.tensor(1.0)), nn.Parameter(torch.zeros(0, 3))
         self.one, self.unused = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(3, 5))
         self.order = nn.Parameter(torch.randperm(WIDTH), requires_grad=False)
         self.complex = nn.Parameter(torch.ones(WIDTH) + 0.5j) if self.n else None

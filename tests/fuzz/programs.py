@@ -128,9 +128,11 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True)
 class StepWithClosure:
-    """Forward and backward inside of ``optimizer.step``; ``early``: units may be stepped in the backward."""
+    """Forward and backward inside of ``optimizer.step``; ``early``: units may be stepped in the backward; ``writes``:
+    to parameters, before the forward."""
 
     early: bool = False
+    writes: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -40,12 +40,14 @@ def _reads_outside(program: Program) -> bool:
     )
 
 
-def _assigns(program: Program) -> bool:
-    """Assignments to ``.data``: torch's own graphs keep the memory of before."""
+def _replaces_values(program: Program) -> bool:
+    """Assignments to ``.data``, and steps under autocast: torch's own graphs keep the memory of before."""
     return any(
-        (isinstance(a, p.Write) and a.how in ("outside", "assign")) or (isinstance(a, p.Gather) and a.write == "data")
+        (isinstance(a, p.Write) and a.how in ("outside", "assign"))
+        or (isinstance(a, p.Gather) and a.write in ("data", "one rank"))
+        or (isinstance(a, p.Step) and a.late and program.settings.precision in ("bf16", "fp16"))
         for a in program.everything()
-    )
+    ) or any(node.kind == "Clamped" for node in program.nodes())
 
 
 def _walks_again(program: Program) -> bool:
@@ -70,14 +72,14 @@ REFUSALS = (
         lambda program: program.settings.recompute != "none",
     ),
     Refusal(
-        r"RuntimeError: setStorage: .* are out of bounds for storage of size 0",
+        r"RuntimeError: one of the variables needed for gradient computation has been modified",
         "a graph is walked again, from weights of the root, which only a backward that is told of has gathered",
         lambda program: program.settings.plain and 3 in _stages(program) and _walks_again(program),
     ),
     Refusal(
         r"RuntimeError: one of the variables needed for gradient computation has been modified",
-        "the values of before, which the backward needs, are overwritten by those that are assigned",
-        _assigns,
+        "the values of before, which the backward needs, are overwritten",
+        _replaces_values,
     ),
     Refusal(
         r"RuntimeError: .*: written to in a step, with other values on some ranks than on others",

@@ -9,10 +9,13 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 
+from lightning_zero.config import Precision
+from lightning_zero.engine import Engine
 from lightning_zero.engine.parameters.writes import Writes
 from lightning_zero.engine.passes.gradient_sentinels import Sentinels
-from lightning_zero.engine.passes.gradients import BucketGrads, Reducer
+from lightning_zero.engine.passes.gradients import BucketGrads
 from lightning_zero.engine.steps.pending import UnderWay
+from lightning_zero.engine.whole import norms
 from tests.fuzz import programs as p
 from tests.fuzz.programs import Model, Node, Program, script, source
 from tests.fuzz.run import Runner, Verdict
@@ -66,12 +69,6 @@ def gradients_are_sums() -> None:
     BucketGrads.take = broken  # type: ignore[method-assign]
 
 
-def late_gradients_are_lost() -> None:
-    """Where a module is used a second time after its gradients were reduced."""
-    agree = Reducer._agree
-    Reducer._agree = lambda self, reduced, flag: ([], agree(self, reduced, flag)[1])  # type: ignore[method-assign]
-
-
 def writes_are_lost() -> None:
     Writes.take_over = lambda self, bucket: self.forget(bucket)  # type: ignore[method-assign]
 
@@ -84,7 +81,25 @@ def forwards_do_not_wait_for_steps() -> None:
     UnderWay.refresh = lambda self, unit: None  # type: ignore[method-assign]
 
 
-BROKEN = [gradients_are_sums, writes_are_lost, cleared_gradients_stay, forwards_do_not_wait_for_steps]
+def clipping_raises_in_lower_precision() -> None:
+    """At all stages: there the engine at stage 0 is what others are compared with."""
+    clip = norms.clip_by_norm
+
+    def broken(engine: Engine, *args: Any, **kwargs: Any) -> Any:
+        if engine.precision is not Precision.fp32:
+            raise AttributeError("no such thing")
+        return clip(engine, *args, **kwargs)
+
+    norms.clip_by_norm = broken
+
+
+BROKEN = [
+    gradients_are_sums,
+    writes_are_lost,
+    cleared_gradients_stay,
+    forwards_do_not_wait_for_steps,
+    clipping_raises_in_lower_precision,
+]
 
 
 class Enough(Exception):

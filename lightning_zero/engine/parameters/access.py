@@ -85,19 +85,16 @@ class Access:
         if self._fence.is_lowered or not isinstance(value, Tensor):
             return False
         place = self._places[id(param)]
-        if value.shape != place.info.shape:
-            raise RuntimeError(
-                f"{place.info.fqn}.data = ...: expected a tensor of shape {tuple(place.info.shape)}, got "
-                f"{tuple(value.shape)}. A sharded parameter keeps its shape: change the module before it is sharded "
-                "(in __init__ or configure_model)."
-            )
+        place.info.check_shape(value.shape)
         self._replace(place, value)
         return True
 
     @outside_autograd
     def _replace(self, place: Place, value: Tensor) -> None:
+        unit = self._unit_of[place.bucket]
         place.bucket.wait_step()
-        self._unit_of[place.bucket].unshard_wait()  # what is gathered at this moment holds the old values
+        self._under_way.refresh(unit)  # one that other ranks have issued already would wait for ours
+        unit.unshard_wait()  # what is gathered at this moment holds the old values
         self._writes.replace(place, value)
 
     @outside_autograd
@@ -109,6 +106,8 @@ class Access:
             place = self._places[id(param)]
             unit = self._unit_of[place.bucket]
             if not place.bucket.resharding:
+                if self._passes.key is None:  # where ranks are told to be, if only some come here
+                    self._passes.comm.place = f"a read of {place.info.fqn} between steps, which takes all ranks"
                 self._under_way.refresh(unit)
                 unit.unshard_wait()
             elif self._passes.key is None:

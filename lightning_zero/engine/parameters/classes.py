@@ -13,6 +13,7 @@ Only the class changes (and ``.data``); nothing is stored on the parameter. ``Pr
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 from weakref import ReferenceType, ref
 
@@ -22,7 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 # Functions that ask for a parameter's metadata, or make a new tensor like it, and need no values.
 _SIZES = {"size", "dim", "ndimension", "numel", "nelement", "storage_offset", "element_size", "__len__"}
-_KINDS = {"is_floating_point", "is_complex", "is_signed", "is_pinned", "is_coalesced", "is_inference"}
+_KINDS = {"is_floating_point", "is_complex", "is_signed", "is_pinned", "is_shared", "is_coalesced", "is_inference"}
 _NAMES = {
     "get_device",
     "data_ptr",
@@ -123,11 +124,15 @@ class _Absent:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
 
-        if _is_passive(func, args):
+        if _is_passive(func, args, kwargs):
             return run()
-        params = list(_absent_in((args, kwargs or {})))
-        owner = find_owner(params[0]) if params else None
-        return run() if owner is None else owner.reads_values(params, _name_of(func), run)
+        by_owner: dict[Owner, list[nn.Parameter]] = {}
+        for param in _absent_in((args, kwargs or {})):
+            if (owner := find_owner(param)) is not None:
+                by_owner.setdefault(owner, []).append(param)
+        for owner, params in by_owner.items():
+            run = partial(owner.reads_values, params, _name_of(func), run)
+        return run()
 
     def stride(self: Any, dim: int | None = None) -> Any:
         like = _without_values(self)
@@ -210,10 +215,12 @@ def set_values(param: nn.Parameter, values: Tensor, kind: type, classes: Classes
         param.__class__ = kind
 
 
-def _is_passive(func: Any, args: Sequence[Any]) -> bool:
+def _is_passive(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> bool:
     name = getattr(func, "__name__", "")
     if name in ("__get__", "__set__"):
         return getattr(func.__self__, "__name__", "") not in _ATTRIBUTES_OF_VALUES
+    if name == "type":
+        return len(args) == 1 and not kwargs  # else it converts
     return name in _PASSIVE or (name in _LIKE_OTHER and not isinstance(args[0], _Absent))
 
 

@@ -48,13 +48,13 @@ def checksum(values: Tensor, first: int = 0) -> int:
     if flat.is_complex():
         flat = torch.view_as_real(flat).reshape(-1)
         first *= 2
-    total = 0
+    # Each value's bits, times an odd number (so that none is lost) that is its place's. All wraps around at 2**64.
+    odd = torch.arange(1, 2 * min(CHUNK, flat.numel()) + 1, 2, device=flat.device)
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)  # there: the host waits for it once
     for start in range(0, flat.numel(), CHUNK):
         bits = flat[start : start + CHUNK].view(_INTEGERS[flat.element_size()]).to(torch.int64)
-        low = first + start
-        weights = torch.arange(2 * low + 1, 2 * (low + bits.numel()) + 1, 2, device=bits.device)  # odd: none is lost
-        total += int((bits * weights).sum())
-    return total & 0xFFFFFFFFFFFFFFFF
+        total += (bits * odd[: bits.numel()]).sum() + bits.sum() * (2 * (first + start))
+    return int(total) & 0xFFFFFFFFFFFFFFFF
 
 
 class Writes:
@@ -72,7 +72,8 @@ class Writes:
     def hand_out(self, place: Place) -> None:
         """The values of a present parameter get into hands that may change them unnoticed."""
         bucket, info = place
-        if bucket.has_master and info.gathered is not None:
+        # Of what all ranks hold whole as a master, nothing is taken over or compared.
+        if (bucket.has_master or bucket.refreshed) and info.gathered is not None:
             known = self._handed_out.setdefault(bucket, {})
             if info.slot not in known:
                 known[info.slot] = checksum(info.flattened(info.gathered))
@@ -128,9 +129,13 @@ class Writes:
         compute = value.detach().to(bucket.comm.device, bucket.dtypes.compute)
         before = bucket.own_compute_params()
         self._note(bucket, info, before, compute)
+        # Clamped once more, say: graphs that are open hold these values.
+        again = bucket.shows_values and info.gathered is not None and torch.equal(info.gathered, compute)
         with opened(bucket.home, changed=True):
             bucket.write_master(info, value.detach(), before=before if value.dtype == compute.dtype else None)
             bucket.push()
+        if again:
+            return
         if bucket.shows_values:
             assert info.gathered is not None
             info.gathered.copy_(compute)

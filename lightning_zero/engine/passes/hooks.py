@@ -39,7 +39,11 @@ _PATCHES = ("_apply", "__deepcopy__", "__reduce_ex__")  # methods of guarded mod
 _TAKES_ONE_DTYPE = (nn.Bilinear,)  # modules whose kernels refuse inputs of another dtype than their weights
 
 
-def _in_fp32(module: nn.Module, args: Any, kwargs: Any) -> Any:
+def _float_dtype_of(args: Any, kwargs: Any) -> torch.dtype | None:
+    return next((t.dtype for t in find_tensors((args, kwargs)) if t.is_floating_point()), None)
+
+
+def _in_fp32(args: Any, kwargs: Any) -> Any:
     def wide(tensor: Tensor) -> Tensor:
         return tensor.float() if tensor.is_floating_point() else tensor
 
@@ -63,8 +67,9 @@ class Hooks:
         self._handles: list[Any] = []
         self._grad_handles: dict[int, tuple[nn.Parameter, Any]] = {}
         self._call = 0
+        self._leaf_handles: list[Any] = []  # of hooks in this pass on leaves, which outlive their graph
         self._running: list[_Running] = []
-        self._guarded: WeakSet[nn.Module] = WeakSet()
+        self._touched: WeakSet[nn.Module] = WeakSet()  # modules with something of ours
 
     @property
     def passes(self) -> PassEvents:
@@ -76,10 +81,11 @@ class Hooks:
         for handle in (*self._handles, *(handle for _, handle in self._grad_handles.values())):
             handle.remove()
         self._handles, self._grad_handles = [], {}
-        for module in self._guarded:
+        self.forget_inputs()
+        for module in self._touched:
             for name in _PATCHES:
                 module.__dict__.pop(name, None)
-        self._guarded.clear()
+        self._touched.clear()
 
     # -- registration -----------------------------------------------------------------------------------------------
 
@@ -124,16 +130,24 @@ class Hooks:
 
     def keep_output_dtype(self, module: nn.Module) -> None:
         """A module that computes in fp32 among lower precision gives back the dtype that it was given."""
-        if isinstance(module, _TAKES_ONE_DTYPE):
-            self._handles.append(module.register_forward_pre_hook(_in_fp32, with_kwargs=True))
+        takes_one = isinstance(module, _TAKES_ONE_DTYPE)
+        before_cast: torch.dtype | None = None  # torch shows hooks after a call what those before it have made
+
+        def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            nonlocal before_cast
+            before_cast = _float_dtype_of(args, kwargs)
+            return _in_fp32(args, kwargs)
 
         def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-            given = next((t.dtype for t in find_tensors((args, kwargs)) if t.is_floating_point()), None)
+            given = before_cast if takes_one else _float_dtype_of(args, kwargs)
             if given is None:
                 return None
             return map_tensors(output, lambda t: t.to(given) if t.is_floating_point() and t.dtype != given else t)
 
+        if takes_one:
+            self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
         self._handles.append(module.register_forward_hook(after, with_kwargs=True))
+        self._touched.add(module)
 
     def guard_module(self, module: nn.Module, refuse: Callable[[str], None]) -> None:
         """Let what would see placeholders ask ``refuse`` first: state dicts, conversions, copies, pickles."""
@@ -160,7 +174,7 @@ class Hooks:
         methods: tuple[Callable[..., Any], ...] = (apply, deepcopy, reduce)
         for name, method in zip(_PATCHES, methods, strict=True):
             module.__dict__[name] = types.MethodType(method, module)
-        self._guarded.add(module)
+        self._touched.add(module)
 
     def lift_off(self) -> Callable[[], None]:
         """Take everything of ours off the modules, so that they are plain; returns what puts it back in its place.
@@ -170,7 +184,7 @@ class Hooks:
         ours = {handle.id for handle in self._handles}
         attributes: list[tuple[nn.Module, dict[str, Any]]] = []
         tables: list[tuple[dict[int, Any], list[tuple[int, Any]]]] = []
-        for module in list(self._guarded):
+        for module in list(self._touched):
             wrapped = hasattr(module.__dict__.get("forward"), WRAPPED)
             names = [name for name in (*_PATCHES, ENGINE) if name in module.__dict__] + ["forward"] * wrapped
             attributes.append((module, {name: module.__dict__.pop(name) for name in names}))
@@ -231,7 +245,15 @@ class Hooks:
 
         for tensor in inputs.values():
             _ = tensor.grad_fn  # a view that was changed in place has no history until asked, and torch would crash
-            tensor.register_hook(arrived)
+            handle = tensor.register_hook(arrived)
+            if tensor.is_leaf:
+                self._leaf_handles.append(handle)
+
+    def forget_inputs(self) -> None:
+        """The pass is over: nobody asks any more whether the gradients of inputs are complete."""
+        for handle in self._leaf_handles:
+            handle.remove()
+        self._leaf_handles.clear()
 
     def _post_forward(self, unit: Unit, args: Any, kwargs: Any, output: Any) -> None:
         if not self._running or self._running[-1].unit is not unit:

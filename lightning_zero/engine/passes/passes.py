@@ -34,6 +34,11 @@ from lightning_zero.engine.units.bucket import Bucket
 from lightning_zero.engine.units.unit import State, Unit
 
 _DROPPED = "for storage of size 0"  # what torch says of a saved view whose memory is gone
+_CHANGED = "modified by an inplace operation"
+_READ_OUTSIDE = (
+    "If nothing was changed in place: a sharded weight was read outside of its module's call, and an earlier backward "
+    "has dropped it since. Add the losses up and run one backward, or read the weight again after it."
+)
 
 
 def _weakly(method: Callable[[Unit], bool]) -> Callable[[Unit], bool]:
@@ -67,6 +72,7 @@ class Passes:
         in_backward: a backward is running.
         explicit: ... and its end will be told.
         explicit_backwards: how many such there have been.
+        aborted: an exception has ended a pass, and none has begun since.
     """
 
     def __init__(
@@ -95,6 +101,7 @@ class Passes:
         self.in_backward = False
         self.explicit = False
         self.explicit_backwards = 0
+        self._unused = False  # the open pass is what follows the last backward of a step, and nothing has been called
         self._ends_with_call = False  # the call that opened the pass may end it
         self._evaluates = False  # the open pass has no backward
         self._scope: tuple[str, bool] | None = None  # key and evaluation of the open scope
@@ -102,7 +109,7 @@ class Passes:
         self._second_order = False
         self._noticed: ReferenceType[_End] | None = None  # of the backward that was noticed last
         self._needed: Unit | None = None  # the last unit whose weights a backward has read
-        self._aborted = False  # an exception has ended a pass since the last one
+        self.aborted = False
 
     @property
     def root(self) -> Unit:
@@ -126,8 +133,8 @@ class Passes:
     @outside_autograd
     def begin(self, key: str, *, evaluation: bool, owner: Unit | None = None) -> None:
         """Open the root unit."""
-        if self._aborted:
-            self._aborted = False
+        if self.aborted:
+            self.aborted = False
             self.under_way.flush()  # how many refreshes a rank has issued depends on its worker: now it is all
             self.comm.resume()
         self.watch_trainable()
@@ -139,6 +146,7 @@ class Passes:
         self._second_order = False
         self.comm.place = f"pass {self.key}"
         self.order.begin(self.key, cyclic=evaluation)
+        self._unused = False
         self.under_way.refresh(self.root)
         if self.root.state is State.SHARDED:
             self.root.unshard_begin()
@@ -148,11 +156,15 @@ class Passes:
     def end(self) -> None:
         """Close the root and whatever is still gathered. No-op outside of a pass."""
         if self.key is not None:
-            self.under_way.refresh_all()  # of units that only others have used: they are not to wait for our next pass
+            if self._unused:
+                self.under_way.refresh()  # what is not done yet goes on behind the next pass
+            else:
+                self.under_way.refresh_all()  # others may have used units that this rank has not: they wait for ours
             self.order.end()
             self._close()
 
     def _close(self) -> None:
+        self.hooks.forget_inputs()
         for unit in self.units:
             unit.calls.clear()
             unit.borrowed = False
@@ -187,11 +199,12 @@ class Passes:
     def abort(self) -> None:
         """After an exception: every unit back to rest. Starts no collective, and waits a bounded time for others."""
         deadline = time.monotonic() + ABANDON_S
-        self._aborted = True
+        self.aborted = True
         if self.in_backward:
             self.reducer.abort(deadline)
         self.order.abort()
         self.hooks.forget_calls()
+        self.hooks.forget_inputs()
         for unit in self.units:
             unit.abandon(deadline)
         self.key, self._ends_with_call = None, False
@@ -228,6 +241,7 @@ class Passes:
 
     @outside_autograd
     def _demand(self, unit: Unit, what: str) -> None:
+        self._unused = False
         self.comm.place = f"{what} of unit {unit.title} in pass {self.key}"
         self.under_way.refresh(unit)
         if unit.resharding:
@@ -295,6 +309,8 @@ class Passes:
             self.abort()
             if isinstance(error, RuntimeError) and _DROPPED in str(error):
                 raise RuntimeError(self._needed_while_dropped()) from error
+            if isinstance(error, RuntimeError) and _CHANGED in str(error) and any(u.resharding for u in self.units):
+                error.add_note(_READ_OUTSIDE)
             raise
         self._end_backward()
 
@@ -403,3 +419,4 @@ class Passes:
             self.writes.confirm()
         if self._scope is not None:
             self.begin(self._scope[0], evaluation=self._scope[1])
+            self._unused = True

@@ -6,6 +6,7 @@ gathered first: not only the gradient of an output starts one, but that of any t
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -122,7 +123,8 @@ class _Call:
         if self._again:
             self._check_inputs("were changed in place after it")
             passes.recomputes(self._unit)
-        with passes.saved.packed():  # around it are the hooks of the checkpoint, which would keep weights as they are
+        # Around it are the hooks of the checkpoint, which would keep weights as they are.
+        with passes.saved.packed() if self._unit.resharding else contextlib.nullcontext():
             result = self._inner(*args, **kwargs)
         if not self._again:
             self._check_inputs("are changed in place by it")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 
+from lightning_zero.engine.parameters.writes import Writes
 from lightning_zero.engine.passes.gradients import Reducer
 from lightning_zero.engine.passes.passes import Passes
 from lightning_zero.engine.torch_modes import outside_autograd
@@ -18,9 +19,10 @@ from lightning_zero.engine.units.bucket import Bucket
 class EarlySteps:
     """Whether steps may be early now, and which gradients they wait for."""
 
-    def __init__(self, passes: Passes, reducer: Reducer) -> None:
+    def __init__(self, passes: Passes, reducer: Reducer, writes: Writes) -> None:
         self._passes = passes
         self._reducer = reducer
+        self._writes = writes
         self._allowed = False
 
     @contextlib.contextmanager
@@ -40,6 +42,7 @@ class EarlySteps:
         @outside_autograd
         def once(bucket: Bucket) -> None:
             if passes.explicit and passes.explicit_backwards == before + 1:
+                self._writes.take_over(bucket)  # the step starts from them
                 landed(bucket)
 
         self._reducer.landed = once if self._allowed else None

@@ -17,11 +17,12 @@ from weakref import ref
 
 from torch.optim import Optimizer
 
-from lightning_zero.engine.steps.torch_optimizers import base_of, overrides_step
+from lightning_zero.engine.steps.torch_optimizers import base_of, overrides_step, without_hooks
 
 Step = Callable[[Callable[[], Any] | None], Any]
 
 _ENGINE = "_lightning_zero_step"  # where an optimizer of an intercepted class keeps what steps it
+_REACHED = "_lightning_zero_reached"  # whether a step of the user's has come to the engine's
 _READS_SLICES = ("state_dict", "load_state_dict")
 
 
@@ -45,7 +46,11 @@ class Stepping:
         if intercept and base is not None:
             optimizer.__dict__[_ENGINE] = weakly
             optimizer.__class__ = _intercepting(self._class, base)
-            self.inner: Callable[[], Any] = functools.partial(_without_hooks(base.step), optimizer)
+            if (given := self._given) is not None:  # it goes past the new class
+                checked = _checking(self._class, lambda _, closure: given(closure))
+                optimizer.__dict__["step"] = types.MethodType(_marked_as(given, checked), optimizer)
+            # The hooks of torch are around the user's step.
+            self.inner: Callable[[], Any] = functools.partial(without_hooks(base.step), optimizer)
         else:
             self.inner = optimizer.step  # type: ignore[assignment]
             optimizer.step = types.MethodType(_step_of(optimizer.step, weakly), optimizer)  # type: ignore[method-assign]
@@ -54,7 +59,7 @@ class Stepping:
 
     def undo(self) -> None:
         self._optimizer.__class__ = self._class
-        for name in (_ENGINE, "step", *_READS_SLICES):
+        for name in (_ENGINE, _REACHED, "step", *_READS_SLICES):
             self._optimizer.__dict__.pop(name, None)
         if self._given is not None:
             self._optimizer.__dict__["step"] = self._given
@@ -77,7 +82,11 @@ def _step_of(given: Any, engine: Step) -> Callable[..., Any]:
     def step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         return engine(closure)
 
-    # A scheduler made before has marked the method that it wrapped; one made later looks for the mark.
+    return _marked_as(given, step)
+
+
+def _marked_as(given: Any, step: Callable[..., Any]) -> Callable[..., Any]:
+    """A scheduler made before has marked the method that it wrapped; one made later looks for the mark."""
     if hasattr(given, "_wrapped_by_lr_sched"):
         step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
     return step
@@ -90,23 +99,26 @@ def _intercepting(kind: type[Optimizer], base: type[Optimizer]) -> type[Optimize
         self.__dict__[_REACHED] = True
         return self.__dict__[_ENGINE](closure)
 
-    def step_of_user(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+    between = type(f"Sharded{base.__name__}", (base,), {"step": step_of_engine})
+    return type(kind.__name__, (kind, between), {"step": _checking(kind, kind.step), "__module__": kind.__module__})
+
+
+def _checking(kind: type[Optimizer], step: Callable[..., Any]) -> Callable[..., Any]:
+    """``step``, which calls that of ``kind``, and a look at whether that has come to the engine's."""
+
+    def checked(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         self.__dict__[_REACHED] = False
         try:
-            result = kind.step(self, closure)
+            result = step(self, closure)
         except RuntimeError as error:
-            if not self.__dict__.pop(_REACHED):
+            if not self.__dict__[_REACHED]:
                 error.add_note(_not_called(kind))
             raise
-        if not self.__dict__.pop(_REACHED):
+        if not self.__dict__[_REACHED]:
             raise RuntimeError(_not_called(kind))
         return result
 
-    between = type(f"Sharded{base.__name__}", (base,), {"step": step_of_engine})
-    return type(kind.__name__, (kind, between), {"step": step_of_user, "__module__": kind.__module__})
-
-
-_REACHED = "_lightning_zero_reached"
+    return checked
 
 
 def _not_called(kind: type[Optimizer]) -> str:
@@ -115,11 +127,6 @@ def _not_called(kind: type[Optimizer]) -> str:
         "computes each element from its own value, gradient and state alone, set zero.optimizer.elementwise=true; else "
         "use torch.optim.AdamW or another element-wise one."
     )
-
-
-def _without_hooks(step: Any) -> Any:
-    """torch runs an optimizer's hooks around the ``step`` of every class that was ever used: here around the user's."""
-    return step.__wrapped__ if getattr(step, "hooked", False) else step
 
 
 def keeps_own_step(optimizer: Optimizer, *, declared_elementwise: bool) -> bool:

@@ -43,7 +43,12 @@ def base_of(optimizer: Optimizer) -> type[Optimizer] | None:
 def overrides_step(optimizer: Optimizer) -> bool:
     """Whether it has a step of its own, beside that of the optimizer of torch that it is derived from."""
     base = base_of(optimizer)
-    return base is not None and type(optimizer).step is not base.step
+    return base is not None and without_hooks(type(optimizer).step) is not without_hooks(base.step)
+
+
+def without_hooks(step: Any) -> Any:
+    """torch runs hooks around the ``step`` of every class that was ever used, an inherited one too: the step inside."""
+    return step.__wrapped__ if getattr(step, "hooked", False) else step
 
 
 def is_known(optimizer: Optimizer) -> bool:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._C._autograd import _unsafe_set_version_counter
 from torch.autograd.graph import increment_version
 
 from lightning_zero.comm.communicator import Communicator, Pending
@@ -60,6 +61,18 @@ class ParamInfo:
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
+
+    def check_shape(self, shape: torch.Size) -> None:
+        """Refuse ``param.data`` of another shape.
+
+        Raises:
+            RuntimeError: names the parameter and the right way.
+        """
+        if shape != self.shape:
+            raise RuntimeError(
+                f"{self.fqn}.data = ...: expected a tensor of shape {tuple(self.shape)}, got {tuple(shape)}. A sharded "
+                "parameter keeps its shape: change the module before it is sharded (in __init__ or configure_model)."
+            )
 
     def shaped(self, flat: Tensor) -> Tensor:
         """A view of ``flat`` [numel], a part of a flat buffer, as the parameter: [shape]."""
@@ -131,6 +144,7 @@ class Bucket:
         self._grad_event: Any = None  # the end of its way to the host
         self.shown_full = False  # inside gather(): parameters hold full masters
         self.shows_values = False  # parameters show their gathered values
+        self._values_here = True
         self.full = FlatBuffer(layout.numel, dtypes.compute, comm.device)
         self.home: Home
         self.param_shard: Tensor | None = None  # [owned numel] compute_dtype, where the master rests elsewhere
@@ -374,6 +388,7 @@ class Bucket:
         self.shows_values = gathered
         if self.shown_full:
             return
+        self._values_are(here=gathered)
         for info in self.params:
             value = info.gathered if gathered else info.placeholder
             assert value is not None
@@ -381,8 +396,21 @@ class Bucket:
 
     def show_plain(self, full: Tensor) -> None:
         """Point the parameters at their parts of ``full`` [layout.numel], as plain parameters."""
+        self._values_are(here=True)
         for info in self.params:
             set_values(info.param, self.part_of(full, info), info.classes.plain, info.classes)
+
+    def _values_are(self, *, here: bool) -> None:
+        """Values go or come back. While they are gone, versions are others, so that torch refuses a backward that has
+        saved a parameter by itself; it would read what stands for the values."""
+        if here is self._values_here:
+            return
+        self._values_here = here
+        params = tuple(info.param for info in self.params)
+        if here:
+            _unsafe_set_version_counter(params, tuple(info.version for info in self.params))
+        else:
+            increment_version(params)
 
 
 class Place(NamedTuple):

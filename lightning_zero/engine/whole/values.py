@@ -54,7 +54,7 @@ def show_full(
 
 
 def _refuse_replaced(engine: Engine) -> None:
-    """Raise where the module has got other parameter objects, which nobody would train."""
+    """Raise where the module has got other parameter objects, or these other shapes: nobody would train that."""
     now = dict(engine.module.named_parameters(remove_duplicate=False))
     for bucket in engine.buckets:
         for info in bucket.params:
@@ -64,6 +64,7 @@ def _refuse_replaced(engine: Engine) -> None:
                         f"{fqn} was replaced by another parameter inside gather(), which is not sharded and would not "
                         "be trained. Write to the parameter (param.copy_(value), load_state_dict(assign=False))."
                     )
+            info.check_shape(info.param.shape)
 
 
 @outside_autograd
@@ -92,12 +93,15 @@ def _show(engine: Engine, buckets: list[Bucket], grads: bool) -> dict[Bucket, tu
 @outside_autograd
 def _write_back(shown: Mapping[Bucket, tuple[Tensor, Tensor | None]], from_rank: int | None) -> None:
     for bucket, (full, full_grad) in shown.items():
+        replaced = []
         for info in bucket.params:  # a parameter whose .data was replaced inside
             part = bucket.part_of(full, info)
             if info.param.data_ptr() != part.data_ptr() and info.param.shape == info.shape:
                 part.copy_(info.param.data)
+                replaced.append(info)
         if from_rank is not None:
             bucket.comm.broadcast(full, from_rank)
+        values_changed(replaced if from_rank is None else bucket.params)
         low, high = bucket.owned_range
         with opened(bucket.home, changed=True) as master:
             master.copy_(full[low:high])
@@ -226,6 +230,7 @@ def load_module_state_dict(engine: Engine, state: Mapping[str, Any], *, strict: 
 def loading_into_shards(engine: Engine) -> Iterator[None]:
     """On all ranks: inside, ``module.load_state_dict`` of full values, the same on each, writes this rank's slices."""
     engine.settle()
+    engine.writes.take_all_over()  # what was written before must not come after
     with engine.placeholders_allowed(), _CopyIntoShards(engine):
         yield
     engine.masters_changed()
