@@ -43,7 +43,7 @@ TOLERANCE = {"fp32": 1e-4, "fp64": 1e-9, "bf16": 0.04, "fp16": 0.02, "bf16_true"
 NEVER_TORCH = ("StallError", "ApartError", "PeerError", "ConfigError")
 
 
-AMPLIFIED = 10
+AMPLIFIED = 100
 
 
 class Deliberate(Exception):
