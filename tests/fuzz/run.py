@@ -43,7 +43,7 @@ TOLERANCE = {"fp32": 1e-4, "fp64": 1e-9, "bf16": 0.04, "fp16": 0.02, "bf16_true"
 NEVER_TORCH = ("StallError", "ApartError", "PeerError", "ConfigError")
 
 
-AMPLIFIED = 100
+AMPLIFIED = 10
 
 
 class Deliberate(Exception):
@@ -85,7 +85,7 @@ class Trace:
 class Outcome:
     """Of one rank: "equal", "refused", "torch refuses" (so both sides do), "alone", "rounding" or "differs".
 
-    "rounding": differs by so little that it may be that, amplified by an optimizer that divides by small numbers.
+    "rounding": first differs by so little that it may be that, amplified by an optimizer that divides by small numbers.
     """
 
     kind: str
@@ -450,11 +450,7 @@ def run_here(program: Program, folder: str, stall_timeout_s: float) -> Outcome:
         return Outcome("alone", found.where, found.error, found.traceback)
     complex64 = any(node.kind == "Odd" for node in program.nodes())  # in every precision
     tolerance = max(TOLERANCE[program.settings.precision], TOLERANCE["fp32"] * complex64)
-    outcome = compare(found, expected, tolerance)
-    single = program.settings.precision == "fp32"
-    if single and outcome.kind == "differs" and compare(found, expected, AMPLIFIED * tolerance).kind != "differs":
-        outcome.kind = "rounding"
-    return outcome
+    return compare(found, expected, tolerance, single=program.settings.precision == "fp32")
 
 
 def _on_any_rank(flag: bool) -> bool:
@@ -463,14 +459,15 @@ def _on_any_rank(flag: bool) -> bool:
     return bool(flags.item())
 
 
-def compare(found: Trace, expected: Trace, tolerance: float) -> Outcome:
-    """What has come of a program on this rank."""
+def compare(found: Trace, expected: Trace, tolerance: float, *, single: bool = False) -> Outcome:
+    """What has come of a program on this rank. ``single``: computed in single precision, so that it may be rounding."""
     for own, other in zip(found.entries, expected.entries, strict=False):
         if (own.where, own.what) != (other.where, other.what):
             gone = f"{own.where}: {own.what}: the twin has {other.what} ({other.where}) here"
             return Outcome("differs", own.where, gone)
         if (text := _difference(own.value, other.value, other.scale, tolerance)) is not None:
-            return Outcome("differs", own.where, f"{own.where}: {own.what}: {text}")
+            small = _difference(own.value, other.value, other.scale, AMPLIFIED * tolerance) is None
+            return Outcome("rounding" if single and small else "differs", own.where, f"{own.where}: {own.what}: {text}")
     both = found.error and expected.error and found.where == expected.where
     if both and expected.refused_by_torch and not found.error.startswith(NEVER_TORCH):
         return Outcome("torch refuses", found.where, f"{found.error}\n(the twin: {expected.error})", found.traceback)

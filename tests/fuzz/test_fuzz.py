@@ -21,7 +21,7 @@ from tests.fuzz.run import Runner, Verdict
 from tests.fuzz.strategies import programs
 
 PROGRAMS = 150
-ENOUGH = 60  # programs, to find a mistake that is there
+ENOUGH = 200  # programs, to find a mistake that is there
 
 STILL = settings(
     max_examples=PROGRAMS,
