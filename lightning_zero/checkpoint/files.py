@@ -90,7 +90,10 @@ class _Part:
 def _open_part(target: Path) -> _Part:
     while True:
         path = target.with_name(part_name(target.name))
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        try:
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        except FileExistsError:  # left by a killed process: in a container that starts again all have the same ids
+            continue
         with contextlib.suppress(OSError):  # a file system without locks
             fcntl.flock(fd, fcntl.LOCK_EX)
         if os.fstat(fd).st_nlink:

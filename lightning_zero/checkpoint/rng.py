@@ -35,7 +35,7 @@ class Generators(NamedTuple):
         return cls(
             torch.get_rng_state(),
             random.getstate(),
-            np.random.get_state(),
+            np.random.get_state(legacy=False),
             torch.cuda.get_rng_state(device) if on_gpu else None,
         )
 
@@ -46,14 +46,15 @@ class Generators(NamedTuple):
         return cls(
             torch.Generator().manual_seed(seed).get_state(),
             random.Random(seed).getstate(),
-            np.random.RandomState(seed % 2**32).get_state(),
+            np.random.RandomState(seed % 2**32).get_state(legacy=False),
             torch.Generator(device).manual_seed(seed).get_state() if on_gpu else None,
         )
 
     def restore(self, device: Device) -> None:
+        """NumPy's too, unless another kind of generator is in its place now."""
         torch.set_rng_state(self.torch)
         random.setstate(self.python)
-        if self.numpy is not None:
+        if self.numpy is not None and self.numpy["bit_generator"] == np.random.get_state(legacy=False)["bit_generator"]:
             np.random.set_state(self.numpy)
         if self.cuda is not None and device.type == "cuda":
             torch.cuda.set_rng_state(self.cuda, device)
@@ -63,10 +64,12 @@ class Generators(NamedTuple):
         version, words, normal = self.python
         assert version == 3, version
         rows = {"torch": self.torch, "python": _bytes(_PYTHON.pack(*words, normal is not None, normal or 0.0))}
-        name, words, place, has_normal, normal = self.numpy
         # The user may have put another generator in its place: then none is kept, which a place before all words says.
-        known = (*words.tolist(), place) if name == _MERSENNE else (*[0] * 624, -1)
-        rows["numpy"] = _bytes(_NUMPY.pack(*known, bool(has_normal), normal))
+        words, place, has_normal, normal = [0] * 624, -1, 0, 0.0
+        if self.numpy["bit_generator"] == _MERSENNE:
+            words, place = self.numpy["state"]["key"].tolist(), self.numpy["state"]["pos"]
+            has_normal, normal = self.numpy["has_gauss"], self.numpy["gauss"]
+        rows["numpy"] = _bytes(_NUMPY.pack(*words, place, bool(has_normal), normal))
         if self.cuda is not None:
             rows["cuda"] = self.cuda
         return rows
@@ -76,8 +79,9 @@ class Generators(NamedTuple):
         *words, has_normal, normal = _PYTHON.unpack(rows["python"].numpy().tobytes())
         python = (3, tuple(words), normal if has_normal else None)
         *keys, place, has_normal, normal = _NUMPY.unpack(rows["numpy"].numpy().tobytes())
-        state = (_MERSENNE, np.array(keys, dtype=np.uint32), place, int(has_normal), normal)
-        return cls(rows["torch"].clone(), python, state if place >= 0 else None, rows.get("cuda"))
+        state = {"key": np.array(keys, dtype=np.uint32), "pos": place}
+        numpy = {"bit_generator": _MERSENNE, "state": state, "has_gauss": int(has_normal), "gauss": normal}
+        return cls(rows["torch"].clone(), python, numpy if place >= 0 else None, rows.get("cuda"))
 
 
 def _bytes(data: bytes) -> Tensor:

@@ -164,7 +164,7 @@ def join(
     backend: str,
     shared: Mapping[str, Mapping[str, str]],
     *,
-    timeout: timedelta | None,
+    timeout: timedelta,
     stall_timeout_s: float | None,
     wait_s: float,
     per_node: int,
@@ -173,8 +173,8 @@ def join(
     """Meet the other ranks and make the default process group; rank 0 says what it found, a line each.
 
     Args:
-        timeout: of the process group.
-        stall_timeout_s: shorter than that, for collectives that only the hosts wait in; None: as ``timeout``.
+        timeout: of the process group, and of the store.
+        stall_timeout_s: in the place of ``timeout`` where only the hosts wait in collectives (gloo); None: ``timeout``.
         wait_s: how long ranks are waited for.
 
     Raises:
@@ -183,7 +183,7 @@ def join(
     rank, world = environment.global_rank(), environment.world_size()
     address, port = environment.main_address, environment.main_port
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = address, str(port)
-    store = open_store(address, port, rank=rank, timeout=timeout or timedelta(minutes=30), wait_s=wait_s)
+    store = open_store(address, port, rank=rank, timeout=timeout, wait_s=wait_s)
     guest = Guest(rank=rank, world_size=world, host=socket.gethostname(), pid=os.getpid())
     where = f"{address}:{port}"
     meeting = Meeting(store, guest, shared, where=where, timeout_s=wait_s, per_node=per_node)

@@ -148,16 +148,16 @@ def current_weights(checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
 
 @contextlib.contextmanager
 def as_trained(trainer: pl.Trainer) -> Iterator[None]:
-    """Inside a validation: the model holds what is trained, and not the averages."""
+    """Inside a validation: the model holds what is trained, and not the averages. An exception leaves it so."""
     found = (callback._average_model for callback in _averaging(trainer))
     swapped = [average for average in found if isinstance(average, ShardedAverage) and average.swapped]
     for average in reversed(swapped):
         average.exchange(swap=True)
-    try:
-        yield
-    finally:
-        for average in swapped:
-            average.exchange(swap=True)
+        average.swapped = False
+    yield
+    for average in swapped:
+        average.exchange(swap=True)
+        average.swapped = True
 
 
 def let_go(trainer: pl.Trainer) -> None:

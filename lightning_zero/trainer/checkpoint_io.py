@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import pickle
 import re
 import warnings
@@ -23,7 +24,7 @@ from lightning_zero.config import ConfigError
 class ZeroCheckpointIO(TorchCheckpointIO):
     """Lightning's file, put whole in its place. Elsewhere than in local file systems: as Lightning does it."""
 
-    _looked = False  # what a checkpoint of this run holds
+    _looked: frozenset[bool] = frozenset()  # what files of weights only, and whole ones, of this run hold
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         if storage_options is not None or not _is_local_file_protocol(path):
@@ -31,8 +32,9 @@ class ZeroCheckpointIO(TorchCheckpointIO):
             return
         name = get_filesystem(path)._strip_protocol(str(path))  # of file:///folder/last.ckpt too
         write_whole(name, lambda file: torch.save(checkpoint, file))
-        if not self._looked:
-            self._looked = True
+        whole = "optimizer_states" in checkpoint
+        if whole not in self._looked:
+            self._looked |= {whole}
             self._warn(name)
 
     @staticmethod
@@ -62,23 +64,28 @@ def load(io: CheckpointIO, path: Any, weights_only: bool | None) -> dict[str, An
 
     Raises:
         ConfigError: what the file holds would run code, or it is no whole checkpoint; with the file.
+        OSError: the system's, which another try may not meet; with the file.
     """
     try:
         return io.load_checkpoint(path, weights_only=weights_only)
-    except pickle.UnpicklingError as error:
-        if weights_only is False or _NOT_ALLOWED not in str(error):
-            raise ConfigError(f"{_damaged(path)}: {error}") from error
-        found = _classes(path) or re.findall(r"GLOBAL ([\w.]+)", str(error)) or ["another class"]
+    except (FileNotFoundError, MemoryError):
+        raise
+    except OSError as error:
+        if error.errno in _LASTING:
+            raise ConfigError(_damaged(path, error)) from error
+        raise OSError(error.errno, f"{path}: the checkpoint could not be read: {error}") from error
+    except Exception as error:  # of files that are none, unpickling raises almost any
+        found = [] if weights_only is False else _refused(path, error)
+        if not found:
+            raise ConfigError(_damaged(path, error)) from error
         raise ConfigError(
             f"ckpt_path: expected a checkpoint of tensors and plain values, got {path} with {', '.join(found)}: "
             f"loading these can run any code that is in the file. If you trust it, {_way_out(found)}."
         ) from error
-    except FileNotFoundError:
-        raise
-    except (RuntimeError, OSError, EOFError) as error:
-        raise ConfigError(f"{_damaged(path)}: {type(error).__name__}: {error}") from error
 
 
+# Errors that stay until the user does something; the first is torch's, of a file that was cut off.
+_LASTING = (errno.EINVAL, errno.EISDIR, errno.ENOTDIR, errno.EACCES, errno.EPERM)
 _NOT_ALLOWED = "Weights only load failed"
 
 
@@ -90,8 +97,17 @@ def _way_out(found: Iterable[str]) -> str:
     )
 
 
-def _damaged(path: Any) -> str:
-    return f"ckpt_path: expected a whole checkpoint, got {path}, which cannot be read"
+def _damaged(path: Any, error: Exception) -> str:
+    said = str(error).partition(" In PyTorch 2.6")[0]  # without torch's advice to give weights_only=False
+    cause = f"{type(error).__name__}: {said}".rstrip(": .")
+    return f"ckpt_path: expected a whole checkpoint, got {path}, which cannot be read: {cause}. Give another ckpt_path."
+
+
+def _refused(path: Any, error: Exception) -> list[str]:
+    """The classes for which torch has refused the file; none where that is not why it failed."""
+    if not isinstance(error, pickle.UnpicklingError) or _NOT_ALLOWED not in str(error):
+        return []
+    return _classes(path) or re.findall(r"GLOBAL ([\w.]+)", str(error))
 
 
 def _classes(path: Any) -> list[str]:

@@ -55,9 +55,8 @@ class Interruptions:
         requeue_signal     save, requeue, leave (SLURM only)            requeue
         SIGTERM            save if asked to, leave                      leave at once
 
-    A validation inside an accumulation window, whose gradients would be lost, is finished before anything is saved; so
-    is one after which a scheduler goes by a metric of training. The sanity check before training saves nothing: there
-    is nothing that the run did not start from.
+    A validation that no later run could do anew (see :meth:`Validations.can_be_done_anew`) is finished before anything
+    is saved. The sanity check before training saves nothing: there is nothing that the run did not start from.
 
     SIGTERM on SLURM (cancelled, or preempted and then requeued by SLURM itself) saves too. The handler of the requeue
     signal takes the place of one that is there already (submitit's, which would requeue without saving).
@@ -147,7 +146,8 @@ class Interruptions:
         asked = int(self._comm.max_(torch.tensor([noted], dtype=torch.int64)).item())
         if not asked:
             return
-        self._answer(asked, contextlib.nullcontext() if last else self._as_lightning_saves())
+        at = contextlib.nullcontext() if last else self._as_lightning_saves()
+        self._answer(asked, at, saves=asked != _TERM or self._saves)
 
     def between_validation_batches(self) -> None:
         """On all ranks that have another batch of a validation inside fit: save, and leave if any rank got a signal.
@@ -165,43 +165,47 @@ class Interruptions:
             return bool(any_runs)
         validations = self._validations
         assert validations is not None
-        if self._trainer.sanity_checking or (asked == _TERM and not self._saves):
-            self._answer(asked, None)
-        elif validations.can_be_done_anew():
-            self._answer(asked, validations.undone())
+        saves = not self._trainer.sanity_checking and (asked != _TERM or self._saves)
+        if not saves or not self._on_any_rank(not validations.can_be_done_anew()):
+            self._answer(asked, validations.undone(), saves=saves)
         return bool(any_runs)
 
-    def _answer(self, asked: int, saving: contextlib.AbstractContextManager[None] | None) -> None:
+    def _on_any_rank(self, flag: bool) -> bool:
+        return bool(self._comm.max_(torch.tensor([flag], dtype=torch.int64)).item())
+
+    def _answer(self, asked: int, at: contextlib.AbstractContextManager[None], *, saves: bool) -> None:
         """
         Args:
-            saving: inside, things are as a checkpoint is to find them; None: there is nothing to save.
+            at: inside, things are as a checkpoint is to find them, ours or that of a callback that saves on exceptions.
+            saves: else there is nothing to save.
         """
         self._noted = _NOTHING  # a note that came in the meantime is for the next boundary
-        if saving is not None and (asked != _TERM or self._saves):
-            with saving:
+        with at:
+            if saves:
                 self._save("saved" if asked == _SAVE else "interrupted: saved", leaving=asked != _SAVE)
-        elif self._trainer.is_global_zero:
-            what = "SIGTERM" if asked == _TERM else "requeue"
-            print(f"interrupted at step {self._trainer.global_step}: {what}", flush=True)
-        if asked == _TERM:
-            self._connector.received_sigterm = True
-            raise Left(self._code)
-        if asked == _REQUEUE and self._trainer.strategy.broadcast(self._requeue()):
-            raise Left(0)
+            elif self._trainer.is_global_zero:
+                what = "SIGTERM" if asked == _TERM else "requeue"
+                print(f"interrupted at step {self._trainer.global_step}: {what}", flush=True)
+            if asked == _TERM:
+                self._connector.received_sigterm = True
+                raise Left(self._code)
+            if asked == _REQUEUE and self._trainer.strategy.broadcast(self._requeue()):
+                raise Left(0)
 
     @contextlib.contextmanager
     def _as_lightning_saves(self) -> Iterator[None]:
         """Lightning saves before it counts the step for loggers, and counts it when it loads. A batch that is counted
-        as fetched and not begun tells it that validations after the batch before it are done."""
+        as fetched and not begun tells it that validations after the batch before it are done.
+
+        An exception leaves things so: callbacks that save on exceptions find what was saved here.
+        """
         loop, progress = self._loop, copy.deepcopy(self._loop.batch_progress)
         loop.batch_progress.increment_ready()
         ahead = not loop._should_accumulate()  # what it asks when it loads
         loop._batches_that_stepped -= ahead
-        try:
-            yield
-        finally:
-            loop._batches_that_stepped += ahead
-            loop.batch_progress = progress
+        yield
+        loop._batches_that_stepped += ahead
+        loop.batch_progress = progress
 
     def _save(self, what: str, *, leaving: bool) -> None:
         started = time.monotonic()

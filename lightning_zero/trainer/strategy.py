@@ -45,11 +45,11 @@ from lightning_zero.engine.units.build import TRUE_DTYPES
 from lightning_zero.engine.whole import values
 from lightning_zero.ranks import rendezvous
 from lightning_zero.ranks.allocation import check_allocation
-from lightning_zero.ranks.environments import own_environment
 from lightning_zero.ranks.waits import Waits
 from lightning_zero.tiers.claims import check_folder
 from lightning_zero.trainer import averaging, finetuning, pruning, validations
 from lightning_zero.trainer.checkpoint_io import async_writer, load, remove_behind_writes, with_default
+from lightning_zero.trainer.environments import own_environment
 from lightning_zero.trainer.interruptions import Interruptions, Left, refuse_lonely_save
 from lightning_zero.trainer.precision import ZeroPrecision
 from lightning_zero.trainer.random_numbers import KEY as RNG_KEY
@@ -69,6 +69,7 @@ class ZeroStrategy(ParallelStrategy):
         offload: a row of ``zero/offload``.
         config: a whole :class:`ZeroConfig`; other arguments are set on top of it.
         settings: fields of :class:`ZeroConfig`, such as ``prefetch_bytes`` or ``unit={"classes": ["Block"]}``.
+        timeout: of the process group; ``None``: torch's, and ``stall_timeout_s`` where only the hosts wait (gloo).
 
     The remaining arguments are those of every Lightning strategy.
 
@@ -95,7 +96,7 @@ class ZeroStrategy(ParallelStrategy):
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: LightningPrecision | None = None,
         process_group_backend: str | None = None,
-        timeout: timedelta | None = default_pg_timeout,
+        timeout: timedelta | None = None,
         **settings: Any,
     ) -> None:
         rows = {"stage": stage, "offload": offload}
@@ -244,9 +245,10 @@ class ZeroStrategy(ParallelStrategy):
         """Come together with the other ranks, and make the default process group."""
         assert self.cluster_environment is not None and self._process_group_backend is not None
         device_id = None if device.type == "cpu" else device
+        timeout = self._timeout or default_pg_timeout
         if self.world_size == 1 or self._process_group_backend in OWN_RENDEZVOUS:
             _init_dist_connection(
-                self.cluster_environment, self._process_group_backend, timeout=self._timeout, device_id=device_id
+                self.cluster_environment, self._process_group_backend, timeout=timeout, device_id=device_id
             )
             return
         settings = rendezvous.shared_settings(self.config, self._settings_of_trainer() | dict(self.run_settings))
@@ -254,8 +256,8 @@ class ZeroStrategy(ParallelStrategy):
             self.cluster_environment,
             self._process_group_backend,
             {"versions": rendezvous.versions(), "settings": settings},
-            timeout=self._timeout,
-            stall_timeout_s=None if self._timeout != default_pg_timeout else self.config.stall_timeout_s,
+            timeout=timeout,
+            stall_timeout_s=self.config.stall_timeout_s if self._timeout is None else None,
             wait_s=self.config.stall_timeout_s,
             per_node=self.num_processes,
             device_id=device_id,
@@ -560,8 +562,9 @@ class ZeroStrategy(ParallelStrategy):
         """On all ranks, which read it each.
 
         Raises:
-            ConfigError: on all ranks: it would run code, and the user has not said ``weights_only=False``; or a rank
-                cannot read it.
+            ConfigError: on all ranks: it would run code, and the user has not said ``weights_only=False``; or it is no
+                whole checkpoint.
+            OSError: the system's, as a RuntimeError on other ranks: another try may not meet it.
         """
         torch.cuda.empty_cache()
         read = partial(load, self.checkpoint_io, checkpoint_path, weights_only)

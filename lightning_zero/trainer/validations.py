@@ -16,7 +16,7 @@ import lightning.pytorch as pl
 from lightning_zero.checkpoint.rng import Generators
 from lightning_zero.trainer import averaging
 
-_RUN, _LOADER_IS_OVER = "run", "_store_dataloader_outputs"
+_RUN, _LOADER_IS_OVER, _STEP, _END = "run", "_store_dataloader_outputs", "_evaluation_step", "on_run_end"
 
 
 class Validations:
@@ -32,56 +32,88 @@ class Validations:
         self._loop = trainer.fit_loop.epoch_loop.val_loop
         self._before = copy.deepcopy(self._loop.batch_progress)
         self._random = Generators.now(trainer.strategy.root_device)
-        self._run, self._loader_is_over = self._loop.run, self._loop._store_dataloader_outputs
-        self._loop.__dict__.update({_RUN: self._validate, _LOADER_IS_OVER: self._wait_for_others})
+        self._waited = 0  # loaders of this validation that are over on all ranks
+        ours = {_RUN: self._validate, _LOADER_IS_OVER: self._end_loader, _STEP: self._step, _END: self._end}
+        self._theirs = {name: getattr(self._loop, name) for name in ours}
+        self._loop.__dict__.update(ours)
 
     def _validate(self) -> Any:
         if not self._trainer.sanity_checking:  # whose counts are Lightning's business
             self._loop.batch_progress.total.reset_on_restart()  # of a validation that was begun and never finished
         self._before = copy.deepcopy(self._loop.batch_progress)
         self._random = Generators.now(self._trainer.strategy.root_device)
-        self._loop.setup_data()
-        if self._loop.skip and self._loop._combined_loader is not None:  # others may have batches
-            for _ in range(self._loop.num_dataloaders if self._loop._is_sequential else 1):
-                self._wait_for_others(store=False)
-        return self._run()
+        self._waited = 0
+        outputs = self._theirs[_RUN]()
+        self._wait_for_others(self._loaders)  # where there was nothing to do here, others may have batches
+        return outputs
 
-    def _wait_for_others(self, store: bool = True) -> None:
+    def _end_loader(self) -> None:
         """This rank has no more batches of a loader. What comes next takes all ranks."""
-        while self._agree(False):
-            pass
-        if store:
-            self._loader_is_over()
+        self._wait_for_others(self._waited + 1)
+        self._theirs[_LOADER_IS_OVER]()
+
+    def _step(self, batch: Any, batch_idx: int, dataloader_idx: int, dataloader_iter: Any) -> None:
+        self._wait_for_others(dataloader_idx)  # of loaders that are empty here, which Lightning passes over
+        self._theirs[_STEP](batch, batch_idx, dataloader_idx, dataloader_iter)
+
+    def _end(self) -> Any:
+        self._wait_for_others(self._loaders)
+        return self._theirs[_END]()
+
+    @property
+    def _loaders(self) -> int:
+        """That follow each other."""
+        if self._loop._combined_loader is None:
+            return 0
+        return self._loop.num_dataloaders if self._loop._is_sequential else 1
+
+    def _wait_for_others(self, loaders: int) -> None:
+        """Until no rank has batches of the first ``loaders``."""
+        while self._waited < loaders:
+            while self._agree(False):
+                pass
+            self._waited += 1
 
     @contextlib.contextmanager
     def undone(self) -> Iterator[None]:
-        """Inside, between two batches: the state before this validation, and counts that say that it was begun."""
+        """Inside, between two batches: the state before this validation, and counts that say that it was begun.
+
+        An exception leaves things so: callbacks that save on exceptions find what was saved here.
+        """
         loop, device = self._loop, self._trainer.strategy.root_device
         progress, random = loop.batch_progress, Generators.now(device)
-        begun = copy.deepcopy(self._before)
-        begun.reset_on_run()
-        begun.increment_ready()
-        begun.increment_started()  # and not processed: Lightning's sign of an evaluation to go back to
-        begun.is_last_batch = False
-        loop.batch_progress = begun
+        before = copy.deepcopy(self._before)
+        if not self._trainer.sanity_checking:
+            before.reset_on_run()
+            before.increment_ready()
+            before.increment_started()  # and not processed: Lightning's sign of an evaluation to go back to
+            before.is_last_batch = False
+        loop.batch_progress = before
         self._random.restore(device)
-        try:
-            with averaging.as_trained(self._trainer):
-                yield
-        finally:
-            loop.batch_progress = progress
-            random.restore(device)
+        with averaging.as_trained(self._trainer):
+            yield
+        loop.batch_progress = progress
+        random.restore(device)
 
     def can_be_done_anew(self) -> bool:
-        """Whether a run can go on before this validation: gradients of a window are in no checkpoint, nor is a metric
-        of training by which a scheduler goes after the validation."""
-        names = {result.meta.name for result in self._trainer.fit_loop.epoch_loop._results.values()}
+        """Whether a run can go on before this validation, as far as this rank knows. No checkpoint holds the gradients
+        of a window, a metric of training by which a scheduler or a callback goes after the validation, a save that
+        waits for it, a stop that was asked for, or the time since the last validation."""
+        trainer = self._trainer
+        names = {result.meta.name for result in trainer.fit_loop.epoch_loop._results.values()}
         names |= {f"{name}{end}" for name in names for end in ("_step", "_epoch")}
-        by_training = any(c.reduce_on_plateau and c.monitor in names for c in self._trainer.lr_scheduler_configs)
-        return not by_training and not self._trainer.fit_loop._should_accumulate()
+        followed = [c.monitor for c in trainer.lr_scheduler_configs if c.reduce_on_plateau]
+        followed += [getattr(c, "monitor", None) for c in trainer.callbacks]  # type: ignore[attr-defined]
+        return not (
+            any(isinstance(monitor, str) and monitor in names for monitor in followed)
+            or any(getattr(c, "_defer_save_until_validation", False) for c in trainer.callbacks)  # type: ignore[attr-defined]
+            or trainer.should_stop
+            or getattr(trainer, "_val_check_time_interval", None) is not None
+            or trainer.fit_loop._should_accumulate()
+        )
 
     def let_go(self) -> None:
-        for name in (_RUN, _LOADER_IS_OVER):
+        for name in self._theirs:
             self._loop.__dict__.pop(name, None)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import itertools
 import multiprocessing
 import os
 import resource
@@ -163,6 +164,17 @@ def test_only_what_the_dead_have_left_is_removed(tmp_path: Path, monkeypatch: py
         files.write_whole(tmp_path / "a.ckpt", lambda file: file.write(b"x"))
     left = {key for key, name in names.items() if (tmp_path / name).exists()}
     assert left == {"written", "of another node", "the user's"}
+
+
+def test_a_process_with_the_ids_of_one_that_was_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a container that starts again."""
+    monkeypatch.setattr(files, "_numbers", itertools.count(1))
+    left = [tmp_path / files.part_name("last.ckpt") for _ in range(2)]
+    for path in left:
+        path.touch()
+    monkeypatch.setattr(files, "_numbers", itertools.count(1))
+    files.write_whole(tmp_path / "last.ckpt", lambda file: file.write(b"x"))
+    assert [p.name for p in tmp_path.iterdir()] == ["last.ckpt"]
 
 
 def test_names_that_lightning_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,6 +43,9 @@ TOLERANCE = {"fp32": 1e-4, "fp64": 1e-9, "bf16": 0.04, "fp16": 0.02, "bf16_true"
 NEVER_TORCH = ("StallError", "ApartError", "PeerError", "ConfigError")
 
 
+AMPLIFIED = 10
+
+
 class Deliberate(Exception):
     """What a program raises in the middle."""
 
@@ -80,7 +83,10 @@ class Trace:
 
 @dataclass
 class Outcome:
-    """Of one rank: "equal", "refused", "torch refuses" (so both sides do), "alone" or "differs"."""
+    """Of one rank: "equal", "refused", "torch refuses" (so both sides do), "alone", "rounding" or "differs".
+
+    "rounding": first differs by so little that it may be that, amplified by an optimizer that divides by small numbers.
+    """
 
     kind: str
     where: str = ""
@@ -443,7 +449,8 @@ def run_here(program: Program, folder: str, stall_timeout_s: float) -> Outcome:
     if alone and expected.error.startswith("Deliberate"):
         return Outcome("alone", found.where, found.error, found.traceback)
     complex64 = any(node.kind == "Odd" for node in program.nodes())  # in every precision
-    return compare(found, expected, max(TOLERANCE[program.settings.precision], TOLERANCE["fp32"] * complex64))
+    tolerance = max(TOLERANCE[program.settings.precision], TOLERANCE["fp32"] * complex64)
+    return compare(found, expected, tolerance, single=program.settings.precision == "fp32")
 
 
 def _on_any_rank(flag: bool) -> bool:
@@ -452,14 +459,15 @@ def _on_any_rank(flag: bool) -> bool:
     return bool(flags.item())
 
 
-def compare(found: Trace, expected: Trace, tolerance: float) -> Outcome:
-    """What has come of a program on this rank."""
+def compare(found: Trace, expected: Trace, tolerance: float, *, single: bool = False) -> Outcome:
+    """What has come of a program on this rank. ``single``: computed in single precision, so that it may be rounding."""
     for own, other in zip(found.entries, expected.entries, strict=False):
         if (own.where, own.what) != (other.where, other.what):
             gone = f"{own.where}: {own.what}: the twin has {other.what} ({other.where}) here"
             return Outcome("differs", own.where, gone)
         if (text := _difference(own.value, other.value, other.scale, tolerance)) is not None:
-            return Outcome("differs", own.where, f"{own.where}: {own.what}: {text}")
+            small = _difference(own.value, other.value, other.scale, AMPLIFIED * tolerance) is None
+            return Outcome("rounding" if single and small else "differs", own.where, f"{own.where}: {own.what}: {text}")
     both = found.error and expected.error and found.where == expected.where
     if both and expected.refused_by_torch and not found.error.startswith(NEVER_TORCH):
         return Outcome("torch refuses", found.where, f"{found.error}\n(the twin: {expected.error})", found.traceback)
@@ -522,6 +530,9 @@ class Runner:
         """The verdict, the same as if it ran alone; where it is not, the program fails by what ran before it."""
         earlier = self._earlier.setdefault(program.world, [])
         verdict = self._run(program)
+        if verdict.kind == "rounding":  # if it is that, it goes with another precision; if not, it does not
+            settings = dataclasses.replace(program.settings, precision="fp64")
+            verdict = self._run(dataclasses.replace(program, settings=settings))
         if not verdict.failed or not earlier:
             earlier.append(program)
         else:
@@ -549,7 +560,7 @@ class Runner:
             except Exception as error:
                 self._drop(program.world)
                 return Verdict("dies", f"dies: {error}\n" + "\n".join(getattr(error, "__notes__", [])))
-        if not all(outcome.kind == "equal" or _is_clean_refusal(outcome) for outcome in outcomes):
+        if not all(outcome.kind in ("equal", "rounding") or _is_clean_refusal(outcome) for outcome in outcomes):
             self._drop(program.world)
         return judge(program, outcomes)
 
@@ -591,6 +602,8 @@ def judge(program: Program, outcomes: list[Outcome]) -> Verdict:
         if any(refusal != refusals[0] for refusal in refusals):
             return Verdict("ranks disagree", f"{first.where}: {first.text}\n{report}")
         return Verdict("refused", first.text, refusals[0])
+    if {outcome.kind for outcome in outcomes} == {"equal", "rounding"}:
+        return Verdict("rounding", report)
     if len({outcome.kind for outcome in outcomes}) > 1:
         return Verdict("ranks disagree", f"{first.where}: {first.text}\n{report}")
     return Verdict(first.kind, first.text)

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
+import pickle
 import resource
 import tempfile
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +22,10 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 
 from lightning_zero import ZeroStrategy
-from lightning_zero.trainer.checkpoint_io import ZeroCheckpointIO
+from lightning_zero.app.slurm.cluster import VERDICT_VARIABLE
+from lightning_zero.app.train import refusals
+from lightning_zero.config import ConfigError
+from lightning_zero.trainer.checkpoint_io import ZeroCheckpointIO, load
 from tests.harness import on_ranks
 from tests.trainer.toys import Lit, assert_weights, fit, loader, seeded, trainer, weights
 
@@ -65,10 +72,20 @@ class Gated(ZeroCheckpointIO):
 
 
 class Opens(Callback):
-    """When all steps are done, notes which files there are, and lets the writer go on."""
+    """When all steps are done, notes which files there are, and lets the writer go on.
+
+    Before that it waits for the first file, so that it is there when it is to go.
+    """
 
     def __init__(self, io: Gated, folder: Path) -> None:
         self.io, self.folder, self.seen = io, folder, list[str]()
+        self.first_is_there = False
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        if trainer.is_global_zero and trainer.checkpoint_callback.best_model_path:
+            while not self.first_is_there:
+                time.sleep(0.01)
+                self.first_is_there = any(self.folder.glob("*.ckpt"))
 
     def on_train_end(self, *_: Any) -> None:
         self.seen = sorted(p.name for p in self.folder.glob("*.ckpt"))
@@ -88,13 +105,13 @@ def test_the_old_one_goes_when_the_new_one_is_there(wrapped: bool, tmp_path: Pat
         plugin = Wrapper(plugin) if wrapped else plugin
         save = ModelCheckpoint(folder, every_n_train_steps=2, save_top_k=1, filename="{step}")
         opens = Opens(io, folder)
-        if n == 0:  # the first file is on disk before it is to go
+        if n == 0:  # nothing waits
             io.open.set()
         fit("zero3", tmp_path, max_epochs=1, enable_checkpointing=True, callbacks=[save, opens], plugins=[plugin])
         dist.barrier()
         assert [p.name for p in folder.iterdir()] == ["step=6.ckpt"]
     if dist.get_rank() == 0:
-        assert opens.seen in ([], ["step=2.ckpt"])  # nothing had gone yet that was there
+        assert opens.seen == ["step=2.ckpt"]  # nothing had gone yet that was there
         assert io.count == 3
 
 
@@ -159,3 +176,51 @@ def test_what_cannot_be_removed_does_not_end_training(tmp_path: Path) -> None:
     with warned if dist.get_rank() == 0 else contextlib.nullcontext():
         of.fit(module, loader(), loader())
     assert of.global_step == 6
+
+
+class Stale(ZeroCheckpointIO):
+    """On the last rank the file system fails."""
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        if dist.get_rank() == dist.get_world_size() - 1:
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return super().load_checkpoint(*args, **kwargs)
+
+
+@on_ranks(1, 2)
+def test_a_read_that_the_system_fails_can_be_tried_again(tmp_path: Path) -> None:
+    """It is no mistake of the user's, and the script of a job starts it again; on no rank."""
+    fit("zero3", tmp_path).trainer.save_checkpoint(tmp_path / "a.ckpt")
+    os.environ[VERDICT_VARIABLE] = str(tmp_path / "verdict")
+    with pytest.raises((OSError, RuntimeError), match=r"a\.ckpt: .*Stale file handle"), refusals():
+        fit("zero3", tmp_path, plugins=[Stale()], ckpt_path=tmp_path / "a.ckpt")
+    dist.barrier()
+    assert not (tmp_path / "verdict").exists()
+
+
+# What is in a file that is no checkpoint.
+NONE: dict[str, bytes] = {
+    "nothing": b"",
+    "a page": b"<html>not found</html>",
+    "a text": b"hello world",
+    "zeros": bytes(1000),
+    "a pickle": pickle.dumps({"a": 1}),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+@pytest.mark.parametrize("weights_only", [None, False])
+@pytest.mark.parametrize("case", [*NONE, "half of one", "a folder"])
+def test_what_is_no_checkpoint(case: str, weights_only: bool | None, tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+    if case == "a folder":
+        path.mkdir()
+    elif case == "half of one":
+        torch.save(torch.ones(5000), path)
+        path.write_bytes(path.read_bytes()[: 5000 * 2])
+    else:
+        path.write_bytes(NONE[case])
+    says = r"expected a whole checkpoint, got .*a\.ckpt.*\. Give another ckpt_path\."
+    with pytest.raises(ConfigError, match=says) as refused:
+        load(ZeroCheckpointIO(), path, weights_only)
+    assert "weights_only` set to" not in str(refused.value)

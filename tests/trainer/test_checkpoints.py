@@ -396,6 +396,14 @@ def test_the_first_save_warns_of_what_will_be_refused(tmp_path: Path) -> None:
         ZeroCheckpointIO().save_checkpoint({"weight": torch.ones(3)}, tmp_path / "plain.ckpt")
 
 
+def test_the_first_whole_file_is_looked_at_too(tmp_path: Path) -> None:
+    """Files of weights only may come before it."""
+    io = ZeroCheckpointIO()
+    io.save_checkpoint({"weight": torch.ones(3)}, tmp_path / "weights.ckpt")
+    with pytest.warns(UserWarning, match=r"whole\.ckpt holds"):
+        io.save_checkpoint({"optimizer_states": [Odd()]}, tmp_path / "whole.ckpt")
+
+
 @on_ranks(2)
 def test_a_refusal_names_the_class_and_how_to_allow_it(tmp_path: Path) -> None:
     path = save_with(Odd(), tmp_path)

@@ -7,8 +7,10 @@ import signal
 import subprocess
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ import torch.distributed as dist
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from torch import Tensor
 
+from lightning_zero import ZeroStrategy, startup
 from tests.harness import on_ranks
 from tests.trainer.toys import SAMPLES, Lit, assert_weights, fit, loader, seeded, trainer, weights
 
@@ -243,3 +246,15 @@ def test_a_signal_in_evaluation_alone_requeues_and_saves_nothing(tmp_path: Path)
 def test_no_signal_no_requeue(tmp_path: Path) -> None:
     fit("zero3", tmp_path, plugins=[slurm(tmp_path)])
     assert requeued(tmp_path) == []
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(("given", "stall_timeout_s"), [(None, 7.0), (timedelta(minutes=30), None)])
+def test_a_timeout_that_is_given_counts(given: timedelta | None, stall_timeout_s: float | None, tmp_path: Path) -> None:
+    """Also one of thirty minutes, which is torch's own."""
+    strategy = ZeroStrategy("zero3", summary=False, stall_timeout_s=7.0, timeout=given)
+    fit(strategy, tmp_path)
+    with mock.patch.object(startup, "join") as join:
+        strategy._join(torch.device("cpu"))
+    assert join.call_args.kwargs["timeout"] == timedelta(minutes=30)
+    assert join.call_args.kwargs["stall_timeout_s"] == stall_timeout_s

@@ -13,7 +13,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
+from lightning.pytorch.callbacks import (
+    Callback,
+    EarlyStopping,
+    EMAWeightAveraging,
+    ModelCheckpoint,
+    OnExceptionCheckpoint,
+)
+from torch.utils._pytree import tree_flatten
 from torch.utils.data import DataLoader, IterableDataset
 
 from tests.harness import on_ranks
@@ -279,6 +286,133 @@ def test_a_window_is_not_lost(tmp_path: Path) -> None:
     assert cut.losses + resumed.losses == whole.losses
 
 
+class Stops(Callback):
+    """A stop is asked for in the first validation."""
+
+    def on_validation_start(self, trainer: Any, *_: Any) -> None:
+        trainer.should_stop = True
+
+
+class StopsForAMoment(Callback):
+    """On one rank a stop is asked for, inside of validations only."""
+
+    def on_validation_start(self, trainer: Any, *_: Any) -> None:
+        trainer.should_stop = dist.get_rank() == 0
+
+    def on_validation_end(self, trainer: Any, *_: Any) -> None:
+        trainer.should_stop = False
+
+
+# What a validation ends in that no checkpoint holds.
+ONCE_ONLY: dict[str, Callable[[Path], Any]] = {
+    "a file by a metric of training": lambda root: ModelCheckpoint(root, monitor="loss", save_on_train_epoch_end=False),
+    "a stop by a metric of training": lambda root: EarlyStopping(
+        "loss_step", patience=99, check_on_train_epoch_end=False
+    ),
+    "a save": lambda root: ModelCheckpoint(root, monitor="val", every_n_train_steps=3, filename="{step}"),
+    "a stop": lambda root: Stops(),
+    "a stop on one rank": lambda root: StopsForAMoment(),
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("case", ONCE_ONLY)
+def test_a_validation_that_cannot_be_done_anew_is_finished(case: str, tmp_path: Path) -> None:
+    def body(root: Path, at: int, **more: Any) -> Any:
+        callback = ONCE_ONLY[case](root / "kept")
+        saves = isinstance(callback, ModelCheckpoint)
+        of = saving(root, val_check_interval=3, callbacks=[callback], enable_checkpointing=saves)
+        module = seeded(lambda: InValidation(at, 1))
+        with pytest.raises(SystemExit) if at >= 0 else contextlib.nullcontext():
+            of.fit(module, Told(), loader(), **more)
+        return module
+
+    whole, cut = body(tmp_path / "whole", -1), body(tmp_path, 1)
+    assert cut.validated == [(3, batch) for batch in range(EPOCH)]
+    if case != "a stop":  # which a run that goes on does not know of
+        resumed = body(tmp_path, -1, ckpt_path=tmp_path / "hpc_ckpt_1.ckpt")
+        assert cut.losses + resumed.losses == whole.losses
+        assert cut.validated + resumed.validated == whole.validated
+    kept = [sorted(path.name for path in (root / "kept").glob("*")) for root in (tmp_path / "whole", tmp_path)]
+    assert kept[0] == kept[1]
+
+
+@on_ranks(2)
+def test_a_validation_that_comes_by_the_clock_is_finished(tmp_path: Path) -> None:
+    class Late(InValidation):
+        def on_train_batch_start(self, *_: Any) -> None:
+            if self.trainer.global_step == 2:  # the first validation is due
+                self.trainer._last_val_time = float("-inf")
+
+    module = seeded(lambda: Late(1, 1))
+    with pytest.raises(SystemExit):
+        saving(tmp_path, val_check_interval="00:01:00:00").fit(module, Told(), loader())
+    assert module.validated == [(3, batch) for batch in range(EPOCH)]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("saves", [True, False])
+def test_a_callback_that_saves_on_exceptions_saves_the_same(saves: bool, tmp_path: Path) -> None:
+    """Its file is the newer one, which a run of a job goes on from."""
+    callbacks = [EMAWeightAveraging(decay=0.8), OnExceptionCheckpoint(tmp_path)]
+    of = trainer("zero3", tmp_path, val_check_interval=2, callbacks=callbacks, enable_checkpointing=True)
+    of.strategy.saves_on_sigterm = saves
+    with pytest.raises(SystemExit):
+        of.fit(seeded(lambda: InValidation(1, 1, optimizer="adamw")), Told(), loader())
+    if saves:
+        assert_same_content(tmp_path / "on_exception.ckpt", tmp_path / "hpc_ckpt_1.ckpt")
+    again = seeded(lambda: InValidation(optimizer="adamw"))
+    callbacks = [EMAWeightAveraging(decay=0.8)]
+    path = tmp_path / "on_exception.ckpt"
+    trainer("zero3", tmp_path, val_check_interval=2, callbacks=callbacks).fit(again, Told(), loader(), ckpt_path=path)
+    whole = seeded(lambda: InValidation(optimizer="adamw"))
+    callbacks = [EMAWeightAveraging(decay=0.8)]
+    trainer("zero3", tmp_path, val_check_interval=2, callbacks=callbacks).fit(whole, Told(), loader())
+    assert again.validated == whole.validated and again.evaluated == whole.evaluated
+    assert again.losses == whole.losses[2:]
+
+
+@on_ranks(2)
+def test_so_it_does_between_two_steps(tmp_path: Path) -> None:
+    callbacks = [OnExceptionCheckpoint(tmp_path)]
+    of = saving(tmp_path, val_check_interval=2, callbacks=callbacks, enable_checkpointing=True)
+    with pytest.raises(SystemExit):
+        of.fit(seeded(lambda: Terminated(1, 1)), Told(), loader())
+    assert_same_content(tmp_path / "on_exception.ckpt", tmp_path / "hpc_ckpt_1.ckpt")
+
+
+def assert_same_content(one: Path, other: Path) -> None:
+    dist.barrier()
+    (found, shape), (expected, expected_shape) = (tree_flatten(torch.load(path)) for path in (one, other))
+    assert shape == expected_shape
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a, b) if isinstance(b, torch.Tensor) else a == b
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("n", [1, 2])
+def test_loaders_are_asked_for_as_often_as_elsewhere(n: int, tmp_path: Path) -> None:
+    """Where they are reloaded, after a sanity check too."""
+
+    class Counting(Lit):
+        asked = 0
+
+        def train_dataloader(self) -> Any:
+            return loader()
+
+        def val_dataloader(self) -> Any:
+            self.asked += 1
+            return loader()
+
+    settings: dict[str, Any] = {"num_sanity_val_steps": 1, "reload_dataloaders_every_n_epochs": 1}
+    counts = []
+    for strategy in ("ddp", "zero3"):
+        module = seeded(Counting)
+        trainer(strategy, tmp_path, check_val_every_n_epoch=n, **settings).fit(module)
+        counts.append(module.asked)
+    assert counts[0] == counts[1]
+
+
 class Endless(IterableDataset[Any]):
     """As many samples as there are, without saying how many."""
 
@@ -294,14 +428,27 @@ UNEVEN: dict[str, Callable[[int], Any]] = {  # validation loaders by rank
     "sized": lambda rank: DataLoader(Samples(4 + 6 * rank), batch_size=2),
     "not sized": lambda rank: DataLoader(Endless(2 + 3 * rank), batch_size=2),
     "several": lambda rank: [DataLoader(Samples(4 + 6 * (rank == i)), batch_size=2) for i in range(2)],
+    "some empty": lambda rank: [DataLoader(Samples(n), batch_size=2) for n in (4, 6 * rank, 4, 2 * rank)],
+    "the first empty": lambda rank: [DataLoader(Samples(n), batch_size=2) for n in (10 * rank, 4)],
 }
 
 
 class Apart(InValidation):
     """Each rank by itself."""
 
+    def __init__(self, at: int, rank: int, logs: bool) -> None:
+        super().__init__(at, rank)
+        self.logs = logs
+        self.allow_zero_length_dataloader_with_multiple_devices = True
+
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         super().validation_step(batch, batch_idx)
+
+    def _evaluate(self, batch: Any) -> None:
+        if self.logs:
+            super()._evaluate(batch)
+        else:
+            self.loss(batch)
 
 
 @on_ranks(2)
@@ -309,13 +456,17 @@ class Apart(InValidation):
 @pytest.mark.parametrize("at", [-1, 0, 3])
 def test_ranks_with_more_and_with_fewer_batches(at: int, case: str, tmp_path: Path) -> None:
     """Stages at which a rank can compute by itself; the rank with more batches is the one that gets the signal."""
-    module = seeded(lambda: Apart(at, 1))
+    # Means over ranks take a batch of each loader on each rank, as under DDP.
+    module = seeded(lambda: Apart(at, 1, logs="empty" not in case))
     of = saving(tmp_path, "zero1", max_epochs=1)
     with pytest.raises(SystemExit) if at >= 0 else contextlib.nullcontext():
         of.fit(module, Told(), UNEVEN[case](dist.get_rank()))
-    own = {"several": 7}.get(case, 2 + 3 * dist.get_rank())
-    before = min(own, 4) if case != "several" else 7 - 3 * dist.get_rank()  # the second loader of rank 0 is over
-    assert len(module.validated) == {-1: own, 0: 1, 3: before}[at]
+    rank = dist.get_rank()
+    everything = {"several": 7, "some empty": 4 + 4 * rank, "the first empty": 2 + 5 * rank}.get(case, 2 + 3 * rank)
+    until_fourth = {"several": 7 - 3 * rank, "some empty": 2 + 2 * rank, "the first empty": 4 * rank}
+    assert len(module.validated) == {-1: everything, 0: rank if case == "the first empty" else 1}.get(
+        at, until_fourth.get(case, min(everything, 4))
+    )
 
 
 @on_ranks(2)
