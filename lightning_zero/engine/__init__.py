@@ -9,7 +9,8 @@
 
 Where to look::
 
-    engine       all together: an engine and its public methods
+    engine       what may be asked of an engine
+    assembly     its parts, and how they hang together
     units        what is sharded, in which buffers, and where it rests
     passes       forward and backward: gathers, gradients, reductions
     parameters   what users' code meets between the calls of units

@@ -45,11 +45,11 @@ from lightning_zero.engine.units.build import TRUE_DTYPES
 from lightning_zero.engine.whole import values
 from lightning_zero.ranks import rendezvous
 from lightning_zero.ranks.allocation import check_allocation
+from lightning_zero.ranks.environments import own_environment
 from lightning_zero.ranks.waits import Waits
 from lightning_zero.tiers.claims import check_folder
 from lightning_zero.trainer import averaging, finetuning, pruning, validations
 from lightning_zero.trainer.checkpoint_io import async_writer, load, remove_behind_writes, with_default
-from lightning_zero.trainer.environments import own_environment
 from lightning_zero.trainer.interruptions import Interruptions, Left, refuse_lonely_save
 from lightning_zero.trainer.precision import ZeroPrecision
 from lightning_zero.trainer.random_numbers import KEY as RNG_KEY

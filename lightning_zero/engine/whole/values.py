@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from lightning_zero.config import ConfigError
-from lightning_zero.engine.engine import Engine
+from lightning_zero.engine.assembly import Assembly
 from lightning_zero.engine.steps.optimizer import ShardedOptimizer
 from lightning_zero.engine.steps.runs import Sliced
 from lightning_zero.engine.torch_modes import outside_autograd
@@ -27,7 +27,7 @@ from lightning_zero.planning.placement import Placement
 
 @contextlib.contextmanager
 def show_full(
-    engine: Engine, params: Iterable[nn.Parameter], *, from_rank: int | None = None, grads: bool = False
+    engine: Assembly, params: Iterable[nn.Parameter], *, from_rank: int | None = None, grads: bool = False
 ) -> Iterator[None]:
     """Inside, ``params`` (and the other parameters of their buckets) hold full master values.
 
@@ -53,7 +53,7 @@ def show_full(
         _hide(engine, shown)
 
 
-def _refuse_replaced(engine: Engine) -> None:
+def _refuse_replaced(engine: Assembly) -> None:
     """Raise where the module has got other parameter objects, or these other shapes: nobody would train that."""
     now = dict(engine.module.named_parameters(remove_duplicate=False))
     for bucket in engine.buckets:
@@ -68,7 +68,7 @@ def _refuse_replaced(engine: Engine) -> None:
 
 
 @outside_autograd
-def _show(engine: Engine, buckets: list[Bucket], grads: bool) -> dict[Bucket, tuple[Tensor, Tensor | None]]:
+def _show(engine: Assembly, buckets: list[Bucket], grads: bool) -> dict[Bucket, tuple[Tensor, Tensor | None]]:
     engine.settle()
     engine.writes.take_all_over()
     engine.writes.confirm_if_any()
@@ -116,7 +116,7 @@ def _write_back(shown: Mapping[Bucket, tuple[Tensor, Tensor | None]], from_rank:
 
 
 @outside_autograd
-def _hide(engine: Engine, shown: Mapping[Bucket, tuple[Tensor, Tensor | None]]) -> None:
+def _hide(engine: Assembly, shown: Mapping[Bucket, tuple[Tensor, Tensor | None]]) -> None:
     for unit in engine.units:
         for bucket in unit.buckets:
             if bucket not in shown:
@@ -146,7 +146,7 @@ def full_reduced_grad(bucket: Bucket) -> Tensor | None:
 
 
 @outside_autograd
-def full_parameters(engine: Engine, *, only_rank_0: bool) -> dict[int, Tensor]:
+def full_parameters(engine: Assembly, *, only_rank_0: bool) -> dict[int, Tensor]:
     """On all ranks: every parameter by ``id``, on the host in its checkpoint dtype; empty where it is not wanted."""
     engine.settle()
     engine.writes.take_all_over()
@@ -161,7 +161,7 @@ def full_parameters(engine: Engine, *, only_rank_0: bool) -> dict[int, Tensor]:
     return result
 
 
-def module_state_dict(engine: Engine, *, only_rank_0: bool = True) -> dict[str, Any]:
+def module_state_dict(engine: Assembly, *, only_rank_0: bool = True) -> dict[str, Any]:
     """On all ranks: ``module.state_dict()`` with full values on the host; empty on other ranks than 0.
 
     Names, buffers, extra state and the module's own overrides of ``state_dict`` are kept: the dict is made by the
@@ -197,7 +197,7 @@ def _identity(tensor: Tensor) -> tuple[int, torch.Size, tuple[int, ...]]:
 class _CopyIntoShards(TorchFunctionMode):
     """Turns ``param.copy_(value)`` of ``Module.load_state_dict`` into a write to this rank's slice."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Assembly) -> None:
         super().__init__()
         self.engine = engine
 
@@ -220,14 +220,14 @@ def write_param(place: Place, value: Tensor) -> None:
     values_changed([info])
 
 
-def load_module_state_dict(engine: Engine, state: Mapping[str, Any], *, strict: bool = True) -> Any:
+def load_module_state_dict(engine: Assembly, state: Mapping[str, Any], *, strict: bool = True) -> Any:
     """On all ranks, each with the same ``state``: ``module.load_state_dict(state)`` into the shards."""
     with loading_into_shards(engine):
         return engine.module.load_state_dict(state, strict=strict)
 
 
 @contextlib.contextmanager
-def loading_into_shards(engine: Engine) -> Iterator[None]:
+def loading_into_shards(engine: Assembly) -> Iterator[None]:
     """On all ranks: inside, ``module.load_state_dict`` of full values, the same on each, writes this rank's slices."""
     engine.settle()
     engine.writes.take_all_over()  # what was written before must not come after
@@ -239,7 +239,7 @@ def loading_into_shards(engine: Engine) -> Iterator[None]:
 # -- optimizer state --------------------------------------------------------------------------------------------------
 
 
-def sharded_optimizer(engine: Engine, optimizer: Optimizer) -> ShardedOptimizer:
+def sharded_optimizer(engine: Assembly, optimizer: Optimizer) -> ShardedOptimizer:
     for sharded in engine.optimizers:
         if sharded.optimizer is optimizer:
             return sharded
@@ -247,7 +247,7 @@ def sharded_optimizer(engine: Engine, optimizer: Optimizer) -> ShardedOptimizer:
 
 
 @outside_autograd
-def optimizer_state(engine: Engine, optimizer: Optimizer, *, only_rank_0: bool = True) -> dict[str, Any]:
+def optimizer_state(engine: Assembly, optimizer: Optimizer, *, only_rank_0: bool = True) -> dict[str, Any]:
     """On all ranks: ``optimizer.state_dict()`` as the plain optimizer would give it, full tensors on the host.
 
     Empty on other ranks than 0.
@@ -272,7 +272,7 @@ def optimizer_state(engine: Engine, optimizer: Optimizer, *, only_rank_0: bool =
 _Key = tuple[int, int]  # bucket, slot
 
 
-def _full_states(engine: Engine, sharded: ShardedOptimizer, wanted: bool) -> dict[tuple[Bucket, int], dict[str, Any]]:
+def _full_states(engine: Assembly, sharded: ShardedOptimizer, wanted: bool) -> dict[tuple[Bucket, int], dict[str, Any]]:
     """Every parameter's state with full tensors. One exchange says who has what; then a gather per bucket and name."""
     buckets = engine.buckets
     known: dict[_Key, dict[str, Any]] = {}
@@ -332,7 +332,7 @@ def _full_entry(bucket: Bucket, dtype: torch.dtype, parts: list[tuple[int, int, 
     return full
 
 
-def load_optimizer_state(engine: Engine, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+def load_optimizer_state(engine: Assembly, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     """Load what the plain optimizer's ``state_dict()`` gives. Every rank holds ``state`` and takes its slices.
 
     Raises:
