@@ -147,7 +147,7 @@ def checkpoint_to_resume(config: TrainConfig, trainer: Trainer) -> str | None:
     job = job_name()
     if job is None:
         return config.ckpt_path
-    folders = [c.dirpath for c in trainer.checkpoint_callbacks if getattr(c, "dirpath", None)]
+    folders = [folder for c in trainer.checkpoint_callbacks if (folder := getattr(c, "dirpath", None))]
     found = checkpoint_of_job(config.run_dir, folders)
     if found is None:
         return config.ckpt_path

@@ -28,7 +28,7 @@ from lightning_zero.app.jobs import check_saves, fit_trainer
 from lightning_zero.app.schema import MachineConfig, TrainConfig
 from lightning_zero.app.slurm import script
 from lightning_zero.app.slurm.cluster import ClusterConfig, ClusterName
-from lightning_zero.config import ConfigError, Hierarchy, PrecisionConfig
+from lightning_zero.config import ConfigError, Hierarchy, OffloadConfig, PrecisionConfig
 from lightning_zero.planning.fit import Advice, Machine, advise, allowed_rows, plan_row
 from lightning_zero.planning.placement import Tier
 
@@ -136,13 +136,13 @@ def check_memory(config: TrainConfig, asked: MachineConfig) -> str:
     settings = config.zero.offload
     chosen = plan_row(model, config.zero.stage.name, settings.name, machine, settings)
     if not chosen.fits:
-        rows = [plan_row(model, stage, row, machine, plan.OffloadConfig()) for stage, row in allowed_rows()]
+        rows = [plan_row(model, stage, row, machine, OffloadConfig()) for stage, row in allowed_rows()]
         advice: Advice = advise(model, chosen, machine, settings, rows)
         raise ConfigError(
             f"the run does not fit into the memory of machine.*: {plan.advice_lines(machine, [chosen], [advice])[0]}. "
             "Change cluster.nodes or zero/offload, or correct machine.*; python -m lightning_zero.plan shows all."
         )
-    tiers = (
+    tiers: tuple[tuple[str, int, int], ...] = (
         ("each GPU", chosen.per_rank[Tier.device], machine.gpu_memory),
         ("each host", chosen.per_host[Tier.host], machine.host_memory),
         ("its disk", chosen.per_host[Tier.nvme], machine.nvme),

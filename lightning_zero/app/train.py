@@ -177,7 +177,7 @@ def build_trainer(config: TrainConfig, plugins: list[Any] | None = None) -> Trai
             strategy=ZeroStrategy(config=config.zero),
             callbacks=callbacks,
             logger=loggers or False,
-            plugins=slurm_plugins(config.cluster) if plugins is None else plugins,
+            plugins=[*slurm_plugins(config.cluster)] if plugins is None else plugins,
             default_root_dir=config.run_dir,
             **values,
         )

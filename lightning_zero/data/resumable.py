@@ -76,10 +76,10 @@ class ResumableLoader(DataLoader[Tensor]):
         if self._trainer is None:
             return {}
         loop = self._trainer.fit_loop
-        done = loop.epoch_loop.batch_progress.current.processed
+        done = _processed(loop.epoch_loop.batch_progress)
         return {
             "items": done * self._items_per_step,
-            "epoch": loop.epoch_progress.current.processed,
+            "epoch": _processed(loop.epoch_progress),
             "whole": int(done >= len(self)),
         }
 
@@ -99,7 +99,13 @@ class ResumableLoader(DataLoader[Tensor]):
     def _recount(self, steps: int) -> None:
         """Lightning counts the batches of this epoch, whose sizes may be others now."""
         assert self._trainer is not None
-        current = self._trainer.fit_loop.epoch_loop.batch_progress.current
-        shift = steps - current.processed
+        progress = self._trainer.fit_loop.epoch_loop.batch_progress
+        current, shift = progress.current, steps - _processed(progress)
         for name in ("ready", "started", "processed", "completed"):
             setattr(current, name, max(0, getattr(current, name) + shift))
+
+
+def _processed(progress: Any) -> int:
+    """Of an epoch or its batches; Lightning's types leave it out."""
+    count: int = progress.current.processed
+    return count

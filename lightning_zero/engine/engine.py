@@ -95,7 +95,7 @@ class Engine(Assembly):
         """On all ranks, each with the same full ``state``: load it into the slices."""
         values.load_optimizer_state(self, optimizer, state)
 
-    # -- passes: the engine is told where steps and backwards are (passes/passes.py) -------------------------------------
+    # -- passes: the engine is told where steps and backwards are (passes/passes.py) -----------------------------------
 
     @property
     def in_backward(self) -> bool:

@@ -184,7 +184,10 @@ class Meeting:
             StartError: on all ranks that came: some did not, or they differ.
         """
         try:
-            return self._host() if self._guest.rank == 0 else self._visit()
+            if self._guest.rank == 0:
+                return self._host()
+            self._visit()
+            return None
         except dist.DistError as error:
             raise StartError(
                 f"{self._guest.who}: the store at {self._where} broke off while the ranks came together: rank 0 has "
