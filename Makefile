@@ -34,7 +34,7 @@ STAMP := $(VENV)/.installed-$(CHOICE)
 DEV_STAMP := $(VENV)/.installed-dev-$(CHOICE)
 SLURM_STAMP := $(VENV)/.installed-slurm-$(CHOICE)
 
-.PHONY: help install train test test-full test-slurm fuzz bench bench-offload bench-scale image image-test lint format clean
+.PHONY: help install train test test-full test-slurm fuzz bench bench-offload bench-scale image image-test structure lint format clean
 .DEFAULT_GOAL := help
 
 help:
@@ -94,6 +94,9 @@ image:
 
 image-test:
 	$(PYTHON) docker/check_image.py $(IMAGE_ARGS) $(ARGS)
+
+structure: $(STAMP)
+	$(PY) -m tests.structure
 
 lint: $(DEV_STAMP)
 	$(PY) -m ruff check .

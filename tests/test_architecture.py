@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-import lightning_zero
+from tests.structure import PACKAGE, circle, functions, imports_of, modules, name_of
 
-PACKAGE = Path(lightning_zero.__file__).parent
 LAYERS = ["config", "planning", "tiers", "ranks", "comm", "engine", "checkpoint", "trainer", "app"]
 DOORS = {"train", "plan", "submit"}
 # Modules of the root that are no layer of their own; the rest are found by their folder.
 TOP_LEVEL = {"config": "config", "presets": "config"} | dict.fromkeys(DOORS, "app")
 USES_HYDRA = {"app.train", "app.plan", "app.submit", "app.schema", "app.slurm.sweeps"}
 MAX_IN_ROOT = 10
+LONGEST = 60  # lines of a function
 SPEAK_LIGHTNING = {"ranks.environments", "ranks.allocation", "ranks.rendezvous"}
 BELOW_LIGHTNING = LAYERS[: LAYERS.index("trainer")]
 # What the main job trains. Layers do not import it.
@@ -28,29 +28,11 @@ COLLECTIVES = re.compile(
 )
 
 
-def modules() -> list[Path]:
-    return sorted(p for p in PACKAGE.rglob("*.py") if "conf" not in p.relative_to(PACKAGE).parts[:1])
-
-
-def name_of(path: Path) -> str:
-    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
-
-
 def layer_of(name: str) -> str | None:
     first = name.split(".")[0]
     if first in TOP_LEVEL:
         return TOP_LEVEL[first]
     return first if first in LAYERS else None
-
-
-def imports_of(path: Path) -> Iterator[str]:
-    """Names of imported modules, those imported inside of functions and for type checking included."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: relative import"
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
 def calls_of(path: Path) -> Iterator[tuple[str, str]]:
@@ -94,6 +76,14 @@ def test_imports_run_one_way(path: Path) -> None:
         assert other is not None or own == "app", f"{imported} is no layer"
         if other is not None:
             assert LAYERS.index(other) <= LAYERS.index(own), f"{own} imports {imported}"
+
+
+def test_nothing_imports_in_a_circle() -> None:
+    assert not circle(modules())
+
+
+def test_functions_can_be_read_at_a_glance() -> None:
+    assert not {name: lines for name, lines in functions(modules()).items() if lines > LONGEST}
 
 
 def imports_package(path: Path, *packages: str) -> list[str]:
