@@ -147,6 +147,27 @@ def test_a_rank_that_leaves_the_plan_alone_stops_all_with_their_places(path: tup
 
 
 @on_ranks(2)
+def test_buffers_sent_between_forward_and_backward_are_refused_on_all_ranks() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
+            self.register_buffer("scale", torch.ones(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.scale * self.weight
+
+    with Sharded(Scaled(), stage=1) as side:
+        loss = side.module(torch.ones(2, 3, requires_grad=True)).sum()
+        if dist.get_rank() == 1:
+            side.module.scale.add_(1.0)
+        side.engine.sync_buffers()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            side.backward(loss)
+        side.engine.abort()
+
+
+@on_ranks(2)
 def test_dynamic_evaluation() -> None:
     with Sharded(Paths(), dynamic=True, stall_timeout_s=20) as side:
         full = Paths()

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
 import lightning_zero
@@ -219,6 +220,7 @@ class Twin(Side):
     def sync_buffers(self) -> None:
         for buffer in self.module.buffers():
             dist.broadcast(_flat(buffer), 0)
+            increment_version(buffer)  # which gloo does not, and DDP does
 
     def reshard(self, settings: Settings, *, keep: bool) -> None:
         self.forget_grads()

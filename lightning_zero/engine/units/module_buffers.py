@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 from lightning_zero.comm.communicator import Communicator
 
@@ -66,6 +67,8 @@ class BufferSync:
             self._comm.broadcast_small(flat)  # not in the queue of the gathers that a step has left in flight
         else:
             self._comm.broadcast(flat)
-        if self._comm.rank != 0:
+        if self._comm.rank == 0:
+            increment_version(buffers)  # a graph that has saved them is refused on all ranks, or on none
+        else:
             for buffer, part in zip(buffers, flat.split([b.numel() for b in buffers]), strict=True):
                 buffer.copy_(part.view_as(buffer))
