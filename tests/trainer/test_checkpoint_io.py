@@ -22,9 +22,9 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 
 from lightning_zero import ZeroStrategy
-from lightning_zero.app.slurm.cluster import VERDICT_VARIABLE
 from lightning_zero.app.train import refusals
 from lightning_zero.config import ConfigError
+from lightning_zero.ranks.verdict import VERDICT_VARIABLE
 from lightning_zero.trainer.checkpoint_io import ZeroCheckpointIO, load
 from tests.harness import on_ranks
 from tests.trainer.toys import Lit, assert_weights, fit, loader, seeded, trainer, weights

@@ -18,7 +18,8 @@ import torch.distributed as dist
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from torch import Tensor
 
-from lightning_zero import ZeroStrategy, startup
+from lightning_zero import ZeroStrategy
+from lightning_zero.ranks import rendezvous
 from tests.harness import on_ranks
 from tests.trainer.toys import SAMPLES, Lit, assert_weights, fit, loader, seeded, trainer, weights
 
@@ -254,7 +255,7 @@ def test_a_timeout_that_is_given_counts(given: timedelta | None, stall_timeout_s
     """Also one of thirty minutes, which is torch's own."""
     strategy = ZeroStrategy("zero3", summary=False, stall_timeout_s=7.0, timeout=given)
     fit(strategy, tmp_path)
-    with mock.patch.object(startup, "join") as join:
+    with mock.patch.object(rendezvous, "join") as join:
         strategy._join(torch.device("cpu"))
     assert join.call_args.kwargs["timeout"] == timedelta(minutes=30)
     assert join.call_args.kwargs["stall_timeout_s"] == stall_timeout_s
