@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero.comm.communicator import Communicator, Pending
+from lightning_zero.comm.profiling import profiled
 from lightning_zero.engine.units.bucket import Bucket, Place
 from lightning_zero.planning.placement import Placement, Tier
 
@@ -348,13 +349,15 @@ class Reducer:
         full = grads.complete()
         grads.issued = True
         operation = self.comm.reduce_scatter if bucket.row.master is Placement.sharded else self.comm.all_reduce
-        self._in_flight.append((bucket, operation(full, bucket.label)))
+        with profiled("reduce", bucket.label):
+            self._in_flight.append((bucket, operation(full, bucket.label)))
         self._flying_nbytes += nbytes
 
     def _land(self) -> None:
         bucket, pending = self._in_flight.pop(0)
         self._flying_nbytes -= bucket.layout.numel * bucket.dtypes.reduce.itemsize
-        reduced = pending.wait()
+        with profiled("wait for", bucket.label):
+            reduced = pending.wait()
         if isinstance(reduced, Pending):
             self._second_half.append((bucket, reduced))
         else:

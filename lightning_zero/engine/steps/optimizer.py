@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_zero.comm.profiling import profiled
 from lightning_zero.engine.steps.interception import Stepping, keeps_own_step
 from lightning_zero.engine.steps.mixed_dtypes import salt_of, step_in_chunks
 from lightning_zero.engine.steps.runs import FlatRun, ParamStates, Runs, steps_in
@@ -146,6 +147,7 @@ class ShardedOptimizer:
             without_autocast(self._device_type),
             self._open(eager),
             self._runs_in_groups(self.optimizer, eager, used),
+            profiled("step", f"{len(eager)} buckets"),
         ):
             self._stepping.inner()
         if jobs:
@@ -208,7 +210,7 @@ class ShardedOptimizer:
         step = type(shadow).step
 
         def run() -> None:
-            with torch.inference_mode(False), torch.no_grad():
+            with profiled("step", bucket.label), torch.inference_mode(False), torch.no_grad():
                 with self._runs_in_groups(shadow, [bucket], used, claimed()):
                     step(shadow)
                 self.runs.adopt(bucket)

@@ -22,6 +22,7 @@ from torch._C._autograd import _unsafe_set_version_counter
 from torch.autograd.graph import increment_version
 
 from lightning_zero.comm.communicator import Communicator, Pending
+from lightning_zero.comm.profiling import profiled
 from lightning_zero.engine.parameters.classes import Classes, set_values
 from lightning_zero.engine.units.flat_buffer import FlatBuffer
 from lightning_zero.engine.units.home import Home, ParamFile, ResidentHome, Tiers, copy_cast, make_home, opened
@@ -369,7 +370,10 @@ class Bucket:
         if not self.tiers.row.leaves_device:
             self._write_slice(self.full.data[low:high])
             return self.comm.all_gather(self.full.data, self.label)
-        with self.comm.streams.on("h2d"):  # the gather waits for this stream, and so for what a step has sent
+        with (
+            profiled("transfer", self.label),
+            self.comm.streams.on("h2d"),
+        ):  # the gather waits for this stream, and so for what a step has sent
             self._write_slice(self.full.data[low:high])
             return self.comm.all_gather(self.full.data, self.label)
 

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from lightning_zero.comm.profiling import profiled
 from lightning_zero.planning.placement import ON_DEVICE, Tier, TierRow
 from lightning_zero.tiers.extents import Wanted
 from lightning_zero.tiers.host import HostTier
@@ -177,8 +178,9 @@ class FileHome:
         if self._writing:
             self.settle()
         self.begin_open()
-        for future in self._reading:
-            future.result()
+        with profiled("transfer", self._label):
+            for future in self._reading:
+                future.result()
         self._reading = []
         self._in_memory = True
 
@@ -197,9 +199,10 @@ class FileHome:
             self._release()
 
     def settle(self) -> None:
-        for future in self._writing:
-            future.result()
         if self._writing:
+            with profiled("transfer", self._label):
+                for future in self._writing:
+                    future.result()
             self._writing = []
             self._release()
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero.comm.communicator import Pending
+from lightning_zero.comm.profiling import profiled
 from lightning_zero.engine.units.bucket import Bucket, ParamInfo
 
 
@@ -81,20 +82,23 @@ class Unit:
     def unshard_begin(self) -> None:
         """Issue the gathers of all sharded buckets."""
         self._enter(State.GATHERING)
-        self.pending = [b.gather_begin() for b in self.buckets if b.resharding]
+        with profiled("gather", self.title):
+            self.pending = [b.gather_begin() for b in self.buckets if b.resharding]
 
     def refresh_begin(self, buckets: Iterable[Bucket]) -> None:
         """After a step: issue the gathers of replicated compute parameters. Until they arrive, reads give NaN."""
         self.unshard_wait()  # masters were changed twice in a row
         self._enter(State.GATHERING)
-        for bucket in buckets:
-            self.pending.append(bucket.gather_begin())
-            bucket.show(gathered=False)
+        with profiled("gather", self.title):
+            for bucket in buckets:
+                self.pending.append(bucket.gather_begin())
+                bucket.show(gathered=False)
 
     def unshard_wait(self) -> None:
         if self.state is State.GATHERING:
-            for pending in self.pending:
-                pending.wait()
+            with profiled("wait for", self.title):
+                for pending in self.pending:
+                    pending.wait()
             self.pending = []
             for bucket in self.buckets:
                 if bucket.resharding or bucket.refreshed:

@@ -1,0 +1,21 @@
+"""Ranges for ``torch.profiler``, and under CUDA for NVTX (``torch.autograd.profiler.emit_nvtx``)."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+
+_NOBODY: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+
+
+def profiled(kind: str, what: str) -> contextlib.AbstractContextManager[None]:
+    """A range ``zero: <kind> <what>``, where somebody profiles this thread. Where nobody does it costs a call.
+
+    Args:
+        kind: ``gather``, ``wait``, ``reduce``, ``transfer`` or ``step``.
+        what: a unit, or one of its buckets.
+    """
+    if not torch.autograd._profiler_enabled():
+        return _NOBODY
+    return torch.profiler.record_function(f"zero: {kind} {what}")
