@@ -370,10 +370,8 @@ class Bucket:
         if not self.tiers.row.leaves_device:
             self._write_slice(self.full.data[low:high])
             return self.comm.all_gather(self.full.data, self.label)
-        with (
-            profiled("transfer", self.label),
-            self.comm.streams.on("h2d"),
-        ):  # the gather waits for this stream, and so for what a step has sent
+        # The gather waits for this stream, and so for what a step has sent.
+        with profiled("transfer", self.label), self.comm.streams.on("h2d"):
             self._write_slice(self.full.data[low:high])
             return self.comm.all_gather(self.full.data, self.label)
 

@@ -10,9 +10,10 @@ A home is used by one thread at a time: by the worker while a step of its bucket
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, Protocol
 
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from lightning_zero.comm.profiling import profiled
 from lightning_zero.planning.placement import ON_DEVICE, Tier, TierRow
-from lightning_zero.tiers.extents import Wanted
+from lightning_zero.tiers.extents import Extent, Wanted
 from lightning_zero.tiers.host import HostTier
 from lightning_zero.tiers.nvme import NvmeTier
 
@@ -145,8 +146,24 @@ class HostHome(ResidentHome):
         self._states = {}
 
 
+class Phase(Enum):
+    RESTS = "rests in files"
+    READING = "is being read"
+    OPEN = "is open"
+    WRITING = "is being written"
+
+
+LEGAL = {
+    (Phase.RESTS, Phase.READING),
+    (Phase.READING, Phase.OPEN),
+    (Phase.OPEN, Phase.WRITING),  # what has changed
+    (Phase.OPEN, Phase.RESTS),
+    (Phase.WRITING, Phase.RESTS),
+}
+
+
 class FileHome:
-    """In files: tensors without memory between ``close`` and ``open``."""
+    """In files: tensors have memory from ``begin_open`` until the ``settle`` after ``close``."""
 
     def __init__(self, tier: NvmeTier, label: str, master: Tensor) -> None:
         self._tier = tier
@@ -157,32 +174,31 @@ class FileHome:
         self._extents: list[Any] = []
         self._opens = 1
         self._changed = False
-        self._reading: list[Future[Any]] = []
-        self._writing: list[Future[Any]] = []
-        self._in_memory = True
+        self._phase = Phase.OPEN
+        self._moving: list[Future[Any]] = []  # reads or writes
         self._place([master])
         self.close(changed=True)
         self.settle()
 
+    def _enter(self, phase: Phase) -> None:
+        if (self._phase, phase) not in LEGAL:
+            raise RuntimeError(f"{self._label!r} {self._phase.value}: illegal transition to {phase.name}")
+        self._phase = phase
+
     def begin_open(self) -> None:
-        if not self._in_memory and not self._reading:
-            self.settle()
+        if self._phase is Phase.RESTS:
             for tensor in self._tensors:
                 tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
-            self._reading = [
-                self._tier.stage_in(extent, tensor) for extent, tensor in zip(self._extents, self._tensors, strict=True)
-            ]
+            self._move(self._tier.stage_in)
+            self._enter(Phase.READING)
 
     def open(self) -> None:
         self._opens += 1
-        if self._writing:
-            self.settle()
+        self.settle()
         self.begin_open()
-        with profiled("transfer", self._label):
-            for future in self._reading:
-                future.result()
-        self._reading = []
-        self._in_memory = True
+        if self._phase is Phase.READING:
+            self._wait()
+            self._enter(Phase.OPEN)
 
     def close(self, *, changed: bool) -> None:
         self._changed |= changed
@@ -190,26 +206,30 @@ class FileHome:
         if self._opens:
             return
         if self._changed:
-            self._writing = [
-                self._tier.stage_out(extent, tensor)
-                for extent, tensor in zip(self._extents, self._tensors, strict=True)
-            ]
+            self._move(self._tier.stage_out)
             self._changed = False
+            self._enter(Phase.WRITING)
         else:
-            self._release()
+            self._rest()
 
     def settle(self) -> None:
-        if self._writing:
-            with profiled("transfer", self._label):
-                for future in self._writing:
-                    future.result()
-            self._writing = []
-            self._release()
+        if self._phase is Phase.WRITING:
+            self._wait()
+            self._rest()
 
-    def _release(self) -> None:
+    def _move(self, operation: Callable[[Extent, Tensor], Future[Any]]) -> None:
+        self._moving = [operation(extent, tensor) for extent, tensor in zip(self._extents, self._tensors, strict=True)]
+
+    def _wait(self) -> None:
+        with profiled("transfer", self._label):
+            for future in self._moving:
+                future.result()
+        self._moving = []
+
+    def _rest(self) -> None:
         for tensor in self._tensors:
             tensor.untyped_storage().resize_(0)
-        self._in_memory = False
+        self._enter(Phase.RESTS)
 
     def adopt(self, owner: object, states: Sequence[Tensor]) -> None:
         self._states[id(owner)] = list(states)
