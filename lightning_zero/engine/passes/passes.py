@@ -15,6 +15,9 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
 from weakref import ReferenceType, WeakMethod, ref
 
 import torch
@@ -62,16 +65,57 @@ class _End:
         self._call()
 
 
+class Phase(Enum):
+    BETWEEN = "between passes"
+    FORWARD = "a pass is open"
+    TOLD = "in a backward whose end will be told"
+    NOTICED = "in a backward that was noticed by its first event"
+
+
+LEGAL = {
+    (Phase.BETWEEN, Phase.FORWARD),
+    (Phase.FORWARD, Phase.TOLD),
+    (Phase.FORWARD, Phase.NOTICED),
+    (Phase.FORWARD, Phase.BETWEEN),
+    (Phase.TOLD, Phase.BETWEEN),
+    (Phase.NOTICED, Phase.BETWEEN),
+    (Phase.NOTICED, Phase.FORWARD),  # torch.autograd.grad: no gradient has arrived, and the forward goes on
+}
+
+
+class _Scope(NamedTuple):
+    """A step that its caller has opened."""
+
+    key: str
+    evaluation: bool
+
+
+@dataclass(slots=True)
+class _Pass:
+    """What is known of the open pass.
+
+    Attributes:
+        evaluates: it has no backward.
+        ends_with_call: the call that opened it may end it.
+        unused: it follows the last backward of a step, and nothing has been called.
+        second_order: a backward of it makes a graph.
+    """
+
+    key: str | None
+    evaluates: bool = False
+    ends_with_call: bool = False
+    unused: bool = False
+    second_order: bool = False
+
+
 class Passes:
     """The passes of one engine, one at a time: its hooks and its scopes come here.
 
     Attributes:
         hooks: what calls the events below.
         saved: tells which weights a backward reads.
-        key: of the open pass; passes of one key are expected to take the same path. None between passes.
-        in_backward: a backward is running.
-        explicit: ... and its end will be told.
-        explicit_backwards: how many such there have been.
+        phase: where the open pass is.
+        explicit_backwards: how many backwards there have been that were told of.
         aborted: an exception has ended a pass, and none has begun since.
     """
 
@@ -97,16 +141,11 @@ class Passes:
         self.hooks = Hooks(self, precision)
         # Graphs hold what unpacks their tensors, unseen by the garbage collector, so not this object too.
         self.saved = SavedWeights(units, _weakly(self.weights_needed))
-        self.key: str | None = None
-        self.in_backward = False
-        self.explicit = False
+        self.phase = Phase.BETWEEN
         self.explicit_backwards = 0
-        self._unused = False  # the open pass is what follows the last backward of a step, and nothing has been called
-        self._ends_with_call = False  # the call that opened the pass may end it
-        self._evaluates = False  # the open pass has no backward
-        self._scope: tuple[str, bool] | None = None  # key and evaluation of the open scope
+        self._open = _Pass(None)
+        self._scope: _Scope | None = None
         self._ordinal = 0
-        self._second_order = False
         self._noticed: ReferenceType[_End] | None = None  # of the backward that was noticed last
         self._needed: Unit | None = None  # the last unit whose weights a backward has read
         self.aborted = False
@@ -114,6 +153,25 @@ class Passes:
     @property
     def root(self) -> Unit:
         return self.units[0]
+
+    @property
+    def key(self) -> str | None:
+        """Of the open pass; passes of one key are expected to take the same path. None between passes."""
+        return self._open.key
+
+    @property
+    def in_backward(self) -> bool:
+        return self.phase in (Phase.TOLD, Phase.NOTICED)
+
+    @property
+    def explicit(self) -> bool:
+        """A backward is running whose end will be told."""
+        return self.phase is Phase.TOLD
+
+    def _enter(self, phase: Phase) -> None:
+        if (self.phase, phase) not in LEGAL:
+            raise RuntimeError(f"pass {self.key}: illegal transition {self.phase.name} -> {phase.name}")
+        self.phase = phase
 
     def watch_trainable(self) -> None:
         """Follow the parameters that require a gradient now; frozen ones may have been unfrozen since."""
@@ -140,13 +198,11 @@ class Passes:
         self.watch_trainable()
         # Passes of training that follow one another may take different paths; evaluation repeats its own, and does not
         # count among them.
-        self.key = f"{key}, evaluating {owner.title if owner else ''}" if evaluation else f"{key}/{self._ordinal}"
-        self._evaluates = evaluation
-        self._ends_with_call = owner is not None
-        self._second_order = False
-        self.comm.place = f"pass {self.key}"
-        self.order.begin(self.key, cyclic=evaluation)
-        self._unused = False
+        full_key = f"{key}, evaluating {owner.title if owner else ''}" if evaluation else f"{key}/{self._ordinal}"
+        self._enter(Phase.FORWARD)
+        self._open = _Pass(full_key, evaluates=evaluation, ends_with_call=owner is not None)
+        self.comm.place = f"pass {full_key}"
+        self.order.begin(full_key, cyclic=evaluation)
         self.under_way.refresh(self.root)
         if self.root.state is State.SHARDED:
             self.root.unshard_begin()
@@ -156,7 +212,7 @@ class Passes:
     def end(self) -> None:
         """Close the root and whatever is still gathered. No-op outside of a pass."""
         if self.key is not None:
-            if self._unused:
+            if self._open.unused:
                 self.under_way.refresh()  # what is not done yet goes on behind the next pass
             else:
                 self.under_way.refresh_all()  # others may have used units that this rank has not: they wait for ours
@@ -171,8 +227,9 @@ class Passes:
             if unit.resharding and unit.state is not State.SHARDED:
                 unit.unshard_wait()
                 unit.reshard()
-        self.key, self._ends_with_call = None, False
-        self._ordinal += not self._evaluates
+        self._ordinal += not self._open.evaluates
+        self._enter(Phase.BETWEEN)
+        self._open = _Pass(None)
         self.comm.place = "between passes"
 
     @contextlib.contextmanager
@@ -183,7 +240,7 @@ class Passes:
         """
         self.leave()
         self._ordinal = 0
-        self._scope = (key, evaluation)
+        self._scope = _Scope(key, evaluation)
         try:
             self.begin(key, evaluation=evaluation)
             yield
@@ -207,8 +264,7 @@ class Passes:
         self.hooks.forget_inputs()
         for unit in self.units:
             unit.abandon(deadline)
-        self.key, self._ends_with_call = None, False
-        self.in_backward = self.explicit = self._second_order = False
+        self.phase, self._open = Phase.BETWEEN, _Pass(None)
 
     @outside_autograd
     def leave(self) -> None:
@@ -232,7 +288,7 @@ class Passes:
         """The module of ``unit`` is called."""
         self.forget_failed()
         if self.key is None:
-            key, evaluation = self._scope or ("call", not torch.is_grad_enabled())
+            key, evaluation = self._scope or _Scope("call", not torch.is_grad_enabled())
             self.begin(key, evaluation=evaluation, owner=None if self._scope else unit)
         if unit.index:
             self._demand(unit, "forward")
@@ -241,7 +297,7 @@ class Passes:
 
     @outside_autograd
     def _demand(self, unit: Unit, what: str) -> None:
-        self._unused = False
+        self._open.unused = False
         self.comm.place = f"{what} of unit {unit.title} in pass {self.key}"
         self.under_way.refresh(unit)
         if unit.resharding:
@@ -257,8 +313,8 @@ class Passes:
         """
         if unit.index and not self.in_backward:
             self._use_over(unit)
-        if outermost and self._ends_with_call and not self.in_backward:
-            self._ends_with_call = False
+        if outermost and self._open.ends_with_call and not self.in_backward:
+            self._open.ends_with_call = False
             if not awaits_backward():
                 self.end()
 
@@ -326,12 +382,12 @@ class Passes:
     def _begin_backward(self, *, explicit: bool) -> None:
         """A backward starts; ``explicit``: its end will be told."""
         if self.key is None:
-            key, evaluation = self._scope or ("call", False)
+            key, evaluation = self._scope or _Scope("call", False)
             self.begin(key, evaluation=evaluation)
         else:
             self.watch_trainable()  # some may have been unfrozen since the pass began, by a forward that led nowhere
         self.hooks.come_last()
-        self.in_backward, self.explicit = True, explicit
+        self._enter(Phase.TOLD if explicit else Phase.NOTICED)
         self.explicit_backwards += explicit
         self.under_way.flush()
         self.sentinels.forget_zeroed()
@@ -345,17 +401,17 @@ class Passes:
     def backward_begins(self) -> None:
         """The first of the events of a backward, perhaps."""
         self.forget_failed()
-        if torch.is_grad_enabled():
-            self._second_order = True  # create_graph: weights are needed again, at moments no hook tells
         if not self.in_backward:
             self._begin_backward(explicit=False)
             end = _End(self._graph_task_ended)
             self._noticed = ref(end)
             torch.autograd.Variable._execution_engine.queue_callback(end)
+        if torch.is_grad_enabled():
+            self._open.second_order = True  # create_graph: weights are needed again, at moments no hook tells
 
     def forget_failed(self) -> None:
         """An exception has ended a backward that was only noticed, and nothing has told us: its pass is over."""
-        if self.in_backward and not self.explicit and (self._noticed is None or self._noticed() is None):
+        if self.phase is Phase.NOTICED and (self._noticed is None or self._noticed() is None):
             self.abort()
 
     def weights_needed(self, unit: Unit) -> bool:
@@ -383,21 +439,21 @@ class Passes:
 
     def _maybe_reshard(self, unit: Unit) -> None:
         done = not unit.calls and unit.arrived >= unit.expected
-        if done and self.in_backward and unit.index and not self._second_order:
+        if done and self.in_backward and unit.index and not self._open.second_order:
             unit.arrived = 0
             self._use_over(unit)
 
     @outside_autograd
     def _graph_task_ended(self) -> None:
-        if not self.in_backward or self.explicit:
+        if self.phase is not Phase.NOTICED:
             return
         if self.reducer.has_arrivals:
             self._end_backward()
             return
         # torch.autograd.grad: the forward goes on, or a second backward follows.
-        self.in_backward = False
+        self._enter(Phase.FORWARD)
         self.sentinels.place_used()
-        if not self._second_order:
+        if not self._open.second_order:
             for unit in self.units[1:]:
                 self._use_over(unit)
 
@@ -410,7 +466,6 @@ class Passes:
         self.writes.take_all_over()
         written = self.reducer.end(self.writes.unconfirmed)
         self.sentinels.place_used()
-        self.in_backward = self.explicit = False
         self._close()
         if written:
             for unit in self.units:
@@ -418,5 +473,5 @@ class Passes:
                     unit.unshard_wait()  # a copy that is still refreshed would be taken for another one
             self.writes.confirm()
         if self._scope is not None:
-            self.begin(self._scope[0], evaluation=self._scope[1])
-            self._unused = True
+            self.begin(self._scope.key, evaluation=self._scope.evaluation)
+            self._open.unused = True
