@@ -818,6 +818,31 @@ def test_a_backward_that_failed_unnoticed_takes_no_gradients_of_the_next_one(sta
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_backward_that_is_told_of_takes_no_gradients_of_one_that_failed_unnoticed(stage: int) -> None:
+    """Its graph was made before: no forward comes in between."""
+    torch.manual_seed(3)
+    module = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+    twin = Twin(module, each=stage >= 2)
+    with Sharded(module, stage=stage, unit={"classes": ["Linear"]}) as sharded:
+        for side in (twin, sharded):
+            with side.engine.step_scope() if side is sharded else contextlib.nullcontext():
+                first = side.module[0](floats(0, 4, WIDTH))
+                failing = side.module[2](side.module[1](first)).square().mean()
+                other = side.module(floats(1, 4, WIDTH)).square().mean()
+                handle = first.register_hook(lambda _: 1 // 0)
+                with pytest.raises(ZeroDivisionError):
+                    failing.backward()
+                handle.remove()
+                for param in side.module.parameters():
+                    param.grad = None
+                side.zero_grad()
+                side.backward(other)
+            side.step()
+        assert_same(sharded, twin)
+
+
+@on_ranks(2)
 def test_an_exception_leaves_nothing_gathered() -> None:
     with Sharded(Fragile()) as side:
         for where in ("forward", "backward"):

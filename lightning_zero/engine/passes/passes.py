@@ -358,6 +358,7 @@ class Passes:
     @contextlib.contextmanager
     def backward_scope(self) -> Iterator[None]:
         """Around a backward that all ranks run: at its end every bucket is reduced."""
+        self.forget_failed()
         self._begin_backward(explicit=True)
         try:
             yield
