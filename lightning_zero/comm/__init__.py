@@ -1,8 +1,14 @@
-"""Messages between ranks. One file calls collectives; everything else asks it.
+"""Messages between ranks. Only this folder calls collectives; everything else asks its communicator.
 
 ::
 
-    communicator  process groups, transports, the order of messages, agreements between ranks
+    communicator --asks--> a transport --on--> a group --gives--> a pending gather, or a reduction
+
+    communicator  logical operations on whole buckets, their order and their counts
+    transports    how an operation becomes messages
+    groups        process groups, which are used again
+    reduction     operations in flight
+    agreements    small messages by which ranks agree, also before there is a communicator
     streams       CUDA streams of one engine, one for each kind of transfer
     profiling     ranges for profilers
     share         what a rank shares with the others of its machine: memory, disks, cores

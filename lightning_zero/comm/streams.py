@@ -36,6 +36,10 @@ class Streams:
         if device.type == "cuda":
             self._streams = {kind: torch.cuda.Stream(device, priority=-1) for kind in KINDS}
 
+    @property
+    def are_there(self) -> bool:
+        return bool(self._streams)
+
     @contextlib.contextmanager
     def on(self, kind: str, *, after: Any = None) -> Iterator[Any]:
         """Run the body on the stream of ``kind`` (given to the body; None off CUDA).

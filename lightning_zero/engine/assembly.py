@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_zero.comm.communicator import Communicator, open_waits, together
+from lightning_zero.comm.agreements import open_waits, together
+from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.share import Share, share_of_machine
 from lightning_zero.config import ConfigError, Offload, Precision, ZeroConfig, check_rounding
 from lightning_zero.engine.parameters.access import Access

@@ -38,7 +38,7 @@ from torch.nn import Module, SyncBatchNorm
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
-from lightning_zero.comm.communicator import barrier, broadcast_object, gather_rows, open_waits, together
+from lightning_zero.comm.agreements import barrier, broadcast_object, gather_rows, open_waits, together
 from lightning_zero.config import PRECISION_FLAGS, ConfigError, ZeroConfig, make_config
 from lightning_zero.engine import Engine, engine_of, shard
 from lightning_zero.engine.units.build import TRUE_DTYPES

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_zero.comm.communicator import (
+from lightning_zero.comm.communicator import Communicator
+from lightning_zero.comm.transports import (
     DIRECT_MAX_RANKS,
-    Communicator,
     DirectTransport,
     HostTransport,
     PlainTransport,
@@ -75,7 +75,7 @@ def test_transports_reduce_alike(dtype: torch.dtype) -> None:
     for transport in (TransportName.plain, TransportName.direct):
         with communicator(transport=transport) as comm:
             world, rank = comm.world_size, comm.rank
-            found.append(comm.reduce_scatter(_input(rank, world, dtype), "x").wait().clone())
+            found.append(comm.reduce_scatter(_input(rank, world, dtype), "x").finish().clone())
     own = slice(rank * 512, (rank + 1) * 512)
     assert torch.equal(found[1], _expected_sum(world, dtype)[own] if world > 1 else _input(0, 1, dtype))
     if world <= 2:
@@ -89,9 +89,10 @@ def test_transports_reduce_alike(dtype: torch.dtype) -> None:
 def test_all_reduce_is_reduce_scatter_then_gather(transport: TransportName) -> None:
     with communicator(transport=transport) as comm:
         world, rank = comm.world_size, comm.rank
-        part = comm.reduce_scatter(_input(rank, world, torch.float32), "x").wait()
-        second = comm.all_reduce(_input(rank, world, torch.float32), "x").wait()
-        total = second.wait()
+        part = comm.reduce_scatter(_input(rank, world, torch.float32), "x").finish()
+        reduction = comm.all_reduce(_input(rank, world, torch.float32), "x")
+        assert not reduction.land()
+        total = reduction.finish()
         assert torch.equal(total[rank * 512 : (rank + 1) * 512], part)
         everywhere = [torch.empty_like(total) for _ in range(world)]
         dist.all_gather(everywhere, total)
@@ -109,7 +110,7 @@ def test_many_operations_in_flight_keep_their_results() -> None:
         gathers = [comm.all_gather(full, str(i)) for i, full in enumerate(fulls)]
         sums = [comm.reduce_scatter(torch.full((2 * 256,), float(i)), str(i)) for i in range(8)]
         for i in reversed(range(8)):
-            assert sums[i].wait().unique().tolist() == [2.0 * i]
+            assert sums[i].finish().unique().tolist() == [2.0 * i]
             assert gathers[i].wait().unique().tolist() == [10.0 * i, 10.0 * i + 1]
 
 
@@ -120,8 +121,8 @@ def test_operations_are_counted_and_observed_by_kind_and_label() -> None:
         comm.observers.append(lambda kind, label: seen.append((kind, label)))
         comm.all_gather(torch.zeros(512), "a").wait()
         comm.all_gather(torch.zeros(512), "a").wait()
-        comm.reduce_scatter(torch.zeros(512), "a").wait()
-        comm.all_reduce(torch.zeros(512), "b").wait().wait()
+        comm.reduce_scatter(torch.zeros(512), "a").finish()
+        comm.all_reduce(torch.zeros(512), "b").finish()
         assert comm.counts == {("all_gather", "a"): 2, ("reduce_scatter", "a"): 1, ("all_reduce", "b"): 1}
         assert seen == [("all_gather", "a")] * 2 + [("reduce_scatter", "a"), ("all_reduce", "b")]
 
@@ -131,12 +132,12 @@ def test_one_rank_sends_and_counts_nothing_and_has_no_thread() -> None:
     with communicator() as comm:
         full = torch.arange(512.0)
         assert comm.all_gather(full, "a").wait() is full
-        assert comm.reduce_scatter(full, "a").wait() is full
-        assert comm.all_reduce(full, "a").wait().wait() is full
+        assert comm.reduce_scatter(full, "a").finish() is full
+        assert comm.all_reduce(full, "a").finish() is full
         assert comm.exchange(7) == [7]
         assert comm.all_gather_objects("x", "a test") == ["x"]
         assert comm.max_(torch.ones(1)).item() == 1
-        comm.barrier()
+        comm.exchange(0)
         assert not comm.counts
         assert threading.active_count() == 1
 

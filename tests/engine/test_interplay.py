@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import lightning_zero
-from lightning_zero.comm.communicator import Pending
+from lightning_zero.comm.reduction import Pending
 from lightning_zero.engine.units.unit import State
 from tests.engine.support import (
     Block,

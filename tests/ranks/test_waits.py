@@ -11,7 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_zero.comm.communicator import ApartError, Communicator, barrier, broadcast_object, open_waits, together
+from lightning_zero.comm.agreements import ApartError, barrier, broadcast_object, open_waits, together
+from lightning_zero.comm.communicator import Communicator
 from lightning_zero.config import ConfigError
 from lightning_zero.ranks import peers, watchdog
 from lightning_zero.ranks.waits import StallError, Waits

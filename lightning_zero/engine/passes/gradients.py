@@ -20,8 +20,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lightning_zero.comm.communicator import Communicator, Pending
+from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.profiling import profiled
+from lightning_zero.comm.reduction import Reduction
 from lightning_zero.engine.units.bucket import Bucket, Place
 from lightning_zero.planning.placement import Placement, Tier
 
@@ -162,8 +163,8 @@ class Reducer:
         self._next = 0
         self._ready: set[Bucket] = set()
         self._lagging_here: set[Bucket] = set()
-        self._in_flight: list[tuple[Bucket, Pending]] = []
-        self._second_half: list[tuple[Bucket, Pending]] = []
+        self._in_flight: list[tuple[Bucket, Reduction]] = []
+        self._second_half: list[tuple[Bucket, Reduction]] = []
         self._flying_nbytes = 0
         self._max_in_flight_nbytes = max_in_flight_nbytes
 
@@ -354,21 +355,18 @@ class Reducer:
         self._flying_nbytes += nbytes
 
     def _land(self) -> None:
-        bucket, pending = self._in_flight.pop(0)
+        bucket, reduction = self._in_flight.pop(0)
         self._flying_nbytes -= bucket.layout.numel * bucket.dtypes.reduce.itemsize
         with profiled("wait for", bucket.label):
-            reduced = pending.wait()
-        if isinstance(reduced, Pending):
-            self._second_half.append((bucket, reduced))
+            is_over = reduction.land()
+        if is_over:
+            self._add(bucket, reduction.finish())
         else:
-            self._add(bucket, reduced)
+            self._second_half.append((bucket, reduction))
 
     def _land_second_halves(self) -> None:
-        for bucket, pending in self._second_half:
-            reduced = pending.wait()
-            while isinstance(reduced, Pending):
-                reduced = reduced.wait()
-            self._add(bucket, reduced)
+        for bucket, reduction in self._second_half:
+            self._add(bucket, reduction.finish())
         self._second_half = []
 
     def _add(self, bucket: Bucket, reduced: Tensor) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Any
 
-from lightning_zero.comm.communicator import gather_objects
+from lightning_zero.comm.agreements import gather_objects
 from lightning_zero.config import ConfigError
 from lightning_zero.engine.units.bucket import ParamInfo
 from lightning_zero.engine.units.build import UnitGroup

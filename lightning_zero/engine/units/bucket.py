@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from torch._C._autograd import _unsafe_set_version_counter
 from torch.autograd.graph import increment_version
 
-from lightning_zero.comm.communicator import Communicator, Pending
+from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.profiling import profiled
+from lightning_zero.comm.reduction import Pending
 from lightning_zero.engine.parameters.classes import Classes, set_values
 from lightning_zero.engine.units.flat_buffer import FlatBuffer
 from lightning_zero.engine.units.home import Home, ParamFile, ResidentHome, Tiers, copy_cast, make_home, opened

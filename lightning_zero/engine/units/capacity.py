@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lightning_zero.comm.communicator import Communicator, gather_objects
+from lightning_zero.comm.agreements import gather_objects
+from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.share import Share, own_path, ranks_on_disk
 from lightning_zero.config import ConfigError, Hierarchy, Offload, OffloadConfig, ZeroConfig
 from lightning_zero.engine.units.bucket import Bucket

@@ -18,8 +18,8 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from lightning_zero.comm.communicator import Pending
 from lightning_zero.comm.profiling import profiled
+from lightning_zero.comm.reduction import Pending
 from lightning_zero.engine.units.bucket import Bucket, ParamInfo
 
 

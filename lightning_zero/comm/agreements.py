@@ -1,0 +1,135 @@
+"""Small host-side messages by which ranks agree, also before there is a communicator."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_zero.comm.groups import GROUP_POOL
+from lightning_zero.comm.transports import all_gather_single
+from lightning_zero.config import ConfigError
+from lightning_zero.ranks.waits import Waits
+from lightning_zero.ranks.watchdog import Watchdog
+
+T = TypeVar("T")
+
+
+class ApartError(RuntimeError):
+    """Ranks have come to different places; the message names them, on all ranks."""
+
+
+def open_waits(group: Any, device: torch.device, stall_timeout_s: float) -> Waits:
+    """On all ranks: waits for the others of ``group``, which train on devices as ``device``."""
+    waits = Waits(group, stall_timeout_s=stall_timeout_s)
+    if waits.world_size > 1 and (backend := str(dist.get_backend(group))) != "fake":  # there nobody else is there
+        number = 1 + max(gather_objects(group, Watchdog.last_number, waits, "the start of a run, or of an engine"))
+        waits.watch(number, hears_ends=device.type == "cpu" or "nccl" not in backend)
+    return waits
+
+
+def gather_objects(group: Any, value: Any, waits: Waits, what: str, *, patient: bool = False) -> list[Any]:
+    """Blocking: a small picklable object from each rank of ``group``, before there is a communicator.
+
+    Args:
+        what: for, in words; the same on all ranks, or they have come to different places, and all raise.
+    """
+    if group is None or dist.get_world_size(group) == 1:
+        return [value]
+    return gather_on(GROUP_POOL.parent(group).agreement, value, waits, what, patient=patient)
+
+
+def gather_on(group: Any, value: Any, waits: Waits, what: str, *, patient: bool = False) -> list[Any]:
+    """As ``dist.all_gather_object``, on a host-side group, with a bound, and with a look at what it is for."""
+    if dist.get_backend(group) == "fake":  # a simulated world has nobody else
+        return [value] * dist.get_world_size(group)
+    own = torch.frombuffer(bytearray(pickle.dumps((what, value))), dtype=torch.uint8)
+    sizes = torch.empty(dist.get_world_size(group), dtype=torch.int64)
+    work = all_gather_single(sizes, torch.tensor([own.numel()]), group=group, async_op=True)
+    waits.wait_work(work, what, patient=patient)
+    table = torch.empty(len(sizes), int(sizes.max()), dtype=torch.uint8)
+    padded = torch.zeros(table.shape[1], dtype=torch.uint8)
+    padded[: own.numel()] = own
+    work = all_gather_single(table.view(-1), padded, group=group, async_op=True)
+    waits.wait_work(work, what, patient=patient)
+    found = [pickle.loads(row[:size].numpy().tobytes()) for row, size in zip(table, sizes.tolist(), strict=True)]
+    if any(place != what for place, _ in found):
+        places = "\n".join(f"  rank {rank}: {place}" for rank, (place, _) in enumerate(found))
+        raise ApartError(
+            f"ranks have come to different places:\n{places}\nAll ranks must make the same calls in the same order "
+            "(fit, gather, save_checkpoint ...): look for one that only some ranks make, or that an exception has kept "
+            "some ranks from."
+        )
+    return [value for _, value in found]
+
+
+def barrier(group: Any, waits: Waits, label: str) -> None:
+    """Blocking: until all ranks of ``group`` have come, as long as any is at work. Devices are not waited for."""
+    if waits.world_size > 1:
+        gather_objects(group, None, waits, label, patient=True)
+
+
+def broadcast_object(group: Any, value: T, src: int, waits: Waits) -> T:
+    """Blocking: a picklable object of rank ``src``, waited for as long as any rank is at work."""
+    if waits.world_size == 1 or dist.get_backend(group) == "fake":
+        return value
+    what, sends = f"an object of rank {src}", waits.rank == src
+    payload = bytearray(pickle.dumps(value)) if sends else bytearray()
+    size: int = gather_objects(group, len(payload), waits, what, patient=True)[src]
+    data = torch.frombuffer(payload or bytearray(size), dtype=torch.uint8)
+    work = dist.broadcast(data, group_src=src, group=GROUP_POOL.parent(group).agreement, async_op=True)
+    waits.wait_work(work, what, patient=True)
+    return value if sends else cast(T, pickle.loads(data.numpy().tobytes()))
+
+
+def gather_rows(group: Any, row: Tensor, waits: Waits, what: str) -> Tensor | None:
+    """Blocking: ``row``, ``[bytes] uint8`` on the host and as long on all ranks; ``[ranks, bytes]`` on rank 0."""
+    if waits.world_size == 1 or dist.get_backend(group) == "fake":
+        return row.expand(waits.world_size, -1)
+    table = torch.empty(waits.world_size, len(row), dtype=torch.uint8) if waits.rank == 0 else None
+    parts = list(table) if table is not None else None
+    work = dist.gather(row, parts, group_dst=0, group=GROUP_POOL.parent(group).agreement, async_op=True)
+    waits.wait_work(work, what, patient=True)
+    return table
+
+
+def together(
+    group: Any,
+    waits: Waits,
+    what: str,
+    act: Callable[[], T],
+    undo: Callable[[T], Any] = lambda _: None,
+    *,
+    patient: bool = False,
+) -> T:
+    """``act``, which asks nothing of other ranks, on all ranks. Where it fails on one, all raise, and none waits.
+
+    Args:
+        what: it is, in words.
+        undo: what is done on the other ranks then, with the result of ``act``.
+        patient: it may take longer than ``stall_timeout_s``.
+
+    Raises:
+        Exception: what ``act`` has raised on this rank; or, of the first rank that it failed on, a ConfigError as it
+            was, or a RuntimeError that names the rank.
+    """
+    try:
+        result = act()
+    except Exception as error:
+        own = (type(error).__name__ if not isinstance(error, ConfigError) else "", str(error))
+        gather_objects(group, own, waits, what, patient=patient)
+        raise
+    for rank, found in enumerate(gather_objects(group, None, waits, what, patient=patient)):
+        if found is not None:
+            undo(result)
+            kind, text = found
+            raise (
+                RuntimeError(f"rank {rank} failed with {kind}: {text}")
+                if kind
+                else ConfigError(f"{text} (So says rank {rank}.)")
+            )
+    return result

@@ -1,0 +1,116 @@
+"""Process groups of communicators. Groups are used again, because torch never frees them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, NamedTuple
+from weakref import ref
+
+import torch
+import torch.distributed as dist
+
+from lightning_zero.planning.topology import Topology
+from lightning_zero.ranks.waits import Waits
+
+
+@dataclass(slots=True, eq=False)
+class Groups:
+    """The process groups of one communicator at a time. Those that would have one rank are None.
+
+    Attributes:
+        issued: operations of all kinds asked for so far on this rank.
+        user: the communicator, as long as it lives.
+    """
+
+    gather: Any
+    reduce: Any
+    second_half: Any  # the gather that ends an all-reduce
+    replicate: Any  # the same shards on other nodes
+    control: Any  # host-side, all ranks
+    issued: int = 0
+    user: Callable[[], object | None] = lambda: None
+
+    @classmethod
+    def create(cls, ranks: Sequence[int], rank: int, topology: Topology, host: str) -> Groups:
+        """``ranks`` of the parent group are the default group's; ``rank`` and ``topology`` count in the parent."""
+        shards = [ranks[r] for r in topology.shard_group_of(rank)]
+        replicas = [ranks[r] for r in topology.replicate_group_of(rank)]
+        return cls(
+            _new_group(shards, "gather"),
+            _new_group(shards, "reduce"),
+            _new_group(shards, "second half"),
+            _new_group(replicas, "replicate"),
+            _new_group(ranks, "control", backend=host),
+        )
+
+
+def _host_backend(parent: Any) -> str:
+    """The backend of agreements, which are a few integers: gloo exists in every build.
+
+    A simulated world (torch's fake process group) is of one process, with nobody for gloo to connect to.
+    """
+    backend = dist.get_backend(parent)
+    return backend if backend == "fake" else "gloo"
+
+
+def _new_group(ranks: Sequence[int], name: str, **options: Any) -> Any:
+    if len(ranks) == 1:
+        return None
+    name = f"lightning_zero: {name}"
+    group = dist.new_group(list(ranks), use_local_synchronization=True, group_desc=name, **options)
+    if dist.get_backend(group) == "gloo":  # waits have bounds of their own
+        dist.distributed_c10d._set_pg_timeout(timedelta(days=30), group)
+    return group
+
+
+class _Parent(NamedTuple):
+    group: Any
+    agreement: Any  # host-side, the same ranks
+    made: list[tuple[Topology, Groups]]
+
+
+class GroupPool:
+    """Groups are used again: torch never frees them, and each costs threads, sockets and milliseconds.
+
+    Communicators end when they are closed or collected as garbage, at moments that differ between ranks. So the ranks
+    agree on what is free, and take nothing where they issued different operations (after an exception).
+    """
+
+    def __init__(self) -> None:
+        self._parents: list[_Parent] = []
+
+    def parent(self, group: Any) -> _Parent:
+        found = next((parent for parent in self._parents if parent.group is group), None)
+        if found is None:
+            ranks = dist.get_process_group_ranks(group)
+            found = _Parent(group, _new_group(ranks, "agreement", backend=_host_backend(group)), [])
+            self._parents.append(found)
+        return found
+
+    def take(self, group: Any, user: object, topology: Topology, waits: Waits) -> Groups:
+        ranks = dist.get_process_group_ranks(group)
+        parent = self.parent(group)
+        made = [groups for divided, groups in parent.made if divided == topology]
+        free = self._free(made, parent.agreement, len(ranks), waits)
+        if free is None:
+            free = Groups.create(ranks, dist.get_rank(group), topology, _host_backend(group))
+            parent.made.append((topology, free))
+        free.user = ref(user)
+        return free
+
+    @staticmethod
+    def _free(made: list[Groups], agreement: Any, world_size: int, waits: Waits) -> Groups | None:
+        """The first set of groups that all ranks have free after the same operations."""
+        if not made:
+            return None
+        own = torch.tensor([groups.issued if groups.user() is None else -1 for groups in made])
+        table = [torch.empty_like(own) for _ in range(world_size)]
+        work = dist.all_gather(table, own, group=agreement, async_op=True)
+        waits.wait_work(work, "the agreement on process groups")
+        columns = torch.stack(table).t().tolist()
+        return next((g for g, c in zip(made, columns, strict=True) if c[0] >= 0 and len(set(c)) == 1), None)
+
+
+GROUP_POOL = GroupPool()

@@ -1,0 +1,107 @@
+"""How a logical operation becomes messages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_zero.config import Transport as TransportName
+from lightning_zero.ranks.waits import Waits
+
+# The names before torch 2.13 still exist there, but warn at every call.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+DIRECT_MAX_RANKS = 8  # above this many ranks one broadcast per rank costs more than the library's ring
+
+
+class Transport(Protocol):
+    """How a logical operation becomes messages. Both methods are asynchronous and work on contiguous tensors."""
+
+    def gather(self, full: Tensor, rank: int, world_size: int, group: Any) -> list[Any]:
+        """Fill ``full`` [world_size * n] in place; the slice of ``rank`` is filled already."""
+        ...
+
+    def reduce(self, full: Tensor, rank: int, world_size: int, group: Any) -> tuple[list[Any], Callable[[], Tensor]]:
+        """Sum ``full`` [world_size * n] over ranks; after the works, the callable gives this rank's sum [n]."""
+        ...
+
+
+class PlainTransport:
+    """One library call for each logical operation."""
+
+    def gather(self, full: Tensor, rank: int, world_size: int, group: Any) -> list[Any]:
+        own = full.view(world_size, -1)[rank]
+        return [all_gather_single(full, own, group=group, async_op=True)]
+
+    def reduce(self, full: Tensor, rank: int, world_size: int, group: Any) -> tuple[list[Any], Callable[[], Tensor]]:
+        out = full.new_empty(full.numel() // world_size)
+        work = _reduce_scatter_single(out, full, group=group, async_op=True)
+        return [work], lambda: out
+
+
+class DirectTransport:
+    """Broadcasts from each owner in place, and an all-to-all with a local sum in rank order.
+
+    On gloo at two ranks and 64 MiB this takes a sixth and a quarter of the library calls' time, and is issued in
+    0.2 ms where ``reduce_scatter_tensor`` blocks.
+    """
+
+    def gather(self, full: Tensor, rank: int, world_size: int, group: Any) -> list[Any]:
+        slots = full.view(world_size, -1)
+        return [dist.broadcast(slots[r], group_src=r, group=group, async_op=True) for r in range(world_size)]
+
+    def reduce(self, full: Tensor, rank: int, world_size: int, group: Any) -> tuple[list[Any], Callable[[], Tensor]]:
+        received = torch.empty_like(full)
+        work = dist.all_to_all_single(received, full, group=group, async_op=True)
+
+        def total() -> Tensor:
+            parts = received.view(world_size, -1)
+            for part in parts[1:]:
+                parts[0].add_(part)
+            return parts[0]
+
+        return [work], total
+
+
+class HostTransport:
+    """Device tensors over a host-side backend, by copies through host memory. Correct, not fast: for tests."""
+
+    def __init__(self, inner: Transport, waits: Waits) -> None:
+        self._inner, self._waits = inner, waits
+
+    def gather(self, full: Tensor, rank: int, world_size: int, group: Any) -> list[Any]:
+        host = full.cpu()
+        for work in self._inner.gather(host, rank, world_size, group):
+            self._waits.wait_work(work, "a gather through host memory")
+        full.copy_(host)
+        return []
+
+    def reduce(self, full: Tensor, rank: int, world_size: int, group: Any) -> tuple[list[Any], Callable[[], Tensor]]:
+        works, total = self._inner.reduce(full.cpu(), rank, world_size, group)
+        for work in works:
+            self._waits.wait_work(work, "a reduction through host memory")
+        out = total().to(full.device)
+        return [], lambda: out
+
+
+TRANSPORTS: dict[TransportName, Callable[[], Transport]] = {
+    TransportName.plain: PlainTransport,
+    TransportName.direct: DirectTransport,
+}
+
+
+def choose_transport(
+    name: TransportName, backend: str, world_size: int, device: torch.device, waits: Waits
+) -> Transport:
+    """The transport of ``zero.comm.transport``; ``auto`` takes ``direct`` on gloo with few ranks, else ``plain``."""
+    host_side = "gloo" in backend
+    if name is TransportName.auto:
+        direct = host_side and world_size <= DIRECT_MAX_RANKS
+        name = TransportName.direct if direct else TransportName.plain
+    transport = TRANSPORTS[name]()
+    return HostTransport(transport, waits) if host_side and device.type != "cpu" else transport
