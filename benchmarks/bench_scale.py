@@ -15,7 +15,7 @@ partly Python, a hundred times slower than a kernel launch; the optimizer is tor
 hooks, order, issue of gathers and reductions, moving of parameters and gradients, runs of the optimizer. Not in it:
 what a real library does when it is called, and CUDA's streams and events.
 
-    python -m benchmarks.bench_scale                                    # the table of the README
+    python -m benchmarks.bench_scale                                    # the table of docs/benchmarks.md
     python -m benchmarks.bench_scale --model 70b --stages 3 --rounds 20
 """
 
