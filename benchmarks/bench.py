@@ -5,7 +5,7 @@ alike; medians of rounds are compared. The first step of a turn is not timed: wh
 stages 1 and 2) then falls on the same side's next step, as it does in training. Peak memory is measured in processes of
 its own, one pair for each side. Losses are printed beside the times: a fast wrong answer does not count.
 
-    python -m benchmarks.bench                                # the table of the README
+    python -m benchmarks.bench                                # the table of docs/benchmarks.md
     python -m benchmarks.bench --case 4:fp32 --rounds 20      # one case
     python -m benchmarks.bench --one-rank                     # the engine against the bare module, one process
 """

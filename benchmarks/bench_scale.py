@@ -4,7 +4,8 @@ torch's fake process group plays the other ranks, and the meta device holds tens
 gathers, reductions and optimizer steps are the engine's own, in one process, without the memory or a network. Every
 case runs whole steps of :class:`lightning_zero.models.gpt.GPT` first and fails where
 
-- the logical collectives of a step are not those of the design's table (architecture.md, section 3), bucket by bucket;
+- the logical collectives of a step are not those of the table in ``docs/architecture.md`` (Stages), bucket by
+  bucket;
 - the bytes at rest, by role and tier, are not those of ``planning/memory.py``.
 
 Then it is timed. The host overhead is the CPU time of a step under the engine less that of the same step of the bare
@@ -14,7 +15,7 @@ partly Python, a hundred times slower than a kernel launch; the optimizer is tor
 hooks, order, issue of gathers and reductions, moving of parameters and gradients, runs of the optimizer. Not in it:
 what a real library does when it is called, and CUDA's streams and events.
 
-    python -m benchmarks.bench_scale                                    # the table of the README
+    python -m benchmarks.bench_scale                                    # the table of docs/benchmarks.md
     python -m benchmarks.bench_scale --model 70b --stages 3 --rounds 20
 """
 
@@ -214,7 +215,7 @@ def measure(case: Case, rounds: int) -> Result:
     """Build the engine, run whole steps, compare with table and plan, and time ``rounds`` of them (0: none).
 
     Raises:
-        RuntimeError: collectives or bytes are not those of the design.
+        RuntimeError: collectives or bytes are not those of the table and the plan.
     """
     import lightning_zero
 
@@ -256,7 +257,7 @@ def _describe(case: Case, engine: Any) -> Result:
 
 
 def expected_counts(engine: Any, micro_batches: int) -> Counter[tuple[str, str]]:
-    """The design's table for one step of this engine. The root stays gathered, and so does the last unit."""
+    """The table of stages for one step of this engine. The root stays gathered, and so does the last unit."""
     from lightning_zero.planning.placement import logical_collectives
 
     expected: Counter[tuple[str, str]] = Counter()

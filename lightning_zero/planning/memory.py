@@ -2,7 +2,7 @@
 
 With P parameters and N ranks, under bf16 with fp32 masters and Adam (4 bytes of master and 8 of state for each
 parameter), a rank holds, while gradients wait for more micro-batches (ZeRO: Rajbhandari et al. 2020, arXiv:1910.02054,
-section 5; architecture.md, section 3)::
+section 5; ``docs/architecture.md``, Memory)::
 
     stage | compute | grad (bf16) | master, state | sum          | with fp32 grad (the default)
     0     | 2P      | 2P          | 12P           | 16P          | 18P

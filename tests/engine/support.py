@@ -1,7 +1,7 @@
 """Models, a plain replicated twin, and training both side by side.
 
 The twin is what sharded training must equal: a copy of the module on every rank whose gradients are averaged over the
-ranks as architecture.md (sections 6 and 9) defines it. It uses no part of ``lightning_zero``.
+ranks as ``docs/architecture.md`` (Gradients) says. It uses no part of ``lightning_zero``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The logical collectives of a step are those of the design's table, and nothing rests where it should not."""
+"""The logical collectives of a step are those of the table of stages, and nothing rests where it should not."""
 
 from __future__ import annotations
 

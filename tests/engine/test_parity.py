@@ -1,7 +1,8 @@
 """Sharded training equals a plain replicated twin: parameters, gradients and losses, at every step.
 
-The twin averages as the design says (in rank order; per backward or per step), so fp32 *and* bf16 are compared to the
-bit, for all stages. Equality of the stages among themselves follows; what the twin cannot show is compared directly.
+The twin averages as ``docs/architecture.md`` says (in rank order; per backward or per step), so fp32 *and* bf16 are
+compared to the bit, for all stages. Equality of the stages among themselves follows; what the twin cannot show is
+compared directly.
 """
 
 from __future__ import annotations

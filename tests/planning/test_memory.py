@@ -1,4 +1,4 @@
-"""Bytes by role: the formulas of the architecture, and that they add up over ranks."""
+"""Bytes by role: the formulas of ``docs/architecture.md`` (Memory), and that they add up over ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of stages and the counts that follow from it (architecture, section 3)."""
+"""The table of stages and the counts that follow from it (``docs/architecture.md``, Stages)."""
 
 from __future__ import annotations
 
