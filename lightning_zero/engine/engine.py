@@ -131,8 +131,6 @@ class Engine(Assembly):
         self.passes.leave()
         self.settle()
 
-    # -- gradients between backward and step --------------------------------------------------------------------------
-
     # -- optimizers ---------------------------------------------------------------------------------------------------
 
     def add_optimizer(self, optimizer: Optimizer) -> ShardedOptimizer:

@@ -105,7 +105,7 @@ class BucketShape:
 
 @dataclass(frozen=True, slots=True)
 class BucketPlan:
-    """A bucket with its layout over the ranks and the places of its roles: what ``engine.bucket.Bucket`` holds."""
+    """A bucket with its layout over the ranks and the places of its roles: what ``engine/units/bucket.py`` holds."""
 
     unit: int
     layout: BucketLayout

@@ -65,12 +65,12 @@ OFFLOADS: dict[Offload, TierRow] = {
 }
 ON_DEVICE = OFFLOADS[Offload.none]
 
-# Parameters that cannot be shown as a placeholder (0-d, one element, integers) keep this row at every stage.
+# Parameters that cannot be shown as a placeholder (0-d, one element, empty, integers, complex) keep this row at every stage.
 REPLICATED = STAGES[Stage.zero0]
 
 
 def logical_collectives(row: StageRow, micro_batches: int, *, stays_gathered: bool) -> dict[str, int]:
-    """Operations asked of ``collectives.py`` for one bucket in one optimizer step of ``micro_batches`` backwards.
+    """Operations asked of ``comm/communicator.py`` for one bucket in one optimizer step of ``micro_batches`` backwards.
 
     Args:
         row: the bucket's placements.

@@ -3,7 +3,7 @@
 ::
 
     forward   pre_forward(unit) .................................. post_forward(unit)
-                 what autograd saves in between is packed: saved.py
+                 what autograd saves in between is packed: saved_weights.py
     backward  weights_needed(unit), when a packed weight is read
                  grad_arrived(param), for every trainable parameter
                  input_grads_arrived(unit), of units with frozen parameters

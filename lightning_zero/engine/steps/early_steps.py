@@ -1,6 +1,6 @@
 """Steps inside the backward: an offloaded bucket is stepped as soon as its gradient has been reduced.
 
-That hides more of the step (``offload.py`` draws it), and is right only for callers who know that nothing looks at
+That hides more of the step (``worker.py`` draws it), and is right only for callers who know that nothing looks at
 gradients or changes them between backward and step.
 """
 

@@ -3,7 +3,7 @@
 ::
 
     full        compute_param  [numel]        memory while gathered; parameters are views of it
-    home        master_param   [owned numel]  and optimizer state: homes.py
+    home        master_param   [owned numel]  and optimizer state: home.py
     param_*     compute_param  [owned numel]  beside the master, where they rest on another tier or in files
     grad        grad           [owned numel]  between backward and step
 """
