@@ -65,7 +65,8 @@ OFFLOADS: dict[Offload, TierRow] = {
 }
 ON_DEVICE = OFFLOADS[Offload.none]
 
-# Parameters that cannot be shown as a placeholder (0-d, one element, empty, integers, complex) keep this row at every stage.
+# Parameters that cannot be shown as a placeholder (0-d, one element, empty, integers, complex) keep this row at
+# every stage.
 REPLICATED = STAGES[Stage.zero0]
 
 
