@@ -387,7 +387,7 @@ def test_code_in_a_checkpoint_does_not_run(tmp_path: Path) -> None:
 
 def test_the_first_save_warns_of_what_will_be_refused(tmp_path: Path) -> None:
     io = ZeroCheckpointIO()
-    says = r"odd\.ckpt holds tests\.lightning\.test_checkpoints\.Odd, and going on from it is refused"
+    says = r"odd\.ckpt holds tests\.trainer\.test_checkpoints\.Odd, and going on from it is refused"
     with pytest.warns(UserWarning, match=says):
         io.save_checkpoint({"extra": Odd(), "weight": torch.ones(3)}, tmp_path / "odd.ckpt")
     with warnings.catch_warnings():
@@ -408,7 +408,7 @@ def test_the_first_whole_file_is_looked_at_too(tmp_path: Path) -> None:
 def test_a_refusal_names_the_class_and_how_to_allow_it(tmp_path: Path) -> None:
     path = save_with(Odd(), tmp_path)
     for stage in ("zero1", "zero3"):
-        with pytest.raises(ConfigError, match=r"odd\.ckpt with tests\.lightning\.test_checkpoints\.Odd: ") as refused:
+        with pytest.raises(ConfigError, match=r"odd\.ckpt with tests\.trainer\.test_checkpoints\.Odd: ") as refused:
             fit(stage, tmp_path, max_epochs=3, ckpt_path=path)
         assert "weights_only=False" in str(refused.value) and "add_safe_globals([Odd])" in str(refused.value)
     trainer("zero3", tmp_path, max_epochs=3).fit(seeded(Lit), loader(), ckpt_path=path, weights_only=False)
