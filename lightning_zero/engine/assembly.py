@@ -6,7 +6,7 @@
                       ---> reducer      gradients, over the ranks into shards
                       ---> sentinels    what users see of gradients
                       ---> under_way    offloaded steps, and the gathers that follow steps
-    optimizers (step, and early_steps in a backward) ---> under_way
+    optimizers ---> around_step ---> all of these
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from lightning_zero.engine.passes.gradients import Reducer
 from lightning_zero.engine.passes.hooks import ENGINE
 from lightning_zero.engine.passes.passes import Passes
 from lightning_zero.engine.passes.recompute import check_blocks, recompute_blocks
-from lightning_zero.engine.steps.early_steps import EarlySteps
+from lightning_zero.engine.steps.around import AroundStep
 from lightning_zero.engine.steps.optimizer import ShardedOptimizer
 from lightning_zero.engine.steps.pending import UnderWay
 from lightning_zero.engine.steps.worker import default_threads
@@ -137,7 +137,16 @@ class Assembly:
             writes=self.writes,
             precision=self.precision,
         )
-        self._early_steps = EarlySteps(passes, self.reducer, self.writes)
+        self.around_step = AroundStep(
+            self.units,
+            self.place_of,
+            passes=passes,
+            reducer=self.reducer,
+            sentinels=self.sentinels,
+            writes=self.writes,
+            under_way=self.under_way,
+            shown=self.shown,
+        )
         self._fence = Fence(self.buckets, self.shown, in_pass=lambda: passes.key is not None)
         self._access = Access(
             self.units,
@@ -249,15 +258,10 @@ class Assembly:
     @outside_autograd
     def masters_changed(self, changed: set[Bucket] | None = None) -> None:
         """On all ranks: the masters of ``changed`` buckets are new (default: all; then compute parameters follow here).
-
-        Replicated compute parameters are brought up to date by gathers that the next forward waits for, unit by unit.
-        """
+        See :meth:`AroundStep.masters_changed`."""
         if changed is None:
             changed = set(self.buckets)
             for bucket in self.buckets:
                 with opened(bucket.home):
                     bucket.push()
-        self.under_way.masters_changed(changed)
-        if self.passes.key is not None:
-            self.under_way.refresh(self.root)
-            self.root.unshard_wait()
+        self.around_step.masters_changed(changed)

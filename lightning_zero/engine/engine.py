@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, cast
 
@@ -17,7 +17,6 @@ from lightning_zero.engine.steps.optimizer import ShardedOptimizer
 from lightning_zero.engine.steps.torch_optimizers import count_states
 from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units import capacity
-from lightning_zero.engine.units.bucket import Bucket, values_changed
 from lightning_zero.engine.whole import values
 
 
@@ -150,12 +149,7 @@ class Engine(Assembly):
     def _make_sharded(self, optimizer: Optimizer) -> ShardedOptimizer:
         return ShardedOptimizer(
             optimizer,
-            self.place_of,
-            used=self.sentinels.used_params,
-            landing=self._early_steps.landing,
-            before=self._before_step,
-            after=self._stepped,
-            submit=self.under_way.submit,
+            self.around_step,
             device_type=self.comm.device.type,
             declared_elementwise=self.config.optimizer.elementwise,
             stochastic_rounding=self.config.precision.stochastic_rounding,
@@ -168,29 +162,9 @@ class Engine(Assembly):
         callers who know that nothing looks at gradients or changes them in between: no clipping, no loss scaling,
         no hook of the user's. Only offloaded buckets are stepped so: the others have nothing to hide.
         """
-        return self._early_steps.allowed()
+        return self.around_step.early_steps.allowed()
 
     def drop_optimizers(self) -> None:
         for optimizer in self.optimizers:
             optimizer.release()
         self.optimizers = []
-
-    def _before_step(self, params: Iterable[nn.Parameter], stepped: set[Bucket]) -> None:
-        if self.shown:
-            raise RuntimeError(
-                "optimizer.step() inside gather(): what is written to the shown parameters would replace the step's "
-                "result. Leave the `with lightning_zero.gather(...)` block first."
-            )
-        if stepped:  # inside the backward, which has waited for earlier steps; nobody could clear gradients since
-            for unit in self.units:
-                unit.unshard_wait()
-        else:
-            self.settle()
-            self.forget_zeroed()
-        self.writes.take_all_over()
-        self.check_reduced(params)
-
-    def _stepped(self, changed: set[Bucket], params: Sequence[nn.Parameter]) -> None:
-        self.passes.stepped()
-        values_changed(self.place_of(param).info for param in params)
-        self.masters_changed(changed)

@@ -7,6 +7,7 @@ r"""A step: from reduced gradients to new parameters.
 
     interception      how step() of the user's object leads here
     optimizer         one step, from top to bottom
+    around            what it waits for before, and what follows from it
     runs              the slices of a bucket that an optimizer steps, and their state
     torch_optimizers  what is known of torch's optimizers: which are element-wise, what state they keep
     mixed_dtypes      steps where a slice and its gradient differ in dtype

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zero.comm.profiling import profiled
+from lightning_zero.engine.steps.around import AroundStep
 from lightning_zero.engine.steps.interception import Stepping, keeps_own_step
 from lightning_zero.engine.steps.mixed_dtypes import salt_of, step_in_chunks
 from lightning_zero.engine.steps.runs import FlatRun, ParamStates, Runs, steps_in
@@ -47,32 +48,16 @@ class ShardedOptimizer:
     def __init__(
         self,
         optimizer: Optimizer,
-        place_of: Callable[[nn.Parameter], Place],
+        around: AroundStep,
         *,
-        used: Callable[[], set[int]],
-        landing: Callable[[Callable[[Bucket], None]], contextlib.AbstractContextManager[None]],
-        before: Callable[[Sequence[nn.Parameter], set[Bucket]], None],
-        after: Callable[[set[Bucket], Sequence[nn.Parameter]], None],
-        submit: Callable[[list[StepJob]], None],
         device_type: str = "cpu",
         declared_elementwise: bool = False,
         stochastic_rounding: bool = False,
     ) -> None:
-        """
-        Args:
-            place_of: finds a parameter's bucket; raises for parameters that the engine does not own.
-            used: ids of the parameters that any rank gave a gradient since it was cleared.
-            submit: takes the steps of buckets whose masters rest off the device, in the order of the forward.
-            landing: around a step's closure; calls its argument with buckets that may be stepped in the backward.
-            before, after: called around the arithmetic; ``before`` gets the buckets that are stepped already, ``after``
-                those that changed, and the parameters that did.
-        """
         check_supported(optimizer, declared_elementwise=declared_elementwise, stochastic_rounding=stochastic_rounding)
         self.optimizer = optimizer
         self._stochastic = stochastic_rounding
-        self._place_of = place_of
-        self._used, self._landing, self._before, self._after = used, landing, before, after
-        self._submit = submit
+        self._around = around
         self.runs = Runs(optimizer, per_fragment=not isinstance(optimizer, ELEMENTWISE))
         self._device_type = device_type
         own_step = keeps_own_step(optimizer, declared_elementwise=declared_elementwise)
@@ -95,7 +80,7 @@ class ShardedOptimizer:
         Raises:
             ConfigError: a parameter is not part of the sharded module.
         """
-        return [[self._place_of(p) for p in group["params"]] for group in self.optimizer.param_groups]
+        return [[self._around.place_of(p) for p in group["params"]] for group in self.optimizer.param_groups]
 
     def _take_over_state(self) -> None:
         """What the optimizer holds for whole parameters: of an earlier step it goes into the runs; what is not a step
@@ -135,8 +120,8 @@ class ShardedOptimizer:
         loss, early = None, set[Bucket]()
         if closure is not None:
             loss, early = self._run_closure(closure)
-        self._before(self.params(), early)
-        used = self._used()
+        self._around.begins(self.params(), early)
+        used = self._around.used()
         changed = self._arrange(used, early)
         lazy = [b for b in self.runs.buckets() if b in changed and self._is_lazy(b)]
         eager = [b for b in self.runs.buckets() if b in changed and b not in lazy]
@@ -151,11 +136,11 @@ class ShardedOptimizer:
         ):
             self._stepping.inner()
         if jobs:
-            self._submit(jobs)
+            self._around.submit(jobs)
         for bucket in changed:
             if not self.runs.of(bucket) and self._is_lazy(bucket):
                 bucket.has_no_step()
-        self._after(changed | early, [p for p in self.params() if id(p) in used])
+        self._around.ends(changed | early, [p for p in self.params() if id(p) in used])
         return loss
 
     def _run_closure(self, closure: Callable[[], Any]) -> tuple[Any, set[Bucket]]:
@@ -172,12 +157,12 @@ class ShardedOptimizer:
             active = {slot for slot in groups[bucket] if bucket.params[slot].param.requires_grad}
             self.runs.advance(bucket, groups[bucket], active)
             if self.runs.of(bucket):
-                self._submit([self._job(bucket, {id(bucket.params[slot].param) for slot in active})])
+                self._around.submit([self._job(bucket, {id(bucket.params[slot].param) for slot in active})])
             else:
                 bucket.has_no_step()
 
         try:
-            with torch.enable_grad(), self._landing(landed):
+            with torch.enable_grad(), self._around.closure(landed):
                 return closure(), early
         except BaseException as error:
             if early:

@@ -1,0 +1,105 @@
+"""What is around a step: what it waits for before, and what follows from it. ``ShardedOptimizer.step`` is the step."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+
+from torch import nn
+
+from lightning_zero.engine.parameters.writes import Writes
+from lightning_zero.engine.passes.gradient_sentinels import Sentinels
+from lightning_zero.engine.passes.gradients import Reducer
+from lightning_zero.engine.passes.passes import Passes
+from lightning_zero.engine.steps.early_steps import EarlySteps
+from lightning_zero.engine.steps.pending import UnderWay
+from lightning_zero.engine.steps.worker import StepJob
+from lightning_zero.engine.torch_modes import outside_autograd
+from lightning_zero.engine.units.bucket import Bucket, Place, values_changed
+from lightning_zero.engine.units.unit import Unit
+
+
+class AroundStep:
+    """The steps of all optimizers of one engine come here, each in the order of the methods.
+
+    Args:
+        place_of: finds a parameter's bucket; raises for parameters that the engine does not own.
+        shown: buckets inside a ``gather()``.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        place_of: Callable[[nn.Parameter], Place],
+        *,
+        passes: Passes,
+        reducer: Reducer,
+        sentinels: Sentinels,
+        writes: Writes,
+        under_way: UnderWay,
+        shown: set[Bucket],
+    ) -> None:
+        self._units = units
+        self.place_of = place_of
+        self._passes = passes
+        self._reducer = reducer
+        self._sentinels = sentinels
+        self._writes = writes
+        self._under_way = under_way
+        self._shown = shown
+        self.early_steps = EarlySteps(passes, reducer, writes)
+
+    def closure(self, landed: Callable[[Bucket], None]) -> contextlib.AbstractContextManager[None]:
+        """Around a step's closure; calls ``landed`` with buckets that may be stepped in its backward."""
+        return self.early_steps.landing(landed)
+
+    @outside_autograd
+    def begins(self, params: Sequence[nn.Parameter], stepped: set[Bucket]) -> None:
+        """Masters may be changed from here on, and gradients are what the user has left of them.
+
+        Args:
+            stepped: buckets that were stepped in the closure's backward.
+
+        Raises:
+            RuntimeError: parameters are shown by ``gather()``, or gradients wait for a backward that reduces them.
+        """
+        if self._shown:
+            raise RuntimeError(
+                "optimizer.step() inside gather(): what is written to the shown parameters would replace the step's "
+                "result. Leave the `with lightning_zero.gather(...)` block first."
+            )
+        if stepped:  # inside the backward, which has waited for earlier steps; nobody could clear gradients since
+            for unit in self._units:
+                unit.unshard_wait()
+        else:
+            self._under_way.settle()
+            self._sentinels.forget_zeroed()
+        self._writes.take_all_over()
+        self._reducer.refuse_unreduced(map(self.place_of, params))
+
+    def used(self) -> set[int]:
+        """Ids of the parameters that any rank gave a gradient since it was cleared."""
+        return self._sentinels.used_params()
+
+    def submit(self, jobs: Sequence[StepJob]) -> None:
+        """Take the steps of buckets whose masters rest off the device, in the order of the forward."""
+        self._under_way.submit(jobs)
+
+    @outside_autograd
+    def ends(self, changed: set[Bucket], params: Sequence[nn.Parameter]) -> None:
+        """
+        Args:
+            changed: buckets whose masters are new, or will be when their steps are over.
+            params: those that were stepped.
+        """
+        self._passes.stepped()
+        values_changed(self.place_of(param).info for param in params)
+        self.masters_changed(changed)
+
+    def masters_changed(self, changed: set[Bucket]) -> None:
+        """On all ranks. Replicated compute parameters follow by gathers, unit by unit, for which the next forward
+        waits; in an open pass the root's are waited for here."""
+        self._under_way.masters_changed(changed)
+        if self._passes.key is not None:
+            self._under_way.refresh(self._units[0])
+            self._units[0].unshard_wait()
