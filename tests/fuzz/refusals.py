@@ -41,13 +41,18 @@ def _reads_outside(program: Program) -> bool:
 
 
 def _replaces_values(program: Program) -> bool:
-    """Assignments to ``.data``, and steps under autocast: torch's own graphs keep the memory of before."""
+    """Assignments to ``.data``, and all writes and steps under autocast: torch's own graphs keep the memory of before."""
+    autocast = program.settings.precision in ("bf16", "fp16")
     return any(
-        (isinstance(a, p.Write) and a.how in ("outside", "assign"))
-        or (isinstance(a, p.Gather) and a.write in ("data", "one rank"))
-        or (isinstance(a, p.Step) and a.late and program.settings.precision in ("bf16", "fp16"))
+        (isinstance(a, p.Write) and (autocast or a.how in ("outside", "assign")))
+        or (isinstance(a, p.Gather) and (autocast or a.write in ("data", "one rank")))
+        or (isinstance(a, p.Step) and a.late and autocast)
         for a in program.everything()
     ) or any(node.kind == "Clamped" for node in program.nodes())
+
+
+def _reads_weights_outside(program: Program) -> bool:
+    return any(isinstance(a, p.Forward) and a.penalty for a in program.everything())
 
 
 def _walks_again(program: Program) -> bool:
@@ -73,8 +78,13 @@ REFUSALS = (
     ),
     Refusal(
         r"RuntimeError: one of the variables needed for gradient computation has been modified",
-        "a graph is walked again, from weights of the root, which only a backward that is told of has gathered",
-        lambda program: program.settings.plain and 3 in _stages(program) and _walks_again(program),
+        "a graph is walked again, from weights of the root, which only a backward that is told of has gathered, or from "
+        "weights that were read outside of their module's call",
+        lambda program: (
+            3 in _stages(program)
+            and _walks_again(program)
+            and (program.settings.plain or _reads_weights_outside(program))
+        ),
     ),
     Refusal(
         r"RuntimeError: one of the variables needed for gradient computation has been modified",
