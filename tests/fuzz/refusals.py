@@ -41,7 +41,7 @@ def _reads_outside(program: Program) -> bool:
 
 
 def _replaces_values(program: Program) -> bool:
-    """Assignments to ``.data``, and all writes and steps under autocast: torch's own graphs keep the memory of before."""
+    """Assignments to ``.data``, under autocast all writes and steps: torch's own graphs keep the memory of before."""
     autocast = program.settings.precision in ("bf16", "fp16")
     return any(
         (isinstance(a, p.Write) and (autocast or a.how in ("outside", "assign")))
@@ -78,8 +78,8 @@ REFUSALS = (
     ),
     Refusal(
         r"RuntimeError: one of the variables needed for gradient computation has been modified",
-        "a graph is walked again, from weights of the root, which only a backward that is told of has gathered, or from "
-        "weights that were read outside of their module's call",
+        "a graph is walked again, from weights of the root, which only a backward that is told of has gathered, or "
+        "from weights that were read outside of their module's call",
         lambda program: (
             3 in _stages(program)
             and _walks_again(program)
