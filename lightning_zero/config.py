@@ -174,7 +174,7 @@ class OffloadConfig:
         host_budget: bytes of host memory that one rank may hold at rest. ``None``: what the machine has available.
         nvme_budget: bytes of files that one rank may hold. ``None``: what the disk has free.
         threads: CPU threads of a rank's offloaded step. ``None``: the cores that it may use over the ranks that share
-            them, less one for transfers where there are several.
+            them, less one for transfers where there are more than two.
         io_threads: reads and writes in flight at a time. ``None``: 4.
     """
 
@@ -214,7 +214,7 @@ class OffloadConfig:
 
 @dataclass(kw_only=True, slots=True)
 class UnitConfig:
-    """Which modules are units: what is gathered, reduced and stepped together.
+    """Which modules are units: what is gathered and dropped together. (It is reduced bucket by bucket.)
 
     Attributes:
         classes: class names of the modules that become units. Empty: found from the model (``_no_split_modules``
@@ -282,7 +282,7 @@ class ZeroConfig:
         dynamic: ranks may take different paths through the model; they agree on every gather by a small exchange.
         stall_timeout_s: seconds that a rank waits for others before it raises, naming unit, ranks and places; at the
             start of a run, the ranks that have not come.
-        summary: print the table of units at the start.
+        summary: print the table of units at the start and, at the end of the main job, that of bytes at rest.
     """
 
     stage: StageConfig = field(default_factory=StageConfig)

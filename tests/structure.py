@@ -1,7 +1,7 @@
 """Figures of the package's structure: ``python -m tests.structure``, or ``make structure``.
 
-How many files a gradient and a parameter pass, and how many concepts a step needs, is counted by hand in
-``docs/one_step.md``.
+How many files a gradient and a parameter pass is counted of a traced step, how many concepts a step needs by hand: both
+in ``docs/one_step.md``.
 """
 
 from __future__ import annotations

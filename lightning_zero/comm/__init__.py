@@ -1,4 +1,4 @@
-"""Messages between ranks. Only this folder calls collectives; everything else asks its communicator.
+"""Messages between ranks. Below the trainer, only this folder calls collectives; all else asks its communicator.
 
 ::
 

@@ -221,7 +221,7 @@ class Communicator:
             return self._pending(label, works, lambda: full, stream)
 
     def _reduce(self, full: Tensor, label: str) -> Pending:
-        """The sum of this rank's slice: over all ranks on a device, else over the ranks that share shards."""
+        """The sum over the ranks that share shards; on a CUDA stream also over the nodes."""
         if self._groups is None:
             return Pending(self, label, [], lambda: full)
         with self.streams.on("reduce") as stream:

@@ -13,7 +13,7 @@ def profiled(kind: str, what: str) -> contextlib.AbstractContextManager[None]:
     """A range ``zero: <kind> <what>``, where somebody profiles this thread. Where nobody does it costs a call.
 
     Args:
-        kind: ``gather``, ``wait``, ``reduce``, ``transfer`` or ``step``.
+        kind: ``gather``, ``wait for``, ``reduce``, ``transfer`` or ``step``.
         what: a unit, or one of its buckets.
     """
     if not torch.autograd._profiler_enabled():

@@ -52,8 +52,8 @@ class DirectTransport:
     """
 
     def gather(self, full: Tensor, rank: int, world_size: int, group: Any) -> list[Any]:
-        slots = full.view(world_size, -1)
-        return [dist.broadcast(slots[r], group_src=r, group=group, async_op=True) for r in range(world_size)]
+        parts = full.view(world_size, -1)
+        return [dist.broadcast(parts[r], group_src=r, group=group, async_op=True) for r in range(world_size)]
 
     def reduce(self, full: Tensor, rank: int, world_size: int, group: Any) -> tuple[list[Any], Callable[[], Tensor]]:
         received = torch.empty_like(full)

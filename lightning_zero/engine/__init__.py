@@ -3,9 +3,12 @@
 ::
 
     engine = lightning_zero.shard(model, stage=3)
-    engine.add_optimizer(torch.optim.AdamW(model.parameters()))
-    loss = model(batch)
+    optimizer = torch.optim.AdamW(model.parameters())
+    engine.add_optimizer(optimizer)
+    loss = model(batch).sum()
     loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
 
 Where to look::
 
@@ -95,7 +98,9 @@ def _resolve(target: Target) -> tuple[Engine, list[nn.Parameter]]:
 
 @contextlib.contextmanager
 def gather(target: Target, *, from_rank: int | None = None, grads: bool = False) -> Iterator[None]:
-    """Inside the ``with``, parameters hold their full fp32 master values; what is written to them is kept.
+    """Inside the ``with``, parameters hold their full master values; what is written to them is kept.
+
+    Masters are fp32, or of the one dtype under ``*_true`` and ``fp64``.
 
     All ranks enter it. They write the same values, or ``from_rank`` names the rank whose values count.
 

@@ -1,4 +1,4 @@
-"""A stage is a row of placements, an offload choice a row of tiers. Nothing else in the engine knows their names."""
+"""A stage is a row of placements, an offload choice a row of tiers. Nothing else in the engine knows stages by name."""
 
 from __future__ import annotations
 
@@ -63,6 +63,7 @@ OFFLOADS: dict[Offload, TierRow] = {
     Offload.optimizer_cpu_param_nvme: TierRow(_H, _H, _N),
     Offload.nvme: TierRow(_N, _H, _N),
 }
+assert all(row.grad in (_D, _H) for row in OFFLOADS.values()), "gradients rest on the device or in plain host memory"
 ON_DEVICE = OFFLOADS[Offload.none]
 
 # Parameters that cannot be shown as a placeholder (0-d, one element, empty, integers, complex) keep this row at

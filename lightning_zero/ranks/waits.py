@@ -2,7 +2,8 @@
 
 ::
 
-    wait_work            the others come within zero.stall_timeout_s, or StallError names ranks and places
+    wait_work            the others come within zero.stall_timeout_s, or StallError names ranks and places;
+                         where a connection breaks, PeerError names the rank that is gone
     ... patient=True     as long as any rank is at work (one that downloads, others in a barrier): only when all wait,
                          for things that differ, nothing will ever come
 """

@@ -1,8 +1,9 @@
 """A thread beside training: tells the other ranks where this one is, and ends it when it waits for one that is gone.
 
 Each rank posts its place to the store every few seconds, for the error messages of ranks that wait, and a beat. Who
-waits inside the engine gets an error in time. Elsewhere (a metric's barrier, say) a backend waits for its own timeout,
-where nothing tells it that the others are gone: a network that is cut, and NCCL always. So each rank listens::
+waits inside the engine by host messages gets an error in time. Elsewhere (a metric's barrier, say) a backend waits for
+its own timeout, where nothing tells it that the others are gone: a network that is cut, and NCCL always. So each rank
+listens::
 
     the next rank is not heard of for zero.stall_timeout_s,   -> said then; ends this process after a longer standstill
     or the store is gone, or does not answer
@@ -40,7 +41,7 @@ T = TypeVar("T")
 
 
 class Watched(Protocol):
-    """What the thread knows of a communicator."""
+    """What the thread knows of a ``Waits``."""
 
     rank: int
     world_size: int
@@ -84,7 +85,8 @@ def within(seconds: float, ask: Callable[[], T], default: T) -> T:
 
 
 class Watchdog:
-    """
+    """Posts where this rank is, listens to the others, and ends a process that stands still beside one that is gone.
+
     Args:
         watched: held weakly; one that is forgotten instead of closed ends the thread.
         store: a connection that nobody waits in for long.

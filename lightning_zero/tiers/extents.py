@@ -1,4 +1,6 @@
-"""Where roles rest when they leave the device: in host memory, or in a file. One interface for both.
+"""Where masters, optimizer state and parameters rest off the device: host memory, or a file. One interface for both.
+
+Gradients do not come here: they go to plain host memory (``Bucket.bring_grad``).
 
 A caller reserves extents once (a batch of them is one slab, or one region of the file), then moves values with
 ``stage_in`` and ``stage_out``. Futures let it overlap: read k+1, step k, write k-1. What an extent holds before the

@@ -2,8 +2,9 @@
 
 ::
 
-    forward   hooks -> passes -> gather_order -> units
-    backward  hooks, gradient_sentinels -> gradients -> reductions
+    hooks ---------+             +--> gather_order --> units
+    saved_weights -+--> passes --+--> gradients -----> comm/reduction
+    recompute -----+             +--> gradient_sentinels
 
     hooks               all hooks on modules and tensors
     events              what hooks tell a pass

@@ -1,4 +1,4 @@
-"""What stands in ``param.grad`` between backward and step: the shards are elsewhere, and must not be missed silently.
+"""What stands in ``param.grad`` from a backward until it is cleared: the shards are elsewhere, and must not be missed.
 
 A sentinel in place says that the parameter has a gradient. Found cleared (None) or zeroed at the next backward or step,
 it says that the user zeroed the gradient, with or without ``set_to_none``.
@@ -19,7 +19,7 @@ _ZEROING = {torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero_.default}
 
 
 class GradSentinel(Tensor):
-    """Stands for the gradient of a sharded parameter in ``param.grad`` between backward and step.
+    """Stands for the gradient of a sharded parameter in ``param.grad``, from a backward until it is cleared.
 
     It has the shape of the gradient and no values. Zeroing it is noticed by the engine; any other use raises.
     """

@@ -82,7 +82,7 @@ class BucketGrads:
         return full if full.dtype == bucket.dtypes.reduce else full.to(bucket.dtypes.reduce)
 
     def add_reduced(self, reduced: Tensor) -> None:
-        """Add a reduced gradient [owned numel] to ``bucket.grad``, on the tier where gradients rest."""
+        """Add a reduced gradient [owned numel] to ``bucket.grad``, on the device or in plain host memory."""
         bucket = self.bucket
         if bucket.tiers.row.grad is not Tier.device:
             self._add_on_host(reduced)
@@ -264,8 +264,8 @@ class Reducer:
                 )
 
     def _agree(self, reduced: Sequence[Bucket], flag: bool) -> tuple[list[Bucket], bool]:
-        """One exchange says which parameters any rank has used, which buckets all must reduce a second time, and
-        whether a flag is raised.
+        """One maximum over ranks says which parameters any rank has used, which buckets all must reduce a second time,
+        and whether a flag is raised.
 
         A bucket gets gradients after its reduction where a module is used again under checkpointing.
         """

@@ -2,11 +2,15 @@
 
 ::
 
-    forward   pre_forward(unit) .................................. post_forward(unit)
+    forward   pre_forward(unit) .................................. post_forward(unit), or forward_raised()
                  what autograd saves in between is packed: saved_weights.py
-    backward  weights_needed(unit), when a packed weight is read
+    backward  backward_begins(), when a gradient comes to an output of the root
+                 recomputes(unit), of checkpointed units: recompute.py calls it
                  grad_arrived(param), for every trainable parameter
                  input_grads_arrived(unit), of units with frozen parameters
+
+One more event is no hook's and not in :class:`PassEvents`: when a packed weight is read, saved_weights.py calls
+``Passes.weights_needed``.
 
 Hooks on outputs would not do: a tensor may leave a unit by other ways than its outputs, and an output that is changed
 in place has another history afterwards.

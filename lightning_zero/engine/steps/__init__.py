@@ -3,7 +3,7 @@ r"""A step: from reduced gradients to new parameters.
 ::
 
     optimizer.step() --interception--> optimizer --> runs --> torch's kernels, on slices
-                                           \--> worker (offloaded buckets) --> pending (what is under way)
+                                           \--> around --> pending (what is under way) --> worker (offloaded buckets)
 
     interception      how step() of the user's object leads here
     optimizer         one step, from top to bottom

@@ -5,7 +5,7 @@
     full        compute_param  [numel]        memory while gathered; parameters are views of it
     home        master_param   [owned numel]  and optimizer state: home.py
     param_*     compute_param  [owned numel]  beside the master, where they rest on another tier or in files
-    grad        grad           [owned numel]  between backward and step
+    grad        grad           [owned numel]  from a backward until it is cleared
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class Bucket:
             it is the compute parameters' own memory where these are replicated and of the same dtype.
         grad: reduced gradient [owned numel] grad_dtype, or None; on the host where the row says so.
         submitted_event: on a GPU, when the masters' step was asked for: what its results may overwrite is read no more.
-        resharding: compute parameters are dropped after use.
+        resharding: compute parameters are dropped after use. This and the next are properties for ever, not states.
         refreshed: compute parameters are replicated, and brought up to date after a step.
     """
 
@@ -227,7 +227,7 @@ class Bucket:
         return arrived
 
     def bring_grad(self, reduced: Tensor) -> None:
-        """Take ``reduced`` [owned numel] into host memory as the gradient; the host does not wait for it."""
+        """Take ``reduced`` [owned numel] as the gradient into plain host memory, of no tier. The host does not wait."""
         streams = self.comm.streams
         host = torch.empty(reduced.shape, dtype=self.dtypes.grad, pin_memory=reduced.device.type == "cuda")
         with streams.on("d2h"):

@@ -4,9 +4,9 @@
 
     SHARDED --unshard_begin--> GATHERING --unshard_wait--> GATHERED --reshard--> SHARDED
 
-Buckets whose compute parameters are replicated (stages 0 to 2) go the same way with a different meaning: SHARDED is
+Buckets whose compute parameters are replicated (stages 1 and 2) go the same way with a different meaning: SHARDED is
 never entered, and GATHERING is the time between the optimizer step, which changes this rank's slice, and the arrival
-of the others' slices.
+of the others' slices. At stage 0 a unit stays GATHERED.
 """
 
 from __future__ import annotations
@@ -39,7 +39,10 @@ LEGAL = {
 
 @dataclass(slots=True, eq=False)
 class Unit:
-    """Buckets that are gathered, reduced and stepped together, driven by the calls of one module."""
+    """Buckets that are gathered and dropped together, driven by the calls of one module.
+
+    Reductions and offloaded steps go bucket by bucket.
+    """
 
     name: str  # fqn of the module, "" for the root
     index: int
@@ -86,7 +89,10 @@ class Unit:
             self.pending = [b.gather_begin() for b in self.buckets if b.resharding]
 
     def refresh_begin(self, buckets: Iterable[Bucket]) -> None:
-        """After a step: issue the gathers of replicated compute parameters. Until they arrive, reads give NaN."""
+        """After a step: issue the gathers of replicated compute parameters.
+
+        Until they arrive the placeholder stands there, and users' reads wait.
+        """
         self.unshard_wait()  # masters were changed twice in a row
         self._enter(State.GATHERING)
         with profiled("gather", self.title):

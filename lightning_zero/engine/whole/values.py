@@ -273,7 +273,7 @@ _Key = tuple[int, int]  # bucket, slot
 
 
 def _full_states(engine: Assembly, sharded: ShardedOptimizer, wanted: bool) -> dict[tuple[Bucket, int], dict[str, Any]]:
-    """Every parameter's state with full tensors. One exchange says who has what; then a gather per bucket and name."""
+    """Every parameter's state with full tensors. Small messages say who has what; then a gather per bucket and name."""
     buckets = engine.buckets
     known: dict[_Key, dict[str, Any]] = {}
     for contribution in engine.comm.all_gather_objects(_who_has_what(buckets, sharded), "optimizer state"):
