@@ -264,7 +264,7 @@ def expected_counts(engine: Any, micro_batches: int) -> Counter[tuple[str, str]]
     for unit in engine.units:
         stays = unit.index in (0, len(engine.units) - 1)
         for bucket in unit.buckets:
-            counts = logical_collectives(bucket.row, micro_batches, stays_gathered=stays)
+            counts = logical_collectives(bucket.plan.row, micro_batches, stays_gathered=stays)
             expected.update({(kind, bucket.label): n for kind, n in counts.items() if n})
     return expected
 

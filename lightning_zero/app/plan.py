@@ -22,8 +22,9 @@ from lightning_zero.app import train
 from lightning_zero.app.jobs import fit_trainer
 from lightning_zero.app.schema import MachineConfig, TrainConfig
 from lightning_zero.config import PRECISION_FLAGS, ConfigError, Offload, OffloadConfig, Precision, ZeroConfig
+from lightning_zero.planning.buckets import Role
 from lightning_zero.planning.fit import Advice, Machine, Model, Row, advise, allowed_rows, best, plan_row
-from lightning_zero.planning.memory import ADAM_STATES, Bytes, Limits, Role
+from lightning_zero.planning.memory import ADAM_STATES, Bytes, Limits
 from lightning_zero.planning.placement import Tier
 from lightning_zero.trainer.summary import human_bytes
 

@@ -26,7 +26,7 @@ from lightning_zero.comm.share import Share, share_of_machine
 from lightning_zero.config import ConfigError, Offload, Precision, ZeroConfig, check_rounding
 from lightning_zero.engine.parameters.access import Access
 from lightning_zero.engine.parameters.classes import make_plain
-from lightning_zero.engine.parameters.placeholders import Fence, make_placeholders
+from lightning_zero.engine.parameters.fence import Fence
 from lightning_zero.engine.parameters.writes import Writes
 from lightning_zero.engine.passes.gather_order import GatherOrder
 from lightning_zero.engine.passes.gradient_sentinels import Sentinels
@@ -45,7 +45,7 @@ from lightning_zero.engine.units.bucket import Bucket, Place
 from lightning_zero.engine.units.home import Tiers, opened
 from lightning_zero.engine.units.module_buffers import BufferSync
 from lightning_zero.engine.units.unit import Unit
-from lightning_zero.planning.placement import ON_DEVICE
+from lightning_zero.planning.placement import TierRow
 
 # The module owns its engine, so that both go together: a table that held engines would keep every module alive that an
 # engine leads to, through a hook of an optimizer, say.
@@ -65,7 +65,6 @@ class Assembly:
         units: the root first, then in the order of ``named_modules``.
         comm: collectives, their counts and observers.
         optimizers: the optimizers that step this engine's shards.
-        shown: buckets inside a ``gather()``.
     """
 
     @outside_autograd
@@ -73,11 +72,10 @@ class Assembly:
         self.config = config
         self.precision = config.precision.name or Precision.fp32
         self._module = weakref.ref(module)
-        self.tiers = Tiers(ON_DEVICE)
+        self.tiers = Tiers()
         share = self._shard(module, group, device, node)
         self._places = {id(info.param): Place(b, info) for u in self.units for b in u.buckets for info in b.params}
         self.optimizers: list[ShardedOptimizer] = []
-        self.shown: set[Bucket] = set()
         self._put_together(share)
         self._undo = recompute_blocks(
             [(unit, module.get_submodule(unit.name)) for unit in self.units[1:]],
@@ -104,8 +102,8 @@ class Assembly:
             transport = config.comm.transport
             self.comm = Communicator(group, device, transport=transport, topology=topology, waits=waits)
             share = share_of_machine(self.comm) if config.offload.name is not Offload.none else Share()
-            tiers = self._make_tiers(groups, share)
-            self.units: list[Unit] = build.build_units(module, groups, config, self.comm, tiers)
+            rows = self._make_tiers(groups, share)
+            self.units: list[Unit] = build.build_units(module, groups, config, self.comm, rows, self.tiers)
         except BaseException:
             self.tiers.close()
             waits.close()
@@ -125,7 +123,6 @@ class Assembly:
         self.reducer = Reducer(self.buckets, self.comm, config.reduce_bucket_bytes, dynamic=config.dynamic)
         self.sentinels = Sentinels(self.reducer.grads)
         self.under_way = UnderWay(self.units, self.comm.streams, config.offload.threads or default_threads(share.cpus))
-        make_placeholders(self.buckets)
         self.writes = Writes(self.buckets, self.comm)
         self.passes = passes = Passes(
             self.units,
@@ -145,9 +142,8 @@ class Assembly:
             sentinels=self.sentinels,
             writes=self.writes,
             under_way=self.under_way,
-            shown=self.shown,
         )
-        self._fence = Fence(self.buckets, self.shown, in_pass=lambda: passes.key is not None)
+        self._fence = Fence(self.buckets, in_pass=lambda: passes.key is not None)
         self._access = Access(
             self.units,
             self._places,
@@ -167,12 +163,12 @@ class Assembly:
         check_blocks(groups[1:], self.config.activation_checkpointing)
         return groups
 
-    def _make_tiers(self, groups: Sequence[build.UnitGroup], share: Share) -> dict[str, Tiers]:
+    def _make_tiers(self, groups: Sequence[build.UnitGroup], share: Share) -> list[TierRow]:
         """Each unit's row of tiers."""
         taken = {other.tiers.nvme.instance for other in LIVE if other.tiers.nvme is not None}
-        self.tiers, by_unit = capacity.make_tiers(groups, self.config, self.comm, taken, share)
+        self.tiers, rows = capacity.make_tiers(groups, self.config, self.comm, taken, share)
         weakref.finalize(self, _close_tiers, self.tiers, os.getpid())  # also at the end of the process
-        return by_unit
+        return rows
 
     @property
     def module(self) -> nn.Module:
@@ -187,6 +183,11 @@ class Assembly:
     @property
     def buckets(self) -> list[Bucket]:
         return [b for u in self.units for b in u.buckets]
+
+    @property
+    def shown(self) -> list[Bucket]:
+        """Those inside a ``gather()``."""
+        return [bucket for bucket in self.buckets if bucket.is_plain]
 
     @property
     def root(self) -> Unit:

@@ -7,6 +7,7 @@
     placement   a stage is a row of placements, an offload choice a row of tiers
     topology    which ranks share shards
     schedule    the order of gathers, and what comes ahead
+    buckets     what rests where: the plan of one bucket
     memory      bytes by role, tier and moment
     fit         whether a plan fits a machine, and what would make it fit
 """

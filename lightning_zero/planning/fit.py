@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 
 from lightning_zero.config import ConfigError, Hierarchy, Offload, OffloadConfig, Stage, check_rows
 from lightning_zero.planning import memory
-from lightning_zero.planning.memory import ADAM_STATES, BucketShape, Bytes, Limits, Moment, Phase
+from lightning_zero.planning.buckets import BucketPlan, BucketShape, place
+from lightning_zero.planning.memory import ADAM_STATES, Bytes, Limits, Moment, Phase
 from lightning_zero.planning.placement import OFFLOADS, STAGES, Tier, TierRow, default_budgets, split_by_budget
 
 MOST_DOUBLINGS = 10  # of the number of GPUs, when looking for one that fits
@@ -127,11 +128,11 @@ def plan_row(model: Model, stage: Stage, offload: Offload, machine: Machine, set
     return Row(stage, offload, rest, peaks, per_rank, per_host, _shortages(per_rank, per_host, machine))
 
 
-def _placed(model: Model, stage: Stage, tiers: Sequence[TierRow], machine: Machine) -> list[memory.BucketPlan]:
+def _placed(model: Model, stage: Stage, tiers: Sequence[TierRow], machine: Machine) -> list[BucketPlan]:
     """The buckets of a rank, sharded over the ranks that ``zero.comm.hierarchy`` gives, as a run chooses them."""
 
-    def over(ranks: int) -> list[memory.BucketPlan]:
-        return [memory.place(s, STAGES[stage], tiers[s.unit], ranks) for s in model.shapes]
+    def over(ranks: int) -> list[BucketPlan]:
+        return [place(s, STAGES[stage], tiers[s.unit], ranks) for s in model.shapes]
 
     if machine.nodes == 1 or machine.hierarchy is Hierarchy.flat:
         return over(machine.world_size)

@@ -25,10 +25,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple
 
-from lightning_zero.planning.layout import BucketLayout, lay_out, round_up
-from lightning_zero.planning.placement import ON_DEVICE, REPLICATED, Placement, StageRow, Tier, TierRow, UnitBytes
+from lightning_zero.planning.buckets import RESTING, BucketPlan, BucketShape, ParamsRest, Role, place
+from lightning_zero.planning.layout import round_up
+from lightning_zero.planning.placement import ON_DEVICE, StageRow, Tier, UnitBytes
 from lightning_zero.planning.schedule import Cursor, compile_plan
 
 ADAM_STATES = 2  # tensors of optimizer state for each parameter
@@ -37,21 +37,6 @@ RING_COUNT = 4  # staging buffers of files
 RING_NBYTES = 32 << 20  # each
 STEP_CHUNK_NBYTES = 1 << 20  # fp32 copies that a step in pieces makes of gradients in another dtype
 STEPS_IN_MEMORY = 3  # buckets of state in files that are in host memory at a time: read, stepped, written
-
-
-class Role(Enum):
-    """What bytes are for. The first four rest; the others come and go."""
-
-    compute_param = "compute_param"
-    master_param = "master_param"
-    grad = "grad"
-    optim_state = "optim_state"
-    gathered = "gathered"  # parameters of units in use, and ahead of use
-    reducing = "reducing"  # unsharded gradients: filling, or under way
-    staging = "staging"  # between tiers
-
-
-RESTING = (Role.compute_param, Role.master_param, Role.grad, Role.optim_state)
 
 
 class Moment(Enum):
@@ -71,88 +56,6 @@ class Phase(Enum):
 
 
 Bytes = Counter[tuple[Role, Tier]]
-
-
-class Itemsizes(NamedTuple):
-    """Bytes of an element of each role. Compute and master have one dtype where these are equal."""
-
-    compute: int
-    master: int
-    reduce: int
-    grad: int
-
-
-@dataclass(frozen=True, slots=True)
-class BucketShape:
-    """A bucket of a model, before it is known how it will be sharded.
-
-    Attributes:
-        unit: index of its unit; 0 is the root.
-        numels: elements of its parameters, in order.
-        whole: stays replicated and on the device at every stage.
-    """
-
-    unit: int
-    numels: tuple[int, ...]
-    itemsizes: Itemsizes
-    trainable: bool = True
-    whole: bool = False
-
-    @property
-    def numel(self) -> int:
-        return sum(self.numels)
-
-
-@dataclass(frozen=True, slots=True)
-class BucketPlan:
-    """A bucket with its layout over the ranks and the places of its roles: what ``engine/units/bucket.py`` holds."""
-
-    unit: int
-    layout: BucketLayout
-    row: StageRow
-    tiers: TierRow
-    itemsizes: Itemsizes
-    trainable: bool = True
-
-    @property
-    def resharding(self) -> bool:
-        """Compute parameters are dropped after use."""
-        params_leave = self.layout.world_size > 1 or self.tiers.compute_param is not Tier.device
-        return self.row.compute_param is Placement.sharded and params_leave
-
-    @property
-    def owned_numel(self) -> int:
-        """Elements whose master_param and optim_state a rank holds."""
-        return self.layout.shard_numel if self.row.master is Placement.sharded else self.layout.numel
-
-    @property
-    def one_dtype(self) -> bool:
-        """Compute parameters and masters have the same dtype, and one memory where they rest on the same tier."""
-        return self.itemsizes.compute == self.itemsizes.master
-
-    @property
-    def full_nbytes(self) -> int:
-        """Compute parameters, gathered."""
-        return self.layout.numel * self.itemsizes.compute
-
-    def state_numel(self, rank: int) -> int:
-        """Elements that an optimizer has state for: the owned range up to its padding. Rank 0 has the most."""
-        low, high = (0, self.layout.numel)
-        if self.row.master is Placement.sharded:
-            low, high = self.layout.shard_range(rank)
-        return max(0, min(high, self.layout.used_numel) - low)
-
-
-def place(shape: BucketShape, row: StageRow, tiers: TierRow, world_size: int) -> BucketPlan:
-    """A bucket under a stage and an offload row."""
-    return BucketPlan(
-        shape.unit,
-        lay_out(shape.numels, world_size),
-        REPLICATED if shape.whole else row,
-        ON_DEVICE if shape.whole else tiers,
-        shape.itemsizes,
-        shape.trainable,
-    )
 
 
 def unit_bytes(name: str, shapes: Iterable[BucketShape], row: StageRow, world_size: int) -> UnitBytes:
@@ -181,27 +84,27 @@ def planned_bytes(
     files = False
     for bucket in buckets:
         files |= Tier.nvme in bucket.tiers
-        for role, tier, nbytes in _at_rest(bucket, rank, state_tensors, moment):
+        for role, tier, nbytes in at_rest(bucket, rank, state_tensors=state_tensors, moment=moment):
             total[role, tier] += round_up(nbytes, FILE_PAGE_NBYTES) if tier is Tier.nvme else nbytes
     if files:
         total[Role.staging, Tier.host] += RING_COUNT * RING_NBYTES
     return total
 
 
-def _at_rest(bucket: BucketPlan, rank: int, state_tensors: int, moment: Moment) -> Iterator[tuple[Role, Tier, int]]:
+def at_rest(bucket: BucketPlan, rank: int, *, state_tensors: int, moment: Moment) -> Iterator[tuple[Role, Tier, int]]:
+    """Role, tier and bytes of each thing of a bucket that rests. See :func:`planned_bytes`."""
     sizes, tiers, owned = bucket.itemsizes, bucket.tiers, bucket.owned_numel
-    one_memory = tiers.master is tiers.compute_param and tiers.master is not Tier.nvme  # files are always apart
-    if not bucket.resharding:
+    if not bucket.reshards:
         yield Role.compute_param, Tier.device, bucket.full_nbytes
-    elif not bucket.trainable or bucket.one_dtype or not one_memory:
+    elif bucket.params_rest is ParamsRest.shard:
         yield Role.compute_param, tiers.compute_param, owned * sizes.compute
+    if bucket.copies_master:
+        yield bucket.home_role, bucket.home_tier, owned * bucket.home_itemsize
     if not bucket.trainable:
         return
-    if not (bucket.one_dtype and one_memory):
-        yield Role.master_param, tiers.master, owned * sizes.master
     for _ in range(state_tensors):
         yield Role.optim_state, tiers.master, bucket.state_numel(rank) * sizes.master
-    if moment is Moment.accumulating and bucket.row.grad is Placement.replicated:
+    if moment is Moment.accumulating and bucket.accumulates_locally:
         yield Role.grad, Tier.device, bucket.layout.numel * sizes.grad  # not reduced, so not sent to its tier
     elif moment is not Moment.cleared:
         yield Role.grad, tiers.grad, owned * sizes.grad
@@ -275,7 +178,7 @@ def peak_bytes(
         return planned_bytes(buckets, rank, state_tensors=state_tensors, moment=moment)
 
     total = {Phase.forward: rest(waiting), Phase.backward: rest(waiting), Phase.step: rest(Moment.reduced)}
-    forward, backward = gathered_peaks(_by_unit(buckets, lambda b: b.full_nbytes * b.resharding), limits)
+    forward, backward = gathered_peaks(_by_unit(buckets, lambda b: b.full_nbytes * b.reshards), limits)
     total[Phase.forward][Role.gathered, Tier.device] = forward
     total[Phase.backward][Role.gathered, Tier.device] = backward
     total[Phase.backward][Role.reducing, Tier.device] = _reducing_nbytes(buckets, limits)
@@ -300,9 +203,7 @@ def _reducing_nbytes(buckets: Sequence[BucketPlan], limits: Limits) -> int:
         b.layout.numel * b.itemsizes.reduce
         for b in buckets
         if b.trainable
-        and not (
-            limits.micro_batches > 1 and b.row.grad is Placement.replicated and b.itemsizes.reduce == b.itemsizes.grad
-        )
+        and not (limits.micro_batches > 1 and b.accumulates_locally and b.itemsizes.reduce == b.itemsizes.grad)
     ]
     if not sizes:
         return 0
@@ -318,7 +219,7 @@ def _staging(buckets: Sequence[BucketPlan], state_tensors: int, rank: int) -> di
     host = (Role.staging, Tier.host)
     for phase in (Phase.forward, Phase.backward):  # read for the unit in use and for the next
         found[phase][host] += 2 * max(_by_unit(buckets, _read_nbytes), default=0)
-    landing = [b.owned_numel * b.itemsizes.grad for b in trainable if b.tiers.grad is Tier.host]
+    landing = [b.owned_numel * b.itemsizes.grad for b in trainable if b.grads_on_host]
     found[Phase.backward][host] += max(landing, default=0)
     in_files = [
         (b.owned_numel + state_tensors * b.state_numel(rank)) * b.itemsizes.master
@@ -329,16 +230,16 @@ def _staging(buckets: Sequence[BucketPlan], state_tensors: int, rank: int) -> di
     # The step overlaps the next forward.
     in_steps = max(windows, default=0)
     cast = [b for b in trainable if b.itemsizes.grad != b.itemsizes.master]
-    in_steps += STEP_CHUNK_NBYTES * any(b.tiers.steps_on_host for b in cast)
+    in_steps += STEP_CHUNK_NBYTES * any(b.steps_on_host for b in cast)
     found[Phase.step][host] += in_steps
     found[Phase.forward][host] += in_steps
-    found[Phase.step][Role.staging, Tier.device] += STEP_CHUNK_NBYTES * any(not b.tiers.steps_on_host for b in cast)
+    found[Phase.step][Role.staging, Tier.device] += STEP_CHUNK_NBYTES * any(not b.steps_on_host for b in cast)
     return found
 
 
 def _read_nbytes(bucket: BucketPlan) -> int:
     """Host memory that holds what a gather reads from files."""
-    in_file = bucket.resharding and bucket.tiers.compute_param is Tier.nvme
+    in_file = bucket.reshards and bucket.tiers.compute_param is Tier.nvme
     return bucket.owned_numel * bucket.itemsizes.compute if in_file else 0
 
 

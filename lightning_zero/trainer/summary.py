@@ -9,7 +9,8 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_zero.planning import memory
-from lightning_zero.planning.memory import Moment, Phase, Role
+from lightning_zero.planning.buckets import Role
+from lightning_zero.planning.memory import Moment, Phase
 from lightning_zero.planning.placement import ON_DEVICE, Tier
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ def unit_rows(engine: Engine) -> list[tuple[str, str, str, str]]:
 
 def _where(unit: Unit) -> str:
     """``device``, or what rests where: ``parameters device, gradients host, optimizer nvme``."""
-    rows = [b.tiers.row for b in unit.buckets]
+    rows = [b.plan.tiers for b in unit.buckets]
     row = next((r for r in rows if r != ON_DEVICE), ON_DEVICE)  # beside others, some tiny buckets stay on the device
     if len(set(row)) == 1:
         return row.master.name

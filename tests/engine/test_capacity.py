@@ -14,7 +14,7 @@ import lightning_zero
 from lightning_zero.config import ConfigError
 from lightning_zero.engine.units import capacity
 from lightning_zero.engine.whole.held_bytes import held_bytes
-from lightning_zero.planning.memory import Role
+from lightning_zero.planning.buckets import Role
 from lightning_zero.planning.placement import Tier
 from lightning_zero.tiers.host import HostTier
 from lightning_zero.tiers.nvme import NvmeTier

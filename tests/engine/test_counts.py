@@ -35,7 +35,7 @@ def expected_counts(engine: Engine, micro_batches: int) -> Counter[tuple[str, st
     for unit in engine.units:
         for bucket in unit.buckets:
             stays = unit.index in (0, last)
-            counts = logical_collectives(bucket.row, micro_batches, stays_gathered=stays)
+            counts = logical_collectives(bucket.plan.row, micro_batches, stays_gathered=stays)
             expected.update({(kind, bucket.label): n for kind, n in counts.items() if n})
     return expected
 

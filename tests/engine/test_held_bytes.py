@@ -12,9 +12,11 @@ from torch import nn
 
 from lightning_zero.config import Offload, Precision, Stage, make_config
 from lightning_zero.engine.units.build import bucket_shapes, describe_units
+from lightning_zero.engine.units.param_store import DeviceShard
 from lightning_zero.engine.whole.held_bytes import held_bytes, plan_of, state_tensors
+from lightning_zero.planning.buckets import Role, place
 from lightning_zero.planning.fit import allowed_rows
-from lightning_zero.planning.memory import Moment, Role, place, planned_bytes
+from lightning_zero.planning.memory import Moment, planned_bytes
 from lightning_zero.planning.placement import OFFLOADS, STAGES, Tier
 from tests.engine.support import Model, Sharded, autocast, language_loss, sgd, tokens
 from tests.harness import on_ranks
@@ -97,5 +99,6 @@ def test_a_copy_that_is_kept_is_seen() -> None:
     with Sharded(Model(), offload={"name": "optimizer_cpu"}) as side:
         bucket = side.engine.buckets[0]
         before = held_bytes(side.engine)
-        bucket.param_shard = torch.cat([bucket.param_shard, bucket.param_shard])[: bucket.owned_numel]  # type: ignore
+        assert isinstance(bucket.rest, DeviceShard)
+        bucket.rest.memory = torch.cat([bucket.rest.memory, bucket.rest.memory])[: bucket.owned_numel]
         assert sum(held_bytes(side.engine).values()) > sum(before.values())

@@ -331,7 +331,9 @@ def slow_steps(seconds: float = 0.01) -> Iterator[None]:
         return job._replace(run=run)
 
     submit = StepWorker.submit
-    with mock.patch.object(StepWorker, "submit", lambda self, jobs: submit(self, [late(job) for job in jobs])):
+    with mock.patch.object(
+        StepWorker, "submit", lambda self, jobs, *event: submit(self, list(map(late, jobs)), *event)
+    ):
         yield
 
 
@@ -687,7 +689,7 @@ def delays(seed: int) -> Iterator[None]:
             for name in ("stage_in", "stage_out"):
                 stack.enter_context(mock.patch.object(tier, name, late(getattr(tier, name))))
         late_submit = mock.patch.object(
-            StepWorker, "submit", lambda self, jobs: submit(self, [late_job(j) for j in jobs])
+            StepWorker, "submit", lambda self, jobs, event: submit(self, [late_job(j) for j in jobs], event)
         )
         stack.enter_context(late_submit)
         yield

@@ -19,7 +19,8 @@ import torch.distributed as dist
 import lightning_zero
 from lightning_zero.engine import Engine
 from lightning_zero.engine.steps.worker import StepJob, StepWorker
-from lightning_zero.engine.units.home import FileHome, ParamFile
+from lightning_zero.engine.units.home import FileHome
+from lightning_zero.engine.units.param_store import FileShard
 from lightning_zero.ranks import watchdog
 from lightning_zero.tiers.aio import DiskError
 from lightning_zero.tiers.nvme import NvmeTier
@@ -46,9 +47,9 @@ def assert_at_rest(engine: Engine) -> None:
     homes = file_homes(engine)
     assert sum(nbytes_in_memory(home) for home in homes) == 0
     for bucket in engine.buckets:
-        if bucket.param_file is not None:
-            assert bucket.param_file._staged is None
-        if bucket.resharding:
+        if isinstance(bucket.rest, FileShard):
+            assert bucket.rest._staged is None
+        if bucket.reshards:
             assert bucket.full.data.untyped_storage().nbytes() == 0
 
 
@@ -155,7 +156,7 @@ def recorded() -> Iterator[Recorder]:
         recorder.note("write", extent.label)
         return Seen(future, extent.label)
 
-    def submitted(self: StepWorker, jobs: list[StepJob]) -> None:
+    def submitted(self: StepWorker, jobs: list[StepJob], event: Any) -> None:
         def noted(job: StepJob) -> StepJob:
             def work() -> None:
                 recorder.note("step", job.bucket.label)
@@ -164,7 +165,7 @@ def recorded() -> Iterator[Recorder]:
 
             return job._replace(run=work)
 
-        submit(self, [noted(job) for job in jobs])
+        submit(self, [noted(job) for job in jobs], event)
 
     with (
         mock.patch.object(NvmeTier, "stage_in", read),
@@ -228,7 +229,9 @@ def test_a_unit_waits_for_its_own_step_only(row: str, stage: int, tmp_path: Path
         side.module.blocks[0].register_forward_hook(lambda *_: ran.append("blocks.0"))
         side.backward(side.module(tokens(3)).square().mean())
         ran.clear()
-        with mock.patch.object(StepWorker, "submit", lambda self, jobs: submit(self, [late(job) for job in jobs])):
+        with mock.patch.object(
+            StepWorker, "submit", lambda self, jobs, *event: submit(self, list(map(late, jobs)), *event)
+        ):
             side.step()
         side.zero_grad()
         side.backward(side.module(tokens(4)).square().mean())
@@ -237,9 +240,9 @@ def test_a_unit_waits_for_its_own_step_only(row: str, stage: int, tmp_path: Path
 @on_ranks(1)
 def test_what_was_read_ahead_is_read_again_after_a_write(tmp_path: Path) -> None:
     tier = NvmeTier(tmp_path, rank=0)
-    file, out = ParamFile(tier, "unit", torch.zeros(2000)), torch.empty(2000)
-    file.begin_read()
-    file.write(torch.ones(2000))
+    file, out = FileShard(tier, "unit", torch.zeros(2000)), torch.empty(2000)
+    file.stage_ahead()
+    file.update(torch.ones(2000))
     file.read(out)
     assert out.eq(1).all()
     assert file._staged is None

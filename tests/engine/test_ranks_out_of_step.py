@@ -33,7 +33,9 @@ def slow_on_rank(rank: int, seconds: float = 0.02) -> Any:
         return job._replace(run=run)
 
     submit = StepWorker.submit
-    return mock.patch.object(StepWorker, "submit", lambda self, jobs: submit(self, [late(job) for job in jobs]))
+    return mock.patch.object(
+        StepWorker, "submit", lambda self, jobs, *event: submit(self, list(map(late, jobs)), *event)
+    )
 
 
 class Stumbles(Model):

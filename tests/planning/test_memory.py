@@ -7,21 +7,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_zero.config import Offload, Stage
+from lightning_zero.planning.buckets import BucketPlan, BucketShape, Itemsizes, Role, place
 from lightning_zero.planning.layout import lay_out
 from lightning_zero.planning.memory import (
     RING_COUNT,
     RING_NBYTES,
-    BucketPlan,
-    BucketShape,
-    Itemsizes,
     Limits,
     Moment,
     Phase,
-    Role,
     gathered_peaks,
     on_tier,
     peak_bytes,
-    place,
     planned_bytes,
 )
 from lightning_zero.planning.placement import OFFLOADS, ON_DEVICE, STAGES, Placement, Tier, TierRow

@@ -112,7 +112,7 @@ def test_accumulation_costs_the_collectives_of_the_architectures_table(windows: 
         steps = 12 // windows
         for unit in engine.units:
             for bucket in unit.buckets:
-                expected = logical_collectives(bucket.row, windows, stays_gathered=unit.index in (0, 2))
+                expected = logical_collectives(bucket.plan.row, windows, stays_gathered=unit.index in (0, 2))
                 kinds = ("reduce_scatter", "all_reduce")
                 found = {kind: engine.comm.counts[kind, bucket.label] / steps for kind in kinds}
                 assert found == {kind: expected[kind] for kind in kinds}, (stage, bucket.label)

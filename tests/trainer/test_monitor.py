@@ -15,7 +15,8 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning_zero import ZeroMonitor
 from lightning_zero.config import ConfigError
 from lightning_zero.engine.whole.held_bytes import held_bytes, plan_of
-from lightning_zero.planning.memory import Moment, Role, planned_bytes
+from lightning_zero.planning.buckets import Role
+from lightning_zero.planning.memory import Moment, planned_bytes
 from lightning_zero.planning.placement import Tier
 from tests.harness import on_ranks
 from tests.trainer.toys import STAGES, Lit, fit, seeded

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero.engine.parameters.classes import own
-from lightning_zero.engine.parameters.placeholders import Fence
+from lightning_zero.engine.parameters.fence import Fence
 from lightning_zero.engine.parameters.writes import Writes
 from lightning_zero.engine.passes.containers import find_tensors
 from lightning_zero.engine.passes.passes import Passes
@@ -92,7 +92,7 @@ class Access:
     @outside_autograd
     def _replace(self, place: Place, value: Tensor) -> None:
         unit = self._unit_of[place.bucket]
-        place.bucket.wait_step()
+        place.bucket.step.wait()
         self._under_way.refresh(unit)  # one that other ranks have issued already would wait for ours
         unit.unshard_wait()  # what is gathered at this moment holds the old values
         self._writes.replace(place, value)
@@ -105,7 +105,7 @@ class Access:
         for param in params:
             place = self._places[id(param)]
             unit = self._unit_of[place.bucket]
-            if not place.bucket.resharding:
+            if not place.bucket.reshards:
                 if self._passes.key is None:  # where ranks are told to be, if only some come here
                     self._passes.comm.place = f"a read of {place.info.fqn} between steps, which takes all ranks"
                 self._under_way.refresh(unit)

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from lightning_zero.comm.communicator import Communicator
-from lightning_zero.engine.units.bucket import Bucket, ParamInfo, Place, values_changed
+from lightning_zero.engine.units.bucket import Bucket, Place
 from lightning_zero.engine.units.home import opened
-from lightning_zero.planning.placement import Placement
+from lightning_zero.engine.units.param_info import ParamInfo, values_changed
 
 CHUNK = 1 << 20  # elements whose checksum is computed at a time
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -73,7 +73,7 @@ class Writes:
         """The values of a present parameter get into hands that may change them unnoticed."""
         bucket, info = place
         # Of what all ranks hold whole as a master, nothing is taken over or compared.
-        if (bucket.has_master or bucket.refreshed) and info.gathered is not None:
+        if not bucket.plan.params_are_masters and info.gathered is not None:
             known = self._handed_out.setdefault(bucket, {})
             if info.slot not in known:
                 known[info.slot] = checksum(info.flattened(info.gathered))
@@ -100,7 +100,7 @@ class Writes:
 
     def take_over(self, bucket: Bucket) -> None:
         """Before the copy of a bucket goes or is replaced: what was written to it gets into the masters."""
-        if bucket.shown_full or not bucket.shows_values:
+        if bucket.is_plain or not bucket.shows_values:
             return
         written = self._written(bucket)
         if written:
@@ -118,7 +118,7 @@ class Writes:
             for info in written:
                 assert info.gathered is not None
                 self._note(bucket, info, before, info.gathered)
-                if bucket.has_master:
+                if bucket.plan.copies_master:
                     bucket.write_master(info, info.gathered, before=before)
             bucket.push()
 
@@ -149,7 +149,7 @@ class Writes:
             own: compute parameters of this rank's part of the bucket, before the write.
             whole: the parameter as this rank has written it.
         """
-        if self._comm.shard_size == 1 or bucket.row.master is Placement.replicated:
+        if self._comm.shard_size == 1 or not bucket.plan.shards_master:
             return
         key = self._number[bucket], info.slot
         known = self._unconfirmed.get(key)
@@ -177,7 +177,7 @@ class Writes:
         table = self._comm.all_gather_objects(written, "what was written to parameters")
         keys = sorted({key for found in table for key in found})
         unequal = [key for key in keys if len({found.get(key) for found in table}) > 1]
-        if any(not self._buckets[bucket].has_master for bucket, _ in unequal):
+        if any(not self._buckets[bucket].plan.copies_master for bucket, _ in unequal):
             # What was written to has no original beside it; but all ranks have it whole.
             table = self._comm.all_gather_objects(written | self._own_copies(unequal), "copies of parameters")
             unequal = [key for key in unequal if len({found.get(key) for found in table}) > 1]
@@ -186,7 +186,7 @@ class Writes:
             unequal = [
                 k
                 for k in unequal
-                if not self._buckets[k[0]].has_master
+                if not self._buckets[k[0]].plan.copies_master
                 or any(found.get(k, originals[k]) != originals[k] for found in table)
             ]
         self._unconfirmed.clear()
@@ -204,7 +204,7 @@ class Writes:
         copies = {}
         for number, slot in keys:
             bucket = self._buckets[number]
-            if not bucket.has_master:
+            if not bucket.plan.copies_master:
                 info = bucket.params[slot]
                 assert info.gathered is not None
                 copies[number, slot] = checksum(info.flattened(info.gathered))

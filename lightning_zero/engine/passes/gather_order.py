@@ -25,7 +25,7 @@ FORGIVEN = 1  # passes in a row that may leave the plan before it is recorded an
 
 
 class GatherOrder:
-    """Issues the gathers of resharding units."""
+    """Issues the gathers of units that are dropped after use."""
 
     def __init__(
         self, units: Sequence[Unit], comm: Communicator, *, prefetch_bytes: int, keep_bytes: int, dynamic: bool
@@ -49,7 +49,7 @@ class GatherOrder:
         """A pass starts. Passes of one ``key`` are expected to take the same path."""
         self._key, self._cyclic = key, cyclic
         plan = self.plans.get(key)
-        anything = any(unit.resharding for unit in self.units)  # else nothing is ever gathered along the path
+        anything = any(unit.reshards for unit in self.units)  # else nothing is ever gathered along the path
         self._agreeing = (plan is None or self.dynamic) and anything
         self._cursor = None if plan is None or self.dynamic else Cursor(plan)
         self._guess = Cursor(plan) if plan is not None and self.dynamic else None
@@ -175,5 +175,4 @@ class GatherOrder:
             unit = self._idle.popleft()
             if unit is wanted:
                 continue
-            unit.unshard_wait()
-            unit.reshard()
+            unit.drop()

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from lightning_zero.engine.passes.gradients import BucketGrads
-from lightning_zero.engine.units.bucket import Bucket, ParamInfo
+from lightning_zero.engine.units.bucket import Bucket
+from lightning_zero.engine.units.param_info import ParamInfo
 
 _ZEROING = {torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero_.default}
 

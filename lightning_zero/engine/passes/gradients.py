@@ -24,7 +24,6 @@ from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.profiling import profiled
 from lightning_zero.comm.reduction import Reduction
 from lightning_zero.engine.units.bucket import Bucket, Place
-from lightning_zero.planning.placement import Placement, Tier
 
 
 @dataclass(slots=True, eq=False)
@@ -42,7 +41,7 @@ class BucketGrads:
 
     @property
     def accumulates(self) -> bool:
-        return self.bucket.row.grad is Placement.replicated
+        return self.bucket.plan.accumulates_locally
 
     def take(self, slot: int, grad: Tensor) -> None:
         """Move one parameter's gradient into the local buffer."""
@@ -72,7 +71,7 @@ class BucketGrads:
         if full is None:
             full = torch.zeros(bucket.layout.numel, dtype=bucket.dtypes.reduce, device=bucket.comm.device)
         else:
-            for low, high in bucket.layout.gaps():
+            for low, high in bucket.gaps:
                 full[low:high].zero_()
             for place in bucket.layout.slots:
                 if place.index not in self.written:
@@ -84,7 +83,7 @@ class BucketGrads:
     def add_reduced(self, reduced: Tensor) -> None:
         """Add a reduced gradient [owned numel] to ``bucket.grad``, on the device or in plain host memory."""
         bucket = self.bucket
-        if bucket.tiers.row.grad is not Tier.device:
+        if bucket.plan.grads_on_host:
             self._add_on_host(reduced)
             return
         if bucket.grad is None:
@@ -349,7 +348,7 @@ class Reducer:
         grads = self.grads[bucket]
         full = grads.complete()
         grads.issued = True
-        operation = self.comm.reduce_scatter if bucket.row.master is Placement.sharded else self.comm.all_reduce
+        operation = self.comm.reduce_scatter if bucket.plan.shards_master else self.comm.all_reduce
         with profiled("reduce", bucket.label):
             self._in_flight.append((bucket, operation(full, bucket.label)))
         self._flying_nbytes += nbytes

@@ -218,7 +218,7 @@ class Hooks:
         except Exception:
             self._raised()
             raise
-        may_be_dropped = unit.index > 0 and unit.resharding and torch.is_grad_enabled()
+        may_be_dropped = unit.index > 0 and unit.reshards and torch.is_grad_enabled()
         packing = passes.saved.packed() if may_be_dropped and passes.saved.possible else None
         self._running.append(_Running(unit, packing))
         if packing is not None:

@@ -224,9 +224,7 @@ class Passes:
         for unit in self.units:
             unit.calls.clear()
             unit.borrowed = False
-            if unit.resharding and unit.state is not State.SHARDED:
-                unit.unshard_wait()
-                unit.reshard()
+            unit.drop()
         self._ordinal += not self._open.evaluates
         self._enter(Phase.BETWEEN)
         self._open = _Pass(None)
@@ -300,7 +298,7 @@ class Passes:
         self._open.unused = False
         self.comm.place = f"{what} of unit {unit.title} in pass {self.key}"
         self.under_way.refresh(unit)
-        if unit.resharding:
+        if unit.reshards:
             self.order.demand(unit)
         unit.unshard_wait()
 
@@ -325,7 +323,7 @@ class Passes:
 
     @outside_autograd
     def _use_over(self, unit: Unit) -> None:
-        may_go = unit.resharding and unit.state is State.GATHERED and self.order.used(unit)
+        may_go = unit.reshards and unit.state is State.GATHERED and self.order.used(unit)
         if may_go and not unit.borrowed:
             unit.reshard()
 
@@ -350,7 +348,7 @@ class Passes:
     def recomputes(self, unit: Unit) -> None:
         """The forward of ``unit`` is computed again in a backward."""
         self.backward_begins()
-        if unit.index and unit.resharding:
+        if unit.index and unit.reshards:
             self._demand(unit, "recomputation")
 
     # -- backward -----------------------------------------------------------------------------------------------------
@@ -366,13 +364,13 @@ class Passes:
             self.abort()
             if isinstance(error, RuntimeError) and _DROPPED in str(error):
                 raise RuntimeError(self._needed_while_dropped()) from error
-            if isinstance(error, RuntimeError) and _CHANGED in str(error) and any(u.resharding for u in self.units):
+            if isinstance(error, RuntimeError) and _CHANGED in str(error) and any(u.reshards for u in self.units):
                 error.add_note(_READ_OUTSIDE)
             raise
         self._end_backward()
 
     def _needed_while_dropped(self) -> str:
-        waiting = [u.title for u in self.units if u.resharding and u.expected > u.arrived]
+        waiting = [u.title for u in self.units if u.reshards and u.expected > u.arrived]
         return (
             f"backward needed parameters of a unit that had been dropped (one of {', '.join(waiting)}): a tensor left "
             "the unit by another way than its outputs, or the graph was walked a second time (retain_graph). Return "
@@ -470,7 +468,7 @@ class Passes:
         self._close()
         if written:
             for unit in self.units:
-                if not unit.resharding:
+                if not unit.reshards:
                     unit.unshard_wait()  # a copy that is still refreshed would be taken for another one
             self.writes.confirm()
         if self._scope is not None:

@@ -124,7 +124,7 @@ class _Call:
             self._check_inputs("were changed in place after it")
             passes.recomputes(self._unit)
         # Around it are the hooks of the checkpoint, which would keep weights as they are.
-        with passes.saved.packed() if self._unit.resharding else contextlib.nullcontext():
+        with passes.saved.packed() if self._unit.reshards else contextlib.nullcontext():
             result = self._inner(*args, **kwargs)
         if not self._again:
             self._check_inputs("are changed in place by it")

@@ -55,7 +55,7 @@ class SavedWeights:
             bucket.full.data.untyped_storage()._cdata: unit
             for unit in units
             for bucket in unit.buckets
-            if bucket.resharding and unit.index  # the root stays gathered as long as a pass is open
+            if bucket.reshards and unit.index  # the root stays gathered as long as a pass is open
         }
 
     def packed(self) -> contextlib.AbstractContextManager[None]:

@@ -15,7 +15,8 @@ from lightning_zero.engine.steps.early_steps import EarlySteps
 from lightning_zero.engine.steps.pending import UnderWay
 from lightning_zero.engine.steps.worker import StepJob
 from lightning_zero.engine.torch_modes import outside_autograd
-from lightning_zero.engine.units.bucket import Bucket, Place, values_changed
+from lightning_zero.engine.units.bucket import Bucket, Place
+from lightning_zero.engine.units.param_info import values_changed
 from lightning_zero.engine.units.unit import Unit
 
 
@@ -24,7 +25,6 @@ class AroundStep:
 
     Args:
         place_of: finds a parameter's bucket; raises for parameters that the engine does not own.
-        shown: buckets inside a ``gather()``.
     """
 
     def __init__(
@@ -37,7 +37,6 @@ class AroundStep:
         sentinels: Sentinels,
         writes: Writes,
         under_way: UnderWay,
-        shown: set[Bucket],
     ) -> None:
         self._units = units
         self.place_of = place_of
@@ -46,7 +45,6 @@ class AroundStep:
         self._sentinels = sentinels
         self._writes = writes
         self._under_way = under_way
-        self._shown = shown
         self.early_steps = EarlySteps(passes, reducer, writes)
 
     def closure(self, landed: Callable[[Bucket], None]) -> contextlib.AbstractContextManager[None]:
@@ -63,7 +61,7 @@ class AroundStep:
         Raises:
             RuntimeError: parameters are shown by ``gather()``, or gradients wait for a backward that reduces them.
         """
-        if self._shown:
+        if any(bucket.is_plain for unit in self._units for bucket in unit.buckets):
             raise RuntimeError(
                 "optimizer.step() inside gather(): what is written to the shown parameters would replace the step's "
                 "result. Leave the `with lightning_zero.gather(...)` block first."

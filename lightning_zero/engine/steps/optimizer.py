@@ -139,7 +139,7 @@ class ShardedOptimizer:
             self._around.submit(jobs)
         for bucket in changed:
             if not self.runs.of(bucket) and self._is_lazy(bucket):
-                bucket.has_no_step()
+                bucket.step.nothing_to_do()
         self._around.ends(changed | early, [p for p in self.params() if id(p) in used])
         return loss
 
@@ -159,7 +159,7 @@ class ShardedOptimizer:
             if self.runs.of(bucket):
                 self._around.submit([self._job(bucket, {id(bucket.params[slot].param) for slot in active})])
             else:
-                bucket.has_no_step()
+                bucket.step.nothing_to_do()
 
         try:
             with torch.enable_grad(), self._around.closure(landed):
@@ -175,7 +175,7 @@ class ShardedOptimizer:
     def _is_lazy(self, bucket: Bucket) -> bool:
         """Whether a bucket is stepped in the worker, on its own. Unknown optimizers may count steps for a whole group,
         so they step whole and at once."""
-        return bucket.tiers.row.steps_on_host and self._known
+        return bucket.plan.steps_on_host and self._known
 
     @contextlib.contextmanager
     def _open(self, buckets: Sequence[Bucket]) -> Iterator[None]:

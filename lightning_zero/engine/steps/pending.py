@@ -40,23 +40,19 @@ class UnderWay:
         """Queue the steps of offloaded buckets."""
         if self._worker is None:
             self._worker = StepWorker(self._threads)
-        event = self._streams.mark()
-        for job in jobs:
-            job.bucket.submitted_event = event
-        self._worker.submit([job._replace(number=self._numbers[job.bucket]) for job in jobs])
+        self._worker.submit([job._replace(number=self._numbers[job.bucket]) for job in jobs], self._streams.mark())
 
     def masters_changed(self, changed: Collection[Bucket]) -> None:
         """On all ranks: the masters of ``changed`` are new, or will be when their steps are over."""
         for unit in self._units:
             buckets = [b for b in unit.buckets if b in changed]
-            refreshed = [b for b in buckets if b.refreshed]
+            refreshed = [b for b in buckets if b.gathers_after_step]
             for bucket in refreshed:
                 bucket.show(gathered=False)
             if refreshed:
                 self._stale.append((unit, refreshed))
-            if buckets and unit.resharding and unit.state is not State.SHARDED:
-                unit.unshard_wait()  # a step inside a pass: what is gathered, in use or ahead, is old
-                unit.reshard()
+            if buckets and unit.reshards and unit.state is not State.SHARDED:
+                unit.drop()  # a step inside a pass: what is gathered, in use or ahead, is old
                 unit.unshard_begin()
         self.refresh()
 
@@ -67,7 +63,7 @@ class UnderWay:
         while self._stale and (behind or self._stale[0][0].step_done):
             unit, buckets = self._stale[0]
             for bucket in buckets:
-                bucket.wait_step()  # before it counts as refreshed: one that failed must not pass for done
+                bucket.step.wait()  # before it counts as refreshed: one that failed must not pass for done
             self._stale.popleft()
             unit.refresh_begin(buckets)
             behind = behind and unit is not needed
@@ -77,7 +73,7 @@ class UnderWay:
         if self._worker is not None:
             self._worker.wait()
         for bucket in self._numbers:  # without a worker too: what awaits its step must be the same on all ranks
-            bucket.wait_step()
+            bucket.step.wait()
 
     def flush(self) -> None:
         """Wait for offloaded steps, and issue the refreshes that follow them."""

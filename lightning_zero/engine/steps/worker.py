@@ -23,7 +23,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -61,11 +61,13 @@ class StepWorker:
         self._last: Future[None] | None = None
         self._lock = threading.Lock()
 
-    def submit(self, jobs: Iterable[StepJob]) -> None:
-        """Queue jobs; each bucket's ``step_future`` ends with its own."""
-        queued = [_Queued(job, Future()) for job in jobs]
-        for one in queued:
-            one.job.bucket.step_future = one.future
+    def submit(self, jobs: Iterable[StepJob], event: Any) -> None:
+        """Queue jobs; each ends the step that its bucket awaits.
+
+        Args:
+            event: on a GPU, behind what may still read what the steps change there.
+        """
+        queued = [_Queued(job, job.bucket.step.ask(event)) for job in jobs]
         with self._lock:
             self._waiting = sorted([*self._waiting, *queued], key=lambda q: q.job.number)
             if not self._running:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import fnmatch
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,14 +19,16 @@ from torch.nn.utils.weight_norm import WeightNorm
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.config import ConfigError, DType, Precision, ZeroConfig
 from lightning_zero.engine.parameters.classes import classes_of, find_owner
-from lightning_zero.engine.units.bucket import Bucket, Dtypes, ParamInfo, strides_of
+from lightning_zero.engine.units.bucket import Bucket, Dtypes
 from lightning_zero.engine.units.home import Tiers
 from lightning_zero.engine.units.materialise import materialise, move_param
 from lightning_zero.engine.units.module_buffers import replicate_buffers
+from lightning_zero.engine.units.param_info import ParamInfo, strides_of
 from lightning_zero.engine.units.unit import Unit
-from lightning_zero.planning.layout import lay_out, split_by_bytes
-from lightning_zero.planning.memory import BucketShape, Itemsizes, unit_bytes
-from lightning_zero.planning.placement import REPLICATED, STAGES, UnitBytes
+from lightning_zero.planning.buckets import BucketShape, Itemsizes, place
+from lightning_zero.planning.layout import split_by_bytes
+from lightning_zero.planning.memory import unit_bytes
+from lightning_zero.planning.placement import STAGES, TierRow, UnitBytes
 from lightning_zero.planning.units import choose_units, owner_of
 
 # A parameter of the root unit with at least this many bytes has a bucket of its own: embedding and head lie at
@@ -112,13 +114,15 @@ def build_units(
     groups: Sequence[UnitGroup],
     config: ZeroConfig,
     comm: Communicator,
-    tiers: Mapping[str, Tiers],
+    rows: Sequence[TierRow],
+    tiers: Tiers,
 ) -> list[Unit]:
     """Units of ``module`` with filled buckets; the root first. Parameters show their gathered values.
 
     Args:
         groups: what :func:`describe_units` said of the module.
-        tiers: of each unit, by name.
+        rows: of each unit, the tiers on which its roles rest.
+        tiers: those that there are.
 
     Raises:
         ConfigError: meta modules without ``reset_parameters``.
@@ -130,7 +134,7 @@ def build_units(
         if some_meta and comm.device.type != "meta":
             make = functools.partial(materialise, module, group.name, names, comm.device)
             comm.together(f"first values of unit {group.name or '(root)'}", make)
-        built[index] = Unit(group.name, index, _build_buckets(group, config, comm, tiers[group.name]))
+        built[index] = Unit(group.name, index, _build_buckets(group, index, config, rows[index], comm, tiers))
     replicate_buffers(module, comm, TRUE_DTYPES.get(config.precision.name or Precision.fp32))
     return [built[index] for index in range(len(groups))]
 
@@ -195,14 +199,14 @@ def _group(
     return buckets
 
 
-def _build_buckets(group: UnitGroup, config: ZeroConfig, comm: Communicator, tiers: Tiers) -> list[Bucket]:
+def _build_buckets(
+    group: UnitGroup, unit: int, config: ZeroConfig, row: TierRow, comm: Communicator, tiers: Tiers
+) -> list[Bucket]:
     buckets: list[Bucket] = []
     for part in group.buckets:
-        row = REPLICATED if part.whole else STAGES[config.stage.name]
-        layout = lay_out([info.numel for info in part.params], comm.shard_size)
+        plan = place(part.shape(unit), STAGES[config.stage.name], row, comm.shard_size)
         label = f"{group.name or '(root)'}#{len(buckets)}"
-        own_tiers = tiers.on_device if row == REPLICATED else tiers
-        bucket = Bucket(label, part.params, layout, row, part.dtypes, part.trainable, comm, own_tiers)
+        bucket = Bucket(label, part.params, plan, part.dtypes, comm, tiers)
         _fill(bucket)
         buckets.append(bucket)
     return buckets

@@ -22,10 +22,10 @@ from lightning_zero.engine.units.bucket import Bucket
 from lightning_zero.engine.units.build import UnitGroup, bucket_shapes, sizes_of
 from lightning_zero.engine.units.home import Tiers
 from lightning_zero.planning import memory
-from lightning_zero.planning.memory import Moment, Role
+from lightning_zero.planning.buckets import Role, place
+from lightning_zero.planning.memory import Moment
 from lightning_zero.planning.placement import (
     OFFLOADS,
-    ON_DEVICE,
     STAGES,
     Budgets,
     Tier,
@@ -45,7 +45,7 @@ IO_THREADS = 4  # a disk wants several requests in flight
 
 def make_tiers(
     groups: Sequence[UnitGroup], config: ZeroConfig, comm: Communicator, instances: Collection[int], share: Share
-) -> tuple[Tiers, dict[str, Tiers]]:
+) -> tuple[Tiers, list[TierRow]]:
     """All tiers that the configuration asks for, and each unit's row of them.
 
     Args:
@@ -72,8 +72,7 @@ def make_tiers(
     if Tier.nvme in used:
         make = partial(_files, str(path), offload, comm.rank, instances)
         nvme = comm.together("files for what is offloaded", make, undo=NvmeTier.close)
-    by_unit = {group.name: Tiers(row, host, nvme) for group, row in zip(groups, rows, strict=True)}
-    return Tiers(ON_DEVICE, host, nvme), by_unit
+    return Tiers(host, nvme), rows
 
 
 def _files(path: str, offload: OffloadConfig, rank: int, instances: Collection[int]) -> NvmeTier:
@@ -109,7 +108,7 @@ def check_state_fits(
         return sum(
             states * bucket.owned_numel * bucket.dtypes.master.itemsize
             for bucket in buckets
-            if bucket.trainable and bucket.tiers.row.master is tier
+            if bucket.trainable and bucket.plan.tiers.master is tier
         )
 
     if tiers.host is not None:
@@ -185,7 +184,7 @@ def _host_nbytes(
 ) -> tuple[int, int]:
     """Bytes that one rank takes at the start: for the ring, and for masters and parameters. State comes later."""
     row = STAGES[config.stage.name]
-    buckets = [memory.place(shape, row, rows[shape.unit], world_size) for shape in bucket_shapes(groups)]
+    buckets = [place(shape, row, rows[shape.unit], world_size) for shape in bucket_shapes(groups)]
     rest = memory.planned_bytes(buckets, state_tensors=0, moment=Moment.cleared)
     staging = rest[Role.staging, Tier.host]
     return staging, memory.on_tier(rest, Tier.host) - staging
@@ -241,5 +240,5 @@ def _fits_half(
     if config.offload.name is Offload.auto:
         return False  # its budgets would be used up by replicas
     row, tiers = STAGES[config.stage.name], OFFLOADS[config.offload.name]
-    buckets = [memory.place(shape, row, tiers, shard_size) for shape in bucket_shapes(groups)]
+    buckets = [place(shape, row, tiers, shard_size) for shape in bucket_shapes(groups)]
     return memory.fits_half(memory.planned_bytes(buckets), gpu, host, local_ranks)

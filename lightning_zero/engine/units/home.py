@@ -1,4 +1,4 @@
-"""Where the values of a bucket rest: the master weights with their optimizer state, and the parameters to be gathered.
+"""Where the master weights of a bucket rest, with their optimizer state.
 
 A home owns tensors that stay the same objects for ever, so that runs, optimizer state and views of them need not know
 what is behind: on the device and in host memory they are always readable; in files they have memory only while the
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero.comm.profiling import profiled
-from lightning_zero.planning.placement import ON_DEVICE, Tier, TierRow
+from lightning_zero.planning.placement import Tier
 from lightning_zero.tiers.extents import Extent, Wanted
 from lightning_zero.tiers.host import HostTier
 from lightning_zero.tiers.nvme import NvmeTier
@@ -30,16 +30,10 @@ CAST_CHUNK = 1 << 20  # elements: a cast piece and its result stay in the cache
 
 @dataclass(frozen=True, slots=True)
 class Tiers:
-    """The tiers of one engine that exist; a bucket takes what its row asks for."""
+    """The tiers of one engine that exist, beside the device; a bucket takes what its plan asks for."""
 
-    row: TierRow
     host: HostTier | None = None
     nvme: NvmeTier | None = None
-
-    @property
-    def on_device(self) -> Tiers:
-        """For buckets that stay on the device whatever the row says."""
-        return Tiers(ON_DEVICE)
 
     def close(self) -> None:
         for tier in (self.host, self.nvme):
@@ -278,39 +272,3 @@ def copy_cast(source: Tensor, target: Tensor) -> None:
     for start in range(0, source.numel(), CAST_CHUNK):
         piece = source[start : start + CAST_CHUNK]
         target[start : start + CAST_CHUNK].copy_(piece.to(target.dtype), non_blocking=False)
-
-
-class ParamFile:
-    """Compute parameters of a shard in a file: what a gather reads, and a step writes."""
-
-    def __init__(self, tier: NvmeTier, label: str, values: Tensor) -> None:
-        self._tier = tier
-        self._extent = tier.reserve([Wanted(f"{label} (parameters)", values.numel(), values.dtype)])[0]
-        self._staged: Tensor | None = None
-        self._reading: Future[Any] | None = None
-        self.write(values)
-
-    def write(self, values: Tensor) -> None:
-        """Replace the values; ``values`` is not needed any more when this returns."""
-        self.drop()
-        self._tier.stage_out(self._extent, values).result()
-
-    def begin_read(self) -> None:
-        """Start reading into host memory."""
-        if self._reading is None:
-            self._staged = torch.empty(self._extent.numel, dtype=self._extent.dtype)
-            self._reading = self._tier.stage_in(self._extent, self._staged)
-
-    def read(self, target: Tensor) -> None:
-        """Copy the values into ``target``."""
-        self.begin_read()
-        assert self._reading is not None and self._staged is not None
-        self._reading.result()
-        target.copy_(self._staged, non_blocking=False)
-        self.drop()
-
-    def drop(self) -> None:
-        """Forget what was read: the file may change."""
-        if self._reading is not None:
-            self._reading.exception()  # waits; whether it failed does not matter
-        self._reading, self._staged = None, None

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from lightning_zero.comm.profiling import profiled
 from lightning_zero.comm.reduction import Pending
-from lightning_zero.engine.units.bucket import Bucket, ParamInfo
+from lightning_zero.engine.units.bucket import Bucket
+from lightning_zero.engine.units.param_info import ParamInfo
 
 
 class State(Enum):
@@ -47,6 +48,7 @@ class Unit:
     name: str  # fqn of the module, "" for the root
     index: int
     buckets: list[Bucket]
+    resharded: list[Bucket] = field(init=False)  # those that are dropped after use
     state: State = State.GATHERED
     pending: list[Pending] = field(default_factory=list)
     expected: int = 0  # trainable parameters whose gradients end this unit's backward
@@ -56,22 +58,26 @@ class Unit:
     borrowed: bool = False  # somebody holds its values until the pass ends
     before_drop: Callable[[Bucket], None] = lambda _: None  # called while the values are still there
 
+    def __post_init__(self) -> None:
+        self.resharded = [bucket for bucket in self.buckets if bucket.reshards]
+
     @property
     def title(self) -> str:
         return self.name or "(root)"
 
     @property
-    def resharding(self) -> bool:
-        return any(b.resharding for b in self.buckets)
+    def reshards(self) -> bool:
+        """Whether the unit is gathered for a use and dropped after it."""
+        return bool(self.resharded)
 
     @property
     def gathered_nbytes(self) -> int:
-        return sum(b.full.nbytes for b in self.buckets if b.resharding)
+        return sum(b.full.nbytes for b in self.resharded)
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` lies in a buffer that goes when the unit is dropped."""
         storage = tensor.untyped_storage()._cdata if tensor.layout is torch.strided else None
-        return any(b.resharding and storage == b.full.data.untyped_storage()._cdata for b in self.buckets)
+        return any(storage == b.full.data.untyped_storage()._cdata for b in self.resharded)
 
     def infos(self) -> Iterable[ParamInfo]:
         for bucket in self.buckets:
@@ -83,10 +89,10 @@ class Unit:
         self.state = state
 
     def unshard_begin(self) -> None:
-        """Issue the gathers of all sharded buckets."""
+        """Issue the gathers of all buckets that are dropped after use."""
         self._enter(State.GATHERING)
         with profiled("gather", self.title):
-            self.pending = [b.gather_begin() for b in self.buckets if b.resharding]
+            self.pending = [bucket.gather_begin() for bucket in self.resharded]
 
     def refresh_begin(self, buckets: Iterable[Bucket]) -> None:
         """After a step: issue the gathers of replicated compute parameters.
@@ -107,7 +113,7 @@ class Unit:
                     pending.wait()
             self.pending = []
             for bucket in self.buckets:
-                if bucket.resharding or bucket.refreshed:
+                if bucket.reshards or bucket.gathers_after_step:
                     bucket.show(gathered=True)
             self._enter(State.GATHERED)
 
@@ -115,7 +121,7 @@ class Unit:
         """After an exception: back to rest, whatever was in flight."""
         self.calls.clear()
         self.borrowed = False
-        if self.resharding:
+        if self.reshards:
             for pending in self.pending:
                 pending.abandon(deadline)
             self.pending = []
@@ -126,33 +132,37 @@ class Unit:
 
     def reshard(self) -> None:
         """Drop the gathered parameters; autograd's saved views wait for the next gather."""
-        if not self.resharding:
+        if not self.reshards:
             return
-        for bucket in self.buckets:
-            if bucket.resharding:
-                self.before_drop(bucket)
+        for bucket in self.resharded:
+            self.before_drop(bucket)
         self._enter(State.SHARDED)
-        for bucket in self.buckets:
-            if bucket.resharding:
-                bucket.show(gathered=False)
-                bucket.full.release()
+        for bucket in self.resharded:
+            bucket.show(gathered=False)
+            bucket.full.release()
+
+    def drop(self) -> None:
+        """To rest, wherever it is on its way to use. Nothing happens to a unit that is never dropped."""
+        if self.reshards and self.state is not State.SHARDED:
+            self.unshard_wait()
+            self.reshard()
 
     def serve(self) -> None:
         """Take part in a gather that other ranks need while this one has the unit gathered already."""
-        for bucket in self.buckets:
-            if bucket.resharding:
-                bucket.comm.all_gather(bucket.full.data.clone(), bucket.label).wait()
+        for bucket in self.resharded:
+            bucket.comm.all_gather(bucket.full.data.clone(), bucket.label).wait()
 
     def stage_ahead(self) -> None:
+        """The unit will be gathered soon: start reading what rests in files."""
         for bucket in self.buckets:
-            bucket.stage_ahead()
+            bucket.rest.stage_ahead()
 
     @property
     def step_done(self) -> bool:
         """Whether a gather could be issued without waiting for an offloaded step."""
-        return all(b.step_done for b in self.buckets)
+        return all(b.step.is_done for b in self.buckets)
 
     @property
     def awaits_step(self) -> bool:
         """Whether an offloaded step was asked for that nobody has waited for; the same on all ranks."""
-        return any(b.step_future is not None for b in self.buckets)
+        return any(b.step.is_asked for b in self.buckets)

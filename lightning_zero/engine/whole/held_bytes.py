@@ -9,9 +9,9 @@ from torch import Tensor
 
 from lightning_zero.engine.engine import Engine
 from lightning_zero.engine.units.bucket import Bucket
-from lightning_zero.engine.units.build import itemsizes
+from lightning_zero.planning.buckets import RESTING, BucketPlan, Role
 from lightning_zero.planning.layout import round_up
-from lightning_zero.planning.memory import FILE_PAGE_NBYTES, RESTING, BucketPlan, Bytes, Limits, Role
+from lightning_zero.planning.memory import FILE_PAGE_NBYTES, Bytes, Limits, Moment, at_rest
 from lightning_zero.planning.placement import Tier
 
 
@@ -32,11 +32,11 @@ def held_bytes(engine: Engine) -> Bytes:
         held[(Role.staging, Tier.host) if tier is Tier.nvme else (role, tier)] += storage.nbytes()
 
     for bucket in engine.buckets:
-        tiers = bucket.tiers.row
-        if not bucket.resharding:
+        plan, tiers = bucket.plan, bucket.plan.tiers
+        if not bucket.reshards:
             add(Role.compute_param, Tier.device, bucket.full.data)
-        add(Role.compute_param, Tier.device, bucket.param_shard)
-        add(_role_of_home(bucket), tiers.master if bucket.trainable else tiers.compute_param, bucket.master)
+        add(Role.compute_param, tiers.compute_param, bucket.rest.memory)
+        add(plan.home_role, plan.home_tier, bucket.master)
         for state in _state_tensors(engine, bucket):
             add(Role.optim_state, tiers.master, state)
         add(Role.grad, tiers.grad, bucket.grad)
@@ -47,28 +47,15 @@ def held_bytes(engine: Engine) -> Bytes:
     return held
 
 
-def _role_of_home(bucket: Bucket) -> Role:
-    """What the home of a bucket is for: it is the compute parameters' own memory where nothing else holds these."""
-    tiers = bucket.tiers.row
-    shares = bucket.dtypes.master == bucket.dtypes.compute and tiers.master is tiers.compute_param is not Tier.nvme
-    return Role.compute_param if shares or not bucket.trainable else Role.master_param
-
-
 def _in_files(engine: Engine, total: int) -> Bytes:
     """Bytes in files by role. The tier knows their sum: what is neither master nor compute parameter is state."""
     held: Bytes = Counter()
     for bucket in engine.buckets:
-        tiers = bucket.tiers.row
-        if bucket.resharding and tiers.compute_param is Tier.nvme:
-            held[Role.compute_param, Tier.nvme] += _pages(bucket.owned_numel * bucket.dtypes.compute.itemsize)
-        if bucket.trainable and tiers.master is Tier.nvme:
-            held[Role.master_param, Tier.nvme] += _pages(bucket.master.nbytes)
+        for role, tier, nbytes in at_rest(bucket.plan, engine.rank, state_tensors=0, moment=Moment.cleared):
+            if tier is Tier.nvme:
+                held[role, tier] += round_up(nbytes, FILE_PAGE_NBYTES)
     held[Role.optim_state, Tier.nvme] = total - sum(held.values())
     return held
-
-
-def _pages(nbytes: int) -> int:
-    return round_up(nbytes, FILE_PAGE_NBYTES)
 
 
 def _state_tensors(engine: Engine, bucket: Bucket) -> Iterator[Tensor]:
@@ -80,11 +67,7 @@ def _state_tensors(engine: Engine, bucket: Bucket) -> Iterator[Tensor]:
 
 def plan_of(engine: Engine) -> list[BucketPlan]:
     """What :mod:`lightning_zero.planning.memory` needs to know."""
-    return [
-        BucketPlan(unit.index, b.layout, b.row, b.tiers.row, itemsizes(b.dtypes), b.trainable)
-        for unit in engine.units
-        for b in unit.buckets
-    ]
+    return [bucket.plan for bucket in engine.buckets]
 
 
 def state_tensors(engine: Engine) -> int:

@@ -17,10 +17,10 @@ from lightning_zero.engine.assembly import Assembly
 from lightning_zero.engine.steps.optimizer import ShardedOptimizer
 from lightning_zero.engine.steps.runs import Sliced
 from lightning_zero.engine.torch_modes import outside_autograd
-from lightning_zero.engine.units.bucket import Bucket, Place, values_changed
+from lightning_zero.engine.units.bucket import Bucket, Place
 from lightning_zero.engine.units.home import opened
+from lightning_zero.engine.units.param_info import values_changed
 from lightning_zero.engine.units.unit import State
-from lightning_zero.planning.placement import Placement
 
 # -- gather -----------------------------------------------------------------------------------------------------------
 
@@ -35,12 +35,12 @@ def show_full(
     one whose values count. Where all parameters of the module are shown, it is plain inside: without our hooks.
     """
     wanted = {engine.place_of(p).bucket for p in params}
-    if (from_rank is not None or grads) and wanted & engine.shown:
+    if (from_rank is not None or grads) and wanted & set(engine.shown):
         raise RuntimeError(
             "gather(from_rank=) and gather(grads=True) cannot be nested in another gather() of the same parameters. "
             "Give these arguments to the outer one."
         )
-    buckets = [b for b in engine.buckets if b in wanted and b not in engine.shown]
+    buckets = [b for b in engine.buckets if b in wanted and not b.is_plain]
     shown = _show(engine, buckets, grads)
     whole = bool(buckets) and len(engine.shown) == len(engine.buckets)
     put_back = engine.passes.hooks.lift_off() if whole else lambda: None
@@ -85,8 +85,6 @@ def _show(engine: Assembly, buckets: list[Bucket], grads: bool) -> dict[Bucket, 
                 part = bucket.part_of(full_grad, info)
                 info.param.grad = part.to(info.param.dtype) if part.dtype != info.param.dtype else part
         shown[bucket] = (full, full_grad)
-        bucket.shown_full = True
-        engine.shown.add(bucket)
     return shown
 
 
@@ -106,7 +104,7 @@ def _write_back(shown: Mapping[Bucket, tuple[Tensor, Tensor | None]], from_rank:
         with opened(bucket.home, changed=True) as master:
             master.copy_(full[low:high])
             bucket.push()
-        if not bucket.resharding or bucket.full.allocated:
+        if not bucket.reshards or bucket.full.allocated:
             bucket.full.data.copy_(full)
         if full_grad is not None and bucket.grad is not None:
             for info in bucket.params:
@@ -121,10 +119,8 @@ def _hide(engine: Assembly, shown: Mapping[Bucket, tuple[Tensor, Tensor | None]]
         for bucket in unit.buckets:
             if bucket not in shown:
                 continue
-            bucket.shown_full = False
             engine.writes.forget(bucket)
-            bucket.show(gathered=not bucket.resharding or unit.state is State.GATHERED)
-            engine.shown.discard(bucket)
+            bucket.hide_plain(gathered=not bucket.reshards or unit.state is State.GATHERED)
             if shown[bucket][1] is not None:
                 engine.sentinels.place(info for info in bucket.params if info.param.grad is not None)
 
@@ -133,7 +129,7 @@ def full_reduced_grad(bucket: Bucket) -> Tensor | None:
     """On all ranks: the reduced gradient of a whole bucket [layout.numel], a new tensor; None where there is none."""
     if bucket.grad is None:
         return None
-    if bucket.row.master is Placement.replicated:
+    if not bucket.plan.shards_master:
         return bucket.grad.clone()
     low, high = bucket.owned_range
     full = bucket.grad.new_zeros(bucket.layout.numel)
@@ -214,7 +210,7 @@ def write_param(place: Place, value: Tensor) -> None:
     """Set one parameter from a full value of its shape; every rank takes its own part."""
     bucket, info = place
     bucket.write_master(info, value.detach())
-    if not bucket.resharding:
+    if not bucket.reshards:
         assert info.gathered is not None
         info.gathered.copy_(value.detach().reshape(info.shape))
     values_changed([info])
@@ -327,7 +323,7 @@ def _full_entry(bucket: Bucket, dtype: torch.dtype, parts: list[tuple[int, int, 
     full = torch.zeros(bucket.layout.numel, dtype=dtype, device=bucket.comm.device)
     for start, numel, value in parts:
         full[low + start : low + start + numel].copy_(value)
-    if bucket.row.master is Placement.sharded:
+    if bucket.plan.shards_master:
         bucket.comm.all_gather(full, f"{bucket.label} (optimizer state)").wait()
     return full
 

@@ -1,0 +1,76 @@
+"""What the engine knows of a parameter: names, shape, and where its values are in a bucket."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import increment_version
+
+from lightning_zero.engine.parameters.classes import Classes
+
+
+@dataclass(slots=True, eq=False)
+class ParamInfo:
+    """A parameter that the engine owns. Nothing is stored on the ``nn.Parameter`` itself."""
+
+    param: nn.Parameter
+    fqns: tuple[str, ...]  # every name; tied weights have several
+    shape: torch.Size
+    strides: tuple[int, ...]  # the flat buffer keeps the order of memory: kernels round differently for another
+    dtype: torch.dtype  # before sharding: what checkpoints hold
+    classes: Classes  # that the parameter goes through
+    slot: int = 0  # position in the bucket
+    gathered: Tensor | None = None  # [shape] compute_dtype, a view of the bucket's full buffer
+    version: int = 0  # of the parameter, up to which what users wrote to it is in the masters
+
+    @property
+    def fqn(self) -> str:
+        return self.fqns[0]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def check_shape(self, shape: torch.Size) -> None:
+        """Refuse ``param.data`` of another shape.
+
+        Raises:
+            RuntimeError: names the parameter and the right way.
+        """
+        if shape != self.shape:
+            raise RuntimeError(
+                f"{self.fqn}.data = ...: expected a tensor of shape {tuple(self.shape)}, got {tuple(shape)}. A sharded "
+                "parameter keeps its shape: change the module before it is sharded (in __init__ or configure_model)."
+            )
+
+    def shaped(self, flat: Tensor) -> Tensor:
+        """A view of ``flat`` [numel], a part of a flat buffer, as the parameter: [shape]."""
+        return flat.as_strided(self.shape, self.strides)
+
+    def flattened(self, value: Tensor) -> Tensor:
+        """``value`` [shape], of any strides, as it lies in a flat buffer: [numel]."""
+        return value.permute(sorted(range(value.dim()), key=lambda d: -self.strides[d])).reshape(-1)
+
+
+def values_changed(infos: Iterable[ParamInfo]) -> None:
+    """Parameters have other values, by other ways than operations on them. As after those, a backward that has saved
+    the values of before is refused. (To :class:`~lightning_zero.engine.parameters.writes.Writes` this is no write.)"""
+    infos = list(infos)
+    increment_version([info.param for info in infos])
+    for info in infos:
+        info.version += 1
+
+
+def strides_of(param: Tensor) -> tuple[int, ...]:
+    """Strides of ``param`` where its memory has neither gaps nor overlaps, else those of a contiguous tensor."""
+    expected = 1
+    for step, size in sorted(zip(param.stride(), param.shape, strict=True)):
+        if size > 1:
+            if step != expected:
+                return torch.empty(param.shape, device="meta").stride()
+            expected *= size
+    return param.stride()

@@ -1,0 +1,187 @@
+"""Where the compute parameters of a bucket are between uses: a class for each :class:`ParamsRest`, with one interface.
+
+::
+
+                     prepare: before a gather          update: after a step
+    FullIsMaster     nothing                           nothing
+    FullCopy         nothing                           home -> own slice of the full buffer
+    InHome           home -> own slice, cast           nothing
+    DeviceShard      shard -> own slice                home -> shard, cast
+    FileShard        file -> own slice                 home -> file, cast
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from lightning_zero.engine.units.home import Home, copy_cast, opened
+from lightning_zero.planning.buckets import BucketPlan, ParamsRest
+from lightning_zero.planning.placement import Tier
+from lightning_zero.tiers.extents import Wanted
+from lightning_zero.tiers.nvme import NvmeTier
+
+
+class ParamStore(Protocol):
+    """The compute parameters of the range that a rank owns. Tensors are [owned numel] in compute_dtype."""
+
+    def stage_ahead(self) -> None:
+        """They will be asked for soon: start reading what is in files."""
+
+    def prepare(self, own: Tensor) -> None:
+        """A gather is about to send ``own``, this rank's slice of the full buffer: have the values there."""
+
+    def read(self, target: Tensor) -> None:
+        """Copy them into ``target``, as they follow from the masters."""
+
+    def update(self, master: Tensor) -> None:
+        """The masters have changed; ``master`` is readable."""
+
+    @property
+    def memory(self) -> Tensor | None:
+        """What holds them beside the full buffer and the home."""
+
+
+class FullIsMaster:
+    """The full buffer is the memory of the masters."""
+
+    memory: Tensor | None = None
+
+    def __init__(self, own: Tensor) -> None:
+        self._own = own
+
+    def stage_ahead(self) -> None: ...
+
+    def prepare(self, own: Tensor) -> None: ...
+
+    def read(self, target: Tensor) -> None:
+        target.copy_(self._own)
+
+    def update(self, master: Tensor) -> None: ...
+
+
+class InHome:
+    """They are cast from the masters when they are asked for; frozen ones are in the home themselves."""
+
+    memory: Tensor | None = None
+
+    def __init__(self, home: Home) -> None:
+        self._home = home
+
+    def stage_ahead(self) -> None:
+        self._home.begin_open()
+
+    def prepare(self, own: Tensor) -> None:
+        self.read(own)
+
+    def read(self, target: Tensor) -> None:
+        with opened(self._home) as master:
+            copy_cast(master, target)
+
+    def update(self, master: Tensor) -> None: ...
+
+
+class FullCopy(InHome):
+    """The full buffer is a copy of the masters. Users' code may have written to it since, so reads go to the home."""
+
+    def __init__(self, home: Home, own: Tensor, send: Callable[[Tensor, Tensor], None]) -> None:
+        super().__init__(home)
+        self._own, self._send = own, send
+
+    def stage_ahead(self) -> None: ...
+
+    def prepare(self, own: Tensor) -> None: ...
+
+    def update(self, master: Tensor) -> None:
+        self._send(master, self._own)
+
+
+class DeviceShard:
+    """A shard on the device, while the masters are elsewhere."""
+
+    def __init__(self, values: Tensor, send: Callable[[Tensor, Tensor], None]) -> None:
+        self.memory, self._send = values, send
+
+    def stage_ahead(self) -> None: ...
+
+    def prepare(self, own: Tensor) -> None:
+        self.read(own)
+
+    def read(self, target: Tensor) -> None:
+        target.copy_(self.memory)
+
+    def update(self, master: Tensor) -> None:
+        self._send(master, self.memory)
+
+
+class FileShard:
+    """A shard in a file, apart from the masters."""
+
+    memory: Tensor | None = None
+
+    def __init__(self, tier: NvmeTier, label: str, values: Tensor) -> None:
+        self._tier = tier
+        self._extent = tier.reserve([Wanted(f"{label} (parameters)", values.numel(), values.dtype)])[0]
+        self._staged: Tensor | None = None
+        self._reading: Future[Any] | None = None
+        self.update(values)
+
+    def stage_ahead(self) -> None:
+        if self._reading is None:
+            self._staged = torch.empty(self._extent.numel, dtype=self._extent.dtype)
+            self._reading = self._tier.stage_in(self._extent, self._staged)
+
+    def prepare(self, own: Tensor) -> None:
+        self.read(own)
+
+    def read(self, target: Tensor) -> None:
+        self.stage_ahead()
+        assert self._reading is not None and self._staged is not None
+        self._reading.result()
+        target.copy_(self._staged, non_blocking=False)
+        self._drop()
+
+    def update(self, master: Tensor) -> None:
+        self._drop()
+        self._tier.stage_out(self._extent, master.to("cpu", self._extent.dtype)).result()
+
+    def _drop(self) -> None:
+        """Forget what was read: the file may change."""
+        if self._reading is not None:
+            self._reading.exception()  # waits; whether it failed does not matter
+        self._reading, self._staged = None, None
+
+
+def make_param_store(
+    plan: BucketPlan,
+    label: str,
+    home: Home,
+    own: Tensor,
+    values: Tensor,
+    send: Callable[[Tensor, Tensor], None],
+    nvme: NvmeTier | None,
+) -> ParamStore:
+    """The store that ``plan`` asks for.
+
+    Args:
+        own: this rank's slice of the full buffer.
+        values: what the compute parameters are now, in any dtype. [owned numel]
+        send: copies masters into compute parameters on the device, and casts them.
+        nvme: the tier of files, where there is one.
+    """
+    match plan.params_rest:
+        case ParamsRest.full_is_master:
+            return FullIsMaster(own)
+        case ParamsRest.full:
+            return FullCopy(home, own, send)
+        case ParamsRest.home:
+            return InHome(home)
+        case ParamsRest.shard if plan.tiers.compute_param is Tier.nvme:
+            assert nvme is not None
+            return FileShard(nvme, label, values.to("cpu", own.dtype))
+        case ParamsRest.shard:
+            return DeviceShard(values.to(own.device, own.dtype, copy=True), send)

@@ -1,0 +1,201 @@
+"""What rests where: the plan of one bucket, made once from its stage row and its tier row. Arithmetic on integers.
+
+A bucket has up to four things at rest: compute parameters, masters, optimizer state and reduced gradients. Masters and
+state are in its *home*. Of the compute parameters, :class:`ParamsRest` says whether they are apart from the masters,
+and this is decided here and nowhere else::
+
+    stage, offload, precision            | full buffer       | home                  | params_rest
+    0-2, fp32                            | parameters        | (a view of it)        | full_is_master
+    0-2, bf16, or with offload           | parameters, a copy| masters, state        | full
+    3, masters beside their parameters   | only while in use | masters, state        | home
+    3, parameters on another tier, files | only while in use | masters, state        | shard
+    3, frozen parameters                 | only while in use | parameters            | home
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+from typing import NamedTuple
+
+from lightning_zero.planning.layout import BucketLayout, lay_out
+from lightning_zero.planning.placement import ON_DEVICE, REPLICATED, Placement, StageRow, Tier, TierRow
+
+
+class Role(Enum):
+    """What bytes are for. The first four rest; the others come and go."""
+
+    compute_param = "compute_param"
+    master_param = "master_param"
+    grad = "grad"
+    optim_state = "optim_state"
+    gathered = "gathered"  # parameters of units in use, and ahead of use
+    reducing = "reducing"  # unsharded gradients: filling, or under way
+    staging = "staging"  # between tiers
+
+
+RESTING = (Role.compute_param, Role.master_param, Role.grad, Role.optim_state)
+
+
+class ParamsRest(Enum):
+    """Where the compute parameters of a bucket are between uses."""
+
+    full_is_master = "in the full buffer, which is the memory of the masters too"
+    full = "in the full buffer, brought up to date from the masters after a step"
+    home = "nowhere but in the home; they are cast from it as they are gathered"
+    shard = "in a shard of their own, on the tier of compute_param"
+
+
+class Itemsizes(NamedTuple):
+    """Bytes of an element of each role. Compute and master have one dtype where these are equal."""
+
+    compute: int
+    master: int
+    reduce: int
+    grad: int
+
+
+@dataclass(frozen=True, slots=True)
+class BucketShape:
+    """A bucket of a model, before it is known how it will be sharded.
+
+    Attributes:
+        unit: index of its unit; 0 is the root.
+        numels: elements of its parameters, in order.
+        whole: stays replicated and on the device at every stage.
+    """
+
+    unit: int
+    numels: tuple[int, ...]
+    itemsizes: Itemsizes
+    trainable: bool = True
+    whole: bool = False
+
+    @property
+    def numel(self) -> int:
+        return sum(self.numels)
+
+
+@dataclass(frozen=True)  # without slots: what follows from the fields is computed once
+class BucketPlan:
+    """A bucket with its layout over the ranks and the places of its roles."""
+
+    unit: int
+    layout: BucketLayout
+    row: StageRow
+    tiers: TierRow
+    itemsizes: Itemsizes
+    trainable: bool = True
+
+    @cached_property
+    def params_rest(self) -> ParamsRest:
+        tiers = self.tiers
+        alone = self.layout.world_size == 1 and tiers.compute_param is Tier.device
+        if self.row.compute_param is Placement.replicated or alone:
+            apart = self.trainable and not (self.one_dtype and tiers.master is Tier.device)
+            return ParamsRest.full if apart else ParamsRest.full_is_master
+        # In files they are apart from the masters even on one tier: a gather would read the optimizer state too.
+        one_tier = tiers.master is tiers.compute_param is not Tier.nvme
+        return ParamsRest.home if one_tier or not self.trainable else ParamsRest.shard
+
+    @cached_property
+    def reshards(self) -> bool:
+        """Compute parameters are gathered for a use and dropped after it."""
+        return self.params_rest in (ParamsRest.home, ParamsRest.shard)
+
+    @cached_property
+    def gathers_after_step(self) -> bool:
+        """Compute parameters stay whole on every rank, and what the others have stepped is gathered after a step.
+        (On one rank: waited for, where the step is offloaded.)"""
+        sharded = self.layout.world_size > 1 and self.shards_master
+        return not self.reshards and (sharded or self.steps_on_host)
+
+    @property
+    def copies_master(self) -> bool:
+        """The full buffer holds a copy of what is in the home."""
+        return self.params_rest is not ParamsRest.full_is_master
+
+    @property
+    def params_are_masters(self) -> bool:
+        """The parameters themselves are the masters, whole on every rank, at all times."""
+        return not self.copies_master and not self.gathers_after_step
+
+    @property
+    def home_tier(self) -> Tier:
+        if not self.copies_master:
+            return Tier.device
+        return self.tiers.master if self.trainable else self.tiers.compute_param
+
+    @property
+    def home_role(self) -> Role:
+        """What the home is for: it counts as compute parameters where nothing else holds the same digits."""
+        if not self.copies_master or (self.params_rest is ParamsRest.home and self.one_dtype):
+            return Role.compute_param
+        return Role.master_param if self.trainable else Role.compute_param
+
+    @property
+    def home_itemsize(self) -> int:
+        return self.itemsizes.master if self.trainable else self.itemsizes.compute
+
+    def rests_as(self, other: BucketPlan) -> bool:
+        """Whether parameters and masters are in the same places, in the same dtypes, as under ``other``."""
+
+        def key(plan: BucketPlan) -> object:
+            return plan.params_rest, plan.home_tier, plan.home_itemsize
+
+        return key(self) == key(other)
+
+    @property
+    def one_dtype(self) -> bool:
+        """Compute parameters and masters have the same dtype."""
+        return self.itemsizes.compute == self.itemsizes.master
+
+    @property
+    def shards_master(self) -> bool:
+        """A rank steps its shard only, so gradients are reduced by reduce-scatter."""
+        return self.row.master is Placement.sharded
+
+    @property
+    def accumulates_locally(self) -> bool:
+        """Gradients of micro-batches wait unreduced for the last one."""
+        return self.row.grad is Placement.replicated
+
+    @property
+    def steps_on_host(self) -> bool:
+        return self.tiers.steps_on_host
+
+    @property
+    def grads_on_host(self) -> bool:
+        return self.tiers.grad is not Tier.device
+
+    @property
+    def owned_numel(self) -> int:
+        """Elements whose master_param and optim_state a rank holds."""
+        return self.layout.shard_numel if self.shards_master else self.layout.numel
+
+    def owned_range(self, rank: int) -> tuple[int, int]:
+        """The elements whose master_param and optim_state ``rank`` holds."""
+        return self.layout.shard_range(rank) if self.shards_master else (0, self.layout.numel)
+
+    def state_numel(self, rank: int) -> int:
+        """Elements that an optimizer has state for: the owned range up to its padding. Rank 0 has the most."""
+        low, high = self.owned_range(rank)
+        return max(0, min(high, self.layout.used_numel) - low)
+
+    @property
+    def full_nbytes(self) -> int:
+        """Compute parameters, gathered."""
+        return self.layout.numel * self.itemsizes.compute
+
+
+def place(shape: BucketShape, row: StageRow, tiers: TierRow, world_size: int) -> BucketPlan:
+    """A bucket under a stage and an offload row."""
+    return BucketPlan(
+        shape.unit,
+        lay_out(shape.numels, world_size),
+        REPLICATED if shape.whole else row,
+        ON_DEVICE if shape.whole else tiers,
+        shape.itemsizes,
+        shape.trainable,
+    )
