@@ -190,10 +190,6 @@ class Assembly:
         return [bucket for bucket in self.buckets if bucket.is_plain]
 
     @property
-    def root(self) -> Unit:
-        return self.units[0]
-
-    @property
     def rank(self) -> int:
         return self.comm.rank
 
@@ -239,13 +235,9 @@ class Assembly:
         """Wait for the gathers that a step has issued: masters may be read and changed from here on."""
         self.under_way.settle()
 
-    def wait_for_steps(self) -> None:
-        """Wait for offloaded steps: until then they own the gradients that they were given."""
-        self.under_way.wait_for_steps()
-
     def forget_zeroed(self) -> None:
         """Drop the gradients that the user has cleared, and zero those zeroed, since the last backward."""
-        self.wait_for_steps()
+        self.under_way.wait_for_steps()
         self.sentinels.forget_zeroed()
 
     def check_reduced(self, params: Iterable[nn.Parameter]) -> None:

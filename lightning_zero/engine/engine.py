@@ -79,7 +79,11 @@ class Engine(Assembly):
     # -- whole values -------------------------------------------------------------------------------------------------
 
     def state_dict(self, *, only_rank_0: bool = True) -> dict[str, Any]:
-        """On all ranks: the module's state dict with full values on the host; empty on other ranks by default."""
+        """On all ranks: ``module.state_dict()`` with full values on the host; by default empty on other ranks than 0.
+
+        Names, buffers, extra state and the module's own overrides of ``state_dict`` are kept: the dict is made by the
+        module, and its parameters are replaced by their values. Tied parameters share one tensor.
+        """
         return values.module_state_dict(self, only_rank_0=only_rank_0)
 
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> Any:
@@ -87,19 +91,24 @@ class Engine(Assembly):
         return values.load_module_state_dict(self, state, strict=strict)
 
     def optimizer_state(self, optimizer: Optimizer, *, only_rank_0: bool = True) -> dict[str, Any]:
-        """On all ranks: ``optimizer.state_dict()`` as without sharding; by default empty on other ranks than 0."""
+        """On all ranks: ``optimizer.state_dict()`` as the plain optimizer would give it, with full tensors on the host.
+        By default empty on other ranks than 0.
+
+        Raises:
+            ConfigError: ``optimizer`` does not step this engine's shards.
+        """
         return values.optimizer_state(self, optimizer, only_rank_0=only_rank_0)
 
     def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-        """On all ranks, each with the same full ``state``: load it into the slices."""
+        """On all ranks, each with the same full ``state``, as a plain optimizer's ``state_dict()`` gives it: each rank
+        takes its slices.
+
+        Raises:
+            ConfigError: the param groups or shapes differ from the optimizer's.
+        """
         values.load_optimizer_state(self, optimizer, state)
 
     # -- passes: the engine is told where steps and backwards are (passes/passes.py) -----------------------------------
-
-    @property
-    def in_backward(self) -> bool:
-        """A backward is running."""
-        return self.passes.in_backward
 
     def step_scope(self, key: str = "step", *, evaluation: bool = False) -> contextlib.AbstractContextManager[None]:
         """A step: parameters may be used inside, in calls of modules and (those of the root unit) directly.

@@ -197,7 +197,7 @@ def stepped_inside(make: Callable[[], Lit], folder: Path, **settings: Any) -> bo
     submit = UnderWay.submit
 
     def spy(self: UnderWay, jobs: Any) -> None:
-        seen.append(any(engine.in_backward for engine in engines()))
+        seen.append(any(engine.passes.in_backward for engine in engines()))
         submit(self, jobs)
 
     expected = fit("zero3", folder, seeded(make), **settings)

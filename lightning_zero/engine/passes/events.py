@@ -7,6 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from lightning_zero.engine.passes.progress import Progress
 from lightning_zero.engine.passes.saved_weights import SavedWeights
 from lightning_zero.engine.units.bucket import Bucket
 from lightning_zero.engine.units.unit import Unit
@@ -20,6 +21,9 @@ class PassEvents(Protocol):
 
     @property
     def saved(self) -> SavedWeights: ...
+
+    @property
+    def progress(self) -> Progress: ...
 
     def pre_forward(self, unit: Unit) -> None:
         """The module of ``unit`` is called."""

@@ -186,7 +186,7 @@ class Reducer:
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Inside, gradients that rest replicated are not reduced."""
+        """See ``Engine.no_sync``."""
         previous, self.synchronize = self.synchronize, False
         try:
             yield

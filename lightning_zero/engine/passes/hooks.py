@@ -224,8 +224,8 @@ class Hooks:
         if packing is not None:
             packing.__enter__()
         elif may_be_dropped:
-            unit.borrowed = True  # what autograd saves here is not seen
-        if may_be_dropped and unit.has_frozen:
+            passes.progress.hold(unit)  # what autograd saves here is not seen
+        if may_be_dropped and any(not info.param.requires_grad for info in unit.infos()):
             self._watch_inputs(unit, args, kwargs)
 
     def _watch_inputs(self, unit: Unit, args: Any, kwargs: Any) -> None:
@@ -237,7 +237,7 @@ class Hooks:
             return
         self._call += 1
         call, missing = self._call, len(inputs)
-        unit.calls.add(call)
+        self.passes.progress.await_inputs(unit, call)
         passes_ref, index = self._passes, unit.index
 
         def arrived(_: Tensor) -> None:

@@ -30,6 +30,7 @@ from lightning_zero.engine.passes.gather_order import GatherOrder
 from lightning_zero.engine.passes.gradient_sentinels import Sentinels
 from lightning_zero.engine.passes.gradients import Reducer
 from lightning_zero.engine.passes.hooks import Hooks
+from lightning_zero.engine.passes.progress import Progress
 from lightning_zero.engine.passes.saved_weights import SavedWeights
 from lightning_zero.engine.steps.pending import UnderWay
 from lightning_zero.engine.torch_modes import outside_autograd
@@ -115,6 +116,7 @@ class Passes:
         hooks: what calls the events below.
         saved: tells which weights a backward reads.
         phase: where the open pass is.
+        progress: what units wait for in it.
         explicit_backwards: how many backwards there have been that were told of.
         aborted: an exception has ended a pass, and none has begun since.
     """
@@ -142,6 +144,7 @@ class Passes:
         # Graphs hold what unpacks their tensors, unseen by the garbage collector, so not this object too.
         self.saved = SavedWeights(units, _weakly(self.weights_needed))
         self.phase = Phase.BETWEEN
+        self.progress = Progress(units)
         self.explicit_backwards = 0
         self._open = _Pass(None)
         self._scope: _Scope | None = None
@@ -176,12 +179,9 @@ class Passes:
     def watch_trainable(self) -> None:
         """Follow the parameters that require a gradient now; frozen ones may have been unfrozen since."""
         for unit in self.units:
-            unit.has_frozen = False
             for bucket in unit.buckets:
                 for info in bucket.params:
-                    if not info.param.requires_grad:
-                        unit.has_frozen = True
-                    else:
+                    if info.param.requires_grad:
                         if not bucket.trainable:
                             bucket.make_trainable()
                         self.hooks.watch_grad(unit, bucket, info.slot)
@@ -221,9 +221,8 @@ class Passes:
 
     def _close(self) -> None:
         self.hooks.forget_inputs()
+        self.progress.pass_ends()
         for unit in self.units:
-            unit.calls.clear()
-            unit.borrowed = False
             unit.drop()
         self._ordinal += not self._open.evaluates
         self._enter(Phase.BETWEEN)
@@ -232,10 +231,7 @@ class Passes:
 
     @contextlib.contextmanager
     def scope(self, key: str, *, evaluation: bool) -> Iterator[None]:
-        """A step: parameters may be used inside, in calls of modules and (those of the root unit) directly.
-
-        All ranks enter it. With ``evaluation`` it ends the pass; otherwise a backward after it does.
-        """
+        """See ``Engine.step_scope``."""
         self.leave()
         self._ordinal = 0
         self._scope = _Scope(key, evaluation)
@@ -252,7 +248,7 @@ class Passes:
 
     @outside_autograd
     def abort(self) -> None:
-        """After an exception: every unit back to rest. Starts no collective, and waits a bounded time for others."""
+        """See ``Engine.abort``."""
         deadline = time.monotonic() + ABANDON_S
         self.aborted = True
         if self.in_backward:
@@ -260,6 +256,7 @@ class Passes:
         self.order.abort()
         self.hooks.forget_calls()
         self.hooks.forget_inputs()
+        self.progress.pass_ends()
         for unit in self.units:
             unit.abandon(deadline)
         self.phase, self._open = Phase.BETWEEN, _Pass(None)
@@ -324,7 +321,7 @@ class Passes:
     @outside_autograd
     def _use_over(self, unit: Unit) -> None:
         may_go = unit.reshards and unit.state is State.GATHERED and self.order.used(unit)
-        if may_go and not unit.borrowed:
+        if may_go and not self.progress.is_held(unit):
             unit.reshard()
 
     # -- parameters that are touched outside of the calls of their units ----------------------------------------------
@@ -340,7 +337,7 @@ class Passes:
             keep: somebody holds values; they stay until the pass ends.
         """
         if keep:
-            unit.borrowed = True
+            self.progress.hold(unit)
         elif not self.in_backward:
             self._use_over(unit)
 
@@ -355,7 +352,7 @@ class Passes:
 
     @contextlib.contextmanager
     def backward_scope(self) -> Iterator[None]:
-        """Around a backward that all ranks run: at its end every bucket is reduced."""
+        """See ``Engine.backward_scope``."""
         self.forget_failed()
         self._begin_backward(explicit=True)
         try:
@@ -370,7 +367,7 @@ class Passes:
         self._end_backward()
 
     def _needed_while_dropped(self) -> str:
-        waiting = [u.title for u in self.units if u.reshards and u.expected > u.arrived]
+        waiting = [unit.title for unit in self.progress.unfinished() if unit.reshards]
         return (
             f"backward needed parameters of a unit that had been dropped (one of {', '.join(waiting)}): a tensor left "
             "the unit by another way than its outputs, or the graph was walked a second time (retain_graph). Return "
@@ -392,9 +389,7 @@ class Passes:
         self.sentinels.forget_zeroed()
         self.reducer.begin(str(self.key), lambda b: sum(info.param.requires_grad for info in b.params))
         self.sentinels.remove(info for unit in self.units for info in unit.infos())
-        for unit in self.units:
-            unit.expected = sum(info.param.requires_grad for info in unit.infos())
-            unit.arrived = 0
+        self.progress.backward_begins()
         self._needed = None
 
     def backward_begins(self) -> None:
@@ -425,7 +420,7 @@ class Passes:
 
     def input_grads_arrived(self, unit: Unit, call: int) -> None:
         """The gradients of the inputs of one call are complete."""
-        unit.calls.discard(call)
+        self.progress.inputs_arrived(unit, call)
         self._maybe_reshard(unit)
 
     @outside_autograd
@@ -433,13 +428,12 @@ class Passes:
         """Autograd accumulated the gradient of one parameter."""
         self.backward_begins()
         self.reducer.take(bucket, slot, grad)
-        unit.arrived += 1
+        self.progress.grad_arrived(unit)
         self._maybe_reshard(unit)
 
     def _maybe_reshard(self, unit: Unit) -> None:
-        done = not unit.calls and unit.arrived >= unit.expected
-        if done and self.in_backward and unit.index and not self._open.second_order:
-            unit.arrived = 0
+        may_go = self.in_backward and unit.index and not self._open.second_order
+        if may_go and self.progress.is_over(unit):
             self._use_over(unit)
 
     @outside_autograd

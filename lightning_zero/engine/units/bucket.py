@@ -91,8 +91,9 @@ class Bucket:
         self._own_part = self.full.data[low:high]  # [owned numel]; like all views made while there is memory, it stays
         for info in self.params:
             info.gathered = self.full.view(layout.slots[info.slot].start, info.shape, info.strides)
-        may_be_absent = [info.shape for info in self.params if self.reshards or self.gathers_after_step]
-        self._placeholders = placeholders(may_be_absent, dtypes.compute, comm.device)
+        may_be_absent = self.reshards or self.gathers_after_step
+        shapes = [info.shape for info in self.params]
+        self._placeholders = placeholders(shapes, dtypes.compute, comm.device) if may_be_absent else []
 
     @property
     def trainable(self) -> bool:

@@ -51,11 +51,6 @@ class Unit:
     resharded: list[Bucket] = field(init=False)  # those that are dropped after use
     state: State = State.GATHERED
     pending: list[Pending] = field(default_factory=list)
-    expected: int = 0  # trainable parameters whose gradients end this unit's backward
-    arrived: int = 0  # of those, in this round
-    has_frozen: bool = False  # parameters that get no gradient, and are needed for those of inputs
-    calls: set[int] = field(default_factory=set)  # in this pass, whose input gradients are still to come
-    borrowed: bool = False  # somebody holds its values until the pass ends
     before_drop: Callable[[Bucket], None] = lambda _: None  # called while the values are still there
 
     def __post_init__(self) -> None:
@@ -119,8 +114,6 @@ class Unit:
 
     def abandon(self, deadline: float) -> None:
         """After an exception: back to rest, whatever was in flight."""
-        self.calls.clear()
-        self.borrowed = False
         if self.reshards:
             for pending in self.pending:
                 pending.abandon(deadline)

@@ -29,7 +29,7 @@ from lightning_zero.engine.units.unit import State
 def show_full(
     engine: Assembly, params: Iterable[nn.Parameter], *, from_rank: int | None = None, grads: bool = False
 ) -> Iterator[None]:
-    """Inside, ``params`` (and the other parameters of their buckets) hold full master values.
+    """What :func:`lightning_zero.gather` does: inside, ``params`` (and the others of their buckets) hold full masters.
 
     What is written to them inside is kept. All ranks enter, and write the same values unless ``from_rank`` names the
     one whose values count. Where all parameters of the module are shown, it is plain inside: without our hooks.
@@ -158,11 +158,7 @@ def full_parameters(engine: Assembly, *, only_rank_0: bool) -> dict[int, Tensor]
 
 
 def module_state_dict(engine: Assembly, *, only_rank_0: bool = True) -> dict[str, Any]:
-    """On all ranks: ``module.state_dict()`` with full values on the host; empty on other ranks than 0.
-
-    Names, buffers, extra state and the module's own overrides of ``state_dict`` are kept: the dict is made by the
-    module, and its parameters are replaced by their values. Tied parameters share one tensor.
-    """
+    """See ``Engine.state_dict``."""
     values = full_parameters(engine, only_rank_0=only_rank_0)
     if only_rank_0 and engine.rank != 0:
         return {}
@@ -217,7 +213,7 @@ def write_param(place: Place, value: Tensor) -> None:
 
 
 def load_module_state_dict(engine: Assembly, state: Mapping[str, Any], *, strict: bool = True) -> Any:
-    """On all ranks, each with the same ``state``: ``module.load_state_dict(state)`` into the shards."""
+    """See ``Engine.load_state_dict``."""
     with loading_into_shards(engine):
         return engine.module.load_state_dict(state, strict=strict)
 
@@ -244,10 +240,7 @@ def sharded_optimizer(engine: Assembly, optimizer: Optimizer) -> ShardedOptimize
 
 @outside_autograd
 def optimizer_state(engine: Assembly, optimizer: Optimizer, *, only_rank_0: bool = True) -> dict[str, Any]:
-    """On all ranks: ``optimizer.state_dict()`` as the plain optimizer would give it, full tensors on the host.
-
-    Empty on other ranks than 0.
-    """
+    """See ``Engine.optimizer_state``."""
     sharded = sharded_optimizer(engine, optimizer)
     engine.settle()
     wanted = not only_rank_0 or engine.rank == 0
@@ -329,11 +322,7 @@ def _full_entry(bucket: Bucket, dtype: torch.dtype, parts: list[tuple[int, int, 
 
 
 def load_optimizer_state(engine: Assembly, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Load what the plain optimizer's ``state_dict()`` gives. Every rank holds ``state`` and takes its slices.
-
-    Raises:
-        ConfigError: the param groups differ from the optimizer's.
-    """
+    """See ``Engine.load_optimizer_state``."""
     sharded = sharded_optimizer(engine, optimizer)
     engine.settle()
     saved, own = state["param_groups"], optimizer.param_groups
