@@ -36,7 +36,8 @@ from torch import Tensor, nn
 
 from lightning_zero.config import ConfigError, ZeroConfig, make_config
 from lightning_zero.engine.engine import Engine, engine_of, engines
-from lightning_zero.engine.whole import norms, values
+from lightning_zero.engine.whole import norms
+from lightning_zero.engine.whole.gather import show_full
 
 __all__ = ["Engine", "clip_grad_norm_", "engine_of", "engines", "gather", "grad_norm", "shard"]
 
@@ -109,7 +110,7 @@ def gather(target: Target, *, from_rank: int | None = None, grads: bool = False)
         grads: ``param.grad`` holds the full reduced gradient inside, and changes to it are kept too.
     """
     engine, params = _resolve(target)
-    with values.show_full(engine, params, from_rank=from_rank, grads=grads):
+    with show_full(engine, params, from_rank=from_rank, grads=grads):
         yield
 
 

@@ -17,7 +17,7 @@ from lightning_zero.engine.steps.optimizer import ShardedOptimizer
 from lightning_zero.engine.steps.torch_optimizers import count_states
 from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units import capacity
-from lightning_zero.engine.whole import values
+from lightning_zero.engine.whole import module_state, optimizer_state
 
 
 def engine_of(module: nn.Module) -> Engine | None:
@@ -84,11 +84,11 @@ class Engine(Assembly):
         Names, buffers, extra state and the module's own overrides of ``state_dict`` are kept: the dict is made by the
         module, and its parameters are replaced by their values. Tied parameters share one tensor.
         """
-        return values.module_state_dict(self, only_rank_0=only_rank_0)
+        return module_state.whole_state_dict(self, only_rank_0=only_rank_0)
 
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> Any:
         """On all ranks, each with the same full ``state``: load it into the shards."""
-        return values.load_module_state_dict(self, state, strict=strict)
+        return module_state.load_whole(self, state, strict=strict)
 
     def optimizer_state(self, optimizer: Optimizer, *, only_rank_0: bool = True) -> dict[str, Any]:
         """On all ranks: ``optimizer.state_dict()`` as the plain optimizer would give it, with full tensors on the host.
@@ -97,7 +97,7 @@ class Engine(Assembly):
         Raises:
             ConfigError: ``optimizer`` does not step this engine's shards.
         """
-        return values.optimizer_state(self, optimizer, only_rank_0=only_rank_0)
+        return optimizer_state.whole_state(self, optimizer, only_rank_0=only_rank_0)
 
     def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         """On all ranks, each with the same full ``state``, as a plain optimizer's ``state_dict()`` gives it: each rank
@@ -106,7 +106,7 @@ class Engine(Assembly):
         Raises:
             ConfigError: the param groups or shapes differ from the optimizer's.
         """
-        values.load_optimizer_state(self, optimizer, state)
+        optimizer_state.load_whole(self, optimizer, state)
 
     # -- passes: the engine is told where steps and backwards are (passes/passes.py) -----------------------------------
 

@@ -22,7 +22,7 @@ from torch.optim.swa_utils import AveragedModel
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units.home import opened
-from lightning_zero.engine.whole import values
+from lightning_zero.engine.whole.module_state import loading_into_shards
 
 _WAITING = "_lightning_zero_checkpoint"  # a checkpoint that was loaded before there were shards
 _PATCHED = ("setup", "_swap_models", "_copy_average_to_current", "on_load_checkpoint", _WAITING)
@@ -95,7 +95,7 @@ class ShardedAverage(AveragedModel):
         """On all ranks: full tensors on rank 0; empty on other ranks."""
         self.exchange(swap=True)
         try:
-            state = values.module_state_dict(self.engine)
+            state = self.engine.state_dict()
         finally:
             self.exchange(swap=True)
         full = {f"module.{name}": value for name, value in state.items()}
@@ -108,7 +108,7 @@ class ShardedAverage(AveragedModel):
     def _load(self, state: Mapping[str, Any], strict: bool) -> None:
         self.exchange(swap=True)
         try:
-            values.load_module_state_dict(self.engine, state, strict=strict)
+            self.engine.load_state_dict(state, strict=strict)
         finally:
             self.exchange(swap=True)
         self.engine.settle()  # the current weights are loaded next
@@ -219,7 +219,7 @@ def _on_load_checkpoint(
         else:
             type(callback).on_load_checkpoint(callback, trainer, pl_module, checkpoint)
         return
-    with values.loading_into_shards(_average_of(callback).engine):  # the callback calls pl_module.load_state_dict
+    with loading_into_shards(_average_of(callback).engine):  # the callback calls pl_module.load_state_dict
         type(callback).on_load_checkpoint(callback, trainer, pl_module, checkpoint)
 
 

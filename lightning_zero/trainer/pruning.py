@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import ModelPruning
 from torch import nn
 
 from lightning_zero.engine import engine_of
-from lightning_zero.engine.whole import values
+from lightning_zero.engine.whole.gather import show_full
 
 _WITH_VALUES = ("setup", "_run_pruning", "make_pruning_permanent")
 _SAVING = "on_save_checkpoint"
@@ -44,7 +44,7 @@ def _pruning(trainer: pl.Trainer) -> list[ModelPruning]:
 def _with_values(callback: ModelPruning, module: nn.Module, name: str, *args: Any, **kwargs: Any) -> None:
     """Global pruning compares the parameters of all layers: the whole module is shown, on all ranks."""
     engine = engine_of(module)
-    shown = contextlib.nullcontext() if engine is None else values.show_full(engine, list(module.parameters()))
+    shown = contextlib.nullcontext() if engine is None else show_full(engine, list(module.parameters()))
     with shown:
         getattr(type(callback), name)(callback, *args, **kwargs)
     if engine is not None:

@@ -42,7 +42,6 @@ from lightning_zero.comm.agreements import barrier, broadcast_object, gather_row
 from lightning_zero.config import PRECISION_FLAGS, ConfigError, ZeroConfig, make_config
 from lightning_zero.engine import Engine, engine_of, shard
 from lightning_zero.engine.units.build import TRUE_DTYPES
-from lightning_zero.engine.whole import values
 from lightning_zero.ranks import rendezvous
 from lightning_zero.ranks.allocation import check_allocation
 from lightning_zero.ranks.environments import own_environment
@@ -493,14 +492,14 @@ class ZeroStrategy(ParallelStrategy):
         if engine is None:  # before any run
             return self.lightning_module.state_dict()
         refuse_lonely_save(engine)
-        return values.module_state_dict(engine)
+        return engine.state_dict()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer._optimizer
         if isinstance(optimizer, _MockOptimizer):
             return optimizer.state_dict()
-        return values.optimizer_state(self.engine, optimizer)
+        return self.engine.optimizer_state(optimizer)
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
@@ -593,7 +592,7 @@ class ZeroStrategy(ParallelStrategy):
 
     @staticmethod
     def _load_into_shards(engine: Engine, state: Mapping[str, Any], strict: bool) -> None:
-        values.load_module_state_dict(engine, state, strict=strict)
+        engine.load_state_dict(state, strict=strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         states = checkpoint["optimizer_states"]
@@ -606,7 +605,7 @@ class ZeroStrategy(ParallelStrategy):
         frozen = [bucket for bucket in self.engine.buckets if not bucket.trainable]
         for optimizer, state in zip(self.optimizers, states, strict=False):
             if not isinstance(optimizer, _MockOptimizer):
-                values.load_optimizer_state(self.engine, optimizer, state)
+                self.engine.load_optimizer_state(optimizer, state)
         if any(bucket.trainable for bucket in frozen):  # weights of frozen buckets were rounded when they were loaded
             self._load_into_shards(self.engine, averaging.current_weights(checkpoint), strict=False)
 

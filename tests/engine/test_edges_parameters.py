@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 import lightning_zero
 from lightning_zero.config import ConfigError
-from lightning_zero.engine.whole import values
 from tests.engine.support import (
     Block,
     Model,
@@ -124,7 +123,7 @@ def test_frozen_parameters_have_no_gradient_state_or_reduction() -> None:
         for bucket in side.engine.units[2].buckets:
             assert bucket.grad is None
             assert side.engine.comm.counts["reduce_scatter", bucket.label] == 0
-        state = values.optimizer_state(side.engine, side.optimizer, only_rank_0=False)["state"]
+        state = side.engine.optimizer_state(side.optimizer, only_rank_0=False)["state"]
         params = list(side.module.parameters())
         assert sorted(state) == [i for i, p in enumerate(params) if p.requires_grad]
 
@@ -439,13 +438,13 @@ def test_values_and_states_go_in_and_out_whatever_their_order_in_memory(stage: i
     with Sharded(turned, stage=stage, optimizer=adamw) as side:
         step_of(side, 0)
         weights = {name: value.contiguous() for name, value in side.engine.state_dict(only_rank_0=False).items()}
-        states = values.optimizer_state(side.engine, side.optimizer, only_rank_0=False)
+        states = side.engine.optimizer_state(side.optimizer, only_rank_0=False)
         expected = step_of(side, 1), step_of(side, 2)
     with Sharded(straight, stage=stage, optimizer=adamw) as side:
         side.engine.load_state_dict(weights)
         for state in states["state"].values():
             state.update({k: v.contiguous() for k, v in state.items() if isinstance(v, Tensor)})
-        values.load_optimizer_state(side.engine, side.optimizer, states)
+        side.engine.load_optimizer_state(side.optimizer, states)
         assert (step_of(side, 1), step_of(side, 2)) == expected
 
 

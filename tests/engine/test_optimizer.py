@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import lightning_zero
-from lightning_zero.engine.whole import values
 from tests.engine.support import (
     MakeOptimizer,
     Model,
@@ -653,7 +652,7 @@ def test_optimizer_state_is_that_of_the_plain_optimizer(stage: int, precision: s
     with Sharded(module, stage=stage, precision=precision, optimizer=optimizer) as sharded:
         for side in (sharded, twin):
             train(side, range(3), precision)
-        own = values.optimizer_state(sharded.engine, sharded.optimizer, only_rank_0=False)
+        own = sharded.engine.optimizer_state(sharded.optimizer, only_rank_0=False)
         expected = twin.optimizer.state_dict()
         settings = [[{**group, "fused": None} for group in state["param_groups"]] for state in (own, expected)]
         assert settings[0] == settings[1]
@@ -666,9 +665,9 @@ def test_optimizer_state_is_that_of_the_plain_optimizer(stage: int, precision: s
                     value = value[: param.numel()].view(param.shape)
                 assert torch.equal(found, value), (number, key)
         if dist.get_rank():
-            assert values.optimizer_state(sharded.engine, sharded.optimizer) == {}
+            assert sharded.engine.optimizer_state(sharded.optimizer) == {}
         else:
-            values.optimizer_state(sharded.engine, sharded.optimizer)
+            sharded.engine.optimizer_state(sharded.optimizer)
 
 
 def _assert_resumes(source: int, target: int, precision: str, optimizer: MakeOptimizer) -> None:
@@ -676,17 +675,17 @@ def _assert_resumes(source: int, target: int, precision: str, optimizer: MakeOpt
     module, expected = Model(), None
     with Sharded(module, stage=source, precision=precision, optimizer=optimizer) as first:
         train(first, range(3), precision)
-        weights = through_a_file(values.module_state_dict(first.engine, only_rank_0=False))
-        state = through_a_file(values.optimizer_state(first.engine, first.optimizer, only_rank_0=False))
+        weights = through_a_file(first.engine.state_dict(only_rank_0=False))
+        state = through_a_file(first.engine.optimizer_state(first.optimizer, only_rank_0=False))
         train(first, range(3, 6), precision)
-        expected = values.module_state_dict(first.engine, only_rank_0=False)
+        expected = first.engine.state_dict(only_rank_0=False)
     with Sharded(Model(), stage=target, precision=precision, optimizer=optimizer) as second:
         train(second, range(1), precision)  # what was there is replaced
-        values.load_module_state_dict(second.engine, weights)
+        second.engine.load_state_dict(weights)
         second.engine.masters_changed()
-        values.load_optimizer_state(second.engine, second.optimizer, state)
+        second.engine.load_optimizer_state(second.optimizer, state)
         train(second, range(3, 6), precision)
-        for name, value in values.module_state_dict(second.engine, only_rank_0=False).items():
+        for name, value in second.engine.state_dict(only_rank_0=False).items():
             assert torch.equal(value, expected[name]), name
 
 
@@ -706,11 +705,11 @@ def test_state_goes_into_a_plain_optimizer_and_back(stage: int) -> None:
     with Sharded(module, stage=stage) as side:
         train(side, range(3), "fp32")
         plain = copy.deepcopy(Model())
-        plain.load_state_dict(values.module_state_dict(side.engine, only_rank_0=False))
+        plain.load_state_dict(side.engine.state_dict(only_rank_0=False))
         optimizer = adamw(plain.parameters())
-        optimizer.load_state_dict(values.optimizer_state(side.engine, side.optimizer, only_rank_0=False))
-        values.load_optimizer_state(side.engine, side.optimizer, optimizer.state_dict())
-        again = values.optimizer_state(side.engine, side.optimizer, only_rank_0=False)
+        optimizer.load_state_dict(side.engine.optimizer_state(side.optimizer, only_rank_0=False))
+        side.engine.load_optimizer_state(side.optimizer, optimizer.state_dict())
+        again = side.engine.optimizer_state(side.optimizer, only_rank_0=False)
         for number, state in optimizer.state_dict()["state"].items():
             for key, value in state.items():
                 assert torch.equal(again["state"][number][key], value)
@@ -724,18 +723,18 @@ def test_state_of_another_model_is_refused() -> None:
             param.grad = torch.ones_like(param)
         other.step()
         with pytest.raises(ValueError, match=r"embed\.weight has shape"):
-            values.load_optimizer_state(side.engine, side.optimizer, other.state_dict())
+            side.engine.load_optimizer_state(side.optimizer, other.state_dict())
         fewer = adamw(list(Model().parameters())[:-1])
         with pytest.raises(ValueError, match="param groups"):
-            values.load_optimizer_state(side.engine, side.optimizer, fewer.state_dict())
+            side.engine.load_optimizer_state(side.optimizer, fewer.state_dict())
 
 
 @on_ranks(2)
 def test_settings_of_param_groups_are_loaded() -> None:
     with Sharded(Model()) as side:
-        state = values.optimizer_state(side.engine, side.optimizer, only_rank_0=False)
+        state = side.engine.optimizer_state(side.optimizer, only_rank_0=False)
         state["param_groups"][0]["lr"] = 0.123
-        values.load_optimizer_state(side.engine, side.optimizer, state)
+        side.engine.load_optimizer_state(side.optimizer, state)
         assert side.optimizer.param_groups[0]["lr"] == 0.123
 
 

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import nn
 
 import lightning_zero
-from lightning_zero.engine.whole import values
 from tests.engine.support import Model, Sharded, Twin, assert_absent, assert_same, autocast, language_work
 from tests.harness import on_ranks
 
@@ -344,14 +343,14 @@ def test_zeroing_some_parameters_between_backwards(stage: int) -> None:
 def test_module_state_dict_holds_full_values_on_rank_0(stage: int, precision: str) -> None:
     sharded, twin = trained(stage=stage, precision=precision)
     with sharded:
-        state = values.module_state_dict(sharded.engine)
+        state = sharded.engine.state_dict()
         if dist.get_rank():
             assert state == {}
         else:
             for name, master in zip(state, twin.masters.values(), strict=True):
                 assert torch.equal(state[name], master.value), name
-        everywhere = values.module_state_dict(sharded.engine, only_rank_0=False)
-        values.load_module_state_dict(sharded.engine, {k: v * 2 for k, v in everywhere.items()})
+        everywhere = sharded.engine.state_dict(only_rank_0=False)
+        sharded.engine.load_state_dict({k: v * 2 for k, v in everywhere.items()})
         for master in twin.masters.values():
             master.value.mul_(2)
         assert_same(sharded, twin)
@@ -360,11 +359,11 @@ def test_module_state_dict_holds_full_values_on_rank_0(stage: int, precision: st
 @on_ranks(2)
 def test_loading_reports_keys_like_torch() -> None:
     with Sharded(Model()) as side:
-        state = values.module_state_dict(side.engine, only_rank_0=False)
+        state = side.engine.state_dict(only_rank_0=False)
         state["other"] = state.pop("head.bias")
         with pytest.raises(RuntimeError, match=r"Missing key.*head\.bias"):
-            values.load_module_state_dict(side.engine, state)
-        keys = values.load_module_state_dict(side.engine, state, strict=False)
+            side.engine.load_state_dict(state)
+        keys = side.engine.load_state_dict(state, strict=False)
         assert keys.missing_keys == ["head.bias"] and keys.unexpected_keys == ["other"]
 
 
@@ -373,5 +372,5 @@ def test_tied_parameters_share_one_tensor_in_the_state_dict() -> None:
     module = Model()
     module.head.weight = module.embed.weight
     with Sharded(module) as side:
-        state = values.module_state_dict(side.engine, only_rank_0=False)
+        state = side.engine.state_dict(only_rank_0=False)
         assert state["head.weight"] is state["embed.weight"]

@@ -15,7 +15,6 @@ from torch.overrides import TorchFunctionMode
 
 import lightning_zero
 from lightning_zero.engine.parameters.writes import CHUNK, checksum
-from lightning_zero.engine.whole import values
 from tests.engine.support import (
     VOCABULARY,
     Block,
@@ -414,7 +413,7 @@ def test_data_that_is_assigned_differently_is_refused_before_it_is_saved(stage: 
         weight = side.module.head.weight
         weight.data = torch.full(weight.shape, float(dist.get_rank()))
         with pytest.raises(RuntimeError, match=r"head\.weight: written to"):
-            values.module_state_dict(side.engine)
+            side.engine.state_dict()
 
 
 @on_ranks(2)

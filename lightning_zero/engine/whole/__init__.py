@@ -2,7 +2,9 @@
 
 ::
 
-    values      state dicts, gather(), loading
-    norms       norms and clipping
-    held_bytes  bytes that are held, beside those that were planned
+    gather           parameters show whole masters for a while
+    module_state     the module's state dict, out of shards and into them
+    optimizer_state  an optimizer's, likewise
+    norms            norms and clipping
+    held_bytes       bytes that are held, beside those that were planned
 """

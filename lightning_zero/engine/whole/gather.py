@@ -1,0 +1,128 @@
+"""``gather()``: parameters that show whole masters for a while, and what is written to them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
+
+from torch import Tensor, nn
+
+from lightning_zero.engine.assembly import Assembly
+from lightning_zero.engine.torch_modes import outside_autograd
+from lightning_zero.engine.units.bucket import Bucket
+from lightning_zero.engine.units.home import opened
+from lightning_zero.engine.units.param_info import values_changed
+from lightning_zero.engine.units.unit import State
+
+
+@contextlib.contextmanager
+def show_full(
+    engine: Assembly, params: Iterable[nn.Parameter], *, from_rank: int | None = None, grads: bool = False
+) -> Iterator[None]:
+    """What :func:`lightning_zero.gather` does: inside, ``params`` (and the others of their buckets) hold full masters.
+
+    What is written to them inside is kept. All ranks enter, and write the same values unless ``from_rank`` names the
+    one whose values count. Where all parameters of the module are shown, it is plain inside: without our hooks.
+    """
+    wanted = {engine.place_of(p).bucket for p in params}
+    if (from_rank is not None or grads) and wanted & set(engine.shown):
+        raise RuntimeError(
+            "gather(from_rank=) and gather(grads=True) cannot be nested in another gather() of the same parameters. "
+            "Give these arguments to the outer one."
+        )
+    buckets = [b for b in engine.buckets if b in wanted and not b.is_plain]
+    shown = _show(engine, buckets, grads)
+    whole = bool(buckets) and len(engine.shown) == len(engine.buckets)
+    put_back = engine.passes.hooks.lift_off() if whole else lambda: None
+    try:
+        yield
+        _refuse_replaced(engine)
+        _write_back(shown, from_rank)
+    finally:
+        put_back()
+        _hide(engine, shown)
+
+
+def _refuse_replaced(engine: Assembly) -> None:
+    """Raise where the module has got other parameter objects, or these other shapes: nobody would train that."""
+    now = dict(engine.module.named_parameters(remove_duplicate=False))
+    for bucket in engine.buckets:
+        for info in bucket.params:
+            for fqn in info.fqns:
+                if now.get(fqn, info.param) is not info.param:
+                    raise RuntimeError(
+                        f"{fqn} was replaced by another parameter inside gather(), which is not sharded and would not "
+                        "be trained. Write to the parameter (param.copy_(value), load_state_dict(assign=False))."
+                    )
+            info.check_shape(info.param.shape)
+
+
+@outside_autograd
+def _show(engine: Assembly, buckets: list[Bucket], grads: bool) -> dict[Bucket, tuple[Tensor, Tensor | None]]:
+    engine.settle()
+    engine.writes.take_all_over()
+    engine.writes.confirm_if_any()
+    engine.forget_zeroed()
+    if grads:
+        engine.check_reduced(info.param for bucket in buckets for info in bucket.params)
+    shown: dict[Bucket, tuple[Tensor, Tensor | None]] = {}
+    for bucket in buckets:
+        full = bucket.full_master()
+        full_grad = full_reduced_grad(bucket) if grads else None
+        bucket.show_plain(full)
+        for info in bucket.params:
+            if full_grad is not None and info.param.grad is not None:
+                part = bucket.part_of(full_grad, info)
+                info.param.grad = part.to(info.param.dtype) if part.dtype != info.param.dtype else part
+        shown[bucket] = (full, full_grad)
+    return shown
+
+
+@outside_autograd
+def _write_back(shown: Mapping[Bucket, tuple[Tensor, Tensor | None]], from_rank: int | None) -> None:
+    for bucket, (full, full_grad) in shown.items():
+        replaced = []
+        for info in bucket.params:  # a parameter whose .data was replaced inside
+            part = bucket.part_of(full, info)
+            if info.param.data_ptr() != part.data_ptr() and info.param.shape == info.shape:
+                part.copy_(info.param.data)
+                replaced.append(info)
+        if from_rank is not None:
+            bucket.comm.broadcast(full, from_rank)
+        values_changed(replaced if from_rank is None else bucket.params)
+        low, high = bucket.owned_range
+        with opened(bucket.home, changed=True) as master:
+            master.copy_(full[low:high])
+            bucket.push()
+        if not bucket.reshards or bucket.full.allocated:
+            bucket.full.data.copy_(full)
+        if full_grad is not None and bucket.grad is not None:
+            for info in bucket.params:
+                if info.param.grad is not None:
+                    bucket.part_of(full_grad, info).copy_(info.param.grad)
+            bucket.grad.copy_(full_grad[low:high])
+
+
+@outside_autograd
+def _hide(engine: Assembly, shown: Mapping[Bucket, tuple[Tensor, Tensor | None]]) -> None:
+    for unit in engine.units:
+        for bucket in unit.buckets:
+            if bucket not in shown:
+                continue
+            engine.writes.forget(bucket)
+            bucket.hide_plain(gathered=not bucket.reshards or unit.state is State.GATHERED)
+            if shown[bucket][1] is not None:
+                engine.sentinels.place(info for info in bucket.params if info.param.grad is not None)
+
+
+def full_reduced_grad(bucket: Bucket) -> Tensor | None:
+    """On all ranks: the reduced gradient of a whole bucket [layout.numel], a new tensor; None where there is none."""
+    if bucket.grad is None:
+        return None
+    if not bucket.plan.shards_master:
+        return bucket.grad.clone()
+    low, high = bucket.owned_range
+    full = bucket.grad.new_zeros(bucket.layout.numel)
+    full[low:high].copy_(bucket.grad)
+    bucket.comm.all_gather(full, f"{bucket.label} (gradients)").wait()
+    return full

@@ -1,0 +1,103 @@
+"""The state dict of a sharded module: whole values out of shards, and into them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from lightning_zero.engine.assembly import Assembly
+from lightning_zero.engine.torch_modes import outside_autograd
+from lightning_zero.engine.units.bucket import Place
+from lightning_zero.engine.units.param_info import values_changed
+
+
+@outside_autograd
+def full_parameters(engine: Assembly, *, only_rank_0: bool) -> dict[int, Tensor]:
+    """On all ranks: every parameter by ``id``, on the host in its checkpoint dtype; empty where it is not wanted."""
+    engine.settle()
+    engine.writes.take_all_over()
+    engine.writes.confirm_if_any()
+    result: dict[int, Tensor] = {}
+    for bucket in engine.buckets:
+        full = bucket.full_master()
+        if only_rank_0 and engine.rank != 0:
+            continue
+        for info in bucket.params:
+            result[id(info.param)] = bucket.part_of(full, info).to(device="cpu", dtype=info.dtype, copy=True)
+    return result
+
+
+def whole_state_dict(engine: Assembly, *, only_rank_0: bool = True) -> dict[str, Any]:
+    """See ``Engine.state_dict``."""
+    values = full_parameters(engine, only_rank_0=only_rank_0)
+    if only_rank_0 and engine.rank != 0:
+        return {}
+    with engine.placeholders_allowed():
+        state = engine.module.state_dict(keep_vars=True)
+    by_storage = {_identity(info.param): info for b in engine.buckets for info in b.params}
+
+    def value(entry: Any) -> Any:
+        if isinstance(entry, Tensor):
+            if id(entry) in values:
+                return values[id(entry)]
+            info = by_storage.get(_identity(entry))  # an override detached it
+            if info is not None:
+                return values[id(info.param)]
+            return entry.detach().to("cpu", copy=True)
+        return entry
+
+    result = type(state)((key, value(entry)) for key, entry in state.items())
+    if hasattr(state, "_metadata"):
+        result._metadata = state._metadata  # type: ignore[attr-defined]
+    return result
+
+
+def _identity(tensor: Tensor) -> tuple[int, torch.Size, tuple[int, ...]]:
+    return tensor.data_ptr(), tensor.shape, tensor.stride()
+
+
+class _CopyIntoShards(TorchFunctionMode):
+    """Turns ``param.copy_(value)`` of ``Module.load_state_dict`` into a write to this rank's slice."""
+
+    def __init__(self, engine: Assembly) -> None:
+        super().__init__()
+        self.engine = engine
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.copy_ and isinstance(args[0], nn.Parameter) and self.engine.owns(args[0]):
+            place = self.engine.place_of(args[0])
+            write_param(place, args[1])
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+@outside_autograd
+def write_param(place: Place, value: Tensor) -> None:
+    """Set one parameter from a full value of its shape; every rank takes its own part."""
+    bucket, info = place
+    bucket.write_master(info, value.detach())
+    if not bucket.reshards:
+        assert info.gathered is not None
+        info.gathered.copy_(value.detach().reshape(info.shape))
+    values_changed([info])
+
+
+def load_whole(engine: Assembly, state: Mapping[str, Any], *, strict: bool = True) -> Any:
+    """See ``Engine.load_state_dict``."""
+    with loading_into_shards(engine):
+        return engine.module.load_state_dict(state, strict=strict)
+
+
+@contextlib.contextmanager
+def loading_into_shards(engine: Assembly) -> Iterator[None]:
+    """On all ranks: inside, ``module.load_state_dict`` of full values, the same on each, writes this rank's slices."""
+    engine.settle()
+    engine.writes.take_all_over()  # what was written before must not come after
+    with engine.placeholders_allowed(), _CopyIntoShards(engine):
+        yield
+    engine.masters_changed()

@@ -1,0 +1,140 @@
+"""The state of an optimizer of shards, as the plain optimizer would have it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_zero.config import ConfigError
+from lightning_zero.engine.assembly import Assembly
+from lightning_zero.engine.steps.optimizer import ShardedOptimizer
+from lightning_zero.engine.steps.runs import Sliced
+from lightning_zero.engine.torch_modes import outside_autograd
+from lightning_zero.engine.units.bucket import Bucket, Place
+from lightning_zero.engine.units.home import opened
+
+
+def sharded_optimizer(engine: Assembly, optimizer: Optimizer) -> ShardedOptimizer:
+    for sharded in engine.optimizers:
+        if sharded.optimizer is optimizer:
+            return sharded
+    raise ConfigError("this optimizer does not step the sharded module. Add it by engine.add_optimizer(optimizer).")
+
+
+@outside_autograd
+def whole_state(engine: Assembly, optimizer: Optimizer, *, only_rank_0: bool = True) -> dict[str, Any]:
+    """See ``Engine.optimizer_state``."""
+    sharded = sharded_optimizer(engine, optimizer)
+    engine.settle()
+    wanted = not only_rank_0 or engine.rank == 0
+    states = _full_states(engine, sharded, wanted)
+    groups: list[dict[str, Any]] = []
+    state: dict[int, dict[str, Any]] = {}
+    number = 0
+    for group, places in zip(optimizer.param_groups, sharded.places(), strict=True):
+        ids = list(range(number, number + len(places)))
+        for place_id, place in zip(ids, places, strict=True):
+            if found := states.get((place.bucket, place.info.slot)):
+                state[place_id] = found
+        number += len(places)
+        groups.append({**{k: v for k, v in group.items() if k != "params"}, "params": ids})
+    return {"state": state, "param_groups": groups} if wanted else {}
+
+
+_Key = tuple[int, int]  # bucket, slot
+
+
+def _full_states(engine: Assembly, sharded: ShardedOptimizer, wanted: bool) -> dict[tuple[Bucket, int], dict[str, Any]]:
+    """Every parameter's state with full tensors. Small messages say who has what; then a gather per bucket and name."""
+    buckets = engine.buckets
+    known: dict[_Key, dict[str, Any]] = {}
+    for contribution in engine.comm.all_gather_objects(_who_has_what(buckets, sharded), "optimizer state"):
+        for key, entry in contribution.items():
+            known.setdefault(key, {}).update(entry)
+    result: dict[tuple[Bucket, int], dict[str, Any]] = {}
+    for i, bucket in enumerate(buckets):
+        slots = {slot: entry for (b, slot), entry in known.items() if b == i}
+        dtypes = {n: v for entry in slots.values() for n, v in entry.items() if isinstance(v, torch.dtype)}
+        with opened(bucket.home):
+            parts = _local_parts(bucket, sharded)
+            full = {name: _full_entry(bucket, dtypes[name], parts.get(name, [])) for name in sorted(dtypes)}
+        if not wanted:
+            continue
+        for slot, entry in slots.items():
+            result[bucket, slot] = {
+                name: bucket.part_of(full[name], bucket.params[slot]).to("cpu", copy=True)
+                if isinstance(value, torch.dtype)
+                else copy.deepcopy(value)  # a plain optimizer would add to a step count as often as it is shared
+                for name, value in entry.items()
+            }
+    return result
+
+
+def _who_has_what(buckets: list[Bucket], sharded: ShardedOptimizer) -> dict[_Key, dict[str, Any]]:
+    """This rank's state by parameter: a dtype stands for a sliced value, plain values for themselves."""
+    local: dict[_Key, dict[str, Any]] = {}
+    for i, bucket in enumerate(buckets):
+        for fragment, state in sharded.runs.fragment_states(bucket):
+            entry = local.setdefault((i, fragment.index), {})
+            for name, value in state.items():
+                if isinstance(value, Sliced):
+                    entry[name] = value.whole.dtype
+                else:
+                    entry[name] = value.cpu() if isinstance(value, Tensor) else value
+    return local
+
+
+def _local_parts(bucket: Bucket, sharded: ShardedOptimizer) -> dict[str, list[tuple[int, int, Tensor]]]:
+    """This rank's slices of a bucket's state: name -> (start in the owned range, numel, values)."""
+    parts: dict[str, list[tuple[int, int, Tensor]]] = {}
+    for fragment, state in sharded.runs.fragment_states(bucket):
+        for name, value in state.items():
+            if isinstance(value, Sliced):
+                parts.setdefault(name, []).append((fragment.start, fragment.numel, value.tensor))
+    return parts
+
+
+def _full_entry(bucket: Bucket, dtype: torch.dtype, parts: list[tuple[int, int, Tensor]]) -> Tensor:
+    low, _ = bucket.owned_range
+    full = torch.zeros(bucket.layout.numel, dtype=dtype, device=bucket.comm.device)
+    for start, numel, value in parts:
+        full[low + start : low + start + numel].copy_(value)
+    if bucket.plan.shards_master:
+        bucket.comm.all_gather(full, f"{bucket.label} (optimizer state)").wait()
+    return full
+
+
+def load_whole(engine: Assembly, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    """See ``Engine.load_optimizer_state``."""
+    sharded = sharded_optimizer(engine, optimizer)
+    engine.settle()
+    saved, own = state["param_groups"], optimizer.param_groups
+    sizes = [len(g["params"]) for g in saved], [len(g["params"]) for g in own]
+    if sizes[0] != sizes[1]:
+        raise ConfigError(
+            f"the checkpoint's optimizer has param groups of {sizes[0]} parameters, this optimizer of {sizes[1]}. "
+            "Build the optimizer as it was when the checkpoint was saved."
+        )
+    states: dict[tuple[Bucket, int], dict[str, Any]] = {}
+    for group, saved_group, places in zip(own, saved, sharded.places(), strict=True):
+        group.update({k: v for k, v in saved_group.items() if k != "params"})
+        for number, place in zip(saved_group["params"], places, strict=True):
+            if found := state["state"].get(number):
+                _check_shapes(place, found)
+                states[place.bucket, place.info.slot] = found
+    with torch.inference_mode(False), torch.no_grad():
+        sharded.load_param_states(states)
+
+
+def _check_shapes(place: Place, state: Mapping[str, Any]) -> None:
+    for name, value in state.items():
+        if isinstance(value, Tensor) and value.dim() and value.shape != place.info.shape and value.numel() != 1:
+            raise ConfigError(
+                f"the checkpoint's optimizer state {name!r} of {place.info.fqn} has shape {tuple(value.shape)}, "
+                f"expected {tuple(place.info.shape)}. Load a checkpoint of the same model."
+            )
