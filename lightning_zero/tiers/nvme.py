@@ -48,6 +48,9 @@ class _Job(NamedTuple):
 class NvmeTier:
     """A preallocated file for this rank in a folder of ours under ``path``, read and written through a bounded ring.
 
+    Safe for several threads. Operations on one extent happen in the order they were asked for; others overlap freely:
+    read k+1, step k, write k-1. What an extent holds before the first ``stage_out`` is undefined.
+
     A host tensor that is page-aligned and of whole pages (from a :class:`StagingRing`) is read and written in place,
     without the ring. Device copies from or to a host tensor must have arrived before it is staged.
 
@@ -66,8 +69,6 @@ class NvmeTier:
     Attributes:
         ring: the staging buffers, all the host memory that this tier takes.
     """
-
-    name = "nvme"
 
     def __init__(
         self,
@@ -107,6 +108,7 @@ class NvmeTier:
 
     @property
     def nbytes(self) -> int:
+        """Bytes held at rest now, padding included, staging buffers not."""
         return self._nbytes
 
     @property
@@ -134,15 +136,15 @@ class NvmeTier:
         return extents
 
     def stage_in(self, extent: Extent, out: Tensor) -> Future[Any]:
+        """Fill ``out`` [numel] with what the extent holds; it belongs to the tier until the future is done."""
         return self._stage(extent, out, write=False)
 
     def stage_out(self, extent: Extent, value: Tensor) -> Future[Any]:
+        """Put ``value`` [numel] into the extent; it belongs to the tier until the future is done."""
         return self._stage(extent, value, write=True)
 
-    def resident(self, extent: Extent) -> None:
-        return None
-
     def free(self, extents: Iterable[Extent]) -> None:
+        """Give extents back, after what is in flight for them."""
         for extent in extents:
             wait([future] if (future := self._last[extent]) is not None else [])
             with self._lock:
@@ -152,15 +154,8 @@ class NvmeTier:
                 self._nbytes -= size
                 self._regions.give_back(extent.offset, extent.offset + size)
 
-    def flush(self) -> None:
-        with self._lock:
-            futures = [future for future in self._last.values() if future is not None]
-        wait(futures)
-        if self._spoiled:
-            raise next(iter(self._spoiled.values()))
-
     def close(self) -> None:
-        """Wait, and remove the file. Errors stay in their futures."""
+        """Wait, and remove the file. Errors stay in their futures. May be called twice."""
         if self._closed:
             return
         self._closed = True
