@@ -42,10 +42,11 @@ class Extent:
 
     def check(self, tensor: Tensor) -> None:
         """Raise ValueError where ``tensor`` cannot be staged to or from here."""
-        if tensor.dtype is not self.dtype or tensor.numel() != self.numel or not tensor.is_contiguous():
+        fits = tensor.dtype is self.dtype and tensor.numel() == self.numel and tensor.device.type == "cpu"
+        if not fits or not tensor.is_contiguous():
             raise ValueError(
-                f"{self.label!r}: expected a contiguous tensor of {self.numel} elements of {self.dtype}, got "
-                f"{tuple(tensor.shape)} of {tensor.dtype}"
+                f"{self.label!r}: expected a contiguous tensor of {self.numel} elements of {self.dtype} on the host, "
+                f"got {tuple(tensor.shape)} of {tensor.dtype} on {tensor.device}"
             )
 
 

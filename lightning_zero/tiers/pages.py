@@ -133,13 +133,13 @@ class StagingRing:
         pages: the memory of all buffers; ``nbytes`` its size: the host memory that staging takes, never more.
     """
 
-    def __init__(self, count: int, nbytes: int, *, device: torch.device = CPU, timeout_s: float = ACQUIRE_TIMEOUT_S):
+    def __init__(self, count: int, nbytes: int, *, timeout_s: float = ACQUIRE_TIMEOUT_S):
         if count < 1 or nbytes < 1:
             raise ValueError(f"a ring needs at least one buffer of at least one byte, got {count} of {nbytes}")
         self.count = count
         self.buffer_nbytes = round_up(nbytes, PAGE)
         self.nbytes = count * self.buffer_nbytes
-        self.pages = HostPages(self.nbytes, device)
+        self.pages = HostPages(self.nbytes)
         self._timeout_s = timeout_s
         self._free = list(range(count))  # the last one back is lent first: it may still be in cache
         self._lent: dict[int, str] = {}
@@ -169,7 +169,7 @@ class StagingRing:
         return StagingBuffer(self, index, label)
 
     def close(self) -> None:
-        """Unpin and let go of the memory; every buffer must be back."""
+        """Let go of the memory; every buffer must be back."""
         with self._changed:
             if self._lent:
                 raise RuntimeError(f"staging buffers are still held by {sorted(self._lent.values())}")
