@@ -94,7 +94,7 @@ def byte_view(tensor: Tensor) -> memoryview:
 
 
 class StagingBuffer:
-    """One buffer of a :class:`StagingRing`, on loan. Usable in a ``with`` block, which releases it."""
+    """One buffer of a :class:`StagingRing`, on loan."""
 
     def __init__(self, ring: StagingRing, index: int, label: str) -> None:
         self._ring, self._index, self.label = ring, index, label
@@ -119,12 +119,6 @@ class StagingBuffer:
         """Give the buffer back to the ring. Nothing may use its memory afterwards."""
         self._ring._take_back(self._index)
 
-    def __enter__(self) -> StagingBuffer:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.release()
-
 
 class StagingRing:
     """``count`` page-aligned buffers of ``nbytes`` each (rounded up to whole pages), lent out one at a time.
@@ -144,11 +138,6 @@ class StagingRing:
         self._free = list(range(count))  # the last one back is lent first: it may still be in cache
         self._lent: dict[int, str] = {}
         self._changed = threading.Condition()
-
-    @property
-    def in_use(self) -> int:
-        """Buffers on loan."""
-        return len(self._lent)
 
     def acquire(self, label: str = "") -> StagingBuffer:
         """A free buffer; waits until there is one.

@@ -287,7 +287,7 @@ def test_one_preallocated_file_of_whole_pages_and_no_more_than_the_ring(tmp_path
 
     def preadv(fd: int, buffers: list[memoryview], offset: int) -> int:
         nonlocal most
-        most = max(most, tier.ring.in_use)
+        most = max(most, len(tier.ring._lent))
         time.sleep(0.002)
         return os.preadv(fd, buffers, offset)
 
@@ -301,17 +301,18 @@ def test_one_preallocated_file_of_whole_pages_and_no_more_than_the_ring(tmp_path
         outs = [noise(5000, torch.float32, 0) for _ in range(4)]
         for future in [tier.stage_in(extents[0], out) for out in outs]:
             future.result()
-        assert most == 2 and tier.ring.in_use == 0
+        assert most == 2 and not tier.ring._lent
 
 
 def test_page_aligned_tensors_go_without_the_ring(tmp_path: Path) -> None:
     user = StagingRing(2, 16 * PAGE)
     with nvme(tmp_path, Wanted("a", 16 * PAGE // 4, torch.float32), ring_count=1) as (tier, (extent,)):
-        with tier.ring.acquire("all of it"):
-            value, out = (user.acquire().tensor(torch.float32, extent.numel) for _ in range(2))
-            value.copy_(noise(extent.numel, torch.float32, 1))
-            tier.stage_out(extent, value).result()
-            tier.stage_in(extent, out).result()
+        all_of_it = tier.ring.acquire()
+        value, out = (user.acquire().tensor(torch.float32, extent.numel) for _ in range(2))
+        value.copy_(noise(extent.numel, torch.float32, 1))
+        tier.stage_out(extent, value).result()
+        tier.stage_in(extent, out).result()
+        all_of_it.release()
         assert same_bits(out, value) and same_bits(get(tier, extent), value)
 
 
@@ -417,7 +418,7 @@ def test_a_read_that_fails_names_file_offset_and_label_and_spares_the_rest(tmp_p
             get(tier, extents[1])  # in its second piece of two pages
         for part in ("reading", "rank00000.bin", f"offset {7 * PAGE}", "'layers.1/optim_state'", "4 attempts"):
             assert part in str(caught.value)
-        assert tier.ring.in_use == 0
+        assert not tier.ring._lent
         calls.preadv = os.preadv
         assert get(tier, extents[1]).tolist() == [1] * 5120
 
@@ -430,7 +431,7 @@ def test_a_write_that_fails_is_not_forgotten_until_it_is_made_good(tmp_path: Pat
         for wait in (written.result, read.result, lambda: get(tier, extent)):
             with pytest.raises(DiskError, match=r"writing .*'layers.0/master'"):
                 wait()
-        assert tier.ring.in_use == 0
+        assert not tier.ring._lent
         calls.pwritev = os.pwritev
         put(tier, extent, torch.ones(5120))
         assert get(tier, extent).tolist() == [1] * 5120
