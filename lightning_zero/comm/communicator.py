@@ -144,10 +144,10 @@ class Communicator:
         work = dist.broadcast(tensor, group_src=src, group=group, async_op=True)
         self.wait_work(work, "values of rank 0", on_device=tensor.device.type != "cpu")
 
-    def broadcast_small(self, tensor: Tensor, src: int = 0) -> None:
-        """Blocking: every rank gets a small host tensor of rank ``src``."""
+    def broadcast_small(self, tensor: Tensor) -> None:
+        """Blocking: every rank gets a small host tensor of rank 0."""
         if self._groups is not None:
-            work = dist.broadcast(tensor, group_src=src, group=self._groups.control, async_op=True)
+            work = dist.broadcast(tensor, group_src=0, group=self._groups.control, async_op=True)
             self.wait_work(work, "a small reduction")
 
     def all_gather_objects(self, value: Any, what: str) -> list[Any]:

@@ -189,10 +189,6 @@ class Assembly:
         return [b for u in self.units for b in u.buckets]
 
     @property
-    def root(self) -> Unit:
-        return self.units[0]
-
-    @property
     def rank(self) -> int:
         return self.comm.rank
 

@@ -96,11 +96,6 @@ class Engine(Assembly):
 
     # -- passes: the engine is told where steps and backwards are (passes/passes.py) -----------------------------------
 
-    @property
-    def in_backward(self) -> bool:
-        """A backward is running."""
-        return self.passes.in_backward
-
     def step_scope(self, key: str = "step", *, evaluation: bool = False) -> contextlib.AbstractContextManager[None]:
         """A step: parameters may be used inside, in calls of modules and (those of the root unit) directly.
 

@@ -113,7 +113,7 @@ def test_a_copy_made_inside_gather_is_plain(stage: int, precision: str) -> None:
         side.engine.comm.counts.clear()
         language_loss(whole, tokens(0)).backward()
         block(floats(0, 4, WIDTH)).sum().backward()
-        assert not side.engine.comm.counts and not side.engine.in_backward
+        assert not side.engine.comm.counts and not side.engine.passes.in_backward
         assert all(type(p.grad) is Tensor for p in (*whole.parameters(), *block.parameters()))
         copy.deepcopy(whole).double().load_state_dict(whole.state_dict())
         assert all(torch.equal(p, v) for p, v in zip(whole.parameters(), values, strict=True))

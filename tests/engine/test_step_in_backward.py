@@ -24,7 +24,7 @@ def submissions(engine: Engine) -> list[tuple[str, bool]]:
     submit = engine.under_way.submit
 
     def spy(jobs: Sequence[StepJob]) -> None:
-        seen.extend((job.bucket.label, engine.in_backward) for job in jobs)
+        seen.extend((job.bucket.label, engine.passes.in_backward) for job in jobs)
         submit(jobs)
 
     engine.under_way.submit = spy  # type: ignore[method-assign]
