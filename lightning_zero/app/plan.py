@@ -89,15 +89,12 @@ def optimizer_states(config: TrainConfig) -> int:
     """Tensors of state that the optimizer of the configuration keeps for each parameter: found by one step of it."""
     import torch
 
-    from lightning_zero.engine.steps.torch_optimizers import is_elementwise
+    from lightning_zero.engine.steps.torch_optimizers import states_after_step
 
     if not config.optimizer:
         return ADAM_STATES
     param = torch.nn.Parameter(torch.zeros(2))
-    param.grad = torch.ones(2)
-    optimizer = train.build_optimizer(config)([param])
-    optimizer.step()
-    return sum(is_elementwise(name, value, param) for name, value in optimizer.state[param].items())
+    return states_after_step(train.build_optimizer(config)([param]), param)
 
 
 def find_machine(asked: MachineConfig, config: TrainConfig) -> Machine:
