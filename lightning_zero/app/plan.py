@@ -21,7 +21,7 @@ from rich.table import Table
 from lightning_zero.app import train
 from lightning_zero.app.jobs import fit_trainer
 from lightning_zero.app.schema import MachineConfig, TrainConfig
-from lightning_zero.config import PRECISION_FLAGS, ConfigError, Offload, OffloadConfig, Precision, ZeroConfig
+from lightning_zero.config import ConfigError, Offload, OffloadConfig, Precision, ZeroConfig
 from lightning_zero.planning.fit import Advice, Machine, Model, Row, advise, allowed_rows, best, plan_row
 from lightning_zero.planning.memory import ADAM_STATES, Bytes, Limits, Role
 from lightning_zero.planning.placement import Tier
@@ -46,7 +46,7 @@ def precision_row(config: TrainConfig) -> Precision:
     """The row of ``zero/precision`` that a run would use."""
     asked = train.agreed_precision(config)
     asked = train.PRECISION_ALIASES.get(asked or "", asked)
-    return next((row for row, name in PRECISION_FLAGS.items() if name == asked), Precision.fp32)
+    return next((row for row in Precision if row.value == asked), Precision.fp32)
 
 
 def describe(config: TrainConfig, states: int | None) -> Model:
@@ -165,7 +165,7 @@ def document(
             "trainable": sum(shape.numel for shape in model.shapes if shape.trainable),
             "units": len(model.names),
             "optimizer_states": model.states,
-            "precision": precision_row(config).value,
+            "precision": precision_row(config).name,
         },
         "machine": {
             "gpus": machine.gpus,
@@ -212,7 +212,7 @@ def machine_line(machine: Machine) -> str:
 
 def table_of(model: Model, machine: Machine, rows: list[Row], config: TrainConfig) -> Table:
     count = sum(shape.numel for shape in model.shapes)
-    title = f"{count:,} parameters, {precision_row(config).value}; {machine_line(machine)}"
+    title = f"{count:,} parameters, {precision_row(config).name}; {machine_line(machine)}"
     table = Table(title=title, title_justify="left", pad_edge=False)
     for name in ("", "stage", "offload"):
         table.add_column(name, no_wrap=True)
