@@ -29,23 +29,14 @@ class Stage(Enum):
 
 
 class Precision(Enum):
-    fp32 = "fp32"
-    bf16 = "bf16"
-    fp16 = "fp16"
-    bf16_true = "bf16_true"
-    fp16_true = "fp16_true"
-    fp64 = "fp64"
+    """The values are what Trainer(precision=) calls them."""
 
-
-# What each row is called in Trainer(precision=).
-PRECISION_FLAGS = {
-    Precision.fp32: "32-true",
-    Precision.bf16: "bf16-mixed",
-    Precision.fp16: "16-mixed",
-    Precision.bf16_true: "bf16-true",
-    Precision.fp16_true: "16-true",
-    Precision.fp64: "64-true",
-}
+    fp32 = "32-true"
+    bf16 = "bf16-mixed"
+    fp16 = "16-mixed"
+    bf16_true = "bf16-true"
+    fp16_true = "16-true"
+    fp64 = "64-true"
 
 
 class Offload(Enum):

@@ -21,7 +21,7 @@ from rich.table import Table
 from lightning_zero.app import train
 from lightning_zero.app.jobs import fit_trainer
 from lightning_zero.app.schema import MachineConfig, TrainConfig
-from lightning_zero.config import PRECISION_FLAGS, ConfigError, Offload, OffloadConfig, Precision, ZeroConfig
+from lightning_zero.config import ConfigError, Offload, OffloadConfig, Precision, ZeroConfig
 from lightning_zero.planning.buckets import Role
 from lightning_zero.planning.fit import Advice, Machine, Model, Row, advise, allowed_rows, best, plan_row
 from lightning_zero.planning.memory import ADAM_STATES, Bytes, Limits
@@ -47,7 +47,7 @@ def precision_row(config: TrainConfig) -> Precision:
     """The row of ``zero/precision`` that a run would use."""
     asked = train.agreed_precision(config)
     asked = train.PRECISION_ALIASES.get(asked or "", asked)
-    return next((row for row, name in PRECISION_FLAGS.items() if name == asked), Precision.fp32)
+    return next((row for row in Precision if row.value == asked), Precision.fp32)
 
 
 def describe(config: TrainConfig, states: int | None) -> Model:
@@ -90,15 +90,12 @@ def optimizer_states(config: TrainConfig) -> int:
     """Tensors of state that the optimizer of the configuration keeps for each parameter: found by one step of it."""
     import torch
 
-    from lightning_zero.engine.steps.torch_optimizers import is_elementwise
+    from lightning_zero.engine.steps.torch_optimizers import states_after_step
 
     if not config.optimizer:
         return ADAM_STATES
     param = torch.nn.Parameter(torch.zeros(2))
-    param.grad = torch.ones(2)
-    optimizer = train.build_optimizer(config)([param])
-    optimizer.step()
-    return sum(is_elementwise(name, value, param) for name, value in optimizer.state[param].items())
+    return states_after_step(train.build_optimizer(config)([param]), param)
 
 
 def find_machine(asked: MachineConfig, config: TrainConfig) -> Machine:
@@ -169,7 +166,7 @@ def document(
             "trainable": sum(shape.numel for shape in model.shapes if shape.trainable),
             "units": len(model.names),
             "optimizer_states": model.states,
-            "precision": precision_row(config).value,
+            "precision": precision_row(config).name,
         },
         "machine": {
             "gpus": machine.gpus,
@@ -216,7 +213,7 @@ def machine_line(machine: Machine) -> str:
 
 def table_of(model: Model, machine: Machine, rows: list[Row], config: TrainConfig) -> Table:
     count = sum(shape.numel for shape in model.shapes)
-    title = f"{count:,} parameters, {precision_row(config).value}; {machine_line(machine)}"
+    title = f"{count:,} parameters, {precision_row(config).name}; {machine_line(machine)}"
     table = Table(title=title, title_justify="left", pad_edge=False)
     for name in ("", "stage", "offload"):
         table.add_column(name, no_wrap=True)

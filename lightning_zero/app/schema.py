@@ -14,7 +14,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import BooleanNode, IntegerNode, OmegaConf
 
 from lightning_zero.app.slurm.cluster import ClusterConfig
-from lightning_zero.config import PRECISION_FLAGS, ConfigError, ZeroConfig, choose
+from lightning_zero.config import ConfigError, ZeroConfig, choose
 from lightning_zero.ranks.resume import job_name
 
 TRAIN_SCHEMA = "lightning_zero_train"
@@ -173,7 +173,7 @@ def run_name() -> str:
 
 def trainer_precision(row: Any) -> str | None:
     """What ``Trainer(precision=)`` must be for a row of ``zero/precision``; ``None`` leaves it to the Trainer."""
-    return None if row is None else PRECISION_FLAGS[choose("precision", row)]
+    return None if row is None else choose("precision", row).value
 
 
 def register_schema() -> None:

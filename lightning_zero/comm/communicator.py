@@ -46,10 +46,7 @@ class Communicator:
     Attributes:
         rank, world_size: place among all ranks of the group.
         shard_rank, shard_size: place among the ranks that share shards; all of them, or those of this node.
-        replica, replicas: which copy of the shards this rank has a part of, and how many there are.
-        across_nbytes: bytes that this rank had to receive from other nodes, by kind of operation: of a gather what
-            their ranks hold; of a reduction their parts of this rank's shard; of a sum of ``s`` bytes over ``r``
-            replicas ``2 s (r - 1) / r``, as a ring does it.
+        replica: which copy of the shards this rank has a part of.
         counts: logical operations asked for, by kind and bucket: ``counts["all_gather", label]``.
         observers: called with (kind, label) when an operation is issued.
         waits: for the other ranks.
@@ -76,13 +73,10 @@ class Communicator:
         self._parent = group
         self.world_size = dist.get_world_size(group) if group is not None else 1
         self.rank = dist.get_rank(group) if group is not None else 0
-        self.topology = topology if topology is not None else flat(["one node"] * self.world_size)
+        self.topology = topology if topology is not None else flat(self.world_size)
         self._shards = self.topology.shard_group_of(self.rank)
         self.shard_rank, self.shard_size = self._shards.index(self.rank), self.topology.shard_size
-        self.replicas = self.topology.replicas
         self.replica = self.topology.shard_groups.index(self._shards)
-        self._from_other_nodes = self.topology.share_from_other_nodes(self.rank, self._shards)
-        self.across_nbytes: Counter[str] = Counter()
         self.counts: Counter[tuple[str, str]] = Counter()
         self.observers: list[Callable[[str, str], None]] = []
         self._groups: Groups | None = None
@@ -150,10 +144,10 @@ class Communicator:
         work = dist.broadcast(tensor, group_src=src, group=group, async_op=True)
         self.wait_work(work, "values of rank 0", on_device=tensor.device.type != "cpu")
 
-    def broadcast_small(self, tensor: Tensor, src: int = 0) -> None:
-        """Blocking: every rank gets a small host tensor of rank ``src``."""
+    def broadcast_small(self, tensor: Tensor) -> None:
+        """Blocking: every rank gets a small host tensor of rank 0."""
         if self._groups is not None:
-            work = dist.broadcast(tensor, group_src=src, group=self._groups.control, async_op=True)
+            work = dist.broadcast(tensor, group_src=0, group=self._groups.control, async_op=True)
             self.wait_work(work, "a small reduction")
 
     def all_gather_objects(self, value: Any, what: str) -> list[Any]:
@@ -214,7 +208,6 @@ class Communicator:
             pending = Pending(self, label, [], lambda: full)
             pending._event = self.streams.mark()  # the current stream may be one that still brings the bytes
             return pending
-        self.across_nbytes["gather"] += int(full.nbytes * self._from_other_nodes)
         self._groups.issued += group == "second_half"
         with self.streams.on("gather" if group == "gather" else "reduce") as stream:
             works = self._transport.gather(full, self.shard_rank, self.shard_size, getattr(self._groups, group))
@@ -228,7 +221,6 @@ class Communicator:
             works: list[Any] = []
             total: Callable[[], Tensor] = lambda: full  # noqa: E731
             if self.shard_size > 1:
-                self.across_nbytes["reduce"] += int(full.nbytes * self._from_other_nodes)
                 works, total = self._transport.reduce(full, self.shard_rank, self.shard_size, self._groups.reduce)
             ends_here = stream is None or self._groups.replicate is None
             finish = total if ends_here else lambda: self._sum_replicas_in_stream(total(), label)
@@ -255,7 +247,6 @@ class Communicator:
         """Sum ``shard`` over the nodes, in place."""
         assert self._groups is not None
         self._groups.issued += 1
-        self.across_nbytes["sum"] += 2 * shard.nbytes * (self.replicas - 1) // self.replicas
         return dist.all_reduce(shard, group=self._groups.replicate, async_op=True)
 
     def _pending(self, label: str, works: list[Any], finish: Callable[[], Tensor], stream: Any) -> Pending:

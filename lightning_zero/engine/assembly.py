@@ -218,7 +218,7 @@ class Assembly:
         hooks = self.passes.hooks
         for unit in self.units:
             hooks.watch_unit(unit, module.get_submodule(unit.name))
-        if self.precision in (Precision.bf16, Precision.fp16):
+        if self.precision in build.AUTOCAST_DTYPES:
             for inner in build.fp32_modules(module, self.config.precision.fp32_modules):
                 hooks.keep_output_dtype(inner)
         for inner in module.modules():

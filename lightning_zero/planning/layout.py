@@ -97,13 +97,12 @@ class BucketLayout:
         return tuple(found)
 
 
-def lay_out(numels: Sequence[int], world_size: int, *, shard_align: int = SHARD_ALIGN) -> BucketLayout:
+def lay_out(numels: Sequence[int], world_size: int) -> BucketLayout:
     """Lay parameters of the given sizes out, one behind the other, for ``world_size`` equal shards.
 
     Args:
         numels: elements of each parameter; none may be empty.
         world_size: ranks that share the bucket.
-        shard_align: shards hold a multiple of this many elements.
     """
     slots: list[Slot] = []
     position = 0
@@ -111,7 +110,7 @@ def lay_out(numels: Sequence[int], world_size: int, *, shard_align: int = SHARD_
         slot = Slot(index, position, numel)
         slots.append(slot)
         position = slot.stop
-    shard = round_up(max(position, 1), world_size * shard_align) // world_size
+    shard = round_up(max(position, 1), world_size * SHARD_ALIGN) // world_size
     return BucketLayout(tuple(slots), shard * world_size, world_size)
 
 

@@ -29,7 +29,7 @@ from enum import Enum
 from lightning_zero.planning.buckets import RESTING, BucketPlan, BucketShape, ParamsRest, Role, place
 from lightning_zero.planning.layout import round_up
 from lightning_zero.planning.placement import ON_DEVICE, StageRow, Tier, UnitBytes
-from lightning_zero.planning.schedule import Cursor, compile_plan
+from lightning_zero.planning.schedule import Cursor, compile_plan, may_come_ahead
 
 ADAM_STATES = 2  # tensors of optimizer state for each parameter
 FILE_PAGE_NBYTES = 4096  # extents of files are whole pages
@@ -141,8 +141,7 @@ def gathered_peaks(nbytes: Sequence[int], limits: Limits) -> tuple[int, int]:
     peaks = [nbytes[0] if nbytes else 0] * 2
 
     def admit(unit: int) -> bool:
-        waiting = sum(nbytes[u] for u in ahead)
-        if unit in held or not limits.prefetch_bytes or (ahead and waiting + nbytes[unit] > limits.prefetch_bytes):
+        if unit in held or not may_come_ahead(nbytes[unit], [nbytes[u] for u in ahead], limits.prefetch_bytes):
             return False
         ahead.append(unit)
         held.add(unit)

@@ -30,6 +30,11 @@ class Plan:
     cyclic: bool = False  # the pass may repeat the entries any number of times (generation)
 
 
+def may_come_ahead(nbytes: int, waiting: Sequence[int], prefetch_bytes: int) -> bool:
+    """Whether a unit of ``nbytes`` may be gathered ahead, beside those that wait: one of any size, more by budget."""
+    return prefetch_bytes > 0 and (not waiting or sum(waiting) + nbytes <= prefetch_bytes)
+
+
 def find_period(history: Sequence[int]) -> int:
     """Length of the shortest prefix whose whole repetitions make up ``history`` (its own length if there is none)."""
     n = len(history)

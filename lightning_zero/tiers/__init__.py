@@ -2,9 +2,9 @@
 
 ::
 
-    extents  the interface: an extent is a place for one tensor
+    extents  an extent is a place for one tensor
     host     pinned slabs          pages    aligned and pinned memory, staging buffers
     nvme     files                 aio      O_DIRECT reads and writes      regions  places in a file
-                                   claims   whose file it is               copier   copies to and from the device
+                                   claims   whose file it is
     limits   what this process may still take of its machine
 """

@@ -102,27 +102,25 @@ def _warn_once(folder: str) -> None:
 class DiskFile:
     """A scratch file that grows in preallocated steps; what an older file of that name held is dropped.
 
+    It is read and written past the page cache where the file system can, else it warns, once per folder.
+
     Args:
         path: the file.
         threads: requests in flight at the disk.
-        direct: go past the page cache where the file system can; it warns once per folder that cannot.
 
     Raises:
         DiskError: the file cannot be made.
 
     Attributes:
         nbytes: allocated size.
-        direct: whether the page cache is bypassed.
     """
 
-    def __init__(
-        self, path: str | os.PathLike[str], *, threads: int = 4, direct: bool = True, syscalls: Syscalls | None = None
-    ) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, threads: int = 4, syscalls: Syscalls | None = None) -> None:
         self.path = os.fspath(path)
         self.syscalls = syscalls if syscalls is not None else Syscalls()
         self.nbytes = 0
         self.threads = threads
-        self._fd, self.direct = self._open(direct)
+        self._fd = self._open()
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="lightning_zero-disk")
         self._closed = False
         self._lock = threading.Lock()
@@ -179,19 +177,17 @@ class DiskFile:
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
-    def _open(self, direct: bool) -> tuple[int, bool]:
+    def _open(self) -> int:
         flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC
         try:
-            fd = self._open_direct(flags) if direct else None
-            if fd is not None:
-                return fd, True
+            if (fd := self._open_direct(flags)) is not None:
+                return fd
             fd = self.syscalls.open(self.path, flags, 0o600)
         except OSError as error:
             code = error.errno or errno.EIO
             raise DiskError(code, f"opening {self.path} failed: {os.strerror(code)}. {_OTHER_HINT}") from error
-        if direct:
-            _warn_once(os.path.dirname(os.path.abspath(self.path)))
-        return fd, False
+        _warn_once(os.path.dirname(os.path.abspath(self.path)))
+        return fd
 
     def _open_direct(self, flags: int) -> int | None:
         """None where the file system has no O_DIRECT. Some accept the flag and refuse every write, so one is tried."""

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_zero.config import ConfigError
-from lightning_zero.tiers.copier import Copier
 from lightning_zero.tiers.extents import Extent, Wanted, lay_out
 from lightning_zero.tiers.limits import available_host_memory
 from lightning_zero.tiers.pages import CPU, HostPages
@@ -28,20 +25,13 @@ class _Slab:
 
 
 class HostTier:
-    """Host memory: each batch is one slab of exactly its size, pinned for a CUDA device.
-
-    On a CPU the copies are real too, so that tests there mean something. They happen in the caller's thread.
-
-    Before the host changes ``resident`` memory, and before it reads it after a ``stage_out``, it waits by
-    ``arrived(future, host=True)``.
+    """Host memory: each batch is one slab of exactly its size, pinned for a CUDA device. Safe for several threads.
 
     Args:
-        device: where staged tensors are.
+        device: what copies to and from the slabs.
         budget: bytes this tier may hold.
         available: gives the bytes of host memory that may still be taken.
     """
-
-    name = "host"
 
     def __init__(
         self,
@@ -51,14 +41,13 @@ class HostTier:
         available: Callable[[], int] = available_host_memory,
     ) -> None:
         self._device, self._budget, self._available = device, budget, available
-        self._copier = Copier(device)
         self._held: dict[Extent, tuple[_Slab, Tensor]] = {}
-        self._last: dict[Extent, Any] = {}  # the event of an extent's last copy: streams do not order each other
         self._nbytes = 0
         self._lock = threading.Lock()
 
     @property
     def nbytes(self) -> int:
+        """Bytes held now, padding included."""
         return self._nbytes
 
     def reserve(self, wanted: Sequence[Wanted]) -> list[Extent]:
@@ -76,41 +65,23 @@ class HostTier:
             self._nbytes += total
         return extents
 
-    def stage_in(self, extent: Extent, out: Tensor) -> Future[Any]:
-        extent.check(out)
-        return self._copy(extent, out, self.resident(extent))
-
-    def stage_out(self, extent: Extent, value: Tensor) -> Future[Any]:
-        extent.check(value)
-        return self._copy(extent, self.resident(extent), value)
-
     def resident(self, extent: Extent) -> Tensor:
+        """The extent's own memory [numel], to compute on in place."""
         return self._held[extent][1]
 
     def free(self, extents: Iterable[Extent]) -> None:
-        self._copier.synchronize()
+        """Give extents back. A slab goes when its last extent does."""
         with self._lock:
             for extent in extents:
-                self._last.pop(extent, None)
                 slab, _ = self._held.pop(extent)
                 slab.live -= 1
                 if slab.live == 0:
                     slab.pages.close()
                     self._nbytes -= slab.nbytes
 
-    def flush(self) -> None:
-        self._copier.synchronize()
-
     def close(self) -> None:
+        """Free everything. May be called twice."""
         self.free(list(self._held))
-
-    def _copy(self, extent: Extent, out: Tensor, value: Tensor) -> Future[Any]:
-        event = self._copier.copy(out, value, (self._copier.mark(), self._last.get(extent)))
-        if event is not None:
-            self._last[extent] = event
-        future: Future[Any] = Future()
-        future.set_result(event)
-        return future
 
     def _refuse_beyond_bounds(self, total: int) -> None:
         if self._budget is not None and self._nbytes + total > self._budget:

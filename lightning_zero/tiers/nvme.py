@@ -12,6 +12,7 @@ file it is.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import threading
 from collections.abc import Iterable, Sequence
@@ -27,9 +28,8 @@ from lightning_zero.config import ConfigError
 from lightning_zero.planning.layout import round_up
 from lightning_zero.tiers.aio import DiskFile, Joined, Syscalls
 from lightning_zero.tiers.claims import as_config_error, claim_file, remove_leftovers
-from lightning_zero.tiers.copier import Copier, flat
 from lightning_zero.tiers.extents import Extent, Wanted, lay_out
-from lightning_zero.tiers.pages import CPU, PAGE, StagingBuffer, StagingRing, byte_view
+from lightning_zero.tiers.pages import PAGE, StagingBuffer, StagingRing, byte_view
 from lightning_zero.tiers.regions import Regions
 
 
@@ -39,7 +39,6 @@ class _Job(NamedTuple):
     extent: Extent
     tensor: Tensor
     write: bool
-    after: Any  # event of the caller's stream
     previous: Future[Any] | None  # the last operation on this extent
     joined: Joined
     pieces: Sequence[range]  # bytes of the extent
@@ -48,8 +47,11 @@ class _Job(NamedTuple):
 class NvmeTier:
     """A preallocated file for this rank in a folder of ours under ``path``, read and written through a bounded ring.
 
-    A host tensor that is page-aligned and of whole pages (from a :class:`StagingRing`) is read and written in place,
-    without the ring. Device copies from or to a host tensor must have arrived before it is staged.
+    Safe for several threads. Operations on one extent happen in the order they were asked for; others overlap freely:
+    read k+1, step k, write k-1. What an extent holds before the first ``stage_out`` is undefined.
+
+    Tensors of the host are staged. One that is page-aligned and of whole pages (from a :class:`StagingRing`) is read
+    and written in place, without the ring. Device copies from or to it must have arrived before it is staged.
 
     Args:
         path: an existing, writable folder on a local disk; one job at a time.
@@ -57,7 +59,6 @@ class NvmeTier:
         instance: tells tiers apart that this process has at a time in one folder, one for each model.
         budget: bytes this rank may hold there.
         ring_count, ring_nbytes: buffers for staging; an extent that is larger passes in pieces.
-        device: where staged tensors are; the ring is pinned for a CUDA device.
         threads: requests in flight at the disk.
 
     Raises:
@@ -66,8 +67,6 @@ class NvmeTier:
     Attributes:
         ring: the staging buffers, all the host memory that this tier takes.
     """
-
-    name = "nvme"
 
     def __init__(
         self,
@@ -78,7 +77,6 @@ class NvmeTier:
         budget: int | None = None,
         ring_count: int = 4,
         ring_nbytes: int = 32 << 20,
-        device: torch.device = CPU,
         threads: int = 4,
         syscalls: Syscalls | None = None,
     ) -> None:
@@ -94,9 +92,8 @@ class NvmeTier:
             with as_config_error(path):
                 self._file = DiskFile(self._folder / f"{name}.bin", threads=threads, syscalls=syscalls)
             undo.callback(self._file.close)
-            self.ring = StagingRing(ring_count, ring_nbytes, device=device)
+            self.ring = StagingRing(ring_count, ring_nbytes)
             undo.pop_all()
-        self._copier = Copier(device)
         self._stager = ThreadPoolExecutor(1, thread_name_prefix="lightning_zero-stager")
         self._regions = Regions()
         self._last: dict[Extent, Future[Any] | None] = {}  # of every extent that is reserved
@@ -107,6 +104,7 @@ class NvmeTier:
 
     @property
     def nbytes(self) -> int:
+        """Bytes held at rest now, padding included, staging buffers not."""
         return self._nbytes
 
     @property
@@ -134,15 +132,15 @@ class NvmeTier:
         return extents
 
     def stage_in(self, extent: Extent, out: Tensor) -> Future[Any]:
+        """Fill ``out`` [numel] with what the extent holds; it belongs to the tier until the future is done."""
         return self._stage(extent, out, write=False)
 
     def stage_out(self, extent: Extent, value: Tensor) -> Future[Any]:
+        """Put ``value`` [numel] into the extent; it belongs to the tier until the future is done."""
         return self._stage(extent, value, write=True)
 
-    def resident(self, extent: Extent) -> None:
-        return None
-
     def free(self, extents: Iterable[Extent]) -> None:
+        """Give extents back, after what is in flight for them."""
         for extent in extents:
             wait([future] if (future := self._last[extent]) is not None else [])
             with self._lock:
@@ -152,15 +150,8 @@ class NvmeTier:
                 self._nbytes -= size
                 self._regions.give_back(extent.offset, extent.offset + size)
 
-    def flush(self) -> None:
-        with self._lock:
-            futures = [future for future in self._last.values() if future is not None]
-        wait(futures)
-        if self._spoiled:
-            raise next(iter(self._spoiled.values()))
-
     def close(self) -> None:
-        """Wait, and remove the file. Errors stay in their futures."""
+        """Wait, and remove the file. Errors stay in their futures. May be called twice."""
         if self._closed:
             return
         self._closed = True
@@ -183,9 +174,9 @@ class NvmeTier:
         extent.check(tensor)
         step = max(extent.nbytes, 1) if _in_place(tensor) else self.ring.buffer_nbytes
         pieces = [range(low, min(low + step, extent.nbytes)) for low in range(0, extent.nbytes, step)]
-        joined, after = Joined(len(pieces)), self._copier.mark()
+        joined = Joined(len(pieces))
         with self._lock:
-            job = _Job(extent, tensor, write, after, self._last[extent], joined, pieces)
+            job = _Job(extent, tensor, write, self._last[extent], joined, pieces)
             self._stager.submit(self._run, job)
             self._last[extent] = joined.future
         return joined.future
@@ -216,7 +207,7 @@ class NvmeTier:
         buffer = self.ring.acquire(job.extent.label)
         try:
             if job.write:
-                self._copier.copy_in_thread(buffer.tensor(torch.uint8, len(piece)), _bytes(job, piece), job.after)
+                _copy(buffer.tensor(torch.uint8, len(piece)), _bytes(job, piece))
             future = request(offset, buffer.memory[: round_up(len(piece), PAGE)], job.extent.label)
         except BaseException:
             buffer.release()
@@ -227,7 +218,7 @@ class NvmeTier:
         error = future.exception()
         try:
             if error is None and not job.write:
-                self._copier.copy_in_thread(_bytes(job, piece), buffer.tensor(torch.uint8, len(piece)), job.after)
+                _copy(_bytes(job, piece), buffer.tensor(torch.uint8, len(piece)))
         except BaseException as raised:
             error = raised
         buffer.release()
@@ -240,10 +231,14 @@ class NvmeTier:
 
 
 def _bytes(job: _Job, piece: range) -> Tensor:
-    return flat(job.tensor).view(torch.uint8)[piece.start : piece.stop]
+    return job.tensor.detach().view(-1).view(torch.uint8)[piece.start : piece.stop]
+
+
+def _copy(out: Tensor, value: Tensor) -> None:
+    # Not copy_: in each thread it would start a team of intra-op threads, beyond the rank's thread budget.
+    ctypes.memmove(out.data_ptr(), value.data_ptr(), out.numel())
 
 
 def _in_place(tensor: Tensor) -> bool:
     """Whether the disk can read and write this very memory."""
-    aligned = tensor.data_ptr() % PAGE == 0 and tensor.numel() * tensor.element_size() % PAGE == 0
-    return tensor.device.type == "cpu" and aligned
+    return tensor.data_ptr() % PAGE == 0 and tensor.numel() * tensor.element_size() % PAGE == 0

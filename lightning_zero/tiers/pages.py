@@ -94,7 +94,7 @@ def byte_view(tensor: Tensor) -> memoryview:
 
 
 class StagingBuffer:
-    """One buffer of a :class:`StagingRing`, on loan. Usable in a ``with`` block, which releases it."""
+    """One buffer of a :class:`StagingRing`, on loan."""
 
     def __init__(self, ring: StagingRing, index: int, label: str) -> None:
         self._ring, self._index, self.label = ring, index, label
@@ -119,12 +119,6 @@ class StagingBuffer:
         """Give the buffer back to the ring. Nothing may use its memory afterwards."""
         self._ring._take_back(self._index)
 
-    def __enter__(self) -> StagingBuffer:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.release()
-
 
 class StagingRing:
     """``count`` page-aligned buffers of ``nbytes`` each (rounded up to whole pages), lent out one at a time.
@@ -133,22 +127,17 @@ class StagingRing:
         pages: the memory of all buffers; ``nbytes`` its size: the host memory that staging takes, never more.
     """
 
-    def __init__(self, count: int, nbytes: int, *, device: torch.device = CPU, timeout_s: float = ACQUIRE_TIMEOUT_S):
+    def __init__(self, count: int, nbytes: int, *, timeout_s: float = ACQUIRE_TIMEOUT_S):
         if count < 1 or nbytes < 1:
             raise ValueError(f"a ring needs at least one buffer of at least one byte, got {count} of {nbytes}")
         self.count = count
         self.buffer_nbytes = round_up(nbytes, PAGE)
         self.nbytes = count * self.buffer_nbytes
-        self.pages = HostPages(self.nbytes, device)
+        self.pages = HostPages(self.nbytes)
         self._timeout_s = timeout_s
         self._free = list(range(count))  # the last one back is lent first: it may still be in cache
         self._lent: dict[int, str] = {}
         self._changed = threading.Condition()
-
-    @property
-    def in_use(self) -> int:
-        """Buffers on loan."""
-        return len(self._lent)
 
     def acquire(self, label: str = "") -> StagingBuffer:
         """A free buffer; waits until there is one.
@@ -169,7 +158,7 @@ class StagingRing:
         return StagingBuffer(self, index, label)
 
     def close(self) -> None:
-        """Unpin and let go of the memory; every buffer must be back."""
+        """Let go of the memory; every buffer must be back."""
         with self._changed:
             if self._lent:
                 raise RuntimeError(f"staging buffers are still held by {sorted(self._lent.values())}")

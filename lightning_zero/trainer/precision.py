@@ -16,14 +16,13 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from lightning_zero.config import PRECISION_FLAGS, ConfigError, Precision
+from lightning_zero.config import ConfigError, Precision
 from lightning_zero.engine import Engine
 from lightning_zero.engine.steps.loss_scale import LossScaler
-from lightning_zero.engine.units.build import TRUE_DTYPES
+from lightning_zero.engine.units.build import AUTOCAST_DTYPES, TRUE_DTYPES
 from lightning_zero.engine.whole import norms
 
-ROWS = {flag: row for row, flag in PRECISION_FLAGS.items()}
-_AUTOCAST = {Precision.bf16: torch.bfloat16, Precision.fp16: torch.float16}
+FLAGS = [row.value for row in Precision]
 
 
 class _Strategy(Protocol):
@@ -48,10 +47,10 @@ class ZeroPrecision(LightningPrecision):
     """
 
     def __init__(self, precision: str = "32-true", scaler: LossScaler | None = None) -> None:
-        if precision not in ROWS:
+        if precision not in FLAGS:
             raise ConfigError(
-                f"trainer.precision: expected one of {', '.join(ROWS)} with a ZeRO strategy, got {precision!r}. "
-                f"Change Trainer(precision=) or zero/precision ({', '.join(r.name for r in ROWS.values())})."
+                f"trainer.precision: expected one of {', '.join(FLAGS)} with a ZeRO strategy, got {precision!r}. "
+                f"Change Trainer(precision=) or zero/precision ({', '.join(Precision.__members__)})."
             )
         self.precision = precision  # type: ignore[assignment]
         if scaler is not None and self.row is not Precision.fp16:
@@ -61,7 +60,7 @@ class ZeroPrecision(LightningPrecision):
 
     @property
     def row(self) -> Precision:
-        return ROWS[str(self.precision)]
+        return Precision(self.precision)
 
     @classmethod
     def from_plugin(cls, plugin: LightningPrecision) -> ZeroPrecision:
@@ -72,7 +71,7 @@ class ZeroPrecision(LightningPrecision):
         if type(plugin).__name__ not in known:
             raise ConfigError(
                 f"the precision plugin {type(plugin).__name__} cannot be used with a ZeRO strategy. Drop it and set "
-                f"Trainer(precision=) to one of {', '.join(ROWS)}."
+                f"Trainer(precision=) to one of {', '.join(FLAGS)}."
             )
         given = getattr(plugin, "scaler", None)
         return cls(str(plugin.precision), None if given is None else LossScaler.like(given))
@@ -100,10 +99,10 @@ class ZeroPrecision(LightningPrecision):
 
     @contextlib.contextmanager
     def forward_context(self) -> Generator[None, None, None]:
-        if self.row in _AUTOCAST:
+        if self.row in AUTOCAST_DTYPES:
             # The weight cache would keep copies of weights that have been dropped and changed since.
             device = self.strategy.root_device.type
-            with torch.autocast(device, dtype=_AUTOCAST[self.row], cache_enabled=False):
+            with torch.autocast(device, dtype=AUTOCAST_DTYPES[self.row], cache_enabled=False):
                 yield
         elif self._default_dtype is not None:
             with _DtypeContextManager(self._default_dtype):

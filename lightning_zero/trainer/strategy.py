@@ -39,7 +39,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from lightning_zero.comm.agreements import barrier, broadcast_object, gather_rows, open_waits, together
-from lightning_zero.config import PRECISION_FLAGS, ConfigError, ZeroConfig, make_config
+from lightning_zero.config import ConfigError, ZeroConfig, make_config
 from lightning_zero.engine import Engine, engine_of, shard
 from lightning_zero.engine.units.build import TRUE_DTYPES
 from lightning_zero.ranks import rendezvous
@@ -175,9 +175,9 @@ class ZeroStrategy(ParallelStrategy):
         ours = ZeroPrecision.from_plugin(plugin)
         if self._asked_precision is not None and ours.row is not self._asked_precision:
             raise ConfigError(
-                f"trainer.precision: expected {PRECISION_FLAGS[self._asked_precision]!r}, which "
+                f"trainer.precision: expected {self._asked_precision.value!r}, which "
                 f"zero/precision={self._asked_precision.name} means, got {ours.precision!r}. Set "
-                f"Trainer(precision={PRECISION_FLAGS[self._asked_precision]!r}), or drop zero.precision.name."
+                f"Trainer(precision={self._asked_precision.value!r}), or drop zero.precision.name."
             )
         ours.attach(self)
         self._precision_plugin = ours

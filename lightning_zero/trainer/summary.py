@@ -54,7 +54,7 @@ def _where(unit: Unit) -> str:
     return f"parameters {row.compute_param.name}, gradients {row.grad.name}, optimizer {row.master.name}"
 
 
-def print_units(engine: Engine, console: Console | None = None) -> None:
+def print_units(engine: Engine) -> None:
     """The table of units."""
     precision = engine.precision.name
     table = Table(
@@ -64,10 +64,10 @@ def print_units(engine: Engine, console: Console | None = None) -> None:
         table.add_column(column, justify="left" if column in ("unit", "tier") else "right")
     for row in unit_rows(engine):
         table.add_row(*row)
-    (console or Console(stderr=True)).print(table)
+    Console(stderr=True).print(table)
 
 
-def print_held(engine: Engine, micro_batches: int = 1, console: Console | None = None) -> None:
+def print_held(engine: Engine, micro_batches: int) -> None:
     """The table at the end of a run: what this rank was planned to hold, and what it holds.
 
     Gradients that the user has cleared are dropped at the next backward: they are held, and planned, until then.
@@ -98,4 +98,4 @@ def print_held(engine: Engine, micro_batches: int = 1, console: Console | None =
         most = max(memory.on_tier(peaks[phase], Tier.device) for phase in Phase)
         measured = torch.cuda.max_memory_allocated(engine.comm.device)
         table.add_row("peak, activations not planned", "device", human_bytes(most), human_bytes(measured))
-    (console or Console(stderr=True)).print(table)
+    Console(stderr=True).print(table)

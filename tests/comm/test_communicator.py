@@ -159,8 +159,8 @@ def test_small_agreements() -> None:
         values = torch.full((4,), float(rank))
         comm.broadcast(values)
         assert values.tolist() == [0.0] * 4
-        small = torch.tensor([rank])
-        comm.broadcast_small(small, src=1)
+        small = torch.tensor([rank + 1])
+        comm.broadcast_small(small)
         assert small.item() == 1
 
 

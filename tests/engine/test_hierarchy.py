@@ -6,6 +6,8 @@ Nodes are virtual: ranks of one machine that say they are on different ones.
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import lightning_zero
+from lightning_zero.comm.communicator import Communicator
 from lightning_zero.config import ConfigError
 from lightning_zero.engine.units import capacity
 from tests.engine.support import (
@@ -73,7 +76,7 @@ def _parity(ranks_per_node: int, stage: int, precision: str, **config: Any) -> N
         torch.manual_seed(3)
         with sharded(Model(), ranks_per_node, hierarchy, stage=stage, precision=precision, **config) as side:
             replicas = dist.get_world_size() // ranks_per_node if hierarchy == "node" else 1
-            assert side.engine.comm.replicas == replicas
+            assert len(side.engine.comm.topology.shard_groups) == replicas
             found.append(history(side, precision=precision))
     # Gradients are added within nodes first: fp32 differs in its last bits, which AdamW's first steps make larger.
     assert_close(*found, tolerance=2e-5 if precision == "fp32" else 2e-2)
@@ -141,21 +144,49 @@ def test_offload_changes_nothing_there_either(row: str, stage: int, tmp_path: Pa
 # -- bytes between nodes ----------------------------------------------------------------------------------------------
 
 
+@contextlib.contextmanager
+def bytes_from_other_nodes(comm: Communicator, ranks_per_node: int) -> Iterator[Counter[str]]:
+    """Bytes that this rank has to receive from other nodes, by kind of operation: of a gather what their ranks hold; of
+    a reduction their parts of this rank's shard; of a sum of ``s`` bytes over ``r`` replicas ``2 s (r - 1) / r``, as a
+    ring does it."""
+    found: Counter[str] = Counter()
+    transport, issue_sum, own = comm._transport, comm._issue_sum, comm.rank // ranks_per_node
+
+    def counted(kind: str, method: Any) -> Any:
+        def call(full: Tensor, rank: int, world_size: int, group: Any) -> Any:
+            nodes = [other // ranks_per_node for other in dist.get_process_group_ranks(group)]
+            found[kind] += full.nbytes * sum(node != own for node in nodes) // len(nodes)
+            return method(full, rank, world_size, group)
+
+        return call
+
+    def counted_sum(shard: Tensor) -> Any:
+        replicas = dist.get_world_size(comm._groups.replicate)  # type: ignore[union-attr]
+        found["sum"] += 2 * shard.nbytes * (replicas - 1) // replicas
+        return issue_sum(shard)
+
+    with (
+        mock.patch.object(transport, "gather", counted("gather", transport.gather)),
+        mock.patch.object(transport, "reduce", counted("reduce", transport.reduce)),
+        mock.patch.object(comm, "_issue_sum", counted_sum),
+    ):
+        yield found
+
+
 def _bytes(stage: int, micro_batches: int) -> None:
     for hierarchy in ("node", "flat"):
         with sharded(Model(), 2, hierarchy, stage=stage) as side:
             history(side, steps=1, micro_batches=micro_batches, clip=False)
-            comm = side.engine.comm
-            comm.across_nbytes.clear()
-            for micro in range(micro_batches):
-                with contextlib.nullcontext() if micro == micro_batches - 1 else side.no_sync():
-                    side.backward(language_loss(side.module, tokens(5, micro)) / micro_batches)
-            side.step()
-            side.zero_grad()
-            side.engine.settle()
+            with bytes_from_other_nodes(side.engine.comm, 2) as found:
+                for micro in range(micro_batches):
+                    with contextlib.nullcontext() if micro == micro_batches - 1 else side.no_sync():
+                        side.backward(language_loss(side.module, tokens(5, micro)) / micro_batches)
+                side.step()
+                side.zero_grad()
+                side.engine.settle()
             reductions = micro_batches if stage >= 2 else 1
             full = sum(b.layout.numel * 4 for b in side.engine.buckets)
-            across = dict(+comm.across_nbytes)
+            across = dict(+found)
             if hierarchy == "node":
                 # A ring over 2 replicas moves each byte of the shard, half of the bucket, once each way.
                 assert across == {"sum": reductions * full // 2}, across
@@ -179,9 +210,9 @@ def test_auto_shards_by_node_where_half_of_the_memory_is_enough() -> None:
     for available, replicas in ((8 * rest, 2), (2 * rest, 1)):
         memory = mock.patch.object(capacity, "available_host_memory", lambda free=available: free)
         with memory, sharded(Model(), 1, "auto") as side:
-            assert side.engine.comm.replicas == replicas
+            assert len(side.engine.comm.topology.shard_groups) == replicas
     with sharded(Model(), 2, "auto") as side:  # one node
-        assert side.engine.comm.replicas == 1
+        assert len(side.engine.comm.topology.shard_groups) == 1
 
 
 def _uneven() -> None:
@@ -190,7 +221,7 @@ def _uneven() -> None:
         lightning_zero.shard(Model(), device="cpu", node=node, comm={"hierarchy": "node"})
     module = Model()  # an engine lives as long as its module
     engine = lightning_zero.shard(module, device="cpu", node=node)
-    assert engine.comm.replicas == 1
+    assert len(engine.comm.topology.shard_groups) == 1
     engine.release()
 
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from lightning_zero.config import MIB, ConfigError
 from lightning_zero.tiers import claims
 from lightning_zero.tiers.aio import DiskError, Syscalls
-from lightning_zero.tiers.extents import Extent, Tier, Wanted, arrived
+from lightning_zero.tiers.extents import Extent, Wanted
 from lightning_zero.tiers.host import HostTier
 from lightning_zero.tiers.limits import available_host_memory
 from lightning_zero.tiers.nvme import NvmeTier
@@ -41,7 +41,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool,
 NAMES = ["host", "nvme"]
 
 
-def make(name: str, path: Path, **nvme: Any) -> Tier:
+def make(name: str, path: Path, **nvme: Any) -> HostTier | NvmeTier:
     if name == "nvme":
         return NvmeTier(path, **{"rank": 0, "ring_count": 2, "ring_nbytes": 2 * PAGE, **nvme})
     return HostTier()
@@ -63,13 +63,19 @@ def unaligned(value: Tensor) -> Tensor:
     return value.new_empty(value.numel() + 1)[1:].copy_(value.view(-1))
 
 
-def put(tier: Tier, extent: Extent, value: Tensor) -> None:
-    arrived(tier.stage_out(extent, unaligned(value)), host=True)
+def put(tier: HostTier | NvmeTier, extent: Extent, value: Tensor) -> None:
+    if isinstance(tier, HostTier):
+        tier.resident(extent).copy_(value)
+    else:
+        tier.stage_out(extent, unaligned(value)).result()
 
 
-def get(tier: Tier, extent: Extent) -> Tensor:
+def get(tier: HostTier | NvmeTier, extent: Extent) -> Tensor:
     out = unaligned(noise(extent.numel, extent.dtype, 99))
-    arrived(tier.stage_in(extent, out), host=True)
+    if isinstance(tier, HostTier):
+        out.copy_(tier.resident(extent))
+    else:
+        tier.stage_in(extent, out).result()
     return out
 
 
@@ -99,56 +105,21 @@ def test_values_come_back_to_the_bit(name: str, tmp_path: Path, data: st.DataObj
         assert [(e.numel, e.dtype) for e in extents] == [size for batch in batches for size in batch]
         values = [noise(e.numel, e.dtype, seed) for seed, e in enumerate(extents)]
         outs = [noise(e.numel, e.dtype, 99) for e in extents]
-        for futures in (
-            [tier.stage_out(e, value) for e, value in zip(extents, values, strict=True)],
-            [tier.stage_in(e, out) for e, out in zip(extents, outs, strict=True)],
-        ):
-            for future in futures:
-                arrived(future)
+        if isinstance(tier, HostTier):
+            for e, value in zip(extents, values, strict=True):
+                put(tier, e, value)
+            outs = [tier.resident(e) for e in extents]
+        else:
+            for futures in (
+                [tier.stage_out(e, value) for e, value in zip(extents, values, strict=True)],
+                [tier.stage_in(e, out) for e, out in zip(extents, outs, strict=True)],
+            ):
+                for future in futures:
+                    future.result()
         assert all(same_bits(out, value) for out, value in zip(outs, values, strict=True))
         tier.free(extents)
         assert tier.nbytes == 0
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_what_is_at_rest_is_a_copy(name: str, tmp_path: Path) -> None:
-    with closing(make(name, tmp_path)) as tier:
-        (extent,) = tier.reserve([Wanted("w", 8, torch.float32)])
-        value = torch.ones(8, requires_grad=True)  # detached on the way
-        put(tier, extent, value)
-        with torch.no_grad():
-            value.fill_(2)
-        out = get(tier, extent)
-        assert out.tolist() == [1] * 8
-        resident = tier.resident(extent)
-        if name == "nvme":
-            assert resident is None
-            return
-        assert resident is not None and not resident.requires_grad
-        assert resident.data_ptr() not in (out.data_ptr(), value.data_ptr())
-        resident.add_(4)  # the host computes where it rests
-        assert out.tolist() == [1] * 8 and get(tier, extent).tolist() == [5] * 8
-
-
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(
-    "tensor", [torch.empty(7), torch.empty(8, dtype=torch.bfloat16), torch.empty(8, 2)[:, 0]], ids=str
-)
-def test_a_tensor_that_does_not_match_is_refused(name: str, tmp_path: Path, tensor: Tensor) -> None:
-    with closing(make(name, tmp_path)) as tier:
-        (extent,) = tier.reserve([Wanted("layers.3/master", 8, torch.float32)])
-        for stage in (tier.stage_in, tier.stage_out):
-            with pytest.raises(ValueError, match="'layers.3/master': expected a contiguous tensor of 8 elements"):
-                stage(extent, tensor)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_extents_reserved_under_inference_mode_can_train(name: str, tmp_path: Path) -> None:
-    with closing(make(name, tmp_path)) as tier, torch.inference_mode():
-        (extent,) = tier.reserve([Wanted("w", 8, torch.float32)])
-        resident = tier.resident(extent)
-        assert resident is None or not resident.is_inference()
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -171,6 +142,12 @@ def test_a_main_thread_and_a_worker_may_use_a_tier_together(name: str, tmp_path:
 
 
 # -- host -------------------------------------------------------------------------------------------------------------
+
+
+def test_extents_reserved_under_inference_mode_can_train() -> None:
+    with closing(HostTier()) as tier, torch.inference_mode():
+        (extent,) = tier.reserve([Wanted("w", 8, torch.float32)])
+        assert not tier.resident(extent).is_inference()
 
 
 def rss() -> int:
@@ -284,12 +261,33 @@ def nvme(path: Path, *wanted: Wanted, **kwargs: Any) -> Iterator[tuple[NvmeTier,
         yield tier, tier.reserve(wanted)
 
 
+def test_what_is_at_rest_is_a_copy(tmp_path: Path) -> None:
+    with nvme(tmp_path, Wanted("w", 8, torch.float32)) as (tier, (extent,)):
+        value = torch.ones(8, requires_grad=True)  # detached on the way
+        put(tier, extent, value)
+        with torch.no_grad():
+            value.fill_(2)
+        assert get(tier, extent).tolist() == [1] * 8
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [torch.empty(7), torch.empty(8, dtype=torch.bfloat16), torch.empty(8, 2)[:, 0], torch.empty(8, device="meta")],
+    ids=str,
+)
+def test_a_tensor_that_does_not_match_is_refused(tmp_path: Path, tensor: Tensor) -> None:
+    with nvme(tmp_path, Wanted("layers.3/master", 8, torch.float32)) as (tier, (extent,)):
+        for stage in (tier.stage_in, tier.stage_out):
+            with pytest.raises(ValueError, match="'layers.3/master': expected a contiguous tensor of 8 elements"):
+                stage(extent, tensor)
+
+
 def test_one_preallocated_file_of_whole_pages_and_no_more_than_the_ring(tmp_path: Path) -> None:
     most = 0
 
     def preadv(fd: int, buffers: list[memoryview], offset: int) -> int:
         nonlocal most
-        most = max(most, tier.ring.in_use)
+        most = max(most, len(tier.ring._lent))
         time.sleep(0.002)
         return os.preadv(fd, buffers, offset)
 
@@ -302,18 +300,19 @@ def test_one_preallocated_file_of_whole_pages_and_no_more_than_the_ring(tmp_path
         put(tier, extents[0], noise(5000, torch.float32, 1))
         outs = [noise(5000, torch.float32, 0) for _ in range(4)]
         for future in [tier.stage_in(extents[0], out) for out in outs]:
-            arrived(future)
-        assert most == 2 and tier.ring.in_use == 0
+            future.result()
+        assert most == 2 and not tier.ring._lent
 
 
 def test_page_aligned_tensors_go_without_the_ring(tmp_path: Path) -> None:
     user = StagingRing(2, 16 * PAGE)
     with nvme(tmp_path, Wanted("a", 16 * PAGE // 4, torch.float32), ring_count=1) as (tier, (extent,)):
-        with tier.ring.acquire("all of it"):
-            value, out = (user.acquire().tensor(torch.float32, extent.numel) for _ in range(2))
-            value.copy_(noise(extent.numel, torch.float32, 1))
-            arrived(tier.stage_out(extent, value))
-            arrived(tier.stage_in(extent, out))
+        all_of_it = tier.ring.acquire()
+        value, out = (user.acquire().tensor(torch.float32, extent.numel) for _ in range(2))
+        value.copy_(noise(extent.numel, torch.float32, 1))
+        tier.stage_out(extent, value).result()
+        tier.stage_in(extent, out).result()
+        all_of_it.release()
         assert same_bits(out, value) and same_bits(get(tier, extent), value)
 
 
@@ -419,8 +418,7 @@ def test_a_read_that_fails_names_file_offset_and_label_and_spares_the_rest(tmp_p
             get(tier, extents[1])  # in its second piece of two pages
         for part in ("reading", "rank00000.bin", f"offset {7 * PAGE}", "'layers.1/optim_state'", "4 attempts"):
             assert part in str(caught.value)
-        tier.flush()  # nothing is lost
-        assert tier.ring.in_use == 0
+        assert not tier.ring._lent
         calls.preadv = os.preadv
         assert get(tier, extents[1]).tolist() == [1] * 5120
 
@@ -430,13 +428,12 @@ def test_a_write_that_fails_is_not_forgotten_until_it_is_made_good(tmp_path: Pat
     with nvme(tmp_path, Wanted("layers.0/master", 5120, torch.float32), syscalls=calls) as (tier, (extent,)):
         written = tier.stage_out(extent, unaligned(torch.ones(5120)))
         read = tier.stage_in(extent, torch.empty(5120))  # asked for before the write has failed
-        for wait in (written.result, read.result, tier.flush, lambda: get(tier, extent)):
+        for wait in (written.result, read.result, lambda: get(tier, extent)):
             with pytest.raises(DiskError, match=r"writing .*'layers.0/master'"):
                 wait()
-        assert tier.ring.in_use == 0
+        assert not tier.ring._lent
         calls.pwritev = os.pwritev
         put(tier, extent, torch.ones(5120))
-        tier.flush()
         assert get(tier, extent).tolist() == [1] * 5120
 
 
@@ -624,22 +621,7 @@ def test_ranks_that_start_and_end_together_do_not_disturb_each_other(tmp_path: P
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-@pytest.mark.parametrize("name", NAMES)
-def test_tensors_on_a_gpu_rest_on_each_tier(name: str, tmp_path: Path) -> None:
-    device = torch.device("cuda", 0)
-    tier: Tier = HostTier(device)
-    if name == "nvme":
-        tier = NvmeTier(tmp_path, rank=0, device=device, ring_count=2, ring_nbytes=MIB)
-    with closing(tier):
-        extents = tier.reserve([Wanted(f"e{i}", 3 * MIB // 4 + i, torch.float32) for i in range(8)])
-        values = [torch.randn(e.numel, device=device) for e in extents]
-        for e, value in zip(extents, values, strict=True):
-            future = tier.stage_out(e, value.mul_(2))  # behind the kernel that is still running
-            arrived(future)
-        outs = [torch.empty_like(value) for value in values]
-        for future in [tier.stage_in(e, out) for e, out in zip(extents, outs, strict=True)]:
-            arrived(future)
-        assert all(torch.equal(out, value) for out, value in zip(outs, values, strict=True))
-        resident = tier.resident(extents[0])
-        assert name != "host" or (resident is not None and resident.is_pinned())
-        tier.free(extents)
+def test_host_memory_is_pinned_for_a_gpu() -> None:
+    with closing(HostTier(torch.device("cuda", 0))) as tier:
+        (extent,) = tier.reserve([Wanted("e", 3 * MIB // 4, torch.float32)])
+        assert tier.resident(extent).is_pinned()

@@ -18,7 +18,7 @@ from lightning_zero import ZeroStrategy, presets
 from lightning_zero.config import ConfigError
 from lightning_zero.engine import Engine, engines
 from lightning_zero.engine.steps.pending import UnderWay
-from lightning_zero.trainer.summary import print_units
+from lightning_zero.trainer import summary
 from tests.harness import on_ranks
 from tests.trainer.toys import (
     Lit,
@@ -166,7 +166,8 @@ def test_the_table_of_units_says_where_things_rest(preset: str, where: str, fold
     run = fit(strategy(preset, folder), folder, adamw(), max_epochs=1)
     engine = run.trainer.strategy.engine  # type: ignore[attr-defined]
     console = Console(width=200, record=True, quiet=False, file=open("/dev/null", "w"))  # noqa: SIM115
-    print_units(engine, console)
+    with mock.patch.object(summary, "Console", return_value=console):
+        summary.print_units(engine)
     rows = [line for line in console.export_text().splitlines() if "blocks" in line or "(root)" in line]
     assert len(rows) == 2
     assert all(row.rstrip(" │").endswith(where) for row in rows), rows

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from lightning_zero.app.slurm.cluster import ClusterConfig, ContainerRuntime
+from lightning_zero.app.slurm.cluster import ClusterConfig, ContainerRuntime, slurm_options
 from lightning_zero.ranks.verdict import REFUSED, REQUEUE, VERDICT_VARIABLE
 
 RUN_DIR = "outputs/train/slurm-$SLURM_JOB_ID"
@@ -41,27 +41,9 @@ def script(cluster: ClusterConfig, arguments: Iterable[str], *, folder: Path, ru
 
 def options(cluster: ClusterConfig, folder: Path, run_dir: str | None) -> list[str]:
     """Options of sbatch."""
-    wanted = {
-        "job-name": cluster.job_name,
-        "nodes": cluster.nodes,
-        "ntasks-per-node": cluster.tasks,
-        "gpus-per-node": cluster.gpus_per_node or None,
-        "cpus-per-task": cluster.cpus_per_task,
-        "mem": cluster.mem,
-        "time": cluster.time,
-        "partition": cluster.partition,
-        "account": cluster.account,
-        "qos": cluster.qos,
-        "constraint": cluster.constraint,
-        "reservation": cluster.reservation,
-        "chdir": str(folder),
-        "output": log_path(run_dir),
-        "open-mode": "append",
-        "signal": f"{cluster.signal}@{cluster.signal_delay}" if cluster.requeue else None,
-    }
-    found = [f"--{name}={_quoted(value)}" for name, value in wanted.items() if value is not None]
-    found += ["--exclusive"] if cluster.exclusive else []
-    return [*found, "--requeue" if cluster.requeue else "--no-requeue", *cluster.sbatch]
+    found = slurm_options(cluster, chdir=str(folder), output=log_path(run_dir))
+    lines = [f"--{name}" if value is True else f"--{name}={_quoted(value)}" for name, value in found.items()]
+    return [*lines, *cluster.sbatch]
 
 
 def log_path(run_dir: str | None, job: str = "%j") -> str:

@@ -13,16 +13,19 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.plugins import Plugins
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from lightning_zero.app.slurm.cluster import ClusterConfig, ClusterName, seconds_of
+from lightning_zero.app.slurm.cluster import ClusterConfig, ClusterName, seconds_of, slurm_options
 from lightning_zero.config import ConfigError
 
 LAUNCHER = "submitit_slurm"
 RESOLVER = "lightning_zero_submitit"
 DEFAULT_MINUTES = 60  # submitit's own
-DRIVEN = (
-    *("nodes", "tasks_per_node", "gpus_per_node", "cpus_per_task", "timeout_min", "name"),
-    *("partition", "account", "qos", "constraint", "signal_delay_s", "setup", "additional_parameters"),
-)
+NAMES = {  # submitit's, of options of sbatch
+    "job-name": "name",
+    "ntasks-per-node": "tasks_per_node",
+    **{name: name.replace("-", "_") for name in ("nodes", "gpus-per-node", "cpus-per-task")},
+    **{name: name for name in ("partition", "account", "qos", "constraint")},
+}
+DRIVEN = (*NAMES.values(), "timeout_min", "signal_delay_s", "setup", "additional_parameters")
 
 
 def check_launcher(arguments: list[str]) -> None:
@@ -81,22 +84,20 @@ def submitit_settings(cluster: ClusterConfig) -> dict[str, Any]:
                 f"cluster.{key}: submitit starts the interpreter that it runs in. Drop cluster.{key}, or submit each "
                 "run by python -m lightning_zero.submit."
             )
-    of_cluster = cluster.name is ClusterName.slurm
-    minutes = DEFAULT_MINUTES if cluster.time is None else -(-seconds_of(cluster.time) // 60)
-    return {
-        "nodes": cluster.nodes,
-        "tasks_per_node": cluster.tasks if of_cluster else 1,
-        "gpus_per_node": (cluster.gpus_per_node or None) if of_cluster else None,
-        "cpus_per_task": cluster.cpus_per_task,
-        "timeout_min": minutes,
-        "name": cluster.job_name,
-        "partition": cluster.partition,
-        "account": cluster.account,
-        "qos": cluster.qos,
-        "constraint": cluster.constraint,
+    options = slurm_options(cluster)
+    options.pop("time", None)
+    found = {name: options.pop(option, None) for option, name in NAMES.items()}
+    if cluster.name is ClusterName.none:
+        found["gpus_per_node"] = None
+    for option in cluster.sbatch:
+        name, given, value = option.lstrip("-").partition("=")
+        options[name] = value if given else True
+    return found | {
+        "timeout_min": DEFAULT_MINUTES if cluster.time is None else -(-seconds_of(cluster.time) // 60),
         "signal_delay_s": cluster.signal_delay,
         "setup": _setup(cluster),
-        "additional_parameters": _additional(cluster),
+        # What submitit has no name for. The signal: ours in the place of its USR2, which ends a job.
+        "additional_parameters": options,
     }
 
 
@@ -106,16 +107,3 @@ def _setup(cluster: ClusterConfig) -> list[str]:
     if cluster.cpus_per_task is not None:
         lines.append(f"export SRUN_CPUS_PER_TASK={cluster.cpus_per_task}")
     return [*lines, *cluster.env_lines(), *cluster.setup]
-
-
-def _additional(cluster: ClusterConfig) -> dict[str, Any]:
-    """Options of sbatch that submitit has no name for. The signal: ours in the place of its USR2, which ends a job."""
-    ours = {"signal": f"{cluster.signal}@{cluster.signal_delay}", "requeue": True}
-    options: dict[str, Any] = ours if cluster.requeue else {"no-requeue": True}
-    options |= {key: getattr(cluster, key) for key in ("mem", "reservation") if getattr(cluster, key) is not None}
-    if cluster.exclusive:
-        options["exclusive"] = True
-    for option in cluster.sbatch:
-        name, given, value = option.lstrip("-").partition("=")
-        options[name] = value if given else True
-    return options

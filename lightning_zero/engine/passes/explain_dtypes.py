@@ -7,6 +7,7 @@ import re
 from torch import nn
 
 from lightning_zero.config import Precision
+from lightning_zero.engine.units.build import AUTOCAST_DTYPES
 
 _DTYPES_DIFFER = re.compile(
     r"same dtype|same data ?type|expected .*(scalar type|dtype)|mixed dtype|dtype mismatch"
@@ -17,8 +18,7 @@ _DTYPES_DIFFER = re.compile(
 
 def explain_dtypes(error: BaseException, precision: Precision) -> None:
     """Add to an error about dtypes, which a forward has raised, how a module keeps fp32."""
-    lowers = precision in (Precision.bf16, Precision.fp16)
-    if not lowers or getattr(error, "__notes__", None) or not _DTYPES_DIFFER.search(str(error)):
+    if precision not in AUTOCAST_DTYPES or getattr(error, "__notes__", None) or not _DTYPES_DIFFER.search(str(error)):
         return
     module = _innermost_module(error)
     if module is not None:

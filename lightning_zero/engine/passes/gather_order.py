@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.engine.units.unit import State, Unit
-from lightning_zero.planning.schedule import Cursor, Plan, compile_plan
+from lightning_zero.planning.schedule import Cursor, Plan, compile_plan, may_come_ahead
 
 DONE = -1
 FORGIVEN = 1  # passes in a row that may leave the plan before it is recorded anew
@@ -149,10 +149,9 @@ class GatherOrder:
 
         def admit(index: int) -> bool:
             unit = self.units[index]
-            if unit.state is not State.SHARDED or not self.prefetch_bytes or not self._may_come_early(unit):
+            if unit.state is not State.SHARDED or not self._may_come_early(unit):
                 return False
-            idle = sum(u.gathered_nbytes for u in self._idle)
-            if self._idle and idle + unit.gathered_nbytes > self.prefetch_bytes:
+            if not may_come_ahead(unit.gathered_nbytes, [u.gathered_nbytes for u in self._idle], self.prefetch_bytes):
                 return False
             self._issue(index, ahead=True)
             return True

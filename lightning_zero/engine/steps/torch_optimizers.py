@@ -122,6 +122,13 @@ def shadow_of(optimizer: Optimizer) -> Optimizer:
     return shadow
 
 
+def states_after_step(optimizer: Optimizer, probe: nn.Parameter) -> int:
+    """Element-wise tensors of state that a step of ``optimizer`` leaves for ``probe``, its small parameter."""
+    probe.grad = torch.ones_like(probe)
+    optimizer.step()
+    return sum(is_elementwise(name, value, probe) for name, value in optimizer.state[probe].items())
+
+
 def count_states(optimizer: Optimizer) -> int:
     """Element-wise tensors of state for each parameter, found by one step of a small one; 0 for unknown kinds."""
     if base_of(optimizer) is None:
@@ -130,14 +137,12 @@ def count_states(optimizer: Optimizer) -> int:
     for group in optimizer.param_groups:
         shadow = shadow_of(optimizer)
         probe = nn.Parameter(torch.zeros(2))
-        probe.grad = torch.zeros(2)
         on_host = {k: v.cpu() if isinstance(v, Tensor) else v for k, v in group.items()}
         on_host |= {"capturable": False} if "capturable" in group else {}
         shadow.param_groups = [on_host | {"params": [probe]}]
         shadow.state = defaultdict(dict)
         start_state(shadow, shadow.param_groups[0], [probe])
-        type(shadow).step(shadow)
-        counts.append(sum(is_elementwise(name, value, probe) for name, value in shadow.state[probe].items()))
+        counts.append(states_after_step(shadow, probe))
     return max(counts)
 
 

@@ -36,7 +36,9 @@ from lightning_zero.planning.units import choose_units, owner_of
 ROOT_SPLIT_NBYTES = 1024 * 1024
 
 _DTYPES = {DType.fp32: torch.float32, DType.bf16: torch.bfloat16}
-# Rows of zero/precision in which everything is of one dtype.
+# Rows of zero/precision in which parameters are gathered and used in a lower dtype than masters have.
+AUTOCAST_DTYPES = {Precision.bf16: torch.bfloat16, Precision.fp16: torch.float16}
+# Those in which everything is of one dtype.
 TRUE_DTYPES = {
     Precision.bf16_true: torch.bfloat16,
     Precision.fp16_true: torch.float16,
@@ -233,8 +235,7 @@ def _dtypes(param: nn.Parameter, keeps_fp32: bool, config: ZeroConfig, precision
         return Dtypes(compute=own, master=own, reduce=own, grad=own)
     reduce = _DTYPES[config.precision.reduce_dtype] if config.precision.reduce_dtype else wide
     grad = _DTYPES[config.precision.grad_dtype] if config.precision.grad_dtype else wide
-    low = torch.float16 if precision is Precision.fp16 else torch.bfloat16
-    compute = own if keeps_fp32 or own.itemsize > 4 else low
+    compute = own if keeps_fp32 or own.itemsize > 4 else AUTOCAST_DTYPES[precision]
     return Dtypes(compute=compute, master=wide, reduce=reduce, grad=grad)
 
 

@@ -230,7 +230,7 @@ def find_topology(
             for _, name, gpu, host in table
         )
         hierarchy = Hierarchy.node if by_node_fits else Hierarchy.flat
-    return by_node(names) if hierarchy is Hierarchy.node else flat(names)
+    return by_node(names) if hierarchy is Hierarchy.node else flat(len(names))
 
 
 def _fits_half(
