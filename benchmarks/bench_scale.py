@@ -367,7 +367,7 @@ def cases(models: list[str], stages: list[int], worlds: list[int]) -> list[Case]
 def print_layout(model: str) -> None:
     """The units of a model, and the buckets of one block."""
     from lightning_zero.config import Precision, make_config
-    from lightning_zero.engine.units.build import describe_units
+    from lightning_zero.engine.units.describe import describe_units
     from lightning_zero.trainer.summary import human_bytes
 
     units = describe_units(make_model(MODELS[model]), make_config(), Precision.bf16)

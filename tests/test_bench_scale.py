@@ -13,7 +13,7 @@ import pytest
 from benchmarks import bench_scale
 from benchmarks.bench_scale import Case, Result, in_process, measure
 from lightning_zero.config import Precision, make_config
-from lightning_zero.engine.units.build import bucket_shapes, describe_units
+from lightning_zero.engine.units.describe import bucket_shapes, describe_units
 from lightning_zero.planning import memory
 from lightning_zero.planning.layout import SHARD_ALIGN
 

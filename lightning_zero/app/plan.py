@@ -58,7 +58,7 @@ def describe(config: TrainConfig, states: int | None) -> Model:
     """
     import torch
 
-    from lightning_zero.engine.units.build import TRUE_DTYPES, bucket_shapes, describe_units
+    from lightning_zero.engine.units.describe import TRUE_DTYPES, bucket_shapes, describe_units
 
     precision = precision_row(config)
     dtype = torch.get_default_dtype()

@@ -5,7 +5,7 @@
     hooks ---> passes ---> order        gathers, in one order on all ranks
                       ---> reducer      gradients, over the ranks into shards
                       ---> sentinels    what users see of gradients
-                      ---> under_way    offloaded steps, and the gathers that follow steps
+                      ---> after_step   offloaded steps, and the gathers that follow steps
     optimizers ---> around_step ---> all of these
 """
 
@@ -34,14 +34,15 @@ from lightning_zero.engine.passes.gradients import Reducer
 from lightning_zero.engine.passes.hooks import ENGINE
 from lightning_zero.engine.passes.passes import Passes
 from lightning_zero.engine.passes.recompute import check_blocks, recompute_blocks
+from lightning_zero.engine.steps.after_step import AfterStep
 from lightning_zero.engine.steps.around import AroundStep
 from lightning_zero.engine.steps.optimizer import ShardedOptimizer
-from lightning_zero.engine.steps.pending import UnderWay
 from lightning_zero.engine.steps.worker import default_threads
 from lightning_zero.engine.torch_modes import outside_autograd
-from lightning_zero.engine.units import build, capacity
+from lightning_zero.engine.units import capacity, describe
 from lightning_zero.engine.units.agreement import agree_on_model
 from lightning_zero.engine.units.bucket import Bucket, Place
+from lightning_zero.engine.units.build import build_units
 from lightning_zero.engine.units.home import Tiers, opened
 from lightning_zero.engine.units.module_buffers import BufferSync
 from lightning_zero.engine.units.unit import Unit
@@ -103,7 +104,7 @@ class Assembly:
             self.comm = Communicator(group, device, transport=transport, topology=topology, waits=waits)
             share = share_of_machine(self.comm) if config.offload.name is not Offload.none else Share()
             rows = self._make_tiers(groups, share)
-            self.units: list[Unit] = build.build_units(module, groups, config, self.comm, rows, self.tiers)
+            self.units: list[Unit] = build_units(module, groups, config, self.comm, rows, self.tiers)
         except BaseException:
             self.tiers.close()
             waits.close()
@@ -122,7 +123,9 @@ class Assembly:
         )
         self.reducer = Reducer(self.buckets, self.comm, config.reduce_bucket_bytes, dynamic=config.dynamic)
         self.sentinels = Sentinels(self.reducer.grads)
-        self.under_way = UnderWay(self.units, self.comm.streams, config.offload.threads or default_threads(share.cpus))
+        self.after_step = AfterStep(
+            self.units, self.comm.streams, config.offload.threads or default_threads(share.cpus)
+        )
         self.writes = Writes(self.buckets, self.comm)
         self.passes = passes = Passes(
             self.units,
@@ -130,7 +133,7 @@ class Assembly:
             order=self.order,
             reducer=self.reducer,
             sentinels=self.sentinels,
-            under_way=self.under_way,
+            after_step=self.after_step,
             writes=self.writes,
             precision=self.precision,
         )
@@ -141,29 +144,29 @@ class Assembly:
             reducer=self.reducer,
             sentinels=self.sentinels,
             writes=self.writes,
-            under_way=self.under_way,
+            after_step=self.after_step,
         )
         self._fence = Fence(self.buckets, in_pass=lambda: passes.key is not None)
         self._access = Access(
             self.units,
             self._places,
             passes=passes,
-            under_way=self.under_way,
+            after_step=self.after_step,
             writes=self.writes,
             fence=self._fence,
         )
 
-    def _describe(self, module: nn.Module) -> list[build.UnitGroup]:
+    def _describe(self, module: nn.Module) -> list[describe.UnitGroup]:
         """Units of ``module``, after what can be refused on one rank alone."""
         found = module.__dict__.get(ENGINE)
         if found is not None and found.shards(module):
             raise ConfigError("this module is sharded already. Call engine.release() before it is sharded again.")
         check_rounding(self.config.precision.stochastic_rounding, self.precision)
-        groups = build.describe_units(module, self.config, self.precision)
+        groups = describe.describe_units(module, self.config, self.precision)
         check_blocks(groups[1:], self.config.activation_checkpointing)
         return groups
 
-    def _make_tiers(self, groups: Sequence[build.UnitGroup], share: Share) -> list[TierRow]:
+    def _make_tiers(self, groups: Sequence[describe.UnitGroup], share: Share) -> list[TierRow]:
         """Each unit's row of tiers."""
         taken = {other.tiers.nvme.instance for other in LIVE if other.tiers.nvme is not None}
         self.tiers, rows = capacity.make_tiers(groups, self.config, self.comm, taken, share)
@@ -218,8 +221,8 @@ class Assembly:
         hooks = self.passes.hooks
         for unit in self.units:
             hooks.watch_unit(unit, module.get_submodule(unit.name))
-        if self.precision in build.AUTOCAST_DTYPES:
-            for inner in build.fp32_modules(module, self.config.precision.fp32_modules):
+        if self.precision in describe.AUTOCAST_DTYPES:
+            for inner in describe.fp32_modules(module, self.config.precision.fp32_modules):
                 hooks.keep_output_dtype(inner)
         for inner in module.modules():
             if any(self.owns(p) for p in inner.parameters()):
@@ -233,11 +236,11 @@ class Assembly:
     @outside_autograd
     def settle(self) -> None:
         """Wait for the gathers that a step has issued: masters may be read and changed from here on."""
-        self.under_way.settle()
+        self.after_step.settle()
 
     def forget_zeroed(self) -> None:
         """Drop the gradients that the user has cleared, and zero those zeroed, since the last backward."""
-        self.under_way.wait_for_steps()
+        self.after_step.wait_for_steps()
         self.sentinels.forget_zeroed()
 
     def check_reduced(self, params: Iterable[nn.Parameter]) -> None:

@@ -70,7 +70,7 @@ class Engine(Assembly):
         disown(info.param for unit in self.units for info in unit.infos())
         for optimizer in self.optimizers:
             optimizer.release()
-        self.under_way.close()
+        self.after_step.close()
         self.tiers.close()
         self.comm.close()
         self.module.__dict__.pop(ENGINE, None)

@@ -206,9 +206,9 @@ def _reducing_nbytes(buckets: Sequence[BucketPlan], limits: Limits) -> int:
     ]
     if not sizes:
         return 0
-    under_way = min(sum(sizes), max(limits.reduce_bucket_bytes, max(sizes)))
+    after_step = min(sum(sizes), max(limits.reduce_bucket_bytes, max(sizes)))
     filling = max(_by_unit(buckets, lambda b: b.layout.numel * b.itemsizes.reduce * b.trainable))
-    return min(sum(sizes), under_way + filling)
+    return min(sum(sizes), after_step + filling)
 
 
 def _staging(buckets: Sequence[BucketPlan], state_tensors: int, rank: int) -> dict[Phase, Bytes]:

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from lightning_zero.config import ConfigError, Precision
 from lightning_zero.engine import Engine
 from lightning_zero.engine.steps.loss_scale import LossScaler
-from lightning_zero.engine.units.build import AUTOCAST_DTYPES, TRUE_DTYPES
+from lightning_zero.engine.units.describe import AUTOCAST_DTYPES, TRUE_DTYPES
 from lightning_zero.engine.whole import norms
 
 FLAGS = [row.value for row in Precision]

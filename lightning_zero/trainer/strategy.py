@@ -41,7 +41,7 @@ from torch.optim import Optimizer
 from lightning_zero.comm.agreements import barrier, broadcast_object, gather_rows, open_waits, together
 from lightning_zero.config import ConfigError, ZeroConfig, make_config
 from lightning_zero.engine import Engine, engine_of, shard
-from lightning_zero.engine.units.build import TRUE_DTYPES
+from lightning_zero.engine.units.describe import TRUE_DTYPES
 from lightning_zero.ranks import rendezvous
 from lightning_zero.ranks.allocation import check_allocation
 from lightning_zero.ranks.environments import own_environment

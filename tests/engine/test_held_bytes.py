@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_zero.config import Offload, Precision, Stage, make_config
-from lightning_zero.engine.units.build import bucket_shapes, describe_units
+from lightning_zero.engine.units.describe import bucket_shapes, describe_units
 from lightning_zero.engine.units.param_store import DeviceShard
 from lightning_zero.engine.whole.held_bytes import held_bytes, plan_of, state_tensors
 from lightning_zero.planning.buckets import Role, place

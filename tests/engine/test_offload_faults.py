@@ -254,7 +254,7 @@ def test_what_was_read_ahead_is_read_again_after_a_write(tmp_path: Path) -> None
 
 def let_go(engine: Engine) -> None:
     """What is left of an engine whose values are lost."""
-    engine.under_way.close()
+    engine.after_step.close()
     engine.tiers.close()
     engine.comm.waits.close()
 

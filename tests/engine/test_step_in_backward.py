@@ -21,13 +21,13 @@ from tests.harness import on_ranks
 def submissions(engine: Engine) -> list[tuple[str, bool]]:
     """Labels of the buckets whose steps are queued from now on, and whether a backward was running."""
     seen: list[tuple[str, bool]] = []
-    submit = engine.under_way.submit
+    submit = engine.after_step.submit
 
     def spy(jobs: Sequence[StepJob]) -> None:
         seen.extend((job.bucket.label, engine.passes.in_backward) for job in jobs)
         submit(jobs)
 
-    engine.under_way.submit = spy  # type: ignore[method-assign]
+    engine.after_step.submit = spy  # type: ignore[method-assign]
     return seen
 
 

@@ -15,7 +15,7 @@ from lightning_zero.engine import Engine
 from lightning_zero.engine.parameters.writes import Writes
 from lightning_zero.engine.passes.gradient_sentinels import Sentinels
 from lightning_zero.engine.passes.gradients import BucketGrads
-from lightning_zero.engine.steps.pending import UnderWay
+from lightning_zero.engine.steps.after_step import AfterStep
 from lightning_zero.engine.whole import norms
 from tests.fuzz import programs as p
 from tests.fuzz.programs import Model, Node, Program, script, source
@@ -79,7 +79,7 @@ def cleared_gradients_stay() -> None:
 
 
 def forwards_do_not_wait_for_steps() -> None:
-    UnderWay.refresh = lambda self, unit: None  # type: ignore[method-assign]
+    AfterStep.refresh = lambda self, unit: None  # type: ignore[method-assign]
 
 
 def clipping_raises_in_lower_precision() -> None:

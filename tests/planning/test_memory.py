@@ -204,7 +204,7 @@ def test_gathered_units(prefetch: int, keep: int, forward: int, backward: int) -
     assert gathered_peaks([10, 100, 100, 100, 100], Limits(prefetch, keep, 1)) == (forward, backward)
 
 
-def test_reductions_under_way_are_bounded() -> None:
+def test_reductions_after_step_are_bounded() -> None:
     shapes = [BucketShape(unit, (1024,), Itemsizes(2, 4, 4, 4)) for unit in range(8)]
     plans = [place(s, STAGES[Stage.zero3], ON_DEVICE, 2) for s in shapes]
     for limit, expected in ((1, 2), (2 * 4096, 3), (10**9, 8)):  # buckets of 4096 bytes; one is filling

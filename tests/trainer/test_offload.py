@@ -17,7 +17,7 @@ from rich.console import Console
 from lightning_zero import ZeroStrategy, presets
 from lightning_zero.config import ConfigError
 from lightning_zero.engine import Engine, engines
-from lightning_zero.engine.steps.pending import UnderWay
+from lightning_zero.engine.steps.after_step import AfterStep
 from lightning_zero.trainer import summary
 from tests.harness import on_ranks
 from tests.trainer.toys import (
@@ -195,14 +195,14 @@ class LooksAfterBackward(Lit):
 def stepped_inside(make: Callable[[], Lit], folder: Path, **settings: Any) -> bool:
     """Whether any bucket was stepped while a backward was running, with the results of no offload."""
     seen: list[bool] = []
-    submit = UnderWay.submit
+    submit = AfterStep.submit
 
-    def spy(self: UnderWay, jobs: Any) -> None:
+    def spy(self: AfterStep, jobs: Any) -> None:
         seen.append(any(engine.passes.in_backward for engine in engines()))
         submit(self, jobs)
 
     expected = fit("zero3", folder, seeded(make), **settings)
-    with mock.patch.object(UnderWay, "submit", spy):
+    with mock.patch.object(AfterStep, "submit", spy):
         found = fit(strategy("zero3_offload", folder), folder, seeded(make), **settings)
     assert_same(found, expected, tolerance=0.0)
     assert seen

@@ -25,7 +25,7 @@ from lightning_zero.engine.parameters.fence import Fence
 from lightning_zero.engine.parameters.writes import Writes
 from lightning_zero.engine.passes.containers import find_tensors
 from lightning_zero.engine.passes.passes import Passes
-from lightning_zero.engine.steps.pending import UnderWay
+from lightning_zero.engine.steps.after_step import AfterStep
 from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units.bucket import Bucket, Place
 from lightning_zero.engine.units.unit import Unit
@@ -40,13 +40,13 @@ class Access:
         places: Mapping[int, Place],
         *,
         passes: Passes,
-        under_way: UnderWay,
+        after_step: AfterStep,
         writes: Writes,
         fence: Fence,
     ) -> None:
         self._places = places
         self._passes = passes
-        self._under_way = under_way
+        self._after_step = after_step
         self._writes = writes
         self._fence = fence
         self._unit_of: dict[Bucket, Unit] = {bucket: unit for unit in units for bucket in unit.buckets}
@@ -93,7 +93,7 @@ class Access:
     def _replace(self, place: Place, value: Tensor) -> None:
         unit = self._unit_of[place.bucket]
         place.bucket.step.wait()
-        self._under_way.refresh(unit)  # one that other ranks have issued already would wait for ours
+        self._after_step.refresh(unit)  # one that other ranks have issued already would wait for ours
         unit.unshard_wait()  # what is gathered at this moment holds the old values
         self._writes.replace(place, value)
 
@@ -108,7 +108,7 @@ class Access:
             if not place.bucket.reshards:
                 if self._passes.key is None:  # where ranks are told to be, if only some come here
                     self._passes.comm.place = f"a read of {place.info.fqn} between steps, which takes all ranks"
-                self._under_way.refresh(unit)
+                self._after_step.refresh(unit)
                 unit.unshard_wait()
             elif self._passes.key is None:
                 raise RuntimeError(

@@ -7,7 +7,7 @@ import re
 from torch import nn
 
 from lightning_zero.config import Precision
-from lightning_zero.engine.units.build import AUTOCAST_DTYPES
+from lightning_zero.engine.units.describe import AUTOCAST_DTYPES
 
 _DTYPES_DIFFER = re.compile(
     r"same dtype|same data ?type|expected .*(scalar type|dtype)|mixed dtype|dtype mismatch"

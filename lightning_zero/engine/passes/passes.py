@@ -32,7 +32,7 @@ from lightning_zero.engine.passes.gradients import Reducer
 from lightning_zero.engine.passes.hooks import Hooks
 from lightning_zero.engine.passes.progress import Progress
 from lightning_zero.engine.passes.saved_weights import SavedWeights
-from lightning_zero.engine.steps.pending import UnderWay
+from lightning_zero.engine.steps.after_step import AfterStep
 from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units.bucket import Bucket
 from lightning_zero.engine.units.unit import State, Unit
@@ -129,7 +129,7 @@ class Passes:
         order: GatherOrder,
         reducer: Reducer,
         sentinels: Sentinels,
-        under_way: UnderWay,
+        after_step: AfterStep,
         writes: Writes,
         precision: Precision,
     ) -> None:
@@ -138,7 +138,7 @@ class Passes:
         self.order = order
         self.reducer = reducer
         self.sentinels = sentinels
-        self.under_way = under_way
+        self.after_step = after_step
         self.writes = writes
         self.hooks = Hooks(self, precision)
         # Graphs hold what unpacks their tensors, unseen by the garbage collector, so not this object too.
@@ -193,7 +193,7 @@ class Passes:
         """Open the root unit."""
         if self.aborted:
             self.aborted = False
-            self.under_way.flush()  # how many refreshes a rank has issued depends on its worker: now it is all
+            self.after_step.flush()  # how many refreshes a rank has issued depends on its worker: now it is all
             self.comm.resume()
         self.watch_trainable()
         # Passes of training that follow one another may take different paths; evaluation repeats its own, and does not
@@ -203,7 +203,7 @@ class Passes:
         self._open = _Pass(full_key, evaluates=evaluation, ends_with_call=owner is not None)
         self.comm.place = f"pass {full_key}"
         self.order.begin(full_key, cyclic=evaluation)
-        self.under_way.refresh(self.root)
+        self.after_step.refresh(self.root)
         if self.root.state is State.SHARDED:
             self.root.unshard_begin()
         self.root.unshard_wait()
@@ -213,9 +213,9 @@ class Passes:
         """Close the root and whatever is still gathered. No-op outside of a pass."""
         if self.key is not None:
             if self._open.unused:
-                self.under_way.refresh()  # what is not done yet goes on behind the next pass
+                self.after_step.refresh()  # what is not done yet goes on behind the next pass
             else:
-                self.under_way.refresh_all()  # others may have used units that this rank has not: they wait for ours
+                self.after_step.refresh_all()  # others may have used units that this rank has not: they wait for ours
             self.order.end()
             self._close()
 
@@ -294,7 +294,7 @@ class Passes:
     def _demand(self, unit: Unit, what: str) -> None:
         self._open.unused = False
         self.comm.place = f"{what} of unit {unit.title} in pass {self.key}"
-        self.under_way.refresh(unit)
+        self.after_step.refresh(unit)
         if unit.reshards:
             self.order.demand(unit)
         unit.unshard_wait()
@@ -385,7 +385,7 @@ class Passes:
         self.hooks.come_last()
         self._enter(Phase.TOLD if explicit else Phase.NOTICED)
         self.explicit_backwards += explicit
-        self.under_way.flush()
+        self.after_step.flush()
         self.sentinels.forget_zeroed()
         self.reducer.begin(str(self.key), lambda b: sum(info.param.requires_grad for info in b.params))
         self.sentinels.remove(info for unit in self.units for info in unit.infos())

@@ -3,7 +3,7 @@ r"""A step: from reduced gradients to new parameters.
 ::
 
     optimizer.step() --interception--> optimizer --> runs --> torch's kernels, on slices
-                                           \--> around --> pending (what is under way) --> worker (offloaded buckets)
+                                           \--> around --> after_step --> worker (offloaded buckets)
 
     interception      how step() of the user's object leads here
     optimizer         one step, from top to bottom
@@ -12,7 +12,7 @@ r"""A step: from reduced gradients to new parameters.
     torch_optimizers  what is known of torch's optimizers: which are element-wise, what state they keep
     mixed_dtypes      steps where a slice and its gradient differ in dtype
     worker            a thread that steps what rests off the device
-    pending           steps and gathers under way, which a forward waits for
+    after_step        offloaded steps, and the gathers that follow a step: the next forward waits for them
     early_steps       steps inside of the backward
     loss_scale        fp16
 """

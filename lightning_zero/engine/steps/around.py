@@ -11,8 +11,8 @@ from lightning_zero.engine.parameters.writes import Writes
 from lightning_zero.engine.passes.gradient_sentinels import Sentinels
 from lightning_zero.engine.passes.gradients import Reducer
 from lightning_zero.engine.passes.passes import Passes
+from lightning_zero.engine.steps.after_step import AfterStep
 from lightning_zero.engine.steps.early_steps import EarlySteps
-from lightning_zero.engine.steps.pending import UnderWay
 from lightning_zero.engine.steps.worker import StepJob
 from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units.bucket import Bucket, Place
@@ -36,7 +36,7 @@ class AroundStep:
         reducer: Reducer,
         sentinels: Sentinels,
         writes: Writes,
-        under_way: UnderWay,
+        after_step: AfterStep,
     ) -> None:
         self._units = units
         self.place_of = place_of
@@ -44,7 +44,7 @@ class AroundStep:
         self._reducer = reducer
         self._sentinels = sentinels
         self._writes = writes
-        self._under_way = under_way
+        self._after_step = after_step
         self.early_steps = EarlySteps(passes, reducer, writes)
 
     def closure(self, landed: Callable[[Bucket], None]) -> contextlib.AbstractContextManager[None]:
@@ -70,7 +70,7 @@ class AroundStep:
             for unit in self._units:
                 unit.unshard_wait()
         else:
-            self._under_way.settle()
+            self._after_step.settle()
             self._sentinels.forget_zeroed()
         self._writes.take_all_over()
         self._reducer.refuse_unreduced(map(self.place_of, params))
@@ -81,7 +81,7 @@ class AroundStep:
 
     def submit(self, jobs: Sequence[StepJob]) -> None:
         """Take the steps of buckets whose masters rest off the device, in the order of the forward."""
-        self._under_way.submit(jobs)
+        self._after_step.submit(jobs)
 
     @outside_autograd
     def ends(self, changed: set[Bucket], params: Sequence[nn.Parameter]) -> None:
@@ -97,7 +97,7 @@ class AroundStep:
     def masters_changed(self, changed: set[Bucket]) -> None:
         """On all ranks. Replicated compute parameters follow by gathers, unit by unit, for which the next forward
         waits; in an open pass the root's are waited for here."""
-        self._under_way.masters_changed(changed)
+        self._after_step.masters_changed(changed)
         if self._passes.key is not None:
-            self._under_way.refresh(self._units[0])
+            self._after_step.refresh(self._units[0])
             self._units[0].unshard_wait()

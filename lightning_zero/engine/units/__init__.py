@@ -2,9 +2,11 @@
 
 ::
 
-    module --build--> unit --holds--> bucket --rests in--> home, param_store --ask--> a tier
+    module --describe, build--> unit --holds--> bucket --rests in--> home, param_store --ask--> a tier
 
-    build           units and buckets from a module; materialise: from meta; agreement: the same model on all ranks
+    describe        which unit owns which parameter, and which share a bucket, before anything is sharded
+    agreement       that this is the same on all ranks
+    build           units and filled buckets from it; materialise: from meta
     capacity        which tiers a unit rests on, and whether it fits
     unit            a group of parameters that is gathered at once, and its states
     bucket          the parameters of one unit with equal dtypes and equal requires_grad, split by size: one flat buffer

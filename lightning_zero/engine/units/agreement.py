@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning_zero.comm.agreements import gather_objects
 from lightning_zero.config import ConfigError
-from lightning_zero.engine.units.build import UnitGroup
+from lightning_zero.engine.units.describe import UnitGroup
 from lightning_zero.engine.units.param_info import ParamInfo
 from lightning_zero.ranks.waits import Waits
 

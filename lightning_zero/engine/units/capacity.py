@@ -19,7 +19,7 @@ from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.share import Share, own_path, ranks_on_disk
 from lightning_zero.config import ConfigError, Hierarchy, Offload, OffloadConfig, ZeroConfig
 from lightning_zero.engine.units.bucket import Bucket
-from lightning_zero.engine.units.build import UnitGroup, bucket_shapes, sizes_of
+from lightning_zero.engine.units.describe import UnitGroup, bucket_shapes, sizes_of
 from lightning_zero.engine.units.home import Tiers
 from lightning_zero.planning import memory
 from lightning_zero.planning.buckets import Role, place

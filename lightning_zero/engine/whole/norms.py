@@ -70,7 +70,7 @@ def scale_grads(engine: Engine, params: Iterable[nn.Parameter], factor: Tensor |
 
 def owned_grads(engine: Engine, params: Iterable[nn.Parameter]) -> list[Tensor]:
     """All that this rank holds of the reduced gradients of ``params``, as views (replicated ones whole)."""
-    engine.under_way.wait_for_steps()
+    engine.after_step.wait_for_steps()
     result = []
     for bucket, slots in _slots_of(engine, params).items():
         if bucket.grad is not None:

@@ -21,7 +21,7 @@ from lightning_zero.engine.units.bucket import Bucket
 from lightning_zero.engine.units.unit import State, Unit
 
 
-class UnderWay:
+class AfterStep:
     """The steps and refreshes of one engine that are not over.
 
     Args:

@@ -1,0 +1,187 @@
+"""What will be sharded, said before anything is: which unit owns which parameter, and which parameters share a bucket.
+
+Sizes and dtypes only; the memory plan reads the same description.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
+from torch.nn.utils.parametrize import ParametrizationList
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
+
+from lightning_zero.config import ConfigError, DType, Precision, ZeroConfig
+from lightning_zero.engine.parameters.classes import classes_of, find_owner
+from lightning_zero.engine.units.bucket import Dtypes
+from lightning_zero.engine.units.param_info import ParamInfo, strides_of
+from lightning_zero.planning.buckets import BucketShape, Itemsizes
+from lightning_zero.planning.layout import split_by_bytes
+from lightning_zero.planning.memory import unit_bytes
+from lightning_zero.planning.placement import STAGES, UnitBytes
+from lightning_zero.planning.units import choose_units, owner_of
+
+# A parameter of the root unit with at least this many bytes has a bucket of its own: embedding and head lie at
+# opposite ends of the model, and the head's gradient need not wait for the embedding's.
+ROOT_SPLIT_NBYTES = 1024 * 1024
+
+_DTYPES = {DType.fp32: torch.float32, DType.bf16: torch.bfloat16}
+# Rows of zero/precision in which parameters are gathered and used in a lower dtype than masters have.
+AUTOCAST_DTYPES = {Precision.bf16: torch.bfloat16, Precision.fp16: torch.float16}
+# Those in which everything is of one dtype.
+TRUE_DTYPES = {
+    Precision.bf16_true: torch.bfloat16,
+    Precision.fp16_true: torch.float16,
+    Precision.fp64: torch.float64,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class BucketGroup:
+    """The parameters of one bucket: grouped by dtypes and by whether they are trainable, split by size."""
+
+    params: list[ParamInfo]
+    dtypes: Dtypes
+    trainable: bool
+    whole: bool  # stays replicated at every stage
+
+    def shape(self, unit: int) -> BucketShape:
+        """What planning needs to know."""
+        numels = tuple(info.numel for info in self.params)
+        return BucketShape(unit, numels, itemsizes(self.dtypes), self.trainable, self.whole)
+
+
+@dataclass(frozen=True, slots=True)
+class UnitGroup:
+    """The buckets of one unit, before anything is sharded."""
+
+    name: str  # fqn of the module, "" for the root
+    buckets: list[BucketGroup]
+
+
+def itemsizes(dtypes: Dtypes) -> Itemsizes:
+    """The dtypes of a bucket's roles, as planning takes them."""
+    return Itemsizes(dtypes.compute.itemsize, dtypes.master.itemsize, dtypes.reduce.itemsize, dtypes.grad.itemsize)
+
+
+def describe_units(module: nn.Module, config: ZeroConfig, precision: Precision) -> list[UnitGroup]:
+    """Units of ``module`` and their buckets, the root first. Sizes and dtypes only: the module may be on meta.
+
+    Raises:
+        ConfigError: units that do not occur, or DTensor parameters.
+    """
+    names = choose_units(module, config.unit)
+    owners: dict[str, list[tuple[nn.Parameter, list[str]]]] = {name: [] for name in ["", *names]}
+    known = set(names)
+    for param, fqns in _users_of_parameters(module):
+        if is_lazy(param):
+            raise ConfigError(
+                f"parameter {fqns[0]} has no shape yet: its module is lazy. Run a batch through the module before it "
+                "is sharded (in __init__ or configure_model), or give the module its sizes."
+            )
+        if isinstance(param, DTensor):
+            raise ConfigError(
+                f"parameter {fqns[0]} is a DTensor: tensor parallelism is not supported together with "
+                "lightning_zero yet. Pass the plain module."
+            )
+        owners[owner_of((fqn.rpartition(".")[0] for fqn in fqns), known)].append((param, fqns))
+    fp32 = {id(p) for m in fp32_modules(module, config.precision.fp32_modules) for p in m.parameters(recurse=False)}
+    fp32 |= {id(p) for p in _parts_of_weights(module)}
+    return [UnitGroup(name, _group(name, owners[name], fp32, config, precision)) for name in ["", *names]]
+
+
+def bucket_shapes(units: Sequence[UnitGroup]) -> list[BucketShape]:
+    """All buckets of a model, as planning takes them."""
+    return [bucket.shape(index) for index, unit in enumerate(units) for bucket in unit.buckets]
+
+
+def sizes_of(units: Sequence[UnitGroup], config: ZeroConfig, world_size: int) -> list[UnitBytes]:
+    """What the optimizer of each unit needs on one rank, for a split under budgets."""
+    row = STAGES[config.stage.name]
+    return [unit_bytes(u.name, (b.shape(0) for b in u.buckets), row, world_size) for u in units]
+
+
+def fp32_modules(module: nn.Module, patterns: Sequence[str]) -> Iterator[nn.Module]:
+    """Modules whose class name matches one of ``patterns``: they keep fp32 under bf16."""
+    for inner in module.modules():
+        if any(fnmatch.fnmatchcase(type(inner).__name__, pattern) for pattern in patterns):
+            yield inner
+
+
+def _parts_of_weights(module: nn.Module) -> Iterator[nn.Parameter]:
+    """What weights are computed from (spectral and weight norm, parametrizations): in lower precision the computation
+    is inexact, and often impossible, because buffers take part that keep their dtype."""
+    for inner in module.modules():
+        if isinstance(inner, ParametrizationList):
+            yield from inner.parameters()
+        for hook in inner._forward_pre_hooks.values():
+            if isinstance(hook, SpectralNorm | WeightNorm):  # of torch before parametrizations
+                yield from (p for name, p in inner.named_parameters(recurse=False) if name.startswith(f"{hook.name}_"))
+
+
+def _users_of_parameters(module: nn.Module) -> list[tuple[nn.Parameter, list[str]]]:
+    """Every parameter once, with all its names, in order of registration."""
+    names: dict[int, list[str]] = {}
+    params: dict[int, nn.Parameter] = {}
+    for fqn, param in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(param), []).append(fqn)
+        params[id(param)] = param
+    return [(params[key], fqns) for key, fqns in names.items()]
+
+
+def _group(
+    unit: str,
+    members: Sequence[tuple[nn.Parameter, list[str]]],
+    fp32: set[int],
+    config: ZeroConfig,
+    precision: Precision,
+) -> list[BucketGroup]:
+    # Which parameters share a bucket does not depend on the stage: sums over buckets add in the same order at all.
+    groups: dict[tuple[Dtypes, bool, bool], list[ParamInfo]] = {}
+    for param, fqns in members:
+        dtypes = _dtypes(param, id(param) in fp32, config, precision)
+        whole = param.numel() <= 1 or not param.is_floating_point()
+        dtype = dtypes.master if precision in TRUE_DTYPES else param.dtype
+        if find_owner(param) is not None:
+            raise ConfigError(f"parameter {fqns[0]} is sharded already, as part of another module. Shard it once.")
+        strides = strides_of(param)
+        info = ParamInfo(param, tuple(fqns), param.shape, strides, dtype, classes_of(param), version=param._version)
+        groups.setdefault((dtypes, param.requires_grad, whole), []).append(info)
+    buckets: list[BucketGroup] = []
+    for (dtypes, trainable, whole), infos in groups.items():
+        for part in _split(infos, dtypes.reduce.itemsize, config.reduce_bucket_bytes, is_root=not unit):
+            for slot, info in enumerate(part):
+                info.slot = slot
+            buckets.append(BucketGroup(part, dtypes, trainable, whole))
+    return buckets
+
+
+def _split(infos: list[ParamInfo], itemsize: int, limit: int, *, is_root: bool) -> list[list[ParamInfo]]:
+    large = [i for i in infos if is_root and i.numel * itemsize >= ROOT_SPLIT_NBYTES]
+    small = [i for i in infos if i not in large]
+    parts = [[i] for i in large]
+    parts += [[small[k] for k in part] for part in split_by_bytes([i.numel * itemsize for i in small], limit)]
+    return parts
+
+
+def _dtypes(param: nn.Parameter, keeps_fp32: bool, config: ZeroConfig, precision: Precision) -> Dtypes:
+    """The row of ``zero/precision`` for one parameter."""
+    own = param.dtype
+    wide = torch.promote_types(own, torch.float32)
+    if not own.is_floating_point or own.itemsize == 1:
+        return Dtypes(compute=own, master=own, reduce=own, grad=own)
+    if (true := TRUE_DTYPES.get(precision)) is not None:
+        reduce = _DTYPES[config.precision.reduce_dtype] if config.precision.reduce_dtype else true
+        return Dtypes(compute=true, master=true, reduce=reduce, grad=true)
+    if precision is Precision.fp32:
+        return Dtypes(compute=own, master=own, reduce=own, grad=own)
+    reduce = _DTYPES[config.precision.reduce_dtype] if config.precision.reduce_dtype else wide
+    grad = _DTYPES[config.precision.grad_dtype] if config.precision.grad_dtype else wide
+    compute = own if keeps_fp32 or own.itemsize > 4 else AUTOCAST_DTYPES[precision]
+    return Dtypes(compute=compute, master=wide, reduce=reduce, grad=grad)
