@@ -112,7 +112,7 @@ class Bucket:
     def part_of(self, full: Tensor, info: ParamInfo) -> Tensor:
         """The part of ``full`` [layout.numel] that is one parameter: a view of the parameter's shape."""
         start = self.layout.slots[info.slot].start
-        return info.shaped(full[start : start + info.numel])
+        return full.as_strided(info.shape, info.strides, full.storage_offset() + start)
 
     @property
     def own_shard_of_owned(self) -> slice:

@@ -47,10 +47,6 @@ class ParamInfo:
                 "parameter keeps its shape: change the module before it is sharded (in __init__ or configure_model)."
             )
 
-    def shaped(self, flat: Tensor) -> Tensor:
-        """A view of ``flat`` [numel], a part of a flat buffer, as the parameter: [shape]."""
-        return flat.as_strided(self.shape, self.strides)
-
     def flattened(self, value: Tensor) -> Tensor:
         """``value`` [shape], of any strides, as it lies in a flat buffer: [numel]."""
         return value.permute(sorted(range(value.dim()), key=lambda d: -self.strides[d])).reshape(-1)

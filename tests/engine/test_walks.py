@@ -1,0 +1,146 @@
+"""Through which files a parameter and a gradient pass: ``docs/one_step.md`` draws these walks.
+
+A file counts if one of its functions has the values in hand: as an argument, a local or a result that is a tensor over
+the same memory. Files that only decide, wait or count do not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+import lightning_zero
+from lightning_zero.comm.transports import DirectTransport
+from lightning_zero.engine.passes.gradients import BucketGrads, Reducer
+from lightning_zero.engine.units.bucket import Bucket
+from tests.engine.support import Model, Sharded, language_loss, tokens
+from tests.harness import on_ranks
+
+ROOT = Path(lightning_zero.__file__).parent
+MOST = 8  # files
+WALK_OF_A_PARAMETER = {
+    "engine/units/param_store.py",
+    "engine/units/home.py",
+    "engine/units/bucket.py",
+    "comm/communicator.py",
+    "comm/transports.py",
+    "comm/reduction.py",
+    "engine/parameters/classes.py",
+    "engine/passes/saved_weights.py",
+}
+WALK_OF_A_GRADIENT = {
+    "engine/passes/hooks.py",
+    "engine/torch_modes.py",
+    "engine/passes/passes.py",
+    "engine/passes/gradients.py",
+    "engine/units/bucket.py",
+    "comm/communicator.py",
+    "comm/transports.py",
+    "comm/reduction.py",
+}
+
+
+def storage_of(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def tensors_in(values: Any) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and value.layout is torch.strided:
+            yield value
+        elif type(value) in (list, tuple):
+            yield from tensors_in(value)
+
+
+@contextlib.contextmanager
+def files_with(storages: set[int]) -> Iterator[set[str]]:
+    """Inside, the files of the package whose functions have memory of ``storages`` in hand, at their ends."""
+    found: set[str] = set()
+
+    def profile(frame: FrameType, event: str, result: Any) -> None:
+        if event != "return" or not frame.f_code.co_filename.startswith(str(ROOT) + os.sep):
+            return
+        with torch._C.DisableTorchFunctionSubclass():
+            if any(storage_of(tensor) in storages for tensor in tensors_in([*frame.f_locals.values(), result])):
+                found.add(str(Path(frame.f_code.co_filename).relative_to(ROOT)))
+
+    sys.setprofile(profile)
+    try:
+        yield found
+    finally:
+        sys.setprofile(None)
+
+
+def trained(side: Sharded, steps: int) -> None:
+    for step in range(steps):
+        side.backward(language_loss(side.module, tokens(step)))
+        side.step()
+        side.zero_grad()
+
+
+def of_block(side: Sharded) -> Bucket:
+    return side.engine.units[2].buckets[0]
+
+
+@on_ranks(2)
+def test_a_parameter_passes_few_files() -> None:
+    """From its shard to its use, and back: forward and backward of one step."""
+    with Sharded(Model(depth=3), stage=3) as side:
+        trained(side, 2)
+        bucket = of_block(side)
+        with files_with({storage_of(bucket.full.data), storage_of(bucket.master)}) as found:
+            side.backward(language_loss(side.module, tokens(2)))
+        assert found == WALK_OF_A_PARAMETER, "\n".join(sorted(found))
+        assert len(found) <= MOST
+
+
+@on_ranks(2)
+def test_a_gradient_passes_few_files() -> None:
+    """From autograd to the shard that the optimizer steps."""
+    with Sharded(Model(depth=3), stage=3) as side:
+        trained(side, 2)
+        bucket = of_block(side)
+        storages: set[int] = set()
+        take, complete, reduce = Reducer.take, BucketGrads.complete, DirectTransport.reduce
+
+        def taken(self: Reducer, into: Bucket, slot: int, grad: Tensor) -> None:
+            if into is bucket:
+                storages.add(storage_of(grad))
+            take(self, into, slot, grad)
+
+        def completed(self: BucketGrads) -> Tensor:
+            full = complete(self)
+            if self.bucket is bucket:
+                storages.add(storage_of(full))
+            return full
+
+        def reduced(self: DirectTransport, full: Tensor, *args: Any) -> Any:
+            works, total = reduce(self, full, *args)
+            is_ours = storage_of(full) in storages
+
+            def noted() -> Tensor:
+                value = total()
+                if is_ours:
+                    storages.add(storage_of(value))
+                return value
+
+            return works, noted
+
+        with (
+            mock.patch.object(Reducer, "take", taken),
+            mock.patch.object(BucketGrads, "complete", completed),
+            mock.patch.object(DirectTransport, "reduce", reduced),
+            files_with(storages) as found,
+        ):
+            side.backward(language_loss(side.module, tokens(2)))
+        assert found == WALK_OF_A_GRADIENT, "\n".join(sorted(found))
+        assert len(found) <= MOST
