@@ -3,13 +3,12 @@
 Before the process group is made the ranks meet in its store, so that a rank that never comes is known by its number
 instead of by a hang::
 
-    rank 0    opens a room ...... lets each in ...... all are there: ticks ...... compares ...... verdict
-    others        knock ... enter, read rank 0's settings ...... read the ticks ... report ...... hear the verdict
+    rank 0    opens a room ...... lets each in ...... all are there ...... compares ...... verdict
+    others        knock ... enter, read rank 0's settings ............ report ...... hear the verdict
 
 *Room*: torchrun's agent keeps its store when it starts the processes again, with all that an earlier round has written.
 So rank 0 opens a room (a prefix of keys) of a new number, and tells it to everyone who knocks; a knock of an earlier
-round is answered too, to nobody. The process group lives in the room as well. *Ticks* are rank 0's time of day, which a
-waiting rank gets as it is written: what its own clock is ahead, plus the way (well below a millisecond).
+round is answered too, to nobody. The process group lives in the room as well.
 Rank 0 takes a few small operations for each rank: a thousand ranks take about a second.
 """
 
@@ -18,8 +17,8 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from itertools import groupby
 from typing import Any
@@ -29,8 +28,6 @@ import torch.distributed as dist
 from lightning_zero.config import ConfigError
 
 MARGIN_S = 15.0  # for rank 0 to say what is wrong, after the others' time is over
-TICKS = 3
-SKEW_WORTH_A_WARNING_S = 1.0
 _POLL_S = 0.02
 _PREFIX = "lightning_zero/start"
 
@@ -76,28 +73,21 @@ class Report:
 
     Attributes:
         last_s: seconds between the first rank and the last.
-        skews: seconds that the clocks of the ranks are ahead of rank 0's.
     """
 
     guests: dict[int, Guest]
     last: int = 0
     last_s: float = 0.0
-    skews: dict[int, float] = field(default_factory=dict)
 
     def lines(self, where: str, shared: Mapping[str, Mapping[str, str]]) -> list[str]:
         """One line for each thing that was looked at."""
         expected = len(self.guests)
         late = f"; the last, rank {self.last}, came {self.last_s:.1f} s after the first" if expected > 1 else ""
-        worst = max(self.skews, key=lambda r: abs(self.skews[r]), default=0)
-        skew = self.skews.get(worst, 0.0)
-        clock = f"{abs(skew) * 1000:.1f} ms" if abs(skew) < SKEW_WORTH_A_WARNING_S else f"{abs(skew):.1f} s"
-        warning = f", on {self.guests[worst].host}: set it right" if abs(skew) >= SKEW_WORTH_A_WARNING_S else ""
         same = ", ".join(f"{name} {version}" for name, version in shared["versions"].items())
         return [
             f"ranks: {expected} of {expected} on {places(self.guests.values())}{late}",
             f"address: {where}",
             f"same on all ranks: {same}; configuration {digest(shared['settings'])}",
-            f"clocks: rank {worst}'s is furthest from rank 0's, by {clock}{warning}",
         ]
 
 
@@ -168,12 +158,10 @@ class Meeting:
         where: str,
         timeout_s: float,
         per_node: int = 1,
-        clock: Callable[[], float] = time.time,
     ) -> None:
         self._hall = dist.PrefixStore(_PREFIX, store)
         self._guest, self._shared = guest, shared
         self._where, self._timeout_s, self._per_node = where, timeout_s, per_node
-        self._clock = clock
         self.room: Any = None  # the store of this round
         self._number = 0
 
@@ -201,7 +189,7 @@ class Meeting:
         self.room = dist.PrefixStore(str(self._number), self._hall)
         self.room.set("shared", json.dumps(self._shared))
         report = self._let_in()
-        self._tick()
+        self.room.set("complete", "")
         found = self._hear(report)
         message = disagreement(found)
         if message is not None:
@@ -225,9 +213,9 @@ class Meeting:
                 self._admit(guest, report)
                 report.last, report.last_s = guest.rank, time.monotonic() - first
             if self._hall.add("rooms", 0) != self._number:
-                self._dismiss("tick/0", f"rank 0 came twice: one is {self._guest.who}. {_SAME_RANK}", entered)
+                self._dismiss("complete", f"rank 0 came twice: one is {self._guest.who}. {_SAME_RANK}", entered)
             if time.monotonic() - first > self._timeout_s:
-                self._dismiss("tick/0", self._absence(report.guests), entered)
+                self._dismiss("complete", self._absence(report.guests), entered)
             time.sleep(_POLL_S)
         return report
 
@@ -236,14 +224,14 @@ class Meeting:
         arrived = len(report.guests)
         if guest.world_size != self._guest.world_size:
             self._dismiss(
-                "tick/0",
+                "complete",
                 f"expected {self._guest.world_size} ranks, as {self._guest.who} does, got {guest.world_size} from "
                 f"{guest.who}. Give all nodes the same trainer.num_nodes and trainer.devices.",
                 arrived,
             )
         if other is not None or not 0 <= guest.rank < guest.world_size:
             what = f"came twice: {other.who} and {guest.who}" if other else f"is not one of {guest.world_size}"
-            self._dismiss("tick/0", f"rank {guest.rank} {what}. {_SAME_RANK}", arrived)
+            self._dismiss("complete", f"rank {guest.rank} {what}. {_SAME_RANK}", arrived)
         report.guests[guest.rank] = guest
 
     def _absence(self, guests: Mapping[int, Guest]) -> str:
@@ -259,11 +247,6 @@ class Meeting:
             "that come late."
         )
 
-    def _tick(self) -> None:
-        for n in range(TICKS):
-            self.room.set(f"tick/{n}", json.dumps({"time": self._clock()}))
-            time.sleep(0.01)
-
     def _hear(self, report: Report) -> dict[int, list[list[str]]]:
         found: dict[int, list[list[str]]] = {}
         deadline = time.monotonic() + self._timeout_s
@@ -274,10 +257,8 @@ class Meeting:
             except dist.DistStoreError:
                 message = f"{report.guests[rank].who} came, and ended before all had. Its output says why."
                 self._dismiss("verdict", message, len(report.guests) - 1)
-            said = json.loads(self.room.get(f"report/{rank}"))
-            report.skews[rank] = said["skew"]
-            if said["differences"]:
-                found[rank] = said["differences"]
+            if unequal := json.loads(self.room.get(f"report/{rank}")):
+                found[rank] = unequal
         return found
 
     def _dismiss(self, key: str, message: str, others: int) -> None:
@@ -297,22 +278,16 @@ class Meeting:
         self.room = dist.PrefixStore(answer, self._hall)
         reference = json.loads(self.room.get("shared"))
         self.room.set(f"guest/{self.room.add('entered', 1)}", json.dumps(asdict(self._guest)))
-        ahead = []
-        for n in range(TICKS):
-            ticked = self._listen(f"tick/{n}")
-            ahead.append(self._clock() - ticked["time"])
-        # The way only ever adds to it: the least is the nearest to the truth.
-        said = {"skew": min(ahead), "differences": _cut(differences(reference, self._shared))}
-        self.room.set(f"report/{self._guest.rank}", json.dumps(said))
+        self._listen("complete")
+        self.room.set(f"report/{self._guest.rank}", json.dumps(_cut(differences(reference, self._shared))))
         self._listen("verdict")
 
-    def _listen(self, key: str) -> Any:
+    def _listen(self, key: str) -> None:
         said = self._wait_for(self.room, key, self._timeout_s + MARGIN_S)
         heard = json.loads(said) if said else {}
         if "error" in heard:
             self.room.add("heard", 1)
             raise StartError(heard["error"])
-        return heard
 
     def _wait_for(self, store: Any, key: str, timeout_s: float) -> str:
         try:

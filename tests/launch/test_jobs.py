@@ -107,7 +107,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     done = run(folder, *TORCHRUN, "--standalone", "--nproc-per-node=2", *TRAIN, *SMALL)
     assert done.returncode == 0, done.stderr
     out = done.stdout
-    assert "ranks: 2 of 2 on 1 node" in out and "\naddress: " in out and "clocks: rank 1's" in out
+    assert "ranks: 2 of 2 on 1 node" in out and "\naddress: " in out
     assert out.count("same on all ranks: lightning_zero ") == 1
     assert list(losses(folder)) == list(range(STEPS))
     return folder

@@ -38,7 +38,7 @@ def meet(
     found: list[Any] = [None] * len(ranks)
 
     def hold(index: int, rank: int) -> None:
-        arguments: dict[str, Any] = {"guest": guest(rank, world_size), "shared": SHARED, "clock": time.time}
+        arguments: dict[str, Any] = {"guest": guest(rank, world_size), "shared": SHARED}
         change(rank, arguments)
         try:
             # A connection waits for one thing at a time.
@@ -77,7 +77,7 @@ def test_all_come_and_rank_0_says_so_in_lines() -> None:
     )
     assert lines[1] == "address: node0:1, gloo"
     assert lines[2] == f"same on all ranks: torch 2.13; configuration {digest(SHARED['settings'])}"
-    assert lines[3].startswith("clocks: rank ") and len(lines) == 4
+    assert len(lines) == 3
 
 
 def test_a_rank_that_does_not_come_is_named_to_all() -> None:
@@ -116,18 +116,6 @@ def test_a_rank_that_differs_is_named_with_keys_and_values(part: str) -> None:
     }
     for error in meet([0, 1, 2, 3], 4, change=change):
         assert expected[part] in text_of(error)
-
-
-def test_clocks_are_compared() -> None:
-    def change(rank: int, arguments: dict[str, Any]) -> None:
-        if rank == 2:
-            arguments["clock"] = lambda: time.time() - 5
-
-    report = meet([0, 1, 2], 3, change=change)[0]
-    assert isinstance(report, Report)
-    assert report.skews[2] == pytest.approx(-5, abs=0.5)
-    assert report.skews[1] == pytest.approx(0, abs=0.5)
-    assert "rank 2's is furthest from rank 0's, by 5.0 s, on node1: set it right" in report.lines("", SHARED)[3]
 
 
 def test_two_ranks_of_one_number() -> None:
