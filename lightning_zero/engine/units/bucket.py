@@ -85,6 +85,7 @@ class Bucket:
         # Asked for in every pass, and the same for ever:
         self.layout = layout = plan.layout
         self.reshards, self.gathers_after_step = plan.reshards, plan.gathers_after_step
+        self._is_elsewhere = plan.tiers.leaves_device
         self.owned_range = low, high = plan.owned_range(comm.shard_rank)
         self.gaps = layout.gaps()
         self.full = FlatBuffer(layout.numel, dtypes.compute, comm.device)
@@ -244,7 +245,7 @@ class Bucket:
         """Issue the gather of the compute parameters. The full buffer has memory from here on."""
         self.step.wait()
         self.full.allocate()
-        if not self.plan.tiers.leaves_device:
+        if not self._is_elsewhere:
             self.rest.prepare(self._own_part)
             return self.comm.all_gather(self.full.data, self.label)
         # The gather waits for this stream, and so for what a step has sent.
