@@ -32,6 +32,7 @@ from lightning_zero.comm.reduction import Pending, Reduction
 from lightning_zero.comm.streams import Streams
 from lightning_zero.comm.transports import HostTransport, all_gather_single, choose_transport
 from lightning_zero.config import Transport as TransportName
+from lightning_zero.device import accelerator_of
 from lightning_zero.planning.topology import Topology, flat
 from lightning_zero.ranks.waits import Waits
 
@@ -85,7 +86,7 @@ class Communicator:
             backend = str(dist.get_backend(group))
             self._transport = choose_transport(transport, backend, self.shard_size, device, self.waits)
             self._groups = GROUP_POOL.take(group, self, self.topology, self.waits)
-        self.streams = Streams(device)
+        self.streams = Streams(accelerator_of(device))
 
     @property
     def issued(self) -> int:
@@ -256,7 +257,7 @@ class Communicator:
             work.wait()  # on a device this makes the stream wait, not the host
         result = finish()
         pending = Pending(self, label, [], lambda: result)
-        pending._event = stream.record_event()
+        pending._event = self.streams.mark()
         return pending
 
     def _small(self, tensor: Tensor, op: Any) -> Tensor:

@@ -28,6 +28,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_zero.config import ConfigError
 from lightning_zero.data.resumable import ResumableLoader
+from lightning_zero.device.cuda import gpu_count
 
 FORMAT = 1  # of the cache file; part of its name
 SEGMENT_CHUNKS = 16
@@ -236,7 +237,7 @@ class TextData(LightningDataModule):
         options: dict[str, Any] = {
             "drop_last": train,
             "num_workers": self.num_workers,
-            "pin_memory": torch.cuda.is_available(),
+            "pin_memory": gpu_count() > 0,
             "persistent_workers": self.num_workers > 0,
         }
         if train:

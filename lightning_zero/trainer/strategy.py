@@ -40,6 +40,8 @@ from torch.optim import Optimizer
 
 from lightning_zero.comm.agreements import barrier, broadcast_object, gather_rows, open_waits, together
 from lightning_zero.config import ConfigError, ZeroConfig, make_config
+from lightning_zero.device import accelerator_of
+from lightning_zero.device.cuda import default_device
 from lightning_zero.engine import Engine, engine_of, shard
 from lightning_zero.engine.units.describe import TRUE_DTYPES
 from lightning_zero.ranks import rendezvous
@@ -565,7 +567,7 @@ class ZeroStrategy(ParallelStrategy):
                 whole checkpoint.
             OSError: the system's, as a RuntimeError on other ranks: another try may not meet it.
         """
-        torch.cuda.empty_cache()
+        accelerator_of(self.root_device).release_cached()
         read = partial(load, self.checkpoint_io, checkpoint_path, weights_only)
         checkpoint = self._together("reading a checkpoint", read)
         self._take_random_numbers(checkpoint.pop(RNG_KEY, None), checkpoint_path)
@@ -628,7 +630,7 @@ def _destroy_process_group() -> None:
         return
     with contextlib.suppress(Exception):
         if dist.get_backend() == "nccl":
-            torch.cuda.synchronize()
+            accelerator_of(default_device()).synchronize()
         else:
             work = dist.barrier(async_op=True)
             work.wait(timedelta(seconds=EXIT_BARRIER_S))

@@ -142,7 +142,7 @@ class Bucket:
 
     def _await_grad(self) -> None:
         if self._grad_event is not None:
-            self._grad_event.synchronize()
+            self.comm.streams.accelerator.wait_on_host(self._grad_event)
             self._grad_event = None
 
     def claim_grad(self) -> Callable[[], Tensor | None]:
@@ -151,7 +151,7 @@ class Bucket:
 
         def arrived() -> Tensor | None:
             if event is not None:
-                event.synchronize()
+                self.comm.streams.accelerator.wait_on_host(event)
             return grad
 
         return arrived
