@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from lightning_zero.device.accelerator import Accelerator
 from lightning_zero.engine.units.bucket import Bucket
 from lightning_zero.engine.units.home import Home
 
@@ -52,10 +53,12 @@ class _Queued(NamedTuple):
 class StepWorker:
     """Runs jobs in a thread of its own: of those that wait, the one that the next forward needs first."""
 
-    def __init__(self, threads: int) -> None:
-        self._pool = ThreadPoolExecutor(
-            1, "lightning_zero-step", initializer=torch.set_num_threads, initargs=(threads,)
-        )
+    def __init__(self, threads: int, accelerator: Accelerator) -> None:
+        def begin() -> None:
+            torch.set_num_threads(threads)  # a setting of each thread, as is the device
+            accelerator.bind_thread()
+
+        self._pool = ThreadPoolExecutor(1, "lightning_zero-step", initializer=begin)
         self._waiting: list[_Queued] = []
         self._running = False
         self._last: Future[None] | None = None

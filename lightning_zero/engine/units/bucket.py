@@ -159,16 +159,17 @@ class Bucket:
     def bring_grad(self, reduced: Tensor) -> None:
         """Take ``reduced`` [owned numel] as the gradient into plain host memory, of no tier. The host does not wait."""
         streams = self.comm.streams
-        host = torch.empty(reduced.shape, dtype=self.dtypes.grad, pin_memory=reduced.device.type == "cuda")
+        host = streams.accelerator.host_memory(reduced.shape, self.dtypes.grad)
         with streams.on("d2h"):
-            # On a GPU it is cast there: a copy that casts would block.
-            source = reduced if reduced.device.type == "cpu" else reduced.to(self.dtypes.grad)
+            # It is cast on the device, if there is one beside the host: a copy that casts would block.
+            source = reduced.to(self.dtypes.grad) if streams.are_there else reduced
             host.copy_(source, non_blocking=True)
             event = streams.mark()
         self.grad = host
         if event is not None:
             self._grad_event = event
-            streams.hold(source, event)
+            # Both are read by this stream, and ``reduced`` is memory of another one's pool, which does not wait for it.
+            streams.hold((reduced, source), event)
 
     # -- values at rest -------------------------------------------------------------------------------------------
 
@@ -188,7 +189,7 @@ class Bucket:
         """Make what the plan says for ``values`` [owned numel]: the masters' home, and where parameters rest."""
         plan, dtype = self.plan, self.dtypes.master if self.trainable else self.dtypes.compute
         if plan.copies_master:
-            self.home = make_home(plan.home_tier, self._tiers, self.label, values, dtype)
+            self.home = make_home(plan.home_tier, self._tiers, self.label, values, dtype)  # waits for its copy
         else:
             self.home = ResidentHome(self._own_part)
         self.rest = make_param_store(plan, self.label, self.home, self._own_part, values, self._send, self._tiers.nvme)

@@ -141,7 +141,8 @@ class Unit:
             self.reshard()
 
     def serve(self) -> None:
-        """Take part in a gather that other ranks need while this one has the unit gathered already."""
+        """Take part in a gather that other ranks need while this one has the unit gathered already, or under way."""
+        self.unshard_wait()  # what is copied must have arrived
         for bucket in self.resharded:
             bucket.comm.all_gather(bucket.full.data.clone(), bucket.label).wait()
 
