@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import os
 import threading
@@ -33,6 +34,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             known = item.callspec.params  # type: ignore[attr-defined]
             if not predicate(**{name: known[name] for name in inspect.signature(predicate).parameters}):
                 item.add_marker(pytest.mark.full)
+
+
+def pytest_collection_finish() -> None:
+    """What was imported and collected is not looked at again by each collection of garbage."""
+    gc.collect()
+    gc.freeze()
 
 
 _NOT_OURS = {"PYTEST_CURRENT_TEST"}
