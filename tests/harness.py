@@ -20,9 +20,9 @@ The long way, where the parent looks at what the ranks found::
   What the harness undoes itself: environment variables, the working directory, seeds, default dtype, grad mode.
 - Workers look like processes that were started from outside: RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and
   MASTER_PORT are set, and the default group exists, which Lightning's strategies take over as it is.
-- Each process group of gloo has a thread that polls a hundred times a second, for as long as its process lives: with the
-  groups of all engines so far, this was the larger part of the system time of a run. So pools are stopped (SIGSTOP)
-  between cases, and one that has gathered many threads is ended after its case; the next case gets a new one.
+- Each process group of gloo has a thread that polls a hundred times a second, as long as its process lives: with the
+  groups of many engines, this was a large part of the system time of a run. So pools are stopped (SIGSTOP) between
+  cases, and one that has gathered many threads is ended after its case; the next case gets a new one.
 - Fork takes 0.1 s where spawn takes 5. The price: the parent may not run parallel torch code before it forks, so
   everything here runs on one thread.
 """
@@ -55,6 +55,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo  # once, here, and not in every worker at its first backward
 import torch.distributed as dist
 
 DEFAULT_TIMEOUT_S = 60.0
@@ -315,7 +316,9 @@ def _undone() -> Iterator[None]:
     environ, folder = dict(os.environ), os.getcwd()
     dtype = torch.get_default_dtype()
     torch.set_num_threads(1)
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)  # torch.manual_seed formats the stack three times, for devices to come
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(0)
     random.seed(0)
     try:
         yield

@@ -133,7 +133,9 @@ def test_what_is_at_rest_is_a_copy(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(
-    "tensor", [torch.empty(7), torch.empty(8, dtype=torch.bfloat16), torch.empty(8, 2)[:, 0]], ids=str
+    "tensor",
+    [torch.empty(7), torch.empty(8, dtype=torch.bfloat16), torch.empty(8, 2)[:, 0]],
+    ids=["number", "dtype", "strides"],
 )
 def test_a_tensor_that_does_not_match_is_refused(name: str, tmp_path: Path, tensor: Tensor) -> None:
     with closing(make(name, tmp_path)) as tier:
