@@ -54,9 +54,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 case.add_marker(pytest.mark.full)
 
 
-def _parameters(item: pytest.Item) -> dict[str, int]:
-    """The case of a parametrized test: values that are the same object are the same."""
-    return {name: id(value) for name, value in item.callspec.params.items()} if hasattr(item, "callspec") else {}
+def _parameters(item: pytest.Item) -> dict[str, tuple[int, ...]]:
+    """The case of a parametrized test: what is given as one list of tuples is one parameter, and equal where it is
+    the same objects."""
+    if not hasattr(item, "callspec"):
+        return {}
+    left = {name: id(value) for name, value in item.callspec.params.items()}
+    case = {}
+    for mark in item.iter_markers("parametrize"):
+        names = mark.args[0] if isinstance(mark.args[0], str) else ",".join(mark.args[0])
+        case[names] = tuple(left.pop(name.strip()) for name in names.split(","))
+    return case | {name: (value,) for name, value in left.items()}
 
 
 def pytest_collection_finish() -> None:

@@ -264,10 +264,12 @@ def _restored(failed: list[tuple[int, tuple[BaseException, str]]]) -> BaseExcept
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """One that nobody has, and below those that the system gives to sockets which take any: it will still be free."""
+    while True:
+        port = random.SystemRandom().randrange(20000, 32000)
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 # -- in the workers ---------------------------------------------------------------------------------------------------
