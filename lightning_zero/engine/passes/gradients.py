@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -25,6 +26,9 @@ from lightning_zero.comm.profiling import profiled
 from lightning_zero.comm.reduction import Reduction
 from lightning_zero.engine.passes.issued import IssuedReductions
 from lightning_zero.engine.units.bucket import Bucket, Place
+
+PATIENCE_S = 2.0  # for a reduction that is in the way of the next
+_POLL_S = 0.0002
 
 
 @dataclass(slots=True, eq=False)
@@ -311,13 +315,21 @@ class Reducer:
         lagging = self._lagging[self._key]
         self._orders[self._key].sort(key=lambda bucket: bucket in lagging)
 
-    def _may_wait_for(self, bucket: Bucket) -> bool:
-        """Whether no other rank needs a message of this one before it issues the reduction of ``bucket``, the oldest in
-        flight here. Gathers are what it could need; so far as is known it has issued the reduction already, or will
-        without one."""
-        number = self._issued.here - len(self._in_flight)
-        known = number < self._issued.everywhere or not self._gathers_in_backward
-        return known or self._all_ranks_come(bucket)
+    def _may_wait_for_oldest(self) -> bool:
+        """Whether all ranks have issued the oldest reduction in flight, or will without needing a gather of this one
+        first: this rank issues none while it waits."""
+        oldest = self._issued.here - len(self._in_flight)
+        return oldest < self._issued.everywhere or not self._gathers_in_backward
+
+    def _comes(self, pending: Reduction) -> bool:
+        """Give a reduction some time. Ranks that leave the path of the passes before may need this one after all; then
+        the bound on memory gives way. On a device nothing is waited for: its stream does."""
+        deadline = time.monotonic() + PATIENCE_S
+        while not self.comm.streams.are_there and not pending.done():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_POLL_S)
+        return True
 
     def _all_ranks_come(self, bucket: Bucket) -> bool:
         """Whether all ranks reduce ``bucket`` without needing anything of this rank first.
@@ -357,9 +369,9 @@ class Reducer:
     def _issue(self, bucket: Bucket) -> None:
         nbytes = bucket.layout.numel * bucket.dtypes.reduce.itemsize
         while self._in_flight:
-            oldest, pending = self._in_flight[0]
+            _, pending = self._in_flight[0]
             crowded = self._flying_nbytes + nbytes > self._max_in_flight_nbytes
-            if not (pending.done() or (crowded and self._may_wait_for(oldest))):
+            if not (pending.done() or (crowded and self._may_wait_for_oldest() and self._comes(pending))):
                 break
             self._land()
         grads = self.grads[bucket]

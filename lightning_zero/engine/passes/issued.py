@@ -1,24 +1,56 @@
-"""How far the reductions of the open pass have got, here and on the rank that is furthest behind."""
+"""How far the reductions of the open pass have got: here, and on the rank that is furthest behind.
+
+A rank that waits for a reduction may hold up the gathers that another rank needs before it can issue that reduction.
+So it waits only for what all ranks have issued, or will issue without further gathers of this rank. While ranks agree
+on gathers, they tell each other how many reductions they have issued. When a later pass of the same kind follows the
+plan, each rank is taken to have issued as many after as many gathers.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class IssuedReductions:
-    """Ranks tell each other when they agree on gathers. What all have issued may be waited for: nothing that a rank
-    still needs to get there can be held up.
-
+    """
     Attributes:
         here: reductions that this rank has issued in this pass.
-        everywhere: reductions that every rank has issued in it, as far as is known. Of those, all ranks have issued the
-            same, since they issue them in one order.
+        everywhere: reductions of this pass that may be waited for: the first so many, in the order of all ranks.
     """
 
     def __init__(self) -> None:
         self.here = self.everywhere = 0
+        self._met: list[tuple[int, int]] = []  # gathers issued, reductions issued by all, at each agreement
+        self._known: Sequence[int] = ()
 
-    def pass_begins(self) -> None:
+    def pass_begins(self, known: Sequence[int] = ()) -> None:
+        """
+        Args:
+            known: from :meth:`learned`, where this kind of pass has a plan.
+        """
         self.here = self.everywhere = 0
+        self._met, self._known = [], known
 
-    def told(self, counts: list[int]) -> None:
-        """``here`` of all ranks."""
+    def told(self, gathers: int, counts: Sequence[int]) -> None:
+        """All ranks have issued the same ``gathers`` so far, and these ``counts`` of reductions."""
         self.everywhere = min(counts)
+        self._met.append((gathers, self.everywhere))
+
+    def gathered(self, gathers: int) -> None:
+        """This rank has issued so many gathers of the plan."""
+        if gathers < len(self._known):
+            self.everywhere = max(self.everywhere, self._known[gathers])
+
+    def learned(self, places: Sequence[int]) -> list[int]:
+        """What the pass has shown: for each number of gathers of the plan the reductions that all ranks have issued.
+
+        Args:
+            places: for each gather of the pass, and for its end, how many gathers of the plan come before it.
+        """
+        known = [0] * (places[-1] + 1)
+        for gathers, reductions in self._met:
+            if gathers < len(places):  # a plan has an end, and what comes after it is agreed again
+                known[places[gathers]] = max(known[places[gathers]], reductions)
+        for place in range(1, len(known)):
+            known[place] = max(known[place], known[place - 1])
+        return known
