@@ -34,7 +34,13 @@ class Groups:
 
     @classmethod
     def create(cls, ranks: Sequence[int], rank: int, topology: Topology, host: str) -> Groups:
-        """``ranks`` of the parent group are the default group's; ``rank`` and ``topology`` count in the parent."""
+        """Make the groups of this rank.
+
+        Args:
+            ranks: of the parent group, as the default group counts them.
+            rank, topology: as the parent group counts them.
+        """
+        # All ranks make their groups in this order. Making one is a collective, so another order would hang.
         shards = [ranks[r] for r in topology.shard_group_of(rank)]
         replicas = [ranks[r] for r in topology.replicate_group_of(rank)]
         return cls(
@@ -59,8 +65,12 @@ def _new_group(ranks: Sequence[int], name: str, **options: Any) -> Any:
     if len(ranks) == 1:
         return None
     name = f"lightning_zero: {name}"
+    # Synchronized among its members only: otherwise all ranks of the default group would have to call this, also those
+    # that are no part of a module's process group, and the members would wait for them.
     group = dist.new_group(list(ranks), use_local_synchronization=True, group_desc=name, **options)
-    if dist.get_backend(group) == "gloo":  # waits have bounds of their own
+    # An operation of gloo fails for good when the group's own timeout passes. A patient wait must be able to go on, so
+    # the timeout is set out of reach, and every wait has a bound of its own (``ranks/waits.py``).
+    if dist.get_backend(group) == "gloo":
         dist.distributed_c10d._set_pg_timeout(timedelta(days=30), group)
     return group
 
@@ -82,6 +92,7 @@ class GroupPool:
         self._parents: list[_Parent] = []
 
     def parent(self, group: Any) -> _Parent:
+        # By identity, which is safe as the list keeps each group alive: the id of one cannot come back as another's.
         found = next((parent for parent in self._parents if parent.group is group), None)
         if found is None:
             ranks = dist.get_process_group_ranks(group)
@@ -102,9 +113,11 @@ class GroupPool:
 
     @staticmethod
     def _free(made: list[Groups], agreement: Any, world_size: int, waits: Waits) -> Groups | None:
-        """The first set of groups that all ranks have free after the same operations."""
-        if not made:
+        """The first set of groups that is free on all ranks, with equal numbers of operations issued."""
+        if not made:  # on all ranks or on none: sets are made by all ranks together
             return None
+        # -1: still used. A communicator's weak reference dies when the garbage collector comes by, at another moment on
+        # each rank. A rank that decided by itself would take groups that another rank does not take.
         own = torch.tensor([groups.issued if groups.user() is None else -1 for groups in made])
         table = [torch.empty_like(own) for _ in range(world_size)]
         work = dist.all_gather(table, own, group=agreement, async_op=True)

@@ -34,6 +34,7 @@ class Streams:
         self._held: deque[tuple[Any, Any]] = deque()
         self._streams: dict[str, Any] = {}
         if device.type == "cuda":
+            # High priority: at the priority of compute, the small copies and casts here would wait behind its kernels.
             self._streams = {kind: torch.cuda.Stream(device, priority=-1) for kind in KINDS}
 
     @property
@@ -52,6 +53,8 @@ class Streams:
             yield None
             return
         if after is None:
+            # Without the wait the body could write into a block that the allocator has just taken back from a tensor
+            # that queued kernels of the current stream still read, or read what these kernels have not written yet.
             stream.wait_stream(torch.cuda.current_stream(self.device))
         else:
             stream.wait_event(after)
@@ -60,6 +63,8 @@ class Streams:
 
     def hold(self, memory: Any, event: Any) -> None:
         """Keep ``memory``, which a stream reads, until ``event``; beyond a few, the host waits for the oldest."""
+        # Dropped earlier, the block would return to the pool of the stream that allocated it, and that stream could
+        # overwrite it before the stream that reads it is done. ``synchronize`` makes the host wait.
         self._held.append((event, memory))
         while self._held and (len(self._held) > HELD or self._held[0][0].query()):
             self._held.popleft()[0].synchronize()
