@@ -11,7 +11,7 @@ import pytest
 
 from tests.structure import PACKAGE, circle, functions, imports_of, modules, name_of
 
-LAYERS = ["config", "planning", "tiers", "ranks", "comm", "engine", "checkpoint", "trainer", "app"]
+LAYERS = ["config", "planning", "device", "tiers", "ranks", "comm", "engine", "checkpoint", "trainer", "app"]
 DOORS = {"train", "plan", "submit"}
 # Modules of the root that are no layer of their own; the rest are found by their folder.
 TOP_LEVEL = {"config": "config", "presets": "config"} | dict.fromkeys(DOORS, "app")
@@ -117,6 +117,18 @@ def test_one_folder_calls_collectives(path: Path) -> None:
             assert not COLLECTIVES.match(name), f"{target}.{name}: only comm/ calls collectives"
     for imported in imports_package(path, "torch.distributed"):
         assert not COLLECTIVES.match(imported.rpartition(".")[2]), imported
+
+
+@pytest.mark.parametrize("path", modules(), ids=name_of)
+def test_one_file_calls_cuda(path: Path) -> None:
+    """So that a test can put another accelerator in its place."""
+    if name_of(path) == "device.cuda":
+        return
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute):
+            assert not re.match(r"torch\.(cuda|cpu|accelerator)\b", ast.unparse(node)), ast.unparse(node)
+            assert node.attr not in {"is_cuda", "pin_memory", "record_stream"}, ast.unparse(node)
+    assert not imports_package(path, "torch.cuda")
 
 
 @pytest.mark.parametrize("path", modules(), ids=name_of)

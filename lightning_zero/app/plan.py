@@ -100,12 +100,11 @@ def optimizer_states(config: TrainConfig) -> int:
 
 def find_machine(asked: MachineConfig, config: TrainConfig) -> Machine:
     """The machine that was described, with what is at hand where it was not."""
-    import torch
-
     from lightning_zero.comm.share import Share, own_path
+    from lightning_zero.device.cuda import gpu_count, gpu_nbytes
     from lightning_zero.tiers.limits import available_host_memory
 
-    there = torch.cuda.device_count() if config.trainer.accelerator in ("auto", "gpu", "cuda") else 0
+    there = gpu_count() if config.trainer.accelerator in ("auto", "gpu", "cuda") else 0
     shared = not there and asked.gpu_memory is None
     gpus = asked.gpus
     if gpus is None:
@@ -114,7 +113,7 @@ def find_machine(asked: MachineConfig, config: TrainConfig) -> Machine:
     host = asked.host_memory if asked.host_memory is not None else available_host_memory()
     gpu = asked.gpu_memory
     if gpu is None:
-        gpu = 0 if shared else torch.cuda.get_device_properties(0).total_memory
+        gpu = 0 if shared else gpu_nbytes()
     path = config.zero.offload.nvme_path
     with contextlib.suppress(ConfigError):  # variables that only the nodes have
         path = own_path(path, Share(), 0) if path else None

@@ -82,9 +82,9 @@ def local_devices(config: TrainerConfig) -> Any:
         return max(1, place.world_size // config.num_nodes)
     if place is not None and place.local_world_size is not None:
         return place.local_world_size
-    import torch
+    from lightning_zero.device.cuda import gpu_count
 
-    if config.accelerator == "cpu" or not torch.cuda.is_available():
+    if config.accelerator == "cpu" or not gpu_count():
         return CPU_PROCESSES
     return "auto"
 

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch import device as Device
 
+from lightning_zero.device import accelerator_of
+
 _PYTHON = struct.Struct("<625I?d")  # words of the Mersenne Twister and its place, whether a normal one is kept, and it
 _NUMPY = struct.Struct("<624Ii?d")
 _MERSENNE = "MT19937"
@@ -31,23 +33,21 @@ class Generators(NamedTuple):
 
     @classmethod
     def now(cls, device: Device) -> Generators:
-        on_gpu = device.type == "cuda"
         return cls(
             torch.get_rng_state(),
             random.getstate(),
             np.random.get_state(legacy=False),
-            torch.cuda.get_rng_state(device) if on_gpu else None,
+            accelerator_of(device).rng_state(),
         )
 
     @classmethod
     def seeded(cls, seed: int, device: Device) -> Generators:
         """As they are after ``seed`` (64 bits)."""
-        on_gpu = device.type == "cuda"
         return cls(
             torch.Generator().manual_seed(seed).get_state(),
             random.Random(seed).getstate(),
             np.random.RandomState(seed % 2**32).get_state(legacy=False),
-            torch.Generator(device).manual_seed(seed).get_state() if on_gpu else None,
+            accelerator_of(device).seeded_rng_state(seed),
         )
 
     def restore(self, device: Device) -> None:
@@ -56,8 +56,8 @@ class Generators(NamedTuple):
         random.setstate(self.python)
         if self.numpy is not None and self.numpy["bit_generator"] == np.random.get_state(legacy=False)["bit_generator"]:
             np.random.set_state(self.numpy)
-        if self.cuda is not None and device.type == "cuda":
-            torch.cuda.set_rng_state(self.cuda, device)
+        if self.cuda is not None:
+            accelerator_of(device).set_rng_state(self.cuda)
 
     def packed(self) -> dict[str, Tensor]:
         """Bytes by name; as many on all ranks that train on the same kind of device."""

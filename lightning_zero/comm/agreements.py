@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_zero.comm.groups import GROUP_POOL
+from lightning_zero.comm.groups import GROUP_POOL, backend_for
 from lightning_zero.comm.transports import all_gather_single
 from lightning_zero.config import ConfigError
 from lightning_zero.ranks.waits import Waits
@@ -30,9 +30,9 @@ def open_waits(group: Any, device: torch.device, stall_timeout_s: float) -> Wait
         device: where this rank trains; the others train on devices of the same type.
     """
     waits = Waits(group, stall_timeout_s=stall_timeout_s)
-    if waits.world_size > 1 and (backend := str(dist.get_backend(group))) != "fake":  # there nobody else is there
+    if waits.world_size > 1 and (backend := backend_for(group, device)) != "fake":  # there nobody else is there
         number = 1 + max(gather_objects(group, Watchdog.last_number, waits, "the start of a run, or of an engine"))
-        waits.watch(number, hears_ends=device.type == "cpu" or "nccl" not in backend)
+        waits.watch(number, hears_ends=backend != "nccl")
     return waits
 
 

@@ -32,8 +32,9 @@ class Pending:
         self._keep: Any = None  # memory that another stream reads until the event
 
     def done(self) -> bool:
-        """Whether ``wait`` would return at once (never true for device work, whose end the host need not know)."""
-        return self._event is None and all(work.is_completed() for work in self._works)
+        """Whether ``wait`` would wait for nothing, neither the host nor the current stream."""
+        over = self._event is None or self._comm.streams.accelerator.is_over(self._event)
+        return over and all(work.is_completed() for work in self._works)
 
     def abandon(self, deadline: float) -> None:
         """Wait for the messages until ``deadline`` (monotonic) and drop them, after an exception. Peers may be gone."""

@@ -48,7 +48,7 @@ def share_of_machine(comm: Communicator) -> Share:
 def neighbours(comm: Communicator, same: str) -> tuple[int, int]:
     """This rank's place among the ranks that pass an equal ``same``, and their number. All ranks call it."""
     own = int.from_bytes(hashlib.sha256(same.encode()).digest()[:7])
-    told = comm.exchange(own)
+    (told,) = comm.exchange(own)
     return told[: comm.rank].count(own), max(1, told.count(own))
 
 

@@ -1,4 +1,4 @@
-"""CUDA streams of one engine: one for each kind of transfer. Off CUDA everything here does nothing.
+"""Streams of one engine: one for each kind of transfer. On the host, which has none, everything here does nothing.
 
 ::
 
@@ -20,22 +20,21 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
-import torch
+from lightning_zero.device.accelerator import Accelerator
 
 KINDS = ("gather", "reduce", "h2d", "d2h")
 HELD = 2  # transfers to the host whose device memory is kept: the one under way, and the next
 
 
 class Streams:
-    """The streams of one device; none where it is no CUDA device."""
+    """The streams of one accelerator; none where it has none."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, accelerator: Accelerator) -> None:
+        self.accelerator = accelerator
         self._held: deque[tuple[Any, Any]] = deque()
         self._streams: dict[str, Any] = {}
-        if device.type == "cuda":
-            # High priority: at the priority of compute, the small copies and casts here would wait behind its kernels.
-            self._streams = {kind: torch.cuda.Stream(device, priority=-1) for kind in KINDS}
+        if accelerator.has_streams:
+            self._streams = {kind: accelerator.new_stream() for kind in KINDS}
 
     @property
     def are_there(self) -> bool:
@@ -43,7 +42,7 @@ class Streams:
 
     @contextlib.contextmanager
     def on(self, kind: str, *, after: Any = None) -> Iterator[Any]:
-        """Run the body on the stream of ``kind`` (given to the body; None off CUDA).
+        """Run the body on the stream of ``kind`` (given to the body; None where there is none).
 
         Args:
             after: the event to wait for; by default everything that the current stream has queued so far.
@@ -52,28 +51,26 @@ class Streams:
         if stream is None:
             yield None
             return
-        if after is None:
-            # Without the wait the body could write into a block that the allocator has just taken back from a tensor
-            # that queued kernels of the current stream still read, or read what these kernels have not written yet.
-            stream.wait_stream(torch.cuda.current_stream(self.device))
-        else:
-            stream.wait_event(after)
-        with torch.cuda.stream(stream):
+        # Without the wait the body could write into a block that the allocator has just taken back from a tensor that
+        # queued kernels of the current stream still read, or read what these kernels have not written yet.
+        event = after if after is not None else self.accelerator.record()
+        with self.accelerator.on(stream):
+            self.accelerator.wait(event)
             yield stream
 
     def hold(self, memory: Any, event: Any) -> None:
         """Keep ``memory``, which a stream reads, until ``event``; beyond a few, the host waits for the oldest."""
         # Dropped earlier, the block would return to the pool of the stream that allocated it, and that stream could
-        # overwrite it before the stream that reads it is done. ``synchronize`` makes the host wait.
+        # overwrite it before the stream that reads it is done. ``wait_on_host`` makes the host wait.
         self._held.append((event, memory))
-        while self._held and (len(self._held) > HELD or self._held[0][0].query()):
-            self._held.popleft()[0].synchronize()
+        while self._held and (len(self._held) > HELD or self.accelerator.is_over(self._held[0][0])):
+            self.accelerator.wait_on_host(self._held.popleft()[0])
 
     def mark(self) -> Any:
-        """An event behind what the current stream has queued so far; None off CUDA."""
-        return torch.cuda.current_stream(self.device).record_event() if self._streams else None
+        """An event behind what the current stream has queued so far; None where there are no streams."""
+        return self.accelerator.record()
 
     def wait(self, event: Any) -> None:
         """Make the current stream wait for ``event`` (of :meth:`mark`)."""
         if event is not None:
-            torch.cuda.current_stream(self.device).wait_event(event)
+            self.accelerator.wait(event)

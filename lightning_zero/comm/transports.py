@@ -102,8 +102,12 @@ TRANSPORTS: dict[TransportName, Callable[[], Transport]] = {
 def choose_transport(
     name: TransportName, backend: str, world_size: int, device: torch.device, waits: Waits
 ) -> Transport:
-    """The transport of ``zero.comm.transport``; ``auto`` takes ``direct`` on gloo with few ranks, else ``plain``."""
-    host_side = "gloo" in backend
+    """The transport of ``zero.comm.transport``; ``auto`` takes ``direct`` on gloo with few ranks, else ``plain``.
+
+    Args:
+        backend: that serves ``device``.
+    """
+    host_side = backend == "gloo"
     if name is TransportName.auto:
         direct = host_side and world_size <= DIRECT_MAX_RANKS
         name = TransportName.direct if direct else TransportName.plain

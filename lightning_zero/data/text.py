@@ -28,6 +28,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_zero.config import ConfigError
 from lightning_zero.data.resumable import ResumableLoader
+from lightning_zero.device.cuda import gpu_count
 
 FORMAT = 1  # of the cache file; part of its name
 SEGMENT_CHUNKS = 16
@@ -70,8 +71,11 @@ def find_sources(path: str | None) -> list[Source]:
 
 
 def _standard_library() -> list[Path]:
-    root = Path(sysconfig.get_path("stdlib"))
-    files = [f for f in root.rglob("*.py") if not SKIPPED_FOLDERS.intersection(f.relative_to(root).parts)]
+    root = sysconfig.get_path("stdlib")
+    files: list[Path] = []
+    for folder, inside, names in os.walk(root):
+        inside[:] = [name for name in inside if name not in SKIPPED_FOLDERS]  # not entered: some are large
+        files += [Path(folder, name) for name in names if name.endswith(".py")]
     if not files:
         raise ConfigError(
             f"data.path: the interpreter has no Python sources in {root}. "
@@ -236,7 +240,7 @@ class TextData(LightningDataModule):
         options: dict[str, Any] = {
             "drop_last": train,
             "num_workers": self.num_workers,
-            "pin_memory": torch.cuda.is_available(),
+            "pin_memory": gpu_count() > 0,
             "persistent_workers": self.num_workers > 0,
         }
         if train:

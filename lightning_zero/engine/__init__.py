@@ -35,6 +35,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_zero.config import ConfigError, ZeroConfig, make_config
+from lightning_zero.device.cuda import default_device
 from lightning_zero.engine.engine import Engine, engine_of, engines
 from lightning_zero.engine.whole import norms
 from lightning_zero.engine.whole.gather import show_full
@@ -71,7 +72,7 @@ def shard(
     if process_group is None and dist.is_available() and dist.is_initialized():
         process_group = dist.group.WORLD
     if device is None:
-        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
+        device = default_device()
     return Engine(module, config, process_group, torch.device(device), node or node_name())
 
 

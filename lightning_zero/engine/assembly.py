@@ -32,6 +32,7 @@ from lightning_zero.engine.passes.gather_order import GatherOrder
 from lightning_zero.engine.passes.gradient_sentinels import Sentinels
 from lightning_zero.engine.passes.gradients import Reducer
 from lightning_zero.engine.passes.hooks import ENGINE
+from lightning_zero.engine.passes.issued import IssuedReductions
 from lightning_zero.engine.passes.passes import Passes
 from lightning_zero.engine.passes.recompute import check_blocks, recompute_blocks
 from lightning_zero.engine.steps.after_step import AfterStep
@@ -89,7 +90,6 @@ class Assembly:
         self._register_hooks(module)
         for unit in self.units:
             unit.before_drop = self.writes.take_over
-            unit.reshard()
         # Last: an engine whose construction raises is found nowhere.
         LIVE.add(self)
         module.__dict__[ENGINE] = self
@@ -102,8 +102,14 @@ class Assembly:
             groups = together(group, waits, "sharding a module", lambda: self._describe(module))
             agree_on_model(groups, group, waits)
             topology = capacity.find_topology(groups, config, group, device, node, waits)
-            transport = config.comm.transport
-            self.comm = Communicator(group, device, transport=transport, topology=topology, waits=waits)
+            self.comm = Communicator(
+                group,
+                device,
+                transport=config.comm.transport,
+                topology=topology,
+                waits=waits,
+                even_alone=config.comm.even_alone,
+            )
             share = share_of_machine(self.comm) if config.offload.name is not Offload.none else Share()
             rows = self._make_tiers(groups, share)
             self.units: list[Unit] = build_units(module, groups, config, self.comm, rows, self.tiers)
@@ -117,14 +123,16 @@ class Assembly:
 
     def _put_together(self, share: Share) -> None:
         config = self.config
+        issued = IssuedReductions()
         self.order = GatherOrder(
             self.units,
             self.comm,
+            issued,
             prefetch_bytes=config.prefetch_bytes,
             keep_bytes=config.keep_gathered_bytes,
             dynamic=config.dynamic,
         )
-        self.reducer = Reducer(self.buckets, self.comm, config.reduce_bucket_bytes, dynamic=config.dynamic)
+        self.reducer = Reducer(self.buckets, self.comm, issued, config.reduce_bucket_bytes, dynamic=config.dynamic)
         self.sentinels = Sentinels(self.reducer.grads)
         self.after_step = AfterStep(
             self.units, self.comm.streams, config.offload.threads or default_threads(share.cpus)

@@ -6,13 +6,13 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from lightning_zero.config import ConfigError
+from lightning_zero.device.accelerator import Accelerator
 from lightning_zero.tiers.extents import Extent, Wanted, lay_out
 from lightning_zero.tiers.limits import available_host_memory
-from lightning_zero.tiers.pages import CPU, HostPages
+from lightning_zero.tiers.pages import HOST, HostPages
 
 HOST_ALIGN = 64  # bytes; what torch's vectorised loops walk in
 
@@ -25,22 +25,22 @@ class _Slab:
 
 
 class HostTier:
-    """Host memory: each batch is one slab of exactly its size, pinned for a CUDA device. Safe for several threads.
+    """Host memory: each batch is one slab of exactly its size, pinned for a GPU. Safe for several threads.
 
     Args:
-        device: what copies to and from the slabs.
+        accelerator: what copies to and from the slabs.
         budget: bytes this tier may hold.
         available: gives the bytes of host memory that may still be taken.
     """
 
     def __init__(
         self,
-        device: torch.device = CPU,
+        accelerator: Accelerator = HOST,
         *,
         budget: int | None = None,
         available: Callable[[], int] = available_host_memory,
     ) -> None:
-        self._device, self._budget, self._available = device, budget, available
+        self._accelerator, self._budget, self._available = accelerator, budget, available
         self._held: dict[Extent, tuple[_Slab, Tensor]] = {}
         self._nbytes = 0
         self._lock = threading.Lock()
@@ -61,7 +61,7 @@ class HostTier:
         with self._lock:
             self._refuse_beyond_bounds(total)
             try:
-                pages = HostPages(total, self._device)
+                pages = HostPages(total, self._accelerator)
             except OSError as error:
                 raise _host_error(total, f"the system refused it ({error})") from error
             pages.bytes.zero_()  # takes the memory now, so that the next reserve sees what is really left

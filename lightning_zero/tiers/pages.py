@@ -21,14 +21,15 @@ import torch
 from torch import Tensor
 
 from lightning_zero.config import ConfigError
+from lightning_zero.device.accelerator import Accelerator
 from lightning_zero.planning.layout import round_up
 
 PAGE = 4096  # bytes
 ACQUIRE_TIMEOUT_S = 120.0
 
-_MADV_WIPEONFORK = 18  # linux/mman.h; Python's mmap has no name for it
+HOST = Accelerator(torch.device("cpu"))
 
-CPU = torch.device("cpu")
+_MADV_WIPEONFORK = 18  # linux/mman.h; Python's mmap has no name for it
 
 
 class HostPages:
@@ -36,7 +37,7 @@ class HostPages:
 
     Args:
         nbytes: size; nothing is rounded up to a power of two, as torch's caching host allocator would.
-        device: a CUDA device pins the pages for it (``cudaHostRegister``) until :meth:`close`.
+        accelerator: pins the pages for itself until :meth:`close`.
 
     Raises:
         ConfigError: the pages cannot be pinned.
@@ -46,7 +47,7 @@ class HostPages:
         bytes: uint8 [nbytes].
     """
 
-    def __init__(self, nbytes: int, device: torch.device = CPU) -> None:
+    def __init__(self, nbytes: int, accelerator: Accelerator = HOST) -> None:
         self.nbytes = nbytes
         pages = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         for advice in (_MADV_WIPEONFORK, mmap.MADV_HUGEPAGE):
@@ -55,9 +56,9 @@ class HostPages:
         # A tensor made under inference mode could never be used in training again.
         with torch.inference_mode(False):
             self.bytes: Tensor = torch.frombuffer(pages, dtype=torch.uint8)[:nbytes]
-        self._pinned_for: torch.device | None = None
-        if device.type == "cuda" and nbytes:
-            self._register(device)
+        self._pinned_for: Accelerator | None = None
+        if accelerator.has_streams and nbytes:
+            self._pin(accelerator)
 
     def tensor(self, start: int, dtype: torch.dtype, numel: int) -> Tensor:
         """A view [numel] that begins at byte ``start``, a multiple of the element size."""
@@ -68,21 +69,20 @@ class HostPages:
         """Unpin the memory and let go of it: it is unmapped when no view of it is left."""
         # Unpinned while it is mapped: the next line may unmap it, and its addresses may be other memory's then.
         if self._pinned_for is not None:
-            with torch.cuda.device(self._pinned_for):
-                torch.cuda.cudart().cudaHostUnregister(self.bytes.data_ptr())
+            self._pinned_for.unpin(self.bytes)
             self._pinned_for = None
         self.bytes = torch.empty(0, dtype=torch.uint8)
 
-    def _register(self, device: torch.device) -> None:
-        with torch.cuda.device(device):
-            code = int(torch.cuda.cudart().cudaHostRegister(self.bytes.data_ptr(), self.nbytes, 0))
-        if code != 0:
+    def _pin(self, accelerator: Accelerator) -> None:
+        try:
+            accelerator.pin(self.bytes)
+        except MemoryError as error:
             self.close()
             raise ConfigError(
-                f"zero.offload: expected to pin {self.nbytes} bytes of host memory, got CUDA error {code}. Allow this "
-                "process to lock memory (ulimit -l), or lower zero.offload.host_budget."
-            )
-        self._pinned_for = device
+                f"zero.offload: expected to pin {self.nbytes} bytes of host memory, got {error}. Allow this process to "
+                "lock memory (ulimit -l), or lower zero.offload.host_budget."
+            ) from error
+        self._pinned_for = accelerator
 
 
 def byte_view(tensor: Tensor) -> memoryview:

@@ -40,6 +40,8 @@ from torch.optim import Optimizer
 
 from lightning_zero.comm.agreements import barrier, broadcast_object, gather_rows, open_waits, together
 from lightning_zero.config import ConfigError, ZeroConfig, make_config
+from lightning_zero.device import accelerator_of
+from lightning_zero.device.cuda import default_device
 from lightning_zero.engine import Engine, engine_of, shard
 from lightning_zero.engine.units.describe import TRUE_DTYPES
 from lightning_zero.ranks import rendezvous
@@ -230,7 +232,7 @@ class ZeroStrategy(ParallelStrategy):
             device
         )
         if not dist.is_initialized():
-            self._join(device)
+            self._join()
             atexit.register(_destroy_process_group)
         if self._waits is None and dist.is_initialized():
             self._start_waits = open_waits(dist.group.WORLD, device, self.config.stall_timeout_s)
@@ -240,15 +242,13 @@ class ZeroStrategy(ParallelStrategy):
             finetuning.attach(self.lightning_module.trainer)
             pruning.attach(self.lightning_module.trainer)
 
-    def _join(self, device: torch.device) -> None:
-        """Come together with the other ranks, and make the default process group."""
+    def _join(self) -> None:
+        """Come together with the other ranks, and make the default process group. It is not bound to a device: NCCL
+        would make its communicator at once, of up to a gigabyte, and the engine sends nothing over this group."""
         assert self.cluster_environment is not None and self._process_group_backend is not None
-        device_id = None if device.type == "cpu" else device
         timeout = self._timeout or default_pg_timeout
         if self.world_size == 1 or self._process_group_backend in OWN_RENDEZVOUS:
-            _init_dist_connection(
-                self.cluster_environment, self._process_group_backend, timeout=timeout, device_id=device_id
-            )
+            _init_dist_connection(self.cluster_environment, self._process_group_backend, timeout=timeout)
             return
         settings = rendezvous.shared_settings(self.config, self._settings_of_trainer() | dict(self.run_settings))
         rendezvous.join(
@@ -259,7 +259,6 @@ class ZeroStrategy(ParallelStrategy):
             stall_timeout_s=self.config.stall_timeout_s if self._timeout is None else None,
             wait_s=self.config.stall_timeout_s,
             per_node=self.num_processes,
-            device_id=device_id,
         )
 
     def _settings_of_trainer(self) -> dict[str, Any]:
@@ -565,7 +564,7 @@ class ZeroStrategy(ParallelStrategy):
                 whole checkpoint.
             OSError: the system's, as a RuntimeError on other ranks: another try may not meet it.
         """
-        torch.cuda.empty_cache()
+        accelerator_of(self.root_device).release_cached()
         read = partial(load, self.checkpoint_io, checkpoint_path, weights_only)
         checkpoint = self._together("reading a checkpoint", read)
         self._take_random_numbers(checkpoint.pop(RNG_KEY, None), checkpoint_path)
@@ -628,7 +627,7 @@ def _destroy_process_group() -> None:
         return
     with contextlib.suppress(Exception):
         if dist.get_backend() == "nccl":
-            torch.cuda.synchronize()
+            accelerator_of(default_device()).synchronize()
         else:
             work = dist.barrier(async_op=True)
             work.wait(timedelta(seconds=EXIT_BARRIER_S))

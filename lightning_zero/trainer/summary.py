@@ -72,7 +72,6 @@ def print_held(engine: Engine, micro_batches: int) -> None:
 
     Gradients that the user has cleared are dropped at the next backward: they are held, and planned, until then.
     """
-    import torch
 
     from lightning_zero.engine.whole.held_bytes import held_bytes, limits_of, plan_of, state_tensors
 
@@ -91,11 +90,12 @@ def print_held(engine: Engine, micro_batches: int) -> None:
         for tier in Tier:
             if (role, tier) in plan | held and (plan[role, tier] or held[role, tier]):
                 table.add_row(role.value, tier.value, human_bytes(plan[role, tier]), human_bytes(held[role, tier]))
-    if engine.comm.device.type == "cuda":
+    accelerator = engine.comm.streams.accelerator
+    if accelerator.has_streams:
         peaks = memory.peak_bytes(
             buckets, limits_of(engine, micro_batches), engine.comm.shard_rank, state_tensors=states
         )
         most = max(memory.on_tier(peaks[phase], Tier.device) for phase in Phase)
-        measured = torch.cuda.max_memory_allocated(engine.comm.device)
+        measured = accelerator.peak_nbytes()
         table.add_row("peak, activations not planned", "device", human_bytes(most), human_bytes(measured))
     Console(stderr=True).print(table)

@@ -5,23 +5,25 @@ from __future__ import annotations
 import torch
 
 from lightning_zero.comm.streams import HELD, Streams
+from lightning_zero.device.accelerator import Accelerator
 
 
 class Event:
-    """Stands for an event of CUDA."""
+    over = waited = False
 
-    def __init__(self) -> None:
-        self.over = self.waited = False
 
-    def query(self) -> bool:
-        return self.over
+class Slow(Accelerator):
+    """Its events come when the test says so, or when the host waits for them."""
 
-    def synchronize(self) -> None:
-        self.over = self.waited = True
+    def is_over(self, event: Event) -> bool:
+        return event.over
+
+    def wait_on_host(self, event: Event) -> None:
+        event.over = event.waited = True
 
 
 def test_memory_goes_when_its_transfer_is_over_and_a_few_at_most_are_kept() -> None:
-    streams = Streams(torch.device("cpu"))
+    streams = Streams(Slow(torch.device("cpu")))
     events = [Event() for _ in range(5)]
     for event in events[:HELD]:
         streams.hold("memory", event)
@@ -35,7 +37,7 @@ def test_memory_goes_when_its_transfer_is_over_and_a_few_at_most_are_kept() -> N
 
 
 def test_off_cuda_nothing_is_marked_or_waited_for() -> None:
-    streams = Streams(torch.device("cpu"))
+    streams = Streams(Accelerator(torch.device("cpu")))
     with streams.on("h2d") as stream:
         assert stream is None
     assert streams.mark() is None

@@ -22,6 +22,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lightning_zero.config import MIB, ConfigError
+from lightning_zero.device import accelerator_of
 from lightning_zero.tiers import aio
 from lightning_zero.tiers.aio import RETRY_PAUSES_S, DiskError, DiskFile, Syscalls
 from lightning_zero.tiers.pages import PAGE, HostPages, StagingRing, byte_view
@@ -382,10 +383,10 @@ def test_pages_for_cuda_are_pinned_and_unpinned(code: int, monkeypatch: pytest.M
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     if code:
         with pytest.raises(ConfigError, match=r"pin 8192 bytes.*CUDA error 2.*zero.offload.host_budget"):
-            HostPages(2 * PAGE, torch.device("cuda", 0))
+            HostPages(2 * PAGE, accelerator_of(torch.device("cuda", 0)))
         assert not unpinned
         return
-    pages = HostPages(2 * PAGE, torch.device("cuda", 0))
+    pages = HostPages(2 * PAGE, accelerator_of(torch.device("cuda", 0)))
     address = pages.bytes.data_ptr()
     assert pinned == [(address, 2 * PAGE)]
     pages.close()

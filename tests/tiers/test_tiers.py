@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_zero.config import MIB, ConfigError
+from lightning_zero.device import accelerator_of
 from lightning_zero.tiers import claims
 from lightning_zero.tiers.aio import DiskError, Syscalls
 from lightning_zero.tiers.extents import Extent, Wanted
@@ -273,7 +274,7 @@ def test_what_is_at_rest_is_a_copy(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "tensor",
     [torch.empty(7), torch.empty(8, dtype=torch.bfloat16), torch.empty(8, 2)[:, 0], torch.empty(8, device="meta")],
-    ids=str,
+    ids=["number", "dtype", "strides", "device"],
 )
 def test_a_tensor_that_does_not_match_is_refused(tmp_path: Path, tensor: Tensor) -> None:
     with nvme(tmp_path, Wanted("layers.3/master", 8, torch.float32)) as (tier, (extent,)):
@@ -622,6 +623,6 @@ def test_ranks_that_start_and_end_together_do_not_disturb_each_other(tmp_path: P
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 def test_host_memory_is_pinned_for_a_gpu() -> None:
-    with closing(HostTier(torch.device("cuda", 0))) as tier:
+    with closing(HostTier(accelerator_of(torch.device("cuda", 0)))) as tier:
         (extent,) = tier.reserve([Wanted("e", 3 * MIB // 4, torch.float32)])
         assert tier.resident(extent).is_pinned()

@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from lightning_zero.comm.communicator import Communicator
+from lightning_zero.engine.passes.issued import IssuedReductions
 from lightning_zero.engine.units.unit import State, Unit
 from lightning_zero.planning.schedule import Cursor, Plan, compile_plan, may_come_ahead
 
@@ -28,10 +29,18 @@ class GatherOrder:
     """Issues the gathers of units that are dropped after use."""
 
     def __init__(
-        self, units: Sequence[Unit], comm: Communicator, *, prefetch_bytes: int, keep_bytes: int, dynamic: bool
+        self,
+        units: Sequence[Unit],
+        comm: Communicator,
+        issued: IssuedReductions,
+        *,
+        prefetch_bytes: int,
+        keep_bytes: int,
+        dynamic: bool,
     ) -> None:
         self.units = units
         self.comm = comm
+        self._issued = issued
         self.prefetch_bytes = prefetch_bytes
         self.keep_bytes = keep_bytes
         self.dynamic = dynamic
@@ -47,6 +56,7 @@ class GatherOrder:
 
     def begin(self, key: str, *, cyclic: bool) -> None:
         """A pass starts. Passes of one ``key`` are expected to take the same path."""
+        self._issued.pass_begins()
         self._key, self._cyclic = key, cyclic
         plan = self.plans.get(key)
         anything = any(unit.reshards for unit in self.units)  # else nothing is ever gathered along the path
@@ -81,10 +91,8 @@ class GatherOrder:
         # A rank that has no use for them still takes part in the gathers of the others, here and below: a collective
         # that one rank leaves out never ends for the rest, and later ones would be matched with it.
         if self._agreeing:
-            wants = self.comm.exchange(DONE)
-            while any(want != DONE for want in wants):
+            while set(wants := self._exchange(DONE)) != {DONE}:
                 self._serve(wants)
-                wants = self.comm.exchange(DONE)
             self._learn()
         elif self._cursor is not None and not (self._cyclic and self._cursor.position == 0):
             for index in self._cursor.rest():
@@ -101,7 +109,13 @@ class GatherOrder:
     def _agree_on(self, unit: Unit) -> None:
         self._agreeing = True
         self.comm.place = f"needs unit {unit.title} next ({self._key}), which the recorded order does not have here"
-        self._serve(self.comm.exchange(unit.index), own=unit)
+        self._serve(self._exchange(unit.index), own=unit)
+
+    def _exchange(self, want: int) -> list[int]:
+        """What each rank wants next, in rank order."""
+        wants, issued = self.comm.exchange(want, self._issued.here)
+        self._issued.told(issued)
+        return wants
 
     def _serve(self, wants: Sequence[int], own: Unit | None = None) -> None:
         wanted = list(dict.fromkeys(want for want in wants if want != DONE))

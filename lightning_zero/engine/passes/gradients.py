@@ -23,6 +23,7 @@ from torch import Tensor
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.profiling import profiled
 from lightning_zero.comm.reduction import Reduction
+from lightning_zero.engine.passes.issued import IssuedReductions
 from lightning_zero.engine.units.bucket import Bucket, Place
 
 
@@ -144,7 +145,13 @@ class Reducer:
     """
 
     def __init__(
-        self, buckets: Iterable[Bucket], comm: Communicator, max_in_flight_nbytes: int, *, dynamic: bool = False
+        self,
+        buckets: Iterable[Bucket],
+        comm: Communicator,
+        issued: IssuedReductions,
+        max_in_flight_nbytes: int,
+        *,
+        dynamic: bool = False,
     ) -> None:
         """
         Args:
@@ -152,8 +159,10 @@ class Reducer:
             dynamic: ranks may take different paths in every pass.
         """
         self.comm = comm
+        self._issued = issued
         self.dynamic = dynamic
         self.grads: dict[Bucket, BucketGrads] = {b: BucketGrads(b, 1.0 / comm.world_size) for b in buckets}
+        self._gathers_in_backward = any(bucket.reshards for bucket in self.grads)
         self.unreduced = False  # a backward inside ``no_sync`` since the last that reduced: on all ranks alike
         self.order: list[Bucket] = list(reversed(list(self.grads)))
         self.synchronize = True
@@ -314,6 +323,14 @@ class Reducer:
         lagging = self._lagging[self._key]
         self._orders[self._key].sort(key=lambda bucket: bucket in lagging)
 
+    def _may_wait_for(self, bucket: Bucket) -> bool:
+        """Whether no other rank needs a message of this one before it issues the reduction of ``bucket``, the oldest in
+        flight here. Gathers are what it could need; so far as is known it has issued the reduction already, or will
+        without one."""
+        number = self._issued.here - len(self._in_flight)
+        known = number < self._issued.everywhere or not self._gathers_in_backward
+        return known or self._all_ranks_come(bucket)
+
     def _all_ranks_come(self, bucket: Bucket) -> bool:
         """Whether all ranks reduce ``bucket`` without needing anything of this rank first.
 
@@ -357,12 +374,13 @@ class Reducer:
         while self._in_flight:
             oldest, pending = self._in_flight[0]
             crowded = self._flying_nbytes + nbytes > self._max_in_flight_nbytes
-            if not (pending.done() or (crowded and self._all_ranks_come(oldest))):
+            if not (pending.done() or (crowded and self._may_wait_for(oldest))):
                 break
             self._land()
         grads = self.grads[bucket]
         full = grads.complete()
         grads.issued = True
+        self._issued.here += 1
         operation = self.comm.reduce_scatter if bucket.plan.shards_master else self.comm.all_reduce
         with profiled("reduce", bucket.label):
             self._in_flight.append((bucket, operation(full, bucket.label)))

@@ -39,7 +39,7 @@ class AfterStep:
     def submit(self, jobs: Sequence[StepJob]) -> None:
         """Queue the steps of offloaded buckets."""
         if self._worker is None:
-            self._worker = StepWorker(self._threads)
+            self._worker = StepWorker(self._threads, self._streams.accelerator)
         self._worker.submit([job._replace(number=self._numbers[job.bucket]) for job in jobs], self._streams.mark())
 
     def masters_changed(self, changed: Collection[Bucket]) -> None:

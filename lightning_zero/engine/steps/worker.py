@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from lightning_zero.device.accelerator import Accelerator
 from lightning_zero.engine.units.bucket import Bucket
 from lightning_zero.engine.units.home import Home
 
@@ -40,7 +41,7 @@ class StepJob(NamedTuple):
 
 
 def default_threads(share: int) -> int:
-    """Threads that a rank's offloaded step takes of its ``share`` of the cores. One is left for transfers, if it can."""
+    """Threads of a rank's offloaded step, of its ``share`` of the cores. From three cores on, one is left for transfers."""
     return max(1, share - 1) if share > 2 else share
 
 
@@ -52,10 +53,12 @@ class _Queued(NamedTuple):
 class StepWorker:
     """Runs jobs in a thread of its own. Of the jobs that wait it takes the one that the next forward needs first."""
 
-    def __init__(self, threads: int) -> None:
-        self._pool = ThreadPoolExecutor(
-            1, "lightning_zero-step", initializer=torch.set_num_threads, initargs=(threads,)
-        )
+    def __init__(self, threads: int, accelerator: Accelerator) -> None:
+        def begin() -> None:
+            torch.set_num_threads(threads)  # a setting of each thread, as is the device
+            accelerator.bind_thread()
+
+        self._pool = ThreadPoolExecutor(1, "lightning_zero-step", initializer=begin)
         self._waiting: list[_Queued] = []
         self._running = False
         self._last: Future[None] | None = None

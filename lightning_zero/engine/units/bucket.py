@@ -85,6 +85,7 @@ class Bucket:
         # Properties of the plan that every pass asks for, and that never change:
         self.layout = layout = plan.layout
         self.reshards, self.gathers_after_step = plan.reshards, plan.gathers_after_step
+        self._is_elsewhere = plan.tiers.leaves_device
         self.owned_range = low, high = plan.owned_range(comm.shard_rank)
         self.gaps = layout.gaps()
         self.full = FlatBuffer(layout.numel, dtypes.compute, comm.device)
@@ -143,7 +144,7 @@ class Bucket:
 
     def _await_grad(self) -> None:
         if self._grad_event is not None:
-            self._grad_event.synchronize()
+            self.comm.streams.accelerator.wait_on_host(self._grad_event)
             self._grad_event = None
 
     def claim_grad(self) -> Callable[[], Tensor | None]:
@@ -158,7 +159,7 @@ class Bucket:
 
         def arrived() -> Tensor | None:
             if event is not None:
-                event.synchronize()
+                self.comm.streams.accelerator.wait_on_host(event)
             return grad
 
         return arrived
@@ -166,10 +167,10 @@ class Bucket:
     def bring_grad(self, reduced: Tensor) -> None:
         """Copy ``reduced`` [owned numel], as the gradient, to plain host memory, of no tier. The host does not wait."""
         streams = self.comm.streams
-        host = torch.empty(reduced.shape, dtype=self.dtypes.grad, pin_memory=reduced.device.type == "cuda")
+        host = streams.accelerator.host_memory(reduced.shape, self.dtypes.grad)
         with streams.on("d2h"):
             # On a GPU the cast is a kernel of its own: a copy to the host that casts too would make the host wait.
-            source = reduced if reduced.device.type == "cpu" else reduced.to(self.dtypes.grad)
+            source = reduced.to(self.dtypes.grad) if streams.are_there else reduced
             host.copy_(source, non_blocking=True)
             event = streams.mark()
         # In this order: the setter waits for the event of the gradient before. Set first, the event would be that of
@@ -177,7 +178,8 @@ class Bucket:
         self.grad = host
         if event is not None:
             self._grad_event = event
-            streams.hold(source, event)
+            # Both are read by this stream, and ``reduced`` is memory of another one's pool, which does not wait for it.
+            streams.hold((reduced, source), event)
 
     # -- values at rest -------------------------------------------------------------------------------------------
 
@@ -197,7 +199,7 @@ class Bucket:
         """Make the masters' home and the compute parameters' store, as the plan says, from ``values`` [owned numel]."""
         plan, dtype = self.plan, self.dtypes.master if self.trainable else self.dtypes.compute
         if plan.copies_master:
-            self.home = make_home(plan.home_tier, self._tiers, self.label, values, dtype)
+            self.home = make_home(plan.home_tier, self._tiers, self.label, values, dtype)  # waits for its copy
         else:
             self.home = ResidentHome(self._own_part)
         self.rest = make_param_store(plan, self.label, self.home, self._own_part, values, self._send, self._tiers.nvme)
@@ -261,7 +263,7 @@ class Bucket:
         # On the current (compute) stream, outside of the ``with`` below: ``release`` gives the block back to the pool
         # of this stream, so this stream must also be the one that takes it.
         self.full.allocate()
-        if not self.plan.tiers.leaves_device:
+        if not self._is_elsewhere:
             self.rest.prepare(self._own_part)
             return self.comm.all_gather(self.full.data, self.label)
         # The gather is issued from the stream of copies to the device, and so waits for the copies of the last step and

@@ -28,7 +28,7 @@ def build_units(
     rows: Sequence[TierRow],
     tiers: Tiers,
 ) -> list[Unit]:
-    """Units of ``module`` with filled buckets; the root first. Parameters show their gathered values.
+    """Units of ``module`` with filled buckets, at rest; the root first.
 
     Args:
         groups: what :func:`describe_units` said of the module.
@@ -45,7 +45,9 @@ def build_units(
         if some_meta and comm.device.type != "meta":
             make = functools.partial(materialise, module, group.name, names, comm.device)
             comm.together(f"first values of unit {group.name or '(root)'}", make)
-        built[index] = Unit(group.name, index, _build_buckets(group, index, config, rows[index], comm, tiers))
+        unit = Unit(group.name, index, _build_buckets(group, index, config, rows[index], comm, tiers))
+        unit.reshard()  # at once: the device need not hold more than one unit beside what rests
+        built[index] = unit
     replicate_buffers(module, comm, TRUE_DTYPES.get(config.precision.name or Precision.fp32))
     return [built[index] for index in range(len(groups))]
 
@@ -60,7 +62,8 @@ def _build_buckets(
 ) -> list[Bucket]:
     buckets: list[Bucket] = []
     for part in group.buckets:
-        plan = place(part.shape(unit), STAGES[config.stage.name], row, comm.shard_size)
+        stage, alone = STAGES[config.stage.name], config.comm.even_alone
+        plan = place(part.shape(unit), stage, row, comm.shard_size, even_alone=alone)
         label = f"{group.name or '(root)'}#{len(buckets)}"
         bucket = Bucket(label, part.params, plan, part.dtypes, comm, tiers)
         _fill(bucket)

@@ -18,6 +18,7 @@ from lightning_zero.comm.agreements import gather_objects
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.share import Share, own_path, ranks_on_disk
 from lightning_zero.config import ConfigError, Hierarchy, Offload, OffloadConfig, ZeroConfig
+from lightning_zero.device import accelerator_of
 from lightning_zero.engine.units.bucket import Bucket
 from lightning_zero.engine.units.describe import UnitGroup, bucket_shapes, sizes_of
 from lightning_zero.engine.units.home import Tiers
@@ -67,7 +68,7 @@ def make_tiers(
     if used != {Tier.device}:
         staging, rest = _host_nbytes(groups, rows, config, comm.shard_size)
         check_host_memory(comm, rest, offload.host_budget, held=0, staging=staging)
-    host = HostTier(comm.device, budget=offload.host_budget) if Tier.host in used else None
+    host = HostTier(comm.streams.accelerator, budget=offload.host_budget) if Tier.host in used else None
     nvme = None
     if Tier.nvme in used:
         make = partial(_files, str(path), offload, comm.rank, instances)
@@ -195,13 +196,9 @@ def _budgets(offload: OffloadConfig, path: str | None, comm: Communicator, share
     # Equal, because units are split over tiers by them: ranks that split otherwise would issue other gathers.
     on_disk = ranks_on_disk(comm, path)
     disk = shutil.disk_usage(path).free // on_disk if path else 0
-    found = default_budgets(_free_on_gpu(comm.device), available_host_memory(), disk, share.local_ranks)
+    found = default_budgets(comm.streams.accelerator.free_nbytes(), available_host_memory(), disk, share.local_ranks)
     least = (-comm.max_(-torch.tensor(found, dtype=torch.int64))).tolist()
     return Budgets(*least).with_given(offload.device_budget, offload.host_budget, offload.nvme_budget)
-
-
-def _free_on_gpu(device: torch.device) -> int:
-    return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else 0
 
 
 # -- nodes ------------------------------------------------------------------------------------------------------------
@@ -219,7 +216,7 @@ def find_topology(
     Raises:
         ConfigError: ``zero.comm.hierarchy=node`` on nodes with different numbers of ranks.
     """
-    own = (node, machine(), _free_on_gpu(device), available_host_memory())
+    own = (node, machine(), accelerator_of(device).free_nbytes(), available_host_memory())
     table = gather_objects(group, own, waits, "which ranks share a node")
     names = [name for name, *_ in table]
     local_ranks = Counter(host for _, host, *_ in table)

@@ -117,7 +117,8 @@ class HostHome(ResidentHome):
         self._states: dict[int, list[tuple[Tensor, Any]]] = {}  # of each owner, with their extents
         self._extent = tier.reserve([Wanted(label, values.numel(), dtype)])[0]
         master = tier.resident(self._extent)
-        copy_cast(values, master)
+        # The host waits: nothing tells whoever reads or writes the masters next that a copy is still under way.
+        copy_cast(values, master, wait=True)
         super().__init__(master)
 
     def adopt(self, owner: object, states: Sequence[Tensor]) -> None:
@@ -273,14 +274,16 @@ def make_home(tier: Tier, tiers: Tiers, label: str, values: Tensor, dtype: torch
     return ResidentHome(values.to(dtype, copy=True))
 
 
-def copy_cast(source: Tensor, target: Tensor) -> None:
+def copy_cast(source: Tensor, target: Tensor, *, wait: bool = False) -> None:
     """Copy ``source`` into ``target``, and cast it.
 
-    A cast between devices goes in pieces: in one piece it would need a second copy of the whole. Elsewhere the host
-    does not wait for the copy.
+    A cast between devices goes in pieces: in one piece it would need a second copy of the whole.
+
+    Args:
+        wait: the host goes on when the copy is over, also where it need not wait to read or write pinned memory.
     """
     if source.device == target.device or source.dtype == target.dtype:
-        target.copy_(source, non_blocking=True)
+        target.copy_(source, non_blocking=not wait)
         return
     for start in range(0, source.numel(), CAST_CHUNK):
         # Blocking: the cast piece is a temporary, which must not go before the copy has read it.

@@ -69,10 +69,7 @@ class BufferSync:
 
     def _send(self, buffers: list[Tensor]) -> None:
         flat = torch.cat([b.detach().reshape(-1) for b in buffers])
-        if flat.device.type == "cpu":
-            self._comm.broadcast_small(flat)  # not in the queue of the gathers that a step has left in flight
-        else:
-            self._comm.broadcast(flat)
+        self._comm.broadcast(flat, among="reduce")  # not among the gathers that a step has left in flight
         if self._comm.rank == 0:
             increment_version(buffers)  # a graph that has saved them is refused on all ranks, or on none
         else:

@@ -148,7 +148,9 @@ class Unit:
             self.reshard()
 
     def serve(self) -> None:
-        """Take part in a gather that other ranks need while this one has the unit gathered already."""
+        """Take part in a gather that other ranks need while this one has the unit gathered already, or under way."""
+        # This rank's own slice may still be under way to the buffer, and would be sent before it has arrived.
+        self.unshard_wait()
         # Into a copy, because the buffer is in use: kernels may be reading it, and writes of the user's that other
         # ranks have not taken over yet would be overwritten.
         for bucket in self.resharded:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
 
+import torch
 from torch import Tensor, nn
 
 from lightning_zero.engine.assembly import Assembly
@@ -125,10 +126,9 @@ def full_reduced_grad(bucket: Bucket) -> Tensor | None:
     """On all ranks: the reduced gradient of a whole bucket [layout.numel], a new tensor; None where there is none."""
     if bucket.grad is None:
         return None
-    if not bucket.plan.shards_master:
-        return bucket.grad.clone()
     low, high = bucket.owned_range
-    full = bucket.grad.new_zeros(bucket.layout.numel)
-    full[low:high].copy_(bucket.grad)
-    bucket.comm.all_gather(full, f"{bucket.label} (gradients)").wait()
+    full = torch.zeros(bucket.layout.numel, dtype=bucket.grad.dtype, device=bucket.comm.device)
+    full[low:high].copy_(bucket.grad)  # which may rest on the host
+    if bucket.plan.shards_master:
+        bucket.comm.all_gather(full, f"{bucket.label} (gradients)").wait()
     return full

@@ -1,0 +1,92 @@
+"""A GPU, and which GPUs there are. The only file that calls ``torch.cuda``."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_zero.device.accelerator import Accelerator
+
+
+class Cuda(Accelerator):
+    """One GPU of this process."""
+
+    has_streams = True
+
+    def new_stream(self) -> Any:
+        # Copies and messages that are ready should not wait behind kernels that fill the GPU.
+        return torch.cuda.Stream(self.device, priority=-1)
+
+    def current_stream(self) -> Any:
+        return torch.cuda.current_stream(self.device)
+
+    def on(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
+        return torch.cuda.stream(stream)
+
+    def record(self) -> Any:
+        return self.current_stream().record_event()
+
+    def wait(self, event: Any) -> None:
+        self.current_stream().wait_event(event)
+
+    def is_over(self, event: Any) -> bool:
+        return bool(event.query())
+
+    def wait_on_host(self, event: Any) -> None:
+        event.synchronize()
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.device)
+
+    def host_memory(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, pin_memory=True)
+
+    def pin(self, memory: Tensor) -> None:
+        # In place: the caching allocator of pinned memory would round up to a power of two.
+        with torch.cuda.device(self.device):
+            code = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
+        if code != 0:
+            raise MemoryError(f"CUDA error {code}")
+
+    def unpin(self, memory: Tensor) -> None:
+        with torch.cuda.device(self.device):
+            torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
+
+    def free_nbytes(self) -> int:
+        return int(torch.cuda.mem_get_info(self.device)[0])
+
+    def peak_nbytes(self) -> int:
+        return int(torch.cuda.max_memory_allocated(self.device))
+
+    def release_cached(self) -> None:
+        torch.cuda.empty_cache()
+
+    def bind_thread(self) -> None:
+        torch.cuda.set_device(self.device)
+
+    def rng_state(self) -> Tensor:
+        return torch.cuda.get_rng_state(self.device)
+
+    def seeded_rng_state(self, seed: int) -> Tensor:
+        return torch.Generator(self.device).manual_seed(seed).get_state()
+
+    def set_rng_state(self, state: Tensor) -> None:
+        torch.cuda.set_rng_state(state, self.device)
+
+
+def gpu_count() -> int:
+    """How many GPUs this process can use."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def gpu_nbytes() -> int:
+    """All memory of the first."""
+    return int(torch.cuda.get_device_properties(0).total_memory)
+
+
+def default_device() -> torch.device:
+    """This process's GPU, else the host."""
+    return torch.device("cuda", torch.cuda.current_device()) if gpu_count() else torch.device("cpu")
