@@ -264,11 +264,13 @@ class Communicator:
             return pending
 
     def _rest_in_stream(self, shard: Tensor, full: Tensor, label: str, whole: bool) -> Tensor:
+        """Issue, on the reduce stream, the messages that follow the sum of this rank's slice, ``shard``."""
         assert self._groups is not None
         if self._groups.replicate is not None:
             self._sum_replicas_in_stream(shard, label)
         if not whole:
             return shard
+        # On the reductions' own group: each reduction is issued with all of its messages, so one order holds for all.
         if self._groups.reduce is not None:
             full.view(self.shard_size, -1)[self.shard_rank].copy_(shard)
             for work in self._transport.gather(full, self.shard_rank, self.shard_size, self._groups.reduce):

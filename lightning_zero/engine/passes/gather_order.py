@@ -112,7 +112,7 @@ class GatherOrder:
         self._serve(self._exchange(unit.index), own=unit)
 
     def _exchange(self, want: int) -> list[int]:
-        """What each rank wants next, in rank order."""
+        """Tell all ranks what this one wants next. Returns what each rank wants, in rank order."""
         wants, issued = self.comm.exchange(want, self._issued.here)
         self._issued.told(issued)
         return wants

@@ -324,9 +324,11 @@ class Reducer:
         self._orders[self._key].sort(key=lambda bucket: bucket in lagging)
 
     def _may_wait_for(self, bucket: Bucket) -> bool:
-        """Whether no other rank needs a message of this one before it issues the reduction of ``bucket``, the oldest in
-        flight here. Gathers are what it could need; so far as is known it has issued the reduction already, or will
-        without one."""
+        """Whether this rank may wait inside a backward for the reduction of ``bucket``, the oldest in flight here.
+
+        It may not if another rank needs a message of this one, a gather, before it can issue that reduction: both would
+        wait for ever. It may where all ranks are known to have issued the reduction, or to issue it without a gather.
+        """
         number = self._issued.here - len(self._in_flight)
         known = number < self._issued.everywhere or not self._gathers_in_backward
         return known or self._all_ranks_come(bucket)

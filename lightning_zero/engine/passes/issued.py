@@ -1,16 +1,18 @@
-"""How far the reductions of the open pass have got, here and on the rank that is furthest behind."""
+"""Counts the reductions that were issued in the open pass, here and on the rank that is furthest behind."""
 
 from __future__ import annotations
 
 
 class IssuedReductions:
-    """Ranks tell each other when they agree on gathers. What all have issued may be waited for: nothing that a rank
-    still needs to get there can be held up.
+    """How many reductions all ranks have issued. The ranks tell each other when they agree on gathers.
+
+    A rank may wait for a reduction that all ranks have issued: none of them needs another message to get that far, so
+    the wait holds up nobody.
 
     Attributes:
         here: reductions that this rank has issued in this pass.
-        everywhere: reductions that every rank has issued in it, as far as is known. Of those, all ranks have issued the
-            same, since they issue them in one order.
+        everywhere: reductions that every rank has issued in this pass, as far as is known. They are the same ones on
+            all ranks, because ranks issue reductions in one order.
     """
 
     def __init__(self) -> None:
@@ -20,5 +22,5 @@ class IssuedReductions:
         self.here = self.everywhere = 0
 
     def told(self, counts: list[int]) -> None:
-        """``here`` of all ranks."""
+        """Take the numbers ``here`` of all ranks."""
         self.everywhere = min(counts)

@@ -41,7 +41,7 @@ class StepJob(NamedTuple):
 
 
 def default_threads(share: int) -> int:
-    """Threads of a rank's offloaded step, of its ``share`` of the cores. From three cores on, one is left for transfers."""
+    """Threads of a rank's offloaded step, of its ``share`` of the cores. From three cores on, transfers get one."""
     return max(1, share - 1) if share > 2 else share
 
 
