@@ -98,8 +98,8 @@ def _open_part(target: Path) -> _Part:
             continue
         with contextlib.suppress(OSError):  # a file system without locks
             fcntl.flock(fd, fcntl.LOCK_EX)
-        # Another process may have taken the file for a leftover, and removed it, before it was locked. What is written
-        # to it then would be lost when it is renamed.
+        # Another process may have taken the file for a leftover, and removed it, before it was locked. It has no name
+        # then that could be changed to the target's.
         if os.fstat(fd).st_nlink:
             return _Part(path, fd)
         os.close(fd)

@@ -75,6 +75,7 @@ class Assembly:
         self.config = config
         self.precision = config.precision.name or Precision.fp32
         self._module = weakref.ref(module)
+        self._group = group
         self.tiers = Tiers()
         share = self._shard(module, group, device, node)
         self._places = {id(info.param): Place(b, info) for u in self.units for b in u.buckets for info in b.params}
@@ -172,6 +173,11 @@ class Assembly:
         found = module.__dict__.get(ENGINE)
         if found is not None and found.shards(module):
             raise ConfigError("this module is sharded already. Call engine.release() before it is sharded again.")
+        if self.config.comm.even_alone and self._group is None:
+            raise ConfigError(
+                "zero.comm.even_alone: expected a process group to send messages over, got none. Call "
+                "torch.distributed.init_process_group first, or set zero.comm.even_alone=false."
+            )
         check_rounding(self.config.precision.stochastic_rounding, self.precision)
         groups = describe.describe_units(module, self.config, self.precision)
         check_blocks(groups[1:], self.config.activation_checkpointing)

@@ -22,7 +22,7 @@ from lightning_zero.config import ConfigError
 
 
 class ZeroCheckpointIO(TorchCheckpointIO):
-    """Writes Lightning's file so that it is whole or not there; where the file system is not local, as Lightning does."""
+    """Writes Lightning's file so that it is whole or not there. Where the path is not local, Lightning writes it."""
 
     _looked: frozenset[bool] = frozenset()  # what files of weights only, and whole ones, of this run hold
 

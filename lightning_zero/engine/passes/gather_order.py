@@ -45,6 +45,7 @@ class GatherOrder:
         self.keep_bytes = keep_bytes
         self.dynamic = dynamic
         self.plans: dict[str, Plan] = {}
+        self._reductions: dict[str, list[int]] = {}  # see IssuedReductions.learned
         self._strays: dict[str, int] = {}
         self._key = ""
         self._cyclic = False
@@ -56,9 +57,9 @@ class GatherOrder:
 
     def begin(self, key: str, *, cyclic: bool) -> None:
         """A pass starts. Passes of one ``key`` are expected to take the same path."""
-        self._issued.pass_begins()
         self._key, self._cyclic = key, cyclic
         plan = self.plans.get(key)
+        self._issued.pass_begins(self._reductions.get(key, ()))
         anything = any(unit.reshards for unit in self.units)  # else nothing is ever gathered along the path
         self._agreeing = (plan is None or self.dynamic) and anything
         self._cursor = None if plan is None or self.dynamic else Cursor(plan)
@@ -80,6 +81,8 @@ class GatherOrder:
             self._idle.remove(unit)
         # Before the wait: the next gathers are under way while this one is waited for and used.
         self._look_ahead()
+        if self._cursor is not None and not self._agreeing:
+            self._issued.gathered(self._cursor.position)
         unit.unshard_wait()
 
     def used(self, unit: Unit) -> bool:
@@ -114,7 +117,7 @@ class GatherOrder:
     def _exchange(self, want: int) -> list[int]:
         """Tell all ranks what this one wants next. Returns what each rank wants, in rank order."""
         wants, issued = self.comm.exchange(want, self._issued.here)
-        self._issued.told(issued)
+        self._issued.told(len(self._history), issued)
         return wants
 
     def _serve(self, wants: Sequence[int], own: Unit | None = None) -> None:
@@ -139,7 +142,8 @@ class GatherOrder:
         if self._key not in self.plans or self.dynamic:
             nbytes = [unit.gathered_nbytes for unit in self.units]
             keep = 0 if self.dynamic else self.keep_bytes
-            self.plans[self._key] = compile_plan(self._history, nbytes, keep, cyclic=self._cyclic)
+            self.plans[self._key] = plan = compile_plan(self._history, nbytes, keep, cyclic=self._cyclic)
+            self._reductions[self._key] = self._issued.learned(plan.places)
             self._strays[self._key] = 0
         elif strays >= FORGIVEN:
             del self.plans[self._key]  # the next pass is recorded as a whole: this one knows only what it gathered

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -25,6 +26,9 @@ from lightning_zero.comm.profiling import profiled
 from lightning_zero.comm.reduction import Reduction
 from lightning_zero.engine.passes.issued import IssuedReductions
 from lightning_zero.engine.units.bucket import Bucket, Place
+
+PATIENCE_S = 2.0  # for a reduction that is in the way of the next
+_POLL_S = 0.0002
 
 
 @dataclass(slots=True, eq=False)
@@ -323,21 +327,33 @@ class Reducer:
         lagging = self._lagging[self._key]
         self._orders[self._key].sort(key=lambda bucket: bucket in lagging)
 
-    def _may_wait_for(self, bucket: Bucket) -> bool:
-        """Whether this rank may wait inside a backward for the reduction of ``bucket``, the oldest in flight here.
+    def _may_wait_for_oldest(self) -> bool:
+        """Whether this rank may wait, inside a backward, for the oldest reduction in flight here.
 
-        It may not if another rank needs a message of this one, a gather, before it can issue that reduction: both would
-        wait for ever. It may where all ranks are known to have issued the reduction, or to issue it without a gather.
+        It may where all ranks have issued that reduction, or will without needing a gather of this one first. This rank
+        issues no gather while it waits, so both would otherwise wait for ever.
         """
-        number = self._issued.here - len(self._in_flight)
-        known = number < self._issued.everywhere or not self._gathers_in_backward
-        return known or self._all_ranks_come(bucket)
+        oldest = self._issued.here - len(self._in_flight)
+        return oldest < self._issued.everywhere or not self._gathers_in_backward
+
+    def _comes(self, pending: Reduction) -> bool:
+        """Give a reduction some time. Returns whether it has arrived; at once true on a device, whose stream waits.
+
+        A rank that leaves the path of the passes before may need this one after all. Then this rank goes on, and holds
+        more memory than the bound allows.
+        """
+        deadline = time.monotonic() + PATIENCE_S
+        while not self.comm.streams.are_there and not pending.done():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_POLL_S)
+        return True
 
     def _all_ranks_come(self, bucket: Bucket) -> bool:
         """Whether all ranks reduce ``bucket`` without needing anything of this rank first.
 
-        Only then may this rank wait for it in the middle of a backward. A rank where the bucket lags needs gathers to
-        get to its end, in which this rank takes part. If this rank waited meanwhile, both would wait for ever.
+        A rank on which the bucket lags completes it only when its backward is over, and needs gathers to get there, in
+        which this rank takes part.
         """
         return not self.dynamic and self._key in self._lagging and bucket not in self._lagging[self._key]
 
@@ -374,9 +390,9 @@ class Reducer:
         # The oldest first, always: landing issues the second half of an all-reduce, and these halves share a group
         # whose operations must come in one order on all ranks. When a rank lands, on the other hand, is its own affair.
         while self._in_flight:
-            oldest, pending = self._in_flight[0]
+            _, pending = self._in_flight[0]
             crowded = self._flying_nbytes + nbytes > self._max_in_flight_nbytes
-            if not (pending.done() or (crowded and self._may_wait_for(oldest))):
+            if not (pending.done() or (crowded and self._may_wait_for_oldest() and self._comes(pending))):
                 break
             self._land()
         grads = self.grads[bucket]

@@ -1,26 +1,58 @@
-"""Counts the reductions that were issued in the open pass, here and on the rank that is furthest behind."""
+"""Counts the reductions that were issued in the open pass: here, and on the rank that is furthest behind.
+
+A rank that waits for a reduction may hold up the gathers that another rank needs before it can issue that reduction.
+So it waits only for reductions that all ranks have issued, or will issue without further gathers of this rank. While
+ranks agree on gathers, they tell each other how many reductions they have issued. When a later pass of the same kind
+follows the plan, each rank is taken to have issued as many after as many gathers.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class IssuedReductions:
-    """How many reductions all ranks have issued. The ranks tell each other when they agree on gathers.
-
-    A rank may wait for a reduction that all ranks have issued: none of them needs another message to get that far, so
-    the wait holds up nobody.
+    """The numbers of reductions that were issued in the open pass.
 
     Attributes:
         here: reductions that this rank has issued in this pass.
-        everywhere: reductions that every rank has issued in this pass, as far as is known. They are the same ones on
-            all ranks, because ranks issue reductions in one order.
+        everywhere: reductions of this pass that may be waited for: the first so many, in the order of all ranks.
     """
 
     def __init__(self) -> None:
         self.here = self.everywhere = 0
+        self._met: list[tuple[int, int]] = []  # gathers issued, reductions issued by all, at each agreement
+        self._known: Sequence[int] = ()
 
-    def pass_begins(self) -> None:
+    def pass_begins(self, known: Sequence[int] = ()) -> None:
+        """Begin to count anew.
+
+        Args:
+            known: from :meth:`learned`, where this kind of pass has a plan.
+        """
         self.here = self.everywhere = 0
+        self._met, self._known = [], known
 
-    def told(self, counts: list[int]) -> None:
-        """Take the numbers ``here`` of all ranks."""
+    def told(self, gathers: int, counts: Sequence[int]) -> None:
+        """Note that all ranks have issued the same ``gathers`` by now, and these ``counts`` of reductions."""
         self.everywhere = min(counts)
+        self._met.append((gathers, self.everywhere))
+
+    def gathered(self, gathers: int) -> None:
+        """Take the number of gathers of the plan that this rank has issued."""
+        if gathers < len(self._known):
+            self.everywhere = max(self.everywhere, self._known[gathers])
+
+    def learned(self, places: Sequence[int]) -> list[int]:
+        """For each number of gathers of the plan, the reductions that all ranks had issued by then in this pass.
+
+        Args:
+            places: for each gather of the pass, and for its end, how many gathers of the plan come before it.
+        """
+        known = [0] * (places[-1] + 1)
+        for gathers, reductions in self._met:
+            if gathers < len(places):  # a plan has an end, and what comes after it is agreed again
+                known[places[gathers]] = max(known[places[gathers]], reductions)
+        for place in range(1, len(known)):
+            known[place] = max(known[place], known[place - 1])
+        return known

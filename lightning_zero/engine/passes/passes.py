@@ -479,7 +479,7 @@ class Passes:
         """End a backward on all ranks: reduce what is left, in order, and close the pass."""
         self.comm.place = f"end of backward in pass {self.key}"
         # The reductions first: a rank that is still in its backward may wait for one of them (``Reducer._issue``), and
-        # would then not come to the gathers that ``order.end`` may wait for.
+        # as long as it waits it does not come to the gathers that ``order.end`` may wait for.
         self.reducer.flush()
         # Before ``reducer.end``, which waits for all ranks: one that is still on its way may need these gathers first.
         self.order.end()
