@@ -8,6 +8,7 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from types import FunctionType
 
 import torch
 from torch import nn
@@ -24,7 +25,7 @@ from lightning_zero.engine.units.param_info import ParamInfo, strides_of
 from lightning_zero.planning.buckets import BucketShape, Itemsizes
 from lightning_zero.planning.layout import split_by_bytes
 from lightning_zero.planning.memory import unit_bytes
-from lightning_zero.planning.placement import STAGES, UnitBytes
+from lightning_zero.planning.placement import STAGES, Placement, UnitBytes
 from lightning_zero.planning.units import choose_units, owner_of
 
 # A parameter of the root unit with at least this many bytes has a bucket of its own: embedding and head lie at
@@ -74,8 +75,10 @@ def describe_units(module: nn.Module, config: ZeroConfig, precision: Precision) 
     """Units of ``module`` and their buckets, the root first. Sizes and dtypes only: the module may be on meta.
 
     Raises:
-        ConfigError: units that do not occur, or DTensor parameters.
+        ConfigError: units that do not occur, DTensor parameters, or CUDA graphs over parameters that come and go.
     """
+    if STAGES[config.stage.name].compute_param is Placement.sharded:
+        _refuse_cuda_graphs(module)
     names = choose_units(module, config.unit)
     owners: dict[str, list[tuple[nn.Parameter, list[str]]]] = {name: [] for name in ["", *names]}
     known = set(names)
@@ -94,6 +97,20 @@ def describe_units(module: nn.Module, config: ZeroConfig, precision: Precision) 
     fp32 = {id(p) for m in fp32_modules(module, config.precision.fp32_modules) for p in m.parameters(recurse=False)}
     fp32 |= {id(p) for p in _parts_of_weights(module)}
     return [UnitGroup(name, _group(name, owners[name], fp32, config, precision)) for name in ["", *names]]
+
+
+def _refuse_cuda_graphs(module: nn.Module) -> None:
+    for name, inner in module.named_modules():
+        for value in (*vars(inner).values(), inner.forward):
+            ask = getattr(value, "get_compiler_config", None) if isinstance(value, FunctionType) else None
+            config = ask() if ask is not None else None
+            if isinstance(config, dict) and config.get("triton.cudagraphs"):
+                raise ConfigError(
+                    f"{name or type(inner).__name__} is compiled with CUDA graphs (torch.compile with "
+                    'mode="reduce-overhead" or "max-autotune"): a graph replays kernels on the addresses that it was '
+                    "recorded with, and gathered parameters are somewhere else each time. Compile with "
+                    'mode="default" or "max-autotune-no-cudagraphs", or choose zero/stage=zero2.'
+                )
 
 
 def bucket_shapes(units: Sequence[UnitGroup]) -> list[BucketShape]:
