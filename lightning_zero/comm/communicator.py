@@ -134,6 +134,7 @@ class Communicator:
             return Reduction(self._reduce(full, label, whole=True))
 
         def gather(shard: Tensor) -> Pending:
+            # ``full`` held what was to be summed. The sum is complete here, so nothing reads its old contents any more.
             full.view(self.shard_size, -1)[self.shard_rank].copy_(shard)
             return self._gather(full, label, "second_half")
 
@@ -158,7 +159,7 @@ class Communicator:
             self._wait_broadcast(flat_bytes, replica, self._groups.replicate)
         if (shards := getattr(self._groups, among)) is not None:
             self._wait_broadcast(flat_bytes, place, shards)
-        if data is not tensor:
+        if data is not tensor:  # a contiguous copy, or one on the host
             tensor.copy_(data)
 
     def _wait_broadcast(self, tensor: Tensor, src: int, group: Any) -> None:
@@ -166,7 +167,7 @@ class Communicator:
         self.wait_work(work, "values of rank 0", on_device=tensor.device.type != "cpu")
 
     def broadcast_small(self, tensor: Tensor) -> None:
-        """Blocking: every rank gets a small host tensor of rank 0."""
+        """Send a small host tensor of rank 0 to every rank. Blocking. It does not wait behind gathers in flight."""
         if self._groups is not None:
             work = dist.broadcast(tensor, group_src=0, group=self._groups.control, async_op=True)
             self.wait_work(work, "a small reduction")
@@ -205,12 +206,14 @@ class Communicator:
         return table.view(self.world_size, -1).t().tolist()  # type: ignore[no-any-return]
 
     def resume(self) -> None:
-        """Blocking, on all ranks, after an exception has ended a pass: go on with groups that all have used alike.
+        """Replace the groups if ranks have issued different numbers of operations on them. Blocking, on all ranks.
 
-        The later halves of reductions are issued when the first are found complete, so that ranks which raised in the
-        same place may have issued different ones. Messages on such groups would meet others than their own.
+        It is called after an exception has ended a pass. A rank issues the later half of a reduction when it finds the
+        first half complete, so ranks that raised in the same place may have issued different later halves. On groups
+        that were used so, the next message of one rank would be matched with an older message of another.
         """
         if self._groups is not None and len({*self.all_gather_objects(self.issued, "going on after an exception")}) > 1:
+            # Given back before the pool is asked: the pool then sees that the counts differ, and leaves these alone.
             self._groups.user = lambda: None
             self._groups = GROUP_POOL.take(self._parent, self, self._kind, self.waits)
 
@@ -224,18 +227,22 @@ class Communicator:
     # -- messages -----------------------------------------------------------------------------------------------
 
     def _gather(self, full: Tensor, label: str, group: str) -> Pending:
+        """Issue a gather of ``full`` on the group of that name."""
         if self._groups is None or self._groups.gather is None:
             pending = Pending(self, label, [], lambda: full)
             pending._event = self.streams.mark()  # the current stream may be one that still brings the bytes
             return pending
+        # Counted apart from the all-reduce that it ends: ranks come here at different moments, see :meth:`resume`.
         self._groups.issued += group == "second_half"
         with self.streams.on("gather") as stream:
             works = self._transport.gather(full, self.shard_rank, self.shard_size, getattr(self._groups, group))
             return self._pending(label, works, lambda: full, stream)
 
     def _reduce(self, full: Tensor, label: str, *, whole: bool = False) -> Pending:
-        """The sum over the ranks that share shards. On a stream also what follows it: nobody waits in between, so that
-        all of it is issued in the order of reductions, which is the same on all ranks.
+        """Issue the sum over the ranks that share shards. On a stream also issue the messages that follow it.
+
+        On a stream nobody waits in between. So all messages are issued in the order of reductions, which is the same on
+        all ranks.
 
         Args:
             whole: bring the sum of every slice to all ranks, into ``full``.
@@ -247,17 +254,23 @@ class Communicator:
             total: Callable[[], Tensor] = lambda: full  # noqa: E731
             if self._groups.reduce is not None:
                 works, total = self._transport.reduce(full, self.shard_rank, self.shard_size, self._groups.reduce)
+            # Off CUDA the messages that follow need a complete first sum, which the host finds when it lands it. Issued
+            # from here they would make the host wait for the first sum now. On CUDA the stream waits, not the host.
             finish = total if stream is None else lambda: self._rest_in_stream(total(), full, label, whole)
             pending = self._pending(label, works, finish, stream)
-            pending._keep = full  # the reduce stream reads it, whose memory belongs to the compute stream
+            # The reduce stream reads ``full``, whose block belongs to the compute stream's pool. Freed now, compute
+            # would get the block for its next tensor and overwrite it. :meth:`Pending.wait` frees it behind the event.
+            pending._keep = full
             return pending
 
     def _rest_in_stream(self, shard: Tensor, full: Tensor, label: str, whole: bool) -> Tensor:
+        """Issue, on the reduce stream, the messages that follow the sum of this rank's slice, ``shard``."""
         assert self._groups is not None
         if self._groups.replicate is not None:
             self._sum_replicas_in_stream(shard, label)
         if not whole:
             return shard
+        # On the reductions' own group: each reduction is issued with all of its messages, so one order holds for all.
         if self._groups.reduce is not None:
             full.view(self.shard_size, -1)[self.shard_rank].copy_(shard)
             for work in self._transport.gather(full, self.shard_rank, self.shard_size, self._groups.reduce):
@@ -265,7 +278,7 @@ class Communicator:
         return full
 
     def _over_replicas(self, label: str) -> list[Callable[[Tensor], Pending]]:
-        """What is left after :meth:`_reduce`: the sum over the nodes, as a message of the host."""
+        """What to issue after :meth:`_reduce`: the sum over the nodes, where the host has to issue it."""
         if self._groups is None or self._groups.replicate is None or self.streams.are_there:
             return []
         return [partial(self._sum_replicas, label)]
@@ -287,10 +300,14 @@ class Communicator:
         return dist.all_reduce(shard, group=self._groups.replicate, async_op=True)
 
     def _pending(self, label: str, works: list[Any], finish: Callable[[], Tensor], stream: Any) -> Pending:
+        """The handle of ``works``. On CUDA it is called inside ``streams.on``, with ``stream`` as the current one."""
         if stream is None:
             return Pending(self, label, works, finish)
         for work in works:
-            work.wait()  # on a device this makes the stream wait, not the host
+            # This makes the current stream wait, not the host. Outside of ``streams.on`` compute itself would wait, and
+            # nothing would overlap.
+            work.wait()
+        # The event comes last: whoever waits for it also waits for what ``finish`` has queued on the stream.
         result = finish()
         pending = Pending(self, label, [], lambda: result)
         pending._event = self.streams.mark()
@@ -304,6 +321,7 @@ class Communicator:
         if not host and isinstance(self._transport, HostTransport):
             return tensor.copy_(self._small(tensor.cpu(), op))
         groups = (self._groups.control,) if host else (self._groups.reduce, self._groups.replicate)
+        # On a device in the queue of the reductions, whose order is one on all ranks; never in that of the gathers.
         for group in groups:
             if group is not None:
                 work = dist.all_reduce(tensor, op=op, group=group, async_op=True)

@@ -57,6 +57,7 @@ class Groups:
         def new(members: Sequence[int], name: str, backend: str = kind.backend) -> Any:
             return _new_group(members, name, backend) if len(members) > 1 or kind.even_alone else None
 
+        # All ranks make their groups in this order. Making one is a collective, so another order would hang.
         return cls(
             new(shards, "gather"),
             new(shards, "reduce"),
@@ -84,9 +85,13 @@ def _host_backend(parent: Any) -> str:
 
 def _new_group(ranks: Sequence[int], name: str, backend: str) -> Any:
     name = f"lightning_zero: {name}"
+    # Synchronized among its members only: otherwise all ranks of the default group would have to call this, also those
+    # that are no part of a module's process group, and the members would wait for them.
     with _made_when_used():
         group = dist.new_group(list(ranks), use_local_synchronization=True, group_desc=name, backend=backend)
-    if backend == "gloo":  # waits have bounds of their own
+    # An operation of gloo fails for good when the group's own timeout passes. A patient wait must be able to go on, so
+    # the timeout is set out of reach, and every wait has a bound of its own (``ranks/waits.py``).
+    if backend == "gloo":
         dist.distributed_c10d._set_pg_timeout(timedelta(days=30), group)
     return group
 
@@ -120,6 +125,7 @@ class GroupPool:
         self._parents: list[_Parent] = []
 
     def parent(self, group: Any) -> _Parent:
+        # By identity, which is safe as the list keeps each group alive: the id of one cannot come back as another's.
         found = next((parent for parent in self._parents if parent.group is group), None)
         if found is None:
             ranks = dist.get_process_group_ranks(group)
@@ -139,9 +145,11 @@ class GroupPool:
 
     @staticmethod
     def _free(made: list[Groups], agreement: Any, world_size: int, waits: Waits) -> Groups | None:
-        """The first set of groups that all ranks have free after the same operations."""
-        if not made:
+        """The first set of groups that is free on all ranks, with equal numbers of operations issued."""
+        if not made:  # on all ranks or on none: sets are made by all ranks together
             return None
+        # -1: still used. A communicator's weak reference dies when the garbage collector comes by, at another moment on
+        # each rank. A rank that decided by itself would take groups that another rank does not take.
         own = torch.tensor([groups.issued if groups.user() is None else -1 for groups in made])
         table = [torch.empty_like(own) for _ in range(world_size)]
         work = dist.all_gather(table, own, group=agreement, async_op=True)

@@ -51,6 +51,8 @@ class Streams:
         if stream is None:
             yield None
             return
+        # Without the wait the body could write into a block that the allocator has just taken back from a tensor that
+        # queued kernels of the current stream still read, or read what these kernels have not written yet.
         event = after if after is not None else self.accelerator.record()
         with self.accelerator.on(stream):
             self.accelerator.wait(event)
@@ -58,6 +60,8 @@ class Streams:
 
     def hold(self, memory: Any, event: Any) -> None:
         """Keep ``memory``, which a stream reads, until ``event``; beyond a few, the host waits for the oldest."""
+        # Dropped earlier, the block would return to the pool of the stream that allocated it, and that stream could
+        # overwrite it before the stream that reads it is done. ``wait_on_host`` makes the host wait.
         self._held.append((event, memory))
         while self._held and (len(self._held) > HELD or self.accelerator.is_over(self._held[0][0])):
             self.accelerator.wait_on_host(self._held.popleft()[0])

@@ -110,23 +110,25 @@ class BucketPlan:
 
     @cached_property
     def reshards(self) -> bool:
-        """Compute parameters are gathered for a use and dropped after it."""
+        """Whether compute parameters are gathered for a use and dropped after it."""
         return self.params_rest in (ParamsRest.home, ParamsRest.shard)
 
     @cached_property
     def gathers_after_step(self) -> bool:
-        """Compute parameters stay whole on every rank, and what the others have stepped is gathered after a step.
-        (On one rank: waited for, where the step is offloaded.)"""
+        """Whether compute parameters stay whole on every rank, and a gather brings what other ranks have stepped.
+
+        (On one rank, where the step is offloaded, nothing is gathered, but waited for.)
+        """
         return not self.reshards and ((self._divided and self.shards_master) or self.steps_on_host)
 
     @property
     def copies_master(self) -> bool:
-        """The full buffer holds a copy of what is in the home."""
+        """Whether the full buffer holds a copy of what is in the home."""
         return self.params_rest is not ParamsRest.full_is_master
 
     @property
     def params_are_masters(self) -> bool:
-        """The parameters themselves are the masters, whole on every rank, at all times."""
+        """Whether the parameters themselves are the masters, whole on every rank, at all times."""
         return not self.copies_master and not self.gathers_after_step
 
     @property
@@ -156,17 +158,17 @@ class BucketPlan:
 
     @property
     def one_dtype(self) -> bool:
-        """Compute parameters and masters have the same dtype."""
+        """Whether compute parameters and masters have the same dtype."""
         return self.itemsizes.compute == self.itemsizes.master
 
     @property
     def shards_master(self) -> bool:
-        """A rank steps its shard only, so gradients are reduced by reduce-scatter."""
+        """Whether a rank steps its shard only, so that gradients are reduced by reduce-scatter."""
         return self.row.master is Placement.sharded
 
     @property
     def accumulates_locally(self) -> bool:
-        """Gradients of micro-batches wait unreduced for the last one."""
+        """Whether gradients of micro-batches wait unreduced for the last one."""
         return self.row.grad is Placement.replicated
 
     @property

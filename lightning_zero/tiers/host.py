@@ -51,8 +51,13 @@ class HostTier:
         return self._nbytes
 
     def reserve(self, wanted: Sequence[Wanted]) -> list[Extent]:
-        """Raises ConfigError, with needed and available bytes, before the system would end the process for them."""
+        """Reserve one slab for all of ``wanted``.
+
+        Raises:
+            ConfigError: with needed and available bytes, before the system would end the process for them.
+        """
         extents, total = lay_out(wanted, 0, HOST_ALIGN)
+        # Up to the end: two threads that look before either takes would both find the same memory free.
         with self._lock:
             self._refuse_beyond_bounds(total)
             try:

@@ -622,7 +622,10 @@ def _refuse_callbacks(trainer: pl.Trainer) -> None:
 
 
 def _destroy_process_group() -> None:
-    """At a clean exit: leave together, or gloo aborts at random. After an exception the others may never come."""
+    """Destroy the process group at exit. At a clean exit ranks wait for each other first, or gloo aborts at random.
+
+    After an exception this rank does not wait: the others may never come.
+    """
     if _FAILED or hasattr(sys, "last_value") or not dist.is_initialized():
         return
     with contextlib.suppress(Exception):

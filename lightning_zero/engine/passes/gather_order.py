@@ -1,7 +1,7 @@
-"""The order of gathers at run time: agreed by an exchange while unknown, then followed.
+"""Keeps one order of gathers on all ranks: agreed by an exchange while unknown, then followed.
 
 Every gather of units that are dropped and needed again is issued through here, so that all ranks issue the same gathers
-in the same order. Other gathers are not: the root's at the start of a pass, those that follow a step
+in the same order. Other gathers are issued elsewhere: the root's at the start of a pass, those that follow a step
 (``steps/after_step.py``), and those of whole masters (``Bucket.full_master``). How it works:
 
 - *Agreeing* (the first pass of a kind, every pass under ``dynamic``, or after leaving the plan): a rank that needs a
@@ -79,6 +79,7 @@ class GatherOrder:
                 self._agree_on(unit)
         if unit in self._idle:
             self._idle.remove(unit)
+        # Before the wait: the next gathers are under way while this one is waited for and used.
         self._look_ahead()
         if self._cursor is not None and not self._agreeing:
             self._issued.gathered(self._cursor.position)
@@ -89,7 +90,9 @@ class GatherOrder:
         return self._cursor is None or self._agreeing or self._cursor.used(unit.index)
 
     def end(self) -> None:
-        """The pass is over: serve the other ranks until all are done, then learn from what happened."""
+        """End the pass: serve the other ranks until all are done, then learn from what happened. On all ranks."""
+        # A rank that has no use for them still takes part in the gathers of the others, here and below: a collective
+        # that one rank leaves out never ends for the rest, and later ones would be matched with it.
         if self._agreeing:
             while set(wants := self._exchange(DONE)) != {DONE}:
                 self._serve(wants)
@@ -112,7 +115,7 @@ class GatherOrder:
         self._serve(self._exchange(unit.index), own=unit)
 
     def _exchange(self, want: int) -> list[int]:
-        """What each rank wants next, in rank order."""
+        """Tell all ranks what this one wants next. Returns what each rank wants, in rank order."""
         wants, issued = self.comm.exchange(want, self._issued.here)
         self._issued.told(len(self._history), issued)
         return wants
@@ -126,7 +129,7 @@ class GatherOrder:
             self._issue(index, ahead=own is None or index != own.index)
 
     def _guessed(self, wanted: Sequence[int]) -> list[int]:
-        """One unit that followed last time. Computed from what all ranks know, so that all guess the same."""
+        """The unit that followed last time, if any. It follows from what all ranks know, so that all guess the same."""
         assert self._guess is not None
         for index in wanted:
             if self._guess.up_to(index) is None:
@@ -151,8 +154,9 @@ class GatherOrder:
 
     def _issue(self, index: int, *, ahead: bool) -> None:
         unit = self.units[index]
+        # Another rank has dropped the unit and needs it again, while it is still here: this rank has to send its slice.
         if unit.state is not State.SHARDED:
-            unit.serve()  # others need it again while it is still here
+            unit.serve()
             return
         if not self._agreeing:
             self._history.append(index)
@@ -181,12 +185,13 @@ class GatherOrder:
                 unit.stage_ahead()
 
     def _may_come_early(self, unit: Unit) -> bool:
-        """Ranks must issue the same gathers before an exception ends the pass on all of them, so that how far a rank's
-        worker has got must not decide: a unit that awaits its step is gathered when it is needed."""
+        """Whether ``unit`` may be gathered ahead. One that awaits its offloaded step is gathered when it is needed."""
+        # ``awaits_step`` is the same on all ranks; ``step_done`` depends on how far this rank's worker has got. Decided
+        # by that, an exception that ends the pass on all ranks would find different numbers of gathers issued.
         return not unit.awaits_step if self.comm.shard_size > 1 else unit.step_done
 
     def _drop_idle(self, wanted: Unit | None = None) -> None:
-        """Units gathered for others, or by a wrong guess, may not pile up. ``wanted`` is needed at once."""
+        """Drop units that were gathered for others, or by a wrong guess, before they pile up. ``wanted`` stays."""
         budget = max(self.prefetch_bytes, max((u.gathered_nbytes for u in self._idle), default=0))
         while len(self._idle) > 1 and sum(u.gathered_nbytes for u in self._idle) > budget:
             unit = self._idle.popleft()

@@ -1,9 +1,9 @@
-"""How far the reductions of the open pass have got: here, and on the rank that is furthest behind.
+"""Counts the reductions that were issued in the open pass: here, and on the rank that is furthest behind.
 
 A rank that waits for a reduction may hold up the gathers that another rank needs before it can issue that reduction.
-So it waits only for what all ranks have issued, or will issue without further gathers of this rank. While ranks agree
-on gathers, they tell each other how many reductions they have issued. When a later pass of the same kind follows the
-plan, each rank is taken to have issued as many after as many gathers.
+So it waits only for reductions that all ranks have issued, or will issue without further gathers of this rank. While
+ranks agree on gathers, they tell each other how many reductions they have issued. When a later pass of the same kind
+follows the plan, each rank is taken to have issued as many after as many gathers.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from collections.abc import Sequence
 
 
 class IssuedReductions:
-    """
+    """The numbers of reductions that were issued in the open pass.
+
     Attributes:
         here: reductions that this rank has issued in this pass.
         everywhere: reductions of this pass that may be waited for: the first so many, in the order of all ranks.
@@ -24,7 +25,8 @@ class IssuedReductions:
         self._known: Sequence[int] = ()
 
     def pass_begins(self, known: Sequence[int] = ()) -> None:
-        """
+        """Begin to count anew.
+
         Args:
             known: from :meth:`learned`, where this kind of pass has a plan.
         """
@@ -32,17 +34,17 @@ class IssuedReductions:
         self._met, self._known = [], known
 
     def told(self, gathers: int, counts: Sequence[int]) -> None:
-        """All ranks have issued the same ``gathers`` so far, and these ``counts`` of reductions."""
+        """Note that all ranks have issued the same ``gathers`` by now, and these ``counts`` of reductions."""
         self.everywhere = min(counts)
         self._met.append((gathers, self.everywhere))
 
     def gathered(self, gathers: int) -> None:
-        """This rank has issued so many gathers of the plan."""
+        """Take the number of gathers of the plan that this rank has issued."""
         if gathers < len(self._known):
             self.everywhere = max(self.everywhere, self._known[gathers])
 
     def learned(self, places: Sequence[int]) -> list[int]:
-        """What the pass has shown: for each number of gathers of the plan the reductions that all ranks have issued.
+        """For each number of gathers of the plan, the reductions that all ranks had issued by then in this pass.
 
         Args:
             places: for each gather of the pass, and for its end, how many gathers of the plan come before it.

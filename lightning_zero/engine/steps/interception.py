@@ -1,4 +1,4 @@
-"""How ``optimizer.step()`` of the user's object leads to the engine: by a method on the object, or by a class between.
+"""Leads ``optimizer.step()`` of the user's object to the engine, by a method on the object or by a class in between.
 
 An optimizer with a ``step`` of its own that calls ``super().step()`` keeps it: its class gets an ancestor right above
 it, whose step is the engine's::
@@ -30,13 +30,13 @@ class Stepping:
     """Leads the steps of ``optimizer`` to ``step``, a bound method whose object is held weakly.
 
     Attributes:
-        inner: what makes the step of the optimizer's own class, on whatever its param groups list.
+        inner: makes the step of the optimizer's own class, on the tensors that its param groups list.
     """
 
     def __init__(self, optimizer: Optimizer, step: Step, *, intercept: bool) -> None:
         """
         Args:
-            intercept: the optimizer's own ``step`` is kept, and what it calls by super() is led to ``step``.
+            intercept: keep the optimizer's own ``step``, and lead its call of ``super().step()`` to ``step``.
         """
         self._optimizer = optimizer
         self._class = type(optimizer)
@@ -46,7 +46,9 @@ class Stepping:
         if intercept and base is not None:
             optimizer.__dict__[_ENGINE] = weakly
             optimizer.__class__ = _intercepting(self._class, base)
-            if (given := self._given) is not None:  # it goes past the new class
+            # A step that is set on the object (by a scheduler) calls the class that the optimizer had before, past the
+            # new one. So it is checked too whether it comes to the engine.
+            if (given := self._given) is not None:
                 checked = _checking(self._class, lambda _, closure: given(closure))
                 optimizer.__dict__["step"] = types.MethodType(_marked_as(given, checked), optimizer)
             # The hooks of torch are around the user's step.
@@ -66,7 +68,7 @@ class Stepping:
 
 
 def _weak(step: Any) -> Step:
-    """Whoever keeps the optimizer does not keep the engine."""
+    """A function that calls ``step``, and does not keep the engine alive for whoever keeps the optimizer."""
     reference, function = ref(step.__self__), step.__func__
 
     def call(closure: Callable[[], Any] | None) -> Any:
@@ -86,14 +88,14 @@ def _step_of(given: Any, engine: Step) -> Callable[..., Any]:
 
 
 def _marked_as(given: Any, step: Callable[..., Any]) -> Callable[..., Any]:
-    """A scheduler made before has marked the method that it wrapped; one made later looks for the mark."""
+    """Give ``step`` the mark that a scheduler has put on ``given``. A scheduler that is made later looks for it."""
     if hasattr(given, "_wrapped_by_lr_sched"):
         step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
     return step
 
 
 def _intercepting(kind: type[Optimizer], base: type[Optimizer]) -> type[Optimizer]:
-    """``kind`` with an ancestor between itself and ``base``, where the search for ``super().step`` ends."""
+    """A subclass of ``kind`` with an ancestor between ``kind`` and ``base``, where its ``super().step`` is found."""
 
     def step_of_engine(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         self.__dict__[_REACHED] = True
@@ -104,7 +106,7 @@ def _intercepting(kind: type[Optimizer], base: type[Optimizer]) -> type[Optimize
 
 
 def _checking(kind: type[Optimizer], step: Callable[..., Any]) -> Callable[..., Any]:
-    """``step``, which calls that of ``kind``, and a look at whether that has come to the engine's."""
+    """Wrap ``step``, which calls the step of ``kind``: it raises where that has not come to the engine's step."""
 
     def checked(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         self.__dict__[_REACHED] = False

@@ -1,4 +1,4 @@
-"""Steps in pieces that stay in the cache, where a run and what it is stepped with differ in dtype.
+"""Steps a run in pieces that stay in the cache, where its dtype differs from that of its gradient or arithmetic.
 
 Gradients in a lower dtype than the master, and a bf16 master that is rounded stochastically, need wider copies for the
 arithmetic. Whole copies would take as much memory as the shards; torch's element-wise optimizers give the same numbers
@@ -46,6 +46,7 @@ def round_stochastically(values: Tensor, first: int, salt: int) -> Tensor:
 
 def salt_of(*parts: object) -> int:
     """A number that differs for different ``parts``, the same in every process."""
+    # Not ``hash()``, which gives other numbers in each process: ranks would round differently, and so would a rerun.
     salt = 0x9E3779B9
     for byte in "/".join(map(str, parts)).encode():
         salt = ((salt ^ byte) * 0x01000193) & 0xFFFFFFFF  # FNV-1a
@@ -75,6 +76,8 @@ def step_in_chunks(
     state = optimizer.state[run]
     step = type(optimizer).step
     wide = torch.promote_types(run.dtype, torch.float32)
+    # Each piece starts from the state of before: a step count that the first piece has raised would be raised again by
+    # each piece after it.
     before = dict(state)
     after: dict[str, Any] = {}
     for low, high in _pieces(run):

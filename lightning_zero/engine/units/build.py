@@ -1,4 +1,4 @@
-"""From the description of a module's units to buckets that hold rank 0's values."""
+"""Builds units, from the description of a module, with buckets that hold rank 0's values."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _build_buckets(
 
 
 def _fill(bucket: Bucket) -> None:
-    """Rank 0's values into the bucket of every rank, unrounded."""
+    """Put rank 0's values, unrounded, into the bucket of every rank. On all ranks, bucket by bucket in one order."""
     dtype = bucket.dtypes.master if bucket.trainable else bucket.dtypes.compute
     values = torch.zeros(bucket.layout.numel, dtype=dtype, device=bucket.comm.device)
     for info in bucket.params:
@@ -82,5 +82,7 @@ def _fill(bucket: Bucket) -> None:
     for info in bucket.params:
         if info.param.device != bucket.comm.device:
             move_param(info.param, torch.empty_like(info.param, device=bucket.comm.device))
+        # After the move, which gives the parameter the counter of another tensor: with an older number here, the first
+        # look at versions would take the difference for a write by the user.
         info.version = info.param._version
     bucket.show(gathered=True)

@@ -1,6 +1,6 @@
-"""What will be sharded, said before anything is: which unit owns which parameter, and which parameters share a bucket.
+"""Describes units before anything is sharded: which unit owns which parameter, and which parameters share a bucket.
 
-Sizes and dtypes only; the memory plan reads the same description.
+The description holds sizes and dtypes only; the memory plan reads it too.
 """
 
 from __future__ import annotations
@@ -125,15 +125,18 @@ def sizes_of(units: Sequence[UnitGroup], config: ZeroConfig, world_size: int) ->
 
 
 def fp32_modules(module: nn.Module, patterns: Sequence[str]) -> Iterator[nn.Module]:
-    """Modules whose class name matches one of ``patterns``: they keep fp32 under bf16."""
+    """Find the modules whose class name matches one of ``patterns``: they keep fp32 under bf16."""
     for inner in module.modules():
         if any(fnmatch.fnmatchcase(type(inner).__name__, pattern) for pattern in patterns):
             yield inner
 
 
 def _parts_of_weights(module: nn.Module) -> Iterator[nn.Parameter]:
-    """What weights are computed from (spectral and weight norm, parametrizations): in lower precision the computation
-    is inexact, and often impossible, because buffers take part that keep their dtype."""
+    """Find the parameters that weights are computed from (spectral and weight norm, parametrizations).
+
+    They keep fp32: in lower precision the computation is inexact, and often impossible, because buffers that keep their
+    dtype take part in it.
+    """
     for inner in module.modules():
         if isinstance(inner, ParametrizationList):
             yield from inner.parameters()
@@ -159,7 +162,8 @@ def _group(
     config: ZeroConfig,
     precision: Precision,
 ) -> list[BucketGroup]:
-    # Which parameters share a bucket does not depend on the stage: sums over buckets add in the same order at all.
+    # Which parameters share a bucket does not depend on the stage. Otherwise norms, which are sums over buckets, would
+    # add in another order at each stage, and stages would not agree to the bit.
     groups: dict[tuple[Dtypes, bool, bool], list[ParamInfo]] = {}
     for param, fqns in members:
         dtypes = _dtypes(param, id(param) in fp32, config, precision)

@@ -1,8 +1,8 @@
 """Where the master weights of a bucket rest, with their optimizer state.
 
-A home owns tensors that stay the same objects for ever, so that runs, optimizer state and views of them need not know
-what is behind: on the device and in host memory they are always readable; in files they have memory only while the
-home is open, and lie in their extents otherwise. ``open`` and ``close`` nest.
+A home owns tensors that stay the same objects for ever. So runs, optimizer state and views of these tensors need not
+know where the values rest. On the device and in host memory the tensors are always readable. In files the tensors have
+memory only while the home is open; otherwise the values lie in extents. ``open`` and ``close`` nest.
 
 A home is used by one thread at a time: by the worker while a step of its bucket is under way, else by the main thread.
 """
@@ -59,26 +59,29 @@ class Home(Protocol):
         ...
 
     def close(self, *, changed: bool) -> None:
-        """Let go; the last one to do so starts the way back to rest. ``changed``: they were written to."""
+        """End one ``open``; the last end starts to bring the tensors to rest. ``changed``: they were written to."""
         ...
 
     def settle(self) -> None:
-        """Wait until what was closed is at rest."""
+        """Wait until the tensors of a closed home are at rest."""
         ...
 
     def adopt(self, owner: object, states: Sequence[Tensor]) -> None:
-        """While open: these are the state tensors of ``owner``, an optimizer's runs, that rest beside the master from
-        now on. Several optimizers may step one master."""
+        """Take ``states`` as the state tensors of ``owner``, an optimizer's runs; the home is open.
+
+        They rest beside the master from now on, and replace those that ``owner`` had here. Several optimizers may step
+        one master.
+        """
         ...
 
     def free(self) -> None:
-        """Give its place back; the master is not readable any more."""
+        """Give the home's place back; the master is not readable any more."""
         ...
 
 
 @contextlib.contextmanager
 def opened(home: Home, *, changed: bool = False) -> Iterator[Tensor]:
-    """The master tensor, readable inside (and writable, with ``changed``); at rest again afterwards."""
+    """Open ``home``: the master is readable inside (and writable, with ``changed``), and at rest again afterwards."""
     home.open()
     try:
         yield home.master
@@ -107,7 +110,7 @@ class ResidentHome:
 
 
 class HostHome(ResidentHome):
-    """Always readable, in slabs of the host tier: real copies, also where the device is the host."""
+    """Always readable, in slabs of the host tier. It holds copies, also where the device is the host."""
 
     def __init__(self, tier: HostTier, label: str, values: Tensor, dtype: torch.dtype) -> None:
         self._tier, self._label = tier, label
@@ -119,7 +122,7 @@ class HostHome(ResidentHome):
         super().__init__(master)
 
     def adopt(self, owner: object, states: Sequence[Tensor]) -> None:
-        """Move the states that are new into a slab; they stay the same tensor objects."""
+        """Move new states into a slab. The optimizer keeps the same tensor objects, which get other memory."""
         wanted = {id(state): state for state in states}
         held = self._states.get(id(owner), [])
         if gone := [extent for state, extent in held if id(state) not in wanted]:
@@ -133,6 +136,8 @@ class HostHome(ResidentHome):
         for state, extent in zip(new, extents, strict=True):
             place = self._tier.resident(extent)
             place.copy_(state.view(-1))
+            # ``.data =`` and not a new tensor: the optimizer's ``state`` holds this object, and would go on with its
+            # old memory. The object is kept here too, so that its id cannot come back as that of another tensor.
             state.data = place.view(state.shape)
             held.append((state, extent))
 
@@ -184,11 +189,13 @@ class FileHome:
         if self._phase is Phase.RESTS:
             for tensor in self._tensors:
                 tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
+            # From here on the tier's threads write to this memory, until the futures are done: see ``_wait``.
             self._move(self._tier.stage_in)
             self._enter(Phase.READING)
 
     def open(self) -> None:
         self._opens += 1
+        # A write that is under way still reads this memory, so it must end before anyone may change the tensors.
         self.settle()
         self.begin_open()
         if self._phase is Phase.READING:
@@ -219,9 +226,10 @@ class FileHome:
         with profiled("transfer", self._label):
             for future in self._moving:
                 future.result()
-        self._moving = []
+        self._moving = []  # not where one has failed: then whoever waits next gets its error too
 
     def _rest(self) -> None:
+        # The storage objects stay: the runs' tensors and the optimizer's state are views of them.
         for tensor in self._tensors:
             tensor.untyped_storage().resize_(0)
         self._enter(Phase.RESTS)
@@ -233,7 +241,7 @@ class FileHome:
             self._place(wanted)
 
     def _place(self, tensors: Sequence[Tensor]) -> None:
-        """Extents for ``tensors``: those there are, as far as they have the right size."""
+        """Give each of ``tensors`` an extent; extents that the home has are used again where their size is right."""
         spare = list(self._extents)
         self._extents, self._tensors = [], list(tensors)
         for tensor in self._tensors:
@@ -247,6 +255,7 @@ class FileHome:
         wanted = [Wanted(self._label, self._tensors[i].numel(), self._tensors[i].dtype) for i in missing]
         for i, extent in zip(missing, self._tier.reserve(wanted), strict=True):
             self._extents[i] = extent
+        # An extent may hold another tensor's values now, or none: the next close must write all of them.
         self._changed = True
 
     def free(self) -> None:
@@ -266,7 +275,9 @@ def make_home(tier: Tier, tiers: Tiers, label: str, values: Tensor, dtype: torch
 
 
 def copy_cast(source: Tensor, target: Tensor, *, wait: bool = False) -> None:
-    """``target.copy_(source)`` in pieces: a cast between devices would otherwise need a whole second copy.
+    """Copy ``source`` into ``target``, and cast it.
+
+    A cast between devices goes in pieces: in one piece it would need a second copy of the whole.
 
     Args:
         wait: the host goes on when the copy is over, also where it need not wait to read or write pinned memory.
@@ -275,5 +286,6 @@ def copy_cast(source: Tensor, target: Tensor, *, wait: bool = False) -> None:
         target.copy_(source, non_blocking=not wait)
         return
     for start in range(0, source.numel(), CAST_CHUNK):
+        # Blocking: the cast piece is a temporary, which must not go before the copy has read it.
         piece = source[start : start + CAST_CHUNK]
         target[start : start + CAST_CHUNK].copy_(piece.to(target.dtype), non_blocking=False)

@@ -1,4 +1,4 @@
-"""``gather()``: parameters that show whole masters for a while, and what is written to them."""
+"""``gather()``: lets parameters show whole masters for a while, and keeps what is written to them."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ from lightning_zero.engine.units.unit import State
 def show_full(
     engine: Assembly, params: Iterable[nn.Parameter], *, from_rank: int | None = None, grads: bool = False
 ) -> Iterator[None]:
-    """What :func:`lightning_zero.gather` does: inside, ``params`` (and the others of their buckets) hold full masters.
+    """Let ``params``, and the others of their buckets, hold full masters inside: :func:`lightning_zero.gather`.
 
-    What is written to them inside is kept. All ranks enter, and write the same values unless ``from_rank`` names the
-    one whose values count. Where all parameters of the module are shown, it is plain inside: without our hooks.
+    Values that are written to them inside are kept. All ranks enter, and write the same values unless ``from_rank``
+    names the one whose values count. Where all parameters of the module are shown, the module is plain inside: it is
+    without our hooks.
     """
     wanted = {engine.place_of(p).bucket for p in params}
     if (from_rank is not None or grads) and wanted & set(engine.shown):
@@ -45,7 +46,7 @@ def show_full(
 
 
 def _refuse_replaced(engine: Assembly) -> None:
-    """Raise where the module has got other parameter objects, or these other shapes: nobody would train that."""
+    """Raise where the module has got other parameter objects or other shapes: those would not be trained."""
     now = dict(engine.module.named_parameters(remove_duplicate=False))
     for bucket in engine.buckets:
         for info in bucket.params:
@@ -60,6 +61,7 @@ def _refuse_replaced(engine: Assembly) -> None:
 
 @outside_autograd
 def _show(engine: Assembly, buckets: list[Bucket], grads: bool) -> dict[Bucket, tuple[Tensor, Tensor | None]]:
+    # Masters are read below: steps must be over, and what users wrote to the copies must be in them, agreed on.
     engine.settle()
     engine.writes.take_all_over()
     engine.writes.confirm_if_any()
@@ -83,7 +85,8 @@ def _show(engine: Assembly, buckets: list[Bucket], grads: bool) -> dict[Bucket, 
 def _write_back(shown: Mapping[Bucket, tuple[Tensor, Tensor | None]], from_rank: int | None) -> None:
     for bucket, (full, full_grad) in shown.items():
         replaced = []
-        for info in bucket.params:  # a parameter whose .data was replaced inside
+        for info in bucket.params:
+            # The user has assigned another tensor to ``.data``: what it holds is not in ``full`` yet.
             part = bucket.part_of(full, info)
             if info.param.data_ptr() != part.data_ptr() and info.param.shape == info.shape:
                 part.copy_(info.param.data)
@@ -95,6 +98,8 @@ def _write_back(shown: Mapping[Bucket, tuple[Tensor, Tensor | None]], from_rank:
         with opened(bucket.home, changed=True) as master:
             master.copy_(full[low:high])
             bucket.push()
+        # The compute parameters, too, where they are here now. All of them: no gather follows that would bring the
+        # other ranks' slices.
         if not bucket.reshards or bucket.full.allocated:
             bucket.full.data.copy_(full)
         if full_grad is not None and bucket.grad is not None:
@@ -110,6 +115,7 @@ def _hide(engine: Assembly, shown: Mapping[Bucket, tuple[Tensor, Tensor | None]]
         for bucket in unit.buckets:
             if bucket not in shown:
                 continue
+            # What was written inside is in the masters, or was dropped with an exception; it is no write to take over.
             engine.writes.forget(bucket)
             bucket.hide_plain(gathered=not bucket.reshards or unit.state is State.GATHERED)
             if shown[bucket][1] is not None:

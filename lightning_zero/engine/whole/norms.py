@@ -1,7 +1,7 @@
 """Gradient norms and clipping on shards.
 
-A norm is a sum of partial sums, one for each rank, each over that rank's shards of all buckets in order. The cuts are
-those of the shards at every stage, also where gradients rest replicated, so all stages agree to the bit.
+A norm is a sum of partial sums, one for each rank. A rank's partial sum goes over its shards of all buckets, in order.
+The cuts are those of the shards at every stage, also where gradients rest replicated, so all stages agree to the bit.
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ def shard_grads(engine: Engine, params: Iterable[nn.Parameter]) -> list[Tensor]:
 def grad_norm_of(engine: Engine, params: Sequence[nn.Parameter], norm_type: float = 2.0) -> Tensor:
     """The norm of the reduced gradients of ``params`` over all ranks: 0-d, fp32 (fp64 of fp64). All ranks call it."""
     device = engine.comm.device
+    # A place for each rank, where the others add zeros, and the sum over places afterwards: the order in which a
+    # backend adds up ranks would otherwise be seen in the last bits.
     partial = torch.zeros(engine.comm.shard_size, dtype=torch.float64, device=device)
     cell = partial[engine.comm.shard_rank]
     own = shard_grads(engine, params)
@@ -71,7 +73,7 @@ def _alike(grads: Sequence[Tensor]) -> dict[object, list[int]]:
 
 
 def _wide_dtype(engine: Engine, params: Sequence[nn.Parameter]) -> torch.dtype:
-    """At least fp32; on all ranks the same, also on one that holds no gradient."""
+    """The dtype of a norm: at least fp32, and the same on all ranks, also on one that holds no gradient."""
     dtypes = [bucket.dtypes.grad.to_real() for bucket in _slots_of(engine, params)]
     return functools.reduce(torch.promote_types, dtypes, torch.float32)
 
@@ -86,6 +88,7 @@ def scale_grads(engine: Engine, params: Iterable[nn.Parameter], factor: Tensor |
 
 def owned_grads(engine: Engine, params: Iterable[nn.Parameter]) -> list[Tensor]:
     """All that this rank holds of the reduced gradients of ``params``, as views (replicated ones whole)."""
+    # Steps under way own their gradients until they are over, and callers change them in place.
     engine.after_step.wait_for_steps()
     result = []
     for bucket, slots in _slots_of(engine, params).items():
@@ -112,7 +115,7 @@ def clip_by_norm(
     *,
     error_if_nonfinite: bool = False,
 ) -> Tensor:
-    """Scale the gradients of ``params`` so that their norm is at most ``max_norm``; the norm before.
+    """Scale the gradients of ``params`` so that their norm is at most ``max_norm``; returns the norm before.
 
     Raises:
         RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set.
@@ -133,8 +136,9 @@ def clip_by_value(engine: Engine, params: Iterable[nn.Parameter], clip_value: fl
 
 
 def overflowed(engine: Engine, params: Iterable[nn.Parameter]) -> bool:
-    """On all ranks: whether any rank holds a gradient of ``params`` that is not finite. Checked where they rest."""
+    """Whether any rank holds a gradient of ``params`` that is not finite; checked where they rest. On all ranks."""
     grads = shard_grads(engine, params)
     finite = [torch.stack([torch.isfinite(grads[p]).all() for p in places]).all() for places in _alike(grads).values()]
     found = not all(map(bool, finite))  # on a GPU the host waits for each of these, so there are few
+    # All ranks skip the step or none does. A rank that decided by its own shards would step apart from the others.
     return bool(engine.comm.max_(torch.tensor([found], dtype=torch.uint8)))
