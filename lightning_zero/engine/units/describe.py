@@ -77,7 +77,8 @@ def describe_units(module: nn.Module, config: ZeroConfig, precision: Precision) 
     Raises:
         ConfigError: units that do not occur, DTensor parameters, or CUDA graphs over parameters that come and go.
     """
-    if STAGES[config.stage.name].compute_param is Placement.sharded:
+    row = STAGES[config.stage.name]
+    if row.compute_param is Placement.sharded:
         _refuse_cuda_graphs(module)
     names = choose_units(module, config.unit)
     owners: dict[str, list[tuple[nn.Parameter, list[str]]]] = {name: [] for name in ["", *names]}
