@@ -256,6 +256,6 @@ def test_a_timeout_that_is_given_counts(given: timedelta | None, stall_timeout_s
     strategy = ZeroStrategy("zero3", summary=False, stall_timeout_s=7.0, timeout=given)
     fit(strategy, tmp_path)
     with mock.patch.object(rendezvous, "join") as join:
-        strategy._join(torch.device("cpu"))
+        strategy._join()
     assert join.call_args.kwargs["timeout"] == timedelta(minutes=30)
     assert join.call_args.kwargs["stall_timeout_s"] == stall_timeout_s

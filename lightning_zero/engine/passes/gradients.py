@@ -327,14 +327,16 @@ class Reducer:
         lagging = self._lagging[self._key]
         self._orders[self._key].sort(key=lambda bucket: bucket in lagging)
 
-    def _may_wait_for_oldest(self) -> bool:
-        """Whether this rank may wait, inside a backward, for the oldest reduction in flight here.
+    def _may_wait_for(self, pending: Reduction) -> bool:
+        """Whether this rank may wait, inside a backward, for ``pending``, the oldest reduction in flight here.
 
         It may where all ranks have issued that reduction, or will without needing a gather of this one first. This rank
         issues no gather while it waits, so both would otherwise wait for ever.
         """
         oldest = self._issued.here - len(self._in_flight)
-        return oldest < self._issued.everywhere or not self._gathers_in_backward
+        if oldest < self._issued.everywhere or not self._gathers_in_backward:
+            return True
+        return oldest < self._issued.expected and self._comes(pending)
 
     def _comes(self, pending: Reduction) -> bool:
         """Give a reduction some time. Returns whether it has arrived; at once true on a device, whose stream waits.
@@ -345,6 +347,7 @@ class Reducer:
         deadline = time.monotonic() + PATIENCE_S
         while not self.comm.streams.are_there and not pending.done():
             if time.monotonic() > deadline:
+                self._issued.disappointed()
                 return False
             time.sleep(_POLL_S)
         return True
@@ -392,7 +395,7 @@ class Reducer:
         while self._in_flight:
             _, pending = self._in_flight[0]
             crowded = self._flying_nbytes + nbytes > self._max_in_flight_nbytes
-            if not (pending.done() or (crowded and self._may_wait_for_oldest() and self._comes(pending))):
+            if not (pending.done() or (crowded and self._may_wait_for(pending))):
                 break
             self._land()
         grads = self.grads[bucket]

@@ -16,11 +16,13 @@ class IssuedReductions:
 
     Attributes:
         here: reductions that this rank has issued in this pass.
-        everywhere: reductions of this pass that may be waited for: the first so many, in the order of all ranks.
+        everywhere: reductions that all ranks have issued in this pass, as they told: the first so many of their order.
+        expected: reductions that all ranks will issue without further gathers of this one, if they do as in the pass
+            that was learned from.
     """
 
     def __init__(self) -> None:
-        self.here = self.everywhere = 0
+        self.here = self.everywhere = self.expected = 0
         self._met: list[tuple[int, int]] = []  # gathers issued, reductions issued by all, at each agreement
         self._known: Sequence[int] = ()
 
@@ -30,7 +32,7 @@ class IssuedReductions:
         Args:
             known: from :meth:`learned`, where this kind of pass has a plan.
         """
-        self.here = self.everywhere = 0
+        self.here = self.everywhere = self.expected = 0
         self._met, self._known = [], known
 
     def told(self, gathers: int, counts: Sequence[int]) -> None:
@@ -41,7 +43,11 @@ class IssuedReductions:
     def gathered(self, gathers: int) -> None:
         """Take the number of gathers of the plan that this rank has issued."""
         if gathers < len(self._known):
-            self.everywhere = max(self.everywhere, self._known[gathers])
+            self.expected = self._known[gathers]
+
+    def disappointed(self) -> None:
+        """Some rank does not do as before: nothing is expected any more in this pass."""
+        self._known, self.expected = (), 0
 
     def learned(self, places: Sequence[int]) -> list[int]:
         """For each number of gathers of the plan, the reductions that all ranks had issued by then in this pass.

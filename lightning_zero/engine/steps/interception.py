@@ -23,15 +23,12 @@ Step = Callable[[Callable[[], Any] | None], Any]
 
 _ENGINE = "_lightning_zero_step"  # where an optimizer of an intercepted class keeps what steps it
 _REACHED = "_lightning_zero_reached"  # whether a step of the user's has come to the engine's
+_BETWEEN = -1  # a place among an optimizer's hooks that torch gives to none
 _READS_SLICES = ("state_dict", "load_state_dict")
 
 
 class Stepping:
-    """Leads the steps of ``optimizer`` to ``step``, a bound method whose object is held weakly.
-
-    Attributes:
-        inner: makes the step of the optimizer's own class, on the tensors that its param groups list.
-    """
+    """Leads the steps of ``optimizer`` to ``step``, a bound method whose object is held weakly."""
 
     def __init__(self, optimizer: Optimizer, step: Step, *, intercept: bool) -> None:
         """
@@ -43,6 +40,7 @@ class Stepping:
         self._given = optimizer.__dict__.get("step")  # a scheduler's, which counts
         weakly = _weak(step)
         base = base_of(optimizer)
+        self._has_hooks_inside = not (intercept and base is not None)
         if intercept and base is not None:
             optimizer.__dict__[_ENGINE] = weakly
             optimizer.__class__ = _intercepting(self._class, base)
@@ -52,12 +50,29 @@ class Stepping:
                 checked = _checking(self._class, lambda _, closure: given(closure))
                 optimizer.__dict__["step"] = types.MethodType(_marked_as(given, checked), optimizer)
             # The hooks of torch are around the user's step.
-            self.inner: Callable[[], Any] = functools.partial(without_hooks(base.step), optimizer)
+            self._inner: Callable[[], Any] = functools.partial(without_hooks(base.step), optimizer)
         else:
-            self.inner = optimizer.step  # type: ignore[assignment]
+            self._inner = optimizer.step  # type: ignore[assignment]
             optimizer.step = types.MethodType(_step_of(optimizer.step, weakly), optimizer)  # type: ignore[method-assign]
         for method in (state_dict, load_state_dict):
             optimizer.__dict__[method.__name__] = types.MethodType(method, optimizer)
+
+    def inner(self, between: Callable[[], None]) -> None:
+        """Make the step of the optimizer's own class, on the tensors that its param groups list.
+
+        Args:
+            between: called after the user's hooks that come before a step, which may set a learning rate, and before
+                the step.
+        """
+        hooks = self._optimizer._optimizer_step_pre_hooks
+        # Where the hooks of torch are around the user's step they have run, and this dict is not read.
+        hooks[_BETWEEN] = lambda *_: between()
+        try:
+            if not self._has_hooks_inside:
+                between()
+            self._inner()
+        finally:
+            del hooks[_BETWEEN]
 
     def undo(self) -> None:
         self._optimizer.__class__ = self._class

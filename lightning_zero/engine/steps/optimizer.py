@@ -26,6 +26,7 @@ from lightning_zero.engine.steps.runs import FlatRun, ParamStates, Runs, steps_i
 from lightning_zero.engine.steps.torch_optimizers import (
     ELEMENTWISE,
     check_supported,
+    has_pre_hooks,
     is_known,
     prefers_fused,
     shadow_of,
@@ -127,9 +128,12 @@ class ShardedOptimizer:
         changed = self._arrange(used, early)
         lazy = [b for b in self.runs.buckets() if b in changed and self._is_lazy(b)]
         eager = [b for b in self.runs.buckets() if b in changed and b not in lazy]
-        # Made here and submitted after the eager step: the worker starts at once, and both write to
-        # ``optimizer.state``.
-        jobs = [self._job(bucket, used) for bucket in lazy]
+        jobs: list[StepJob] = []
+        fused = [group.get("fused") for group in self.optimizer.param_groups]  # which the eager step sets for itself
+
+        def make_jobs() -> None:
+            jobs.extend(self._job(bucket, used, fused) for bucket in lazy)
+
         # ``no_grad`` after ``inference_mode(False)``, which switches grad mode on. State that is made in inference mode
         # could not be changed outside of it later. Autocast would give some results of the step another dtype.
         with (
@@ -140,7 +144,8 @@ class ShardedOptimizer:
             self._runs_in_groups(self.optimizer, eager, used),
             profiled("step", f"{len(eager)} buckets"),
         ):
-            self._stepping.inner()
+            self._stepping.inner(make_jobs)
+        # Submitted after the eager step: the worker starts at once, and both write to ``optimizer.state``.
         if jobs:
             self._around.submit(jobs)
         # Buckets of which this rank owns nothing have no job here. They are marked all the same, as on the other ranks.
@@ -156,7 +161,7 @@ class ShardedOptimizer:
         early: set[Bucket] = set()
 
         def landed(bucket: Bucket) -> None:
-            if bucket not in groups or bucket in early or not self._is_lazy(bucket):
+            if bucket not in groups or bucket in early or not self._is_lazy(bucket) or has_pre_hooks(self.optimizer):
                 return
             if any(info.param.requires_grad and info.slot not in groups[bucket] for info in bucket.params):
                 return  # some of its parameters belong to no optimizer: not a case to be fast in
@@ -200,11 +205,18 @@ class ShardedOptimizer:
                 self.runs.adopt(bucket)
                 bucket.push()
 
-    def _job(self, bucket: Bucket, used: set[int]) -> StepJob:
-        """Make the step of one bucket, with hyperparameters and gradient as they are now."""
+    def _job(self, bucket: Bucket, used: set[int], fused: Sequence[bool | None] = ()) -> StepJob:
+        """Make the step of one bucket, with hyperparameters and gradient as they are now.
+
+        Args:
+            fused: of each param group, where these are set for another step now.
+        """
         # Now, because the caller goes on: a scheduler changes the learning rate, and ``zero_grad`` clears the gradient,
         # before the worker comes to this bucket. And a shadow, as the worker sets param groups of its own.
         shadow = shadow_of(self.optimizer)
+        for group, chosen in zip(shadow.param_groups, fused, strict=False):
+            if "fused" in group:
+                group["fused"] = chosen
         claimed = bucket.claim_grad()
         step = type(shadow).step
 

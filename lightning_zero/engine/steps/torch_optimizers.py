@@ -123,6 +123,11 @@ def shadow_of(optimizer: Optimizer) -> Optimizer:
     return shadow
 
 
+def has_pre_hooks(optimizer: Optimizer) -> bool:
+    """Whether something of the user's runs before each step, and may set a learning rate."""
+    return bool(optimizer._optimizer_step_pre_hooks or torch.optim.optimizer._global_optimizer_pre_hooks)
+
+
 def states_after_step(optimizer: Optimizer, probe: nn.Parameter) -> int:
     """Element-wise tensors of state that a step of ``optimizer`` leaves for ``probe``, its small parameter."""
     probe.grad = torch.ones_like(probe)

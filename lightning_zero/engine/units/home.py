@@ -4,17 +4,20 @@ A home owns tensors that stay the same objects for ever. So runs, optimizer stat
 know where the values rest. On the device and in host memory the tensors are always readable. In files the tensors have
 memory only while the home is open; otherwise the values lie in extents. ``open`` and ``close`` nest.
 
-A home is used by one thread at a time: by the worker while a step of its bucket is under way, else by the main thread.
+A home belongs to the worker while a step of its bucket is under way, else to the main thread. The worker brings a home
+in files to rest after that step is over, so such a home lets in one thread at a time.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -162,6 +165,20 @@ LEGAL = {
 }
 
 
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def _by_one_thread(method: _Method) -> _Method:
+    """Let one thread at a time into the methods of a home; the others wait for it."""
+
+    @functools.wraps(method)
+    def locked(self: FileHome, *args: Any, **kwargs: Any) -> Any:
+        with self._lock:
+            return method(self, *args, **kwargs)
+
+    return cast(_Method, locked)
+
+
 class FileHome:
     """In files: tensors have memory from ``begin_open`` until the ``settle`` after ``close``."""
 
@@ -176,6 +193,8 @@ class FileHome:
         self._changed = False
         self._phase = Phase.OPEN
         self._moving: list[Future[Any]] = []  # reads or writes
+        # The worker brings a home to rest after its step is over, and the main thread may open it from then on.
+        self._lock = threading.RLock()
         self._place([master])
         self.close(changed=True)
         self.settle()
@@ -185,6 +204,7 @@ class FileHome:
             raise RuntimeError(f"{self._label!r} {self._phase.value}: illegal transition to {phase.name}")
         self._phase = phase
 
+    @_by_one_thread
     def begin_open(self) -> None:
         if self._phase is Phase.RESTS:
             for tensor in self._tensors:
@@ -193,6 +213,7 @@ class FileHome:
             self._move(self._tier.stage_in)
             self._enter(Phase.READING)
 
+    @_by_one_thread
     def open(self) -> None:
         self._opens += 1
         # A write that is under way still reads this memory, so it must end before anyone may change the tensors.
@@ -202,6 +223,7 @@ class FileHome:
             self._wait()
             self._enter(Phase.OPEN)
 
+    @_by_one_thread
     def close(self, *, changed: bool) -> None:
         self._changed |= changed
         self._opens -= 1
@@ -214,6 +236,7 @@ class FileHome:
         else:
             self._rest()
 
+    @_by_one_thread
     def settle(self) -> None:
         if self._phase is Phase.WRITING:
             self._wait()
@@ -234,6 +257,7 @@ class FileHome:
             tensor.untyped_storage().resize_(0)
         self._enter(Phase.RESTS)
 
+    @_by_one_thread
     def adopt(self, owner: object, states: Sequence[Tensor]) -> None:
         self._states[id(owner)] = list(states)
         wanted = [self.master, *(state for held in self._states.values() for state in held)]
@@ -258,6 +282,7 @@ class FileHome:
         # An extent may hold another tensor's values now, or none: the next close must write all of them.
         self._changed = True
 
+    @_by_one_thread
     def free(self) -> None:
         self._tier.free(self._extents)
         self._extents, self._tensors = [], []

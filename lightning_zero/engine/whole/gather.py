@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -33,14 +33,16 @@ def show_full(
             "Give these arguments to the outer one."
         )
     buckets = [b for b in engine.buckets if b in wanted and not b.is_plain]
-    shown = _show(engine, buckets, grads)
-    whole = bool(buckets) and len(engine.shown) == len(engine.buckets)
-    put_back = engine.passes.hooks.lift_off() if whole else lambda: None
+    shown: dict[Bucket, tuple[Tensor, Tensor | None]] = {}
+    put_back: Callable[[], None] = lambda: None  # noqa: E731
     try:
+        _show(engine, buckets, grads, shown)
+        if buckets and len(engine.shown) == len(engine.buckets):
+            put_back = engine.passes.hooks.lift_off()
         yield
         _refuse_replaced(engine)
         _write_back(shown, from_rank)
-    finally:
+    finally:  # also after an error on the way in: buckets that stayed plain could never be stepped again
         put_back()
         _hide(engine, shown)
 
@@ -60,7 +62,10 @@ def _refuse_replaced(engine: Assembly) -> None:
 
 
 @outside_autograd
-def _show(engine: Assembly, buckets: list[Bucket], grads: bool) -> dict[Bucket, tuple[Tensor, Tensor | None]]:
+def _show(
+    engine: Assembly, buckets: list[Bucket], grads: bool, shown: dict[Bucket, tuple[Tensor, Tensor | None]]
+) -> None:
+    """Show ``buckets``, and note in ``shown`` what each of them shows: full masters, and full gradients if wanted."""
     # Masters are read below: steps must be over, and what users wrote to the copies must be in them, agreed on.
     engine.settle()
     engine.writes.take_all_over()
@@ -68,17 +73,15 @@ def _show(engine: Assembly, buckets: list[Bucket], grads: bool) -> dict[Bucket, 
     engine.forget_zeroed()
     if grads:
         engine.check_reduced(info.param for bucket in buckets for info in bucket.params)
-    shown: dict[Bucket, tuple[Tensor, Tensor | None]] = {}
     for bucket in buckets:
         full = bucket.full_master()
         full_grad = full_reduced_grad(bucket) if grads else None
+        shown[bucket] = (full, full_grad)
         bucket.show_plain(full)
         for info in bucket.params:
             if full_grad is not None and info.param.grad is not None:
                 part = bucket.part_of(full_grad, info)
                 info.param.grad = part.to(info.param.dtype) if part.dtype != info.param.dtype else part
-        shown[bucket] = (full, full_grad)
-    return shown
 
 
 @outside_autograd
