@@ -134,7 +134,12 @@ def together(
         own = (type(error).__name__ if not isinstance(error, ConfigError) else "", str(error))
         gather_objects(group, own, waits, what, patient=patient)
         raise
-    for rank, found in enumerate(gather_objects(group, None, waits, what, patient=patient)):
+    try:
+        answers = gather_objects(group, None, waits, what, patient=patient)
+    except BaseException:  # the others are gone, or somewhere else
+        undo(result)
+        raise
+    for rank, found in enumerate(answers):
         if found is not None:
             undo(result)
             kind, text = found

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_zero.comm import agreements
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.groups import GroupKind, Groups, _new_group, backend_for
 from lightning_zero.planning.topology import flat
@@ -68,4 +69,17 @@ def test_one_rank_sends_where_it_is_asked_to() -> None:
     assert comm.reduce_scatter(full.clone(), "a").finish().equal(full)
     assert comm.all_reduce(full.clone(), "a").finish().equal(full)
     assert dict(comm.counts) == {("all_gather", "a"): 1, ("reduce_scatter", "a"): 1, ("all_reduce", "a"): 1}
+    comm.close()
+
+
+@on_ranks(2)
+def test_what_was_done_is_undone_where_the_other_ranks_cannot_be_asked() -> None:
+    comm = Communicator(dist.group.WORLD, CPU)
+    undone: list[str] = []
+    with (
+        mock.patch.object(agreements, "gather_objects", side_effect=ConnectionError),
+        pytest.raises(ConnectionError),
+    ):
+        comm.together("a test", lambda: "a file", undo=undone.append)
+    assert undone == ["a file"]
     comm.close()

@@ -54,10 +54,12 @@ class AfterStep:
             if refreshed:
                 self._stale.append((unit, refreshed))
             if buckets and unit.reshards and unit.state is not State.SHARDED:
-                # A step inside a pass: gathered values, in use or ahead of use, are those of before. This issues
-                # gathers, so all ranks must have the same units gathered when they come here.
+                # A step inside a pass: gathered values, in use or ahead of use, are those of before. The root is
+                # gathered on all ranks as long as a pass is open, so all gather it again. Other units may be gathered
+                # on some ranks only; they come back when they are needed, in an order that is agreed.
                 unit.drop()
-                unit.unshard_begin()
+                if unit is self._units[0]:
+                    unit.unshard_begin()
         self.refresh()
 
     def refresh(self, needed: Unit | None = None) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from lightning_zero.config import ConfigError
 
@@ -125,7 +126,7 @@ def shadow_of(optimizer: Optimizer) -> Optimizer:
 
 def has_pre_hooks(optimizer: Optimizer) -> bool:
     """Whether something of the user's runs before each step, and may set a learning rate."""
-    return bool(optimizer._optimizer_step_pre_hooks or torch.optim.optimizer._global_optimizer_pre_hooks)
+    return bool(optimizer._optimizer_step_pre_hooks or _global_optimizer_pre_hooks)
 
 
 def states_after_step(optimizer: Optimizer, probe: nn.Parameter) -> int:

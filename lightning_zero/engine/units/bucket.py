@@ -233,7 +233,12 @@ class Bucket:
     def own_compute_params(self) -> Tensor:
         """Compute parameters of the owned range as they rest, which a gather takes from this rank. [owned numel]"""
         own = torch.empty(self.owned_numel, dtype=self.dtypes.compute, device=self.comm.device)
-        self.rest.read(own)
+        streams = self.comm.streams
+        # On the stream that brings what a step has changed, so that this does not overtake it.
+        with streams.on("h2d"):
+            self.rest.read(own)
+            event = streams.mark()
+        streams.wait(event)
         return own
 
     def write_master(self, info: ParamInfo, value: Tensor, *, before: Tensor | None = None) -> None:
