@@ -35,6 +35,7 @@ RANKS_AT_THIS_PACE = 512  # more of them go slower: all ask one store
 STANDSTILL_S = 10.0  # with a rank that has ended: time for launchers, and for exceptions that are on their way
 EXIT_CODE = 1
 ANSWER_S = 5.0  # of a store
+ENDS_S = 1.0  # of a process that has closed its connections
 STILL_S = 1.0  # beside the time that places take to be posted
 
 T = TypeVar("T")
@@ -151,13 +152,20 @@ class Watchdog:
                 self._listen()
             except Exception:  # the store is gone with its server
                 if not self.peers.holder_left:
-                    quick = self.peers.holder_is_dead and not self._hears_ends
+                    quick = not self._hears_ends and self._holder_ends()
                     self._note(self.peers.without_store(), STANDSTILL_S if quick else self._patience_s)
                 return
             self._heard_s = time.monotonic()
             watched = None  # or it would live through the next wait
         if self._watched() is None:
             self.leave()  # forgotten instead of closed: the others may keep theirs
+
+    def _holder_ends(self) -> bool:
+        """Whether rank 0 is seen to end: a process closes its connections a moment before it has ended."""
+        deadline = time.monotonic() + ENDS_S
+        while not (ended := self.peers.holder_is_dead) and time.monotonic() < deadline and not self._stop.wait(0.05):
+            pass
+        return ended
 
     def _judge(self) -> None:
         """End the process when it is stuck. It has a thread of its own: the other may wait for the store for long."""
