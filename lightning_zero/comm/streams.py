@@ -6,6 +6,7 @@
     gather  :     \\w0-- all_gather --e1               e1: its end
     reduce  :  reduce-scatters                        w : a stream waits, never the host
     h2d     :  parameters from the host, before their gather
+    push    :  parameters that a step on the host has changed
     d2h     :  reduced gradients to the host, behind their reduction
 
 ``e0`` is recorded when a transfer is issued, or earlier where the caller knows what it depends on; ``e1`` when it has
@@ -22,7 +23,7 @@ from typing import Any
 
 from lightning_zero.device.accelerator import Accelerator
 
-KINDS = ("gather", "reduce", "h2d", "d2h")
+KINDS = ("gather", "reduce", "h2d", "push", "d2h")
 HELD = 2  # transfers to the host whose device memory is kept: the one under way, and the next
 
 

@@ -40,7 +40,7 @@ class HostTier:
         budget: int | None = None,
         available: Callable[[], int] = available_host_memory,
     ) -> None:
-        self._accelerator, self._budget, self._available = accelerator, budget, available
+        self.accelerator, self._budget, self._available = accelerator, budget, available
         self._held: dict[Extent, tuple[_Slab, Tensor]] = {}
         self._nbytes = 0
         self._lock = threading.Lock()
@@ -61,7 +61,7 @@ class HostTier:
         with self._lock:
             self._refuse_beyond_bounds(total)
             try:
-                pages = HostPages(total, self._accelerator)
+                pages = HostPages(total, self.accelerator)
             except OSError as error:
                 raise _host_error(total, f"the system refused it ({error})") from error
             pages.bytes.zero_()  # takes the memory now, so that the next reserve sees what is really left

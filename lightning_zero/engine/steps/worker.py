@@ -96,7 +96,7 @@ class StepWorker:
             following = None
             home = current.job.bucket.home
             try:
-                home.open()
+                home.open(to_write=True)
                 if (following := self._take()) is not None:
                     following.job.bucket.home.begin_open()
                 current.job.run()

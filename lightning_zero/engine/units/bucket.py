@@ -10,7 +10,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -82,6 +83,7 @@ class Bucket:
         self._values_here = True
         self._grad: Tensor | None = None
         self._grad_event: Any = None  # the end of its way to the host
+        self._pushed: Any = None  # the end of the way of what the last step has changed
         # Properties of the plan that every pass asks for, and that never change:
         self.layout = layout = plan.layout
         self.reshards, self.gathers_after_step = plan.reshards, plan.gathers_after_step
@@ -225,21 +227,31 @@ class Bucket:
             copy_cast(master, target)
             return
         # The step's thread comes here while the main thread queues the next forward. So it does not wait for what the
-        # current stream has queued by now, but for the event of when the step was asked for. The bucket's next gather
-        # waits for the step, and reads ``target`` on this same stream, behind the copy.
-        with self.comm.streams.on("h2d", after=self.step.event):
+        # current stream has queued by now, but for the event of when the step was asked for. And on another stream:
+        # gathers of other buckets, which may be needed sooner, would queue behind it.
+        streams = self.comm.streams
+        with streams.on("push", after=self.step.event):
             copy_cast(master, target)
+            self._pushed = streams.mark()
+        self.home.read_until(self._pushed)
 
     def own_compute_params(self) -> Tensor:
         """Compute parameters of the owned range as they rest, which a gather takes from this rank. [owned numel]"""
         own = torch.empty(self.owned_numel, dtype=self.dtypes.compute, device=self.comm.device)
-        streams = self.comm.streams
-        # On the stream that brings what a step has changed, so that this does not overtake it.
-        with streams.on("h2d"):
+        with self._transfers():
             self.rest.read(own)
-            event = streams.mark()
-        streams.wait(event)
+            event = self.comm.streams.mark()
+        self.comm.streams.wait(event)
+        self.home.read_until(event)
         return own
+
+    @contextlib.contextmanager
+    def _transfers(self) -> Iterator[None]:
+        """Inside, what rests elsewhere is brought to the device, behind what the last step has sent."""
+        streams = self.comm.streams
+        with streams.on("h2d"):
+            streams.wait(self._pushed)
+            yield
 
     def write_master(self, info: ParamInfo, value: Tensor, *, before: Tensor | None = None) -> None:
         """Set one parameter in the masters, from a full value of its shape: every rank takes its own part.
@@ -273,8 +285,9 @@ class Bucket:
             return self.comm.all_gather(self.full.data, self.label)
         # The gather is issued from the stream of copies to the device, and so waits for the copies of the last step and
         # for those of ``prepare``. Issued from compute it would send the shard before these have arrived.
-        with profiled("transfer", self.label), self.comm.streams.on("h2d"):
+        with profiled("transfer", self.label), self._transfers():
             self.rest.prepare(self._own_part)
+            self.home.read_until(self.comm.streams.mark())
             return self.comm.all_gather(self.full.data, self.label)
 
     def full_master(self) -> Tensor:

@@ -28,7 +28,7 @@ from lightning_zero.tiers.extents import Extent, Wanted
 from lightning_zero.tiers.host import HostTier
 from lightning_zero.tiers.nvme import NvmeTier
 
-CAST_CHUNK = 1 << 20  # elements: a cast piece and its result stay in the cache
+CAST_CHUNK = 1 << 22  # elements: few enough to need little memory, and enough to keep a link busy
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +57,12 @@ class Home(Protocol):
         """Start bringing the tensors into memory."""
         ...
 
-    def open(self) -> None:
-        """Have the tensors in memory, until the matching ``close``."""
+    def open(self, *, to_write: bool = False) -> None:
+        """Have the tensors in memory, until the matching ``close``; ``to_write``: and nobody reads them any more."""
+        ...
+
+    def read_until(self, event: Any) -> None:
+        """A stream reads the master until ``event`` (None: it does not): it is not written to before."""
         ...
 
     def close(self, *, changed: bool) -> None:
@@ -85,7 +89,7 @@ class Home(Protocol):
 @contextlib.contextmanager
 def opened(home: Home, *, changed: bool = False) -> Iterator[Tensor]:
     """Open ``home``: the master is readable inside (and writable, with ``changed``), and at rest again afterwards."""
-    home.open()
+    home.open(to_write=changed)
     try:
         yield home.master
     finally:
@@ -101,7 +105,9 @@ class ResidentHome:
 
     def begin_open(self) -> None: ...
 
-    def open(self) -> None: ...
+    def open(self, *, to_write: bool = False) -> None: ...
+
+    def read_until(self, event: Any) -> None: ...
 
     def close(self, *, changed: bool) -> None: ...
 
@@ -123,6 +129,16 @@ class HostHome(ResidentHome):
         # The host waits: nothing tells whoever reads or writes the masters next that a copy is still under way.
         copy_cast(values, master, wait=True)
         super().__init__(master)
+        self._reads: Any = None  # the end of the last copy to the device
+
+    def open(self, *, to_write: bool = False) -> None:
+        # The slabs are pinned: a copy to the device may go on long after it was queued.
+        if to_write and self._reads is not None:
+            self._tier.accelerator.wait_on_host(self._reads)
+            self._reads = None
+
+    def read_until(self, event: Any) -> None:
+        self._reads = event
 
     def adopt(self, owner: object, states: Sequence[Tensor]) -> None:
         """Move new states into a slab. The optimizer keeps the same tensor objects, which get other memory."""
@@ -213,8 +229,11 @@ class FileHome:
             self._move(self._tier.stage_in)
             self._enter(Phase.READING)
 
+    def read_until(self, event: Any) -> None:
+        """Not needed: memory that is not pinned has been read when its copy is queued."""
+
     @_by_one_thread
-    def open(self) -> None:
+    def open(self, *, to_write: bool = False) -> None:
         self._opens += 1
         # A write that is under way still reads this memory, so it must end before anyone may change the tensors.
         self.settle()
@@ -300,17 +319,20 @@ def make_home(tier: Tier, tiers: Tiers, label: str, values: Tensor, dtype: torch
 
 
 def copy_cast(source: Tensor, target: Tensor, *, wait: bool = False) -> None:
-    """Copy ``source`` into ``target``, and cast it.
+    """``target.copy_(source)`` in pieces: a cast between devices would otherwise need a whole second copy.
 
-    A cast between devices goes in pieces: in one piece it would need a second copy of the whole.
+    The host does not wait where its memory is pinned. A cast is made on the device: the host would be slower, and
+    would have to be waited for.
 
     Args:
-        wait: the host goes on when the copy is over, also where it need not wait to read or write pinned memory.
+        wait: the host goes on when the copy is over.
     """
     if source.device == target.device or source.dtype == target.dtype:
         target.copy_(source, non_blocking=not wait)
         return
+    from_host = source.device.type == "cpu"
     for start in range(0, source.numel(), CAST_CHUNK):
-        # Blocking: the cast piece is a temporary, which must not go before the copy has read it.
-        piece = source[start : start + CAST_CHUNK]
-        target[start : start + CAST_CHUNK].copy_(piece.to(target.dtype), non_blocking=False)
+        piece, place = source[start : start + CAST_CHUNK], target[start : start + CAST_CHUNK]
+        # Freed at once, and used again by the next piece: both are queued on the current stream, one behind the other.
+        moved = piece.to(target.device, non_blocking=True) if from_host else piece.to(target.dtype)
+        place.copy_(moved)
