@@ -83,6 +83,8 @@ class Check:
         except RowError as error:
             status = "cut" if isinstance(error, CutError) else "error"
             found = {"status": status, "error": str(error), **error.details}
+        except Exception as error:  # of this process: the parts that follow may still run
+            found = {"status": "error", "error": f"{type(error).__name__}: {error}"}
         self.failed |= found["status"] == "error"
         self.output.write({**head, **found, "took_s": round(time.monotonic() - started, 1)})
 
@@ -144,7 +146,8 @@ class Check:
                 self._losses.setdefault((row.size.name, name), {}).update(answer["losses"])
                 if name == row.name:
                     forward_backward += answer["forward_backward_s"]
-        own = statistics.median(sum(steps[row.name], []))
+        times = [seconds for turn in steps[row.name] for seconds in turn]
+        own = statistics.median(times)
         ratios = {
             f"vs_{name}": round(statistics.median(map(_ratio, steps[name], steps[row.name])), 3)
             for name in self._peers
@@ -152,7 +155,7 @@ class Check:
         }
         return {
             "step_ms": _digits(own * 1e3),
-            "spread_ms": [_digits(f(sum(steps[row.name], [])) * 1e3) for f in (min, max)],
+            "spread_ms": [_digits(min(times) * 1e3), _digits(max(times) * 1e3)],
             "forward_backward_ms": _digits(statistics.median(forward_backward) * 1e3),
             "tokens_per_s": round(row.size.tokens / own),
             "alternated_with": list(self._peers),
