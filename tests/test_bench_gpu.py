@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import gzip
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
 import tarfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.gpu import trace
+from benchmarks.gpu import gpu_tests, trace
 from benchmarks.gpu.__main__ import chosen, parse
 from benchmarks.gpu.bounds import bounds, phi
 from benchmarks.gpu.gpu_tests import files
 from benchmarks.gpu.output import Output
 from benchmarks.gpu.plan import SIZES, Row, parts, tiny_parts
+from benchmarks.gpu.worker import CutError, RowError, Worker
 
 ROOT = Path(__file__).resolve().parents[1]
 BROKEN = "zero3+optimizer_cpu"
@@ -130,6 +133,43 @@ def test_it_needs_no_hydra(tmp_path: Path) -> None:
     assert run(tmp_path / "out", "--budget", "0", hydra=False).returncode == 0
     check = "import benchmarks.gpu.side, sys; assert not {'hydra', 'omegaconf', 'lightning'} & {*sys.modules}"
     subprocess.run([sys.executable, "-c", check], cwd=ROOT, check=True, timeout=120)
+
+
+# -- rows and tests that do not end well ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def worker(tmp_path: Path) -> Iterator[Worker]:
+    worker = Worker({"device": "cpu", "folder": str(tmp_path)}, multiprocessing.get_context("fork"))
+    yield worker
+    worker.close()
+
+
+def test_a_process_that_dies_is_an_error_of_its_row(worker: Worker) -> None:
+    assert worker.ask("machine", time.monotonic() + 60)["torch"]
+    worker._process.kill()
+    with pytest.raises(RowError, match="machine: the process ended with -9"):
+        worker.ask("machine", time.monotonic() + 60)
+
+
+def test_a_row_that_takes_too_long_is_cut(worker: Worker) -> None:
+    with pytest.raises(CutError, match="rates was not over in time"):
+        worker.ask("rates", time.monotonic() - 1)
+    assert not worker._process.is_alive()
+
+
+def test_tests_that_take_too_long_are_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "test_slow.py"
+    file.write_text(
+        "import time, pytest\npytestmark = pytest.mark.gpu\n"
+        "def test_a(): assert 1 == 2, 'seen all the same'\ndef test_b(): time.sleep(100)\ndef test_c(): ...\n"
+    )
+    monkeypatch.setattr(gpu_tests, "files", lambda: [str(file)])
+    found = gpu_tests.run(tmp_path / "log", gpu_tests.SUMMARY_S + 4)
+    assert found["seconds"] < gpu_tests.SUMMARY_S + 6
+    assert (found["collected"], len(found["failed"]), found["not_run"]) == (3, 1, 2)
+    assert found["status"] == "error"  # a failure counts for more than the cut
+    assert "seen all the same" in (tmp_path / "log").read_text()
 
 
 # -- without processes ------------------------------------------------------------------------------------------------

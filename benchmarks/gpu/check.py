@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from pathlib import Path
@@ -193,7 +194,7 @@ class Check:
         if differences:
             judged["loss_difference"] = float(f"{max(differences):.2g}")
             judged["loss_tolerance"] = TOLERANCE[size.precision]
-            if not max(differences) <= TOLERANCE[size.precision]:
+            if max(differences) > TOLERANCE[size.precision]:
                 judged |= {"status": "error", "error": "its losses are not those of the other sides"}
         return judged
 
@@ -201,7 +202,8 @@ class Check:
         """The largest relative difference at steps that both have made."""
         own, other = (self._losses.get((row.size.name, name), {}) for name in (row.name, peer))
         common = own.keys() & other.keys() if peer != row.name else set()
-        return max((abs(own[step] - other[step]) / abs(other[step]) for step in common), default=None)
+        differences = [abs(own[step] - other[step]) / abs(other[step]) for step in common]
+        return max((d if math.isfinite(d) else math.inf for d in differences), default=None)
 
     def _extras(self, row: Row, worker: Worker, step_s: float, deadline: float) -> dict[str, Any]:
         """Memory, waits and a timeline. What fails or has no time here leaves the row as it is."""
