@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import sys
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -18,11 +20,30 @@ from torch import Tensor, nn
 
 import lightning_zero
 from tests.device.machine import Machine, Tally
-from tests.device.virtual import simulated
+from tests.device.virtual import Pace, simulated
 
 VOCABULARY = 16
 WIDTH = 16
-BLOCKS = 3
+
+
+class Step(NamedTuple):
+    """One training step.
+
+    Attributes:
+        clips: gradients, by their norm, between backward and step.
+        early: offloaded steps begin inside the backward.
+        evaluates: the model is called once more between backward and step.
+    """
+
+    micro_batches: int = 1
+    clips: bool = False
+    early: bool = False
+    evaluates: bool = False
+
+
+PLAIN = (Step(),) * 3
+# Each number of micro-batches with clipping and without; the last two repeat what has been learned by then.
+MIXED = (Step(), Step(clips=True), Step(2), Step(2, clips=True), Step(), Step(2))
 
 
 @dataclass(frozen=True)
@@ -31,25 +52,24 @@ class Case:
 
     Attributes:
         row: of offload.
-        micro_batches: of one step.
-        clips: gradients, by their norm, between backward and step.
-        early: offloaded steps begin inside the backward.
+        worker: when the thread of offloaded steps gets on: as soon as it can, or when somebody waits for it.
         settings: arguments of ``lightning_zero.shard``, beside those.
     """
 
     stage: int = 3
     row: str = "none"
     precision: str = "fp32"
-    micro_batches: int = 1
-    clips: bool = False
-    early: bool = False
+    grad_dtype: str | None = None
     ranks: int = 4
-    steps: int = 3
+    steps: tuple[Step, ...] = PLAIN
+    worker: Pace = "lazy"
+    blocks: int = 3
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        words = [f"zero{self.stage}", self.row, self.precision, f"{self.ranks}ranks", f"{self.micro_batches}micro"]
-        return "-".join(words + ["clips"] * self.clips + ["early"] * self.early)
+        words = [f"zero{self.stage}", self.row, self.precision, f"{self.ranks}ranks"]
+        words += [self.worker] * (self.row != "none")
+        return "-".join(words + [f"{key}={value}" for key, value in self.settings.items()])
 
 
 @dataclass
@@ -57,7 +77,8 @@ class Found:
     """What one simulated training has shown.
 
     Attributes:
-        races: with how often each was seen.
+        races: with how often each was seen, until the engine rests.
+        at_release: races that came with the end of the engine.
         unbound: functions that used the device in a thread that had not been bound to it.
         construction: what was counted while the module was sharded.
         steps: what was counted in each step.
@@ -65,6 +86,7 @@ class Found:
     """
 
     races: dict[str, int]
+    at_release: dict[str, int]
     unbound: dict[str, int]
     construction: Tally
     steps: list[Tally]
@@ -82,10 +104,10 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, blocks: int) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
         self.head = nn.Linear(WIDTH, VOCABULARY)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -101,11 +123,13 @@ def world(ranks: int) -> Iterator[None]:
     """This process as the first of ``ranks``."""
     import torch.testing._internal.distributed.fake_pg  # noqa: F401  (registers the backend)
 
+    hook = sys.excepthook  # torch puts one of its own in front, each time
     dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=ranks)
     try:
         yield
     finally:
         dist.destroy_process_group()
+        sys.excepthook = hook
 
 
 @contextlib.contextmanager
@@ -122,17 +146,20 @@ def loss_of(model: nn.Module) -> Tensor:
     return loss
 
 
-def train_step(case: Case, engine: Any, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def train_step(step: Step, engine: Any, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     def backwards() -> None:
-        for micro_batch in range(case.micro_batches):
-            last = micro_batch == case.micro_batches - 1
+        for micro_batch in range(step.micro_batches):
+            last = micro_batch == step.micro_batches - 1
             with contextlib.nullcontext() if last else engine.no_sync():
-                engine.backward(loss_of(model) / case.micro_batches)
-        if case.clips:
+                engine.backward(loss_of(model) / step.micro_batches)
+        if step.clips:
             lightning_zero.clip_grad_norm_(model, 1.0)
+        if step.evaluates:
+            with torch.no_grad():
+                loss_of(model)
 
     with engine.step_scope():
-        if case.early:
+        if step.early:
             with engine.stepping_in_backward():
                 optimizer.step(backwards)
         else:
@@ -148,6 +175,7 @@ def train(case: Case, mutations: Sequence[tuple[str, Any]] = (), *, then: Callab
         mutations: what stands in the place of a function of the package, by its path.
     """
     machine = Machine()
+    warnings.filterwarnings("ignore", message=".*to a meta parameter in the current model, which is a no-op")
     gc.collect()
     gc.disable()  # what garbage is freed when would be another each time
     try:
@@ -157,7 +185,7 @@ def train(case: Case, mutations: Sequence[tuple[str, Any]] = (), *, then: Callab
             files = stack.enter_context(tempfile.TemporaryDirectory(prefix="lightning_zero_virtual_"))
             stack.enter_context(world(case.ranks))
             stack.enter_context(fused_on_meta())
-            stack.enter_context(simulated(machine))
+            stack.enter_context(simulated(machine, case.worker))
             return _train(case, machine, files, then)
     finally:
         gc.enable()
@@ -168,10 +196,11 @@ def _train(case: Case, machine: Machine, files: str, then: Callable[..., None] |
         tally, machine.tally = machine.tally, Tally(peak=machine.held)
         return tally
 
-    model = Model()
+    model = Model(case.blocks)
     offload: Any = {"name": case.row} | ({"nvme_path": files} if "nvme" in case.row else {})
+    precision = {"name": case.precision} | ({"grad_dtype": case.grad_dtype} if case.grad_dtype else {})
     engine = lightning_zero.shard(
-        model, stage=case.stage, precision=case.precision, offload=offload, device="meta", **case.settings
+        model, stage=case.stage, precision=precision, offload=offload, device="meta", **case.settings
     )
     for name, stream in engine.comm.streams._streams.items():
         machine.order.names[stream] = name
@@ -179,14 +208,20 @@ def _train(case: Case, machine: Machine, files: str, then: Callable[..., None] |
     engine.add_optimizer(optimizer)
     construction, steps = counted(), []
     try:
-        for _ in range(case.steps):
-            train_step(case, engine, model, optimizer)
+        for step in case.steps:
+            train_step(step, engine, model, optimizer)
             steps.append(counted())
         if then is not None:
             then(engine, model, optimizer)
         engine.rest()
-        at_rest = machine.held
+        races, at_rest = machine.races.copy(), machine.held
     finally:
         engine.release()
-    races = {str(race): times for race, times in machine.races.items()}
-    return Found(races, dict(machine.unbound), construction, steps, at_rest)
+    return Found(
+        races={str(race): times for race, times in races.items()},
+        at_release={str(race): times for race, times in (machine.races - races).items()},
+        unbound=dict(machine.unbound),
+        construction=construction,
+        steps=steps,
+        at_rest=at_rest,
+    )

@@ -11,11 +11,13 @@ import contextlib
 import functools
 import itertools
 import re
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 
 import torch
@@ -25,8 +27,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import lightning_zero.device
 from lightning_zero.device.accelerator import Accelerator
+from lightning_zero.engine.steps.worker import StepWorker
 from lightning_zero.tiers.nvme import NvmeTier
-from tests.device.machine import Copy, Machine, is_on_device, nbytes_of, place, zeros_for
+from tests.device.machine import Copy, Machine, is_on_device, is_ours, nbytes_of, place, zeros_for
 
 aten = torch.ops.aten
 
@@ -259,7 +262,7 @@ class Watch(TorchDispatchMode):
         machine = self._machine
         stream = machine.kernel("a read of one value", [tensor], [])
         machine.host_waits("a value", parties=[stream])
-        return tensor.dtype.to_complex() if tensor.is_complex() else zeros_for(tensor, None).add_(1).flatten()[0].item()
+        return torch.ones((), dtype=tensor.dtype).item()  # there is no value: one that is finite, and true
 
     def _new_copy(self, source: Tensor, kwargs: dict[str, Any]) -> Tensor:
         dtype = kwargs.get("dtype") or source.dtype
@@ -430,22 +433,24 @@ def _now(machine: Machine) -> int:
 _EVENT = "_virtual_event"
 
 
-def _leaves(machine: Machine, method: Callable[..., Any]) -> Callable[..., Any]:
+def _leaves(machine: Machine, turns: Turns, method: Callable[..., Any]) -> Callable[..., Any]:
     """Whoever finds the object done comes after this thread."""
 
     @functools.wraps(method)
     def call(self: Any, *args: Any) -> Any:
         self.__dict__.setdefault(_EVENT, []).append(_now(machine))
+        turns.done(self)
         return method(self, *args)
 
     return call
 
 
-def _finds(machine: Machine, method: Callable[..., Any]) -> Callable[..., Any]:
+def _finds(machine: Machine, turns: Turns, method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         try:
-            answer = method(self, *args, **kwargs)
+            with turns.waiting(self):
+                answer = method(self, *args, **kwargs)
         finally:
             if self.done() if isinstance(self, Future) else not self.is_alive():
                 _follow(machine, self)
@@ -517,13 +522,77 @@ def _staged(machine: Machine, stage: Callable[..., Future[Any]]) -> Callable[...
     return call
 
 
+Pace = Literal["eager", "lazy"]
+
+
+class Turns:
+    """When the thread of offloaded steps gets on, so that a case is the same each time.
+
+    Streams are first in, first out: how two threads take turns decides what is queued behind what. ``eager``: whoever
+    asks for steps goes on when they are over. ``lazy``: the next step begins when the main thread waits for one.
+    """
+
+    LIMIT_S = 20.0
+
+    def __init__(self, pace: Pace) -> None:
+        self._pace = pace
+        self._main = threading.get_ident()
+        self._changed = threading.Condition(threading.RLock())
+        self._awaited: Any = None
+
+    @contextlib.contextmanager
+    def waiting(self, source: Any) -> Iterator[None]:
+        """The main thread waits for a future or a thread."""
+        if threading.get_ident() != self._main:
+            yield
+            return
+        with self._changed:
+            self._awaited = source
+            self._changed.notify_all()
+        yield
+        with self._changed:
+            self._awaited = None
+
+    def done(self, source: Any) -> None:
+        """What the main thread may wait for is done: it goes on, and the worker must not."""
+        with self._changed:
+            if self._awaited is source:
+                self._awaited = None
+
+    def take(self, take: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """Around what gives the worker its next step."""
+
+        @functools.wraps(take)
+        def call(worker: Any) -> Any:
+            if self._pace == "lazy":
+                with self._changed:
+                    if not self._changed.wait_for(lambda: self._awaited is not None, self.LIMIT_S):
+                        raise RuntimeError("nobody waits for the steps")
+            return take(worker)
+
+        return call
+
+    def submit(self, submit: Callable[..., None]) -> Callable[..., None]:
+        """Around what asks the worker for steps."""
+
+        @functools.wraps(submit)
+        def call(worker: Any, jobs: Iterable[Any], event: Any) -> None:
+            jobs = list(jobs)
+            submit(worker, jobs, event)
+            if self._pace == "eager":
+                futures.wait([job.bucket.step._future for job in jobs], self.LIMIT_S)
+
+        return call
+
+
 # -- all of it --------------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
-def simulated(machine: Machine) -> Iterator[None]:
+def simulated(machine: Machine, pace: Pace = "lazy") -> Iterator[None]:
     """Inside, the device "meta" is ``machine``. Its threads must have ended when it is left."""
     lock = threading.Lock  # the real one
+    turns = Turns(pace)
 
     def resize_(storage: Any, nbytes: int, resize: Any = torch.UntypedStorage.resize_) -> Any:
         if storage.device.type != "meta":
@@ -536,9 +605,9 @@ def simulated(machine: Machine) -> Iterator[None]:
         return result
 
     def empty(*args: Any, empty: Any = torch.empty, pin_memory: bool | None = None, **kwargs: Any) -> Tensor:
-        """Callers that say whether they want pinned memory get it: they ask for CUDA, which is not here."""
+        """Where the package says whether it wants pinned memory, it gets it: it asks for CUDA, which is not here."""
         tensor: Tensor = empty(*args, **kwargs)
-        if pin_memory is not None:
+        if pin_memory is not None and not is_on_device(tensor) and is_ours(sys._getframe(1)):
             machine.pin(tensor, minded=True)
         return tensor
 
@@ -548,13 +617,15 @@ def simulated(machine: Machine) -> Iterator[None]:
         (torch, "empty", empty),
         (threading, "Lock", lambda: SeenLock(machine, lock())),
         (threading.Thread, "start", _started(machine, threading.Thread.start)),
-        (threading.Thread, "join", _finds(machine, threading.Thread.join)),
+        (threading.Thread, "join", _finds(machine, turns, threading.Thread.join)),
         (ThreadPoolExecutor, "submit", _submitted(machine, ThreadPoolExecutor.submit)),
-        (Future, "set_result", _leaves(machine, Future.set_result)),
-        (Future, "set_exception", _leaves(machine, Future.set_exception)),
-        (Future, "result", _finds(machine, Future.result)),
-        (Future, "exception", _finds(machine, Future.exception)),
+        (Future, "set_result", _leaves(machine, turns, Future.set_result)),
+        (Future, "set_exception", _leaves(machine, turns, Future.set_exception)),
+        (Future, "result", _finds(machine, turns, Future.result)),
+        (Future, "exception", _finds(machine, turns, Future.exception)),
         (Future, "done", _finds_done(machine, Future.done)),
+        (StepWorker, "_take", turns.take(StepWorker._take)),
+        (StepWorker, "submit", turns.submit(StepWorker.submit)),
         (NvmeTier, "_stage", _staged(machine, NvmeTier._stage)),
         *(
             (dist.ProcessGroup, name, groups.watched(name, getattr(dist.ProcessGroup, name)))
