@@ -157,7 +157,7 @@ def another_thread_has_waited(gpu: Virtual, ordered: bool) -> None:
     event = gpu.record()
     with ThreadPoolExecutor(1) as pool:
         waited = pool.submit(gpu.wait_on_host, event)
-        while not waited._state == "FINISHED":  # seen, but not by a way that tells the thread to look at memory
+        while waited._state != "FINISHED":  # seen, but not by a way that tells the thread to look at memory
             pass
         if ordered:
             waited.result()

@@ -155,7 +155,7 @@ _ONLY_LOOK = {aten.is_same_size.default, aten._has_compatible_shallow_copy_type.
 
 
 class Shapes:
-    """What operators give on the device: torch's kernels for "meta" are mostly Python, and are asked once for shapes."""
+    """What operators give on the device. torch's kernels for "meta" are mostly Python: they are asked once for shapes."""
 
     def __init__(self) -> None:
         self._known: dict[Any, Any] = {}
