@@ -6,6 +6,7 @@
 # Each target makes the virtual environment and installs what is missing. Overrides:
 #   PYTHON=python3.12  VENV=path  TORCH_VERSION=2.12.0  TORCH_INDEX_URL=an index with builds of torch
 #   ARGS="trainer.max_steps=50"  for make train, or options of pytest for make test
+#   JOBS=2   processes of pytest for make test (default: 2 without ARGS, else 0: the one that was started)
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -38,7 +39,7 @@ SLURM_STAMP := $(VENV)/.installed-slurm-$(CHOICE)
 .DEFAULT_GOAL := help
 
 help:
-	@sed -n 's/^# \{0,1\}//p' Makefile | head -8
+	@sed -n 's/^# \{0,1\}//p' Makefile | head -9
 
 install: $(STAMP)
 
@@ -56,8 +57,11 @@ $(DEV_STAMP): $(STAMP)
 train: $(STAMP)
 	$(PY) -m lightning_zero.train $(ARGS)
 
+# Many tests wait, for a process that starts or a timeout, so two at a time are faster also on two cores.
+JOBS ?= $(if $(ARGS),0,2)
+
 test: $(STAMP)
-	$(PY) -m pytest $(ARGS)
+	$(PY) -m pytest -n $(JOBS) --dist worksteal $(ARGS)
 
 test-full: $(STAMP)
 	$(PY) -m pytest -m 'not slurm$(if $(GPU),, and not gpu)' --timeout=1800 $(ARGS)

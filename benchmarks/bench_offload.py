@@ -95,6 +95,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="*", default=[1, 2])
     parser.add_argument("--large", action="store_true", help="the 294 M model too")
     parser.add_argument("--no-memory", action="store_true")
+    parser.add_argument("--early", action="store_true", help="each row against itself, stepped inside the backward")
     args = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="lightning_zero_bench_", dir=args.nvme))
     print(f"{date.today()}, {os.cpu_count()} CPU cores, torch {torch.__version__}")
@@ -104,16 +105,22 @@ def main() -> None:
     for ranks in args.ranks:
         for model in [bench.MODEL, LARGE] if args.large else [bench.MODEL]:
             bench.MODEL = model
-            rows += race_rows(sides, ranks, args.rounds, str(folder), memory=not args.no_memory)
+            if args.early:
+                pairs = [(side, side + bench.EARLY) for side in sides[1:]]
+            else:
+                pairs = [(sides[0], side) for side in sides[1:]]
+            rows += race_rows(pairs, ranks, args.rounds, str(folder), memory=not args.no_memory)
     print(bench.table(rows))
 
 
-def race_rows(sides: list[str], ranks: int, rounds: int, folder: str, *, memory: bool) -> list[dict[str, Any]]:
-    """Each row against none, pair by pair: files of two rows may not share a folder at a time."""
+def race_rows(
+    pairs: list[tuple[str, str]], ranks: int, rounds: int, folder: str, *, memory: bool
+) -> list[dict[str, Any]]:
+    """Pair by pair: the files of several rows would wait for each other's disk."""
     rows = []
-    for side in sides[1:]:
+    for pair in pairs:
         os.environ["LIGHTNING_ZERO_NVME_PATH"] = folder
-        rows += bench.report("4:fp32", [sides[0], side], rounds, ranks, memory)
+        rows += bench.report("4:fp32", list(pair), rounds, ranks, memory)
     return rows
 
 

@@ -239,10 +239,13 @@ class CommConfig:
         hierarchy: ``flat`` shards over all ranks; ``node`` over those of each node, with a replica on every node
             (hybrid sharding): gathers stay within nodes, which hold more. ``auto`` takes ``node`` where there are
             several nodes with as many ranks each, and what rests fits into half of the memory; else ``flat``.
+        even_alone: gather and reduce over a group of one rank as over many, so that a transport can be tried on one
+            GPU. It is slower, and trains the same.
     """
 
     transport: Transport = Transport.auto
     hierarchy: Hierarchy = Hierarchy.auto
+    even_alone: bool = False
 
 
 @dataclass(kw_only=True, slots=True)

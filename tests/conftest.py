@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import os
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
+
+# Read when torch is imported: threads of OpenMP that wait leave the core to other ranks.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import pytest
 from hypothesis import settings
 
 from tests import harness
+from tests.pairwise import pairwise_places
 
 # Reproducible runs: the same examples every time, no time limit on a shared machine, no folder left behind.
 settings.register_profile("repeatable", deadline=None, derandomize=True, database=None, max_examples=150)
@@ -26,13 +32,45 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Cases of ``@pytest.mark.mainly(predicate)`` for which the predicate, by name, does not hold are ``full``."""
+    """Which cases of parametrized tests are ``full``.
+
+    Those of ``@pytest.mark.mainly(predicate)`` for which the predicate, by name, does not hold; and of tests with three
+    parameters or more all but a selection in which every pair of values occurs.
+    """
     for item in items:
         for mark in item.iter_markers("mainly"):
             (predicate,) = mark.args
             known = item.callspec.params  # type: ignore[attr-defined]
             if not predicate(**{name: known[name] for name in inspect.signature(predicate).parameters}):
                 item.add_marker(pytest.mark.full)
+    products: dict[tuple[Any, str], list[pytest.Item]] = {}
+    for item in items:
+        if len(_parameters(item)) >= 3 and not any(map(item.get_closest_marker, ("full", "slow", "gpu", "slurm"))):
+            products.setdefault((item.parent, item.originalname), []).append(item)  # type: ignore[attr-defined]
+    for cases in products.values():
+        chosen = pairwise_places([_parameters(case) for case in cases])
+        for place, case in enumerate(cases):
+            if place not in chosen:
+                case.add_marker(pytest.mark.full)
+
+
+def _parameters(item: pytest.Item) -> dict[str, tuple[int, ...]]:
+    """The case of a parametrized test: what is given as one list of tuples is one parameter, and equal where it is
+    the same objects."""
+    if not hasattr(item, "callspec"):
+        return {}
+    left = {name: id(value) for name, value in item.callspec.params.items()}
+    case = {}
+    for mark in item.iter_markers("parametrize"):
+        names = mark.args[0] if isinstance(mark.args[0], str) else ",".join(mark.args[0])
+        case[names] = tuple(left.pop(name.strip()) for name in names.split(","))
+    return case | {name: (value,) for name, value in left.items()}
+
+
+def pytest_collection_finish() -> None:
+    """What was imported and collected is not looked at again by each collection of garbage."""
+    gc.collect()
+    gc.freeze()
 
 
 _NOT_OURS = {"PYTEST_CURRENT_TEST"}

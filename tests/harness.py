@@ -20,6 +20,9 @@ The long way, where the parent looks at what the ranks found::
   What the harness undoes itself: environment variables, the working directory, seeds, default dtype, grad mode.
 - Workers look like processes that were started from outside: RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and
   MASTER_PORT are set, and the default group exists, which Lightning's strategies take over as it is.
+- Each process group of gloo has a thread that polls a hundred times a second, as long as its process lives: with the
+  groups of many engines, this was a large part of the system time of a run. So pools are stopped (SIGSTOP) between
+  cases, and one that has gathered many threads is ended after its case; the next case gets a new one.
 - Fork takes 0.1 s where spawn takes 5. The price: the parent may not run parallel torch code before it forks, so
   everything here runs on one thread.
 """
@@ -52,11 +55,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo  # once, here, and not in every worker at its first backward
 import torch.distributed as dist
 
 DEFAULT_TIMEOUT_S = 60.0
 GRACE_S = 3.0  # for the other ranks, once one has failed
 EXIT_S = 20.0
+MANY_THREADS = 40  # of one worker: those of the groups of three engines at a time, or so
 _DUMP_STACKS = signal.SIGUSR2  # SIGUSR1 is SLURM's
 
 torch.set_num_threads(1)
@@ -74,11 +79,18 @@ def run(
     if pool is None:
         pool = _POOLS[world] = Pool(world)
     try:
-        return pool.run(pickle.dumps((function, args, kwargs)), timeout)
+        pool.signal(signal.SIGCONT)
+        results = pool.run(pickle.dumps((function, args, kwargs)), timeout)
     except BaseException:
         del _POOLS[world]
         pool.kill()
         raise
+    if pool.threads() > MANY_THREADS:
+        del _POOLS[world]
+        _EXIT_CODES[world] = _EXIT_CODES.get(world, []) + pool.close()
+    else:
+        pool.signal(signal.SIGSTOP)
+    return results
 
 
 def on_ranks(
@@ -119,9 +131,14 @@ def assert_gone(references: Sequence[weakref.ref[Any]]) -> None:
 
 
 def close_pools() -> dict[int, list[int | None]]:
-    """End all pools in good order; the exit codes of their workers (None: had to be killed), by pool size."""
-    codes = {world: pool.close() for world, pool in _POOLS.items()}
+    """End all pools in good order; the exit codes of their workers (None: had to be killed), by pool size.
+
+    Those of pools that were ended before are among them.
+    """
+    codes = {world: _EXIT_CODES.get(world, []) + pool.close() for world, pool in _POOLS.items()}
+    codes = {**_EXIT_CODES, **codes}
     _POOLS.clear()
+    _EXIT_CODES.clear()
     return codes
 
 
@@ -193,7 +210,19 @@ class Pool:
         time.sleep(0.3)  # the handler writes at once; nothing tells when
         return f"--- rank {rank} ---\n{self._stack_file(rank).read_text()}"
 
+    def signal(self, number: int) -> None:
+        for process in self._processes:
+            assert process.pid is not None
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, number)
+
+    def threads(self) -> int:
+        """Of the worker that has most of them (0 where the system has no /proc)."""
+        folders = [Path(f"/proc/{process.pid}/task") for process in self._processes]
+        return max(len(list(folder.iterdir())) if folder.is_dir() else 0 for folder in folders)
+
     def close(self) -> list[int | None]:
+        self.signal(signal.SIGCONT)
         for pipe in self._pipes:
             with contextlib.suppress(OSError):
                 pipe.send_bytes(b"")
@@ -214,6 +243,7 @@ class Pool:
 
 
 _POOLS: dict[int, Pool] = {}
+_EXIT_CODES: dict[int, list[int | None]] = {}  # of pools that have ended
 
 
 def _kill_pools() -> None:
@@ -234,10 +264,12 @@ def _restored(failed: list[tuple[int, tuple[BaseException, str]]]) -> BaseExcept
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """One that nobody has, and below those that the system gives to sockets which take any: it will still be free."""
+    while True:
+        port = random.SystemRandom().randrange(20000, 32000)
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 # -- in the workers ---------------------------------------------------------------------------------------------------
@@ -250,9 +282,11 @@ def _work(rank: int, world: int, port: int, pipe: Connection, stack_file: Path) 
     faulthandler.register(_DUMP_STACKS, file=stacks, all_threads=True)
     sys.stdin = open(os.devnull)  # noqa: SIM115
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    place["OMP_NUM_THREADS"] = 1  # Lightning would set it, to more for fewer ranks
     os.environ.update({key: str(value) for key, value in place.items()})
     torch.set_num_threads(1)
     gc.freeze()  # what came with the fork is not looked at again
+    _take_own_cores()
     dist.init_process_group("gloo", rank=rank, world_size=world)
     while case := pipe.recv_bytes():
         with _undone():
@@ -284,7 +318,10 @@ def _undone() -> Iterator[None]:
     """Every case starts with the same seeds, and its changes to the process are undone."""
     environ, folder = dict(os.environ), os.getcwd()
     dtype = torch.get_default_dtype()
-    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    torch.default_generator.manual_seed(0)  # torch.manual_seed formats the stack three times, for devices to come
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(0)
     random.seed(0)
     try:
         yield
@@ -295,6 +332,19 @@ def _undone() -> Iterator[None]:
         torch.set_default_dtype(dtype)
         torch.set_grad_enabled(True)
         gc.collect()
+
+
+def _take_own_cores() -> None:
+    """Of several processes of pytest (xdist), each has workers on cores of its own.
+
+    A message wakes three threads, and waking one on another core costs virtual machines several times as much: on two
+    cores, tests of two ranks took two thirds of the processor time.
+    """
+    count = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
+    if count > 1 and hasattr(os, "sched_setaffinity"):
+        number = int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw"))
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, cores[number % count :: count] or cores)
 
 
 def _die_with_parent() -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import time
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from tests import harness
 from tests.harness import CaseTimeout, on_ranks, run
 
 
@@ -63,3 +65,20 @@ def test_a_rank_that_dies_is_noticed() -> None:
     with pytest.raises(RuntimeError, match="exit code 3"):
         run(2, _exit_on, 0)
     assert run(2, _rank_times, 1) == [0, 1]
+
+
+def test_workers_cost_nothing_between_cases() -> None:
+    deadline = time.monotonic() + 10
+    for pid in run(2, os.getpid):
+        while (state := Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]) != "T":
+            assert time.monotonic() < deadline, state
+            time.sleep(0.01)
+    assert run(2, _rank_times, 1) == [0, 1]
+
+
+def test_workers_with_many_threads_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (before := run(2, os.getpid)) == run(2, os.getpid)
+    monkeypatch.setattr(harness, "MANY_THREADS", 0)
+    assert run(2, os.getpid) == before  # after which they ended
+    monkeypatch.undo()
+    assert not set(run(2, os.getpid)) & set(before)

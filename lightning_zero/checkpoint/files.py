@@ -36,7 +36,7 @@ _LOCKED: set[int] = set()  # descriptors of the files that this process writes
 
 
 def _let_go_in_child() -> None:
-    """A data loader's worker, forked while a thread writes, must not hold the lock for a dead trainer."""
+    """Close the locked files in a forked child: a data loader's worker would hold the locks for a dead trainer."""
     while _LOCKED:
         os.close(_LOCKED.pop())
 
@@ -59,6 +59,8 @@ def write_whole(path: str | os.PathLike[str], write: Callable[[BinaryIO], object
         try:
             with os.fdopen(part.fd, "wb", closefd=False) as file:
                 write(file)
+            # Synced before it is renamed: otherwise the new name may be on the disk before the bytes, and after a power
+            # cut ``target`` would be an empty file in the place of the old checkpoint.
             os.fsync(part.fd)
             os.replace(part.path, target)
         except BaseException:
@@ -66,7 +68,7 @@ def write_whole(path: str | os.PathLike[str], write: Callable[[BinaryIO], object
             raise
         finally:
             part.close()
-        _sync_folder(target.parent)
+        _sync_folder(target.parent)  # the rename itself is durable only now
     except Exception as error:
         cause = _cause(error, outer)
         text = f"{target}: the file could not be written: {type(cause).__name__}: {cause}"
@@ -83,7 +85,7 @@ class _Part:
 
     def close(self) -> None:
         if self.fd in _LOCKED:
-            _LOCKED.discard(self.fd)
+            _LOCKED.discard(self.fd)  # before the close: a forked child would close another file of that number
             os.close(self.fd)
 
 
@@ -96,13 +98,18 @@ def _open_part(target: Path) -> _Part:
             continue
         with contextlib.suppress(OSError):  # a file system without locks
             fcntl.flock(fd, fcntl.LOCK_EX)
+        # Another process may have taken the file for a leftover, and removed it, before it was locked. It has no name
+        # then that could be changed to the target's.
         if os.fstat(fd).st_nlink:
             return _Part(path, fd)
-        os.close(fd)  # someone has taken it for a leftover before it was locked
+        os.close(fd)
 
 
 def part_name(name: str) -> str:
-    """Begins with a dot and has no ``_``: Lightning counts files by ``hpc_ckpt_`` and ``last``, wherever that is."""
+    """The name of a file that is being written. It is one that Lightning does not take for a checkpoint.
+
+    Lightning looks for ``hpc_ckpt_`` and ``last`` anywhere in a name. So this one begins with a dot and has no ``_``.
+    """
     stem = name.replace("_", "-").encode()[:_NAME_BYTES].decode(errors="ignore")
     return f".{stem}.{_host()}.{os.getpid()}-{next(_numbers)}.part"
 
@@ -139,7 +146,7 @@ def _make_folder(folder: Path) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Make names durable, where the file system can."""
+    """Make the names in a folder durable, where the file system can."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)

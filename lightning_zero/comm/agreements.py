@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_zero.comm.groups import GROUP_POOL
+from lightning_zero.comm.groups import GROUP_POOL, backend_for
 from lightning_zero.comm.transports import all_gather_single
 from lightning_zero.config import ConfigError
 from lightning_zero.ranks.waits import Waits
@@ -24,19 +24,23 @@ class ApartError(RuntimeError):
 
 
 def open_waits(group: Any, device: torch.device, stall_timeout_s: float) -> Waits:
-    """On all ranks: waits for the others of ``group``, which train on devices as ``device``."""
+    """Make this rank's :class:`Waits` for the ranks of ``group``, all of which call it.
+
+    Args:
+        device: where this rank trains; the others train on devices of the same type.
+    """
     waits = Waits(group, stall_timeout_s=stall_timeout_s)
-    if waits.world_size > 1 and (backend := str(dist.get_backend(group))) != "fake":  # there nobody else is there
+    if waits.world_size > 1 and (backend := backend_for(group, device)) != "fake":  # there nobody else is there
         number = 1 + max(gather_objects(group, Watchdog.last_number, waits, "the start of a run, or of an engine"))
-        waits.watch(number, hears_ends=device.type == "cpu" or "nccl" not in backend)
+        waits.watch(number, hears_ends=backend != "nccl")
     return waits
 
 
 def gather_objects(group: Any, value: Any, waits: Waits, what: str, *, patient: bool = False) -> list[Any]:
-    """Blocking: a small picklable object from each rank of ``group``, before there is a communicator.
+    """Gather a small picklable object from each rank of ``group``, before there is a communicator. Blocking.
 
     Args:
-        what: for, in words; the same on all ranks, or they have come to different places, and all raise.
+        what: the purpose, in words. If it differs between ranks, they have come to different calls, and all raise.
     """
     if group is None or dist.get_world_size(group) == 1:
         return [value]
@@ -44,13 +48,15 @@ def gather_objects(group: Any, value: Any, waits: Waits, what: str, *, patient: 
 
 
 def gather_on(group: Any, value: Any, waits: Waits, what: str, *, patient: bool = False) -> list[Any]:
-    """As ``dist.all_gather_object``, on a host-side group, with a bound, and with a look at what it is for."""
+    """Gather an object from each rank of a host-side group, with a bound, and compare what the ranks gather it for."""
     if dist.get_backend(group) == "fake":  # a simulated world has nobody else
         return [value] * dist.get_world_size(group)
     own = torch.frombuffer(bytearray(pickle.dumps((what, value))), dtype=torch.uint8)
     sizes = torch.empty(dist.get_world_size(group), dtype=torch.int64)
     work = all_gather_single(sizes, torch.tensor([own.numel()]), group=group, async_op=True)
     waits.wait_work(work, what, patient=patient)
+    # All ranks send as many bytes as the longest object has, and the purpose travels with the value: so ranks that have
+    # come to different calls still exchange messages of equal size, and all of them find out and raise.
     table = torch.empty(len(sizes), int(sizes.max()), dtype=torch.uint8)
     padded = torch.zeros(table.shape[1], dtype=torch.uint8)
     padded[: own.numel()] = own
@@ -68,13 +74,13 @@ def gather_on(group: Any, value: Any, waits: Waits, what: str, *, patient: bool 
 
 
 def barrier(group: Any, waits: Waits, label: str) -> None:
-    """Blocking: until all ranks of ``group`` have come, as long as any is at work. Devices are not waited for."""
+    """Wait until all ranks of ``group`` have come, as long as any of them is at work. Devices are not waited for."""
     if waits.world_size > 1:
         gather_objects(group, None, waits, label, patient=True)
 
 
 def broadcast_object(group: Any, value: T, src: int, waits: Waits) -> T:
-    """Blocking: a picklable object of rank ``src``, waited for as long as any rank is at work."""
+    """Send a picklable object of rank ``src`` to all. Blocking, as long as any rank is at work."""
     if waits.world_size == 1 or dist.get_backend(group) == "fake":
         return value
     what, sends = f"an object of rank {src}", waits.rank == src
@@ -87,7 +93,10 @@ def broadcast_object(group: Any, value: T, src: int, waits: Waits) -> T:
 
 
 def gather_rows(group: Any, row: Tensor, waits: Waits, what: str) -> Tensor | None:
-    """Blocking: ``row``, ``[bytes] uint8`` on the host and as long on all ranks; ``[ranks, bytes]`` on rank 0."""
+    """Gather ``row``, ``[bytes] uint8`` on the host, from all ranks on rank 0: ``[ranks, bytes]``. Blocking.
+
+    All rows are of the same length. Ranks other than 0 get None.
+    """
     if waits.world_size == 1 or dist.get_backend(group) == "fake":
         return row.expand(waits.world_size, -1)
     table = torch.empty(waits.world_size, len(row), dtype=torch.uint8) if waits.rank == 0 else None
@@ -106,12 +115,13 @@ def together(
     *,
     patient: bool = False,
 ) -> T:
-    """``act``, which asks nothing of other ranks, on all ranks. Where it fails on one, all raise, and none waits.
+    """Run ``act`` on all ranks. Where it fails on one, all ranks raise, and none waits for it.
 
     Args:
-        what: it is, in words.
-        undo: what is done on the other ranks then, with the result of ``act``.
-        patient: it may take longer than ``stall_timeout_s``.
+        what: the purpose, in words.
+        act: sends no message: a rank on which it fails would leave the others waiting for that.
+        undo: is called with the result of ``act`` on the ranks where ``act`` went well, if it failed on another one.
+        patient: ``act`` may take longer than ``stall_timeout_s``.
 
     Raises:
         Exception: what ``act`` has raised on this rank; or, of the first rank that it failed on, a ConfigError as it
@@ -120,10 +130,16 @@ def together(
     try:
         result = act()
     except Exception as error:
+        # This rank takes part although it has failed: the others are in the same gather, and would wait for it.
         own = (type(error).__name__ if not isinstance(error, ConfigError) else "", str(error))
         gather_objects(group, own, waits, what, patient=patient)
         raise
-    for rank, found in enumerate(gather_objects(group, None, waits, what, patient=patient)):
+    try:
+        answers = gather_objects(group, None, waits, what, patient=patient)
+    except BaseException:  # the others are gone, or somewhere else
+        undo(result)
+        raise
+    for rank, found in enumerate(answers):
         if found is not None:
             undo(result)
             kind, text = found

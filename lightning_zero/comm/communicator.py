@@ -7,9 +7,9 @@ Topology. Shards are divided among all ranks, or among those of a node (``planni
 is summed over the nodes by a second message, and agreements still go over all ranks, so that all keep one order.
 
 Groups. Gathers and reductions each have a process group of their own, because operations on one group must be issued
-in the same order on every rank and the two kinds interleave freely. The gather half of an all-reduce is issued when
-the first half is found complete, at moments that differ between ranks, so it has a third. Small host-side agreements
-run on a gloo group.
+in the same order on every rank and the two kinds interleave freely. Where the host waits for messages, the gather half
+of an all-reduce is issued when the first half is found complete, at moments that differ between ranks, so it has a
+third. Small host-side agreements run on a gloo group.
 
 CUDA. Each kind runs on a stream of its own (``streams.py`` draws the order of events). An operation waits for what the
 stream that issues it has queued: its buffer was allocated there, and may be memory that earlier kernels still read.
@@ -20,14 +20,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lightning_zero.comm.agreements import gather_on, open_waits, together
-from lightning_zero.comm.groups import GROUP_POOL, Groups
+from lightning_zero.comm.groups import GROUP_POOL, GroupKind, Groups, backend_for
 from lightning_zero.comm.reduction import Pending, Reduction
 from lightning_zero.comm.streams import Streams
 from lightning_zero.comm.transports import HostTransport, all_gather_single, choose_transport
@@ -64,11 +64,13 @@ class Communicator:
         stall_timeout_s: float = 300.0,
         topology: Topology | None = None,
         waits: Waits | None = None,
+        even_alone: bool = False,
     ) -> None:
         """
         Args:
             topology: default: one node, all ranks share shards.
             waits: of this rank, where there is something that waits for the group already.
+            even_alone: send the messages of a group of one rank, too.
         """
         self.device = device
         self._parent = group
@@ -82,11 +84,23 @@ class Communicator:
         self.observers: list[Callable[[str, str], None]] = []
         self._groups: Groups | None = None
         self.waits = waits if waits is not None else open_waits(group, device, stall_timeout_s)
-        if self.world_size > 1:
-            backend = str(dist.get_backend(group))
-            self._transport = choose_transport(transport, backend, self.shard_size, device, self.waits)
-            self._groups = GROUP_POOL.take(group, self, self.topology, self.waits)
         self.streams = Streams(accelerator_of(device))
+        if self.world_size > 1 or (even_alone and group is not None):
+            backend = backend_for(group, device)
+            self._kind = GroupKind(self.topology, backend, self.streams.are_there, even_alone)
+            self._transport = choose_transport(transport, backend, self.shard_size, device, self.waits)
+            self._groups = GROUP_POOL.take(group, self, self._kind, self.waits)
+            self._meet()
+
+    def _meet(self) -> None:
+        """Have NCCL make its communicators now, where all ranks come: at the first message of a group the host waits
+        for the others, and in the middle of a pass these may be waiting for another message of this rank."""
+        assert self._groups is not None
+        if self.streams.are_there:
+            for group in (self._groups.gather, self._groups.reduce, self._groups.replicate):
+                if group is not None:
+                    number = torch.zeros(1, device=self.device)
+                    self.wait_work(dist.all_reduce(number, group=group, async_op=True), "groups", on_device=True)
 
     @property
     def issued(self) -> int:
@@ -116,16 +130,23 @@ class Communicator:
     def all_reduce(self, full: Tensor, label: str) -> Reduction:
         """Sum ``full`` over all ranks, in place, which gives ``full``."""
         self._count("all_reduce", label)
+        if self._groups is None or self.streams.are_there:
+            return Reduction(self._reduce(full, label, whole=True))
 
         def gather(shard: Tensor) -> Pending:
-            with self.streams.on("reduce"):
-                full.view(self.shard_size, -1)[self.shard_rank].copy_(shard)
+            # ``full`` held what was to be summed. The sum is complete here, so nothing reads its old contents any more.
+            full.view(self.shard_size, -1)[self.shard_rank].copy_(shard)
             return self._gather(full, label, "second_half")
 
         return Reduction(self._reduce(full, label), *self._over_replicas(label), gather)
 
-    def broadcast(self, tensor: Tensor, src: int = 0) -> None:
-        """Blocking: every rank gets ``tensor`` of rank ``src``: first one rank of each replica, then the others."""
+    def broadcast(self, tensor: Tensor, src: int = 0, *, among: Literal["gather", "reduce"] = "gather") -> None:
+        """Blocking: every rank gets ``tensor`` of rank ``src``: first one rank of each replica, then the others.
+
+        Args:
+            among: which operations it is ordered with. Gathers that follow steps are issued by each rank as far as its
+                worker has got: a message that comes while these are going on belongs among the reductions.
+        """
         if self._groups is None:
             return
         host = isinstance(self._transport, HostTransport)
@@ -136,9 +157,9 @@ class Communicator:
         if self._groups.replicate is not None and self.shard_rank == place:
             replica = self.topology.shard_groups.index(group)
             self._wait_broadcast(flat_bytes, replica, self._groups.replicate)
-        if self._groups.gather is not None:
-            self._wait_broadcast(flat_bytes, place, self._groups.gather)
-        if data is not tensor:
+        if (shards := getattr(self._groups, among)) is not None:
+            self._wait_broadcast(flat_bytes, place, shards)
+        if data is not tensor:  # a contiguous copy, or one on the host
             tensor.copy_(data)
 
     def _wait_broadcast(self, tensor: Tensor, src: int, group: Any) -> None:
@@ -146,7 +167,7 @@ class Communicator:
         self.wait_work(work, "values of rank 0", on_device=tensor.device.type != "cpu")
 
     def broadcast_small(self, tensor: Tensor) -> None:
-        """Blocking: every rank gets a small host tensor of rank 0."""
+        """Send a small host tensor of rank 0 to every rank. Blocking. It does not wait behind gathers in flight."""
         if self._groups is not None:
             work = dist.broadcast(tensor, group_src=0, group=self._groups.control, async_op=True)
             self.wait_work(work, "a small reduction")
@@ -173,27 +194,28 @@ class Communicator:
         """Blocking: the maximum of a small tensor over ranks, in place; host tensors go by the host-side group."""
         return self._small(tensor, dist.ReduceOp.MAX)
 
-    def exchange(self, value: int) -> list[int]:
-        """Blocking: one integer from each rank, in rank order."""
+    def exchange(self, *values: int) -> list[list[int]]:
+        """Blocking: some integers from each rank; for each, all ranks' in rank order."""
         if self._groups is None:
-            return [value]
-        self._note("exchange", str(value))
-        own = torch.tensor([value], dtype=torch.int64)
-        table = torch.empty(self.world_size, dtype=torch.int64)
+            return [[value] for value in values]
+        self._note("exchange", str(values[0]))
+        own = torch.tensor(values, dtype=torch.int64)
+        table = torch.empty(self.world_size * len(values), dtype=torch.int64)
         work = all_gather_single(table, own, group=self._groups.control, async_op=True)
         self.wait_work(work, "the agreement on the next gather")
-        values: list[int] = table.tolist()
-        return values
+        return table.view(self.world_size, -1).t().tolist()  # type: ignore[no-any-return]
 
     def resume(self) -> None:
-        """Blocking, on all ranks, after an exception has ended a pass: go on with groups that all have used alike.
+        """Replace the groups if ranks have issued different numbers of operations on them. Blocking, on all ranks.
 
-        The later halves of reductions are issued when the first are found complete, so that ranks which raised in the
-        same place may have issued different ones. Messages on such groups would meet others than their own.
+        It is called after an exception has ended a pass. A rank issues the later half of a reduction when it finds the
+        first half complete, so ranks that raised in the same place may have issued different later halves. On groups
+        that were used so, the next message of one rank would be matched with an older message of another.
         """
         if self._groups is not None and len({*self.all_gather_objects(self.issued, "going on after an exception")}) > 1:
+            # Given back before the pool is asked: the pool then sees that the counts differ, and leaves these alone.
             self._groups.user = lambda: None
-            self._groups = GROUP_POOL.take(self._parent, self, self.topology, self.waits)
+            self._groups = GROUP_POOL.take(self._parent, self, self._kind, self.waits)
 
     def close(self) -> None:
         """End the threads and give the groups back."""
@@ -205,32 +227,58 @@ class Communicator:
     # -- messages -----------------------------------------------------------------------------------------------
 
     def _gather(self, full: Tensor, label: str, group: str) -> Pending:
-        if self._groups is None or self.shard_size == 1:
+        """Issue a gather of ``full`` on the group of that name."""
+        if self._groups is None or self._groups.gather is None:
             pending = Pending(self, label, [], lambda: full)
             pending._event = self.streams.mark()  # the current stream may be one that still brings the bytes
             return pending
+        # Counted apart from the all-reduce that it ends: ranks come here at different moments, see :meth:`resume`.
         self._groups.issued += group == "second_half"
-        with self.streams.on("gather" if group == "gather" else "reduce") as stream:
+        with self.streams.on("gather") as stream:
             works = self._transport.gather(full, self.shard_rank, self.shard_size, getattr(self._groups, group))
             return self._pending(label, works, lambda: full, stream)
 
-    def _reduce(self, full: Tensor, label: str) -> Pending:
-        """The sum over the ranks that share shards; on a CUDA stream also over the nodes."""
+    def _reduce(self, full: Tensor, label: str, *, whole: bool = False) -> Pending:
+        """Issue the sum over the ranks that share shards. On a stream also issue the messages that follow it.
+
+        On a stream nobody waits in between. So all messages are issued in the order of reductions, which is the same on
+        all ranks.
+
+        Args:
+            whole: bring the sum of every slice to all ranks, into ``full``.
+        """
         if self._groups is None:
             return Pending(self, label, [], lambda: full)
         with self.streams.on("reduce") as stream:
             works: list[Any] = []
             total: Callable[[], Tensor] = lambda: full  # noqa: E731
-            if self.shard_size > 1:
+            if self._groups.reduce is not None:
                 works, total = self._transport.reduce(full, self.shard_rank, self.shard_size, self._groups.reduce)
-            ends_here = stream is None or self._groups.replicate is None
-            finish = total if ends_here else lambda: self._sum_replicas_in_stream(total(), label)
+            # Off CUDA the messages that follow need a complete first sum, which the host finds when it lands it. Issued
+            # from here they would make the host wait for the first sum now. On CUDA the stream waits, not the host.
+            finish = total if stream is None else lambda: self._rest_in_stream(total(), full, label, whole)
             pending = self._pending(label, works, finish, stream)
-            pending._keep = full  # the reduce stream reads it, whose memory belongs to the compute stream
+            # The reduce stream reads ``full``, whose block belongs to the compute stream's pool. Freed now, compute
+            # would get the block for its next tensor and overwrite it. :meth:`Pending.wait` frees it behind the event.
+            pending._keep = full
             return pending
 
+    def _rest_in_stream(self, shard: Tensor, full: Tensor, label: str, whole: bool) -> Tensor:
+        """Issue, on the reduce stream, the messages that follow the sum of this rank's slice, ``shard``."""
+        assert self._groups is not None
+        if self._groups.replicate is not None:
+            self._sum_replicas_in_stream(shard, label)
+        if not whole:
+            return shard
+        # On the reductions' own group: each reduction is issued with all of its messages, so one order holds for all.
+        if self._groups.reduce is not None:
+            full.view(self.shard_size, -1)[self.shard_rank].copy_(shard)
+            for work in self._transport.gather(full, self.shard_rank, self.shard_size, self._groups.reduce):
+                work.wait()
+        return full
+
     def _over_replicas(self, label: str) -> list[Callable[[Tensor], Pending]]:
-        """What is left after :meth:`_reduce`: the sum over the nodes, as a message of the host."""
+        """What to issue after :meth:`_reduce`: the sum over the nodes, where the host has to issue it."""
         if self._groups is None or self._groups.replicate is None or self.streams.are_there:
             return []
         return [partial(self._sum_replicas, label)]
@@ -238,11 +286,12 @@ class Communicator:
     def _sum_replicas(self, label: str, shard: Tensor) -> Pending:
         return Pending(self, label, [self._issue_sum(shard)], lambda: shard)
 
-    def _sum_replicas_in_stream(self, shard: Tensor, label: str) -> Tensor:
+    def _sum_replicas_in_stream(self, shard: Tensor, label: str) -> None:
         host = isinstance(self._transport, HostTransport)
         data = shard.cpu() if host else shard
         self.wait_work(self._issue_sum(data), label, on_device=not host)
-        return shard.copy_(data) if host else shard
+        if host:
+            shard.copy_(data)
 
     def _issue_sum(self, shard: Tensor) -> Any:
         """Sum ``shard`` over the nodes, in place."""
@@ -251,10 +300,14 @@ class Communicator:
         return dist.all_reduce(shard, group=self._groups.replicate, async_op=True)
 
     def _pending(self, label: str, works: list[Any], finish: Callable[[], Tensor], stream: Any) -> Pending:
+        """The handle of ``works``. On CUDA it is called inside ``streams.on``, with ``stream`` as the current one."""
         if stream is None:
             return Pending(self, label, works, finish)
         for work in works:
-            work.wait()  # on a device this makes the stream wait, not the host
+            # This makes the current stream wait, not the host. Outside of ``streams.on`` compute itself would wait, and
+            # nothing would overlap.
+            work.wait()
+        # The event comes last: whoever waits for it also waits for what ``finish`` has queued on the stream.
         result = finish()
         pending = Pending(self, label, [], lambda: result)
         pending._event = self.streams.mark()
@@ -268,6 +321,7 @@ class Communicator:
         if not host and isinstance(self._transport, HostTransport):
             return tensor.copy_(self._small(tensor.cpu(), op))
         groups = (self._groups.control,) if host else (self._groups.reduce, self._groups.replicate)
+        # On a device in the queue of the reductions, whose order is one on all ranks; never in that of the gathers.
         for group in groups:
             if group is not None:
                 work = dist.all_reduce(tensor, op=op, group=group, async_op=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -15,9 +16,24 @@ from lightning_zero.planning.topology import Topology
 from lightning_zero.ranks.waits import Waits
 
 
+class GroupKind(NamedTuple):
+    """What groups are for.
+
+    Attributes:
+        backend: that serves the engine's device.
+        in_streams: messages are queued on streams of the device, one behind the other, and the host does not wait.
+        even_alone: make groups of one rank too.
+    """
+
+    topology: Topology
+    backend: str
+    in_streams: bool
+    even_alone: bool
+
+
 @dataclass(slots=True, eq=False)
 class Groups:
-    """The process groups of one communicator at a time. Those that would have one rank are None.
+    """The process groups of one communicator at a time. Those that would have one rank are None, unless wanted.
 
     Attributes:
         issued: operations of all kinds asked for so far on this rank.
@@ -26,24 +42,36 @@ class Groups:
 
     gather: Any
     reduce: Any
-    second_half: Any  # the gather that ends an all-reduce
+    second_half: Any  # the gather that ends an all-reduce, where the host waits for the first half
     replicate: Any  # the same shards on other nodes
     control: Any  # host-side, all ranks
     issued: int = 0
     user: Callable[[], object | None] = lambda: None
 
     @classmethod
-    def create(cls, ranks: Sequence[int], rank: int, topology: Topology, host: str) -> Groups:
-        """``ranks`` of the parent group are the default group's; ``rank`` and ``topology`` count in the parent."""
-        shards = [ranks[r] for r in topology.shard_group_of(rank)]
-        replicas = [ranks[r] for r in topology.replicate_group_of(rank)]
+    def create(cls, parent: Any, kind: GroupKind) -> Groups:
+        rank, ranks = dist.get_rank(parent), dist.get_process_group_ranks(parent)
+        shards = [ranks[r] for r in kind.topology.shard_group_of(rank)]
+        replicas = [ranks[r] for r in kind.topology.replicate_group_of(rank)]
+
+        def new(members: Sequence[int], name: str, backend: str = kind.backend) -> Any:
+            return _new_group(members, name, backend) if len(members) > 1 or kind.even_alone else None
+
+        # All ranks make their groups in this order. Making one is a collective, so another order would hang.
         return cls(
-            _new_group(shards, "gather"),
-            _new_group(shards, "reduce"),
-            _new_group(shards, "second half"),
-            _new_group(replicas, "replicate"),
-            _new_group(ranks, "control", backend=host),
+            new(shards, "gather"),
+            new(shards, "reduce"),
+            None if kind.in_streams else new(shards, "second half"),
+            new(replicas, "replicate") if len(replicas) > 1 else None,
+            new(ranks, "control", _host_backend(parent)),
         )
+
+
+def backend_for(group: Any, device: torch.device) -> str:
+    """The backend that serves tensors of ``device`` in ``group``, where each kind of device may have its own
+    (``cpu:gloo,cuda:nccl``)."""
+    served = dict(part.split(":") for part in str(dist.get_backend_config(group)).split(",") if ":" in part)
+    return served.get(device.type, str(dist.get_backend(group)))
 
 
 def _host_backend(parent: Any) -> str:
@@ -55,20 +83,35 @@ def _host_backend(parent: Any) -> str:
     return backend if backend == "fake" else "gloo"
 
 
-def _new_group(ranks: Sequence[int], name: str, **options: Any) -> Any:
-    if len(ranks) == 1:
-        return None
+def _new_group(ranks: Sequence[int], name: str, backend: str) -> Any:
     name = f"lightning_zero: {name}"
-    group = dist.new_group(list(ranks), use_local_synchronization=True, group_desc=name, **options)
-    if dist.get_backend(group) == "gloo":  # waits have bounds of their own
+    # Synchronized among its members only: otherwise all ranks of the default group would have to call this, also those
+    # that are no part of a module's process group, and the members would wait for them.
+    with _made_when_used():
+        group = dist.new_group(list(ranks), use_local_synchronization=True, group_desc=name, backend=backend)
+    # An operation of gloo fails for good when the group's own timeout passes. A patient wait must be able to go on, so
+    # the timeout is set out of reach, and every wait has a bound of its own (``ranks/waits.py``).
+    if backend == "gloo":
         dist.distributed_c10d._set_pg_timeout(timedelta(days=30), group)
     return group
+
+
+@contextlib.contextmanager
+def _made_when_used() -> Iterator[None]:
+    """Where the default group is bound to a device, NCCL would make the communicators of a new group at once, by a
+    split that all ranks of the default group must take part in: ranks that are not in the new group do not come."""
+    default = dist.distributed_c10d._get_default_group()
+    bound, default.bound_device_id = default.bound_device_id, None
+    try:
+        yield
+    finally:
+        default.bound_device_id = bound
 
 
 class _Parent(NamedTuple):
     group: Any
     agreement: Any  # host-side, the same ranks
-    made: list[tuple[Topology, Groups]]
+    made: list[tuple[GroupKind, Groups]]
 
 
 class GroupPool:
@@ -82,29 +125,31 @@ class GroupPool:
         self._parents: list[_Parent] = []
 
     def parent(self, group: Any) -> _Parent:
+        # By identity, which is safe as the list keeps each group alive: the id of one cannot come back as another's.
         found = next((parent for parent in self._parents if parent.group is group), None)
         if found is None:
             ranks = dist.get_process_group_ranks(group)
-            found = _Parent(group, _new_group(ranks, "agreement", backend=_host_backend(group)), [])
+            found = _Parent(group, _new_group(ranks, "agreement", _host_backend(group)), [])
             self._parents.append(found)
         return found
 
-    def take(self, group: Any, user: object, topology: Topology, waits: Waits) -> Groups:
-        ranks = dist.get_process_group_ranks(group)
+    def take(self, group: Any, user: object, kind: GroupKind, waits: Waits) -> Groups:
         parent = self.parent(group)
-        made = [groups for divided, groups in parent.made if divided == topology]
-        free = self._free(made, parent.agreement, len(ranks), waits)
+        made = [groups for known, groups in parent.made if known == kind]
+        free = self._free(made, parent.agreement, dist.get_world_size(group), waits)
         if free is None:
-            free = Groups.create(ranks, dist.get_rank(group), topology, _host_backend(group))
-            parent.made.append((topology, free))
+            free = Groups.create(group, kind)
+            parent.made.append((kind, free))
         free.user = ref(user)
         return free
 
     @staticmethod
     def _free(made: list[Groups], agreement: Any, world_size: int, waits: Waits) -> Groups | None:
-        """The first set of groups that all ranks have free after the same operations."""
-        if not made:
+        """The first set of groups that is free on all ranks, with equal numbers of operations issued."""
+        if not made:  # on all ranks or on none: sets are made by all ranks together
             return None
+        # -1: still used. A communicator's weak reference dies when the garbage collector comes by, at another moment on
+        # each rank. A rank that decided by itself would take groups that another rank does not take.
         own = torch.tensor([groups.issued if groups.user() is None else -1 for groups in made])
         table = [torch.empty_like(own) for _ in range(world_size)]
         work = dist.all_gather(table, own, group=agreement, async_op=True)

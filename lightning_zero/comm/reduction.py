@@ -1,4 +1,4 @@
-"""Operations in flight: a gather is one message for each rank's part, a reduction may be several in a row."""
+"""Handles of operations in flight. A :class:`Pending` is one operation, a :class:`Reduction` up to three in a row."""
 
 from __future__ import annotations
 
@@ -32,29 +32,36 @@ class Pending:
         self._keep: Any = None  # memory that another stream reads until the event
 
     def done(self) -> bool:
-        """Whether ``wait`` would return at once (never true for device work, whose end the host need not know)."""
-        return self._event is None and all(work.is_completed() for work in self._works)
+        """Whether ``wait`` would wait for nothing, neither the host nor the current stream."""
+        over = self._event is None or self._comm.streams.accelerator.is_over(self._event)
+        return over and all(work.is_completed() for work in self._works)
 
     def abandon(self, deadline: float) -> None:
-        """After an exception: let the messages end, until ``deadline`` (monotonic); the other ranks may be gone."""
+        """Wait for the messages until ``deadline`` (monotonic) and drop them, after an exception. Peers may be gone."""
         for work in self._works:
             with contextlib.suppress(RuntimeError):
+                # torch counts in milliseconds, and takes zero of them for "no limit": it would wait for ever.
                 work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
+        # The caller frees the buffers next. Without this wait compute could reuse them while a stream still writes.
         self._wait_event()
         self._works, self._finish, self._keep = [], None, None
 
     def _wait_event(self) -> None:
+        """Make the current stream wait for the operation's end, once. The host does not wait."""
         if self._event is not None:
             self._comm.streams.wait(self._event)
             self._event = None
 
     def wait(self) -> Tensor:
+        """Wait for the operation and return its result. A second call returns the same result at once."""
         for work in self._works:
             self._comm.wait_work(work, self.label)
         self._works = []
+        # The event first: memory that is dropped after it is reused behind it, because compute's pool hands it out.
         self._wait_event()
         self._keep = None
         if self._finish is not None:
+            # Once only: ``total`` of DirectTransport adds in place, and a second call would add everything again.
             finish, self._finish = self._finish, None
             self._result = finish()
         assert self._result is not None, f"{self.label}: waited for after it was abandoned"
@@ -64,15 +71,15 @@ class Pending:
 class Reduction:
     """A reduction in flight, in two phases.
 
-    ``land`` ends the first: this rank has the sum of its slice, over the ranks that share shards. It issues what
-    follows, a sum over replicas or the gather of an all-reduce, so landings come in one order on all ranks. ``finish``
-    ends the second, and gives the result.
+    ``land`` ends the first phase: this rank has the sum of its slice, over the ranks that share shards. ``land`` issues
+    the operation that follows, a sum over replicas or the gather of an all-reduce. So all ranks must land reductions in
+    one order. ``finish`` ends the second phase and returns the result.
     """
 
     def __init__(self, first: Pending, *later: Callable[[Tensor], Pending]) -> None:
         """
         Args:
-            later: each issues what follows, with what came before it.
+            later: each is called with the result of the operation before it, and issues the next one.
         """
         self._now = first
         self._later = list(later)
@@ -82,7 +89,7 @@ class Reduction:
         return self._now.done()
 
     def land(self) -> bool:
-        """Whether that was all of it."""
+        """Wait for the current operation and issue the next one. Returns whether there was no next one."""
         value = self._now.wait()
         if not self._later:
             return True
@@ -90,6 +97,7 @@ class Reduction:
         return False
 
     def finish(self) -> Tensor:
+        """Land whatever has not landed yet, and return the result."""
         while not self.land():
             pass
         return self._now.wait()

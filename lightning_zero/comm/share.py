@@ -32,7 +32,7 @@ class Share(NamedTuple):
 
 
 def share_of_machine(comm: Communicator) -> Share:
-    """All ranks call it."""
+    """Find out this rank's part of its machine. All ranks call it."""
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     local_rank, local_ranks = neighbours(comm, machine())
     # A launcher may have given each rank cores of its own, or all of them the same.
@@ -46,9 +46,9 @@ def share_of_machine(comm: Communicator) -> Share:
 
 
 def neighbours(comm: Communicator, same: str) -> tuple[int, int]:
-    """This rank's place among those that tell the same, and how many they are. All ranks call it."""
+    """This rank's place among the ranks that pass an equal ``same``, and their number. All ranks call it."""
     own = int.from_bytes(hashlib.sha256(same.encode()).digest()[:7])
-    told = comm.exchange(own)
+    (told,) = comm.exchange(own)
     return told[: comm.rank].count(own), max(1, told.count(own))
 
 
@@ -57,7 +57,8 @@ def ranks_on_disk(comm: Communicator, path: str | None) -> int:
     try:
         device = os.stat(path).st_dev if path else -1
     except OSError:
-        device = -1  # it is refused when it is used
+        # Not raised here: the other ranks are on their way into the exchange below, and would wait for this one.
+        device = -1  # the path is refused when it is used
     return neighbours(comm, f"{machine()} {device}")[1]
 
 

@@ -6,6 +6,7 @@
     gather  :     \\w0-- all_gather --e1               e1: its end
     reduce  :  reduce-scatters                        w : a stream waits, never the host
     h2d     :  parameters from the host, before their gather
+    push    :  parameters that a step on the host has changed
     d2h     :  reduced gradients to the host, behind their reduction
 
 ``e0`` is recorded when a transfer is issued, or earlier where the caller knows what it depends on; ``e1`` when it has
@@ -22,7 +23,7 @@ from typing import Any
 
 from lightning_zero.device.accelerator import Accelerator
 
-KINDS = ("gather", "reduce", "h2d", "d2h")
+KINDS = ("gather", "reduce", "h2d", "push", "d2h")
 HELD = 2  # transfers to the host whose device memory is kept: the one under way, and the next
 
 
@@ -51,6 +52,8 @@ class Streams:
         if stream is None:
             yield None
             return
+        # Without the wait the body could write into a block that the allocator has just taken back from a tensor that
+        # queued kernels of the current stream still read, or read what these kernels have not written yet.
         event = after if after is not None else self.accelerator.record()
         with self.accelerator.on(stream):
             self.accelerator.wait(event)
@@ -58,6 +61,8 @@ class Streams:
 
     def hold(self, memory: Any, event: Any) -> None:
         """Keep ``memory``, which a stream reads, until ``event``; beyond a few, the host waits for the oldest."""
+        # Dropped earlier, the block would return to the pool of the stream that allocated it, and that stream could
+        # overwrite it before the stream that reads it is done. ``wait_on_host`` makes the host wait.
         self._held.append((event, memory))
         while self._held and (len(self._held) > HELD or self.accelerator.is_over(self._held[0][0])):
             self.accelerator.wait_on_host(self._held.popleft()[0])

@@ -35,6 +35,7 @@ class PlainTransport:
     """One library call for each logical operation."""
 
     def gather(self, full: Tensor, rank: int, world_size: int, group: Any) -> list[Any]:
+        # A view of ``full`` at this rank's place: there NCCL gathers in place and needs no copy of the slice.
         own = full.view(world_size, -1)[rank]
         return [all_gather_single(full, own, group=group, async_op=True)]
 
@@ -53,6 +54,7 @@ class DirectTransport:
 
     def gather(self, full: Tensor, rank: int, world_size: int, group: Any) -> list[Any]:
         parts = full.view(world_size, -1)
+        # In rank order on every rank: gloo matches messages of one group by the order in which they are issued.
         return [dist.broadcast(parts[r], group_src=r, group=group, async_op=True) for r in range(world_size)]
 
     def reduce(self, full: Tensor, rank: int, world_size: int, group: Any) -> tuple[list[Any], Callable[[], Tensor]]:
@@ -60,6 +62,8 @@ class DirectTransport:
         work = dist.all_to_all_single(received, full, group=group, async_op=True)
 
         def total() -> Tensor:
+            # Added in rank order, whatever came first: floating-point sums depend on the order, and all stages and
+            # runs must agree to the bit. The result is a view: who keeps it keeps all of ``received``.
             parts = received.view(world_size, -1)
             for part in parts[1:]:
                 parts[0].add_(part)
@@ -75,7 +79,7 @@ class HostTransport:
         self._inner, self._waits = inner, waits
 
     def gather(self, full: Tensor, rank: int, world_size: int, group: Any) -> list[Any]:
-        host = full.cpu()
+        host = full.cpu()  # waits for the device: the slice must have been written before it is sent
         for work in self._inner.gather(host, rank, world_size, group):
             self._waits.wait_work(work, "a gather through host memory")
         full.copy_(host)
@@ -98,8 +102,12 @@ TRANSPORTS: dict[TransportName, Callable[[], Transport]] = {
 def choose_transport(
     name: TransportName, backend: str, world_size: int, device: torch.device, waits: Waits
 ) -> Transport:
-    """The transport of ``zero.comm.transport``; ``auto`` takes ``direct`` on gloo with few ranks, else ``plain``."""
-    host_side = "gloo" in backend
+    """The transport of ``zero.comm.transport``; ``auto`` takes ``direct`` on gloo with few ranks, else ``plain``.
+
+    Args:
+        backend: that serves ``device``.
+    """
+    host_side = backend == "gloo"
     if name is TransportName.auto:
         direct = host_side and world_size <= DIRECT_MAX_RANKS
         name = TransportName.direct if direct else TransportName.plain

@@ -1,4 +1,4 @@
-"""What an engine consists of, and what its parts share: the units, and the ``Communicator``.
+"""Puts the parts of an engine together. They share the units and the ``Communicator``.
 
 ::
 
@@ -32,6 +32,7 @@ from lightning_zero.engine.passes.gather_order import GatherOrder
 from lightning_zero.engine.passes.gradient_sentinels import Sentinels
 from lightning_zero.engine.passes.gradients import Reducer
 from lightning_zero.engine.passes.hooks import ENGINE
+from lightning_zero.engine.passes.issued import IssuedReductions
 from lightning_zero.engine.passes.passes import Passes
 from lightning_zero.engine.passes.recompute import check_blocks, recompute_blocks
 from lightning_zero.engine.steps.after_step import AfterStep
@@ -48,13 +49,14 @@ from lightning_zero.engine.units.module_buffers import BufferSync
 from lightning_zero.engine.units.unit import Unit
 from lightning_zero.planning.placement import TierRow
 
-# The module owns its engine, so that both go together: a table that held engines would keep every module alive that an
-# engine leads to, through a hook of an optimizer, say.
+# Weakly: the module owns its engine, and both go together. A table that held engines would keep every module alive to
+# which an engine leads, through a hook of an optimizer, say.
 LIVE: weakref.WeakSet[Assembly] = weakref.WeakSet()
 
 
 def _close_tiers(tiers: Tiers, pid: int) -> None:
-    """Files and locks go with their engine, but not with a forked child's copy of it."""
+    """Close the tiers of an engine that is gone, but not in a forked child, where only a copy of it is gone."""
+    # A finalizer runs in a forked child too. There it would remove the parent's files and locks.
     if os.getpid() == pid:
         tiers.close()
 
@@ -73,6 +75,7 @@ class Assembly:
         self.config = config
         self.precision = config.precision.name or Precision.fp32
         self._module = weakref.ref(module)
+        self._group = group
         self.tiers = Tiers()
         share = self._shard(module, group, device, node)
         self._places = {id(info.param): Place(b, info) for u in self.units for b in u.buckets for info in b.params}
@@ -88,24 +91,31 @@ class Assembly:
         self._register_hooks(module)
         for unit in self.units:
             unit.before_drop = self.writes.take_over
-            unit.reshard()
+        # Last: an engine whose construction raises is found nowhere.
         LIVE.add(self)
         module.__dict__[ENGINE] = self
 
     def _shard(self, module: nn.Module, group: Any, device: torch.device, node: str) -> Share:
-        """Everything that can be refused, and then the units; what this rank may take of its machine."""
+        """Check everything that can be refused, then make the units. Returns this rank's share of its machine."""
         config = self.config
         waits = open_waits(group, device, config.stall_timeout_s)
         try:
             groups = together(group, waits, "sharding a module", lambda: self._describe(module))
             agree_on_model(groups, group, waits)
             topology = capacity.find_topology(groups, config, group, device, node, waits)
-            transport = config.comm.transport
-            self.comm = Communicator(group, device, transport=transport, topology=topology, waits=waits)
+            self.comm = Communicator(
+                group,
+                device,
+                transport=config.comm.transport,
+                topology=topology,
+                waits=waits,
+                even_alone=config.comm.even_alone,
+            )
             share = share_of_machine(self.comm) if config.offload.name is not Offload.none else Share()
             rows = self._make_tiers(groups, share)
             self.units: list[Unit] = build_units(module, groups, config, self.comm, rows, self.tiers)
         except BaseException:
+            # The module may be sharded again: files and locks, threads and classes of a half-made engine must be gone.
             self.tiers.close()
             waits.close()
             make_plain(module.parameters())
@@ -114,14 +124,16 @@ class Assembly:
 
     def _put_together(self, share: Share) -> None:
         config = self.config
+        issued = IssuedReductions()
         self.order = GatherOrder(
             self.units,
             self.comm,
+            issued,
             prefetch_bytes=config.prefetch_bytes,
             keep_bytes=config.keep_gathered_bytes,
             dynamic=config.dynamic,
         )
-        self.reducer = Reducer(self.buckets, self.comm, config.reduce_bucket_bytes, dynamic=config.dynamic)
+        self.reducer = Reducer(self.buckets, self.comm, issued, config.reduce_bucket_bytes, dynamic=config.dynamic)
         self.sentinels = Sentinels(self.reducer.grads)
         self.after_step = AfterStep(
             self.units, self.comm.streams, config.offload.threads or default_threads(share.cpus)
@@ -157,10 +169,15 @@ class Assembly:
         )
 
     def _describe(self, module: nn.Module) -> list[describe.UnitGroup]:
-        """Units of ``module``, after what can be refused on one rank alone."""
+        """Describe the units of ``module``, after the checks that may refuse it on one rank alone. Sends no message."""
         found = module.__dict__.get(ENGINE)
         if found is not None and found.shards(module):
             raise ConfigError("this module is sharded already. Call engine.release() before it is sharded again.")
+        if self.config.comm.even_alone and self._group is None:
+            raise ConfigError(
+                "zero.comm.even_alone: expected a process group to send messages over, got none. Call "
+                "torch.distributed.init_process_group first, or set zero.comm.even_alone=false."
+            )
         check_rounding(self.config.precision.stochastic_rounding, self.precision)
         groups = describe.describe_units(module, self.config, self.precision)
         check_blocks(groups[1:], self.config.activation_checkpointing)
@@ -170,7 +187,8 @@ class Assembly:
         """Each unit's row of tiers."""
         taken = {other.tiers.nvme.instance for other in LIVE if other.tiers.nvme is not None}
         self.tiers, rows = capacity.make_tiers(groups, self.config, self.comm, taken, share)
-        weakref.finalize(self, _close_tiers, self.tiers, os.getpid())  # also at the end of the process
+        # Also at the end of the process. It is given the tiers and not the engine, which it would keep alive.
+        weakref.finalize(self, _close_tiers, self.tiers, os.getpid())
         return rows
 
     @property
@@ -189,7 +207,7 @@ class Assembly:
 
     @property
     def shown(self) -> list[Bucket]:
-        """Those inside a ``gather()``."""
+        """The buckets that are inside a ``gather()``."""
         return [bucket for bucket in self.buckets if bucket.is_plain]
 
     @property
@@ -230,7 +248,7 @@ class Assembly:
         self.passes.watch_trainable()
 
     def placeholders_allowed(self) -> contextlib.AbstractContextManager[None]:
-        """Inside, state dict calls of the module see placeholders, for callers that put values in their place."""
+        """Allow state dict calls of the module to see placeholders, for callers that put values in their place."""
         return self._fence.lowered()
 
     @outside_autograd
@@ -253,8 +271,11 @@ class Assembly:
 
     @outside_autograd
     def masters_changed(self, changed: set[Bucket] | None = None) -> None:
-        """On all ranks: the masters of ``changed`` buckets are new (default: all; then compute parameters follow here).
-        See :meth:`AroundStep.masters_changed`."""
+        """Follow new masters of ``changed`` buckets. On all ranks. See :meth:`AroundStep.masters_changed`.
+
+        Args:
+            changed: default: all; then this rank's own compute parameters are brought up to date here too.
+        """
         if changed is None:
             changed = set(self.buckets)
             for bucket in self.buckets:

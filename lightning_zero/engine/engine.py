@@ -1,4 +1,4 @@
-"""The engine: one sharded module, and what may be asked of it. ``assembly.py`` shows its parts. No Lightning here."""
+"""The engine: one sharded module, and its public methods. ``assembly.py`` shows its parts. No Lightning here."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Engine(Assembly):
 
     @outside_autograd
     def sync_buffers(self) -> None:
-        """On all ranks: rank 0's buffers, if they have changed on any rank since."""
+        """Send rank 0's buffers to all ranks, if they have changed on any rank since. On all ranks."""
         self._buffer_sync.sync(self.module)
 
     @outside_autograd
@@ -53,7 +53,8 @@ class Engine(Assembly):
         Raises:
             RuntimeError: ranks have written different values to parameters since the last backward.
         """
-        agrees = not self.passes.aborted  # after an exception messages may be missing that an agreement would wait for
+        # After an exception messages of some ranks may be missing, for which an agreement would wait.
+        agrees = not self.passes.aborted
         self.abort()
         self.settle()
         self.writes.take_all_over()
@@ -65,6 +66,8 @@ class Engine(Assembly):
         for bucket in self.buckets:
             bucket.show_plain(bucket.full_master())
             for info in bucket.params:
+                # A copy: as a view each parameter would keep the memory of its whole bucket, and torch.save would write
+                # it.
                 info.param.data = info.param.data.to(info.dtype, copy=True)
                 info.param.grad = None
         disown(info.param for unit in self.units for info in unit.infos())
@@ -127,15 +130,15 @@ class Engine(Assembly):
             loss.backward(**kwargs)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Backwards inside accumulate without reducing, where gradients rest replicated (stages 0 and 1)."""
+        """Let backwards inside accumulate without reducing, where gradients rest replicated (stages 0 and 1)."""
         return self.reducer.no_sync()
 
     def abort(self) -> None:
-        """After an exception: every unit back to rest. Starts no collective, and waits a bounded time for others."""
+        """Bring every unit to rest after an exception. Starts no collective, and waits a bounded time for others."""
         self.passes.abort()
 
     def rest(self) -> None:
-        """Between runs: no pass is open and no gather in flight."""
+        """Come to rest between runs: end the open pass, and wait for steps and gathers in flight. On all ranks."""
         self.passes.leave()
         self.settle()
 
@@ -165,7 +168,7 @@ class Engine(Assembly):
         )
 
     def stepping_in_backward(self) -> contextlib.AbstractContextManager[None]:
-        """Inside, a step whose closure runs one backward may step a bucket as soon as its gradient has been reduced.
+        """Allow a step whose closure runs one backward to step a bucket as soon as its gradient has been reduced.
 
         The backward is the one that the engine is told of; a plain ``loss.backward()`` before it only accumulates. For
         callers who know that nothing looks at gradients or changes them in between: no clipping, no loss scaling,

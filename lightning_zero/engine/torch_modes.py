@@ -1,4 +1,4 @@
-"""The modes of torch that engine work runs in, whatever its caller's are."""
+"""Sets torch's modes for engine work, whatever the modes of its caller are."""
 
 from __future__ import annotations
 
@@ -16,13 +16,18 @@ R = TypeVar("R")
 
 
 def outside_autograd(method: Callable[P, R]) -> Callable[P, R]:
-    """Engine work neither records autograd history nor makes inference tensors, nor asks itself for parameters."""
+    """Decorate engine work: no autograd history, no inference tensors, and no questions of parameters to the engine."""
 
     @functools.wraps(method)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
-        if peek_interpreter_stack() is not None:  # a transform of torch.func, which would refuse to see buffers filled
+        # Inside a transform of torch.func (grad, vmap) the buffers are tensors from outside of the transform, and it
+        # refuses writes in place to such tensors. A gather writes to them.
+        if peek_interpreter_stack() is not None:
             with temporarily_clear_interpreter_stack():
                 return wrapped(*args, **kwargs)
+        # ``no_grad`` comes second, because ``inference_mode(False)`` switches grad mode on. A tensor made in inference
+        # mode could never take part in training again. The third switch stops absent parameters from calling the
+        # engine.
         with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             return method(*args, **kwargs)
 

@@ -79,7 +79,11 @@ class BucketShape:
 
 @dataclass(frozen=True)  # without slots: what follows from the fields is computed once
 class BucketPlan:
-    """A bucket with its layout over the ranks and the places of its roles."""
+    """A bucket with its layout over the ranks and the places of its roles.
+
+    Attributes:
+        even_alone: one rank gathers and reduces as many would.
+    """
 
     unit: int
     layout: BucketLayout
@@ -87,12 +91,17 @@ class BucketPlan:
     tiers: TierRow
     itemsizes: Itemsizes
     trainable: bool = True
+    even_alone: bool = False
+
+    @property
+    def _divided(self) -> bool:
+        return self.layout.world_size > 1 or self.even_alone
 
     @cached_property
     def params_rest(self) -> ParamsRest:
         tiers = self.tiers
-        alone = self.layout.world_size == 1 and tiers.compute_param is Tier.device
-        if self.row.compute_param is Placement.replicated or alone:
+        whole = not self._divided and tiers.compute_param is Tier.device
+        if self.row.compute_param is Placement.replicated or whole:
             apart = self.trainable and not (self.one_dtype and tiers.master is Tier.device)
             return ParamsRest.full if apart else ParamsRest.full_is_master
         # In files they are apart from the masters even on one tier: a gather would read the optimizer state too.
@@ -101,24 +110,25 @@ class BucketPlan:
 
     @cached_property
     def reshards(self) -> bool:
-        """Compute parameters are gathered for a use and dropped after it."""
+        """Whether compute parameters are gathered for a use and dropped after it."""
         return self.params_rest in (ParamsRest.home, ParamsRest.shard)
 
     @cached_property
     def gathers_after_step(self) -> bool:
-        """Compute parameters stay whole on every rank, and what the others have stepped is gathered after a step.
-        (On one rank: waited for, where the step is offloaded.)"""
-        sharded = self.layout.world_size > 1 and self.shards_master
-        return not self.reshards and (sharded or self.steps_on_host)
+        """Whether compute parameters stay whole on every rank, and a gather brings what other ranks have stepped.
+
+        (On one rank, where the step is offloaded, nothing is gathered, but waited for.)
+        """
+        return not self.reshards and ((self._divided and self.shards_master) or self.steps_on_host)
 
     @property
     def copies_master(self) -> bool:
-        """The full buffer holds a copy of what is in the home."""
+        """Whether the full buffer holds a copy of what is in the home."""
         return self.params_rest is not ParamsRest.full_is_master
 
     @property
     def params_are_masters(self) -> bool:
-        """The parameters themselves are the masters, whole on every rank, at all times."""
+        """Whether the parameters themselves are the masters, whole on every rank, at all times."""
         return not self.copies_master and not self.gathers_after_step
 
     @property
@@ -148,17 +158,17 @@ class BucketPlan:
 
     @property
     def one_dtype(self) -> bool:
-        """Compute parameters and masters have the same dtype."""
+        """Whether compute parameters and masters have the same dtype."""
         return self.itemsizes.compute == self.itemsizes.master
 
     @property
     def shards_master(self) -> bool:
-        """A rank steps its shard only, so gradients are reduced by reduce-scatter."""
+        """Whether a rank steps its shard only, so that gradients are reduced by reduce-scatter."""
         return self.row.master is Placement.sharded
 
     @property
     def accumulates_locally(self) -> bool:
-        """Gradients of micro-batches wait unreduced for the last one."""
+        """Whether gradients of micro-batches wait unreduced for the last one."""
         return self.row.grad is Placement.replicated
 
     @property
@@ -189,7 +199,9 @@ class BucketPlan:
         return self.layout.numel * self.itemsizes.compute
 
 
-def place(shape: BucketShape, row: StageRow, tiers: TierRow, world_size: int) -> BucketPlan:
+def place(
+    shape: BucketShape, row: StageRow, tiers: TierRow, world_size: int, *, even_alone: bool = False
+) -> BucketPlan:
     """A bucket under a stage and an offload row."""
     return BucketPlan(
         shape.unit,
@@ -198,4 +210,5 @@ def place(shape: BucketShape, row: StageRow, tiers: TierRow, world_size: int) ->
         ON_DEVICE if shape.whole else tiers,
         shape.itemsizes,
         shape.trainable,
+        even_alone,
     )

@@ -1,4 +1,4 @@
-"""Whether a plan fits a machine, and what would make it fit."""
+"""Says whether a plan fits a machine, and what would make it fit."""
 
 from __future__ import annotations
 

@@ -35,7 +35,8 @@ ADAM_STATES = 2  # tensors of optimizer state for each parameter
 FILE_PAGE_NBYTES = 4096  # extents of files are whole pages
 RING_COUNT = 4  # staging buffers of files
 RING_NBYTES = 32 << 20  # each
-STEP_CHUNK_NBYTES = 1 << 20  # fp32 copies that a step in pieces makes of gradients in another dtype
+STEP_CHUNK_NBYTES = 1 << 20  # fp32 copies that a step in pieces makes of gradients in another dtype, on the host
+DEVICE_STEP_CHUNK_NBYTES = 1 << 26  # ... and on the device, where pieces are larger
 STEPS_IN_MEMORY = 3  # buckets of state in files that are in host memory at a time: read, stepped, written
 
 
@@ -232,7 +233,8 @@ def _staging(buckets: Sequence[BucketPlan], state_tensors: int, rank: int) -> di
     in_steps += STEP_CHUNK_NBYTES * any(b.steps_on_host for b in cast)
     found[Phase.step][host] += in_steps
     found[Phase.forward][host] += in_steps
-    found[Phase.step][Role.staging, Tier.device] += STEP_CHUNK_NBYTES * any(not b.steps_on_host for b in cast)
+    on_device = max((b.owned_numel * b.itemsizes.master for b in cast if not b.steps_on_host), default=0)
+    found[Phase.step][Role.staging, Tier.device] += min(DEVICE_STEP_CHUNK_NBYTES, on_device)
     return found
 
 

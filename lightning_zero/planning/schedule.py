@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import NamedTuple
 
 MAX_PLAN = 65536  # entries; a longer history without a period is cut (the rest is agreed step by step)
@@ -26,8 +27,15 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
+    """
+    Attributes:
+        cyclic: the pass may repeat the entries any number of times (generation).
+        places: for each gather of the history, and for its end, how many entries come before it.
+    """
+
     entries: tuple[Entry, ...]
-    cyclic: bool = False  # the pass may repeat the entries any number of times (generation)
+    cyclic: bool = False
+    places: tuple[int, ...] = (0,)
 
 
 def may_come_ahead(nbytes: int, waiting: Sequence[int], prefetch_bytes: int) -> bool:
@@ -68,7 +76,8 @@ def compile_plan(history: Sequence[int], nbytes: Sequence[int], keep_bytes: int 
     for i, j in sorted(_gaps_to_close(history, nbytes, keep_bytes), reverse=True):
         uses[i] += uses[j]  # from the back, so that a chain of closed gaps adds up in its first entry
         uses[j] = 0
-    return Plan(tuple(Entry(unit, n) for unit, n in zip(history, uses, strict=True) if n))
+    entries = tuple(Entry(unit, n) for unit, n in zip(history, uses, strict=True) if n)
+    return Plan(entries, places=(0, *accumulate(int(n > 0) for n in uses)))
 
 
 def _gaps_to_close(history: Sequence[int], nbytes: Sequence[int], budget: int) -> Iterator[tuple[int, int]]:

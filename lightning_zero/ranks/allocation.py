@@ -1,4 +1,4 @@
-"""What a launcher has started beside what the run expects: told from the environment, without other processes."""
+"""Compares what a launcher has started with what the run expects, by the environment of this process alone."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def flags(by: str, nodes: int, devices: int) -> str:
 
 
 def check_srun(environ: Mapping[str, str] = os.environ) -> None:
-    """What Lightning would answer to a call of srun with a traceback.
+    """Refuse a call of srun that Lightning would answer with a traceback.
 
     Raises:
         ConfigError: the flag that is missing.

@@ -7,8 +7,9 @@ instead of by a hang::
     others        knock ... enter, read rank 0's settings ............ report ...... hear the verdict
 
 *Room*: torchrun's agent keeps its store when it starts the processes again, with all that an earlier round has written.
-So rank 0 opens a room (a prefix of keys) of a new number, and tells it to everyone who knocks; a knock of an earlier
-round is answered too, to nobody. The process group lives in the room as well.
+So rank 0 opens a room, which is a prefix of keys with a new number, and tells the number to every rank that knocks.
+Knocks that an earlier round has left are answered too, and nobody reads these answers. The process group lives in the
+room as well.
 Rank 0 takes a few small operations for each rank: a thousand ranks take about a second.
 """
 
@@ -189,6 +190,7 @@ class Meeting:
         self.room = dist.PrefixStore(str(self._number), self._hall)
         self.room.set("shared", json.dumps(self._shared))
         report = self._let_in()
+        # Told before the reports are waited for: the others write theirs only when they hear that all have come.
         self.room.set("complete", "")
         found = self._hear(report)
         message = disagreement(found)
@@ -277,6 +279,8 @@ class Meeting:
         answer = self._wait_for(self._hall, f"answer/{knock}", self._timeout_s)
         self.room = dist.PrefixStore(answer, self._hall)
         reference = json.loads(self.room.get("shared"))
+        # The number is counted before the entry is written. Rank 0 may read in between; its ``get`` waits for the
+        # entry.
         self.room.set(f"guest/{self.room.add('entered', 1)}", json.dumps(asdict(self._guest)))
         self._listen("complete")
         self.room.set(f"report/{self._guest.rank}", json.dumps(_cut(differences(reference, self._shared))))

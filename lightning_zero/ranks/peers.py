@@ -1,15 +1,15 @@
-"""Which rank went: asked when a connection breaks, answered over the store.
+"""Finds out, over the store, which rank is gone when a connection breaks.
 
-A rank that dies says nothing, and the others hear of it in an order that depends on who talks to whom: the second to
-notice may see the first one leave. So the first to notice finds out, and writes the name down for all::
+A rank that dies says nothing. The others notice it one after the other, and the second one may only see the first one
+leave. So the first rank that notices finds out who died, and writes the name into the store for all::
 
     rank 3   killed
     rank 1   broken connection   who is it?  roll call ............ 3 does not answer   writes: rank 3
     rank 0                                   answers (its thread)                        reads it, raises
     rank 2                                   answers, breaks too    waits for the name   reads it, raises
 
-On one machine nothing needs to be asked: the system knows which processes are left. A rank that fails with an exception
-of its own writes itself down before it leaves.
+On one machine no rank needs to be asked: the system knows which processes are left. A rank that fails with an exception
+of its own writes its own name down before it leaves.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class Peers:
         return holder is not None and holder.machine == self._own.machine and not is_alive(holder.pid)
 
     def forget(self) -> None:
-        """On all ranks, when they go on after an exception that all have survived."""
+        """Start a new round of names. All ranks call it when they go on after an exception that all have survived."""
         self._round, self._culprit, self._told = self._round + 1, None, False
 
     def _read(self, name: str) -> str | None:
@@ -130,7 +130,7 @@ class Peers:
         return f"rank {rank} ({who})" if who is not None else f"rank {rank}"
 
     def answer(self) -> None:
-        """Every few seconds, in a thread: answer a roll call, and hear its result while the store is there."""
+        """Answer a roll call, and read its result while the store is there. A thread calls it every few seconds."""
         if self._holder is None:
             self._holder = self._who(0)
         if self._store.check([self._key("roll")]):
@@ -138,14 +138,16 @@ class Peers:
         self._culprit = self._culprit or self._read("culprit")
 
     def leave(self) -> None:
-        """This rank goes, and nothing is wrong; unless it has told otherwise."""
+        """Say goodbye: this rank ends and nothing is wrong. It does nothing after :meth:`tell`."""
         if not self._told:
             with contextlib.suppress(Exception):  # the store is gone: nobody can hear it
                 self._store.set(self._key(f"left/{self._rank}"), "")
 
     def ended_neighbour(self) -> str | None:
-        """Every few seconds, in a thread, where a broken connection is not heard of (NCCL): whether the process of
-        the rank before or after this one has ended, as far as it is of this machine, or another rank has found one.
+        """A sentence about a rank whose process has ended; None where none is known.
+
+        It looks at the ranks before and after this one, as far as they are of this machine, and at what other ranks
+        have found. A thread calls it every few seconds where no backend hears of broken connections (NCCL).
         """
         for rank in {(self._rank + step) % self._world_size for step in (1, -1)} - {self._rank}:
             who = self._neighbours.get(rank) or self._who(rank)
@@ -161,14 +163,17 @@ class Peers:
         return self._read("ended")
 
     def tell_end(self, who: str) -> None:
-        """This process ends because of ``who``: the others, who would find this one, can say why."""
+        """Write down that this process ends because of ``who``, so that the others can say why it is gone."""
         with contextlib.suppress(Exception):
             self._store.compare_set(self._key("ended"), "", who)
             self._let_others_hear()
 
     def silent_neighbour(self, limit_s: float) -> str | None:
-        """Every few seconds, in a thread: beat, and listen to the next rank. Says once, which rank has not been heard
-        for ``limit_s``: what it takes part in may never end.
+        """Post a beat, and listen for that of the next rank. A thread calls it every few seconds.
+
+        Returns:
+            Once, a sentence about the next rank when it has not been heard of for ``limit_s``: messages that it takes
+            part in may never end. Else None.
         """
         self.holder_left = self.holder_left or self._store.check([self._key("left/0")])
         self._beats += 1
@@ -186,14 +191,17 @@ class Peers:
         return known or f"{self._named(neighbour)} has not been heard of for {limit_s:g} s: it has ended or hangs"
 
     def tell(self, error: BaseException) -> None:
-        """This rank fails with an exception of its own: the others, who will miss it, can say why."""
+        """Write down that this rank fails with an exception of its own, so that the others can say why it is gone."""
         self._told = True
         text = f"{type(error).__name__}: {error}".strip().splitlines()[0][:300]
         with contextlib.suppress(Exception):  # the store is gone: nobody can hear it
             self._write(f"rank {self._rank} ({self._own}) failed with {text}")
 
     def _write(self, culprit: str) -> str:
-        """The first to write is right; the rest are consequences."""
+        """Write down who went, if no rank has yet; returns what stands there.
+
+        Only the first entry counts: a rank that notices later may have seen the end of a rank that noticed earlier.
+        """
         self._culprit = self._store.compare_set(self._key("culprit"), "", culprit).decode()
         return self._culprit
 
@@ -235,7 +243,7 @@ class Peers:
             time.sleep(0.05)
 
     def silent(self) -> list[int]:
-        """Ranks that do not answer a roll call, which one rank holds for all, once."""
+        """The ranks that do not answer a roll call. One rank holds it, once, and all others read its result."""
         caller = self._store.compare_set(self._key("roll"), "", str(self._rank)).decode()
         if caller != str(self._rank):
             return self._result_of_another(self.roll_call_s + 2 * self._every_s)
@@ -259,6 +267,6 @@ class Peers:
         return found
 
     def _let_others_hear(self) -> None:
-        """Where the store ends with this process, the other ranks need a moment to read the name."""
+        """Wait a moment if the store ends with this process, so that the other ranks can read the name."""
         if self._rank == 0 and self._world_size > 2 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
             time.sleep(1.25 * self._every_s)

@@ -168,7 +168,6 @@ def join(
     stall_timeout_s: float | None,
     wait_s: float,
     per_node: int,
-    device_id: torch.device | None,
 ) -> None:
     """Meet the other ranks and make the default process group; rank 0 says what it found, a line each.
 
@@ -191,9 +190,7 @@ def join(
     if stall_timeout_s is not None and backend == "gloo":
         timeout = timedelta(seconds=stall_timeout_s)
     try:
-        dist.init_process_group(
-            backend, store=meeting.room, rank=rank, world_size=world, timeout=timeout, device_id=device_id
-        )
+        dist.init_process_group(backend, store=meeting.room, rank=rank, world_size=world, timeout=timeout)
     except (dist.DistError, RuntimeError) as error:
         raise StartError(_no_connection(error, where, backend)) from error
     if report is not None:

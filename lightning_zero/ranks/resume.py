@@ -1,8 +1,8 @@
 """Jobs that are started again: their name, which stays the same, and the checkpoint to go on from.
 
-SLURM requeues a job and torchrun starts its processes again, perhaps another number of them; the command line is that
-of the first start. What tells them apart is the job: its name gives the run folder, and a note in the folder says which
-job has trained there, so that a second job in the same folder starts anew.
+SLURM requeues a job, and torchrun starts its processes again, perhaps another number of them. Their command line is
+that of the first start, so the command line does not tell a restart. The job's name does: it gives the run folder, and
+a note in the folder names the job that has trained there. A second job in the same folder starts anew.
 """
 
 from __future__ import annotations
@@ -72,6 +72,7 @@ def note_job(run_dir: str | os.PathLike[str]) -> None:
     """Write down that this job trains in ``run_dir``: by one rank, when all have come together."""
     job = job_name()
     if job is not None and _noted(Path(run_dir)) != job:
+        # Written aside and renamed: a rank that reads meanwhile finds the old name or the new one, never half of it.
         aside = Path(run_dir) / f".{NOTE}.{os.getpid()}"
         aside.write_text(job + "\n")
         os.replace(aside, Path(run_dir) / NOTE)
@@ -100,5 +101,9 @@ def newest_checkpoint(folders: Iterable[str | os.PathLike[str]], *, since_ns: in
 
 
 def _whole(path: Path) -> bool:
-    """torch.save writes the table of a zip archive last, a checkpoint that is a folder its file of metadata."""
+    """Whether a checkpoint was written to its end.
+
+    The part that is written last tells: a zip archive of torch.save ends with its table, and in a checkpoint that is a
+    folder the file of metadata comes last.
+    """
     return (path / ".metadata").is_file() if path.is_dir() else path.is_file() and zipfile.is_zipfile(path)

@@ -116,7 +116,7 @@ def tasks_of_nodes(text: str) -> list[int]:
 
 
 def _slurm_shell(environ: Mapping[str, str]) -> bool:
-    """A shell inside of an allocation, as Lightning tells it: what runs there was not started by srun."""
+    """Whether this is a shell inside of an allocation, by Lightning's rule: srun has not started what runs there."""
     return environ.get("SLURM_JOB_NAME") in ("bash", "interactive")
 
 

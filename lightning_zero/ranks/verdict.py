@@ -1,4 +1,4 @@
-"""What the end of a run means to the script of its job, told by a file."""
+"""A file that tells the script of a job what the end of a run means."""
 
 from __future__ import annotations
 

@@ -31,16 +31,18 @@ class _Wait(NamedTuple):
     work: Any
 
 
-_wait_of_process = _Wait(0, "", None)  # the last one
+# The last wait. Another thread reads it, so it is replaced as a whole: changed field by field, the thread could pair
+# the label of one wait with the work of another.
+_wait_of_process = _Wait(0, "", None)
 
 
 class Waits:
-    """This rank among those of a group: where it is, for what it waits, and which of the others are gone.
+    """Waits for the other ranks of a group. It knows where this rank is, what it waits for, and who is gone.
 
     Attributes:
         rank, world_size: in the group.
         place: what this rank is doing, in words; posted for the others' error messages.
-        issued: operations asked for, which show that it gets on.
+        issued: operations asked for so far; a number that grows shows that this rank is not stuck.
         waited_s: seconds that the host has spent waiting for messages.
     """
 
@@ -58,7 +60,7 @@ class Waits:
         self._watchdog: Watchdog | None = None
 
     def watch(self, number: int, *, hears_ends: bool) -> None:
-        """Tell the others from now on where this rank is, and hear of them.
+        """Start to tell the other ranks where this one is, and to listen to them.
 
         Args:
             number: the same on all ranks, and used once.
@@ -69,7 +71,7 @@ class Waits:
 
     @property
     def waiting(self) -> str:
-        """Names the wait that this process is in; empty where it is at work. Read by another thread."""
+        """The name of the wait that this process is in; empty where it is at work. Another thread reads it."""
         number, label, work = _wait_of_process
         return "" if work is None or work.is_completed() else f"{number}: {label}"
 
@@ -99,12 +101,13 @@ class Waits:
         started = time.monotonic()
         try:
             if work.is_completed():
-                work.wait()  # raises what it has failed with
+                work.wait()  # not left out: a message that has failed is complete too, and raises its error here
                 return
             _wait_of_process = _Wait(_wait_of_process.number + 1, label, work)
             try:
                 self._wait(work, label, patient=patient)
             finally:
+                # A work holds its tensors: it would keep a bucket's memory until the next wait.
                 _wait_of_process = _wait_of_process._replace(work=None)
             self.waited_s += time.monotonic() - started
         except RuntimeError as error:
@@ -123,6 +126,8 @@ class Waits:
         limit = timedelta(seconds=self.stall_timeout_s)
         said = False
         while True:
+            # Only the wait ends after ``limit``. The message goes on, since its group has a longer timeout
+            # (``comm/groups.py``), so a patient wait may wait for it again.
             try:
                 work.wait(limit)
                 return
@@ -157,7 +162,11 @@ class Waits:
     # -- errors -----------------------------------------------------------------------------------------------------
 
     def explain(self, error: BaseException) -> None:
-        """An exception ends this rank: tell the others, or, where it comes from another's end, add whose that was."""
+        """Explain the exception that ends this rank.
+
+        Where it comes from the end of another rank, the error gets a note that names that rank. An error of this rank's
+        own is told to the others.
+        """
         if self._watchdog is None or isinstance(error, PeerError | StallError) or not isinstance(error, Exception):
             return
         if is_broken_connection(error):
@@ -168,12 +177,12 @@ class Waits:
             self._watchdog.tell(error)
 
     def forget_failures(self) -> None:
-        """On all ranks, at the start of a run: what an earlier one ended with says nothing about this one."""
+        """Forget which rank ended an earlier run. All ranks call it at the start of a run."""
         if self._watchdog is not None:
             self._watchdog.peers.forget()
 
     def missing_here(self, timeout_s: float) -> list[int]:
-        """Ranks that do not call this too, after the same number of operations, within ``timeout_s``.
+        """The ranks that do not call this too, after the same number of operations, within ``timeout_s``.
 
         It goes through the store and so works where ranks are at different places and a collective would hang.
         """

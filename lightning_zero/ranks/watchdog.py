@@ -1,9 +1,9 @@
 """A thread beside training: tells the other ranks where this one is, and ends it when it waits for one that is gone.
 
-Each rank posts its place to the store every few seconds, for the error messages of ranks that wait, and a beat. Who
-waits inside the engine by host messages gets an error in time. Elsewhere (a metric's barrier, say) a backend waits for
-its own timeout, where nothing tells it that the others are gone: a network that is cut, and NCCL always. So each rank
-listens::
+Each rank posts its place to the store every few seconds, for the error messages of ranks that wait, and a beat. A rank
+that waits for host messages inside the engine gets an error in time. Elsewhere (in a metric's barrier, say) a backend
+waits for its own timeout if nothing tells it that the others are gone. Nothing does so when a network is cut, and
+under NCCL never. So each rank listens::
 
     the next rank is not heard of for zero.stall_timeout_s,   -> said then; ends this process after a longer standstill
     or the store is gone, or does not answer
@@ -11,7 +11,7 @@ listens::
     one of which is mostly of the same machine, has ended        ten seconds
     and has not said goodbye
 
-Nothing ends while the thread that trains gets on, and nothing in a session that a person types into.
+No process is ended while the thread that trains gets on, and none that a person types into.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ RANKS_AT_THIS_PACE = 512  # more of them go slower: all ask one store
 STANDSTILL_S = 10.0  # with a rank that has ended: time for launchers, and for exceptions that are on their way
 EXIT_CODE = 1
 ANSWER_S = 5.0  # of a store
+ENDS_S = 1.0  # of a process that has closed its connections
 STILL_S = 1.0  # beside the time that places take to be posted
 
 T = TypeVar("T")
@@ -69,7 +70,7 @@ def connection_of_its_own(store: Any) -> Any:
 
 
 def within(seconds: float, ask: Callable[[], T], default: T) -> T:
-    """What ``ask`` returns, or ``default`` where it does not return in time.
+    """Call ``ask`` in a thread. Returns its result, or ``default`` if it does not return in time.
 
     A store behind a network that is cut neither answers nor fails, for as long as TCP tries.
     """
@@ -131,7 +132,7 @@ class Watchdog:
         _LIVE.add(self)
         for thread in self._threads:
             thread.start()
-        finalize(watched, self._stop.set)
+        finalize(watched, self._stop.set)  # of the event, not of this object: the finalizer would keep it alive
 
     def _key(self, rank: int) -> str:
         return f"{self._prefix}/{rank}"
@@ -151,7 +152,7 @@ class Watchdog:
                 self._listen()
             except Exception:  # the store is gone with its server
                 if not self.peers.holder_left:
-                    quick = self.peers.holder_is_dead and not self._hears_ends
+                    quick = not self._hears_ends and self._holder_ends()
                     self._note(self.peers.without_store(), STANDSTILL_S if quick else self._patience_s)
                 return
             self._heard_s = time.monotonic()
@@ -159,8 +160,15 @@ class Watchdog:
         if self._watched() is None:
             self.leave()  # forgotten instead of closed: the others may keep theirs
 
+    def _holder_ends(self) -> bool:
+        """Whether rank 0 is seen to end: a process closes its connections a moment before it has ended."""
+        deadline = time.monotonic() + ENDS_S
+        while not (ended := self.peers.holder_is_dead) and time.monotonic() < deadline and not self._stop.wait(0.05):
+            pass
+        return ended
+
     def _judge(self) -> None:
-        """Apart from the thread that asks the store, which may wait for it for long."""
+        """End the process when it is stuck. It has a thread of its own: the other may wait for the store for long."""
         while not self._stop.wait(self._every_s):
             watched = self._watched()
             if watched is None and self._gone is None:
@@ -168,7 +176,7 @@ class Watchdog:
             if time.monotonic() - self._heard_s > self._limit_s and not self.peers.holder_left:
                 self._note(self.peers.without_store(), self._patience_s)
             self._end_if_stuck(watched)
-            watched = None
+            watched = None  # or it would live through the next wait
 
     def _listen(self) -> None:
         ended = None
@@ -207,6 +215,8 @@ class Watchdog:
             )
             sys.stdout.flush()
         within(ANSWER_S, lambda: self.peers.tell_end(who), None)
+        # ``os._exit``: an exception would end this thread alone. The thread that trains is inside of a call of a
+        # backend, and no Python runs there, neither handlers of signals nor those of the process's exit.
         self._end(EXIT_CODE)
 
     def places_and_silent(self) -> tuple[list[str], list[int]] | None:
@@ -286,7 +296,7 @@ class Watchdog:
             within(ANSWER_S, self.peers.leave, None)
 
     def stop(self) -> None:
-        """Say goodbye and end the thread; but where a rank is gone it stays, because what follows may hang."""
+        """Say goodbye and end the threads. Where a rank is gone they stay, because what follows may hang."""
         self.leave()
         if self._gone is None:
             self._stop.set()
@@ -311,6 +321,7 @@ class _Standstill:
         frame = sys._current_frames().get(self._thread)
         stack = []
         while frame is not None:
+            # The id, not the frame: a frame that is kept keeps its local variables, and so tensors.
             stack.append((id(frame), frame.f_lasti))
             frame = frame.f_back
         seen = (tuple(stack), state)

@@ -52,7 +52,11 @@ class Syscalls:
 
 
 class Joined:
-    """One future for several parts: done when the last part is, with the first error, so that memory is free then."""
+    """One future for several parts: done when the last part is, with the first error.
+
+    It does not end at the first error: threads still read and write the memory of the other parts, and whoever waits
+    for the future takes that memory back.
+    """
 
     def __init__(self, parts: int) -> None:
         self.future: Future[Any] = Future()
@@ -69,6 +73,7 @@ class Joined:
             self.error = self.error or error
             if self._left:
                 return
+        # Outside of the lock: callbacks of the future run in this thread, inside of these calls, and may ask for more.
         if self.error is None:
             self.future.set_result(None)
         else:
@@ -172,6 +177,8 @@ class DiskFile:
             if self._closed:
                 return
             self._closed = True
+        # The threads first: the system gives the number of a closed descriptor to the next file that is opened, and a
+        # thread that is still at work would write into that file.
         self._pool.shutdown(wait=True)
         os.close(self._fd)
 
@@ -190,7 +197,10 @@ class DiskFile:
         return fd
 
     def _open_direct(self, flags: int) -> int | None:
-        """None where the file system has no O_DIRECT. Some accept the flag and refuse every write, so one is tried."""
+        """Open the file with O_DIRECT; None where the file system has none.
+
+        Some file systems accept the flag and refuse every write, so one write is tried.
+        """
         try:
             fd = self.syscalls.open(self.path, flags | os.O_DIRECT, 0o600)
         except OSError as error:
@@ -221,22 +231,25 @@ class DiskFile:
                 raise RuntimeError(f"{self.path} is closed ({request.label!r})")
         for low in starts:
             piece = _Piece(request.write, offset + low, request.memory[low : low + step], request.label)
+            # The interpreter, or another thread's close(), may have ended the pool. The error goes into the future, as
+            # pieces before this one may be under way in the buffer, which the caller takes back when an error is
+            # raised.
             try:
                 self._pool.submit(self._run, joined, piece)
-            except RuntimeError as error:  # the interpreter, or another thread's close(), has ended the pool
+            except RuntimeError as error:
                 joined.part_done(error)
         return joined.future
 
     def _run(self, joined: Joined, piece: _Piece) -> None:
         try:
             self._move(piece)
-        except BaseException as error:
+        except BaseException as error:  # all of them: a part that is never done lets its waiters hang
             joined.part_done(error)
         else:
             joined.part_done()
 
     def _move(self, piece: _Piece) -> None:
-        """Move a piece whole: go on after short calls, pause and retry after errors that may pass."""
+        """Move a whole piece: go on after short calls, pause and retry after errors that may pass."""
         call = self.syscalls.pwritev if piece.write else self.syscalls.preadv
         done = failures = 0
         while done < piece.memory.nbytes:

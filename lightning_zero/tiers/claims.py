@@ -28,7 +28,10 @@ _LOCKS: set[int] = set()  # descriptors of the locks that this process holds
 
 
 def _let_go_in_child() -> None:
-    """A lock lives as long as a copy of its descriptor: a data loader's worker must not hold it for a dead trainer."""
+    """Close the locks in a forked child.
+
+    A lock lives as long as any copy of its descriptor: a data loader's worker would hold it for a dead trainer.
+    """
     while _LOCKS:
         os.close(_LOCKS.pop())
 
@@ -56,7 +59,8 @@ class Claim:
 
     def release(self) -> None:
         with contextlib.suppress(FileNotFoundError):
-            self._path.unlink()
+            self._path.unlink()  # while the lock is held: later it may be the lock file of a new owner
+        # Before it is closed: its number may be another file's right after, which a forked child would then close.
         _LOCKS.discard(self._fd)
         os.close(self._fd)
         with contextlib.suppress(OSError):  # other ranks are still there
@@ -70,11 +74,13 @@ class Claim:
             return None
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # An owner may have removed the file between our open and our lock. A lock on a file without a name keeps
+            # nobody out: the next process makes a new file of that name and locks it too.
             if os.fstat(fd).st_ino == self._path.stat().st_ino:
                 return fd
         except (BlockingIOError, FileNotFoundError):
             pass
-        except OSError:  # a file system without locks
+        except OSError:  # the file system has no locks
             os.close(fd)
             raise
         os.close(fd)

@@ -51,7 +51,11 @@ class Extent:
 
 
 def lay_out(wanted: Sequence[Wanted], base: int, align: int) -> tuple[list[Extent], int]:
-    """Extents one behind the other from byte ``base`` on, each at a multiple of ``align``; and the bytes they take."""
+    """Place extents one behind the other from byte ``base`` on, each at a multiple of ``align``.
+
+    Returns:
+        The extents, and the bytes that they take.
+    """
     extents, total = [], 0
     for label, numel, dtype in wanted:
         extents.append(Extent(label, numel, dtype, base + total))

@@ -40,7 +40,7 @@ class HostTier:
         budget: int | None = None,
         available: Callable[[], int] = available_host_memory,
     ) -> None:
-        self._accelerator, self._budget, self._available = accelerator, budget, available
+        self.accelerator, self._budget, self._available = accelerator, budget, available
         self._held: dict[Extent, tuple[_Slab, Tensor]] = {}
         self._nbytes = 0
         self._lock = threading.Lock()
@@ -51,12 +51,17 @@ class HostTier:
         return self._nbytes
 
     def reserve(self, wanted: Sequence[Wanted]) -> list[Extent]:
-        """Raises ConfigError, with needed and available bytes, before the system would end the process for them."""
+        """Reserve one slab for all of ``wanted``.
+
+        Raises:
+            ConfigError: with needed and available bytes, before the system would end the process for them.
+        """
         extents, total = lay_out(wanted, 0, HOST_ALIGN)
+        # Up to the end: two threads that look before either takes would both find the same memory free.
         with self._lock:
             self._refuse_beyond_bounds(total)
             try:
-                pages = HostPages(total, self._accelerator)
+                pages = HostPages(total, self.accelerator)
             except OSError as error:
                 raise _host_error(total, f"the system refused it ({error})") from error
             pages.bytes.zero_()  # takes the memory now, so that the next reserve sees what is really left

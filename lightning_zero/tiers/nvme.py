@@ -86,6 +86,8 @@ class NvmeTier:
         self.instance = instance
         name = f"rank{rank:05d}" + (f".{instance}" if instance else "")
         self._claim = claim_file(Path(path), self._folder, name, syscalls)
+        # A constructor that raises leaves no object to close: its lock would keep the folder used until the process
+        # ends.
         with contextlib.ExitStack() as undo:
             undo.callback(self._claim.release)
             remove_leftovers(self._folder, name, syscalls)
@@ -142,6 +144,7 @@ class NvmeTier:
     def free(self, extents: Iterable[Extent]) -> None:
         """Give extents back, after what is in flight for them."""
         for extent in extents:
+            # The region may be another extent's right after. A write that is still under way would land in its values.
             wait([future] if (future := self._last[extent]) is not None else [])
             with self._lock:
                 del self._last[extent]
@@ -151,12 +154,14 @@ class NvmeTier:
                 self._regions.give_back(extent.offset, extent.offset + size)
 
     def close(self) -> None:
-        """Wait, and remove the file. Errors stay in their futures. May be called twice."""
+        """Wait for what is in flight, and remove the file. Errors stay in their futures. May be called twice."""
         if self._closed:
             return
         self._closed = True
+        # In the order of the flow: the stager hands its jobs to the file's threads, so these must still be there.
         self._stager.shutdown(wait=True)
         self._file.close()
+        # Removed while it is claimed: released first, another process may claim the name and lose its new file here.
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self._file.path)
         self._claim.release()
@@ -175,6 +180,8 @@ class NvmeTier:
         step = max(extent.nbytes, 1) if _in_place(tensor) else self.ring.buffer_nbytes
         pieces = [range(low, min(low + step, extent.nbytes)) for low in range(0, extent.nbytes, step)]
         joined = Joined(len(pieces))
+        # In one piece: the single stager waits for ``previous``, so the previous operation must be in its queue before
+        # this one. Another thread in between would get the same ``previous``, and the two would run in any order.
         with self._lock:
             job = _Job(extent, tensor, write, self._last[extent], joined, pieces)
             self._stager.submit(self._run, job)
@@ -187,6 +194,7 @@ class NvmeTier:
         if job.write:
             self._spoiled.pop(job.extent, None)
         lost = None if job.write else self._spoiled.get(job.extent)
+        # After an error the other pieces are not moved but still counted, or the job's future would never be done.
         for piece in job.pieces:
             error = job.joined.error or lost
             if error is None:
@@ -204,6 +212,7 @@ class NvmeTier:
             future = request(offset, byte_view(job.tensor), job.extent.label)
             future.add_done_callback(lambda future: self._finish(job, future.exception()))
             return
+        # This may wait. Buffers are released by the file's threads and never by this one, so they do come back.
         buffer = self.ring.acquire(job.extent.label)
         try:
             if job.write:
@@ -221,12 +230,14 @@ class NvmeTier:
                 _copy(_bytes(job, piece), buffer.tensor(torch.uint8, len(piece)))
         except BaseException as raised:
             error = raised
-        buffer.release()
+        buffer.release()  # after the copy: the next piece may be read into it at once
         self._finish(job, error)
 
     def _finish(self, job: _Job, error: BaseException | None) -> None:
+        # Noted before the future is done, because the next read of the extent waits for that future and then looks
+        # here. Otherwise it would take what the file still holds for the values.
         if error is not None and job.write:
-            self._spoiled[job.extent] = error  # before the future is done: a read waits for that
+            self._spoiled[job.extent] = error
         job.joined.part_done(error)
 
 

@@ -66,7 +66,8 @@ class HostPages:
             return self.bytes[start : start + numel * dtype.itemsize].view(dtype)
 
     def close(self) -> None:
-        """Unpin, and let go of the memory: it is unmapped when no view of it is left."""
+        """Unpin the memory and let go of it: it is unmapped when no view of it is left."""
+        # Unpinned while it is mapped: the next line may unmap it, and its addresses may be other memory's then.
         if self._pinned_for is not None:
             self._pinned_for.unpin(self.bytes)
             self._pinned_for = None

@@ -30,7 +30,7 @@ _PATCHED = ("setup", "_swap_models", "_copy_average_to_current", "on_load_checkp
 
 @contextlib.contextmanager
 def _masters(engine: Engine, *, changed: bool = False) -> Iterator[None]:
-    """Inside, the masters of all buckets are in memory, which the averages take once more anyway."""
+    """Have the masters of all buckets in memory, inside. The averages take as much memory anyway."""
     engine.settle()
     with contextlib.ExitStack() as stack:
         for bucket in engine.buckets:
@@ -115,7 +115,7 @@ class ShardedAverage(AveragedModel):
 
 
 def attach(trainer: pl.Trainer) -> None:
-    """Before setup hooks: averaging callbacks must not copy the plain module, nor touch parameters one by one."""
+    """Keep averaging callbacks from copying the plain module and from touching parameters. Before setup hooks."""
     for callback in _averaging(trainer):
         if trainer.state.fn == TrainerFn.FITTING:
             callback._average_model = None  # of an earlier fit
@@ -130,7 +130,7 @@ def attach(trainer: pl.Trainer) -> None:
 
 
 def average_shards(trainer: pl.Trainer, engine: Engine) -> None:
-    """After sharding: give averaging callbacks a sharded copy."""
+    """Give averaging callbacks a sharded copy, after the module was sharded."""
     for callback in _averaging(trainer):
         callback._average_model = ShardedAverage(  # type: ignore[assignment]
             engine, use_buffers=callback._use_buffers, device=callback._device, **callback._kwargs
@@ -148,7 +148,7 @@ def current_weights(checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
 
 @contextlib.contextmanager
 def as_trained(trainer: pl.Trainer) -> Iterator[None]:
-    """Inside a validation: the model holds what is trained, and not the averages. An exception leaves it so."""
+    """Have the model hold the trained weights and not the averages, inside. An exception leaves it so."""
     found = (callback._average_model for callback in _averaging(trainer))
     swapped = [average for average in found if isinstance(average, ShardedAverage) and average.swapped]
     for average in reversed(swapped):
@@ -161,7 +161,7 @@ def as_trained(trainer: pl.Trainer) -> Iterator[None]:
 
 
 def let_go(trainer: pl.Trainer) -> None:
-    """After the run: the callbacks are themselves again."""
+    """Give the callbacks their own methods back, after the run."""
     for callback in _averaging(trainer):
         for name in _PATCHED:
             callback.__dict__.pop(name, None)
@@ -175,7 +175,7 @@ def _averaging(trainer: pl.Trainer) -> list[WeightAveraging]:
 
 
 def _set_up_later(callback: WeightAveraging, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-    """What a subclass does in its own ``setup``, less the copy of the module: :func:`average_shards` makes it later."""
+    """Run a subclass's own ``setup`` without the copy of the module, which :func:`average_shards` makes later."""
     with _no_copy(callback):
         try:
             type(callback).setup(callback, trainer, pl_module, stage)
@@ -190,7 +190,7 @@ def _set_up_later(callback: WeightAveraging, trainer: pl.Trainer, pl_module: pl.
 
 @contextlib.contextmanager
 def _no_copy(callback: WeightAveraging) -> Iterator[None]:
-    """Inside, Lightning's own ``setup`` does nothing to ``callback``."""
+    """Make Lightning's own ``setup`` do nothing to ``callback``, inside."""
     kept = WeightAveraging.__dict__["setup"]
 
     def setup(self: WeightAveraging, *args: Any, **kwargs: Any) -> None:

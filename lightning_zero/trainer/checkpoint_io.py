@@ -1,4 +1,4 @@
-"""How the strategy writes, reads and removes checkpoints; see ``checkpoint/files.py`` for why it is not torch's way."""
+"""Writes, reads and removes checkpoints. ``checkpoint/files.py`` says why it does not write them in torch's way."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lightning_zero.config import ConfigError
 
 
 class ZeroCheckpointIO(TorchCheckpointIO):
-    """Lightning's file, put whole in its place. Elsewhere than in local file systems: as Lightning does it."""
+    """Writes Lightning's file so that it is whole or not there. Where the path is not local, Lightning writes it."""
 
     _looked: frozenset[bool] = frozenset()  # what files of weights only, and whole ones, of this run hold
 
@@ -39,7 +39,7 @@ class ZeroCheckpointIO(TorchCheckpointIO):
 
     @staticmethod
     def _warn(path: str) -> None:
-        """Now rather than when a job goes on from its checkpoint."""
+        """Warn of a file from which a job could not go on, when it is written and not when it is needed."""
         if found := _classes(path):
             warnings.warn(
                 f"{path} holds {', '.join(found)}, and going on from it is refused: loading these can run code. "
@@ -49,7 +49,7 @@ class ZeroCheckpointIO(TorchCheckpointIO):
 
 
 def with_default(io: CheckpointIO | None) -> CheckpointIO:
-    """``io``, with ours where nothing was chosen; inside of a wrapper such as AsyncCheckpointIO too."""
+    """``io``, or ours where the user has chosen none; also inside of a wrapper such as AsyncCheckpointIO."""
     if io is None:
         return ZeroCheckpointIO()
     if isinstance(io, _WrappingCheckpointIO):
@@ -58,9 +58,10 @@ def with_default(io: CheckpointIO | None) -> CheckpointIO:
 
 
 def load(io: CheckpointIO, path: Any, weights_only: bool | None) -> dict[str, Any]:
-    """
+    """Read a checkpoint.
+
     Args:
-        weights_only: ``None``: as torch has it, where nothing that is in the file is run.
+        weights_only: ``None``: torch's default, under which no code that is in the file is run.
 
     Raises:
         ConfigError: what the file holds would run code, or it is no whole checkpoint; with the file.
@@ -104,14 +105,14 @@ def _damaged(path: Any, error: Exception) -> str:
 
 
 def _refused(path: Any, error: Exception) -> list[str]:
-    """The classes for which torch has refused the file; none where that is not why it failed."""
+    """The classes for which torch has refused the file; none where it has failed for another reason."""
     if not isinstance(error, pickle.UnpicklingError) or _NOT_ALLOWED not in str(error):
         return []
     return _classes(path) or re.findall(r"GLOBAL ([\w.]+)", str(error))
 
 
 def _classes(path: Any) -> list[str]:
-    """What would be imported from the file, or called; nothing is run here."""
+    """The names that loading the file would import or call. Nothing is run here."""
     try:
         with get_filesystem(path).open(str(path), "rb") as file:
             return sorted(get_unsafe_globals_in_checkpoint(file))
@@ -120,7 +121,7 @@ def _classes(path: Any) -> list[str]:
 
 
 def remove_behind_writes(io: CheckpointIO, path: Any) -> None:
-    """Remove a checkpoint once all that were handed over for writing before are written; if one failed, keep it.
+    """Remove a checkpoint after all earlier ones in the writer's queue are written; keep it if one of them failed.
 
     AsyncCheckpointIO would remove at once, and a process that is killed then has neither the old nor the new one. Its
     executor has one thread, which takes what it is given in order. A removal that fails only warns: training can go on.
@@ -134,7 +135,7 @@ def remove_behind_writes(io: CheckpointIO, path: Any) -> None:
 
 
 def async_writer(io: CheckpointIO | None) -> AsyncCheckpointIO | None:
-    """What writes in a thread, inside of whatever wrappers."""
+    """The plugin that writes in a thread, if any, inside of whatever wrappers."""
     while isinstance(io, _WrappingCheckpointIO) and not isinstance(io, AsyncCheckpointIO):
         io = io.checkpoint_io
     return io if isinstance(io, AsyncCheckpointIO) else None

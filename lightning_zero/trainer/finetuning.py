@@ -25,7 +25,7 @@ def attach(trainer: pl.Trainer) -> None:
 
 
 def let_go(trainer: pl.Trainer) -> None:
-    """After the run: the callbacks are themselves again."""
+    """Give the callbacks their own methods back, after the run."""
     for callback in _finetuning(trainer):
         callback.__dict__.pop(_PATCHED, None)
 

@@ -1,6 +1,6 @@
-"""What happens when training is interrupted: signals that end a run, and checkpoints asked for on exceptions.
+"""Handles interruptions of training: signals that end a run, and checkpoints that are asked for on exceptions.
 
-Both come at moments that differ between ranks, and saving takes collectives of all of them.
+Both come at moments that differ between ranks, while saving takes collectives of all ranks.
 """
 
 from __future__ import annotations
@@ -38,12 +38,13 @@ _NOTHING, _SAVE, _TERM, _REQUEUE = range(4)
 
 
 class Left(SIGTERMException):
-    """All ranks leave together between two steps, or two batches of a validation; what was asked to be saved is."""
+    """All ranks leave together, between two steps or two batches of a validation. What was to be saved is saved."""
 
 
 class Interruptions:
-    """Answers signals between two steps: a handler leaves a note, and at the next step boundary all ranks agree. So
-    they do between two batches of a validation, which may take longer than a scheduler waits.
+    """Answers signals between two steps: a handler leaves a note, and at the next step boundary all ranks agree.
+
+    They also agree between two batches of a validation, which may take longer than a scheduler waits.
 
     Lightning answers inside the handlers: it saves there and broadcasts there, and ranks that are at different places
     then mix up their collectives. It also broadcasts on the device before every batch, whose result the host waits for.
@@ -121,11 +122,12 @@ class Interruptions:
 
     @property
     def _code(self) -> int:
-        """Of the process: elsewhere one that tells a launcher that the run has not come to its end."""
-        return 0 if self._on_slurm else TERMINATED  # srun kills the ranks that take longer than one that fails
+        """The exit code of the process. Outside of SLURM it tells a launcher that the run has not come to its end."""
+        # Where one rank fails, srun kills those that take longer to end.
+        return 0 if self._on_slurm else TERMINATED
 
     def _advance_from_boundary(self, data_fetcher: Any) -> None:
-        """Before a batch is fetched: a loader that knows its place would say that it has been given out."""
+        """Answer signals before a batch is fetched: afterwards a loader that saves its place would count that batch."""
         loop = self._loop
         first_of_window = (loop.batch_idx + 1) % self._trainer.accumulate_grad_batches == 0
         if first_of_window and not loop.restarting:  # inside a window, what it has accumulated would be lost
@@ -133,7 +135,7 @@ class Interruptions:
         self._advance(data_fetcher)
 
     def at_boundary(self, *, last: bool = False) -> None:
-        """On all ranks, between two steps: save, and leave if any rank got a signal.
+        """Save if it is time to, and leave if any rank got a signal. On all ranks, between two steps.
 
         Args:
             last: no step follows.
@@ -150,7 +152,7 @@ class Interruptions:
         self._answer(asked, at, saves=asked != _TERM or self._saves)
 
     def between_validation_batches(self) -> None:
-        """On all ranks that have another batch of a validation inside fit: save, and leave if any rank got a signal.
+        """Save and leave if any rank got a signal. On all ranks that have another batch of a validation inside fit.
 
         Raises:
             Left: on all ranks.
@@ -174,10 +176,12 @@ class Interruptions:
         return bool(self._comm.max_(torch.tensor([flag], dtype=torch.int64)).item())
 
     def _answer(self, asked: int, at: contextlib.AbstractContextManager[None], *, saves: bool) -> None:
-        """
+        """Do what the signal asks for: save, leave, or both.
+
         Args:
-            at: inside, things are as a checkpoint is to find them, ours or that of a callback that saves on exceptions.
-            saves: else there is nothing to save.
+            at: inside of it loops are in the state that a checkpoint is to find, ours or that of a callback that saves
+                on exceptions.
+            saves: whether there is anything to save.
         """
         self._noted = _NOTHING  # a note that came in the meantime is for the next boundary
         with at:
@@ -194,10 +198,12 @@ class Interruptions:
 
     @contextlib.contextmanager
     def _as_lightning_saves(self) -> Iterator[None]:
-        """Lightning saves before it counts the step for loggers, and counts it when it loads. A batch that is counted
-        as fetched and not begun tells it that validations after the batch before it are done.
+        """Put the loops, inside, into the state in which Lightning itself saves.
 
-        An exception leaves things so: callbacks that save on exceptions find what was saved here.
+        Lightning saves before it counts the step for loggers, and counts that step when it loads. A batch that is
+        counted as fetched and not as begun tells it that the validations after the batch before are done.
+
+        An exception leaves the loops so: callbacks that save on exceptions find the state that was saved here.
         """
         loop, progress = self._loop, copy.deepcopy(self._loop.batch_progress)
         loop.batch_progress.increment_ready()
@@ -227,7 +233,7 @@ class Interruptions:
             self._next_save = now + max(self._save_every_s, (now - started) / SAVING_SHARE)
 
     def _requeue(self) -> bool:
-        """Ask SLURM, or the script of the job, to run it again; whether that will be."""
+        """Ask SLURM, or the script of the job, to run the job again. Returns whether it will run again."""
         if give_verdict(REQUEUE) or not self._trainer.is_global_zero:
             return True
         job = os.environ["SLURM_JOB_ID"]
@@ -243,7 +249,7 @@ class Interruptions:
         return not failure
 
     def let_go(self) -> None:
-        """Lightning's own answers are back."""
+        """Give signals back to Lightning, after the run."""
         self._connector.__dict__.pop(_TERM_HANDLER, None)
         for name in (_AGREEMENT, _ADVANCE):
             self._loop.__dict__.pop(name, None)
@@ -254,7 +260,7 @@ class Interruptions:
 
 
 def refuse_lonely_save(engine: Engine) -> None:
-    """A checkpoint is asked for while an exception is handled: all ranks must have come to the same place.
+    """Refuse a checkpoint on an exception that not all ranks have met at the same place.
 
     Raises:
         RuntimeError: they have not, and saving would hang or mix up collectives.

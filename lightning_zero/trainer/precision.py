@@ -26,7 +26,7 @@ FLAGS = [row.value for row in Precision]
 
 
 class _Strategy(Protocol):
-    """What of :class:`~lightning_zero.ZeroStrategy` is used here."""
+    """The part of :class:`~lightning_zero.ZeroStrategy` that is used here."""
 
     @property
     def engine(self) -> Engine: ...
@@ -173,7 +173,7 @@ class ZeroPrecision(LightningPrecision):
             self.scaler.load_state_dict(state_dict)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Scaler state that DDP or FSDP saved, under the names of their plugins."""
+        """Load scaler state that DDP or FSDP has saved, under the names of their plugins."""
         for name in ("MixedPrecision", "FSDPPrecision"):
             self.load_state_dict(checkpoint.get(name) or {})
 

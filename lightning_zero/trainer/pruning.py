@@ -31,7 +31,7 @@ def attach(trainer: pl.Trainer) -> None:
 
 
 def let_go(trainer: pl.Trainer) -> None:
-    """After the run: the callbacks are themselves again, but for saving, which goes on to work."""
+    """Give the callbacks their own methods back after the run, except for the one that saves, which is still needed."""
     for callback in _pruning(trainer):
         for name in _WITH_VALUES:
             callback.__dict__.pop(name, None)

@@ -78,7 +78,7 @@ class RandomNumbers:
         self._patched.append((owner, name))
 
     def let_go(self) -> None:
-        """After the run, which can still be saved."""
+        """Take the patches off after the run, which can still be saved."""
         while self._patched:
             owner, name = self._patched.pop()
             owner.__dict__.pop(name, None)
@@ -117,7 +117,7 @@ class RandomNumbers:
             self._made_in_place = self._fit_loop.is_resuming
 
     def on_train_start(self) -> None:
-        """The last hook before training goes on."""
+        """Set the generators, in the last hook before training goes on."""
         if self._saved is not None:
             self._saved.now.restore(self._device)
 
@@ -153,13 +153,13 @@ class RandomNumbers:
     # -- saving ---------------------------------------------------------------------------------------------------
 
     def row(self) -> Tensor:
-        """What this rank saves; see :func:`record_of`."""
+        """The numbers that this rank saves; see :func:`record_of`."""
         fetched_only = self._fetching if self._trained == self._batches_trained else None
         now = fetched_only or self._now()
         return torch.cat([*now.packed().values(), *(self._epoch or now).packed().values()])
 
     def record_of(self, rows: Tensor) -> dict[str, Any]:
-        """What is saved, of :meth:`row` of all ranks."""
+        """The record that is saved, made of :meth:`row` of all ranks."""
         progress: Any = self._fit_loop.epoch_loop.batch_progress
         ended = progress.is_last_batch and progress.current.ready == progress.current.processed
         sizes = {name: len(part) for name, part in self._now().packed().items()}

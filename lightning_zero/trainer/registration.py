@@ -40,7 +40,7 @@ def _register_now() -> bool:
 
 
 def _factory(name: str) -> Callable[[], ZeroStrategy]:
-    """What the registry calls for ``Trainer(strategy=name)``; the strategy is imported only then."""
+    """A function that the registry calls for ``Trainer(strategy=name)``; the strategy is imported only then."""
 
     def make_strategy() -> ZeroStrategy:
         from lightning_zero.trainer.strategy import ZeroStrategy

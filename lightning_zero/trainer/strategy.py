@@ -232,7 +232,7 @@ class ZeroStrategy(ParallelStrategy):
             device
         )
         if not dist.is_initialized():
-            self._join(device)
+            self._join()
             atexit.register(_destroy_process_group)
         if self._waits is None and dist.is_initialized():
             self._start_waits = open_waits(dist.group.WORLD, device, self.config.stall_timeout_s)
@@ -242,15 +242,13 @@ class ZeroStrategy(ParallelStrategy):
             finetuning.attach(self.lightning_module.trainer)
             pruning.attach(self.lightning_module.trainer)
 
-    def _join(self, device: torch.device) -> None:
-        """Come together with the other ranks, and make the default process group."""
+    def _join(self) -> None:
+        """Come together with the other ranks, and make the default process group. It is not bound to a device: NCCL
+        would make its communicator at once, of up to a gigabyte, and the engine sends nothing over this group."""
         assert self.cluster_environment is not None and self._process_group_backend is not None
-        device_id = None if device.type == "cpu" else device
         timeout = self._timeout or default_pg_timeout
         if self.world_size == 1 or self._process_group_backend in OWN_RENDEZVOUS:
-            _init_dist_connection(
-                self.cluster_environment, self._process_group_backend, timeout=timeout, device_id=device_id
-            )
+            _init_dist_connection(self.cluster_environment, self._process_group_backend, timeout=timeout)
             return
         settings = rendezvous.shared_settings(self.config, self._settings_of_trainer() | dict(self.run_settings))
         rendezvous.join(
@@ -261,7 +259,6 @@ class ZeroStrategy(ParallelStrategy):
             stall_timeout_s=self.config.stall_timeout_s if self._timeout is None else None,
             wait_s=self.config.stall_timeout_s,
             per_node=self.num_processes,
-            device_id=device_id,
         )
 
     def _settings_of_trainer(self) -> dict[str, Any]:
@@ -625,7 +622,10 @@ def _refuse_callbacks(trainer: pl.Trainer) -> None:
 
 
 def _destroy_process_group() -> None:
-    """At a clean exit: leave together, or gloo aborts at random. After an exception the others may never come."""
+    """Destroy the process group at exit. At a clean exit ranks wait for each other first, or gloo aborts at random.
+
+    After an exception this rank does not wait: the others may never come.
+    """
     if _FAILED or hasattr(sys, "last_value") or not dist.is_initialized():
         return
     with contextlib.suppress(Exception):

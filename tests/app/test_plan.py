@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -173,10 +172,10 @@ def test_the_machine_at_hand(command: Any, tmp_path: Path) -> None:
 def test_seventy_billion_parameters_take_seconds_and_no_memory(tmp_path: Path) -> None:
     code = (
         "import resource, sys; from lightning_zero import plan; plan.main();"
-        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, file=sys.stderr)"
+        "own = resource.getrusage(resource.RUSAGE_SELF);"
+        "print(own.ru_utime + own.ru_stime, own.ru_maxrss, file=sys.stderr)"
     )
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    start = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-c", code, "json=true", "zero/precision=bf16", *MACHINE, *LARGE],
         cwd=tmp_path,
@@ -186,10 +185,11 @@ def test_seventy_billion_parameters_take_seconds_and_no_memory(tmp_path: Path) -
         timeout=120,
     )
     assert done.returncode == 0, done.stderr
-    assert time.monotonic() - start < 60
+    seconds, kilobytes = map(float, done.stderr.split()[-2:])
+    assert seconds < 60  # of processor time
     document = json.loads(done.stdout)
     assert 64e9 < document["model"]["parameters"] < 72e9
-    assert int(done.stderr.split()[-1]) * 1024 < 2 * 2**30  # of 130 GiB of weights
+    assert kilobytes * 1024 < 2 * 2**30  # of 130 GiB of weights
     assert document["first_that_fits"] == {"stage": "zero3", "offload": "optimizer_nvme"}
     assert row_of(document, "zero3", "none")["gpus_that_fit"] == 32  # 16 would hold 67 GB at rest, but not the peak
 

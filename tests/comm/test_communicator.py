@@ -134,7 +134,7 @@ def test_one_rank_sends_and_counts_nothing_and_has_no_thread() -> None:
         assert comm.all_gather(full, "a").wait() is full
         assert comm.reduce_scatter(full, "a").finish() is full
         assert comm.all_reduce(full, "a").finish() is full
-        assert comm.exchange(7) == [7]
+        assert comm.exchange(7, 8) == [[7], [8]]
         assert comm.all_gather_objects("x", "a test") == ["x"]
         assert comm.max_(torch.ones(1)).item() == 1
         comm.exchange(0)
@@ -152,7 +152,7 @@ def test_without_torch_distributed_there_is_one_rank() -> None:
 def test_small_agreements() -> None:
     with communicator() as comm:
         rank, world = comm.rank, comm.world_size
-        assert comm.exchange(10 + rank) == [10 + r for r in range(world)]
+        assert comm.exchange(10 + rank, -rank) == [[10 + r for r in range(world)], [-r for r in range(world)]]
         assert comm.all_gather_objects({"rank": rank}, "a test") == [{"rank": r} for r in range(world)]
         assert comm.sum_(torch.tensor([1.0, rank])).tolist() == [world, sum(range(world))]
         assert comm.max_(torch.tensor([rank, 5 - rank])).tolist() == [world - 1, 5]

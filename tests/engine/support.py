@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -21,6 +20,7 @@ from torch.optim import Optimizer
 
 import lightning_zero
 from lightning_zero.ranks import watchdog
+from tests.pairwise import pairwise_places
 
 VOCABULARY = 11
 TOKENS = 7
@@ -356,7 +356,7 @@ def check(
         work: forwards and backwards of one step, with ``side.module`` and ``side.backward``; what it returns is
             compared too.
     """
-    torch.manual_seed(3)
+    torch.default_generator.manual_seed(3)
     module = build()
     twin = Twin(module, optimizer=optimizer, precision=precision, each=stage >= 2)
     with Sharded(module, stage=stage, precision=precision, optimizer=optimizer, **config) as sharded:
@@ -397,14 +397,4 @@ def accumulate(side: Side, step: int, micro_batches: int) -> Tensor:
 
 def pairwise_selection(cases: Sequence[Any]) -> list[Any]:
     """A few of ``cases`` (named tuples) in which every pair of settings occurs."""
-    missing = set().union(*map(_pairs, cases))
-    chosen: list[Any] = []
-    while missing:
-        best = max(cases, key=lambda case: len(_pairs(case) & missing))
-        chosen.append(best)
-        missing -= _pairs(best)
-    return chosen
-
-
-def _pairs(case: Any) -> set[tuple[tuple[str, Any], ...]]:
-    return set(itertools.combinations(case._asdict().items(), 2))
+    return [cases[place] for place in pairwise_places([case._asdict() for case in cases])]

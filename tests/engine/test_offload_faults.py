@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import errno
 import gc
 import os
@@ -15,6 +16,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 import lightning_zero
 from lightning_zero.engine import Engine
@@ -24,7 +26,7 @@ from lightning_zero.engine.units.param_store import FileShard
 from lightning_zero.ranks import watchdog
 from lightning_zero.tiers.aio import DiskError
 from lightning_zero.tiers.nvme import NvmeTier
-from tests.engine.support import Model, Sharded, accumulate, tokens
+from tests.engine.support import Model, Sharded, accumulate, floats, tokens
 from tests.engine.test_offload import PLACES, offload, slow_steps, train
 from tests.harness import on_ranks, run
 
@@ -413,3 +415,52 @@ def test_how_far_a_worker_has_got_decides_no_gather(row: str, tmp_path: Path) ->
             assert issued[0] == issued[1], f"block {fails_in}"
         side.engine.settle()
         train(side, 1)
+
+
+# -- two threads ------------------------------------------------------------------------------------------------------
+
+
+class Clamped(nn.Module):
+    """A block that writes to its weight before it uses it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.linear.weight.clamp_(-0.1, 0.1)
+        return x + self.linear(x)
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("how", ["clamp", "assign"])
+def test_a_write_comes_while_the_worker_brings_the_stepped_masters_to_rest(
+    stage: int, how: str, tmp_path: Path
+) -> None:
+    """The step of a bucket is over before its masters are in their file again."""
+
+    def slow(*args: Any) -> int:
+        time.sleep(0.02)
+        return os.pwritev(*args)
+
+    torch.manual_seed(0)
+    blocks = [Clamped() if how == "clamp" else nn.Sequential(nn.Linear(64, 64)) for _ in range(4)]
+    module = nn.Sequential(*blocks)
+    unit = {"classes": ["Clamped" if how == "clamp" else "Sequential"]}
+    found: list[list[Tensor]] = []
+    for row in ("none", "optimizer_nvme"):
+        with Sharded(copy.deepcopy(module), stage=stage, unit=unit, **offload(row, tmp_path)) as side:
+            if side.engine.tiers.nvme is not None:
+                side.engine.tiers.nvme._file.syscalls.pwritev = slow
+            for step in range(4):
+                if how == "assign" and step:
+                    for param in side.module.parameters():
+                        param.data = torch.full(param.shape, 0.01 * step)
+                side.backward(side.module(floats(step, 4, 64)).square().mean())
+                side.step()
+                side.zero_grad()
+            with lightning_zero.gather(side.module):
+                found.append([param.detach().clone() for param in side.module.parameters()])
+    assert all(map(torch.equal, *found))

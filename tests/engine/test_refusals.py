@@ -108,3 +108,25 @@ def test_an_optimizer_that_one_rank_cannot_take() -> None:
     engine.backward(language_loss(module, tokens(0)))
     plain.step()
     engine.release()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
+@pytest.mark.parametrize("how", ["module", "in place", "forward"])
+def test_cuda_graphs_over_parameters_that_move(mode: str, how: str) -> None:
+    def build(mode: str) -> nn.Module:
+        model = Model()
+        block = model.blocks[1]
+        if how == "module":
+            model.blocks[1] = torch.compile(block, mode=mode)
+        elif how == "in place":
+            block.compile(mode=mode)
+        else:
+            block.forward = torch.compile(block.forward, mode=mode)
+        return model
+
+    with pytest.raises(ConfigError, match=r"blocks.1 is compiled with CUDA graphs.*max-autotune-no-cudagraphs"):
+        Sharded(build(mode), stage=3)
+    for kept, stage in ((mode, 2), ("max-autotune-no-cudagraphs", 3)):
+        with Sharded(build(kept), stage=stage):
+            pass

@@ -1,4 +1,4 @@
-"""A minute of random programs, the same every time; and that a broken engine is found out."""
+"""Half a minute of random programs, the same every time; and that a broken engine is found out."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.fuzz.programs import Model, Node, Program, script, source
 from tests.fuzz.run import Runner, Verdict
 from tests.fuzz.strategies import programs
 
-PROGRAMS = 150
+PROGRAMS = 100
 ENOUGH = 60  # programs, to find a mistake that is there
 
 STILL = settings(

@@ -185,8 +185,8 @@ def test_nobody_at_the_address() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    with pytest.raises(StartError, match=f"expected rank 0 at 127.0.0.1:{port} .* found nobody there within 0.3 s"):
-        open_store("127.0.0.1", port, rank=1, timeout=timedelta(seconds=5), wait_s=0.3)
+        with pytest.raises(StartError, match=f"expected rank 0 at 127.0.0.1:{port} .* found nobody there within 0.3 s"):
+            open_store("127.0.0.1", port, rank=1, timeout=timedelta(seconds=5), wait_s=0.3)
 
 
 def test_an_address_of_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -127,6 +127,20 @@ def test_ranks_that_wait_for_a_killed_one_end_and_name_it(
         assert f"rank {rank} (at: place of {rank}) ends: it has stood still for " in said
 
 
+def test_rank_0_that_has_not_quite_ended_when_its_store_is_gone(
+    sides: Callable[..., list[Side]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = sides(2)
+    looks = iter([False, False])
+    monkeypatch.setattr(peers_module.Peers, "holder_is_dead", property(lambda _: next(looks, True)))
+
+    def gone() -> None:
+        raise ConnectionError("the store is gone")
+
+    monkeypatch.setattr(ranks[1].dog.peers, "answer", gone)
+    assert seen_within(5, lambda: bool(ranks[1].ended))  # without another look: 36 s
+
+
 def test_a_rank_that_gets_on_is_told_and_goes_on(
     sides: Callable[..., list[Side]], capfd: pytest.CaptureFixture[str]
 ) -> None:

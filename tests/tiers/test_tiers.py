@@ -274,7 +274,7 @@ def test_what_is_at_rest_is_a_copy(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "tensor",
     [torch.empty(7), torch.empty(8, dtype=torch.bfloat16), torch.empty(8, 2)[:, 0], torch.empty(8, device="meta")],
-    ids=str,
+    ids=["number", "dtype", "strides", "device"],
 )
 def test_a_tensor_that_does_not_match_is_refused(tmp_path: Path, tensor: Tensor) -> None:
     with nvme(tmp_path, Wanted("layers.3/master", 8, torch.float32)) as (tier, (extent,)):

@@ -1,4 +1,4 @@
-"""What happens when users' code touches parameters outside of the calls of their units.
+"""Answers users' code that touches parameters outside of the calls of their units.
 
 ::
 
@@ -7,8 +7,8 @@
     w.data                ... and stays until the pass ends    refused, naming gather()
     w.data = value        taken over                           taken over
 
-A pass takes all ranks, so a read inside of it can have the unit gathered, in the order that all ranks share. Parameters
-that are on their way after a step (stages 1 and 2) are waited for, inside a pass or not.
+All ranks take part in a pass, so a read inside of it can have the unit gathered, in the order that all ranks share.
+Parameters that are on their way after a step (stages 1 and 2) are waited for, inside a pass or not.
 """
 
 from __future__ import annotations
@@ -56,10 +56,13 @@ class Access:
         if self._fence.is_lowered:
             return run()
         brought = self._bring(params, operation)
+        # Read here, outside of ``outside_autograd``: the caller's grad mode says whether autograd will save weights.
         saved, saves = self._passes.saved, bool(brought) and torch.is_grad_enabled()
         packs = saves and saved.possible and saved.alone
         with saved.packed() if packs else contextlib.nullcontext():
             result = run()
+        # A unit stays until the pass ends where something points into its buffer that nobody will ask us about: weights
+        # that autograd has saved without our hooks, and results that are views.
         tensors = [t for t in find_tensors(result) if not any(t is p for p in params)]
         for unit in brought:
             self._passes.borrowed(unit, keep=(saves and not packs) or any(unit.holds(t) for t in tensors))
@@ -93,20 +96,23 @@ class Access:
     def _replace(self, place: Place, value: Tensor) -> None:
         unit = self._unit_of[place.bucket]
         place.bucket.step.wait()
-        self._after_step.refresh(unit)  # one that other ranks have issued already would wait for ours
-        unit.unshard_wait()  # what is gathered at this moment holds the old values
+        # Another rank, whose worker was faster, may have issued the unit's refresh already: it waits for ours. And a
+        # gather under way would bring the old values after the new ones are written.
+        self._after_step.refresh(unit)
+        unit.unshard_wait()
         self._writes.replace(place, value)
 
     @outside_autograd
     def _bring(self, params: Sequence[nn.Parameter], operation: str) -> list[Unit]:
-        """Have the values of ``params`` here; the units that were gathered for it."""
+        """Bring the values of ``params`` here. Returns the units that were gathered for it."""
         self._passes.forget_failed()
         brought: list[Unit] = []
         for param in params:
             place = self._places[id(param)]
             unit = self._unit_of[place.bucket]
             if not place.bucket.reshards:
-                if self._passes.key is None:  # where ranks are told to be, if only some come here
+                # Between passes only some ranks may come here. The others' error message then says where this one is.
+                if self._passes.key is None:
                     self._passes.comm.place = f"a read of {place.info.fqn} between steps, which takes all ranks"
                 self._after_step.refresh(unit)
                 unit.unshard_wait()

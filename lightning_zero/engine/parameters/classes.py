@@ -1,12 +1,12 @@
-"""Parameters as users' code meets them while an engine owns them.
+"""The classes of parameters that an engine owns: they say what it means when users' code touches one.
 
-An ``nn.Parameter`` stays the same object for ever; its class says what touching it means::
+An ``nn.Parameter`` stays the same object for ever. Only its class changes::
 
     nn.Parameter        plain: before sharding, inside gather(), after release()
     PresentParameter    its values are here: torch works on it as on any parameter; ``.data`` is noticed
     AbsentParameter     a placeholder is here: what would read or write values asks the owner first
 
-Only the class changes (and ``.data``); nothing is stored on the parameter. ``PresentParameter`` keeps torch's disabled
+Its ``.data`` changes too; nothing is stored on the parameter. ``PresentParameter`` keeps torch's disabled
 ``__torch_function__``, so that neither operators nor ``torch.compile`` treat it otherwise than a plain parameter.
 """
 
@@ -50,10 +50,10 @@ _delete_grad = torch.Tensor.grad.__delete__  # type: ignore[union-attr]
 
 
 class Owner(Protocol):
-    """Who answers for parameters: an engine."""
+    """The one that answers for parameters: an engine."""
 
     def reads_values(self, params: Sequence[nn.Parameter], operation: str, run: Callable[[], Any]) -> Any:
-        """``run`` is an operation on absent parameters: have their values here, and return what it returns.
+        """Bring the values of absent parameters here, call ``run``, an operation on them, and return its result.
 
         Raises:
             RuntimeError: that is not possible now; names the parameter and the right way.
@@ -61,19 +61,21 @@ class Owner(Protocol):
         ...
 
     def strides(self, param: nn.Parameter) -> tuple[int, ...]:
-        """Of its values."""
+        """Strides of the parameter's values."""
         ...
 
     def hands_out(self, param: nn.Parameter) -> None:
-        """``param.data`` is read: whoever has it may write to the values unnoticed."""
+        """Take notice that ``param.data`` is read: whoever has it may write to the values unseen."""
         ...
 
     def replaces(self, param: nn.Parameter, value: Tensor) -> bool:
-        """``param.data = value``: take the values over; false where the assignment itself is to be made."""
+        """Take over the values of ``param.data = value``. Returns false where torch is to make the assignment."""
         ...
 
 
-_OWNERS: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> weak reference to its owner
+# Parameter -> weak reference to its owner. Keys are weak too: an engine holds its parameters, and this table would keep
+# them, or the engine with all of them, for ever. By identity, because ``==`` of tensors compares elements.
+_OWNERS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def find_owner(param: Tensor) -> Owner | None:
@@ -90,9 +92,11 @@ class Classes(NamedTuple):
 
 
 class _Owned:
-    """What present and absent parameters have in common."""
+    """The part that present and absent parameters have in common."""
 
-    __slots__ = ()  # an object's class can change to one with the same layout only
+    # Nothing is added to the layout of the objects: Python changes the class of an object only to one with the same
+    # layout.
+    __slots__ = ()
 
     @property
     def data(self: Any) -> Tensor:
@@ -112,7 +116,7 @@ class _Owned:
 
 
 class _Absent:
-    """Values are elsewhere."""
+    """The part of absent parameters, whose values are elsewhere."""
 
     __slots__ = ()
 
@@ -120,6 +124,7 @@ class _Absent:
     def __torch_function__(
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        # Switched off inside, or the operation would come back here with the same parameter, for ever.
         def run() -> Any:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
@@ -143,7 +148,7 @@ class _Absent:
 
     @property
     def grad(self: Any) -> Tensor | None:
-        """As torch's. Optimizers ask it of every parameter at every step, and the way above takes ten times as long."""
+        """torch's own ``grad``, by a short way: ``__torch_function__`` takes ten times as long, at every step."""
         with torch._C.DisableTorchFunctionSubclass():
             grad: Tensor | None = _get_grad(self)
         return grad
@@ -166,7 +171,7 @@ class _Absent:
 
 
 def _without_values(param: nn.Parameter) -> Tensor:
-    """What the memory of an absent parameter's values looks like."""
+    """A meta tensor with the shape and strides of an absent parameter's values."""
     owner = find_owner(param)
     strides = param.data.stride() if owner is None else owner.strides(param)
     return torch.empty_strided(param.shape, strides, device="meta")
@@ -209,7 +214,8 @@ def make_plain(params: Iterable[nn.Parameter]) -> None:
 
 def set_values(param: nn.Parameter, values: Tensor, kind: type, classes: Classes) -> None:
     """Show ``values`` under the class ``kind``, one of ``classes``."""
-    param.__class__ = classes.plain  # assigning to the data of an absent parameter would ask its owner
+    # Plain first: under the class of an absent parameter the assignment would ask the owner, who is calling this.
+    param.__class__ = classes.plain
     _set_data(param, values)
     if kind is not classes.plain:
         param.__class__ = kind

@@ -1,4 +1,4 @@
-"""A fence around calls that would see the placeholders of sharded parameters."""
+"""Refuses calls that would see the placeholders of sharded parameters."""
 
 from __future__ import annotations
 

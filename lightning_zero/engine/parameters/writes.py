@@ -1,8 +1,8 @@
-"""What users' code writes to parameters by itself, beside the optimizer's steps: kept, where all ranks write alike.
+"""Keeps what users' code writes to parameters beside the optimizer's steps, if all ranks write the same.
 
-Compute parameters are copies: those of a gathered unit go with it, those of a lower dtype, or whose masters rest
-elsewhere, are replaced at the next step. So before a copy goes, what was written to it is taken over into the masters
-of this rank's shard::
+Compute parameters are copies. Those of a gathered unit go with it. Those of a lower dtype, and those whose masters rest
+elsewhere, are replaced at the next step. So before a copy goes, the values that were written to it are taken over into
+the masters of this rank's shard::
 
     weight.clamp_()         raises the parameter's version
     weight.data.clamp_()    raises nothing: a checksum is kept from when .data was read, and compared
@@ -39,7 +39,7 @@ class _Entry(NamedTuple):
 
 
 def checksum(values: Tensor, first: int = 0) -> int:
-    """A number that tells contents apart, place by place; those of the parts of a tensor add up to that of the whole.
+    """A number that tells contents apart, place by place. The numbers of a tensor's parts add up to that of the whole.
 
     Args:
         first: index of the first value in the whole.
@@ -70,16 +70,16 @@ class Writes:
     # -- noticing -------------------------------------------------------------------------------------------------
 
     def hand_out(self, place: Place) -> None:
-        """The values of a present parameter get into hands that may change them unnoticed."""
+        """Note the checksum of a present parameter whose values get into hands that may change them unseen."""
         bucket, info = place
-        # Of what all ranks hold whole as a master, nothing is taken over or compared.
+        # Where the parameters are the masters, whole on all ranks, there is nothing to take over or to compare.
         if not bucket.plan.params_are_masters and info.gathered is not None:
             known = self._handed_out.setdefault(bucket, {})
             if info.slot not in known:
                 known[info.slot] = checksum(info.flattened(info.gathered))
 
     def forget(self, bucket: Bucket) -> None:
-        """What was written so far is in the masters."""
+        """Count all that was written so far as taken over."""
         self._handed_out.pop(bucket, None)
         for info in bucket.params:
             info.version = info.param._version
@@ -99,7 +99,9 @@ class Writes:
     # -- taking over ----------------------------------------------------------------------------------------------
 
     def take_over(self, bucket: Bucket) -> None:
-        """Before the copy of a bucket goes or is replaced: what was written to it gets into the masters."""
+        """Take what was written to a bucket's copy into the masters, before the copy goes or is replaced."""
+        # Inside ``gather`` the parameters show masters, which are written back when it ends. And placeholders show no
+        # values: what the versions say of them is no write.
         if bucket.is_plain or not bucket.shows_values:
             return
         written = self._written(bucket)
@@ -113,6 +115,7 @@ class Writes:
             self.take_over(bucket)
 
     def _take(self, bucket: Bucket, written: Iterable[ParamInfo]) -> None:
+        # Read before the masters change, from which it may follow.
         before = bucket.own_compute_params()
         with opened(bucket.home, changed=True):
             for info in written:
@@ -129,7 +132,8 @@ class Writes:
         compute = value.detach().to(bucket.comm.device, bucket.dtypes.compute)
         before = bucket.own_compute_params()
         self._note(bucket, info, before, compute)
-        # Clamped once more, say: graphs that are open hold these values.
+        # The same values once more (weights that are clamped in each forward, say) leave the version as it is: open
+        # graphs have saved these values, and their backward is right.
         again = bucket.shows_values and info.gathered is not None and torch.equal(info.gathered, compute)
         with opened(bucket.home, changed=True):
             bucket.write_master(info, value.detach(), before=before if value.dtype == compute.dtype else None)
@@ -168,20 +172,25 @@ class Writes:
         return bool(self._unconfirmed)
 
     def confirm(self) -> None:
-        """On all ranks, where any has unconfirmed writes: compare them.
+        """Compare the unconfirmed writes of all ranks. All ranks call it, if any of them has unconfirmed writes.
 
         Raises:
             RuntimeError: ranks have written different values; the same on all ranks.
         """
+        # One to three messages. Each ``if`` before one asks tables that all ranks have, and never this rank's own
+        # writes: otherwise a rank would leave out a message for which the others wait.
         written = {key: entry.after for key, entry in self._unconfirmed.items()}
         table = self._comm.all_gather_objects(written, "what was written to parameters")
         keys = sorted({key for found in table for key in found})
         unequal = [key for key in keys if len({found.get(key) for found in table}) > 1]
         if any(not self._buckets[bucket].plan.copies_master for bucket, _ in unequal):
-            # What was written to has no original beside it; but all ranks have it whole.
+            # The masters themselves were written to, and no original is left. But each rank has all of their values, so
+            # those that have noted no write tell what they have.
             table = self._comm.all_gather_objects(written | self._own_copies(unequal), "copies of parameters")
             unequal = [key for key in unequal if len({found.get(key) for found in table}) > 1]
-        if unequal:  # fine where those that say so have left it as it was
+        if unequal:
+            # A rank that has noted a write may have written the same values as before. Then it agrees with a rank that
+            # has not written at all.
             originals = self._originals(unequal)
             unequal = [
                 k
@@ -189,7 +198,7 @@ class Writes:
                 if not self._buckets[k[0]].plan.copies_master
                 or any(found.get(k, originals[k]) != originals[k] for found in table)
             ]
-        self._unconfirmed.clear()
+        self._unconfirmed.clear()  # before the error, or it would be raised again by the next pass
         if unequal:
             names = ", ".join(self._buckets[b].params[slot].fqn for b, slot in unequal)
             raise RuntimeError(
@@ -211,7 +220,7 @@ class Writes:
         return copies
 
     def confirm_if_any(self) -> None:
-        """On all ranks, between passes: :meth:`confirm`, if any rank has something to confirm."""
+        """Call :meth:`confirm` if any rank has something to confirm. On all ranks, between passes."""
         flag = torch.tensor([self.unconfirmed], dtype=torch.uint8)
         if int(self._comm.max_(flag).item()):
             self.confirm()

@@ -13,6 +13,7 @@
     gather_order        the order of gathers, learned and then run ahead of
     saved_weights       weights that autograd has saved, and that go in between
     gradients           gradients into buckets, over the ranks, into shards
+    issued              how many reductions all ranks have issued, as far as is known
     gradient_sentinels  what stands in ``param.grad``
     recompute           activation checkpointing by unit
     containers          tensors in any container that a module returns

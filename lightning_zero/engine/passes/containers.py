@@ -1,4 +1,4 @@
-"""Tensors inside nested containers: what modules are called with, and what they return."""
+"""Finds and changes tensors inside nested containers, such as the arguments and results of modules."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
         if changes:
             value = copy.copy(value)
             for name, item in changes.items():
-                object.__setattr__(value, name, item)
+                object.__setattr__(value, name, item)  # past a frozen dataclass, of which this is a copy of our own
     return value
 
 

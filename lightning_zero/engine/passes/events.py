@@ -1,4 +1,4 @@
-"""What hooks tell a pass: the interface between what happens in torch and what follows from it."""
+"""The events that hooks tell a pass: the interface between torch and the engine."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class PassEvents(Protocol):
         """The outermost call of a module ended with an exception."""
 
     def backward_begins(self) -> None:
-        """The first of the events of a backward, perhaps."""
+        """A backward is running. Every event of a backward may call it first."""
 
     def recomputes(self, unit: Unit) -> None:
         """The forward of ``unit`` is computed again in a backward."""

@@ -1,4 +1,4 @@
-"""What torch's errors do not say: which setting of ours they come from."""
+"""Adds to torch's errors about dtypes which setting of ours they come from."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The order of gathers at run time: agreed by an exchange while unknown, then followed.
+"""Keeps one order of gathers on all ranks: agreed by an exchange while unknown, then followed.
 
 Every gather of units that are dropped and needed again is issued through here, so that all ranks issue the same gathers
-in the same order. Other gathers are not: the root's at the start of a pass, those that follow a step
+in the same order. Other gathers are issued elsewhere: the root's at the start of a pass, those that follow a step
 (``steps/after_step.py``), and those of whole masters (``Bucket.full_master``). How it works:
 
 - *Agreeing* (the first pass of a kind, every pass under ``dynamic``, or after leaving the plan): a rank that needs a
@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from lightning_zero.comm.communicator import Communicator
+from lightning_zero.engine.passes.issued import IssuedReductions
 from lightning_zero.engine.units.unit import State, Unit
 from lightning_zero.planning.schedule import Cursor, Plan, compile_plan, may_come_ahead
 
@@ -28,14 +29,23 @@ class GatherOrder:
     """Issues the gathers of units that are dropped after use."""
 
     def __init__(
-        self, units: Sequence[Unit], comm: Communicator, *, prefetch_bytes: int, keep_bytes: int, dynamic: bool
+        self,
+        units: Sequence[Unit],
+        comm: Communicator,
+        issued: IssuedReductions,
+        *,
+        prefetch_bytes: int,
+        keep_bytes: int,
+        dynamic: bool,
     ) -> None:
         self.units = units
         self.comm = comm
+        self._issued = issued
         self.prefetch_bytes = prefetch_bytes
         self.keep_bytes = keep_bytes
         self.dynamic = dynamic
         self.plans: dict[str, Plan] = {}
+        self._reductions: dict[str, list[int]] = {}  # see IssuedReductions.learned
         self._strays: dict[str, int] = {}
         self._key = ""
         self._cyclic = False
@@ -49,6 +59,7 @@ class GatherOrder:
         """A pass starts. Passes of one ``key`` are expected to take the same path."""
         self._key, self._cyclic = key, cyclic
         plan = self.plans.get(key)
+        self._issued.pass_begins(self._reductions.get(key, ()))
         anything = any(unit.reshards for unit in self.units)  # else nothing is ever gathered along the path
         self._agreeing = (plan is None or self.dynamic) and anything
         self._cursor = None if plan is None or self.dynamic else Cursor(plan)
@@ -68,7 +79,10 @@ class GatherOrder:
                 self._agree_on(unit)
         if unit in self._idle:
             self._idle.remove(unit)
+        # Before the wait: the next gathers are under way while this one is waited for and used.
         self._look_ahead()
+        if self._cursor is not None and not self._agreeing:
+            self._issued.gathered(self._cursor.position)
         unit.unshard_wait()
 
     def used(self, unit: Unit) -> bool:
@@ -76,12 +90,12 @@ class GatherOrder:
         return self._cursor is None or self._agreeing or self._cursor.used(unit.index)
 
     def end(self) -> None:
-        """The pass is over: serve the other ranks until all are done, then learn from what happened."""
+        """End the pass: serve the other ranks until all are done, then learn from what happened. On all ranks."""
+        # A rank that has no use for them still takes part in the gathers of the others, here and below: a collective
+        # that one rank leaves out never ends for the rest, and later ones would be matched with it.
         if self._agreeing:
-            wants = self.comm.exchange(DONE)
-            while any(want != DONE for want in wants):
+            while set(wants := self._exchange(DONE)) != {DONE}:
                 self._serve(wants)
-                wants = self.comm.exchange(DONE)
             self._learn()
         elif self._cursor is not None and not (self._cyclic and self._cursor.position == 0):
             for index in self._cursor.rest():
@@ -98,7 +112,13 @@ class GatherOrder:
     def _agree_on(self, unit: Unit) -> None:
         self._agreeing = True
         self.comm.place = f"needs unit {unit.title} next ({self._key}), which the recorded order does not have here"
-        self._serve(self.comm.exchange(unit.index), own=unit)
+        self._serve(self._exchange(unit.index), own=unit)
+
+    def _exchange(self, want: int) -> list[int]:
+        """Tell all ranks what this one wants next. Returns what each rank wants, in rank order."""
+        wants, issued = self.comm.exchange(want, self._issued.here)
+        self._issued.told(len(self._history), issued)
+        return wants
 
     def _serve(self, wants: Sequence[int], own: Unit | None = None) -> None:
         wanted = list(dict.fromkeys(want for want in wants if want != DONE))
@@ -109,7 +129,7 @@ class GatherOrder:
             self._issue(index, ahead=own is None or index != own.index)
 
     def _guessed(self, wanted: Sequence[int]) -> list[int]:
-        """One unit that followed last time. Computed from what all ranks know, so that all guess the same."""
+        """The unit that followed last time, if any. It follows from what all ranks know, so that all guess the same."""
         assert self._guess is not None
         for index in wanted:
             if self._guess.up_to(index) is None:
@@ -122,7 +142,8 @@ class GatherOrder:
         if self._key not in self.plans or self.dynamic:
             nbytes = [unit.gathered_nbytes for unit in self.units]
             keep = 0 if self.dynamic else self.keep_bytes
-            self.plans[self._key] = compile_plan(self._history, nbytes, keep, cyclic=self._cyclic)
+            self.plans[self._key] = plan = compile_plan(self._history, nbytes, keep, cyclic=self._cyclic)
+            self._reductions[self._key] = self._issued.learned(plan.places)
             self._strays[self._key] = 0
         elif strays >= FORGIVEN:
             del self.plans[self._key]  # the next pass is recorded as a whole: this one knows only what it gathered
@@ -133,8 +154,9 @@ class GatherOrder:
 
     def _issue(self, index: int, *, ahead: bool) -> None:
         unit = self.units[index]
+        # Another rank has dropped the unit and needs it again, while it is still here: this rank has to send its slice.
         if unit.state is not State.SHARDED:
-            unit.serve()  # others need it again while it is still here
+            unit.serve()
             return
         if not self._agreeing:
             self._history.append(index)
@@ -163,12 +185,13 @@ class GatherOrder:
                 unit.stage_ahead()
 
     def _may_come_early(self, unit: Unit) -> bool:
-        """Ranks must issue the same gathers before an exception ends the pass on all of them, so that how far a rank's
-        worker has got must not decide: a unit that awaits its step is gathered when it is needed."""
+        """Whether ``unit`` may be gathered ahead. One that awaits its offloaded step is gathered when it is needed."""
+        # ``awaits_step`` is the same on all ranks; ``step_done`` depends on how far this rank's worker has got. Decided
+        # by that, an exception that ends the pass on all ranks would find different numbers of gathers issued.
         return not unit.awaits_step if self.comm.shard_size > 1 else unit.step_done
 
     def _drop_idle(self, wanted: Unit | None = None) -> None:
-        """Units gathered for others, or by a wrong guess, may not pile up. ``wanted`` is needed at once."""
+        """Drop units that were gathered for others, or by a wrong guess, before they pile up. ``wanted`` stays."""
         budget = max(self.prefetch_bytes, max((u.gathered_nbytes for u in self._idle), default=0))
         while len(self._idle) > 1 and sum(u.gathered_nbytes for u in self._idle) > budget:
             unit = self._idle.popleft()

@@ -1,7 +1,7 @@
-"""What stands in ``param.grad`` from a backward until it is cleared: the shards are elsewhere, and must not be missed.
+"""Sentinels that stand in ``param.grad`` for gradients that are sharded, from a backward until the user clears them.
 
-A sentinel in place says that the parameter has a gradient. Found cleared (None) or zeroed at the next backward or step,
-it says that the user zeroed the gradient, with or without ``set_to_none``.
+A sentinel in its place says that the parameter has a gradient. If it is gone (None) or zeroed at the next backward or
+step, the user has zeroed the gradient, with or without ``set_to_none``.
 """
 
 from __future__ import annotations
@@ -59,7 +59,9 @@ class GradSentinel(Tensor):
                 tensor.zeroed = True
             return args[0] if func is torch.ops.aten.zero_.default else None
         if func is torch.ops.aten.add_.Tensor and isinstance(args[0], GradSentinel):
-            args[0].added = True  # autograd accumulates: what has been reduced stays where it is
+            # Autograd accumulates, in a backward that the engine has not heard of yet. The reduced gradient is a shard
+            # elsewhere, so nothing is added here: the gradient is kept for our hook, which runs right after.
+            args[0].added = True
             args[0].incoming = args[1]
             return args[0]
         flat = [a for arg in args for a in (arg if isinstance(arg, (list, tuple)) else [arg])]
@@ -75,7 +77,7 @@ class Sentinels:
     """The sentinels of one engine's parameters: each is made once and used again.
 
     Args:
-        grads: what has been received and reduced, which users know as the gradients of parameters.
+        grads: the gradients that each bucket has received and reduced.
     """
 
     def __init__(self, grads: Mapping[Bucket, BucketGrads]) -> None:
@@ -83,12 +85,12 @@ class Sentinels:
         self._of: dict[int, GradSentinel] = {}
 
     def place_used(self) -> None:
-        """A backward is over: what has been used in it, or before it, has a gradient."""
+        """Place sentinels after a backward, for parameters that were used in it or before it."""
         for bucket, grads in self._grads.items():
             self.place(bucket.params[slot] for slot in grads.used)
 
     def place(self, infos: Iterable[ParamInfo]) -> None:
-        """These parameters have gradients."""
+        """Place sentinels for these parameters: they have gradients."""
         for info in infos:
             sentinel = self._of.get(id(info.param))
             if sentinel is None or sentinel.dtype != info.param.dtype:
@@ -130,7 +132,7 @@ class Sentinels:
         return cleared, zeroed
 
     def remove(self, infos: Iterable[ParamInfo]) -> None:
-        """A backward starts: autograd finds no gradient to add to."""
+        """Take the sentinels away, because a backward starts: autograd must find no gradient to add to."""
         for info in infos:
             if isinstance(info.param.grad, GradSentinel):
                 info.param.grad = None

@@ -1,4 +1,4 @@
-"""Gradients: from autograd into flat buffers, over the ranks in a fixed order, into shards.
+"""Takes gradients from autograd into flat buffers, and reduces these over the ranks, in a fixed order, into shards.
 
 ::
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -23,12 +24,16 @@ from torch import Tensor
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.profiling import profiled
 from lightning_zero.comm.reduction import Reduction
+from lightning_zero.engine.passes.issued import IssuedReductions
 from lightning_zero.engine.units.bucket import Bucket, Place
+
+PATIENCE_S = 2.0  # for a reduction that is in the way of the next
+_POLL_S = 0.0002
 
 
 @dataclass(slots=True, eq=False)
 class BucketGrads:
-    """What one bucket has received and not yet reduced."""
+    """The gradients that one bucket has received, and which of them are not reduced yet."""
 
     bucket: Bucket
     scale: float  # 1 / number of ranks (averages, as DDP does, before anything is added up) / scale of the loss
@@ -48,6 +53,7 @@ class BucketGrads:
         bucket = self.bucket
         if self.local is None:
             dtype = bucket.dtypes.grad if self.accumulates else bucket.dtypes.reduce
+            # Not zeros, which would be written twice: ``complete`` zeroes what no gradient has filled.
             self.local = torch.empty(bucket.layout.numel, dtype=dtype, device=grad.device)
         if grad.layout is not torch.strided:
             grad = grad.to_dense()  # sparse embedding gradients: shards are dense
@@ -65,9 +71,10 @@ class BucketGrads:
         self.arrived += 1
 
     def complete(self) -> Tensor:
-        """The local buffer with zeros wherever no gradient came, to be reduced; this object lets go of it."""
+        """Hand out the local buffer to be reduced, with zeros wherever no gradient came."""
         bucket = self.bucket
         full = self.local
+        # No gradient on this rank: zeros take part all the same. Other ranks reduce the bucket, and would wait for it.
         if full is None:
             full = torch.zeros(bucket.layout.numel, dtype=bucket.dtypes.reduce, device=bucket.comm.device)
         else:
@@ -76,6 +83,7 @@ class BucketGrads:
             for place in bucket.layout.slots:
                 if place.index not in self.written:
                     full[place.start : place.start + place.numel].zero_()
+        # Let go of: the reduction keeps the buffer as long as a stream reads it, and no longer.
         self.local = None
         self.written = set()
         return full if full.dtype == bucket.dtypes.reduce else full.to(bucket.dtypes.reduce)
@@ -87,6 +95,8 @@ class BucketGrads:
             self._add_on_host(reduced)
             return
         if bucket.grad is None:
+            # A transport may return a view of what it has received from all ranks. Kept as the gradient, the view would
+            # hold the memory of the whole bucket where a shard is wanted.
             own_memory = reduced.untyped_storage().nbytes() == reduced.numel() * reduced.element_size()
             same = reduced.dtype == bucket.dtypes.grad
             bucket.grad = reduced if same and own_memory else reduced.to(bucket.dtypes.grad, copy=True)
@@ -101,7 +111,7 @@ class BucketGrads:
             grad.add_(reduced.cpu())  # added before it is rounded, as on the device
 
     def forget(self, slots: Iterable[int]) -> None:
-        """The user cleared these parameters' gradients."""
+        """Drop these parameters' gradients, because the user has cleared them."""
         gone = set(slots) & (self.used | self.agreed)
         if not gone:
             return
@@ -109,20 +119,20 @@ class BucketGrads:
         self.agreed -= gone
         self.written -= gone
         if not self.written:
-            self.local = None
+            self.local = None  # else what is left in it would be reduced with the next backward
         if self.agreed:
             self._zero_reduced(gone)
         else:
             self.bucket.grad = None
 
     def zero(self, slots: Iterable[int]) -> None:
-        """The user zeroed these parameters' gradients and kept them: zero is a gradient, unlike none."""
+        """Zero these parameters' gradients, because the user did. They still count as gradients, unlike None."""
         self.written -= set(slots)
         self._zero_reduced(set(slots))
 
     def _zero_reduced(self, slots: set[int]) -> None:
         bucket = self.bucket
-        if bucket.grad is not None and slots:
+        if slots and bucket.grad is not None:  # in this order: on a GPU the host waits for a gradient that it looks at
             for fragment in bucket.owned_fragments():
                 if fragment.index in slots:
                     bucket.grad[fragment.start : fragment.start + fragment.numel].zero_()
@@ -139,7 +149,13 @@ class Reducer:
     """
 
     def __init__(
-        self, buckets: Iterable[Bucket], comm: Communicator, max_in_flight_nbytes: int, *, dynamic: bool = False
+        self,
+        buckets: Iterable[Bucket],
+        comm: Communicator,
+        issued: IssuedReductions,
+        max_in_flight_nbytes: int,
+        *,
+        dynamic: bool = False,
     ) -> None:
         """
         Args:
@@ -147,8 +163,10 @@ class Reducer:
             dynamic: ranks may take different paths in every pass.
         """
         self.comm = comm
+        self._issued = issued
         self.dynamic = dynamic
         self.grads: dict[Bucket, BucketGrads] = {b: BucketGrads(b, 1.0 / comm.world_size) for b in buckets}
+        self._gathers_in_backward = any(bucket.reshards for bucket in self.grads)
         self.unreduced = False  # a backward inside ``no_sync`` since the last that reduced: on all ranks alike
         self.order: list[Bucket] = list(reversed(list(self.grads)))
         self.synchronize = True
@@ -199,14 +217,16 @@ class Reducer:
             grads.scale = 1.0 / (self.comm.world_size * scale)
 
     def take(self, bucket: Bucket, slot: int, grad: Tensor) -> None:
-        """A gradient arrived. Issues what has become ready."""
+        """Take a gradient that has arrived, and issue the reductions that have become ready."""
         grads = self.grads[bucket]
         with torch.no_grad():
             grads.take(slot, grad)
         if not self._synchronizes(bucket):
             return
         if grads.issued:
-            self._late.add(bucket)  # a second arrival (a module reused under checkpointing): reduced again at the end
+            # A second arrival (a module that is used again under checkpointing). Only this rank may know of it now, so
+            # it is not reduced here: the ranks agree at the end on what they reduce again.
+            self._late.add(bucket)
         elif grads.arrived == self._expected[bucket]:
             self._set_ready(bucket)
             self._pump()
@@ -216,7 +236,7 @@ class Reducer:
         return any(grads.arrived for grads in self.grads.values())
 
     def flush(self) -> None:
-        """The backward is over: issue everything that is left, in order."""
+        """Issue all reductions that are left, in order, at the end of a backward."""
         for bucket in self.order:
             if self._synchronizes(bucket) and self._expected[bucket] and bucket not in self._ready:
                 self._set_ready(bucket)
@@ -224,7 +244,7 @@ class Reducer:
         self._pump()
 
     def end(self, flag: bool = False) -> bool:
-        """After :meth:`flush`, on all ranks: reduce again what needs it, and wait for all of it.
+        """End a backward, after :meth:`flush`: reduce again where that is needed, and wait for all. On all ranks.
 
         Args:
             flag: of this rank, to be told to all.
@@ -263,11 +283,15 @@ class Reducer:
                 )
 
     def _agree(self, reduced: Sequence[Bucket], flag: bool) -> tuple[list[Bucket], bool]:
-        """One maximum over ranks says which parameters any rank has used, which buckets all must reduce a second time,
-        and whether a flag is raised.
+        """Agree, by one maximum over ranks, on what any rank has used, must reduce again, or has raised its flag for.
 
         A bucket gets gradients after its reduction where a module is used again under checkpointing.
+
+        Returns:
+            The buckets that all ranks reduce a second time, in order; and whether any rank has raised its flag.
         """
+        # The ranks' vectors must be of one length and order, so they are made of what is the same on all ranks: the
+        # buckets that synchronize and all their slots, not only those that this rank has used.
         lagging = self._lagging.setdefault(self._key, set())
         flags: list[bool] = [flag]
         for bucket in reduced:
@@ -288,7 +312,8 @@ class Reducer:
         return sorted(late, key=self.order.index), flagged
 
     def _learn_order(self) -> None:
-        """The order in which buckets got ready on rank 0 becomes everyone's; those that did not, come last."""
+        """Make the order in which buckets got ready on rank 0 that of all ranks. Buckets that did not come last."""
+        # By a message: each rank has seen an order of its own, and reductions must be issued in one.
         buckets = list(self.grads)
         number = {b: i for i, b in enumerate(buckets)}
         seen = [number[b] for b in self.completed]
@@ -298,19 +323,45 @@ class Reducer:
         self._orders[self._key] = [buckets[i] for i in order.tolist()]
 
     def _put_lagging_last(self) -> None:
-        """A bucket that one rank cannot reduce before its end must not hold up the others, on no rank."""
+        """Move the buckets that some rank can reduce only at its end behind all others, which they would hold up."""
         lagging = self._lagging[self._key]
         self._orders[self._key].sort(key=lambda bucket: bucket in lagging)
+
+    def _may_wait_for(self, pending: Reduction) -> bool:
+        """Whether this rank may wait, inside a backward, for ``pending``, the oldest reduction in flight here.
+
+        It may where all ranks have issued that reduction, or will without needing a gather of this one first. This rank
+        issues no gather while it waits, so both would otherwise wait for ever.
+        """
+        oldest = self._issued.here - len(self._in_flight)
+        if oldest < self._issued.everywhere or not self._gathers_in_backward:
+            return True
+        return oldest < self._issued.expected and self._comes(pending)
+
+    def _comes(self, pending: Reduction) -> bool:
+        """Give a reduction some time. Returns whether it has arrived; at once true on a device, whose stream waits.
+
+        A rank that leaves the path of the passes before may need this one after all. Then this rank goes on, and holds
+        more memory than the bound allows.
+        """
+        deadline = time.monotonic() + PATIENCE_S
+        while not self.comm.streams.are_there and not pending.done():
+            if time.monotonic() > deadline:
+                self._issued.disappointed()
+                return False
+            time.sleep(_POLL_S)
+        return True
 
     def _all_ranks_come(self, bucket: Bucket) -> bool:
         """Whether all ranks reduce ``bucket`` without needing anything of this rank first.
 
-        A rank that waited for one that lags would hold up gathers that this one needs to get there.
+        A rank on which the bucket lags completes it only when its backward is over, and needs gathers to get there, in
+        which this rank takes part.
         """
         return not self.dynamic and self._key in self._lagging and bucket not in self._lagging[self._key]
 
     def abort(self, deadline: float) -> None:
-        """After an exception in a backward: drop its partial gradients. Starts no message, waits until ``deadline``."""
+        """Drop the partial gradients of a backward that has raised. Starts no message, and waits until ``deadline``."""
         for _, pending in (*self._in_flight, *self._second_half):
             pending.abandon(deadline)
         self._in_flight, self._second_half = [], []
@@ -339,15 +390,18 @@ class Reducer:
 
     def _issue(self, bucket: Bucket) -> None:
         nbytes = bucket.layout.numel * bucket.dtypes.reduce.itemsize
+        # The oldest first, always: landing issues the second half of an all-reduce, and these halves share a group
+        # whose operations must come in one order on all ranks. When a rank lands, on the other hand, is its own affair.
         while self._in_flight:
-            oldest, pending = self._in_flight[0]
+            _, pending = self._in_flight[0]
             crowded = self._flying_nbytes + nbytes > self._max_in_flight_nbytes
-            if not (pending.done() or (crowded and self._all_ranks_come(oldest))):
+            if not (pending.done() or (crowded and self._may_wait_for(pending))):
                 break
             self._land()
         grads = self.grads[bucket]
         full = grads.complete()
         grads.issued = True
+        self._issued.here += 1
         operation = self.comm.reduce_scatter if bucket.plan.shards_master else self.comm.all_reduce
         with profiled("reduce", bucket.label):
             self._in_flight.append((bucket, operation(full, bucket.label)))
@@ -364,6 +418,7 @@ class Reducer:
             self._second_half.append((bucket, reduction))
 
     def _land_second_halves(self) -> None:
+        """Wait for the second halves; after all first halves, because a wait in between would hold up reductions."""
         for bucket, reduction in self._second_half:
             self._add(bucket, reduction.finish())
         self._second_half = []
@@ -379,7 +434,10 @@ class Reducer:
             self.landed(bucket)
 
     def _is_whole(self, grads: BucketGrads) -> bool:
-        """Whether the bucket gets no more of this backward, and this rank has used all of it: then all ranks have."""
+        """Whether the bucket's gradient is complete: no more will arrive, and this rank has used all its parameters.
+
+        Whether another rank has used them makes no difference then.
+        """
         bucket = grads.bucket
         once = self._all_ranks_come(bucket) and bucket not in self._ever_late
         return once and all(info.slot in grads.used for info in bucket.params if info.param.requires_grad)

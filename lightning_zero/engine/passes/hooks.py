@@ -1,4 +1,4 @@
-"""The only file that registers hooks: module calls and gradients become events of :class:`PassEvents`.
+"""Registers all hooks, and turns module calls and gradients into events of :class:`PassEvents`. No other file does.
 
 ::
 
@@ -65,7 +65,8 @@ class Hooks:
     """All hooks of one engine. ``remove`` takes them off again."""
 
     def __init__(self, passes: PassEvents, precision: Precision) -> None:
-        # Modules and parameters hold these hooks; a strong reference back would be a cycle through autograd.
+        # Weakly: modules and parameters hold these hooks, and the passes hold the parameters. Python's garbage
+        # collector does not see the part of that cycle which is inside of autograd, so the engine would live for ever.
         self._passes = ref(passes)
         self._precision = precision
         self._handles: list[Any] = []
@@ -103,6 +104,8 @@ class Hooks:
             self._post_forward(unit, args, kwargs, output)
 
         self._handles.append(target.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+        # Always called: a forward that raises must take its packing hooks off too, or all that follows in this thread
+        # would go on to pack what it saves.
         self._handles.append(target.register_forward_hook(after, with_kwargs=True, always_call=True))
 
     def watch_grad(self, unit: Unit, bucket: Bucket, slot: int) -> None:
@@ -115,6 +118,8 @@ class Hooks:
         passes_ref, place = self._passes, (unit.index, unit.buckets.index(bucket))
 
         def arrived(p: Tensor) -> None:
+            # Taken away: autograd would add a second gradient of this backward (of a reentrant checkpoint) to one that
+            # was counted already, and the full gradients of all parameters would stay in memory up to its end.
             grad, p.grad = p.grad, None
             if isinstance(grad, GradSentinel):
                 grad = grad.pop_incoming()
@@ -126,7 +131,7 @@ class Hooks:
         self._grad_handles[id(param)] = param, param.register_post_accumulate_grad_hook(arrived)
 
     def come_last(self) -> None:
-        """Ours take the gradients away, so hooks that users have registered since must come before them."""
+        """Move our gradient hooks behind those that users have registered since: ours take the gradients away."""
         for param, handle in self._grad_handles.values():
             hooks: dict[int, Any] = param._post_accumulate_grad_hooks  # type: ignore[assignment]
             if next(reversed(hooks)) != handle.id:
@@ -154,7 +159,7 @@ class Hooks:
         self._touched.add(module)
 
     def guard_module(self, module: nn.Module, refuse: Callable[[str], None]) -> None:
-        """Let what would see placeholders ask ``refuse`` first: state dicts, conversions, copies, pickles."""
+        """Make calls that would see placeholders ask ``refuse`` first: state dicts, conversions, copies, pickles."""
         self._handles.append(module.register_state_dict_pre_hook(lambda *_: refuse("state_dict()")))
         self._handles.append(module.register_load_state_dict_pre_hook(lambda *_: refuse("load_state_dict()")))
 
@@ -220,19 +225,24 @@ class Hooks:
             raise
         may_be_dropped = unit.index > 0 and unit.reshards and torch.is_grad_enabled()
         packing = passes.saved.packed() if may_be_dropped and passes.saved.possible else None
+        # torch keeps saved-tensor hooks on a stack, so calls end in the reverse order: :meth:`_post_forward` looks at
+        # the last entry only, and takes off nothing that a caller of this module has put on.
         self._running.append(_Running(unit, packing))
         if packing is not None:
             packing.__enter__()
         elif may_be_dropped:
-            passes.progress.hold(unit)  # what autograd saves here is not seen
+            # Autograd saves bare views of the buffer here. Nobody is asked when it reads them, so the unit has to stay.
+            passes.progress.hold(unit)
         if may_be_dropped and any(not info.param.requires_grad for info in unit.infos()):
             self._watch_inputs(unit, args, kwargs)
 
     def _watch_inputs(self, unit: Unit, args: Any, kwargs: Any) -> None:
         """Frozen weights are needed until the gradients of the inputs are complete, trainable ones until their own."""
         inputs = {id(t): t for t in find_tensors((args, kwargs)) if t.requires_grad}
-        if torch._C._current_graph_task_id() != -1:  # a checkpoint computes again
-            inputs = {key: t for key, t in inputs.items() if t.is_leaf}  # others were seen, or lead to no backward
+        if torch._C._current_graph_task_id() != -1:
+            # A checkpoint computes again. Its leaves are copies that only this backward knows. The other inputs were
+            # watched in the forward, or lead to no backward: the unit would wait for gradients that never come.
+            inputs = {key: t for key, t in inputs.items() if t.is_leaf}
         if not inputs:
             return
         self._call += 1
@@ -248,20 +258,25 @@ class Hooks:
                 passes.input_grads_arrived(passes.units[index], call)
 
         for tensor in inputs.values():
-            _ = tensor.grad_fn  # a view that was changed in place has no history until asked, and torch would crash
+            # A view that was changed in place gets its history when ``grad_fn`` is read. torch crashes in
+            # ``register_hook`` where that has not happened yet.
+            _ = tensor.grad_fn
             handle = tensor.register_hook(arrived)
+            # Hooks of other tensors go with the graph. A leaf may be used for many steps, and would collect hooks.
             if tensor.is_leaf:
                 self._leaf_handles.append(handle)
 
     def forget_inputs(self) -> None:
-        """The pass is over: nobody asks any more whether the gradients of inputs are complete."""
+        """Remove the hooks on leaves, because the pass is over."""
         for handle in self._leaf_handles:
             handle.remove()
         self._leaf_handles.clear()
 
     def _post_forward(self, unit: Unit, args: Any, kwargs: Any, output: Any) -> None:
+        # The pre-hook did not come to its end: it has raised itself, or a hook of the user's before it has. Then there
+        # is nothing to end here.
         if not self._running or self._running[-1].unit is not unit:
-            return  # ours before the forward has raised, or a hook of the user's before it
+            return
         self._end_call()
         passes, outermost, error = self.passes, not self._running, sys.exc_info()[1]
         if output is None and error is not None:
@@ -283,16 +298,17 @@ class Hooks:
             packing.__exit__(None, None, None)
 
     def forget_calls(self) -> None:
-        """After an exception that torch does not tell hooks of: calls that have never returned."""
+        """End the calls that have never returned, after an exception that torch does not tell hooks of."""
         while self._running:
             self._end_call()
 
     def _raised(self) -> None:
-        if not self._running and torch._C._current_graph_task_id() == -1:  # a recompute stops by an exception
+        # Not in a backward: a checkpoint ends its recomputation early by an exception of its own, which is no failure.
+        if not self._running and torch._C._current_graph_task_id() == -1:
             self.passes.forward_raised()
 
     def _hides_outputs(self, unit: Unit, args: Any, kwargs: Any) -> bool:
-        """Whether a call without outputs that were found must have some all the same."""
+        """Whether a call in whose result no outputs were found must have some all the same."""
         inside = self.passes.units if unit.index == 0 else [unit]  # a root without parameters of its own has its units'
         return torch.is_grad_enabled() and (
             any(t.requires_grad for t in find_tensors((args, kwargs)))

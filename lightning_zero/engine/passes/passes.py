@@ -46,7 +46,7 @@ _READ_OUTSIDE = (
 
 
 def _weakly(method: Callable[[Unit], bool]) -> Callable[[Unit], bool]:
-    """``method`` as long as its object lives; false afterwards."""
+    """A function that calls ``method`` as long as its object lives, and returns false afterwards."""
     reference = WeakMethod(method)
 
     def call(unit: Unit) -> bool:
@@ -57,7 +57,11 @@ def _weakly(method: Callable[[Unit], bool]) -> Callable[[Unit], bool]:
 
 
 class _End:
-    """Called when a graph task ends. It goes with the graph task, also where an exception ended that uncalled."""
+    """A callback for the end of a graph task.
+
+    Autograd holds the only strong reference. So the object is gone when the task is over, also if an exception has
+    ended the task before the callback was called.
+    """
 
     def __init__(self, call: Callable[[], None]) -> None:
         self._call = call
@@ -96,10 +100,11 @@ class _Pass:
     """What is known of the open pass.
 
     Attributes:
-        evaluates: it has no backward.
-        ends_with_call: the call that opened it may end it.
-        unused: it follows the last backward of a step, and nothing has been called.
-        second_order: a backward of it makes a graph.
+        key: see :attr:`Passes.key`.
+        evaluates: the pass has no backward.
+        ends_with_call: the call that opened the pass may end it.
+        unused: the pass was opened behind the last backward of a step, and no module has been called in it.
+        second_order: a backward of the pass makes a graph.
     """
 
     key: str | None
@@ -113,11 +118,11 @@ class Passes:
     """The passes of one engine, one at a time: its hooks and its scopes come here.
 
     Attributes:
-        hooks: what calls the events below.
+        hooks: the hooks that call the events below.
         saved: tells which weights a backward reads.
         phase: where the open pass is.
-        progress: what units wait for in it.
-        explicit_backwards: how many backwards there have been that were told of.
+        progress: what units wait for in the open pass.
+        explicit_backwards: how many backwards the engine has been told of so far.
         aborted: an exception has ended a pass, and none has begun since.
     """
 
@@ -141,7 +146,8 @@ class Passes:
         self.after_step = after_step
         self.writes = writes
         self.hooks = Hooks(self, precision)
-        # Graphs hold what unpacks their tensors, unseen by the garbage collector, so not this object too.
+        # Weakly: a graph holds the functions that unpack its tensors, and Python's garbage collector does not see
+        # through a graph. Anything that keeps a graph (a loss in a list) would keep the engine and all its shards.
         self.saved = SavedWeights(units, _weakly(self.weights_needed))
         self.phase = Phase.BETWEEN
         self.progress = Progress(units)
@@ -177,7 +183,7 @@ class Passes:
         self.phase = phase
 
     def watch_trainable(self) -> None:
-        """Follow the parameters that require a gradient now; frozen ones may have been unfrozen since."""
+        """Put hooks on the parameters that require a gradient now; some may have been unfrozen since the last call."""
         for unit in self.units:
             for bucket in unit.buckets:
                 for info in bucket.params:
@@ -190,14 +196,16 @@ class Passes:
 
     @outside_autograd
     def begin(self, key: str, *, evaluation: bool, owner: Unit | None = None) -> None:
-        """Open the root unit."""
+        """Open a pass, and with it the root unit."""
         if self.aborted:
             self.aborted = False
-            self.after_step.flush()  # how many refreshes a rank has issued depends on its worker: now it is all
+            # How many refreshes a rank has issued by now depends on its worker. ``resume`` compares the numbers of
+            # operations, so each rank issues all of its refreshes first: equal numbers must mean equal operations.
+            self.after_step.flush()
             self.comm.resume()
         self.watch_trainable()
-        # Passes of training that follow one another may take different paths; evaluation repeats its own, and does not
-        # count among them.
+        # Training passes that follow one another in a step may take different paths, so each place in the step has a
+        # plan of its own. Evaluations repeat one path, and do not count.
         full_key = f"{key}, evaluating {owner.title if owner else ''}" if evaluation else f"{key}/{self._ordinal}"
         self._enter(Phase.FORWARD)
         self._open = _Pass(full_key, evaluates=evaluation, ends_with_call=owner is not None)
@@ -210,12 +218,14 @@ class Passes:
 
     @outside_autograd
     def end(self) -> None:
-        """Close the root and whatever is still gathered. No-op outside of a pass."""
+        """End the open pass: drop the root and all else that is gathered. No-op outside of a pass."""
         if self.key is not None:
             if self._open.unused:
-                self.after_step.refresh()  # what is not done yet goes on behind the next pass
+                self.after_step.refresh()  # steps that are not over yet go on behind the next pass
             else:
-                self.after_step.refresh_all()  # others may have used units that this rank has not: they wait for ours
+                # Another rank may have used units that this one has not. It waits for their refreshes, which are
+                # gathers and need this rank too.
+                self.after_step.refresh_all()
             self.order.end()
             self._close()
 
@@ -249,6 +259,7 @@ class Passes:
     @outside_autograd
     def abort(self) -> None:
         """See ``Engine.abort``."""
+        # One deadline for all that is in flight: with one for each message a rank would wait for hours for a dead peer.
         deadline = time.monotonic() + ABANDON_S
         self.aborted = True
         if self.in_backward:
@@ -259,13 +270,14 @@ class Passes:
         self.progress.pass_ends()
         for unit in self.units:
             unit.abandon(deadline)
+        # Set and not entered: an exception comes in any phase, between two passes too.
         self.phase, self._open = Phase.BETWEEN, _Pass(None)
 
     @outside_autograd
     def leave(self) -> None:
-        """No backward ended the open pass: a step without one, or the rest of a step after the last one.
+        """End the pass that no backward has ended: that of a step without one, or what follows a step's last backward.
 
-        All ranks come here, so all end it: they may have issued different parts of its plan.
+        All ranks come here and end the pass together. They may have issued different parts of its plan.
         """
         if self.in_backward:
             self.abort()  # an exception in a backward that the engine was not told of
@@ -273,7 +285,7 @@ class Passes:
             self.end()
 
     def stepped(self) -> None:
-        """The optimizer has stepped: the next pass is the first of its step."""
+        """Count passes anew after a step of the optimizer: the next pass is the first of its step."""
         if self._scope is None:
             self._ordinal = 0
 
@@ -327,14 +339,14 @@ class Passes:
     # -- parameters that are touched outside of the calls of their units ----------------------------------------------
 
     def borrow(self, unit: Unit) -> None:
-        """Inside a pass: gather ``unit``, because its parameters are read."""
+        """Gather ``unit`` inside a pass, because its parameters are read."""
         self._demand(unit, "a read of parameters")
 
     def borrowed(self, unit: Unit, *, keep: bool) -> None:
-        """The read is over.
+        """A read of parameters of ``unit`` is over.
 
         Args:
-            keep: somebody holds values; they stay until the pass ends.
+            keep: somebody holds values of the unit, which then stay until the pass ends.
         """
         if keep:
             self.progress.hold(unit)
@@ -385,7 +397,10 @@ class Passes:
         self.hooks.come_last()
         self._enter(Phase.TOLD if explicit else Phase.NOTICED)
         self.explicit_backwards += explicit
+        # Steps under way still read the gradients that this backward replaces or adds to.
         self.after_step.flush()
+        # Before ``remove``, which sets ``grad`` to None. To ``forget_zeroed`` a None says that the user has cleared the
+        # gradient, and it would drop what earlier backwards have accumulated.
         self.sentinels.forget_zeroed()
         self.reducer.begin(str(self.key), lambda b: sum(info.param.requires_grad for info in b.params))
         self.sentinels.remove(info for unit in self.units for info in unit.infos())
@@ -393,24 +408,32 @@ class Passes:
         self._needed = None
 
     def backward_begins(self) -> None:
-        """The first of the events of a backward, perhaps."""
+        """Begin a backward that the engine was not told of; each event of a backward comes here first.
+
+        It is not ``outside_autograd``: grad mode is on in a backward with ``create_graph``, and is asked for below.
+        """
         self.forget_failed()
         if not self.in_backward:
             self._begin_backward(explicit=False)
+            # Kept weakly: :meth:`forget_failed` finds out by this reference that the graph task died without calling.
+            # A strong one would leave the pass in its backward for ever.
             end = _End(self._graph_task_ended)
             self._noticed = ref(end)
             torch.autograd.Variable._execution_engine.queue_callback(end)
         if torch.is_grad_enabled():
-            self._open.second_order = True  # create_graph: weights are needed again, at moments no hook tells
+            # create_graph: the new graph needs weights again, at moments that no hook tells. So units stay gathered.
+            self._open.second_order = True
 
     def forget_failed(self) -> None:
-        """An exception has ended a backward that was only noticed, and nothing has told us: its pass is over."""
+        """Abort the pass of a backward that an exception has ended, if the engine was never told of that backward."""
         if self.phase is Phase.NOTICED and (self._noticed is None or self._noticed() is None):
             self.abort()
 
     def weights_needed(self, unit: Unit) -> bool:
-        """Weights of ``unit`` are about to be read, in a backward by a kernel; whether they are there now."""
-        if torch._C._current_graph_task_id() == -1:  # somebody looks at a graph
+        """Have the weights of ``unit`` gathered for a kernel of a backward; returns whether they are there."""
+        # Outside of a backward somebody only looks at a graph (a drawing, a debugger), maybe on one rank alone: a
+        # gather here would wait for ranks that never come.
+        if torch._C._current_graph_task_id() == -1:
             return unit.state is State.GATHERED
         self.backward_begins()
         if unit is not self._needed or unit.state is not State.GATHERED:
@@ -443,7 +466,8 @@ class Passes:
         if self.reducer.has_arrivals:
             self._end_backward()
             return
-        # torch.autograd.grad: the forward goes on, or a second backward follows.
+        # This was torch.autograd.grad: it brings no gradient to parameters, so nothing may be reduced, as other ranks
+        # may not have called it. The forward goes on, or another backward follows.
         self._enter(Phase.FORWARD)
         self.sentinels.place_used()
         if not self._open.second_order:
@@ -452,18 +476,23 @@ class Passes:
 
     @outside_autograd
     def _end_backward(self) -> None:
-        """The backward is over: reduce what is left, in order, and close the pass."""
+        """End a backward on all ranks: reduce what is left, in order, and close the pass."""
         self.comm.place = f"end of backward in pass {self.key}"
+        # The reductions first: a rank that is still in its backward may wait for one of them (``Reducer._issue``), and
+        # as long as it waits it does not come to the gathers that ``order.end`` may wait for.
         self.reducer.flush()
-        self.order.end()  # ranks that are still on their way may need gathers before they come to agree
+        # Before ``reducer.end``, which waits for all ranks: one that is still on its way may need these gathers first.
+        self.order.end()
+        # Before ``reducer.end`` too, whose message tells the others whether this rank has written to parameters.
         self.writes.take_all_over()
         written = self.reducer.end(self.writes.unconfirmed)
         self.sentinels.place_used()
         self._close()
+        # After the pass is closed: ``confirm`` may raise, on all ranks, and the engine must be at rest by then.
         if written:
             for unit in self.units:
                 if not unit.reshards:
-                    unit.unshard_wait()  # a copy that is still refreshed would be taken for another one
+                    unit.unshard_wait()  # a copy whose refresh is under way would look like a write that differs
             self.writes.confirm()
         if self._scope is not None:
             self.begin(self._scope.key, evaluation=self._scope.evaluation)

@@ -1,4 +1,4 @@
-"""What each unit still waits for in the open pass: until then its values stay."""
+"""Counts what each unit still waits for in the open pass. Until it has come the unit's values stay."""
 
 from __future__ import annotations
 
@@ -54,8 +54,10 @@ class Progress:
         return self._units[unit].is_held
 
     def is_over(self, unit: Unit) -> bool:
-        """Whether all gradients that need the unit's values have come. If so, counting begins again: a second backward
-        may walk the same graph."""
+        """Whether all gradients that need the unit's values have come.
+
+        If so, counting begins again, because a second backward may walk the same graph.
+        """
         own = self._units[unit]
         over = not own.calls and own.arrived >= own.expected
         if over:

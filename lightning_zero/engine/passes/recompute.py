@@ -1,7 +1,7 @@
-"""Activation checkpointing of units as a setting: a block keeps its inputs, and computes the rest again in backward.
+"""Activation checkpointing of units: a block keeps its inputs only, and computes the rest again in the backward.
 
-The module's ``forward`` is wrapped, not the module, so that the user's hooks run once. A recomputation has the unit
-gathered first: not only the gradient of an output starts one, but that of any tensor that the block has computed.
+The module's ``forward`` is wrapped and not the module, so that the user's hooks run once. A recomputation gathers the
+unit first, because the gradient of any tensor that the block has computed may start it, not only that of an output.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ WRAPPED = "_lightning_zero_recompute"  # marks a forward that was wrapped here
 
 
 def check_blocks(blocks: Sequence[object], how: Recompute) -> None:
-    """Whether there is something to compute again.
+    """Check that there are blocks to compute again.
 
     Raises:
-        ConfigError: there is not.
+        ConfigError: there are none.
     """
     if how is not Recompute.none and not blocks:
         raise ConfigError(
@@ -80,15 +80,17 @@ def _wrap(
 class _Call:
     """One call of a block: its forward, and the forwards that compute it again.
 
-    A checkpoint gives back other tensors than it was given, one for each argument. Modules may look whether two
-    arguments are one tensor (``MultiheadAttention`` does, and computes otherwise), so each is handed over once. And it
-    gives back the containers themselves, which may hold other tensors by then: a block may append to a list.
+    A checkpoint calls the block again with other tensors than it was given, one for each argument. A module may look
+    whether two arguments are one tensor (``MultiheadAttention`` does, and computes otherwise if they are not), so each
+    tensor is handed over once. Containers come back as the same objects, which may hold other tensors by then, as a
+    block may append to a list. So their contents are copied at first.
     """
 
     def __init__(self, inner: Callable[..., Any], unit: Unit, passes: PassEvents, args: Any, kwargs: Any) -> None:
         self._inner, self._unit = inner, unit
         self._passes = ref(passes)
         inputs = (t for t in find_tensors((args, kwargs)) if not t.is_inference())
+        # Weakly: the checkpoint decides which inputs live on (offloaded ones do not, on the device).
         self._inputs: list[tuple[ref[Tensor], int]] = [(ref(t), t._version) for t in inputs]
         self._again = False
         self._order: list[int] = []  # of positional arguments among those that are handed over
@@ -96,7 +98,7 @@ class _Call:
         self._containers: dict[int | str, Any] = {}  # of what is handed over, as they are at first
 
     def once(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-        """What the checkpoint is to call this with, for a call with ``args`` and ``kwargs``."""
+        """The arguments with which the checkpoint is to call this object, for a call with ``args`` and ``kwargs``."""
         given: list[Any] = []
         places: dict[int, int] = {}
         for arg in args:
@@ -123,7 +125,8 @@ class _Call:
         if self._again:
             self._check_inputs("were changed in place after it")
             passes.recomputes(self._unit)
-        # Around it are the hooks of the checkpoint, which would keep weights as they are.
+        # Ours go inside of the hooks of the checkpoint, which would save bare views of weights: dropped with their
+        # unit, these would have no memory when the backward reads them.
         with passes.saved.packed() if self._unit.reshards else contextlib.nullcontext():
             result = self._inner(*args, **kwargs)
         if not self._again:

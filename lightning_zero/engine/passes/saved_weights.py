@@ -1,13 +1,13 @@
-"""Weights that autograd has saved for a backward: they are gathered when they are needed, whoever needs them.
+"""Has weights that autograd has saved gathered when a backward reads them, whatever leads to that backward.
 
-Autograd saves a weight as a view of its bucket's buffer, whose memory goes when the unit is dropped. So what the
-forward of a unit saves passes here: a view of a buffer is packed with its unit, and unpacking it, just before the
-kernel that reads it runs, has the unit gathered. That holds for every way that leads into a unit's graph: its outputs,
-tensors that it keeps on itself or puts into a list, outputs that were changed in place, a second backward, a
-checkpoint's recomputation.
+Autograd saves a weight as a view of its bucket's buffer, whose memory goes when the unit is dropped. So all tensors
+that the forward of a unit saves pass through here. A view of a buffer is packed together with its unit. It is unpacked
+just before the kernel that reads it runs, and unpacking gathers the unit. That holds for every way into a unit's graph:
+its outputs, tensors that the unit keeps on itself or puts into a list, outputs that were changed in place, a second
+backward, a checkpoint's recomputation.
 
-torch checks that a saved tensor was not changed in place before backward reads it, but not where hooks pack it; so it
-is checked here.
+torch checks, before a backward reads a saved tensor, that it was not changed in place. It does not check tensors that
+hooks have packed, so this file does.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class _Other(NamedTuple):
 
 
 class _Outer(NamedTuple):
-    """What the hooks around ours (the user's, or those of a checkpoint) made of a tensor."""
+    """What the hooks around ours (the user's, or those of a checkpoint) have made of a tensor."""
 
     packed: Any
     unpack: Callable[[Any], Tensor]
@@ -46,11 +46,13 @@ class SavedWeights:
     """Packs what units' forwards save.
 
     Args:
-        needed: called with the unit whose weights are read next; whether they are there then.
+        needed: is called with the unit whose weights are read next; returns whether they are there.
     """
 
     def __init__(self, units: Sequence[Unit], needed: Callable[[Unit], bool]) -> None:
         self._needed = needed
+        # By the storage object, which a buffer keeps when its memory goes. By address it would be wrong: freed memory
+        # may be an activation's next.
         self._unit_of = {
             bucket.full.data.untyped_storage()._cdata: unit
             for unit in units
@@ -59,18 +61,22 @@ class SavedWeights:
         }
 
     def packed(self) -> contextlib.AbstractContextManager[None]:
-        """Inside, what autograd saves is packed."""
+        """Inside the ``with``, the tensors that autograd saves are packed."""
         context: contextlib.AbstractContextManager[None] = saved_tensors_hooks(*self._hooks())
         return context
 
     @property
     def possible(self) -> bool:
-        """torch.func's transforms allow no hooks: what they save stays as it is."""
+        """Whether torch allows hooks now. Inside torch.func's transforms it allows none, and saves bare tensors."""
         return bool(_autograd._saved_tensors_hooks_is_enabled())  # type: ignore[attr-defined]
 
     @property
     def alone(self) -> bool:
-        """No hooks of others are in force. A checkpoint counts what it saves, and counts again when it recomputes."""
+        """Whether no hooks of others are in force.
+
+        Those of a checkpoint count the tensors that they see, and count again in the recomputation. If ours took out a
+        tensor at one of the two times only, the numbers would differ.
+        """
         outer = _autograd._top_saved_tensors_default_hooks(True)
         return outer is None or outer[0] == self._pack
 
@@ -102,6 +108,8 @@ class SavedWeights:
         self._pack_next_order()
         if isinstance(packed, _Outer):
             return packed.unpack(packed.packed)
+        # Somebody looks at the graph, and the weights are not here. The view has no memory, and reading it may crash:
+        # NaN of its shape instead.
         if isinstance(packed, _Weight) and not self._needed(packed.unit):
             return packed.view.new_full((), float("nan")).expand(packed.view.shape)
         tensor, version = packed[:2]
@@ -110,9 +118,10 @@ class SavedWeights:
         return tensor
 
     def _pack_next_order(self) -> None:
-        """A backward with ``create_graph``: what its kernel saves of the weights that it unpacks is packed too.
+        """Pack what the kernel of a backward with ``create_graph`` saves of the weights that it unpacks.
 
-        torch takes these hooks off again: each node of a graph begins with the state of the whole backward.
+        The hooks are pushed and never popped here. torch takes them off again: each node of a graph begins with the
+        hooks that were in force when the backward began.
         """
         in_backward = torch._C._current_graph_task_id() != -1
         if in_backward and torch.is_grad_enabled() and self.possible:

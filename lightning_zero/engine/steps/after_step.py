@@ -1,4 +1,4 @@
-"""What a step leaves under way: steps of offloaded buckets, and gathers that bring compute parameters up to date.
+"""Keeps what a step leaves under way: offloaded steps, and gathers that bring compute parameters up to date.
 
 ::
 
@@ -39,31 +39,41 @@ class AfterStep:
     def submit(self, jobs: Sequence[StepJob]) -> None:
         """Queue the steps of offloaded buckets."""
         if self._worker is None:
-            self._worker = StepWorker(self._threads)
+            self._worker = StepWorker(self._threads, self._streams.accelerator)
         self._worker.submit([job._replace(number=self._numbers[job.bucket]) for job in jobs], self._streams.mark())
 
     def masters_changed(self, changed: Collection[Bucket]) -> None:
-        """On all ranks: the masters of ``changed`` are new, or will be when their steps are over."""
+        """Follow the masters of ``changed``, which are new or will be when their steps are over. On all ranks."""
         for unit in self._units:
             buckets = [b for b in unit.buckets if b in changed]
             refreshed = [b for b in buckets if b.gathers_after_step]
+            # At once, though the refresh may be issued much later: a read in between must wait, and not find the old
+            # values.
             for bucket in refreshed:
                 bucket.show(gathered=False)
             if refreshed:
                 self._stale.append((unit, refreshed))
             if buckets and unit.reshards and unit.state is not State.SHARDED:
-                unit.drop()  # a step inside a pass: what is gathered, in use or ahead, is old
-                unit.unshard_begin()
+                # A step inside a pass: gathered values, in use or ahead of use, are those of before. The root is
+                # gathered on all ranks as long as a pass is open, so all gather it again. Other units may be gathered
+                # on some ranks only; they come back when they are needed, in an order that is agreed.
+                unit.drop()
+                if unit is self._units[0]:
+                    unit.unshard_begin()
         self.refresh()
 
     def refresh(self, needed: Unit | None = None) -> None:
-        """Issue refreshes in the order of units, which is the same on all ranks: up to ``needed``, waiting for its
-        step, and on from there as far as steps are done."""
+        """Issue refreshes in the order of units: up to ``needed``, whose step it waits for, then while steps are over.
+
+        How many are issued at a time differs between ranks. Their order does not, and that is what gathers on one group
+        need: so ``needed`` is never issued before the units that come first.
+        """
         behind = any(unit is needed for unit, _ in self._stale)
         while self._stale and (behind or self._stale[0][0].step_done):
             unit, buckets = self._stale[0]
+            # Before the entry is taken off: after a step that failed, the next call must come here again and raise too.
             for bucket in buckets:
-                bucket.step.wait()  # before it counts as refreshed: one that failed must not pass for done
+                bucket.step.wait()
             self._stale.popleft()
             unit.refresh_begin(buckets)
             behind = behind and unit is not needed
@@ -72,7 +82,9 @@ class AfterStep:
         """Wait for offloaded steps: until then they own the gradients that they were given."""
         if self._worker is not None:
             self._worker.wait()
-        for bucket in self._numbers:  # without a worker too: what awaits its step must be the same on all ranks
+        # Also for buckets that have no job on this rank: which buckets await a step decides what is gathered ahead, and
+        # must be the same on all ranks.
+        for bucket in self._numbers:
             bucket.step.wait()
 
     def flush(self) -> None:

@@ -1,4 +1,7 @@
-"""What is around a step: what it waits for before, and what follows from it. ``ShardedOptimizer.step`` is the step."""
+"""Does what comes before and after a step: the waits before it, and the gathers after it.
+
+``ShardedOptimizer.step`` is the step itself.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ from lightning_zero.engine.units.unit import Unit
 
 
 class AroundStep:
-    """The steps of all optimizers of one engine come here, each in the order of the methods.
+    """Prepares and follows the steps of all optimizers of one engine. A step calls the methods in their order here.
 
     Args:
         place_of: finds a parameter's bucket; raises for parameters that the engine does not own.
@@ -53,7 +56,7 @@ class AroundStep:
 
     @outside_autograd
     def begins(self, params: Sequence[nn.Parameter], stepped: set[Bucket]) -> None:
-        """Masters may be changed from here on, and gradients are what the user has left of them.
+        """Prepare a step: afterwards masters may be changed, and gradients that the user has cleared are gone.
 
         Args:
             stepped: buckets that were stepped in the closure's backward.
@@ -66,12 +69,15 @@ class AroundStep:
                 "optimizer.step() inside gather(): what is written to the shown parameters would replace the step's "
                 "result. Leave the `with lightning_zero.gather(...)` block first."
             )
-        if stepped:  # inside the backward, which has waited for earlier steps; nobody could clear gradients since
+        # The backward has waited for earlier steps, and nobody could clear gradients since. The early steps themselves
+        # go on in the worker: to wait for them here would take away what they are for.
+        if stepped:
             for unit in self._units:
                 unit.unshard_wait()
         else:
             self._after_step.settle()
             self._sentinels.forget_zeroed()
+        # Before masters change: taken over afterwards, a write would be set against values of after the step.
         self._writes.take_all_over()
         self._reducer.refuse_unreduced(map(self.place_of, params))
 
@@ -85,18 +91,21 @@ class AroundStep:
 
     @outside_autograd
     def ends(self, changed: set[Bucket], params: Sequence[nn.Parameter]) -> None:
-        """
+        """Follow a step.
+
         Args:
             changed: buckets whose masters are new, or will be when their steps are over.
-            params: those that were stepped.
+            params: the parameters that were stepped.
         """
         self._passes.stepped()
         values_changed(self.place_of(param).info for param in params)
         self.masters_changed(changed)
 
     def masters_changed(self, changed: set[Bucket]) -> None:
-        """On all ranks. Replicated compute parameters follow by gathers, unit by unit, for which the next forward
-        waits; in an open pass the root's are waited for here."""
+        """Bring replicated compute parameters up to date by gathers, unit by unit. On all ranks.
+
+        The next forward waits for these gathers. In an open pass those of the root are waited for here.
+        """
         self._after_step.masters_changed(changed)
         if self._passes.key is not None:
             self._after_step.refresh(self._units[0])

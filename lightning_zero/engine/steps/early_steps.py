@@ -1,6 +1,6 @@
-"""Steps inside the backward: an offloaded bucket is stepped as soon as its gradient has been reduced.
+"""Steps an offloaded bucket inside the backward, as soon as its gradient has been reduced.
 
-That hides more of the step (``worker.py`` draws it), and is right only for callers who know that nothing looks at
+That hides more of the step (``worker.py`` draws it). It is right only for callers who know that nothing looks at
 gradients or changes them between backward and step.
 """
 
@@ -42,7 +42,8 @@ class EarlySteps:
         @outside_autograd
         def once(bucket: Bucket) -> None:
             if passes.explicit and passes.explicit_backwards == before + 1:
-                self._writes.take_over(bucket)  # the step starts from them
+                # Before the step owns the masters: what the user wrote is in this rank's copy alone until then.
+                self._writes.take_over(bucket)
                 landed(bucket)
 
         self._reducer.landed = once if self._allowed else None

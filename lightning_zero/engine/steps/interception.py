@@ -1,4 +1,4 @@
-"""How ``optimizer.step()`` of the user's object leads to the engine: by a method on the object, or by a class between.
+"""Leads ``optimizer.step()`` of the user's object to the engine, by a method on the object or by a class in between.
 
 An optimizer with a ``step`` of its own that calls ``super().step()`` keeps it: its class gets an ancestor right above
 it, whose step is the engine's::
@@ -23,39 +23,56 @@ Step = Callable[[Callable[[], Any] | None], Any]
 
 _ENGINE = "_lightning_zero_step"  # where an optimizer of an intercepted class keeps what steps it
 _REACHED = "_lightning_zero_reached"  # whether a step of the user's has come to the engine's
+_BETWEEN = -1  # a place among an optimizer's hooks that torch gives to none
 _READS_SLICES = ("state_dict", "load_state_dict")
 
 
 class Stepping:
-    """Leads the steps of ``optimizer`` to ``step``, a bound method whose object is held weakly.
-
-    Attributes:
-        inner: what makes the step of the optimizer's own class, on whatever its param groups list.
-    """
+    """Leads the steps of ``optimizer`` to ``step``, a bound method whose object is held weakly."""
 
     def __init__(self, optimizer: Optimizer, step: Step, *, intercept: bool) -> None:
         """
         Args:
-            intercept: the optimizer's own ``step`` is kept, and what it calls by super() is led to ``step``.
+            intercept: keep the optimizer's own ``step``, and lead its call of ``super().step()`` to ``step``.
         """
         self._optimizer = optimizer
         self._class = type(optimizer)
         self._given = optimizer.__dict__.get("step")  # a scheduler's, which counts
         weakly = _weak(step)
         base = base_of(optimizer)
+        self._has_hooks_inside = not (intercept and base is not None)
         if intercept and base is not None:
             optimizer.__dict__[_ENGINE] = weakly
             optimizer.__class__ = _intercepting(self._class, base)
-            if (given := self._given) is not None:  # it goes past the new class
+            # A step that is set on the object (by a scheduler) calls the class that the optimizer had before, past the
+            # new one. So it is checked too whether it comes to the engine.
+            if (given := self._given) is not None:
                 checked = _checking(self._class, lambda _, closure: given(closure))
                 optimizer.__dict__["step"] = types.MethodType(_marked_as(given, checked), optimizer)
             # The hooks of torch are around the user's step.
-            self.inner: Callable[[], Any] = functools.partial(without_hooks(base.step), optimizer)
+            self._inner: Callable[[], Any] = functools.partial(without_hooks(base.step), optimizer)
         else:
-            self.inner = optimizer.step  # type: ignore[assignment]
+            self._inner = optimizer.step  # type: ignore[assignment]
             optimizer.step = types.MethodType(_step_of(optimizer.step, weakly), optimizer)  # type: ignore[method-assign]
         for method in (state_dict, load_state_dict):
             optimizer.__dict__[method.__name__] = types.MethodType(method, optimizer)
+
+    def inner(self, between: Callable[[], None]) -> None:
+        """Make the step of the optimizer's own class, on the tensors that its param groups list.
+
+        Args:
+            between: called after the user's hooks that come before a step, which may set a learning rate, and before
+                the step.
+        """
+        hooks = self._optimizer._optimizer_step_pre_hooks
+        # Where the hooks of torch are around the user's step they have run, and this dict is not read.
+        hooks[_BETWEEN] = lambda *_: between()
+        try:
+            if not self._has_hooks_inside:
+                between()
+            self._inner()
+        finally:
+            del hooks[_BETWEEN]
 
     def undo(self) -> None:
         self._optimizer.__class__ = self._class
@@ -66,7 +83,7 @@ class Stepping:
 
 
 def _weak(step: Any) -> Step:
-    """Whoever keeps the optimizer does not keep the engine."""
+    """A function that calls ``step``, and does not keep the engine alive for whoever keeps the optimizer."""
     reference, function = ref(step.__self__), step.__func__
 
     def call(closure: Callable[[], Any] | None) -> Any:
@@ -86,14 +103,14 @@ def _step_of(given: Any, engine: Step) -> Callable[..., Any]:
 
 
 def _marked_as(given: Any, step: Callable[..., Any]) -> Callable[..., Any]:
-    """A scheduler made before has marked the method that it wrapped; one made later looks for the mark."""
+    """Give ``step`` the mark that a scheduler has put on ``given``. A scheduler that is made later looks for it."""
     if hasattr(given, "_wrapped_by_lr_sched"):
         step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
     return step
 
 
 def _intercepting(kind: type[Optimizer], base: type[Optimizer]) -> type[Optimizer]:
-    """``kind`` with an ancestor between itself and ``base``, where the search for ``super().step`` ends."""
+    """A subclass of ``kind`` with an ancestor between ``kind`` and ``base``, where its ``super().step`` is found."""
 
     def step_of_engine(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         self.__dict__[_REACHED] = True
@@ -104,7 +121,7 @@ def _intercepting(kind: type[Optimizer], base: type[Optimizer]) -> type[Optimize
 
 
 def _checking(kind: type[Optimizer], step: Callable[..., Any]) -> Callable[..., Any]:
-    """``step``, which calls that of ``kind``, and a look at whether that has come to the engine's."""
+    """Wrap ``step``, which calls the step of ``kind``: it raises where that has not come to the engine's step."""
 
     def checked(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         self.__dict__[_REACHED] = False

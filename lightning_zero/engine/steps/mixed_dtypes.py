@@ -1,4 +1,4 @@
-"""Steps in pieces that stay in the cache, where a run and what it is stepped with differ in dtype.
+"""Steps a run in pieces that stay in the cache, where its dtype differs from that of its gradient or arithmetic.
 
 Gradients in a lower dtype than the master, and a bf16 master that is rounded stochastically, need wider copies for the
 arithmetic. Whole copies would take as much memory as the shards; torch's element-wise optimizers give the same numbers
@@ -21,7 +21,8 @@ from torch.optim import Optimizer
 
 from lightning_zero.engine.steps.torch_optimizers import is_elementwise
 
-CHUNK = 1 << 18  # elements: parameter, gradient and two states in fp32 are 4 MiB
+CHUNK = 1 << 18  # elements: parameter, gradient and two states in fp32 are 4 MiB, which stay in a host's cache
+DEVICE_CHUNK = 1 << 24  # on a GPU each piece is a step of its own, of several kernels: few, and large
 
 _M1, _M2 = 0x7FEB352D, 0x846CA68B - (1 << 32)  # multipliers of a 32-bit integer hash with low bias, as int32
 
@@ -45,6 +46,7 @@ def round_stochastically(values: Tensor, first: int, salt: int) -> Tensor:
 
 def salt_of(*parts: object) -> int:
     """A number that differs for different ``parts``, the same in every process."""
+    # Not ``hash()``, which gives other numbers in each process: ranks would round differently, and so would a rerun.
     salt = 0x9E3779B9
     for byte in "/".join(map(str, parts)).encode():
         salt = ((salt ^ byte) * 0x01000193) & 0xFFFFFFFF  # FNV-1a
@@ -74,9 +76,11 @@ def step_in_chunks(
     state = optimizer.state[run]
     step = type(optimizer).step
     wide = torch.promote_types(run.dtype, torch.float32)
+    # Each piece starts from the state of before: a step count that the first piece has raised would be raised again by
+    # each piece after it.
     before = dict(state)
     after: dict[str, Any] = {}
-    for low, high in _pieces(run.numel()):
+    for low, high in _pieces(run):
         piece = run[low:high].to(wide)
         piece.grad = grad[low:high].to(device=run.device, dtype=wide)
         optimizer.state[piece] = {
@@ -95,9 +99,10 @@ def step_in_chunks(
     state.update({name: value for name, value in after.items() if not is_elementwise(name, state.get(name), run)})
 
 
-def _pieces(numel: int) -> Iterator[tuple[int, int]]:
-    for low in range(0, numel, CHUNK):
-        yield low, min(low + CHUNK, numel)
+def _pieces(run: Tensor) -> Iterator[tuple[int, int]]:
+    chunk = CHUNK if run.device.type == "cpu" else DEVICE_CHUNK
+    for low in range(0, run.numel(), chunk):
+        yield low, min(low + chunk, run.numel())
 
 
 def _part_of(value: Tensor, low: int, high: int, wide: torch.dtype) -> Tensor:

@@ -1,7 +1,7 @@
-"""The user's optimizer, stepping shards.
+"""Makes the user's optimizer step shards.
 
-The optimizer object is kept: schedulers and callbacks hold on to it. Outside ``step`` its param groups list the user's
-own Parameters. Inside the patched ``step`` *runs* stand in their place: flat slices of master_param, each of adjacent
+The optimizer object is kept, because schedulers and callbacks hold it. Outside ``step`` its param groups list the
+user's own Parameters. Inside the patched ``step`` they list *runs*: flat slices of master_param, each of adjacent
 fragments of one param group with one step count, with the matching slice of the gradient.
 
 A parameter that no rank gave a gradient is left alone, as DDP leaves it: no decay, no state, no step count. Its
@@ -26,6 +26,7 @@ from lightning_zero.engine.steps.runs import FlatRun, ParamStates, Runs, steps_i
 from lightning_zero.engine.steps.torch_optimizers import (
     ELEMENTWISE,
     check_supported,
+    has_pre_hooks,
     is_known,
     prefers_fused,
     shadow_of,
@@ -83,8 +84,10 @@ class ShardedOptimizer:
         return [[self._around.place_of(p) for p in group["params"]] for group in self.optimizer.param_groups]
 
     def _take_over_state(self) -> None:
-        """What the optimizer holds for whole parameters: of an earlier step it goes into the runs; what is not a step
-        old is dropped (Adagrad makes its sums, as large as the parameters, when it is built)."""
+        """Move the state that the optimizer holds for whole parameters into the runs, if it comes from an earlier step.
+
+        Other state is dropped (Adagrad makes its sums, as large as the parameters, when it is built).
+        """
         states = {
             (place.bucket, place.info.slot): self.optimizer.state.pop(place.info.param, {})
             for places in self.places()
@@ -98,7 +101,7 @@ class ShardedOptimizer:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
     def buckets(self) -> list[Bucket]:
-        """Whose masters it steps, in order."""
+        """The buckets whose masters this optimizer steps, in order."""
         return list(dict.fromkeys(place.bucket for group in self.places() for place in group))
 
     def _group_of(self) -> dict[Bucket, dict[int, int]]:
@@ -116,7 +119,7 @@ class ShardedOptimizer:
     # -- step -----------------------------------------------------------------------------------------------------
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """The user's ``optimizer.step``: the closure first (it needs the user's own groups), then the runs."""
+        """Do the user's ``optimizer.step``: the closure first, which needs the user's own groups, then the runs."""
         loss, early = None, set[Bucket]()
         if closure is not None:
             loss, early = self._run_closure(closure)
@@ -125,7 +128,14 @@ class ShardedOptimizer:
         changed = self._arrange(used, early)
         lazy = [b for b in self.runs.buckets() if b in changed and self._is_lazy(b)]
         eager = [b for b in self.runs.buckets() if b in changed and b not in lazy]
-        jobs = [self._job(bucket, used) for bucket in lazy]
+        jobs: list[StepJob] = []
+        fused = [group.get("fused") for group in self.optimizer.param_groups]  # which the eager step sets for itself
+
+        def make_jobs() -> None:
+            jobs.extend(self._job(bucket, used, fused) for bucket in lazy)
+
+        # ``no_grad`` after ``inference_mode(False)``, which switches grad mode on. State that is made in inference mode
+        # could not be changed outside of it later. Autocast would give some results of the step another dtype.
         with (
             torch.inference_mode(False),
             torch.no_grad(),
@@ -134,9 +144,11 @@ class ShardedOptimizer:
             self._runs_in_groups(self.optimizer, eager, used),
             profiled("step", f"{len(eager)} buckets"),
         ):
-            self._stepping.inner()
+            self._stepping.inner(make_jobs)
+        # Submitted after the eager step: the worker starts at once, and both write to ``optimizer.state``.
         if jobs:
             self._around.submit(jobs)
+        # Buckets of which this rank owns nothing have no job here. They are marked all the same, as on the other ranks.
         for bucket in changed:
             if not self.runs.of(bucket) and self._is_lazy(bucket):
                 bucket.step.nothing_to_do()
@@ -144,15 +156,15 @@ class ShardedOptimizer:
         return loss
 
     def _run_closure(self, closure: Callable[[], Any]) -> tuple[Any, set[Bucket]]:
-        """What the closure returns, and the buckets that were stepped inside its backward."""
+        """Run the closure. Returns its result, and the buckets that were stepped inside its backward."""
         groups = self._group_of()
         early: set[Bucket] = set()
 
         def landed(bucket: Bucket) -> None:
-            if bucket not in groups or bucket in early or not self._is_lazy(bucket):
+            if bucket not in groups or bucket in early or not self._is_lazy(bucket) or has_pre_hooks(self.optimizer):
                 return
             if any(info.param.requires_grad and info.slot not in groups[bucket] for info in bucket.params):
-                return  # some of it belongs to no optimizer: not a case to be fast in
+                return  # some of its parameters belong to no optimizer: not a case to be fast in
             early.add(bucket)
             active = {slot for slot in groups[bucket] if bucket.params[slot].param.requires_grad}
             self.runs.advance(bucket, groups[bucket], active)
@@ -162,6 +174,7 @@ class ShardedOptimizer:
                 bucket.step.nothing_to_do()
 
         try:
+            # Callers may step under ``no_grad``, and the closure runs a forward that needs its graph.
             with torch.enable_grad(), self._around.closure(landed):
                 return closure(), early
         except BaseException as error:
@@ -173,8 +186,10 @@ class ShardedOptimizer:
             raise
 
     def _is_lazy(self, bucket: Bucket) -> bool:
-        """Whether a bucket is stepped in the worker, on its own. Unknown optimizers may count steps for a whole group,
-        so they step whole and at once."""
+        """Whether a bucket is stepped in the worker, on its own.
+
+        Unknown optimizers may count steps for a whole group, so they step whole groups, at once.
+        """
         return bucket.plan.steps_on_host and self._known
 
     @contextlib.contextmanager
@@ -184,17 +199,29 @@ class ShardedOptimizer:
             for bucket in buckets:
                 stack.enter_context(opened(bucket.home, changed=True))
             yield
+            # Inside of the ``with``: new state has to move to its tier, and masters have to be readable, before the
+            # homes are closed.
             for bucket in buckets:
                 self.runs.adopt(bucket)
                 bucket.push()
 
-    def _job(self, bucket: Bucket, used: set[int]) -> StepJob:
-        """The step of one bucket, with hyperparameters and gradient as they are now: schedulers run next."""
+    def _job(self, bucket: Bucket, used: set[int], fused: Sequence[bool | None] = ()) -> StepJob:
+        """Make the step of one bucket, with hyperparameters and gradient as they are now.
+
+        Args:
+            fused: of each param group, where these are set for another step now.
+        """
+        # Now, because the caller goes on: a scheduler changes the learning rate, and ``zero_grad`` clears the gradient,
+        # before the worker comes to this bucket. And a shadow, as the worker sets param groups of its own.
         shadow = shadow_of(self.optimizer)
+        for group, chosen in zip(shadow.param_groups, fused, strict=False):
+            if "fused" in group:
+                group["fused"] = chosen
         claimed = bucket.claim_grad()
         step = type(shadow).step
 
         def run() -> None:
+            # Modes belong to a thread: those of the caller of ``step`` do not hold in the worker.
             with profiled("step", bucket.label), torch.inference_mode(False), torch.no_grad():
                 with self._runs_in_groups(shadow, [bucket], used, claimed()):
                     step(shadow)
@@ -203,10 +230,13 @@ class ShardedOptimizer:
         return StepJob(bucket, run)
 
     def _arrange(self, used: set[int], early: set[Bucket]) -> set[Bucket]:
-        """Bring the runs up to date with param groups and step counts; the buckets that this step changes.
+        """Bring the runs up to date with param groups and step counts.
 
         Args:
             early: buckets that have been stepped already.
+
+        Returns:
+            The buckets that this step changes, on any rank.
         """
         group_of = self._group_of()
         changed: set[Bucket] = set()
@@ -225,7 +255,7 @@ class ShardedOptimizer:
     def _runs_in_groups(
         self, optimizer: Optimizer, buckets: Sequence[Bucket], used: set[int], grad: Tensor | None = None
     ) -> Iterator[None]:
-        """Inside, the param groups of ``optimizer`` list the runs of ``buckets`` that got a gradient."""
+        """List, inside, the runs of ``buckets`` that got a gradient in the param groups of ``optimizer``."""
         kept = [(group["params"], group.get("fused")) for group in optimizer.param_groups]
         lists: list[list[Tensor]] = [[] for _ in kept]
         stepped: list[FlatRun] = []
@@ -251,12 +281,13 @@ class ShardedOptimizer:
             self._step_converted(optimizer, converted)
             yield
         finally:
+            # Also after an exception: schedulers and the next ``zero_grad`` look for the user's own parameters here.
             for group, (params, fused) in zip(optimizer.param_groups, kept, strict=True):
                 group["params"] = params
                 if "fused" in group:
                     group["fused"] = fused
             for run in stepped:
-                run.tensor.grad = None
+                run.tensor.grad = None  # a view: it would keep the bucket's gradient after it was cleared
 
     def _rounds(self, run: FlatRun) -> bool:
         return self._stochastic and run.tensor.dtype is torch.bfloat16

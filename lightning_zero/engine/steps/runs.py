@@ -21,7 +21,7 @@ ParamStates = Mapping[tuple[Bucket, int], dict[str, Any]]  # state of the parame
 
 
 class Sliced(NamedTuple):
-    """A state value of one fragment, whose tensor may rest in a file."""
+    """The part of a state tensor that belongs to one fragment. The tensor may rest in a file."""
 
     whole: Tensor  # of the run
     start: int
@@ -39,7 +39,7 @@ class FlatRun(NamedTuple):
     bucket: Bucket
     run: Run
     tensor: Tensor  # [run.stop - run.start], a slice of bucket.master
-    base: Tensor  # bucket.master as it was when the run was cut
+    base: Tensor  # the object that bucket.master was when the run was cut
 
 
 class Runs:
@@ -49,7 +49,7 @@ class Runs:
         """
         Args:
             optimizer: holds the state, by the runs' tensors.
-            per_fragment: every fragment is a run of its own.
+            per_fragment: make every fragment a run of its own.
         """
         self.optimizer = optimizer
         self._per_fragment = per_fragment
@@ -81,7 +81,7 @@ class Runs:
         bucket.home.adopt(self, states)
 
     def drop(self, bucket: Bucket) -> None:
-        """The optimizer has no parameter of the bucket any more."""
+        """Drop the runs of a bucket and their state: the optimizer has no parameter of the bucket any more."""
         for _, run in self._runs.pop(bucket):
             self.optimizer.state.pop(run.tensor, None)
         with opened(bucket.home):
@@ -109,10 +109,12 @@ class Runs:
             keys.append((groups[slot], self._steps.get((bucket, slot), 0), used_now, own))
         wanted = cut_runs(fragments, keys)
         present = self._runs.get(bucket, [])
-        # ``runs`` are plain tuples of integers, so this comparison is the whole check of whether anything changed.
+        # ``runs`` are plain tuples of integers, so this comparison is the whole check of whether the cuts have changed.
+        # The next line finds masters that have become another tensor, which the runs would go on to miss.
         same_cuts = [(g, r.run) for g, r in present] == [(key[0], run) for key, run in wanted]  # type: ignore[index]
         if same_cuts and all(r.base is bucket.master for _, r in present):
             return
+        # Open, because state is copied from the old runs to the new ones: in files it has no memory otherwise.
         with opened(bucket.home):
             runs: list[tuple[int, FlatRun]] = []
             for key, run in wanted:
@@ -170,8 +172,11 @@ class Runs:
         yield from self._states_of_empty(bucket)
 
     def _states_of_empty(self, bucket: Bucket) -> Iterator[tuple[Fragment, dict[str, Any]]]:
-        """Empty parameters lie in no run, but a plain optimizer counts their steps, and keeps empty tensors for them:
-        what stands in the state of another parameter after as many steps."""
+        """The state of empty parameters, which lie in no run.
+
+        A plain optimizer counts their steps and keeps empty tensors for them. So their state is made from that of
+        another parameter after as many steps.
+        """
         for info in bucket.params:
             steps = self._steps.get((bucket, info.slot), 0) if not info.numel else 0
             state = self._state_after(steps) if steps else {}
@@ -228,6 +233,9 @@ def _state_dtype(value: Tensor, tensor: Tensor) -> torch.dtype:
 
 
 def steps_in(state: dict[str, Any]) -> int:
-    """Only equality matters: parameters with equal counts share a run. SGD keeps no count, but state or none."""
+    """The step count in a parameter's state. SGD keeps none: there it is 1 where there is state, and else 0.
+
+    Only equality matters: parameters with equal counts share a run.
+    """
     step = state.get("step", 1 if state else 0)
     return int(step.item()) if isinstance(step, Tensor) else int(step or 0)

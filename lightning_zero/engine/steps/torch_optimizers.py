@@ -1,8 +1,8 @@
-"""What is known of the optimizers that step runs: which of torch's work on slices, and what each of them wants.
+"""Knows torch's optimizers: which of them work on slices, and what the step of each expects.
 
 A run is stepped by the step of the optimizer's own class, on tensors that the class has not seen as parameters. So the
-engine has to know which steps are element-wise, which state is (and which is one number for a tensor), what a step
-expects to find, and when torch's fused kernel gives right numbers.
+engine has to know which steps are element-wise, which state is element-wise (and which is one number for a tensor),
+which state a step expects to find, and when torch's fused kernel gives right numbers.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from lightning_zero.config import ConfigError
 
@@ -47,7 +48,7 @@ def overrides_step(optimizer: Optimizer) -> bool:
 
 
 def without_hooks(step: Any) -> Any:
-    """torch runs hooks around the ``step`` of every class that was ever used, an inherited one too: the step inside."""
+    """The step inside of torch's wrapper, which torch puts around the ``step`` of every class that was ever used."""
     return step.__wrapped__ if getattr(step, "hooked", False) else step
 
 
@@ -86,7 +87,7 @@ def is_elementwise(name: str, value: Any, tensor: Tensor) -> bool:
 
 
 def start_state(optimizer: Optimizer, group: Mapping[str, Any], tensors: Sequence[Tensor]) -> None:
-    """State that a step expects to find.
+    """Make the state that a step expects to find.
 
     torch's Adagrad makes it when it is built (2.11 only then), for parameters. Its fused SGD cannot step runs that have
     momentum beside new ones; zeros are what these start from.
@@ -105,7 +106,7 @@ def start_state(optimizer: Optimizer, group: Mapping[str, Any], tensors: Sequenc
 
 
 def _for_both_parts(tensor: Tensor, value: float) -> complex:
-    """torch steps the real and the imaginary part of complex parameters as two numbers."""
+    """``value`` for both parts of a complex parameter, which torch steps as two numbers."""
     return complex(value, value) if tensor.is_complex() else value
 
 
@@ -117,9 +118,15 @@ def shadow_of(optimizer: Optimizer) -> Optimizer:
         {k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"} | {"params": []}
         for group in optimizer.param_groups
     ]
-    shadow._optimizer_step_pre_hooks = OrderedDict()  # the user's hooks run once, around the eager part
+    # Without hooks: the user's run once a step, around the eager part, and not once for each bucket in the worker.
+    shadow._optimizer_step_pre_hooks = OrderedDict()
     shadow._optimizer_step_post_hooks = OrderedDict()
     return shadow
+
+
+def has_pre_hooks(optimizer: Optimizer) -> bool:
+    """Whether something of the user's runs before each step, and may set a learning rate."""
+    return bool(optimizer._optimizer_step_pre_hooks or _global_optimizer_pre_hooks)
 
 
 def states_after_step(optimizer: Optimizer, probe: nn.Parameter) -> int:
@@ -147,7 +154,7 @@ def count_states(optimizer: Optimizer) -> int:
 
 
 def prefers_fused(optimizer: Optimizer, group: dict[str, Any], params: Sequence[Tensor]) -> bool:
-    """Where the user has chosen no implementation, torch's fused kernel: the only one that is fast on a CPU."""
+    """Whether to take torch's fused kernel, where the user has chosen no implementation. No other is fast on a CPU."""
     free = group.get("fused", False) is None and not group.get("foreach") and not group.get("capturable")
     if isinstance(optimizer, torch.optim.SGD):
         if group["momentum"] and group["dampening"]:

@@ -1,4 +1,4 @@
-"""The offloaded optimizer step: exact, lazy, in a thread, one bucket after the other.
+"""Runs offloaded optimizer steps in a thread, one bucket after the other.
 
 ::
 
@@ -8,11 +8,11 @@
     write  :                [wr 0][wr 1][wr 2][wr 3]
 
 ``step()`` takes the hyperparameters and the gradients as they are, and returns. A bucket's next gather waits for that
-bucket's step alone; whoever looks at values, and the next backward, wait for all. At most three buckets of state in
-files are in memory at a time: the one that is read, the one that is stepped, the one that is written.
+bucket's step alone. The next backward, and everything that looks at values, wait for all steps. At most three buckets
+of state in files are in memory at a time: one that is read, one that is stepped, and one that is written.
 
-Where nothing comes between a bucket's gradient and its step (see ``early_steps.py``), the step is queued
-as soon as the gradient has been reduced::
+Where nothing comes between a bucket's gradient and its step (see ``early_steps.py``), the step is queued as soon as the
+gradient has been reduced::
 
     main   : backward 2 | backward 1 | backward 0 | step() | forward 0 ......
     worker :             [step 2]     [step 1]     [step 0]
@@ -27,12 +27,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from lightning_zero.device.accelerator import Accelerator
 from lightning_zero.engine.units.bucket import Bucket
 from lightning_zero.engine.units.home import Home
 
 
 class StepJob(NamedTuple):
-    """One bucket's step: ``run`` does the arithmetic while the bucket's home is open."""
+    """The step of one bucket. ``run`` does the arithmetic while the bucket's home is open."""
 
     bucket: Bucket
     run: Callable[[], None]
@@ -40,7 +41,7 @@ class StepJob(NamedTuple):
 
 
 def default_threads(share: int) -> int:
-    """Threads of a rank's offloaded step, on its ``share`` of the cores: one is left for transfers if it can be."""
+    """Threads of a rank's offloaded step, of its ``share`` of the cores. From three cores on, transfers get one."""
     return max(1, share - 1) if share > 2 else share
 
 
@@ -50,12 +51,14 @@ class _Queued(NamedTuple):
 
 
 class StepWorker:
-    """Runs jobs in a thread of its own: of those that wait, the one that the next forward needs first."""
+    """Runs jobs in a thread of its own. Of the jobs that wait it takes the one that the next forward needs first."""
 
-    def __init__(self, threads: int) -> None:
-        self._pool = ThreadPoolExecutor(
-            1, "lightning_zero-step", initializer=torch.set_num_threads, initargs=(threads,)
-        )
+    def __init__(self, threads: int, accelerator: Accelerator) -> None:
+        def begin() -> None:
+            torch.set_num_threads(threads)  # a setting of each thread, as is the device
+            accelerator.bind_thread()
+
+        self._pool = ThreadPoolExecutor(1, "lightning_zero-step", initializer=begin)
         self._waiting: list[_Queued] = []
         self._running = False
         self._last: Future[None] | None = None
@@ -65,9 +68,13 @@ class StepWorker:
         """Queue jobs; each ends the step that its bucket awaits.
 
         Args:
-            event: on a GPU, behind what may still read what the steps change there.
+            event: on a GPU, behind the kernels that may still read what the steps change there.
         """
+        # Asked for in the caller's thread, before the worker can see the job: when this returns, every gather of these
+        # buckets waits for its step.
         queued = [_Queued(job, job.bucket.step.ask(event)) for job in jobs]
+        # One lock for the queue and ``_running``: otherwise the worker could stop between a look at an empty queue and
+        # the end, while this thread queues a job and takes the worker for running. Nobody would run that job.
         with self._lock:
             self._waiting = sorted([*self._waiting, *queued], key=lambda q: q.job.number)
             if not self._running:
@@ -79,20 +86,27 @@ class StepWorker:
             return self._waiting.pop(0) if self._waiting else None
 
     def _run(self) -> None:
-        """Until nothing waits. What has begun to be read is next, whatever comes: memory holds three buckets."""
+        """Run jobs until none waits.
+
+        The bucket that is being read is stepped next, even if a job with a lower number is queued meanwhile. So no more
+        than three buckets are in memory: one that is read, one that is stepped, and one that is written.
+        """
         current, done = self._take(), None
         while current is not None:
             following = None
             home = current.job.bucket.home
             try:
-                home.open()
+                home.open(to_write=True)
                 if (following := self._take()) is not None:
                     following.job.bucket.home.begin_open()
                 current.job.run()
                 current.job.bucket.push()
                 home.close(changed=True)
+                # The write of the bucket before this one ran during this step. Its memory goes now, and not later: the
+                # next bucket to be read would be the fourth in memory.
                 if done is not None:
                     done.settle()
+            # Errors of every kind: the main thread waits for the futures, and would wait for ever.
             except BaseException as error:
                 self._fail(error, current, following)
                 raise
@@ -100,7 +114,7 @@ class StepWorker:
             current, done = following or self._next_or_stop(home), home
 
     def _next_or_stop(self, home: Home) -> _Queued | None:
-        """The next job; where there is none, the last bucket is brought to rest first, and a job may come meanwhile."""
+        """Take the next job, or stop. Before it stops it brings the last bucket to rest; a job may come meanwhile."""
         if (following := self._take()) is None:
             home.settle()
             with self._lock:
@@ -119,8 +133,12 @@ class StepWorker:
     def wait(self) -> None:
         """Wait for everything that was submitted; its error is raised here."""
         if self._last is not None:
-            self._last.result()  # an error is raised again whenever someone waits: nothing can be right afterwards
+            # An error is kept and raised again at every wait: masters are half stepped, and nothing that follows is
+            # right.
+            self._last.result()
             self._last = None
 
     def close(self) -> None:
+        """End the thread, after its jobs."""
+        # Elsewhere than in the main thread it does not wait: a thread cannot wait for its own end.
         self._pool.shutdown(wait=threading.current_thread() is threading.main_thread())

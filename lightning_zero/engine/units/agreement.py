@@ -1,4 +1,4 @@
-"""What ranks must have in common before anything is sharded: flat buffers know no names."""
+"""Checks that all ranks have the same model before anything is sharded: flat buffers know no names."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ _Described = tuple[str, str, tuple[int, ...]]  # name, what it is, strides
 
 
 def agree_on_model(units: Sequence[UnitGroup], group: Any, waits: Waits) -> None:
-    """On all ranks: the same parameters in the same order; where their memory is ordered otherwise, as on rank 0.
+    """Check that all ranks have the same parameters in the same order, and take rank 0's strides. On all ranks.
+
+    Parameters whose memory is ordered otherwise on some rank are laid out as on rank 0.
 
     Args:
         group: all ranks of the engine; None for one.
@@ -28,6 +30,8 @@ def agree_on_model(units: Sequence[UnitGroup], group: Any, waits: Waits) -> None
     infos = [info for unit in units for bucket in unit.buckets for info in bucket.params]
     own = [_describe(unit, info) for unit in units for bucket in unit.buckets for info in bucket.params]
     digest = hashlib.sha256(repr(own).encode()).digest()
+    # Every rank sees all digests, so all of them come to the same conclusion: either all go into the second message or
+    # none does. A comparison with rank 0's digest alone would leave rank 0 out of it.
     if len(set(gather_objects(group, digest, waits, "whether all ranks have one model"))) == 1:
         return
     table: list[list[_Described]] = gather_objects(group, own, waits, "where the models of ranks differ")

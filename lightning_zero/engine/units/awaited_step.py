@@ -1,4 +1,4 @@
-"""The offloaded step of a bucket that was asked for and is not waited for yet."""
+"""The offloaded step of a bucket: asked for, and not waited for yet."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ class AwaitedStep:
     """Between ``ask`` and ``wait`` the masters of the bucket belong to the step.
 
     Attributes:
-        event: on a GPU, when it was asked for: what its results may overwrite is not read any more by then.
+        event: on a GPU, recorded when the step was asked for: behind it nothing reads what the results overwrite.
     """
 
     def __init__(self) -> None:
@@ -18,14 +18,14 @@ class AwaitedStep:
         self._future: Future[None] | None = None
 
     def ask(self, event: Any) -> Future[None]:
-        """A step was asked for; whoever runs it ends the future."""
+        """Ask for a step. Whoever runs it ends the future."""
         self.event = event
         self._future = Future()
         return self._future
 
     def nothing_to_do(self) -> None:
-        """A step was asked for, and this rank has nothing in it to do. It is asked for all the same: what is gathered
-        when must not differ between ranks."""
+        """Ask for a step in which this rank has nothing to do."""
+        # Not left out: :attr:`is_asked` decides what is gathered ahead, and that must not differ between ranks.
         self.ask(None).set_result(None)
 
     @property
@@ -41,5 +41,7 @@ class AwaitedStep:
     def wait(self) -> None:
         """Wait for the step; its error is raised here."""
         if self._future is not None:
-            self._future.result()  # one that failed stays: what rests here is not what the user thinks
+            # A step that failed raises here and so stays: every later wait raises too. Otherwise a caller that has
+            # caught the error once would go on with masters that are half stepped.
+            self._future.result()
             self._future = self.event = None

@@ -10,7 +10,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -82,14 +83,17 @@ class Bucket:
         self._values_here = True
         self._grad: Tensor | None = None
         self._grad_event: Any = None  # the end of its way to the host
-        # Asked for in every pass, and the same for ever:
+        self._pushed: Any = None  # the end of the way of what the last step has changed
+        # Properties of the plan that every pass asks for, and that never change:
         self.layout = layout = plan.layout
         self.reshards, self.gathers_after_step = plan.reshards, plan.gathers_after_step
         self._is_elsewhere = plan.tiers.leaves_device
         self.owned_range = low, high = plan.owned_range(comm.shard_rank)
         self.gaps = layout.gaps()
         self.full = FlatBuffer(layout.numel, dtypes.compute, comm.device)
-        self._own_part = self.full.data[low:high]  # [owned numel]; like all views made while there is memory, it stays
+        # All views of the buffer are made now, while it has memory. They stay valid when the memory goes and comes
+        # back, because that happens under the same storage object (``flat_buffer.py``).
+        self._own_part = self.full.data[low:high]  # [owned numel]
         for info in self.params:
             info.gathered = self.full.view(layout.slots[info.slot].start, info.shape, info.strides)
         may_be_absent = self.reshards or self.gathers_after_step
@@ -111,13 +115,13 @@ class Bucket:
         return list(self.layout.cut(*self.owned_range))
 
     def part_of(self, full: Tensor, info: ParamInfo) -> Tensor:
-        """The part of ``full`` [layout.numel] that is one parameter: a view of the parameter's shape."""
+        """The part of ``full`` [layout.numel] that belongs to one parameter: a view of the parameter's shape."""
         start = self.layout.slots[info.slot].start
         return full.as_strided(info.shape, info.strides, full.storage_offset() + start)
 
     @property
     def own_shard_of_owned(self) -> slice:
-        """This rank's shard inside the owned range: what it alone answers for in sums over ranks."""
+        """This rank's shard inside the owned range. In sums over ranks, no other rank counts these elements."""
         low, high = self.layout.shard_range(self.comm.shard_rank)
         base = self.owned_range[0]
         return slice(low - base, high - base)
@@ -146,7 +150,13 @@ class Bucket:
             self._grad_event = None
 
     def claim_grad(self) -> Callable[[], Tensor | None]:
-        """For an offloaded step: the gradient as it is now, to be called (and waited for) in the step's thread."""
+        """Take the gradient as it is now, for an offloaded step.
+
+        Returns:
+            A function that waits for the gradient and returns it. The step's thread calls it.
+        """
+        # Bound now: by the time the thread calls, ``zero_grad`` may have let go of the gradient, and the next backward
+        # may have put another one in its place.
         grad, event = self._grad, self._grad_event
 
         def arrived() -> Tensor | None:
@@ -157,18 +167,21 @@ class Bucket:
         return arrived
 
     def bring_grad(self, reduced: Tensor) -> None:
-        """Take ``reduced`` [owned numel] as the gradient into plain host memory, of no tier. The host does not wait."""
+        """Copy ``reduced`` [owned numel], as the gradient, to plain host memory, of no tier. The host does not wait."""
         streams = self.comm.streams
-        host = torch.empty(reduced.shape, dtype=self.dtypes.grad, pin_memory=reduced.device.type == "cuda")
+        host = streams.accelerator.host_memory(reduced.shape, self.dtypes.grad)
         with streams.on("d2h"):
-            # On a GPU it is cast there: a copy that casts would block.
-            source = reduced if reduced.device.type == "cpu" else reduced.to(self.dtypes.grad)
+            # On a GPU the cast is a kernel of its own: a copy to the host that casts too would make the host wait.
+            source = reduced.to(self.dtypes.grad) if streams.are_there else reduced
             host.copy_(source, non_blocking=True)
             event = streams.mark()
+        # In this order: the setter waits for the event of the gradient before. Set first, the event would be that of
+        # this copy, and the host would wait for it here.
         self.grad = host
         if event is not None:
             self._grad_event = event
-            streams.hold(source, event)
+            # Both are read by this stream, and ``reduced`` is memory of another one's pool, which does not wait for it.
+            streams.hold((reduced, source), event)
 
     # -- values at rest -------------------------------------------------------------------------------------------
 
@@ -185,10 +198,10 @@ class Bucket:
         self._settle_in(values[low:high])
 
     def _settle_in(self, values: Tensor) -> None:
-        """Make what the plan says for ``values`` [owned numel]: the masters' home, and where parameters rest."""
+        """Make the masters' home and the compute parameters' store, as the plan says, from ``values`` [owned numel]."""
         plan, dtype = self.plan, self.dtypes.master if self.trainable else self.dtypes.compute
         if plan.copies_master:
-            self.home = make_home(plan.home_tier, self._tiers, self.label, values, dtype)
+            self.home = make_home(plan.home_tier, self._tiers, self.label, values, dtype)  # waits for its copy
         else:
             self.home = ResidentHome(self._own_part)
         self.rest = make_param_store(plan, self.label, self.home, self._own_part, values, self._send, self._tiers.nvme)
@@ -198,28 +211,47 @@ class Bucket:
         before, self.plan = self.plan, replace(self.plan, trainable=True)
         if self.plan.rests_as(before):
             return
+        # A copy: the old home's memory is given back before the new home is made, so that both are not held at a time.
         with opened(self.home) as master:
             values = master.clone()
         self.home.free()
         self._settle_in(values)
 
     def push(self) -> None:
-        """The master changed (its home is open): bring the compute parameters at rest up to date."""
+        """Bring the compute parameters at rest up to date with the master, whose home is open."""
         self.rest.update(self.master)
 
     def _send(self, master: Tensor, target: Tensor) -> None:
-        """Cast ``master`` into ``target`` [owned numel] on the device, after what may still read that."""
+        """Cast ``master`` into ``target`` [owned numel] on the device, behind what may still read ``target``."""
         if not self.plan.steps_on_host:
             copy_cast(master, target)
             return
-        with self.comm.streams.on("h2d", after=self.step.event):
+        # The step's thread comes here while the main thread queues the next forward. So it does not wait for what the
+        # current stream has queued by now, but for the event of when the step was asked for. And on another stream:
+        # gathers of other buckets, which may be needed sooner, would queue behind it.
+        streams = self.comm.streams
+        with streams.on("push", after=self.step.event):
             copy_cast(master, target)
+            self._pushed = streams.mark()
+        self.home.read_until(self._pushed)
 
     def own_compute_params(self) -> Tensor:
-        """Compute parameters of the owned range as they rest: what a gather takes from this rank. [owned numel]"""
+        """Compute parameters of the owned range as they rest, which a gather takes from this rank. [owned numel]"""
         own = torch.empty(self.owned_numel, dtype=self.dtypes.compute, device=self.comm.device)
-        self.rest.read(own)
+        with self._transfers():
+            self.rest.read(own)
+            event = self.comm.streams.mark()
+        self.comm.streams.wait(event)
+        self.home.read_until(event)
         return own
+
+    @contextlib.contextmanager
+    def _transfers(self) -> Iterator[None]:
+        """Inside, what rests elsewhere is brought to the device, behind what the last step has sent."""
+        streams = self.comm.streams
+        with streams.on("h2d"):
+            streams.wait(self._pushed)
+            yield
 
     def write_master(self, info: ParamInfo, value: Tensor, *, before: Tensor | None = None) -> None:
         """Set one parameter in the masters, from a full value of its shape: every rank takes its own part.
@@ -243,18 +275,23 @@ class Bucket:
 
     def gather_begin(self) -> Pending:
         """Issue the gather of the compute parameters. The full buffer has memory from here on."""
+        # Until the step is over the masters, and the shard that follows from them, belong to the step's thread.
         self.step.wait()
+        # On the current (compute) stream, outside of the ``with`` below: ``release`` gives the block back to the pool
+        # of this stream, so this stream must also be the one that takes it.
         self.full.allocate()
         if not self._is_elsewhere:
             self.rest.prepare(self._own_part)
             return self.comm.all_gather(self.full.data, self.label)
-        # The gather waits for this stream, and so for what a step has sent.
-        with profiled("transfer", self.label), self.comm.streams.on("h2d"):
+        # The gather is issued from the stream of copies to the device, and so waits for the copies of the last step and
+        # for those of ``prepare``. Issued from compute it would send the shard before these have arrived.
+        with profiled("transfer", self.label), self._transfers():
             self.rest.prepare(self._own_part)
+            self.home.read_until(self.comm.streams.mark())
             return self.comm.all_gather(self.full.data, self.label)
 
     def full_master(self) -> Tensor:
-        """Blocking, on all ranks: master_param of the whole bucket, [layout.numel], a new tensor on the device."""
+        """Gather the masters of the whole bucket: a new tensor [layout.numel] on the device. Blocking, on all ranks."""
         low, high = self.owned_range
         with opened(self.home) as master:
             full = torch.empty(self.layout.numel, dtype=master.dtype, device=self.comm.device)
@@ -266,6 +303,8 @@ class Bucket:
     def show(self, gathered: bool) -> None:
         """Point the parameters at their gathered values or placeholders; inside ``gather`` they stay as they are."""
         self.shows_values = gathered
+        # What users write inside ``gather`` is in the shown tensors alone until it ends. Other tensors now would lose
+        # it.
         if self.is_plain:
             return
         self._values_are(here=gathered)
@@ -287,10 +326,15 @@ class Bucket:
         self.show(gathered)
 
     def _values_are(self, *, here: bool) -> None:
-        """Values go or come back. While they are gone, versions are others, so that torch refuses a backward that has
-        saved a parameter by itself; it would read what stands for the values."""
+        """Set the parameters' versions for values that go or come back.
+
+        ``.data =`` does not change a version. A graph that has saved a parameter itself (not a view, which
+        ``saved_weights.py`` packs) would read the placeholder, and torch would not notice. So the version rises when
+        values go: torch then refuses the backward. It gets its old number back with the values, and the same graph is
+        valid again.
+        """
         if here is self._values_here:
-            return
+            return  # raised twice, the version would be another one than was saved, also after the values are back
         self._values_here = here
         params = tuple(info.param for info in self.params)
         if here:

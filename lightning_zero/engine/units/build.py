@@ -1,4 +1,4 @@
-"""From the description of a module's units to buckets that hold rank 0's values."""
+"""Builds units, from the description of a module, with buckets that hold rank 0's values."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def build_units(
     rows: Sequence[TierRow],
     tiers: Tiers,
 ) -> list[Unit]:
-    """Units of ``module`` with filled buckets; the root first. Parameters show their gathered values.
+    """Units of ``module`` with filled buckets, at rest; the root first.
 
     Args:
         groups: what :func:`describe_units` said of the module.
@@ -45,7 +45,9 @@ def build_units(
         if some_meta and comm.device.type != "meta":
             make = functools.partial(materialise, module, group.name, names, comm.device)
             comm.together(f"first values of unit {group.name or '(root)'}", make)
-        built[index] = Unit(group.name, index, _build_buckets(group, index, config, rows[index], comm, tiers))
+        unit = Unit(group.name, index, _build_buckets(group, index, config, rows[index], comm, tiers))
+        unit.reshard()  # at once: the device need not hold more than one unit beside what rests
+        built[index] = unit
     replicate_buffers(module, comm, TRUE_DTYPES.get(config.precision.name or Precision.fp32))
     return [built[index] for index in range(len(groups))]
 
@@ -60,7 +62,8 @@ def _build_buckets(
 ) -> list[Bucket]:
     buckets: list[Bucket] = []
     for part in group.buckets:
-        plan = place(part.shape(unit), STAGES[config.stage.name], row, comm.shard_size)
+        stage, alone = STAGES[config.stage.name], config.comm.even_alone
+        plan = place(part.shape(unit), stage, row, comm.shard_size, even_alone=alone)
         label = f"{group.name or '(root)'}#{len(buckets)}"
         bucket = Bucket(label, part.params, plan, part.dtypes, comm, tiers)
         _fill(bucket)
@@ -69,7 +72,7 @@ def _build_buckets(
 
 
 def _fill(bucket: Bucket) -> None:
-    """Rank 0's values into the bucket of every rank, unrounded."""
+    """Put rank 0's values, unrounded, into the bucket of every rank. On all ranks, bucket by bucket in one order."""
     dtype = bucket.dtypes.master if bucket.trainable else bucket.dtypes.compute
     values = torch.zeros(bucket.layout.numel, dtype=dtype, device=bucket.comm.device)
     for info in bucket.params:
@@ -79,5 +82,7 @@ def _fill(bucket: Bucket) -> None:
     for info in bucket.params:
         if info.param.device != bucket.comm.device:
             move_param(info.param, torch.empty_like(info.param, device=bucket.comm.device))
+        # After the move, which gives the parameter the counter of another tensor: with an older number here, the first
+        # look at versions would take the difference for a write by the user.
         info.version = info.param._version
     bucket.show(gathered=True)

@@ -1,7 +1,7 @@
-"""Which tiers an engine has, and whether they can hold it: asked before anything is moved there.
+"""Makes the tiers of an engine, and checks that they can hold it before anything is moved there.
 
-Ranks of one host share its memory and its disk. What they need is summed by host and compared with what is there, so
-that the answer does not depend on which of them comes first, and every rank raises the same error.
+Ranks of one host share its memory and its disk. Their needs are summed by host and compared with what the host has. So
+the answer does not depend on which rank comes first, and every rank raises the same error.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ IO_THREADS = 4  # a disk wants several requests in flight
 def make_tiers(
     groups: Sequence[UnitGroup], config: ZeroConfig, comm: Communicator, instances: Collection[int], share: Share
 ) -> tuple[Tiers, list[TierRow]]:
-    """All tiers that the configuration asks for, and each unit's row of them.
+    """Make all tiers that the configuration asks for, and choose each unit's row of them.
 
     Args:
         instances: numbers of the tiers of files that this process has already.
@@ -95,7 +95,7 @@ def _files(path: str, offload: OffloadConfig, rank: int, instances: Collection[i
 def check_state_fits(
     comm: Communicator, tiers: Tiers, buckets: Sequence[Bucket], states: int, offload: OffloadConfig
 ) -> None:
-    """Whether host memory and files will hold the state that an optimizer makes at its first step.
+    """Check that host memory and files will hold the state that an optimizer makes at its first step.
 
     Args:
         buckets: whose masters it steps.
@@ -121,7 +121,7 @@ def check_state_fits(
 
 
 class _Kind(NamedTuple):
-    """What may run out, in words."""
+    """The words for a resource that may run out."""
 
     what: str
     budget_key: str
@@ -145,7 +145,7 @@ _FILES = _Kind(
 
 
 def check_host_memory(comm: Communicator, needed: int, budget: int | None, *, held: int, staging: int = 0) -> None:
-    """On all ranks: whether each host has the memory that its ranks need together, and each rank's budget its own.
+    """Check that each host has what its ranks need together, and that each rank keeps to its budget. On all ranks.
 
     Args:
         needed: bytes that will rest there, beside ``held`` that do.
@@ -183,7 +183,7 @@ def _check_room(
 def _host_nbytes(
     groups: Sequence[UnitGroup], rows: Sequence[TierRow], config: ZeroConfig, world_size: int
 ) -> tuple[int, int]:
-    """Bytes that one rank takes at the start: for the ring, and for masters and parameters. State comes later."""
+    """Bytes that one rank takes at the start: for the ring, and for masters and parameters. State is made later."""
     row = STAGES[config.stage.name]
     buckets = [place(shape, row, rows[shape.unit], world_size) for shape in bucket_shapes(groups)]
     rest = memory.planned_bytes(buckets, state_tensors=0, moment=Moment.cleared)
@@ -192,7 +192,8 @@ def _host_nbytes(
 
 
 def _budgets(offload: OffloadConfig, path: str | None, comm: Communicator, share: Share) -> Budgets:
-    """Byte budgets of this rank; what is derived from free memory is the least of all ranks."""
+    """Byte budgets, equal on all ranks: where they are derived from free memory, they are the least of all ranks."""
+    # Equal, because units are split over tiers by them: ranks that split otherwise would issue other gathers.
     on_disk = ranks_on_disk(comm, path)
     disk = shutil.disk_usage(path).free // on_disk if path else 0
     found = default_budgets(comm.streams.accelerator.free_nbytes(), available_host_memory(), disk, share.local_ranks)
@@ -206,7 +207,7 @@ def _budgets(offload: OffloadConfig, path: str | None, comm: Communicator, share
 def find_topology(
     groups: Sequence[UnitGroup], config: ZeroConfig, group: Any, device: torch.device, node: str, waits: Waits
 ) -> Topology:
-    """On all ranks: which of them share shards.
+    """Find out which ranks share shards. On all ranks.
 
     Args:
         group: all ranks of the engine; None for one.
@@ -233,7 +234,7 @@ def find_topology(
 def _fits_half(
     groups: Sequence[UnitGroup], config: ZeroConfig, shard_size: int, gpu: int, host: int, local_ranks: int
 ) -> bool:
-    """Whether what rests with shards over ``shard_size`` ranks takes at most half of what is free."""
+    """Whether the bytes that rest, with shards over ``shard_size`` ranks, take at most half of what is free."""
     if config.offload.name is Offload.auto:
         return False  # its budgets would be used up by replicas
     row, tiers = STAGES[config.stage.name], OFFLOADS[config.offload.name]

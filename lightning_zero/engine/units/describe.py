@@ -1,6 +1,6 @@
-"""What will be sharded, said before anything is: which unit owns which parameter, and which parameters share a bucket.
+"""Describes units before anything is sharded: which unit owns which parameter, and which parameters share a bucket.
 
-Sizes and dtypes only; the memory plan reads the same description.
+The description holds sizes and dtypes only; the memory plan reads it too.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from types import FunctionType
 
 import torch
 from torch import nn
@@ -24,7 +25,7 @@ from lightning_zero.engine.units.param_info import ParamInfo, strides_of
 from lightning_zero.planning.buckets import BucketShape, Itemsizes
 from lightning_zero.planning.layout import split_by_bytes
 from lightning_zero.planning.memory import unit_bytes
-from lightning_zero.planning.placement import STAGES, UnitBytes
+from lightning_zero.planning.placement import STAGES, Placement, UnitBytes
 from lightning_zero.planning.units import choose_units, owner_of
 
 # A parameter of the root unit with at least this many bytes has a bucket of its own: embedding and head lie at
@@ -74,8 +75,11 @@ def describe_units(module: nn.Module, config: ZeroConfig, precision: Precision) 
     """Units of ``module`` and their buckets, the root first. Sizes and dtypes only: the module may be on meta.
 
     Raises:
-        ConfigError: units that do not occur, or DTensor parameters.
+        ConfigError: units that do not occur, DTensor parameters, or CUDA graphs over parameters that come and go.
     """
+    row = STAGES[config.stage.name]
+    if row.compute_param is Placement.sharded:
+        _refuse_cuda_graphs(module)
     names = choose_units(module, config.unit)
     owners: dict[str, list[tuple[nn.Parameter, list[str]]]] = {name: [] for name in ["", *names]}
     known = set(names)
@@ -96,6 +100,20 @@ def describe_units(module: nn.Module, config: ZeroConfig, precision: Precision) 
     return [UnitGroup(name, _group(name, owners[name], fp32, config, precision)) for name in ["", *names]]
 
 
+def _refuse_cuda_graphs(module: nn.Module) -> None:
+    for name, inner in module.named_modules():
+        for value in (*vars(inner).values(), inner.forward):
+            ask = getattr(value, "get_compiler_config", None) if isinstance(value, FunctionType) else None
+            config = ask() if ask is not None else None
+            if isinstance(config, dict) and config.get("triton.cudagraphs"):
+                raise ConfigError(
+                    f"{name or type(inner).__name__} is compiled with CUDA graphs (torch.compile with "
+                    'mode="reduce-overhead" or "max-autotune"): a graph replays kernels on the addresses that it was '
+                    "recorded with, and gathered parameters are somewhere else each time. Compile with "
+                    'mode="default" or "max-autotune-no-cudagraphs", or choose zero/stage=zero2.'
+                )
+
+
 def bucket_shapes(units: Sequence[UnitGroup]) -> list[BucketShape]:
     """All buckets of a model, as planning takes them."""
     return [bucket.shape(index) for index, unit in enumerate(units) for bucket in unit.buckets]
@@ -108,15 +126,18 @@ def sizes_of(units: Sequence[UnitGroup], config: ZeroConfig, world_size: int) ->
 
 
 def fp32_modules(module: nn.Module, patterns: Sequence[str]) -> Iterator[nn.Module]:
-    """Modules whose class name matches one of ``patterns``: they keep fp32 under bf16."""
+    """Find the modules whose class name matches one of ``patterns``: they keep fp32 under bf16."""
     for inner in module.modules():
         if any(fnmatch.fnmatchcase(type(inner).__name__, pattern) for pattern in patterns):
             yield inner
 
 
 def _parts_of_weights(module: nn.Module) -> Iterator[nn.Parameter]:
-    """What weights are computed from (spectral and weight norm, parametrizations): in lower precision the computation
-    is inexact, and often impossible, because buffers take part that keep their dtype."""
+    """Find the parameters that weights are computed from (spectral and weight norm, parametrizations).
+
+    They keep fp32: in lower precision the computation is inexact, and often impossible, because buffers that keep their
+    dtype take part in it.
+    """
     for inner in module.modules():
         if isinstance(inner, ParametrizationList):
             yield from inner.parameters()
@@ -142,7 +163,8 @@ def _group(
     config: ZeroConfig,
     precision: Precision,
 ) -> list[BucketGroup]:
-    # Which parameters share a bucket does not depend on the stage: sums over buckets add in the same order at all.
+    # Which parameters share a bucket does not depend on the stage. Otherwise norms, which are sums over buckets, would
+    # add in another order at each stage, and stages would not agree to the bit.
     groups: dict[tuple[Dtypes, bool, bool], list[ParamInfo]] = {}
     for param, fqns in members:
         dtypes = _dtypes(param, id(param) in fp32, config, precision)

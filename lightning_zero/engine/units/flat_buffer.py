@@ -1,4 +1,4 @@
-"""Flat buffers whose memory comes and goes under the same storage object, and what stands for values that are gone.
+"""Flat buffers whose memory comes and goes under the same storage object, and placeholders for values that are gone.
 
 Freeing by ``untyped_storage().resize_(0)`` and refilling in place is what keeps autograd right: it saves *views* of
 weights (``weight.t()`` in a linear layer), and these hold the storage object, not its memory.
@@ -32,12 +32,14 @@ class FlatBuffer:
         return self.data.untyped_storage().nbytes() == self.nbytes
 
     def allocate(self) -> None:
+        """Take memory, of any contents, if there is none. All views of the buffer have it then."""
         if not self.allocated:
             self.data.untyped_storage().resize_(self.nbytes)
 
     def release(self) -> None:
         """Let the memory go. Where NumPy has a view of it (``weight.numpy()``), it has to stay."""
         storage = self.data.untyped_storage()
+        # ``resize_`` and not a new tensor: autograd has saved views that hold this very storage object.
         if storage.resizable():
             storage.resize_(0)
 
@@ -49,7 +51,7 @@ class FlatBuffer:
 
 
 def placeholders(shapes: Sequence[torch.Size], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    """A tensor of each shape without memory of its own: one element, NaN, expanded. All share one vector."""
+    """Make a placeholder for each shape: one NaN element, expanded. The elements of all lie in one small vector."""
     with torch.inference_mode(False):  # a tensor made under inference mode could never be used in training again
         cells = torch.full((max(len(shapes), 1),), float("nan"), dtype=dtype, device=device)
         return [cells[index].expand(shape) for index, shape in enumerate(shapes)]

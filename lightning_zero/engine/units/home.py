@@ -1,20 +1,23 @@
 """Where the master weights of a bucket rest, with their optimizer state.
 
-A home owns tensors that stay the same objects for ever, so that runs, optimizer state and views of them need not know
-what is behind: on the device and in host memory they are always readable; in files they have memory only while the
-home is open, and lie in their extents otherwise. ``open`` and ``close`` nest.
+A home owns tensors that stay the same objects for ever. So runs, optimizer state and views of these tensors need not
+know where the values rest. On the device and in host memory the tensors are always readable. In files the tensors have
+memory only while the home is open; otherwise the values lie in extents. ``open`` and ``close`` nest.
 
-A home is used by one thread at a time: by the worker while a step of its bucket is under way, else by the main thread.
+A home belongs to the worker while a step of its bucket is under way, else to the main thread. The worker brings a home
+in files to rest after that step is over, so such a home lets in one thread at a time.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -25,7 +28,7 @@ from lightning_zero.tiers.extents import Extent, Wanted
 from lightning_zero.tiers.host import HostTier
 from lightning_zero.tiers.nvme import NvmeTier
 
-CAST_CHUNK = 1 << 20  # elements: a cast piece and its result stay in the cache
+CAST_CHUNK = 1 << 22  # elements: few enough to need little memory, and enough to keep a link busy
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,32 +57,39 @@ class Home(Protocol):
         """Start bringing the tensors into memory."""
         ...
 
-    def open(self) -> None:
-        """Have the tensors in memory, until the matching ``close``."""
+    def open(self, *, to_write: bool = False) -> None:
+        """Have the tensors in memory, until the matching ``close``; ``to_write``: and nobody reads them any more."""
+        ...
+
+    def read_until(self, event: Any) -> None:
+        """A stream reads the master until ``event`` (None: it does not): it is not written to before."""
         ...
 
     def close(self, *, changed: bool) -> None:
-        """Let go; the last one to do so starts the way back to rest. ``changed``: they were written to."""
+        """End one ``open``; the last end starts to bring the tensors to rest. ``changed``: they were written to."""
         ...
 
     def settle(self) -> None:
-        """Wait until what was closed is at rest."""
+        """Wait until the tensors of a closed home are at rest."""
         ...
 
     def adopt(self, owner: object, states: Sequence[Tensor]) -> None:
-        """While open: these are the state tensors of ``owner``, an optimizer's runs, that rest beside the master from
-        now on. Several optimizers may step one master."""
+        """Take ``states`` as the state tensors of ``owner``, an optimizer's runs; the home is open.
+
+        They rest beside the master from now on, and replace those that ``owner`` had here. Several optimizers may step
+        one master.
+        """
         ...
 
     def free(self) -> None:
-        """Give its place back; the master is not readable any more."""
+        """Give the home's place back; the master is not readable any more."""
         ...
 
 
 @contextlib.contextmanager
 def opened(home: Home, *, changed: bool = False) -> Iterator[Tensor]:
-    """The master tensor, readable inside (and writable, with ``changed``); at rest again afterwards."""
-    home.open()
+    """Open ``home``: the master is readable inside (and writable, with ``changed``), and at rest again afterwards."""
+    home.open(to_write=changed)
     try:
         yield home.master
     finally:
@@ -95,7 +105,9 @@ class ResidentHome:
 
     def begin_open(self) -> None: ...
 
-    def open(self) -> None: ...
+    def open(self, *, to_write: bool = False) -> None: ...
+
+    def read_until(self, event: Any) -> None: ...
 
     def close(self, *, changed: bool) -> None: ...
 
@@ -107,18 +119,29 @@ class ResidentHome:
 
 
 class HostHome(ResidentHome):
-    """Always readable, in slabs of the host tier: real copies, also where the device is the host."""
+    """Always readable, in slabs of the host tier. It holds copies, also where the device is the host."""
 
     def __init__(self, tier: HostTier, label: str, values: Tensor, dtype: torch.dtype) -> None:
         self._tier, self._label = tier, label
         self._states: dict[int, list[tuple[Tensor, Any]]] = {}  # of each owner, with their extents
         self._extent = tier.reserve([Wanted(label, values.numel(), dtype)])[0]
         master = tier.resident(self._extent)
-        copy_cast(values, master)
+        # The host waits: nothing tells whoever reads or writes the masters next that a copy is still under way.
+        copy_cast(values, master, wait=True)
         super().__init__(master)
+        self._reads: Any = None  # the end of the last copy to the device
+
+    def open(self, *, to_write: bool = False) -> None:
+        # The slabs are pinned: a copy to the device may go on long after it was queued.
+        if to_write and self._reads is not None:
+            self._tier.accelerator.wait_on_host(self._reads)
+            self._reads = None
+
+    def read_until(self, event: Any) -> None:
+        self._reads = event
 
     def adopt(self, owner: object, states: Sequence[Tensor]) -> None:
-        """Move the states that are new into a slab; they stay the same tensor objects."""
+        """Move new states into a slab. The optimizer keeps the same tensor objects, which get other memory."""
         wanted = {id(state): state for state in states}
         held = self._states.get(id(owner), [])
         if gone := [extent for state, extent in held if id(state) not in wanted]:
@@ -132,6 +155,8 @@ class HostHome(ResidentHome):
         for state, extent in zip(new, extents, strict=True):
             place = self._tier.resident(extent)
             place.copy_(state.view(-1))
+            # ``.data =`` and not a new tensor: the optimizer's ``state`` holds this object, and would go on with its
+            # old memory. The object is kept here too, so that its id cannot come back as that of another tensor.
             state.data = place.view(state.shape)
             held.append((state, extent))
 
@@ -156,6 +181,20 @@ LEGAL = {
 }
 
 
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def _by_one_thread(method: _Method) -> _Method:
+    """Let one thread at a time into the methods of a home; the others wait for it."""
+
+    @functools.wraps(method)
+    def locked(self: FileHome, *args: Any, **kwargs: Any) -> Any:
+        with self._lock:
+            return method(self, *args, **kwargs)
+
+    return cast(_Method, locked)
+
+
 class FileHome:
     """In files: tensors have memory from ``begin_open`` until the ``settle`` after ``close``."""
 
@@ -170,6 +209,8 @@ class FileHome:
         self._changed = False
         self._phase = Phase.OPEN
         self._moving: list[Future[Any]] = []  # reads or writes
+        # The worker brings a home to rest after its step is over, and the main thread may open it from then on.
+        self._lock = threading.RLock()
         self._place([master])
         self.close(changed=True)
         self.settle()
@@ -179,21 +220,29 @@ class FileHome:
             raise RuntimeError(f"{self._label!r} {self._phase.value}: illegal transition to {phase.name}")
         self._phase = phase
 
+    @_by_one_thread
     def begin_open(self) -> None:
         if self._phase is Phase.RESTS:
             for tensor in self._tensors:
                 tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
+            # From here on the tier's threads write to this memory, until the futures are done: see ``_wait``.
             self._move(self._tier.stage_in)
             self._enter(Phase.READING)
 
-    def open(self) -> None:
+    def read_until(self, event: Any) -> None:
+        """Not needed: memory that is not pinned has been read when its copy is queued."""
+
+    @_by_one_thread
+    def open(self, *, to_write: bool = False) -> None:
         self._opens += 1
+        # A write that is under way still reads this memory, so it must end before anyone may change the tensors.
         self.settle()
         self.begin_open()
         if self._phase is Phase.READING:
             self._wait()
             self._enter(Phase.OPEN)
 
+    @_by_one_thread
     def close(self, *, changed: bool) -> None:
         self._changed |= changed
         self._opens -= 1
@@ -206,6 +255,7 @@ class FileHome:
         else:
             self._rest()
 
+    @_by_one_thread
     def settle(self) -> None:
         if self._phase is Phase.WRITING:
             self._wait()
@@ -218,13 +268,15 @@ class FileHome:
         with profiled("transfer", self._label):
             for future in self._moving:
                 future.result()
-        self._moving = []
+        self._moving = []  # not where one has failed: then whoever waits next gets its error too
 
     def _rest(self) -> None:
+        # The storage objects stay: the runs' tensors and the optimizer's state are views of them.
         for tensor in self._tensors:
             tensor.untyped_storage().resize_(0)
         self._enter(Phase.RESTS)
 
+    @_by_one_thread
     def adopt(self, owner: object, states: Sequence[Tensor]) -> None:
         self._states[id(owner)] = list(states)
         wanted = [self.master, *(state for held in self._states.values() for state in held)]
@@ -232,7 +284,7 @@ class FileHome:
             self._place(wanted)
 
     def _place(self, tensors: Sequence[Tensor]) -> None:
-        """Extents for ``tensors``: those there are, as far as they have the right size."""
+        """Give each of ``tensors`` an extent; extents that the home has are used again where their size is right."""
         spare = list(self._extents)
         self._extents, self._tensors = [], list(tensors)
         for tensor in self._tensors:
@@ -246,8 +298,10 @@ class FileHome:
         wanted = [Wanted(self._label, self._tensors[i].numel(), self._tensors[i].dtype) for i in missing]
         for i, extent in zip(missing, self._tier.reserve(wanted), strict=True):
             self._extents[i] = extent
+        # An extent may hold another tensor's values now, or none: the next close must write all of them.
         self._changed = True
 
+    @_by_one_thread
     def free(self) -> None:
         self._tier.free(self._extents)
         self._extents, self._tensors = [], []
@@ -264,11 +318,21 @@ def make_home(tier: Tier, tiers: Tiers, label: str, values: Tensor, dtype: torch
     return ResidentHome(values.to(dtype, copy=True))
 
 
-def copy_cast(source: Tensor, target: Tensor) -> None:
-    """``target.copy_(source)`` in pieces: a cast between devices would otherwise need a whole second copy."""
+def copy_cast(source: Tensor, target: Tensor, *, wait: bool = False) -> None:
+    """``target.copy_(source)`` in pieces: a cast between devices would otherwise need a whole second copy.
+
+    The host does not wait where its memory is pinned. A cast is made on the device: the host would be slower, and
+    would have to be waited for.
+
+    Args:
+        wait: the host goes on when the copy is over.
+    """
     if source.device == target.device or source.dtype == target.dtype:
-        target.copy_(source, non_blocking=True)
+        target.copy_(source, non_blocking=not wait)
         return
+    from_host = source.device.type == "cpu"
     for start in range(0, source.numel(), CAST_CHUNK):
-        piece = source[start : start + CAST_CHUNK]
-        target[start : start + CAST_CHUNK].copy_(piece.to(target.dtype), non_blocking=False)
+        piece, place = source[start : start + CAST_CHUNK], target[start : start + CAST_CHUNK]
+        # Freed at once, and used again by the next piece: both are queued on the current stream, one behind the other.
+        moved = piece.to(target.device, non_blocking=True) if from_host else piece.to(target.dtype)
+        place.copy_(moved)

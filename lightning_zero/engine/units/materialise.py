@@ -1,4 +1,4 @@
-"""Meta parameters and buffers get memory and initial values, one unit at a time; parameters stay the same objects."""
+"""Gives meta parameters and buffers memory and initial values, unit by unit. Parameters stay the same objects."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Buffers are replicated, with rank 0's values: when the module is sharded, and before steps, as DDP sends them (ranks
-compute with different batches)."""
+"""Replicates buffers (running statistics) with rank 0's values: when a module is sharded, and before steps.
+
+DDP does the same. In between buffers may differ, because ranks compute with different batches.
+"""
 
 from __future__ import annotations
 
@@ -45,17 +47,21 @@ class BufferSync:
 
     @staticmethod
     def _now(module: nn.Module) -> list[tuple[Tensor, int]]:
-        """All buffers with their versions, which writes in place raise (an inference tensor has none)."""
+        """All buffers with their versions. A write in place raises a version; an inference tensor has none."""
         return [(b, -1 if b.is_inference() else b._version) for b in module.buffers() if b.numel()]
 
     def sync(self, module: nn.Module) -> None:
-        """On all ranks. Without buffers it costs nothing, with unchanged ones a small agreement."""
+        """Send rank 0's buffers to all ranks, if they have changed on any rank. On all ranks.
+
+        Without buffers it costs nothing, with unchanged ones a small agreement.
+        """
         now = self._now(module)
         if not now or self._comm.world_size == 1:
             return
         same = len(now) == len(self._seen) and all(
             b is old and version == before != -1 for (b, version), (old, before) in zip(now, self._seen, strict=True)
         )
+        # Agreed on: a rank whose own buffers have changed must not broadcast alone, the others would not come.
         if self._comm.max_(torch.tensor([not same], dtype=torch.uint8)).item():
             for dtype in sorted({b.dtype for b, _ in now}, key=str):
                 self._send([b for b, _ in now if b.dtype == dtype])
@@ -63,10 +69,7 @@ class BufferSync:
 
     def _send(self, buffers: list[Tensor]) -> None:
         flat = torch.cat([b.detach().reshape(-1) for b in buffers])
-        if flat.device.type == "cpu":
-            self._comm.broadcast_small(flat)  # not in the queue of the gathers that a step has left in flight
-        else:
-            self._comm.broadcast(flat)
+        self._comm.broadcast(flat, among="reduce")  # not among the gathers that a step has left in flight
         if self._comm.rank == 0:
             increment_version(buffers)  # a graph that has saved them is refused on all ranks, or on none
         else:

@@ -1,4 +1,4 @@
-"""What the engine knows of a parameter: names, shape, and where its values are in a bucket."""
+"""What the engine knows of a parameter: its names and shape, and its place in a bucket."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ParamInfo:
     classes: Classes  # that the parameter goes through
     slot: int = 0  # position in the bucket
     gathered: Tensor | None = None  # [shape] compute_dtype, a view of the bucket's full buffer
-    version: int = 0  # of the parameter, up to which what users wrote to it is in the masters
+    version: int = 0  # writes of the user's up to this version of the parameter are in the masters
 
     @property
     def fqn(self) -> str:
@@ -53,8 +53,11 @@ class ParamInfo:
 
 
 def values_changed(infos: Iterable[ParamInfo]) -> None:
-    """Parameters have other values, by other ways than operations on them. As after those, a backward that has saved
-    the values of before is refused. (To :class:`~lightning_zero.engine.parameters.writes.Writes` this is no write.)"""
+    """Raise the versions of parameters that have got other values by another way than an operation on them.
+
+    As after an operation in place, torch then refuses a backward that has saved the values of before. The versions that
+    are noted in ``infos`` rise too, so that :class:`~lightning_zero.engine.parameters.writes.Writes` sees no write.
+    """
     infos = list(infos)
     increment_version([info.param for info in infos])
     for info in infos:

@@ -1,4 +1,4 @@
-"""Where the compute parameters of a bucket are between uses: a class for each :class:`ParamsRest`, with one interface.
+"""Stores of a bucket's compute parameters between uses: a class for each :class:`ParamsRest`, with one interface.
 
 ::
 
@@ -30,20 +30,20 @@ class ParamStore(Protocol):
     """The compute parameters of the range that a rank owns. Tensors are [owned numel] in compute_dtype."""
 
     def stage_ahead(self) -> None:
-        """They will be asked for soon: start reading what is in files."""
+        """Start reading from files, because the parameters will be asked for soon."""
 
     def prepare(self, own: Tensor) -> None:
-        """A gather is about to send ``own``, this rank's slice of the full buffer: have the values there."""
+        """Fill ``own``, this rank's slice of the full buffer, which a gather is about to send."""
 
     def read(self, target: Tensor) -> None:
-        """Copy them into ``target``, as they follow from the masters."""
+        """Copy the parameters, as they follow from the masters, into ``target``."""
 
     def update(self, master: Tensor) -> None:
-        """The masters have changed; ``master`` is readable."""
+        """Follow the masters, which have changed; ``master`` is readable."""
 
     @property
     def memory(self) -> Tensor | None:
-        """What holds them beside the full buffer and the home."""
+        """The memory that holds the parameters beside the full buffer and the home; None where there is none."""
 
 
 class FullIsMaster:
@@ -65,7 +65,7 @@ class FullIsMaster:
 
 
 class InHome:
-    """They are cast from the masters when they are asked for; frozen ones are in the home themselves."""
+    """The parameters are cast from the masters when they are asked for; frozen ones are in the home themselves."""
 
     memory: Tensor | None = None
 
@@ -142,17 +142,20 @@ class FileShard:
         self.stage_ahead()
         assert self._reading is not None and self._staged is not None
         self._reading.result()
+        # Blocking: the staged memory goes in the next line.
         target.copy_(self._staged, non_blocking=False)
         self._drop()
 
     def update(self, master: Tensor) -> None:
-        self._drop()
+        self._drop()  # what was read ahead is old now, and the next ``read`` would take it for the new values
+        # Waited for: ``to`` returns the master itself where nothing is to be converted, and the next step changes that.
         self._tier.stage_out(self._extent, master.to("cpu", self._extent.dtype)).result()
 
     def _drop(self) -> None:
-        """Forget what was read: the file may change."""
+        """Forget what was read, because the file may change."""
         if self._reading is not None:
-            self._reading.exception()  # waits; whether it failed does not matter
+            # Waits, and raises nothing. The tier's threads write to the staged memory until then.
+            self._reading.exception()
         self._reading, self._staged = None, None
 
 

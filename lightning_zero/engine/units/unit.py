@@ -1,4 +1,4 @@
-"""A unit: buckets that come and go together, and the states that they go through.
+"""A unit: buckets that are gathered and dropped together, and the states that they go through.
 
 ::
 
@@ -92,7 +92,7 @@ class Unit:
     def refresh_begin(self, buckets: Iterable[Bucket]) -> None:
         """After a step: issue the gathers of replicated compute parameters.
 
-        Until they arrive the placeholder stands there, and users' reads wait.
+        Until they arrive parameters show placeholders, and users' reads wait.
         """
         self.unshard_wait()  # masters were changed twice in a row
         self._enter(State.GATHERING)
@@ -102,10 +102,13 @@ class Unit:
                 bucket.show(gathered=False)
 
     def unshard_wait(self) -> None:
+        """Wait for the gathers that were issued, and show the values. Nothing happens where none was issued."""
         if self.state is State.GATHERING:
             with profiled("wait for", self.title):
                 for pending in self.pending:
                     pending.wait()
+            # All or none: if a wait raises, the unit stays GATHERING with its pending gathers, and ``abandon`` ends
+            # them.
             self.pending = []
             for bucket in self.buckets:
                 if bucket.reshards or bucket.gathers_after_step:
@@ -113,7 +116,9 @@ class Unit:
             self._enter(State.GATHERED)
 
     def abandon(self, deadline: float) -> None:
-        """After an exception: back to rest, whatever was in flight."""
+        """Bring the unit to rest after an exception, whatever was in flight."""
+        # A refresh (of a unit that is never dropped) is not abandoned: the other ranks have issued it too, and what it
+        # brings is still wanted. The next pass waits for it.
         if self.reshards:
             for pending in self.pending:
                 pending.abandon(deadline)
@@ -128,25 +133,31 @@ class Unit:
         if not self.reshards:
             return
         for bucket in self.resharded:
-            self.before_drop(bucket)
+            self.before_drop(bucket)  # what the user wrote to the values goes into the masters now, or is lost
         self._enter(State.SHARDED)
+        # Both: a parameter that went on pointing at a storage of size 0 could crash the process when it is read. Under
+        # a placeholder the engine answers.
         for bucket in self.resharded:
             bucket.show(gathered=False)
             bucket.full.release()
 
     def drop(self) -> None:
-        """To rest, wherever it is on its way to use. Nothing happens to a unit that is never dropped."""
+        """Bring the unit to rest, also from the middle of its gather. A unit that is never dropped stays as it is."""
         if self.reshards and self.state is not State.SHARDED:
-            self.unshard_wait()
+            self.unshard_wait()  # a gather in flight writes to the memory that is released next
             self.reshard()
 
     def serve(self) -> None:
-        """Take part in a gather that other ranks need while this one has the unit gathered already."""
+        """Take part in a gather that other ranks need while this one has the unit gathered already, or under way."""
+        # This rank's own slice may still be under way to the buffer, and would be sent before it has arrived.
+        self.unshard_wait()
+        # Into a copy, because the buffer is in use: kernels may be reading it, and writes of the user's that other
+        # ranks have not taken over yet would be overwritten.
         for bucket in self.resharded:
             bucket.comm.all_gather(bucket.full.data.clone(), bucket.label).wait()
 
     def stage_ahead(self) -> None:
-        """The unit will be gathered soon: start reading what rests in files."""
+        """Start reading what rests in files, because the unit will be gathered soon."""
         for bucket in self.buckets:
             bucket.rest.stage_ahead()
 

@@ -1,4 +1,4 @@
-"""What is seen of all shards together.
+"""Whole values: those of all shards together.
 
 ::
 

@@ -1,10 +1,11 @@
-"""``gather()``: parameters that show whole masters for a while, and what is written to them."""
+"""``gather()``: lets parameters show whole masters for a while, and keeps what is written to them."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
+import torch
 from torch import Tensor, nn
 
 from lightning_zero.engine.assembly import Assembly
@@ -19,10 +20,11 @@ from lightning_zero.engine.units.unit import State
 def show_full(
     engine: Assembly, params: Iterable[nn.Parameter], *, from_rank: int | None = None, grads: bool = False
 ) -> Iterator[None]:
-    """What :func:`lightning_zero.gather` does: inside, ``params`` (and the others of their buckets) hold full masters.
+    """Let ``params``, and the others of their buckets, hold full masters inside: :func:`lightning_zero.gather`.
 
-    What is written to them inside is kept. All ranks enter, and write the same values unless ``from_rank`` names the
-    one whose values count. Where all parameters of the module are shown, it is plain inside: without our hooks.
+    Values that are written to them inside are kept. All ranks enter, and write the same values unless ``from_rank``
+    names the one whose values count. Where all parameters of the module are shown, the module is plain inside: it is
+    without our hooks.
     """
     wanted = {engine.place_of(p).bucket for p in params}
     if (from_rank is not None or grads) and wanted & set(engine.shown):
@@ -31,20 +33,22 @@ def show_full(
             "Give these arguments to the outer one."
         )
     buckets = [b for b in engine.buckets if b in wanted and not b.is_plain]
-    shown = _show(engine, buckets, grads)
-    whole = bool(buckets) and len(engine.shown) == len(engine.buckets)
-    put_back = engine.passes.hooks.lift_off() if whole else lambda: None
+    shown: dict[Bucket, tuple[Tensor, Tensor | None]] = {}
+    put_back: Callable[[], None] = lambda: None  # noqa: E731
     try:
+        _show(engine, buckets, grads, shown)
+        if buckets and len(engine.shown) == len(engine.buckets):
+            put_back = engine.passes.hooks.lift_off()
         yield
         _refuse_replaced(engine)
         _write_back(shown, from_rank)
-    finally:
+    finally:  # also after an error on the way in: buckets that stayed plain could never be stepped again
         put_back()
         _hide(engine, shown)
 
 
 def _refuse_replaced(engine: Assembly) -> None:
-    """Raise where the module has got other parameter objects, or these other shapes: nobody would train that."""
+    """Raise where the module has got other parameter objects or other shapes: those would not be trained."""
     now = dict(engine.module.named_parameters(remove_duplicate=False))
     for bucket in engine.buckets:
         for info in bucket.params:
@@ -58,31 +62,34 @@ def _refuse_replaced(engine: Assembly) -> None:
 
 
 @outside_autograd
-def _show(engine: Assembly, buckets: list[Bucket], grads: bool) -> dict[Bucket, tuple[Tensor, Tensor | None]]:
+def _show(
+    engine: Assembly, buckets: list[Bucket], grads: bool, shown: dict[Bucket, tuple[Tensor, Tensor | None]]
+) -> None:
+    """Show ``buckets``, and note in ``shown`` what each of them shows: full masters, and full gradients if wanted."""
+    # Masters are read below: steps must be over, and what users wrote to the copies must be in them, agreed on.
     engine.settle()
     engine.writes.take_all_over()
     engine.writes.confirm_if_any()
     engine.forget_zeroed()
     if grads:
         engine.check_reduced(info.param for bucket in buckets for info in bucket.params)
-    shown: dict[Bucket, tuple[Tensor, Tensor | None]] = {}
     for bucket in buckets:
         full = bucket.full_master()
         full_grad = full_reduced_grad(bucket) if grads else None
+        shown[bucket] = (full, full_grad)
         bucket.show_plain(full)
         for info in bucket.params:
             if full_grad is not None and info.param.grad is not None:
                 part = bucket.part_of(full_grad, info)
                 info.param.grad = part.to(info.param.dtype) if part.dtype != info.param.dtype else part
-        shown[bucket] = (full, full_grad)
-    return shown
 
 
 @outside_autograd
 def _write_back(shown: Mapping[Bucket, tuple[Tensor, Tensor | None]], from_rank: int | None) -> None:
     for bucket, (full, full_grad) in shown.items():
         replaced = []
-        for info in bucket.params:  # a parameter whose .data was replaced inside
+        for info in bucket.params:
+            # The user has assigned another tensor to ``.data``: what it holds is not in ``full`` yet.
             part = bucket.part_of(full, info)
             if info.param.data_ptr() != part.data_ptr() and info.param.shape == info.shape:
                 part.copy_(info.param.data)
@@ -94,6 +101,8 @@ def _write_back(shown: Mapping[Bucket, tuple[Tensor, Tensor | None]], from_rank:
         with opened(bucket.home, changed=True) as master:
             master.copy_(full[low:high])
             bucket.push()
+        # The compute parameters, too, where they are here now. All of them: no gather follows that would bring the
+        # other ranks' slices.
         if not bucket.reshards or bucket.full.allocated:
             bucket.full.data.copy_(full)
         if full_grad is not None and bucket.grad is not None:
@@ -109,6 +118,7 @@ def _hide(engine: Assembly, shown: Mapping[Bucket, tuple[Tensor, Tensor | None]]
         for bucket in unit.buckets:
             if bucket not in shown:
                 continue
+            # What was written inside is in the masters, or was dropped with an exception; it is no write to take over.
             engine.writes.forget(bucket)
             bucket.hide_plain(gathered=not bucket.reshards or unit.state is State.GATHERED)
             if shown[bucket][1] is not None:
@@ -119,10 +129,9 @@ def full_reduced_grad(bucket: Bucket) -> Tensor | None:
     """On all ranks: the reduced gradient of a whole bucket [layout.numel], a new tensor; None where there is none."""
     if bucket.grad is None:
         return None
-    if not bucket.plan.shards_master:
-        return bucket.grad.clone()
     low, high = bucket.owned_range
-    full = bucket.grad.new_zeros(bucket.layout.numel)
-    full[low:high].copy_(bucket.grad)
-    bucket.comm.all_gather(full, f"{bucket.label} (gradients)").wait()
+    full = torch.zeros(bucket.layout.numel, dtype=bucket.grad.dtype, device=bucket.comm.device)
+    full[low:high].copy_(bucket.grad)  # which may rest on the host
+    if bucket.plan.shards_master:
+        bucket.comm.all_gather(full, f"{bucket.label} (gradients)").wait()
     return full

@@ -1,4 +1,4 @@
-"""What an engine holds: bytes of this rank by role and tier, measured, and the plan that they should follow."""
+"""Measures the bytes that an engine holds on this rank, by role and tier, to be set beside those that were planned."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def held_bytes(engine: Engine) -> Bytes:
         storage = None if tensor is None else tensor.untyped_storage()
         if storage is None or not storage.nbytes() or storage._cdata in seen:
             return
-        seen.add(storage._cdata)  # not its address: on the meta device all have the same
+        seen.add(storage._cdata)  # the object, not the address: on the meta device all have the same address
         held[(Role.staging, Tier.host) if tier is Tier.nvme else (role, tier)] += storage.nbytes()
 
     for bucket in engine.buckets:
@@ -61,12 +61,13 @@ def _in_files(engine: Engine, total: int) -> Bytes:
 def _state_tensors(engine: Engine, bucket: Bucket) -> Iterator[Tensor]:
     for sharded in engine.optimizers:
         for run in sharded.runs.of(bucket):
-            state = list(sharded.optimizer.state.get(run.tensor, {}).values())  # a step may be under way
+            # A list at once: a step may be under way in the worker, which adds entries.
+            state = list(sharded.optimizer.state.get(run.tensor, {}).values())
             yield from (v for v in state if isinstance(v, Tensor) and v.shape == run.tensor.shape)
 
 
 def plan_of(engine: Engine) -> list[BucketPlan]:
-    """What :mod:`lightning_zero.planning.memory` needs to know."""
+    """The plans of all buckets, as :mod:`lightning_zero.planning.memory` needs them."""
     return [bucket.plan for bucket in engine.buckets]
 
 
@@ -80,6 +81,6 @@ def state_tensors(engine: Engine) -> int:
 
 
 def limits_of(engine: Engine, micro_batches: int = 1) -> Limits:
-    """The settings that bound what comes and goes."""
+    """The settings that bound the bytes that come and go."""
     config = engine.config
     return Limits(config.prefetch_bytes, config.keep_gathered_bytes, config.reduce_bucket_bytes, micro_batches)

@@ -18,13 +18,13 @@ from lightning_zero.engine.units.param_info import values_changed
 
 @outside_autograd
 def full_parameters(engine: Assembly, *, only_rank_0: bool) -> dict[int, Tensor]:
-    """On all ranks: every parameter by ``id``, on the host in its checkpoint dtype; empty where it is not wanted."""
+    """Every parameter by ``id``, on the host in its checkpoint dtype; empty where it is not wanted. On all ranks."""
     engine.settle()
     engine.writes.take_all_over()
     engine.writes.confirm_if_any()
     result: dict[int, Tensor] = {}
     for bucket in engine.buckets:
-        full = bucket.full_master()
+        full = bucket.full_master()  # a gather: ranks that do not want the values take part in it
         if only_rank_0 and engine.rank != 0:
             continue
         for info in bucket.params:
@@ -45,7 +45,8 @@ def whole_state_dict(engine: Assembly, *, only_rank_0: bool = True) -> dict[str,
         if isinstance(entry, Tensor):
             if id(entry) in values:
                 return values[id(entry)]
-            info = by_storage.get(_identity(entry))  # an override detached it
+            # An override of ``state_dict`` has detached the parameter: another object, with the same placeholder.
+            info = by_storage.get(_identity(entry))
             if info is not None:
                 return values[id(info.param)]
             return entry.detach().to("cpu", copy=True)
@@ -95,9 +96,10 @@ def load_whole(engine: Assembly, state: Mapping[str, Any], *, strict: bool = Tru
 
 @contextlib.contextmanager
 def loading_into_shards(engine: Assembly) -> Iterator[None]:
-    """On all ranks: inside, ``module.load_state_dict`` of full values, the same on each, writes this rank's slices."""
+    """Make ``module.load_state_dict`` write slices, inside. On all ranks, each with the same full values."""
     engine.settle()
-    engine.writes.take_all_over()  # what was written before must not come after
+    # Before the load: taken over later, what the user wrote earlier would replace what is loaded.
+    engine.writes.take_all_over()
     with engine.placeholders_allowed(), _CopyIntoShards(engine):
         yield
     engine.masters_changed()

@@ -1,7 +1,7 @@
 """Gradient norms and clipping on shards.
 
-A norm is a sum of partial sums, one for each rank, each over that rank's shards of all buckets in order. The cuts are
-those of the shards at every stage, also where gradients rest replicated, so all stages agree to the bit.
+A norm is a sum of partial sums, one for each rank. A rank's partial sum goes over its shards of all buckets, in order.
+The cuts are those of the shards at every stage, also where gradients rest replicated, so all stages agree to the bit.
 """
 
 from __future__ import annotations
@@ -41,35 +41,54 @@ def shard_grads(engine: Engine, params: Iterable[nn.Parameter]) -> list[Tensor]:
 def grad_norm_of(engine: Engine, params: Sequence[nn.Parameter], norm_type: float = 2.0) -> Tensor:
     """The norm of the reduced gradients of ``params`` over all ranks: 0-d, fp32 (fp64 of fp64). All ranks call it."""
     device = engine.comm.device
+    # A place for each rank, where the others add zeros, and the sum over places afterwards: the order in which a
+    # backend adds up ranks would otherwise be seen in the last bits.
     partial = torch.zeros(engine.comm.shard_size, dtype=torch.float64, device=device)
     cell = partial[engine.comm.shard_rank]
     own = shard_grads(engine, params)
-    for grad in own if engine.comm.replica == 0 else ():  # the other replicas hold the same
-        norm = torch.linalg.vector_norm(grad, norm_type, dtype=torch.promote_types(grad.dtype, torch.float32))
-        norm = norm.to(device)
-        if math.isinf(norm_type):
-            torch.maximum(cell, norm.double(), out=cell)
-        else:
-            cell.add_(norm.double() ** norm_type)
+    if own and engine.comm.replica == 0:  # the other replicas hold the same
+        norms = _norms_of(own, norm_type, device)  # of all buckets at once: a GPU is asked a few times, not for each
+        cell.copy_(norms.max() if math.isinf(norm_type) else (norms**norm_type).sum())
     engine.comm.sum_(partial)
     whole = partial.max() if math.isinf(norm_type) else partial.sum() ** (1.0 / norm_type)
     return whole.to(_wide_dtype(engine, params))
 
 
+def _norms_of(grads: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
+    """The norm of each, in order, wherever they rest: [len(grads)] fp64 on ``device``."""
+    norms: dict[int, Tensor] = {}
+    for same in _alike(grads).values():
+        wide = torch.promote_types(grads[same[0]].dtype, torch.float32)
+        found = torch._foreach_norm([grads[place] for place in same], norm_type, dtype=wide)
+        norms |= zip(same, torch.stack(found).double().to(device).unbind(), strict=True)
+    return torch.stack([norms[place] for place in range(len(grads))])
+
+
+def _alike(grads: Sequence[Tensor]) -> dict[object, list[int]]:
+    """Places of gradients by device and dtype: torch's operations on many tensors take them together."""
+    places: dict[object, list[int]] = {}
+    for place, grad in enumerate(grads):
+        places.setdefault((grad.device, grad.dtype), []).append(place)
+    return places
+
+
 def _wide_dtype(engine: Engine, params: Sequence[nn.Parameter]) -> torch.dtype:
-    """At least fp32; on all ranks the same, also on one that holds no gradient."""
+    """The dtype of a norm: at least fp32, and the same on all ranks, also on one that holds no gradient."""
     dtypes = [bucket.dtypes.grad.to_real() for bucket in _slots_of(engine, params)]
     return functools.reduce(torch.promote_types, dtypes, torch.float32)
 
 
 def scale_grads(engine: Engine, params: Iterable[nn.Parameter], factor: Tensor | float) -> None:
     """Multiply the reduced gradients of ``params`` in place, wherever they rest."""
-    for grad in owned_grads(engine, params):
-        grad.mul_(factor.to(grad.device) if isinstance(factor, Tensor) else factor)
+    grads = owned_grads(engine, params)
+    for places in _alike(grads).values():
+        same = [grads[place] for place in places]
+        torch._foreach_mul_(same, factor.to(same[0].device) if isinstance(factor, Tensor) else factor)
 
 
 def owned_grads(engine: Engine, params: Iterable[nn.Parameter]) -> list[Tensor]:
     """All that this rank holds of the reduced gradients of ``params``, as views (replicated ones whole)."""
+    # Steps under way own their gradients until they are over, and callers change them in place.
     engine.after_step.wait_for_steps()
     result = []
     for bucket, slots in _slots_of(engine, params).items():
@@ -96,7 +115,7 @@ def clip_by_norm(
     *,
     error_if_nonfinite: bool = False,
 ) -> Tensor:
-    """Scale the gradients of ``params`` so that their norm is at most ``max_norm``; the norm before.
+    """Scale the gradients of ``params`` so that their norm is at most ``max_norm``; returns the norm before.
 
     Raises:
         RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set.
@@ -117,6 +136,9 @@ def clip_by_value(engine: Engine, params: Iterable[nn.Parameter], clip_value: fl
 
 
 def overflowed(engine: Engine, params: Iterable[nn.Parameter]) -> bool:
-    """On all ranks: whether any rank holds a gradient of ``params`` that is not finite. Checked where they rest."""
-    found = any(not bool(torch.isfinite(grad).all()) for grad in shard_grads(engine, params))
+    """Whether any rank holds a gradient of ``params`` that is not finite; checked where they rest. On all ranks."""
+    grads = shard_grads(engine, params)
+    finite = [torch.stack([torch.isfinite(grads[p]).all() for p in places]).all() for places in _alike(grads).values()]
+    found = not all(map(bool, finite))  # on a GPU the host waits for each of these, so there are few
+    # All ranks skip the step or none does. A rank that decided by its own shards would step apart from the others.
     return bool(engine.comm.max_(torch.tensor([found], dtype=torch.uint8)))

@@ -1,4 +1,4 @@
-"""The state of an optimizer of shards, as the plain optimizer would have it."""
+"""The state of an optimizer of shards, in the form that the plain optimizer would give it."""
 
 from __future__ import annotations
 
@@ -51,6 +51,8 @@ _Key = tuple[int, int]  # bucket, slot
 
 def _full_states(engine: Assembly, sharded: ShardedOptimizer, wanted: bool) -> dict[tuple[Bucket, int], dict[str, Any]]:
     """Every parameter's state with full tensors. Small messages say who has what; then a gather per bucket and name."""
+    # A rank may own nothing of a parameter, or of a whole bucket, and so not know that there is state. It takes part in
+    # the gathers all the same: they follow from what all ranks have told, by name and in one order (``sorted``).
     buckets = engine.buckets
     known: dict[_Key, dict[str, Any]] = {}
     for contribution in engine.comm.all_gather_objects(_who_has_what(buckets, sharded), "optimizer state"):

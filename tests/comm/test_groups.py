@@ -1,0 +1,85 @@
+"""Process groups: which backend serves a device, how few there are, and that making one needs its members only."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_zero.comm import agreements
+from lightning_zero.comm.communicator import Communicator
+from lightning_zero.comm.groups import GroupKind, Groups, _new_group, backend_for
+from lightning_zero.planning.topology import flat
+from tests.harness import on_ranks
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ("cpu:gloo,cuda:nccl", ("gloo", "nccl")),
+        ("cpu:gloo,cuda:gloo", ("gloo", "gloo")),
+        ("cuda:nccl", ("gloo", "nccl")),  # what is not named has the default of the group
+    ],
+)
+def test_each_kind_of_device_may_have_a_backend_of_its_own(config: str, expected: tuple[str, str]) -> None:
+    with mock.patch.object(dist, "get_backend_config", lambda group: config):
+        assert (backend_for(dist.group.WORLD, CPU), backend_for(dist.group.WORLD, GPU)) == expected
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("in_streams", [False, True])
+def test_messages_on_streams_need_no_third_group(in_streams: bool) -> None:
+    groups = Groups.create(dist.group.WORLD, GroupKind(flat(2), "gloo", in_streams, even_alone=False))
+    assert groups.gather is not None and groups.reduce is not None
+    assert (groups.second_half is None) == in_streams
+    assert groups.replicate is None
+
+
+@on_ranks(2)
+def test_a_group_is_made_without_a_split_of_the_default_group() -> None:
+    """Ranks that are not in it would have to take part."""
+    default: Any = dist.distributed_c10d._get_default_group()
+    seen: list[Any] = []
+    new_group = dist.new_group
+
+    def made(*args: Any, **kwargs: Any) -> Any:
+        seen.append(default.bound_device_id)
+        return new_group(*args, **kwargs)
+
+    default.bound_device_id = torch.device("cpu", 0)
+    try:
+        with mock.patch.object(dist, "new_group", made):
+            _new_group([0, 1], "a test", "gloo")
+        assert seen == [None] and default.bound_device_id == torch.device("cpu", 0)
+    finally:
+        default.bound_device_id = None
+
+
+@on_ranks(1)
+def test_one_rank_sends_where_it_is_asked_to() -> None:
+    comm = Communicator(dist.group.WORLD, CPU, even_alone=True)
+    full = torch.arange(512.0)
+    assert comm.all_gather(full.clone(), "a").wait().equal(full)
+    assert comm.reduce_scatter(full.clone(), "a").finish().equal(full)
+    assert comm.all_reduce(full.clone(), "a").finish().equal(full)
+    assert dict(comm.counts) == {("all_gather", "a"): 1, ("reduce_scatter", "a"): 1, ("all_reduce", "a"): 1}
+    comm.close()
+
+
+@on_ranks(2)
+def test_what_was_done_is_undone_where_the_other_ranks_cannot_be_asked() -> None:
+    comm = Communicator(dist.group.WORLD, CPU)
+    undone: list[str] = []
+    with (
+        mock.patch.object(agreements, "gather_objects", side_effect=ConnectionError),
+        pytest.raises(ConnectionError),
+    ):
+        comm.together("a test", lambda: "a file", undo=undone.append)
+    assert undone == ["a file"]
+    comm.close()

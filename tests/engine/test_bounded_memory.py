@@ -1,0 +1,124 @@
+"""Memory that comes and goes is bounded from the start: when a module is sharded, and in passes that are not known."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from lightning_zero.comm.reduction import Reduction
+from lightning_zero.engine.passes import gradients
+from lightning_zero.engine.passes.gradients import Reducer
+from lightning_zero.engine.units import build
+from lightning_zero.engine.units.bucket import Bucket
+from tests.engine.support import Model, Sharded, Twin, assert_same, language_loss, tokens
+from tests.harness import on_ranks
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_sharding_a_module_needs_one_unit_beside_what_rests(precision: str) -> None:
+    made: list[Bucket] = []
+    others: list[int] = []
+    fill = build._fill
+
+    def filled(bucket: Bucket) -> None:
+        unit = bucket.label.partition("#")[0]
+        others.append(sum(b.full.nbytes for b in made if b.full.allocated and not b.label.startswith(f"{unit}#")))
+        made.append(bucket)
+        fill(bucket)
+
+    with mock.patch.object(build, "_fill", filled), Sharded(Model(depth=5), stage=3, precision=precision) as side:
+        assert len(made) == len(side.engine.buckets) >= 6
+        assert sum(others) == 0, "other units are gathered while one is filled"
+        assert not any(b.full.allocated for b in side.engine.buckets if b.reshards)
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize(("stage", "dynamic"), [(1, False), (3, False), (3, True)])
+def test_a_backward_that_is_not_known_keeps_few_reductions_in_flight(stage: int, dynamic: bool) -> None:
+    """As on a GPU, where the host never sees that a reduction is over: it must wait, and may not in any case."""
+    most = 0
+    issue = Reducer._issue
+
+    def issued(self: Reducer, bucket: Bucket) -> None:
+        nonlocal most
+        issue(self, bucket)
+        most = max(most, self._flying_nbytes)
+
+    torch.manual_seed(3)
+    module = Model(width=64, depth=12)
+    twin = Twin(module, each=stage >= 2)
+    limit = max(b.numel() for b in module.parameters()) * 4
+    with (
+        mock.patch.object(Reducer, "_issue", issued),
+        mock.patch.object(Reduction, "done", lambda self: False),
+        mock.patch.object(Reducer, "_comes", lambda self, pending: True),
+        Sharded(module, stage=stage, dynamic=dynamic, reduce_bucket_bytes=limit) as side,
+    ):
+        of_unit = sum(b.layout.numel * 4 for b in side.engine.units[3].buckets)
+        largest = max(b.layout.numel * 4 for b in side.engine.buckets)
+        for step in range(2):
+            twin.backward(language_loss(twin.module, tokens(step)))
+            side.backward(language_loss(side.module, tokens(step)))
+            # What ranks know of each other is as old as the gather before: a unit, and one ahead.
+            assert most <= max(limit, largest) + (2 * of_unit if stage == 3 else 0)
+            assert most < sum(b.layout.numel * 4 for b in side.engine.buckets) / 2
+            assert_same_step(twin, side)
+
+
+def assert_same_step(twin: Twin, side: Sharded) -> None:
+    twin.step()
+    side.step()
+    assert_same(side, twin)
+    twin.zero_grad()
+    side.zero_grad()
+
+
+class Forks(Model):
+    """Ranks use other blocks, so that one may wait for gathers of another in its backward."""
+
+    turn = 0
+
+    def forward(self, batch: torch.Tensor) -> Any:
+        x = self.embed(batch)
+        rank = torch.distributed.get_rank()
+        for number, block in enumerate(self.blocks):
+            if (number + self.turn) % 3 != rank:
+                x = block(x)
+        return self.head(x)
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_ranks_that_take_other_paths_do_not_wait_for_each_other_in_a_circle(dynamic: bool) -> None:
+    torch.manual_seed(3)
+    module = Forks(width=32, depth=9)
+    with (
+        mock.patch.object(Reduction, "done", lambda self: False),
+        mock.patch.object(Reducer, "_comes", lambda self, pending: True),
+        Sharded(module, stage=3, dynamic=dynamic, reduce_bucket_bytes=1 << 12, stall_timeout_s=30.0) as side,
+    ):
+        for step in range(3):
+            side.backward(language_loss(side.module, tokens(step)))
+            side.step()
+            side.zero_grad()
+
+
+@on_ranks(2, 3)
+def test_ranks_that_leave_their_paths_are_not_waited_for_without_end() -> None:
+    """What was true in the passes before is not any more, and a rank that waits is needed by another."""
+    torch.manual_seed(3)
+    module = Forks(width=32, depth=9)
+    with (
+        mock.patch.object(Reduction, "done", lambda self: False),
+        mock.patch.object(gradients, "PATIENCE_S", 0.05),
+        Sharded(module, stage=3, reduce_bucket_bytes=1 << 12, stall_timeout_s=30.0) as side,
+    ):
+        for step in range(6):
+            module.turn = step // 2 if torch.distributed.get_rank() else 0
+            side.backward(language_loss(side.module, tokens(step)))
+            side.step()
+            side.zero_grad()
