@@ -53,11 +53,6 @@ def _function(code: CodeType) -> str | None:
     return f"{code.co_filename.removeprefix(PACKAGE)}: {name}" if inside else None
 
 
-def is_ours(frame: FrameType) -> bool:
-    """Whether code of the package runs in a frame."""
-    return frame.f_code.co_filename.startswith(PACKAGE)
-
-
 def place() -> Place:
     """The innermost line of the package on the stack."""
     frame: FrameType | None = sys._getframe(1)

@@ -11,7 +11,6 @@ import contextlib
 import functools
 import itertools
 import re
-import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent import futures
@@ -29,7 +28,7 @@ import lightning_zero.device
 from lightning_zero.device.accelerator import Accelerator
 from lightning_zero.engine.steps.worker import StepWorker
 from lightning_zero.tiers.nvme import NvmeTier
-from tests.device.machine import Copy, Machine, is_on_device, is_ours, nbytes_of, place, zeros_for
+from tests.device.machine import Copy, Machine, is_on_device, nbytes_of, place, zeros_for
 
 aten = torch.ops.aten
 
@@ -155,7 +154,7 @@ _ONLY_LOOK = {aten.is_same_size.default, aten._has_compatible_shallow_copy_type.
 
 
 class Shapes:
-    """What operators give on the device. torch's kernels for "meta" are mostly Python: they are asked once for shapes."""
+    """What operators give on the device. torch's kernels for "meta" are mostly Python, and slow: each is asked once."""
 
     def __init__(self) -> None:
         self._known: dict[Any, Any] = {}
@@ -604,17 +603,9 @@ def simulated(machine: Machine, pace: Pace = "lazy") -> Iterator[None]:
             machine.resized(storage, nbytes)
         return result
 
-    def empty(*args: Any, empty: Any = torch.empty, pin_memory: bool | None = None, **kwargs: Any) -> Tensor:
-        """Where the package says whether it wants pinned memory, it gets it: it asks for CUDA, which is not here."""
-        tensor: Tensor = empty(*args, **kwargs)
-        if pin_memory is not None and not is_on_device(tensor) and is_ours(sys._getframe(1)):
-            machine.pin(tensor, minded=True)
-        return tensor
-
     groups = Groups(machine)
     patches: Iterable[tuple[Any, str, Any]] = [
         (torch.UntypedStorage, "resize_", resize_),
-        (torch, "empty", empty),
         (threading, "Lock", lambda: SeenLock(machine, lock())),
         (threading.Thread, "start", _started(machine, threading.Thread.start)),
         (threading.Thread, "join", _finds(machine, turns, threading.Thread.join)),
