@@ -1,0 +1,73 @@
+"""Who comes after whom. A *party* does one thing after the other: a stream, a thread of the host, the disk.
+
+The arithmetic is that of torch's own sanitizer for CUDA, which is pure Python. It knows streams only; here a thread is
+a party of its own, so that what one thread has waited for is not taken for something that all have waited for.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+from torch.cuda._sanitizer import StreamSynchronizations
+
+COMPUTE = 0  # the stream that there is from the beginning
+
+
+class Order:
+    """Vector clocks of parties, and of events that they have recorded.
+
+    Attributes:
+        names: of parties, for reports.
+    """
+
+    def __init__(self) -> None:
+        self._clocks = StreamSynchronizations()
+        self._numbers = itertools.count(1)
+        self._parties = itertools.count(COMPUTE + 1)
+        self._events = itertools.count(1)
+        self._changes: dict[int, int] = {COMPUTE: 0}  # of what a party has seen
+        self._followed: dict[tuple[int, int], int] = {}
+        self._moment = self.new_event()
+        self.names: dict[int, str] = {COMPUTE: "compute"}
+
+    def new_party(self, name: str) -> int:
+        party = next(self._parties)
+        self._clocks.create_stream(party)
+        self._changes[party] = 0
+        self.names[party] = name
+        return party
+
+    def parties(self) -> list[int]:
+        return list(self.names)
+
+    def new_event(self) -> int:
+        event = next(self._events)
+        self._clocks.create_event(event)
+        return event
+
+    def act(self, party: int) -> int:
+        """The party does something; the number of it."""
+        number = next(self._numbers)
+        self._clocks.update_seq_num(party, number)
+        self._changes[party] += 1
+        return number
+
+    def record(self, event: int, party: int) -> None:
+        """``event`` is behind all that the party has done and seen."""
+        self._clocks.record_state(event, party)
+
+    def wait(self, party: int, event: int) -> None:
+        """What the party does from here on comes after ``event``."""
+        self._clocks.stream_wait_for_event(party, event)
+        self._changes[party] += 1
+
+    def follow(self, party: int, other: int) -> None:
+        """What the party does from here on comes after all that ``other`` has done and seen."""
+        if self._followed.get((party, other)) != self._changes[other]:
+            self._followed[party, other] = self._changes[other]
+            self.record(self._moment, other)
+            self.wait(party, self._moment)
+
+    def is_behind(self, party: int, other: int, number: int) -> bool:
+        """Whether what the party does next comes after that act of ``other``."""
+        return self._clocks.is_ordered_after(party, number, other)

@@ -1,0 +1,227 @@
+"""Training on the machine, as one rank of a world whose other ranks are torch's fake process group."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import lightning_zero
+from tests.device.machine import Machine, Tally
+from tests.device.virtual import Pace, simulated
+
+VOCABULARY = 16
+WIDTH = 16
+
+
+class Step(NamedTuple):
+    """One training step.
+
+    Attributes:
+        clips: gradients, by their norm, between backward and step.
+        early: offloaded steps begin inside the backward.
+        evaluates: the model is called once more between backward and step.
+    """
+
+    micro_batches: int = 1
+    clips: bool = False
+    early: bool = False
+    evaluates: bool = False
+
+
+PLAIN = (Step(),) * 3
+# Each number of micro-batches with clipping and without; the last two repeat what has been learned by then.
+MIXED = (Step(), Step(clips=True), Step(2), Step(2, clips=True), Step(), Step(2))
+
+
+@dataclass(frozen=True)
+class Case:
+    """One engine and how it is trained.
+
+    Attributes:
+        row: of offload.
+        worker: when the thread of offloaded steps gets on: as soon as it can, or when somebody waits for it.
+        settings: arguments of ``lightning_zero.shard``, beside those.
+    """
+
+    stage: int = 3
+    row: str = "none"
+    precision: str = "fp32"
+    grad_dtype: str | None = None
+    ranks: int = 4
+    steps: tuple[Step, ...] = PLAIN
+    worker: Pace = "lazy"
+    blocks: int = 3
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        words = [f"zero{self.stage}", self.row, self.precision, f"{self.ranks}ranks"]
+        words += [self.worker] * (self.row != "none")
+        return "-".join(words + [f"{key}={value}" for key, value in self.settings.items()])
+
+
+@dataclass
+class Found:
+    """What one simulated training has shown.
+
+    Attributes:
+        races: with how often each was seen, until the engine rests.
+        at_release: races that came with the end of the engine.
+        unbound: functions that used the device in a thread that had not been bound to it.
+        construction: what was counted while the module was sharded.
+        steps: what was counted in each step.
+        at_rest: bytes of device memory behind the last step.
+    """
+
+    races: dict[str, int]
+    at_release: dict[str, int]
+    unbound: dict[str, int]
+    construction: Tally
+    steps: list[Tally]
+    at_rest: int
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.linear(self.norm(x))
+
+
+class Model(nn.Module):
+    def __init__(self, blocks: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(x)
+        return logits
+
+
+@contextlib.contextmanager
+def world(ranks: int) -> Iterator[None]:
+    """This process as the first of ``ranks``."""
+    import torch.testing._internal.distributed.fake_pg  # noqa: F401  (registers the backend)
+
+    hook = sys.excepthook  # torch puts one of its own in front, each time
+    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=ranks)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        sys.excepthook = hook
+
+
+@contextlib.contextmanager
+def fused_on_meta() -> Iterator[None]:
+    """torch's fused AdamW has a kernel for the meta device, and a list of devices that leaves it out."""
+    adam = importlib.import_module("torch.optim.adam")
+    with mock.patch.object(adam, "_device_dtype_check_for_fused", lambda *_, **__: None):
+        yield
+
+
+def loss_of(model: nn.Module) -> Tensor:
+    tokens = torch.zeros(2, 4, dtype=torch.long, device="meta")
+    loss: Tensor = F.cross_entropy(model(tokens).float().flatten(0, 1), tokens.flatten())
+    return loss
+
+
+def train_step(step: Step, engine: Any, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def backwards() -> None:
+        for micro_batch in range(step.micro_batches):
+            last = micro_batch == step.micro_batches - 1
+            with contextlib.nullcontext() if last else engine.no_sync():
+                engine.backward(loss_of(model) / step.micro_batches)
+        if step.clips:
+            lightning_zero.clip_grad_norm_(model, 1.0)
+        if step.evaluates:
+            with torch.no_grad():
+                loss_of(model)
+
+    with engine.step_scope():
+        if step.early:
+            with engine.stepping_in_backward():
+                optimizer.step(backwards)
+        else:
+            backwards()
+            optimizer.step()
+        optimizer.zero_grad()
+
+
+def train(case: Case, mutations: Sequence[tuple[str, Any]] = (), *, then: Callable[..., None] | None = None) -> Found:
+    """Train a small model on the machine; ``then`` is called with engine, model and optimizer behind the last step.
+
+    Args:
+        mutations: what stands in the place of a function of the package, by its path.
+    """
+    machine = Machine()
+    warnings.filterwarnings("ignore", message=".*to a meta parameter in the current model, which is a no-op")
+    gc.collect()
+    gc.disable()  # what garbage is freed when would be another each time
+    try:
+        with contextlib.ExitStack() as stack:
+            for target, new in mutations:
+                stack.enter_context(mock.patch(target, new))
+            files = stack.enter_context(tempfile.TemporaryDirectory(prefix="lightning_zero_virtual_"))
+            stack.enter_context(world(case.ranks))
+            stack.enter_context(fused_on_meta())
+            stack.enter_context(simulated(machine, case.worker))
+            return _train(case, machine, files, then)
+    finally:
+        gc.enable()
+
+
+def _train(case: Case, machine: Machine, files: str, then: Callable[..., None] | None) -> Found:
+    def counted() -> Tally:
+        tally, machine.tally = machine.tally, Tally(peak=machine.held)
+        return tally
+
+    model = Model(case.blocks)
+    offload: Any = {"name": case.row} | ({"nvme_path": files} if "nvme" in case.row else {})
+    precision = {"name": case.precision} | ({"grad_dtype": case.grad_dtype} if case.grad_dtype else {})
+    engine = lightning_zero.shard(
+        model, stage=case.stage, precision=precision, offload=offload, device="meta", **case.settings
+    )
+    for name, stream in engine.comm.streams._streams.items():
+        machine.order.names[stream] = name
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    engine.add_optimizer(optimizer)
+    construction, steps = counted(), []
+    try:
+        for step in case.steps:
+            train_step(step, engine, model, optimizer)
+            steps.append(counted())
+        if then is not None:
+            then(engine, model, optimizer)
+        engine.rest()
+        races, at_rest = machine.races.copy(), machine.held
+    finally:
+        engine.release()
+    return Found(
+        races={str(race): times for race, times in races.items()},
+        at_release={str(race): times for race, times in (machine.races - races).items()},
+        unbound=dict(machine.unbound),
+        construction=construction,
+        steps=steps,
+        at_rest=at_rest,
+    )

@@ -1,0 +1,249 @@
+"""The engine orders its streams, and the host beside them: every stage, tier row and precision, and more ways to train.
+
+In each case of the matrix steps with one and with two micro-batches, clipped and not, follow each other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import lightning_zero
+from lightning_zero.engine.whole import norms
+from tests.device.simulate import MIXED, Case, Found, Step, loss_of, train_step
+
+Trained = Callable[..., Found]
+
+HOST_ROWS = [*((stage, "optimizer_cpu") for stage in (1, 2, 3)), (3, "cpu")]
+FILE_ROWS = [*((stage, "optimizer_nvme") for stage in (1, 2, 3)), (3, "optimizer_cpu_param_nvme"), (3, "nvme")]
+
+
+def matrix() -> Iterator[Case]:
+    for precision in ("fp32", "bf16"):
+        for ranks in (1, 4):
+            for stage in range(4):
+                yield Case(stage, "none", precision, ranks=ranks, steps=MIXED)
+            for stage, row in HOST_ROWS:
+                for worker in ("eager", "lazy"):
+                    yield Case(stage, row, precision, ranks=ranks, steps=MIXED, worker=worker)
+        for stage, row in FILE_ROWS:
+            yield Case(stage, row, precision, ranks=4, steps=MIXED, worker="lazy")
+            yield Case(stage, row, precision, ranks=1, steps=MIXED, worker="eager")
+
+
+def as_params(cases: list[Case], reason: Callable[[Case], str] = lambda _: "") -> list[Any]:
+    """Cases of a test. ``reason`` says why one has races now; empty where it must have none."""
+    return [
+        pytest.param(
+            case, id=str(case), marks=[pytest.mark.xfail(strict=True, reason=reason(case))] * bool(reason(case))
+        )
+        for case in cases
+    ]
+
+
+def assert_none(races: dict[str, int]) -> None:
+    assert not races, "\n" + "\n".join(f"{times} times: {race}" for race, times in sorted(races.items()))
+
+
+@pytest.mark.parametrize("case", as_params(list(matrix())))
+def test_training_has_no_race(case: Case, trained: Trained) -> None:
+    assert_none(trained(case).races)
+
+
+SMALL = {"reduce_bucket_bytes": 1200}  # less than any two buckets: a reduction is waited for before the next
+EARLY = (Step(early=True),) * 4
+
+
+@pytest.mark.parametrize(
+    "case",
+    as_params(
+        [
+            *(Case(stage, steps=MIXED, settings=SMALL) for stage in range(4)),
+            Case(settings={"prefetch_bytes": 0}),
+            Case(settings={"keep_gathered_bytes": 1200}),
+            Case(settings={"dynamic": True}),
+            Case(settings={"activation_checkpointing": "blocks"}),
+            Case(settings={"comm": {"transport": "direct"}}),
+            Case(precision="bf16_true"),
+            Case(precision="bf16", grad_dtype="bf16"),
+            *(
+                Case(3, row, "bf16", "bf16", ranks, settings=SMALL)  # gradients are cast on their way to the host
+                for row in ("optimizer_cpu", "optimizer_nvme")
+                for ranks in (1, 4)
+            ),
+            Case(precision="bf16", settings={"unit": {"classes": ["Linear"]}}),
+            *(
+                Case(stage, "optimizer_cpu", precision, steps=EARLY, worker=worker, settings=SMALL)
+                for stage in (1, 3)
+                for precision in ("fp32", "bf16")
+                for worker in ("eager", "lazy")
+            ),
+            Case(1, "optimizer_cpu", steps=(Step(evaluates=True),) * 3, worker="eager"),
+            Case(3, "optimizer_cpu", settings={"prefetch_bytes": 0}),
+            Case(3, "nvme", "bf16", settings=SMALL),
+            Case(3, "auto", steps=MIXED),
+        ]
+    ),
+)
+def test_other_settings_have_no_race(case: Case, trained: Trained) -> None:
+    assert_none(trained(case).races)
+
+
+# -- what is asked of an engine between steps -------------------------------------------------------------------------
+
+
+def gathers(engine: Any, model: nn.Module, optimizer: Any) -> None:
+    with torch.no_grad(), lightning_zero.gather(model):
+        for param in model.parameters():
+            param.mul_(2)
+    train_step(Step(), engine, model, optimizer)
+
+
+def gathers_gradients(engine: Any, model: nn.Module, optimizer: Any) -> None:
+    engine.backward(loss_of(model))
+    with lightning_zero.gather(model, grads=True):
+        for param in model.parameters():
+            assert param.grad is not None
+            param.grad.mul_(2)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def saves_and_loads(engine: Any, model: nn.Module, optimizer: Any) -> None:
+    values, states = engine.state_dict(), engine.optimizer_state(optimizer)
+    engine.load_state_dict(values)
+    engine.load_optimizer_state(optimizer, states)
+    train_step(Step(), engine, model, optimizer)
+
+
+def trains_without_scopes(engine: Any, model: nn.Module, optimizer: Any) -> None:
+    for _ in range(3):
+        loss_of(model).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def evaluates(engine: Any, model: nn.Module, optimizer: Any) -> None:
+    for _ in range(2):
+        with torch.no_grad(), engine.step_scope("validation", evaluation=True):
+            loss_of(model)
+    train_step(Step(), engine, model, optimizer)
+    with torch.no_grad():
+        loss_of(model)
+    train_step(Step(), engine, model, optimizer)
+
+
+def reads_weights(engine: Any, model: Any, optimizer: Any) -> None:
+    with engine.step_scope():
+        (model.blocks[0].linear.weight + 1).sum()
+        engine.backward(loss_of(model))
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def looks_at_gradients(engine: Any, model: nn.Module, optimizer: Any) -> None:
+    engine.backward(loss_of(model))
+    lightning_zero.grad_norm(model)
+    norms.clip_by_value(engine, model.parameters(), 1.0)
+    norms.overflowed(engine, list(model.parameters()))
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+    train_step(Step(), engine, model, optimizer)
+
+
+def freezes(engine: Any, model: Any, optimizer: Any) -> None:
+    for requires_grad in (False, True):
+        for param in model.blocks[0].parameters():
+            param.requires_grad_(requires_grad)
+        for _ in range(2):
+            train_step(Step(), engine, model, optimizer)
+
+
+def raises_in_forward(engine: Any, model: Any, optimizer: Any) -> None:
+    _raises(model.blocks[1].register_forward_hook(lambda *_: 1 / 0), engine, model)
+    train_step(Step(), engine, model, optimizer)
+
+
+def raises_in_backward(engine: Any, model: Any, optimizer: Any) -> None:
+    _raises(model.blocks[1].linear.weight.register_hook(lambda *_: 1 / 0), engine, model)
+    train_step(Step(), engine, model, optimizer)
+
+
+def _raises(hook: Any, engine: Any, model: nn.Module) -> None:
+    with contextlib.suppress(ZeroDivisionError), engine.step_scope():
+        engine.backward(loss_of(model))
+    hook.remove()
+
+
+def steps_twice(engine: Any, model: nn.Module, optimizer: Any) -> None:
+    engine.backward(loss_of(model))
+    optimizer.step()
+    optimizer.step()
+    optimizer.zero_grad()
+    train_step(Step(), engine, model, optimizer)
+
+
+def serves_others(engine: Any, model: nn.Module, optimizer: Any) -> None:
+    """Another rank needs a unit whose gather is under way here."""
+    for unit in engine.units[1:]:
+        unit.unshard_begin()
+        unit.serve()
+        unit.unshard_wait()
+        unit.reshard()
+
+
+ACTS = [
+    gathers,
+    gathers_gradients,
+    saves_and_loads,
+    trains_without_scopes,
+    evaluates,
+    reads_weights,
+    looks_at_gradients,
+    freezes,
+    raises_in_forward,
+    raises_in_backward,
+    steps_twice,
+    serves_others,
+]
+ROWS = [(1, "none"), (3, "none"), (1, "optimizer_cpu"), (3, "optimizer_cpu")]
+
+
+@pytest.mark.parametrize(
+    ("act", "case"),
+    [
+        pytest.param(act, *param.values, id=f"{act.__name__}-{param.id}", marks=param.marks)
+        for act in ACTS
+        for param in as_params(
+            [Case(stage, row, steps=(Step(),) * 2) for stage, row in ROWS if stage == 3 or act is not serves_others]
+        )
+    ],
+)
+def test_what_is_asked_between_steps_has_no_race(act: Callable[..., None], case: Case, trained: Trained) -> None:
+    assert_none(trained(case, then=act).races)
+
+
+# -- the end, and threads ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "case",
+    as_params(
+        [
+            *(Case(stage) for stage in range(4)),
+            *(Case(stage, row, precision) for stage, row in HOST_ROWS for precision in ("fp32", "bf16")),
+        ]
+    ),
+)
+def test_an_engine_ends_without_a_race(case: Case, trained: Trained) -> None:
+    assert_none(trained(case).at_release)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_threads_are_bound_to_the_device_that_they_use(stage: int, trained: Trained) -> None:
+    assert not trained(Case(stage, "optimizer_cpu")).unbound

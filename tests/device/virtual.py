@@ -1,0 +1,634 @@
+"""The machine of ``machine.py`` in the place of a GPU. Its device is torch's "meta": tensors without values, whose
+shapes, storages and devices are real, so that the engine takes the ways that it takes on CUDA.
+
+What an operator reads and writes is read from its schema. Copies follow torch's own rules for CUDA
+(``copy_kernel_cuda``): one that casts does so on the device if it does not block, and on the host if it does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import re
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent import futures
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Literal
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import lightning_zero.device
+from lightning_zero.device.accelerator import Accelerator
+from lightning_zero.engine.steps.worker import StepWorker
+from lightning_zero.tiers.nvme import NvmeTier
+from tests.device.machine import Copy, Machine, is_on_device, nbytes_of, place, zeros_for
+
+aten = torch.ops.aten
+
+
+class Virtual(Accelerator):
+    """The machine, as the engine sees it. Streams and events are numbers."""
+
+    has_streams = True
+
+    def __init__(self, device: torch.device, machine: Machine) -> None:
+        super().__init__(device)
+        self._machine = machine
+        self._streams = itertools.count()
+
+    def new_stream(self) -> int:
+        return self._machine.new_stream(f"stream {next(self._streams)}")
+
+    def current_stream(self) -> int:
+        return self._machine.stream
+
+    @contextlib.contextmanager
+    def on(self, stream: int) -> Iterator[int]:
+        machine = self._machine
+        before, machine.stream = machine.stream, stream
+        try:
+            yield stream
+        finally:
+            machine.stream = before
+
+    def record(self) -> int:
+        machine = self._machine
+        machine.used_here()
+        event = machine.new_event()
+        machine.record(event, machine.stream)
+        return event
+
+    def wait(self, event: int) -> None:
+        self._machine.wait(self._machine.stream, event)
+
+    def is_over(self, event: int) -> bool:
+        """Never: the worst case is a device that is far behind."""
+        return False
+
+    def wait_on_host(self, event: int) -> None:
+        self._machine.host_waits("event", events=[event])
+
+    def synchronize(self) -> None:
+        self._machine.synchronize()
+
+    def host_memory(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        tensor = super().host_memory(shape, dtype)
+        self._machine.pin(tensor, minded=True)
+        return tensor
+
+    def pin(self, memory: Tensor) -> None:
+        self._machine.pin(memory, minded=False)
+
+    def unpin(self, memory: Tensor) -> None:
+        self._machine.unpin(memory)
+
+    def bind_thread(self) -> None:
+        self._machine.bind_thread()
+
+
+# -- kernels ----------------------------------------------------------------------------------------------------------
+
+
+_FACTORY = re.compile(r"aten::(new_.*|.*_like|empty.*|zeros|ones|full|arange|scalar_tensor)$")
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """What an operator does to its arguments.
+
+    Attributes:
+        reads, writes: names of arguments.
+        order: of all arguments.
+        fills: its new outputs are written.
+        new: all its outputs are new memory.
+        in_place: the argument that is its only output, where it has no other; or "" where it has no output.
+    """
+
+    order: tuple[str, ...]
+    reads: frozenset[str]
+    writes: frozenset[str]
+    fills: bool
+    new: bool
+    in_place: str | None
+
+
+@functools.cache
+def signature_of(operator: Any) -> Signature:
+    schema = operator._schema
+    factory = _FACTORY.match(schema.name) is not None
+    reads, writes = set(), set()
+    for argument in schema.arguments:
+        alias = argument.alias_info
+        if alias is not None and alias.is_write:
+            writes.add(argument.name)
+        elif alias is None and not factory:  # what is only viewed is not read
+            reads.add(argument.name)
+    new = [result.alias_info is None for result in schema.returns]
+    in_place = "" if not new else next(iter(writes)) if len(writes) == len(new) == 1 and not new[0] else None
+    return Signature(
+        tuple(argument.name for argument in schema.arguments),
+        frozenset(reads),
+        frozenset(writes),
+        any(new) and "empty" not in schema.name,
+        bool(new) and all(new),
+        in_place,
+    )
+
+
+def tensors_in(value: Any) -> Sequence[Tensor]:
+    if isinstance(value, Tensor):
+        return (value,)
+    if isinstance(value, list | tuple):
+        return [inner for inner in value if isinstance(inner, Tensor)]
+    return ()
+
+
+_ONLY_LOOK = {aten.is_same_size.default, aten._has_compatible_shallow_copy_type.default}
+
+
+class Shapes:
+    """What operators give on the device. torch's kernels for "meta" are mostly Python, and slow: each is asked once."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, Any] = {}
+
+    def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        signature = signature_of(func)
+        if signature.in_place is not None:
+            return self._in_place(signature, func, args, kwargs)
+        if not signature.new:
+            return func(*args, **kwargs)  # a view
+        key = (func, _key(args), _key(tuple(kwargs.items())))
+        if key not in self._known:
+            result = func(*args, **kwargs)
+            plain = isinstance(result, Tensor) or all(isinstance(r, Tensor) for r in result)
+            self._known[key] = _shape(result) if plain else None
+            return result
+        shapes = self._known[key]
+        return func(*args, **kwargs) if shapes is None else _empty(shapes)
+
+    @staticmethod
+    def _in_place(signature: Signature, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """There are no values to change. Host tensors among the arguments would have some."""
+        named = dict(zip(signature.order, args, strict=False)) | kwargs
+        if all(is_on_device(t) for name in signature.writes for t in tensors_in(named[name])):
+            return named[signature.in_place] if signature.in_place else None
+        return func(*args, **kwargs)
+
+
+def _key(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.shape, value.stride(), value.dtype, value.device.type
+    if isinstance(value, list | tuple):
+        return tuple(map(_key, value))
+    return type(value), value
+
+
+def _shape(result: Any) -> Any:
+    if isinstance(result, Tensor):
+        return result.shape, result.stride(), result.dtype, result.device
+    return [_shape(r) for r in result]
+
+
+def _empty(shape: Any) -> Any:
+    if isinstance(shape, list):
+        return tuple(map(_empty, shape))
+    size, stride, dtype, device = shape
+    return torch.empty_strided(size, stride, dtype=dtype, device=device)
+
+
+SHAPES = Shapes()
+
+
+class Watch(TorchDispatchMode):
+    """Tells the machine of every operator of this thread."""
+
+    def __init__(self, machine: Machine) -> None:
+        super().__init__()
+        self._machine = machine
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace != "aten" or func in _ONLY_LOOK:
+            return func(*args, **kwargs)  # of collectives we hear elsewhere
+        if func is aten.copy_.default and is_on_device(args[0]) != is_on_device(args[1]):
+            self._copy(args[0], args[1], blocks=not (args[2:] and args[2]) and not kwargs.get("non_blocking"))
+            return args[0]
+        if func is aten._to_copy.default and is_on_device(args[0]) != _goes_to_device(args[0], kwargs):
+            return self._new_copy(args[0], kwargs)
+        if func is aten._local_scalar_dense.default and is_on_device(args[0]):
+            return self._value(args[0])
+        if func is aten.record_stream.default:
+            raise NotImplementedError("the machine does not know record_stream")
+        flat = [*itertools.chain.from_iterable(map(tensors_in, args))]
+        on_device = any(map(is_on_device, flat))
+        result = SHAPES.run(func, args, kwargs) if on_device else func(*args, **kwargs)
+        self._note(func, args, kwargs, result)
+        return result
+
+    def _note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        signature = signature_of(func)
+        reads: list[Tensor] = []
+        writes: list[Tensor] = []
+        for name, value in itertools.chain(zip(signature.order, args, strict=False), kwargs.items()):
+            if name in signature.reads:
+                reads += tensors_in(value)
+            elif name in signature.writes:
+                writes += tensors_in(value)
+        outputs = tensors_in(result)
+        if signature.fills:
+            known = {id(t) for t in writes}
+            filled = [t for t in outputs if id(t) not in known]
+        else:
+            filled = []
+            for output in outputs:  # new memory that nobody has written to
+                if is_on_device(output):
+                    self._machine.block_of(output)
+        writes += filled
+        if any(map(is_on_device, writes)) or any(map(is_on_device, reads)):
+            self._machine.kernel(str(func), reads, writes)
+        elif reads or writes:
+            self._machine.on_host(str(func), reads, writes)
+
+    def _value(self, tensor: Tensor) -> Any:
+        machine = self._machine
+        stream = machine.kernel("a read of one value", [tensor], [])
+        machine.host_waits("a value", parties=[stream])
+        return torch.ones((), dtype=tensor.dtype).item()  # there is no value: one that is finite, and true
+
+    def _new_copy(self, source: Tensor, kwargs: dict[str, Any]) -> Tensor:
+        dtype = kwargs.get("dtype") or source.dtype
+        blocks = not kwargs.get("non_blocking")
+        if is_on_device(source):
+            target = zeros_for(source, dtype)
+            if not blocks:
+                self._machine.pin(target, minded=True)  # torch gives such copies pinned memory
+        else:
+            target = torch.empty(source.shape, dtype=dtype, device="meta")
+        self._copy(target, source, blocks=blocks)
+        return target
+
+    def _copy(self, target: Tensor, source: Tensor, *, blocks: bool) -> None:
+        machine = self._machine
+        to_host = is_on_device(source)
+        host = target if to_host else source
+        pinned = machine.block_of(host) is not None
+        casts = target.dtype != source.dtype
+        waits = blocks or not pinned
+        copy = Copy(place().function, to_host, waits)
+        machine.tally.copies[copy] += 1
+        machine.tally.copied[copy] += nbytes_of(target if blocks == to_host else source)
+        if casts and not blocks:
+            machine.scratch(nbytes_of(target if to_host else source))
+        what = "a copy to the host" if to_host else "a copy to the device"
+        on_host = casts and blocks  # then the cast, and so the host's side of it, is the host's
+        if to_host:
+            stream = machine.kernel(what, [source], [] if on_host else [target])
+        else:
+            if on_host or not pinned:
+                machine.on_host("a cast", [source], [])
+            stream = machine.kernel(what, [] if on_host or not pinned else [source], [target])
+        if blocks or (to_host and not pinned):
+            machine.host_waits("a copy", parties=[stream])
+        elif not pinned:
+            machine.host_waits("a copy of pageable memory")  # it is staged: the host does not hear of its end
+        if to_host and on_host:
+            machine.on_host("a cast", [], [target])
+
+
+def _goes_to_device(source: Tensor, kwargs: dict[str, Any]) -> bool:
+    device = kwargs.get("device")
+    return is_on_device(source) if device is None else torch.device(device).type == "meta"
+
+
+# -- collectives ------------------------------------------------------------------------------------------------------
+
+
+class QueuedWork:
+    """A collective under way on a stream of its group. Its tensors are kept until somebody waits, as NCCL's are."""
+
+    def __init__(self, machine: Machine, event: int | None, tensors: Sequence[Tensor]) -> None:
+        self._machine, self._event = machine, event
+        self._tensors: Sequence[Tensor] = tensors
+
+    def wait(self, timeout: Any = None) -> bool:
+        """The current stream waits, not the host."""
+        if self._event is not None:
+            self._machine.wait(self._machine.stream, self._event)
+        self._tensors = ()
+        return True
+
+    def is_completed(self) -> bool:
+        return False
+
+
+# Methods of a process group: which of the first two arguments it writes, and which it reads.
+_COLLECTIVES = {
+    "allreduce": ((0,), (0,)),
+    "broadcast": ((0,), (0,)),
+    **dict.fromkeys(
+        (
+            "_allgather_base",
+            "all_gather_single",
+            "allgather",
+            "_reduce_scatter_base",
+            "reduce_scatter_single",
+            "reduce_scatter",
+            "alltoall_base",
+            "all_to_all_single",
+        ),
+        ((0,), (1,)),
+    ),
+}
+_ON_DEVICE = ("gather", "reduce", "second half", "replicate")  # ends of the names of groups that NCCL serves alone
+
+
+def _flat(value: Any) -> list[Tensor]:
+    return [value] if isinstance(value, Tensor) else [t for inner in value for t in _flat(inner)]
+
+
+class Groups:
+    """Process groups, each with a stream of its own on the device."""
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+        self._streams: dict[str, int] = {}
+
+    def watched(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        written, read = _COLLECTIVES[name]
+
+        @functools.wraps(method)
+        def collective(group: Any, *args: Any) -> Any:
+            writes, reads = [t for i in written for t in _flat(args[i])], [t for i in read for t in _flat(args[i])]
+            if not any(map(is_on_device, (*writes, *reads))):
+                if group.group_desc.endswith(_ON_DEVICE):
+                    raise RuntimeError(f"{name}: no backend of this group serves tensors of the host")
+                return method(group, *args)
+            method(group, *args)
+            return self._queue(group, name, reads, writes, asynchronous=getattr(args[-1], "asyncOp", True))
+
+        return collective
+
+    def _queue(
+        self, group: Any, name: str, reads: list[Tensor], writes: list[Tensor], *, asynchronous: bool
+    ) -> QueuedWork:
+        machine, title = self._machine, group.group_desc.removeprefix("lightning_zero: ")
+        machine.tally.collectives[title, name] += 1
+        if not asynchronous:
+            machine.kernel(name, reads, writes)
+            return QueuedWork(machine, None, ())
+        if title not in self._streams:
+            self._streams[title] = machine.new_stream(f"NCCL's stream of {title!r}")
+        machine.kernel(name, reads, writes, party=self._streams[title])
+        event = machine.new_event()
+        machine.record(event, self._streams[title])
+        return QueuedWork(machine, event, (*reads, *writes))
+
+
+# -- threads ----------------------------------------------------------------------------------------------------------
+
+
+class SeenLock:
+    """A lock: who takes it comes after who gave it back."""
+
+    def __init__(self, machine: Machine, lock: Any) -> None:
+        self._machine, self._lock = machine, lock
+        self._event: int | None = None
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        got: bool = self._lock.acquire(blocking, timeout)
+        if got and self._event is not None:
+            self._machine.wait(self._machine.thread(), self._event)
+        return got
+
+    def release(self) -> None:
+        self._event = _now(self._machine)
+        self._lock.release()
+
+    def locked(self) -> bool:
+        return bool(self._lock.locked())
+
+    def __enter__(self) -> bool:
+        return self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+def _now(machine: Machine) -> int:
+    """An event behind what this thread has done and seen."""
+    event = machine.new_event()
+    machine.record(event, machine.thread())
+    return event
+
+
+_EVENT = "_virtual_event"
+
+
+def _leaves(machine: Machine, turns: Turns, method: Callable[..., Any]) -> Callable[..., Any]:
+    """Whoever finds the object done comes after this thread."""
+
+    @functools.wraps(method)
+    def call(self: Any, *args: Any) -> Any:
+        self.__dict__.setdefault(_EVENT, []).append(_now(machine))
+        turns.done(self)
+        return method(self, *args)
+
+    return call
+
+
+def _finds(machine: Machine, turns: Turns, method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            with turns.waiting(self):
+                answer = method(self, *args, **kwargs)
+        finally:
+            if self.done() if isinstance(self, Future) else not self.is_alive():
+                _follow(machine, self)
+        return answer
+
+    return call
+
+
+def _follow(machine: Machine, source: Any) -> None:
+    for event in source.__dict__.get(_EVENT, ()):
+        machine.wait(machine.thread(), event)
+
+
+def _finds_done(machine: Machine, done: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    @functools.wraps(done)
+    def call(self: Any) -> bool:
+        if is_done := done(self):
+            _follow(machine, self)
+        return is_done
+
+    return call
+
+
+def _started(machine: Machine, start: Callable[[Any], None]) -> Callable[[Any], None]:
+    """A thread comes after who has started it, and its operators are seen."""
+
+    @functools.wraps(start)
+    def call(self: threading.Thread) -> None:
+        run, event = self.run, _now(machine)
+
+        def seen() -> None:
+            machine.wait(machine.thread(), event)
+            try:
+                with Watch(machine):
+                    run()
+            finally:
+                self.__dict__.setdefault(_EVENT, []).append(_now(machine))
+
+        self.run = seen  # type: ignore[method-assign]
+        start(self)
+
+    return call
+
+
+def _submitted(machine: Machine, submit: Callable[..., Future[Any]]) -> Callable[..., Future[Any]]:
+    @functools.wraps(submit)
+    def call(self: Any, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        event = _now(machine)
+
+        def seen() -> Any:
+            machine.wait(machine.thread(), event)
+            return function(*args, **kwargs)
+
+        return submit(self, seen)
+
+    return call
+
+
+def _staged(machine: Machine, stage: Callable[..., Future[Any]]) -> Callable[..., Future[Any]]:
+    """The disk has a tensor from the moment that it is staged until the future is done."""
+
+    @functools.wraps(stage)
+    def call(self: Any, extent: Any, tensor: Tensor, *, write: bool) -> Future[Any]:
+        event = machine.on_disk("a write to a file" if write else "a read of a file", tensor, writes=not write)
+        future = stage(self, extent, tensor, write=write)
+        future.__dict__.setdefault(_EVENT, []).append(event)
+        return future
+
+    return call
+
+
+Pace = Literal["eager", "lazy"]
+
+
+class Turns:
+    """When the thread of offloaded steps gets on, so that a case is the same each time.
+
+    Streams are first in, first out: how two threads take turns decides what is queued behind what. ``eager``: whoever
+    asks for steps goes on when they are over. ``lazy``: the next step begins when the main thread waits for one.
+    """
+
+    LIMIT_S = 20.0
+
+    def __init__(self, pace: Pace) -> None:
+        self._pace = pace
+        self._main = threading.get_ident()
+        self._changed = threading.Condition(threading.RLock())
+        self._awaited: Any = None
+
+    @contextlib.contextmanager
+    def waiting(self, source: Any) -> Iterator[None]:
+        """The main thread waits for a future or a thread."""
+        if threading.get_ident() != self._main:
+            yield
+            return
+        with self._changed:
+            self._awaited = source
+            self._changed.notify_all()
+        yield
+        with self._changed:
+            self._awaited = None
+
+    def done(self, source: Any) -> None:
+        """What the main thread may wait for is done: it goes on, and the worker must not."""
+        with self._changed:
+            if self._awaited is source:
+                self._awaited = None
+
+    def take(self, take: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """Around what gives the worker its next step."""
+
+        @functools.wraps(take)
+        def call(worker: Any) -> Any:
+            if self._pace == "lazy":
+                with self._changed:
+                    if not self._changed.wait_for(lambda: self._awaited is not None, self.LIMIT_S):
+                        raise RuntimeError("nobody waits for the steps")
+            return take(worker)
+
+        return call
+
+    def submit(self, submit: Callable[..., None]) -> Callable[..., None]:
+        """Around what asks the worker for steps."""
+
+        @functools.wraps(submit)
+        def call(worker: Any, jobs: Iterable[Any], event: Any) -> None:
+            jobs = list(jobs)
+            submit(worker, jobs, event)
+            if self._pace == "eager":
+                futures.wait([job.bucket.step._future for job in jobs], self.LIMIT_S)
+
+        return call
+
+
+# -- all of it --------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def simulated(machine: Machine, pace: Pace = "lazy") -> Iterator[None]:
+    """Inside, the device "meta" is ``machine``. Its threads must have ended when it is left."""
+    lock = threading.Lock  # the real one
+    turns = Turns(pace)
+
+    def resize_(storage: Any, nbytes: int, resize: Any = torch.UntypedStorage.resize_) -> Any:
+        if storage.device.type != "meta":
+            return resize(storage, nbytes)
+        if nbytes == 0:
+            machine.resized(storage, nbytes)
+        result = resize(storage, nbytes)
+        if nbytes:
+            machine.resized(storage, nbytes)
+        return result
+
+    groups = Groups(machine)
+    patches: Iterable[tuple[Any, str, Any]] = [
+        (torch.UntypedStorage, "resize_", resize_),
+        (threading, "Lock", lambda: SeenLock(machine, lock())),
+        (threading.Thread, "start", _started(machine, threading.Thread.start)),
+        (threading.Thread, "join", _finds(machine, turns, threading.Thread.join)),
+        (ThreadPoolExecutor, "submit", _submitted(machine, ThreadPoolExecutor.submit)),
+        (Future, "set_result", _leaves(machine, turns, Future.set_result)),
+        (Future, "set_exception", _leaves(machine, turns, Future.set_exception)),
+        (Future, "result", _finds(machine, turns, Future.result)),
+        (Future, "exception", _finds(machine, turns, Future.exception)),
+        (Future, "done", _finds_done(machine, Future.done)),
+        (StepWorker, "_take", turns.take(StepWorker._take)),
+        (StepWorker, "submit", turns.submit(StepWorker.submit)),
+        (NvmeTier, "_stage", _staged(machine, NvmeTier._stage)),
+        *(
+            (dist.ProcessGroup, name, groups.watched(name, getattr(dist.ProcessGroup, name)))
+            for name in _COLLECTIVES
+            if hasattr(dist.ProcessGroup, name)
+        ),
+    ]
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(
+            mock.patch.dict(lightning_zero.device._KINDS, {"meta": functools.partial(Virtual, machine=machine)})
+        )
+        for target, name, new in patches:
+            stack.enter_context(mock.patch.object(target, name, new))
+        stack.enter_context(Watch(machine))
+        yield
