@@ -10,14 +10,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.reduction import Pending
 from lightning_zero.comm.streams import Streams
 from lightning_zero.comm.transports import PlainTransport
 from lightning_zero.engine.passes.gradients import BucketGrads
 from lightning_zero.engine.units.bucket import Bucket
 from lightning_zero.engine.units.home import copy_cast
-from tests.device.simulate import MIXED, Case, Found, Step
-from tests.device.test_races import EARLY, SMALL, Trained, gathers, saves_and_loads, steps_twice
+from lightning_zero.engine.units.unit import Unit
+from tests.device.simulate import MIXED, Case, Found, Step, loss_of
+from tests.device.test_races import EARLY, SMALL, Trained, gathers, saves_and_loads, serves_others, steps_twice
 
 # What stands in the place of a function of the package; it has the same arguments.
 
@@ -74,6 +76,25 @@ def reduce_alone(self: PlainTransport, full: Tensor, rank: int, world_size: int,
 _gather, _reduce = PlainTransport.gather, PlainTransport.reduce
 
 
+def gather_what_is_not_summed(self: Communicator, shard: Tensor, full: Tensor, label: str, whole: bool) -> Tensor:
+    assert self._groups is not None
+    full.view(self.shard_size, -1)[self.shard_rank].copy_(shard)
+    _gather(self._transport, full, self.shard_rank, self.shard_size, self._groups.reduce)  # type: ignore[arg-type]
+    return full
+
+
+def serve_what_is_on_its_way(self: Unit) -> None:
+    for bucket in self.resharded:
+        bucket.comm.all_gather(bucket.full.data.clone(), bucket.label).wait()
+
+
+def own_params_at_once(self: Bucket) -> Tensor:
+    own = torch.empty(self.owned_numel, dtype=self.dtypes.compute, device=self.comm.device)
+    with self._transfers():
+        self.rest.read(own)
+    return own
+
+
 def look_at_once(self: Bucket) -> None:
     """A gradient on its way to the host is taken for one that is there."""
     self._grad_event = None
@@ -119,6 +140,16 @@ def loads(engine: Any, model: nn.Module, optimizer: Any) -> None:
     engine.load_state_dict({name: torch.zeros(param.shape) for name, param in model.named_parameters()})
 
 
+def writes_weights(engine: Any, model: Any, optimizer: Any) -> None:
+    """Inside of a pass, where parameters hold compute values: the masters take over those that differ."""
+    with engine.step_scope():
+        with torch.no_grad():
+            model.head.weight.mul_(2)
+        engine.backward(loss_of(model))
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 STREAMS = "lightning_zero.comm.streams.Streams."
 PENDING = "lightning_zero.comm.reduction.Pending."
 TRANSPORT = "lightning_zero.comm.transports.PlainTransport."
@@ -135,7 +166,12 @@ WITHOUT: dict[str, tuple[str, Any, Case, Any]] = {
         Case(1, "optimizer_cpu", steps=EVALUATES, worker="eager"),
         None,
     ),
-    "memory is held for the copy to the host": (STREAMS + "hold", hold_nothing, Case(3, "optimizer_cpu", ranks=1), None),
+    "memory is held for the copy to the host": (
+        STREAMS + "hold",
+        hold_nothing,
+        Case(3, "optimizer_cpu", ranks=1),
+        None,
+    ),
     "memory is held as long as the copy takes": (
         STREAMS + "hold",
         hold_without_waiting,
@@ -159,7 +195,30 @@ WITHOUT: dict[str, tuple[str, Any, Case, Any]] = {
         Case(steps=CLIPPED),
         None,
     ),
-    "whoever looks at a gradient waits": (BUCKET + "_await_grad", look_at_once, Case(3, "optimizer_cpu", steps=MIXED), None),
+    "the second half of an all-reduce is waited for": (
+        "lightning_zero.comm.communicator.Communicator._rest_in_stream",
+        gather_what_is_not_summed,
+        Case(0),
+        None,
+    ),
+    "a unit that others need has arrived here": (
+        "lightning_zero.engine.units.unit.Unit.serve",
+        serve_what_is_on_its_way,
+        Case(),
+        serves_others,
+    ),
+    "own parameters have been brought before they are compared": (
+        BUCKET + "own_compute_params",
+        own_params_at_once,
+        HOST,
+        writes_weights,
+    ),
+    "whoever looks at a gradient waits": (
+        BUCKET + "_await_grad",
+        look_at_once,
+        Case(3, "optimizer_cpu", steps=MIXED),
+        None,
+    ),
     "a step waits for its gradient": (BUCKET + "claim_grad", claim_what_is_on_its_way, HOST, None),
     "an early step waits for its gradient": (
         BUCKET + "claim_grad",
