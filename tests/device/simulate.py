@@ -82,7 +82,9 @@ class Found:
         unbound: functions that used the device in a thread that had not been bound to it.
         construction: what was counted while the module was sharded.
         steps: what was counted in each step.
-        at_rest: bytes of device memory behind the last step.
+        at_first, at_rest: bytes of device memory when the module has been sharded, and behind the last step.
+        shard_nbytes: of this rank's shards in the dtype of gradients; all buckets together.
+        unit_nbytes: of the largest unit, gathered.
     """
 
     races: dict[str, int]
@@ -90,7 +92,10 @@ class Found:
     unbound: dict[str, int]
     construction: Tally
     steps: list[Tally]
+    at_first: int
     at_rest: int
+    shard_nbytes: int
+    unit_nbytes: int
 
 
 class Block(nn.Module):
@@ -206,7 +211,9 @@ def _train(case: Case, machine: Machine, files: str, then: Callable[..., None] |
         machine.order.names[stream] = name
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     engine.add_optimizer(optimizer)
-    construction, steps = counted(), []
+    at_first, construction, steps = machine.held, counted(), []
+    shard_nbytes = sum(bucket.owned_numel * bucket.dtypes.grad.itemsize for bucket in engine.buckets)
+    unit_nbytes = max(sum(bucket.full.nbytes for bucket in unit.buckets) for unit in engine.units)
     try:
         for step in case.steps:
             train_step(step, engine, model, optimizer)
@@ -223,5 +230,8 @@ def _train(case: Case, machine: Machine, files: str, then: Callable[..., None] |
         unbound=dict(machine.unbound),
         construction=construction,
         steps=steps,
+        at_first=at_first,
         at_rest=at_rest,
+        shard_nbytes=shard_nbytes,
+        unit_nbytes=unit_nbytes,
     )
