@@ -24,31 +24,10 @@ import torch
 from torch import nn
 
 from benchmarks import bench
-from lightning_zero.tiers.extents import Wanted
-from lightning_zero.tiers.nvme import NvmeTier
+from benchmarks.rates import disk_rates
 
 ROWS = ("optimizer_cpu", "cpu", "optimizer_nvme", "optimizer_cpu_param_nvme", "nvme")
 LARGE = {"vocab_size": 8192, "n_layer": 22, "n_head": 16, "d_model": 1024, "block_size": 256}  # 294 M parameters
-PROBE_NBYTES = 512 << 20
-
-
-def disk_rates(folder: str) -> tuple[float, float]:
-    """Bytes per second that the disk reads and writes, through the tier that the engine uses."""
-    tier = NvmeTier(folder, rank=0)
-    try:
-        extent = tier.reserve([Wanted("probe", PROBE_NBYTES // 4, torch.float32)])[0]
-        value = torch.ones(PROBE_NBYTES // 4)
-        reads, writes = [], []
-        for _ in range(3):
-            started = time.perf_counter()
-            tier.stage_out(extent, value).result()
-            writes.append(PROBE_NBYTES / (time.perf_counter() - started))
-            started = time.perf_counter()
-            tier.stage_in(extent, value).result()
-            reads.append(PROBE_NBYTES / (time.perf_counter() - started))
-        return statistics.median(reads), statistics.median(writes)
-    finally:
-        tier.close()
 
 
 def optimizer_only(rank: int, world: int, store: str, folder: str, queue: Any, steps: int = 4) -> None:

@@ -69,6 +69,7 @@ class HostPages:
         """Unpin the memory and let go of it: it is unmapped when no view of it is left."""
         # Unpinned while it is mapped: the next line may unmap it, and its addresses may be other memory's then.
         if self._pinned_for is not None:
+            self._pinned_for.synchronize()  # copies that were queued may still read it
             self._pinned_for.unpin(self.bytes)
             self._pinned_for = None
         self.bytes = torch.empty(0, dtype=torch.uint8)

@@ -214,20 +214,13 @@ ACTS = [
 ROWS = [(1, "none"), (3, "none"), (1, "optimizer_cpu"), (3, "optimizer_cpu")]
 
 
-def known(act: Callable[..., None], case: Case) -> str:
-    if act in (gathers, gathers_gradients) and case.stage == 1 and case.row != "none":
-        return "gather() writes to parameters on two streams, the same values"
-    return ""
-
-
 @pytest.mark.parametrize(
     ("act", "case"),
     [
         pytest.param(act, *param.values, id=f"{act.__name__}-{param.id}", marks=param.marks)
         for act in ACTS
         for param in as_params(
-            [Case(stage, row, steps=(Step(),) * 2) for stage, row in ROWS if stage == 3 or act is not serves_others],
-            lambda case, act=act: known(act, case),  # type: ignore[misc]
+            [Case(stage, row, steps=(Step(),) * 2) for stage, row in ROWS if stage == 3 or act is not serves_others]
         )
     ],
 )
@@ -238,19 +231,13 @@ def test_what_is_asked_between_steps_has_no_race(act: Callable[..., None], case:
 # -- the end, and threads ---------------------------------------------------------------------------------------------
 
 
-def known_at_the_end(case: Case) -> str:
-    unpins = (case.stage, case.row) == (3, "optimizer_cpu")
-    return "slabs are unpinned while a push still copies from them" if unpins else ""
-
-
 @pytest.mark.parametrize(
     "case",
     as_params(
         [
             *(Case(stage) for stage in range(4)),
             *(Case(stage, row, precision) for stage, row in HOST_ROWS for precision in ("fp32", "bf16")),
-        ],
-        known_at_the_end,
+        ]
     ),
 )
 def test_an_engine_ends_without_a_race(case: Case, trained: Trained) -> None:

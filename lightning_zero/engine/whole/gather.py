@@ -100,7 +100,8 @@ def _write_back(shown: Mapping[Bucket, tuple[Tensor, Tensor | None]], from_rank:
         low, high = bucket.owned_range
         with opened(bucket.home, changed=True) as master:
             master.copy_(full[low:high])
-            bucket.push()
+            if bucket.reshards:
+                bucket.push()
         # The compute parameters, too, where they are here now. All of them: no gather follows that would bring the
         # other ranks' slices.
         if not bucket.reshards or bucket.full.allocated:

@@ -1,0 +1,16 @@
+"""``make gpu-check``: what one GPU tells, in one command of less than nine minutes, without a network and without Hydra.
+
+::
+
+    __main__   the command: parts in the order of their worth, within a budget of time
+    plan       sizes of models, rows, and what each part takes
+    gpu_tests  the tests marked ``gpu``, limited in time
+    worker     a process for each row, and what is asked of it
+    side       what that process does: trains, and measures itself
+    model      a GPT of torch alone
+    trace      what a timeline says: waits of the host, copies that nothing hides
+    bounds     the least time that a step can take, by resource
+    output     lines of JSON, a table and timelines, written as it goes
+
+Only ``side`` and ``model`` import torch, so that the command itself starts at once and holds no memory of a device.
+"""

@@ -1,0 +1,101 @@
+"""The tests marked ``gpu``, for a limited time: a line for each as it ends, and what was not reached."""
+
+from __future__ import annotations
+
+import os
+import re
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+OUTCOME = re.compile(r"^(?P<name>\S+::.+?) (?P<outcome>PASSED|FAILED|ERROR|SKIPPED)\b")
+COLLECTED = re.compile(r"(\d+) selected|collected (\d+) items?$")
+SUMMARY_S = 8.0  # to end the tests that run and to write what has failed
+
+
+def files() -> list[str]:
+    """The files of tests that have the mark: collecting all others would take longer than running these."""
+    marked = re.compile(r"mark\.gpu\b")
+    return sorted(str(f.relative_to(ROOT)) for f in (ROOT / "tests").rglob("test_*.py") if marked.search(f.read_text()))
+
+
+def run(log: Path, limit_s: float) -> dict[str, Any]:
+    """Run them, with all output in ``log``; what runs longer than ``limit_s`` is interrupted."""
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-v", "--tb=short", "-p", "no:cacheprovider"]
+    # Without conftest: what it checks of every test is for runs of all tests, and takes packages that may be missing.
+    command += ["--color=no", "--noconftest", "-o", "minversion=7.0", *files()]
+    started = time.monotonic()
+    process = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+        env={**os.environ, "PYTHONUNBUFFERED": "1", "COLUMNS": "200"},
+    )  # fmt: skip
+    outcomes: dict[str, str] = {}
+    collected = 0
+    with log.open("w") as file:
+        for line in _lines(process, started + max(1.0, limit_s - SUMMARY_S), started + limit_s):
+            file.write(line)
+            file.flush()
+            if match := OUTCOME.match(line):
+                outcomes[match["name"]] = match["outcome"].lower()
+            elif match := COLLECTED.search(line.strip()):
+                collected = int(match[1] or match[2])
+    seconds = time.monotonic() - started
+    return _summary(outcomes, collected, process.returncode, seconds, cut=seconds > limit_s - SUMMARY_S)
+
+
+def _summary(outcomes: dict[str, str], collected: int, code: int | None, seconds: float, *, cut: bool) -> dict[str, Any]:
+    of = {kind: [n for n, o in outcomes.items() if o == kind] for kind in ("passed", "failed", "error", "skipped")}
+    failed = of["failed"] + of["error"]
+    not_run = max(0, collected - len(outcomes))
+    return {
+        "status": "cut" if cut and not failed else "ok" if code == 0 else "error",
+        "collected": collected,
+        "passed": len(of["passed"]),
+        "failed": failed,
+        "skipped": len(of["skipped"]),
+        "not_run": not_run,
+        "exit_code": code,
+        "seconds": round(seconds, 1),
+    }
+
+
+def _lines(process: subprocess.Popen[bytes], interrupt_at: float, kill_at: float) -> Any:
+    """Lines of its output as they come; at ``interrupt_at`` pytest may still say what has failed."""
+    assert process.stdout is not None
+    descriptor, rest, interrupted = process.stdout.fileno(), b"", False
+    with selectors.DefaultSelector() as selector:
+        selector.register(descriptor, selectors.EVENT_READ)
+        while True:
+            now = time.monotonic()
+            if now >= interrupt_at and not interrupted:
+                interrupted = True
+                process.send_signal(signal.SIGINT)
+            if now >= kill_at:
+                break
+            if not selector.select((kill_at if interrupted else interrupt_at) - now):
+                continue
+            block = os.read(descriptor, 1 << 16)
+            if not block:
+                break
+            *whole, rest = (rest + block).split(b"\n")
+            yield from (line.decode(errors="replace") + "\n" for line in whole)
+    _end(process)
+    yield rest.decode(errors="replace")
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """It and the ranks that it started, which are in its session."""
+    try:
+        process.wait(0.5)
+    except subprocess.TimeoutExpired:
+        pass
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    process.wait()

@@ -1,0 +1,159 @@
+"""Which models, which rows, in which order, and how long each takes. Arithmetic; imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Size:
+    """A GPT and its batch.
+
+    Attributes:
+        recompute: blocks keep their inputs only; on all sides alike.
+        together: the peers' processes stay while rows run, and all take turns. Else one process at a time has the
+            device, because two would not fit.
+        reduce_dtype: of gradients, on all sides that know such a setting. None: fp32.
+    """
+
+    name: str
+    vocab_size: int
+    n_layer: int
+    n_head: int
+    d_model: int
+    length: int
+    micro_batch: int
+    precision: str = "bf16"
+    recompute: bool = False
+    together: bool = True
+    reduce_dtype: str | None = None
+
+    @property
+    def parameters(self) -> int:
+        block = 12 * self.d_model**2 + 13 * self.d_model
+        return self.n_layer * block + (2 * self.vocab_size + self.length + 2) * self.d_model
+
+    @property
+    def tokens(self) -> int:
+        return self.micro_batch * self.length
+
+    @property
+    def flops(self) -> float:
+        """Of a step's forward and backward, without recomputation: 6 for each weight of a matrix, causal attention."""
+        weights = 12 * self.n_layer * self.d_model**2 + self.vocab_size * self.d_model
+        return 6.0 * self.tokens * (weights + self.n_layer * self.d_model * self.length / 2)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a parameter as it is computed with."""
+        return 4 if self.precision == "fp32" else 2
+
+
+SIZES = {
+    size.name: size
+    for size in (
+        Size("0.1b", 32768, 12, 12, 768, 1024, 16),
+        Size("1b", 32768, 18, 16, 2048, 1024, 16),
+        Size("7b", 32768, 32, 32, 4096, 2048, 8, recompute=True, together=False, reduce_dtype="bf16"),
+        Size("tiny", 64, 2, 2, 32, 16, 2, precision="fp32"),
+        Size("tiny-alone", 64, 2, 2, 32, 16, 2, recompute=True, together=False),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way to train one size, in a process of its own.
+
+    Attributes:
+        side: ``bare``, ``fsdp2``, or ``zero<stage>``.
+        offload: a row of ``zero/offload``.
+        alone: with ``zero.comm.even_alone``: messages go through the library also on one rank.
+        estimate_s: how long the whole row takes on the machine that this is for.
+    """
+
+    size: Size
+    side: str
+    offload: str = "none"
+    alone: bool = False
+    estimate_s: float = 20.0
+    warm_up: int = 2
+    rounds: int = 3
+    steps: int = 3
+
+    @property
+    def name(self) -> str:
+        option = f"+{self.offload}" if self.offload != "none" else ""
+        return self.side + option + ("+even_alone" if self.alone else "")
+
+    @property
+    def is_peer(self) -> bool:
+        return self.side in ("bare", "fsdp2")
+
+    def spec(self, device: str, folder: str) -> dict[str, Any]:
+        """What its process is told."""
+        return {**asdict(self), "name": self.name, "device": device, "folder": folder}
+
+
+@dataclass(frozen=True)
+class Part:
+    """Something that runs or does not: the tests, the rates, or one row."""
+
+    kind: str  # tests, rates, row
+    name: str
+    estimate_s: float
+    row: Row | None = None
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+
+def _row(size: str, side: str, estimate_s: float, **options: Any) -> Part:
+    row = Row(SIZES[size], side, estimate_s=estimate_s, **options)
+    return Part("row", f"{size} {row.name}", estimate_s, row, {"size": size, "side": row.name})
+
+
+def parts(tests_s: float = 130.0) -> list[Part]:
+    """All parts, the most worth first. A peer stands before the rows that are compared with it."""
+    alone, once = {"alone": True}, {"rounds": 1, "warm_up": 1, "steps": 2}
+    return [
+        Part("tests", "tests marked gpu", tests_s),
+        Part("rates", "rates of compute, memory, link and disk", 25.0),
+        _row("1b", "bare", 14),
+        _row("1b", "fsdp2", 18),
+        _row("1b", "zero3", 22),
+        _row("1b", "zero3", 35, offload="optimizer_cpu"),
+        _row("1b", "zero3", 35, offload="cpu"),
+        _row("1b", "zero3", 22, **alone),
+        _row("7b", "bare", 32, rounds=1),
+        _row("7b", "zero3", 40, rounds=1),
+        _row("7b", "zero3", 75, offload="optimizer_cpu", rounds=1),
+        _row("7b", "fsdp2", 36, rounds=1),
+        _row("1b", "zero3", 75, offload="nvme", **once),
+        *(_row("1b", f"zero{stage}", 20) for stage in (0, 1, 2)),
+        _row("0.1b", "bare", 9),
+        _row("0.1b", "fsdp2", 10),
+        *(_row("0.1b", f"zero{stage}", 10) for stage in (3, 2, 1, 0)),
+        _row("0.1b", "zero3", 12, offload="optimizer_cpu"),
+        _row("0.1b", "zero3", 12, offload="cpu"),
+        *(_row("0.1b", f"zero{stage}", 11, **alone) for stage in (3, 2, 1, 0)),
+        *(_row("1b", f"zero{stage}", 20, **alone) for stage in (0, 1, 2)),
+        _row("0.1b", "zero3", 20, offload="nvme", **once),
+    ]
+
+
+def tiny_parts() -> list[Part]:
+    """The same in seconds, on a CPU: each kind of part, with and without peers that stay."""
+    few = {"rounds": 2, "warm_up": 1, "steps": 1, "estimate_s": 20.0}  # on a machine that does much else
+    return [
+        Part("tests", "tests marked gpu", 60.0),
+        Part("rates", "rates of compute, memory, link and disk", 20.0),
+        _row("tiny", "bare", **few),
+        _row("tiny", "fsdp2", **few),
+        _row("tiny", "zero3", **few),
+        _row("tiny", "zero3", offload="optimizer_cpu", **few),
+        _row("tiny", "zero3", offload="nvme", **few),
+        _row("tiny", "zero3", alone=True, **few),
+        _row("tiny-alone", "bare", **few),
+        _row("tiny-alone", "zero1", **few),
+    ]

@@ -1,0 +1,102 @@
+"""What a timeline of torch's profiler says about the steps in it. Plain JSON; imports no torch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+STEP = "measured step"  # the range around each step
+SYNCS = (
+    "cudaStreamSynchronize",
+    "cudaEventSynchronize",
+    "cudaDeviceSynchronize",
+    "cuStreamSynchronize",
+    "cuEventSynchronize",
+    "cuCtxSynchronize",
+    "cudaMemcpy",  # without Async: it waits
+)
+Interval = tuple[float, float]
+
+
+def of_trace(trace: Mapping[str, Any]) -> dict[str, Any]:
+    """Waits of the host per step, and what the device did meanwhile. Times in milliseconds per step.
+
+    Copies are exposed while no kernel runs: the parts of them that nothing hides.
+    """
+    events = [e for e in trace.get("traceEvents", []) if e.get("ph") == "X"]
+    steps = [e for e in events if e.get("name") == STEP and e.get("cat") == "user_annotation"]
+    if not steps:
+        return {}
+    low, high = min(e["ts"] for e in steps), max(e["ts"] + e["dur"] for e in steps)
+    main, count = (steps[0]["pid"], steps[0]["tid"]), len(steps)
+    found = _waits(events, (low, high), main, count)
+    kernels = union(_intervals(events, ("kernel",)))
+    copies = {way: _intervals(events, ("gpu_memcpy",), way) for way in ("HtoD", "DtoH")}
+    if kernels or any(copies.values()):
+        found["device_busy_ms"] = _ms(length(kernels), count)
+        for way, parts in copies.items():
+            taken = union(parts)
+            found[f"{way}_ms"] = _ms(length(taken), count)
+            found[f"{way}_exposed_ms"] = _ms(length(taken) - length(common(taken, kernels)), count)
+    return found
+
+
+def _waits(events: Sequence[Any], within: Interval, main: tuple[Any, Any], steps: int) -> dict[str, Any]:
+    """Calls that wait for the device: of the thread that trains, and of the others (a worker's waits hold up nobody)."""
+    here: Counter[str] = Counter()
+    waited = 0.0
+    elsewhere = 0
+    for event in events:
+        if event.get("name") not in SYNCS or not within[0] <= event["ts"] <= within[1]:
+            continue
+        if (event["pid"], event["tid"]) == main:
+            here[event["name"]] += 1
+            waited += event["dur"]
+        else:
+            elsewhere += 1
+    return {
+        "host_waits": round(here.total() / steps, 1),
+        "host_waits_ms": _ms(waited, steps),
+        "host_waits_by_call": {name: round(n / steps, 1) for name, n in here.items()},
+        "other_threads_waits": round(elsewhere / steps, 1),
+    }
+
+
+def _ms(microseconds: float, steps: int) -> float:
+    return round(microseconds / 1e3 / steps, 3)
+
+
+def _intervals(events: Iterable[Any], categories: Sequence[str], part: str = "") -> list[Interval]:
+    return [
+        (e["ts"], e["ts"] + e["dur"]) for e in events if e.get("cat") in categories and part in str(e.get("name", ""))
+    ]
+
+
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """Where any of them is: disjoint and in order."""
+    result: list[Interval] = []
+    for low, high in sorted(intervals):
+        if result and low <= result[-1][1]:
+            result[-1] = result[-1][0], max(result[-1][1], high)
+        else:
+            result.append((low, high))
+    return result
+
+
+def common(a: Sequence[Interval], b: Sequence[Interval]) -> list[Interval]:
+    """Where both unions are."""
+    result, i, j = [], 0, 0
+    while i < len(a) and j < len(b):
+        low, high = max(a[i][0], b[j][0]), min(a[i][1], b[j][1])
+        if low < high:
+            result.append((low, high))
+        if a[i][1] <= b[j][1]:
+            i += 1
+        else:
+            j += 1
+    return result
+
+
+def length(intervals: Iterable[Interval]) -> float:
+    return sum(high - low for low, high in intervals)

@@ -1,0 +1,76 @@
+"""A process for each row, and what is asked of it. A crash or a wait without end is that row's own."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from multiprocessing.connection import Connection
+from typing import Any
+
+EXIT_S = 5.0
+
+
+class RowError(Exception):
+    """A row cannot go on; ``details`` is for its line."""
+
+    def __init__(self, message: str, **details: Any) -> None:
+        super().__init__(message)
+        self.details = details
+
+
+class CutError(RowError):
+    """A row has had its time."""
+
+
+def context() -> Any:
+    """Where processes come from: a server that has imported torch, and holds no device, is forked for each."""
+    made = multiprocessing.get_context("forkserver")
+    made.set_forkserver_preload(["benchmarks.gpu.side"])
+    return made
+
+
+def _enter(pipe: Connection, spec: dict[str, Any]) -> None:
+    from benchmarks.gpu.side import serve  # here, so that the command itself imports no torch
+
+    serve(pipe, spec)
+
+
+class Worker:
+    """A process, which ends with this one."""
+
+    def __init__(self, spec: dict[str, Any], processes: Any) -> None:
+        self._pipe, theirs = processes.Pipe()
+        self._process = processes.Process(target=_enter, args=(theirs, spec), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def ask(self, command: str, deadline: float, **arguments: Any) -> dict[str, Any]:
+        """The answer to a command of :class:`benchmarks.gpu.side.Side`.
+
+        Args:
+            deadline: on the clock of ``time.monotonic``.
+
+        Raises:
+            RowError: it failed, or the process is gone.
+            CutError: it was not ready by ``deadline``; the process is killed.
+        """
+        try:
+            self._pipe.send((command, arguments))
+            if not self._pipe.poll(max(0.0, deadline - time.monotonic())):
+                self.close(at_once=True)
+                raise CutError(f"{command} was not over in time")
+            answer = self._pipe.recv()
+        except (EOFError, OSError) as error:
+            self.close()
+            raise RowError(f"{command}: the process ended with {self._process.exitcode}") from error
+        if "error" in answer:
+            raise RowError(f"{command}: {answer['error']}", traceback=answer["traceback"])
+        return answer
+
+    def close(self, *, at_once: bool = False) -> None:
+        """End the process, and wait until its memory is free."""
+        self._pipe.close()
+        self._process.join(0 if at_once else EXIT_S)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join(EXIT_S)
