@@ -19,6 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lightning_zero
+from lightning_zero.engine.units import capacity
+from lightning_zero.planning.topology import by_node
 from tests.device.machine import Machine, Tally
 from tests.device.virtual import Pace, simulated
 
@@ -53,6 +55,7 @@ class Case:
     Attributes:
         row: of offload.
         worker: when the thread of offloaded steps gets on: as soon as it can, or when somebody waits for it.
+        nodes: on which the ranks are; with several, shards are divided inside of a node, and summed over them.
         settings: arguments of ``lightning_zero.shard``, beside those.
     """
 
@@ -64,11 +67,12 @@ class Case:
     steps: tuple[Step, ...] = PLAIN
     worker: Pace = "lazy"
     blocks: int = 3
+    nodes: int = 1
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
         words = [f"zero{self.stage}", self.row, self.precision, f"{self.ranks}ranks"]
-        words += [self.worker] * (self.row != "none")
+        words += [self.worker] * (self.row != "none") + [f"{self.nodes}nodes"] * (self.nodes > 1)
         return "-".join(words + [f"{key}={value}" for key, value in self.settings.items()])
 
 
@@ -138,6 +142,14 @@ def world(ranks: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def on_nodes(ranks: int, nodes: int) -> Iterator[None]:
+    """The other ranks would say where they are."""
+    topology = by_node([str(rank * nodes // ranks) for rank in range(ranks)])
+    with mock.patch.object(capacity, "find_topology", lambda *_: topology):
+        yield
+
+
+@contextlib.contextmanager
 def fused_on_meta() -> Iterator[None]:
     """torch's fused AdamW has a kernel for the meta device, and a list of devices that leaves it out."""
     adam = importlib.import_module("torch.optim.adam")
@@ -190,6 +202,7 @@ def train(case: Case, mutations: Sequence[tuple[str, Any]] = (), *, then: Callab
             files = stack.enter_context(tempfile.TemporaryDirectory(prefix="lightning_zero_virtual_"))
             stack.enter_context(world(case.ranks))
             stack.enter_context(fused_on_meta())
+            stack.enter_context(on_nodes(case.ranks, case.nodes))
             stack.enter_context(simulated(machine, case.worker))
             return _train(case, machine, files, then)
     finally:

@@ -83,6 +83,10 @@ def gather_what_is_not_summed(self: Communicator, shard: Tensor, full: Tensor, l
     return full
 
 
+def sum_alone(self: Communicator, shard: Tensor, label: str) -> None:
+    self._issue_sum(shard)
+
+
 def serve_what_is_on_its_way(self: Unit) -> None:
     for bucket in self.resharded:
         bucket.comm.all_gather(bucket.full.data.clone(), bucket.label).wait()
@@ -155,6 +159,7 @@ PENDING = "lightning_zero.comm.reduction.Pending."
 TRANSPORT = "lightning_zero.comm.transports.PlainTransport."
 BUCKET = "lightning_zero.engine.units.bucket.Bucket."
 HOST = Case(3, "optimizer_cpu")
+ALONE = Case(3, "optimizer_cpu", ranks=1)
 CLIPPED = (Step(clips=True),) * 3
 EVALUATES = (Step(evaluates=True),) * 3
 
@@ -175,7 +180,7 @@ WITHOUT: dict[str, tuple[str, Any, Case, Any]] = {
     "memory is held as long as the copy takes": (
         STREAMS + "hold",
         hold_without_waiting,
-        Case(3, "optimizer_cpu", ranks=1),
+        ALONE,
         None,
     ),
     "compute waits for gathers": (PENDING + "_wait_event", forget_the_event, Case(), None),
@@ -199,6 +204,12 @@ WITHOUT: dict[str, tuple[str, Any, Case, Any]] = {
         "lightning_zero.comm.communicator.Communicator._rest_in_stream",
         gather_what_is_not_summed,
         Case(0),
+        None,
+    ),
+    "the sum over the nodes is waited for": (
+        "lightning_zero.comm.communicator.Communicator._sum_replicas_in_stream",
+        sum_alone,
+        Case(3, nodes=2),
         None,
     ),
     "a unit that others need has arrived here": (
