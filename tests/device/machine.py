@@ -18,7 +18,7 @@ import sys
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType, FrameType
@@ -110,10 +110,11 @@ class Race(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """The host waits for the device."""
+    """The host waits for the device, in its main thread or in another."""
 
     function: str
     why: str
+    main: bool = True
 
 
 class Copy(NamedTuple):
@@ -217,15 +218,18 @@ class Machine:
         with self._lock:
             self.order.wait(party, event)
 
-    def host_waits(self, why: str, *, events: Iterable[int] = (), parties: Iterable[int] = ()) -> None:
-        """This thread waits for ``events``, and for all that ``parties`` were given."""
+    def host_waits(self, why: str, *, events: Sequence[int] = (), parties: Sequence[int] = ()) -> None:
+        """This thread waits for ``events``, and for all that ``parties`` were given. Where it has waited for them
+        before, or has heard of a thread that has, this is none."""
         with self._lock:
             thread = self.thread()
+            if events and all(self.order.has_seen(thread, event) for event in events):
+                return
             for event in events:
                 self.order.wait(thread, event)
             for party in parties:
                 self.order.follow(thread, party)
-            self.tally.waits[Wait(place().function, why)] += 1
+            self.tally.waits[Wait(place().function, why, threading.get_ident() == self._main)] += 1
 
     def synchronize(self) -> None:
         mine = self.thread()

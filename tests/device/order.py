@@ -61,6 +61,11 @@ class Order:
         self._clocks.stream_wait_for_event(party, event)
         self._changes[party] += 1
 
+    def has_seen(self, party: int, event: int) -> bool:
+        """Whether the party comes after ``event`` already: to wait for it takes no time."""
+        clock = self._clocks.current_sync_states[party]
+        return all(clock.get(other, 0) >= number for other, number in self._clocks.recorded_sync_states[event].items())
+
     def follow(self, party: int, other: int) -> None:
         """What the party does from here on comes after all that ``other`` has done and seen."""
         if self._followed.get((party, other)) != self._changes[other]:

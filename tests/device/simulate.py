@@ -19,6 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lightning_zero
+from lightning_zero.engine.units import capacity
+from lightning_zero.planning.topology import by_node
 from tests.device.machine import Machine, Tally
 from tests.device.virtual import Pace, simulated
 
@@ -53,6 +55,7 @@ class Case:
     Attributes:
         row: of offload.
         worker: when the thread of offloaded steps gets on: as soon as it can, or when somebody waits for it.
+        nodes: on which the ranks are; with several, shards are divided inside of a node, and summed over them.
         settings: arguments of ``lightning_zero.shard``, beside those.
     """
 
@@ -64,11 +67,12 @@ class Case:
     steps: tuple[Step, ...] = PLAIN
     worker: Pace = "lazy"
     blocks: int = 3
+    nodes: int = 1
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
         words = [f"zero{self.stage}", self.row, self.precision, f"{self.ranks}ranks"]
-        words += [self.worker] * (self.row != "none")
+        words += [self.worker] * (self.row != "none") + [f"{self.nodes}nodes"] * (self.nodes > 1)
         return "-".join(words + [f"{key}={value}" for key, value in self.settings.items()])
 
 
@@ -82,7 +86,9 @@ class Found:
         unbound: functions that used the device in a thread that had not been bound to it.
         construction: what was counted while the module was sharded.
         steps: what was counted in each step.
-        at_rest: bytes of device memory behind the last step.
+        at_first, at_rest: bytes of device memory when the module has been sharded, and behind the last step.
+        shard_nbytes: of this rank's shards in the dtype of gradients; all buckets together.
+        unit_nbytes: of the largest unit, gathered.
     """
 
     races: dict[str, int]
@@ -90,7 +96,10 @@ class Found:
     unbound: dict[str, int]
     construction: Tally
     steps: list[Tally]
+    at_first: int
     at_rest: int
+    shard_nbytes: int
+    unit_nbytes: int
 
 
 class Block(nn.Module):
@@ -130,6 +139,14 @@ def world(ranks: int) -> Iterator[None]:
     finally:
         dist.destroy_process_group()
         sys.excepthook = hook
+
+
+@contextlib.contextmanager
+def on_nodes(ranks: int, nodes: int) -> Iterator[None]:
+    """The other ranks would say where they are."""
+    topology = by_node([str(rank * nodes // ranks) for rank in range(ranks)])
+    with mock.patch.object(capacity, "find_topology", lambda *_: topology):
+        yield
 
 
 @contextlib.contextmanager
@@ -185,6 +202,7 @@ def train(case: Case, mutations: Sequence[tuple[str, Any]] = (), *, then: Callab
             files = stack.enter_context(tempfile.TemporaryDirectory(prefix="lightning_zero_virtual_"))
             stack.enter_context(world(case.ranks))
             stack.enter_context(fused_on_meta())
+            stack.enter_context(on_nodes(case.ranks, case.nodes))
             stack.enter_context(simulated(machine, case.worker))
             return _train(case, machine, files, then)
     finally:
@@ -206,7 +224,9 @@ def _train(case: Case, machine: Machine, files: str, then: Callable[..., None] |
         machine.order.names[stream] = name
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     engine.add_optimizer(optimizer)
-    construction, steps = counted(), []
+    at_first, construction, steps = machine.held, counted(), []
+    shard_nbytes = sum(bucket.owned_numel * bucket.dtypes.grad.itemsize for bucket in engine.buckets)
+    unit_nbytes = max(sum(bucket.full.nbytes for bucket in unit.buckets) for unit in engine.units)
     try:
         for step in case.steps:
             train_step(step, engine, model, optimizer)
@@ -223,5 +243,8 @@ def _train(case: Case, machine: Machine, files: str, then: Callable[..., None] |
         unbound=dict(machine.unbound),
         construction=construction,
         steps=steps,
+        at_first=at_first,
         at_rest=at_rest,
+        shard_nbytes=shard_nbytes,
+        unit_nbytes=unit_nbytes,
     )

@@ -12,8 +12,8 @@ import functools
 import itertools
 import re
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -430,6 +430,7 @@ def _now(machine: Machine) -> int:
 
 
 _EVENT = "_virtual_event"
+_OF_DISK = "_virtual_of_disk"
 
 
 def _leaves(machine: Machine, turns: Turns, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -439,7 +440,8 @@ def _leaves(machine: Machine, turns: Turns, method: Callable[..., Any]) -> Calla
     def call(self: Any, *args: Any) -> Any:
         self.__dict__.setdefault(_EVENT, []).append(_now(machine))
         turns.done(self)
-        return method(self, *args)
+        method(self, *args)
+        turns.pause()
 
     return call
 
@@ -516,12 +518,18 @@ def _staged(machine: Machine, stage: Callable[..., Future[Any]]) -> Callable[...
         event = machine.on_disk("a write to a file" if write else "a read of a file", tensor, writes=not write)
         future = stage(self, extent, tensor, write=write)
         future.__dict__.setdefault(_EVENT, []).append(event)
+        setattr(future, _OF_DISK, True)
         return future
 
     return call
 
 
 Pace = Literal["eager", "lazy"]
+
+
+def _is_under_way(future: Future[None] | None) -> bool:
+    """Looked up so that whoever asks does not thereby come after what was done: ``Future.done`` would be a way."""
+    return future is not None and future._state not in ("FINISHED", "CANCELLED")
 
 
 class Turns:
@@ -538,11 +546,12 @@ class Turns:
         self._main = threading.get_ident()
         self._changed = threading.Condition(threading.RLock())
         self._awaited: Any = None
+        self._here = threading.local()
 
     @contextlib.contextmanager
     def waiting(self, source: Any) -> Iterator[None]:
         """The main thread waits for a future or a thread."""
-        if threading.get_ident() != self._main:
+        if threading.get_ident() != self._main or hasattr(source, _OF_DISK):
             yield
             return
         with self._changed:
@@ -553,20 +562,26 @@ class Turns:
             self._awaited = None
 
     def done(self, source: Any) -> None:
-        """What the main thread may wait for is done: it goes on, and the worker must not."""
+        """What the main thread waits for is done: it goes on, and the worker must not."""
         with self._changed:
             if self._awaited is source:
                 self._awaited = None
+
+    def pause(self) -> None:
+        """The worker has ended a step. It goes on when the main thread waits again."""
+        if self._pace == "lazy" and getattr(self._here, "is_worker", False):
+            with self._changed:
+                if not self._changed.wait_for(lambda: self._awaited is not None, self.LIMIT_S):
+                    raise RuntimeError("nobody waits for the steps")
 
     def take(self, take: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """Around what gives the worker its next step."""
 
         @functools.wraps(take)
         def call(worker: Any) -> Any:
-            if self._pace == "lazy":
-                with self._changed:
-                    if not self._changed.wait_for(lambda: self._awaited is not None, self.LIMIT_S):
-                        raise RuntimeError("nobody waits for the steps")
+            if not getattr(self._here, "is_worker", False):
+                self._here.is_worker = True
+                self.pause()
             return take(worker)
 
         return call
@@ -578,8 +593,11 @@ class Turns:
         def call(worker: Any, jobs: Iterable[Any], event: Any) -> None:
             jobs = list(jobs)
             submit(worker, jobs, event)
-            if self._pace == "eager":
-                futures.wait([job.bucket.step._future for job in jobs], self.LIMIT_S)
+            deadline = time.monotonic() + self.LIMIT_S
+            while self._pace == "eager" and any(_is_under_way(job.bucket.step._future) for job in jobs):
+                if time.monotonic() > deadline:
+                    raise RuntimeError("the steps do not end")
+                time.sleep(0.0002)
 
         return call
 

@@ -1,0 +1,127 @@
+"""What a step costs on a device: where the host waits, what is copied, what is queued, what memory is held.
+
+A table is what the engine does now: another wait fails, and one that is gone is to be taken out.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.device.machine import Wait
+from tests.device.simulate import PLAIN, Case, Found, Step
+from tests.device.test_races import SMALL, Trained
+
+BUCKETS = 4  # three blocks and the root, fp32
+HOWS = {
+    "plain": PLAIN,
+    "two micro-batches": (Step(2),) * 3,
+    "clipped": (Step(clips=True),) * 3,
+    "early": (Step(early=True),) * 3,
+}
+ROWS = ("optimizer_cpu", "cpu", "optimizer_nvme", "optimizer_cpu_param_nvme", "nvme")
+
+HOLD = Wait("comm/streams.py: Streams.hold", "event")
+CLAIM = Wait("engine/units/bucket.py: Bucket.claim_grad.arrived", "event", main=False)
+AWAIT = Wait("engine/units/bucket.py: Bucket._await_grad", "event")
+ADD = Wait("engine/passes/gradients.py: BucketGrads._add_on_host", "a copy")
+PARTIAL_NORMS = Wait("engine/whole/norms.py: _norms_of", "a copy")
+FACTOR = Wait("engine/whole/norms.py: scale_grads", "a copy")
+TO_WRITE = Wait("engine/units/home.py: HostHome.open", "event", main=False)
+READ_FILE = Wait("engine/units/param_store.py: FileShard.read", "a copy")
+PUSH_PAGEABLE = Wait("engine/units/home.py: copy_cast", "a copy of pageable memory", main=False)
+
+# In one step at stage 3 that repeats what is known. The worst case: the device is behind, and steps are begun late.
+WAITS: dict[tuple[str, str], dict[Wait, int]] = {
+    ("optimizer_cpu", "plain"): {HOLD: 2, TO_WRITE: 1, CLAIM: 1},
+    ("optimizer_cpu", "two micro-batches"): {HOLD: 2, ADD: 4, AWAIT: 2, TO_WRITE: 1},
+    ("optimizer_cpu", "clipped"): {HOLD: 2, AWAIT: 1, PARTIAL_NORMS: 1, FACTOR: 1},
+    ("optimizer_cpu", "early"): {HOLD: 2, CLAIM: 1},
+    ("cpu", "plain"): {HOLD: 2, TO_WRITE: 1, CLAIM: 1},
+    ("cpu", "two micro-batches"): {HOLD: 2, ADD: 4, AWAIT: 2, TO_WRITE: 1},
+    ("cpu", "clipped"): {HOLD: 2, AWAIT: 1, PARTIAL_NORMS: 1, FACTOR: 1},
+    ("cpu", "early"): {HOLD: 2, CLAIM: 1},
+    ("optimizer_nvme", "plain"): {PUSH_PAGEABLE: 4, HOLD: 2, CLAIM: 1},
+    ("optimizer_nvme", "two micro-batches"): {PUSH_PAGEABLE: 4, HOLD: 2, ADD: 4, AWAIT: 2},
+    ("optimizer_nvme", "clipped"): {PUSH_PAGEABLE: 4, HOLD: 2, AWAIT: 1, PARTIAL_NORMS: 1, FACTOR: 1},
+    ("optimizer_nvme", "early"): {PUSH_PAGEABLE: 4, HOLD: 2, CLAIM: 1},
+    ("optimizer_cpu_param_nvme", "plain"): {READ_FILE: 8, HOLD: 2, CLAIM: 1},
+    ("optimizer_cpu_param_nvme", "two micro-batches"): {READ_FILE: 14, HOLD: 2, ADD: 4, AWAIT: 2},
+    ("optimizer_cpu_param_nvme", "clipped"): {READ_FILE: 8, HOLD: 2, AWAIT: 1, PARTIAL_NORMS: 1, FACTOR: 1},
+    ("optimizer_cpu_param_nvme", "early"): {READ_FILE: 8, HOLD: 2, CLAIM: 1},
+    ("nvme", "plain"): {READ_FILE: 8, HOLD: 2, CLAIM: 1},
+    ("nvme", "two micro-batches"): {READ_FILE: 14, HOLD: 2, ADD: 4, AWAIT: 2},
+    ("nvme", "clipped"): {READ_FILE: 8, HOLD: 2, AWAIT: 1, PARTIAL_NORMS: 1, FACTOR: 1},
+    ("nvme", "early"): {READ_FILE: 8, HOLD: 2, CLAIM: 1},
+}
+
+
+@pytest.mark.parametrize("steps", [pytest.param(HOWS[how], id=how) for how in HOWS if how != "early"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", range(4))
+def test_the_host_waits_for_nothing_where_all_is_on_the_device(
+    stage: int, precision: str, steps: tuple[Step, ...], trained: Trained
+) -> None:
+    found = trained(Case(stage, precision=precision, steps=steps))
+    assert [dict(step.waits) for step in found.steps[1:]] == [{}] * (len(steps) - 1)
+    assert not any(step.copies for step in found.steps)
+
+
+@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("row", ROWS)
+def test_the_host_waits_where_the_table_says(row: str, how: str, trained: Trained) -> None:
+    assert dict(trained(Case(3, row, steps=HOWS[how])).steps[-1].waits) == WAITS[row, how]
+
+
+def bytes_of(found: Found, *, to_host: bool) -> int:
+    return sum(nbytes for copy, nbytes in found.steps[-1].copied.items() if copy.to_host is to_host)
+
+
+@pytest.mark.parametrize(("stage", "row"), [(1, "optimizer_cpu"), (1, "optimizer_nvme"), *((3, row) for row in ROWS)])
+def test_gradients_go_to_the_host_once_and_parameters_come_back_as_often_as_they_are_gathered(
+    stage: int, row: str, trained: Trained
+) -> None:
+    found = trained(Case(stage, row))
+    gathers = found.steps[-1].collectives["gather", "all_gather_single"]
+    assert bytes_of(found, to_host=True) == found.shard_nbytes
+    times = 1 if row in ("optimizer_cpu", "optimizer_nvme") else gathers / BUCKETS
+    assert bytes_of(found, to_host=False) == times * found.shard_nbytes
+
+
+@pytest.mark.parametrize(
+    ("stage", "row", "kernels", "messages"),
+    [
+        (0, "none", 39, 8),
+        (1, "none", 35, 8),
+        (2, "none", 35, 8),
+        (3, "none", 47, 12),
+        (1, "optimizer_cpu", 41, 8),
+        (3, "optimizer_cpu", 53, 12),
+        (3, "cpu", 49, 12),
+        (3, "nvme", 49, 12),
+    ],
+)
+def test_a_step_queues_no_more_than_it_does_now(
+    stage: int, row: str, kernels: int, messages: int, trained: Trained
+) -> None:
+    """Kernels and copies of the engine, for ten parameters in four buckets."""
+    step = trained(Case(stage, row)).steps[-1]
+    own = sum(n for function, n in step.kernels.items() if not function.startswith(("the model", "engine/engine.py")))
+    assert own <= kernels
+    assert step.collectives.total() <= messages
+
+
+@pytest.mark.parametrize("row", ["none", "cpu", "optimizer_cpu"])
+def test_a_module_is_sharded_unit_by_unit(row: str, trained: Trained) -> None:
+    """Sharding it takes the memory of a few units, however many there are."""
+    for blocks in (4, 12):
+        found = trained(Case(3, row, steps=(), blocks=blocks))
+        assert found.construction.peak - found.at_first <= 3 * found.unit_nbytes
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_the_first_backward_of_a_kind_holds_no_more_than_the_others(micro_batches: int, trained: Trained) -> None:
+    """Buffers of reductions are bounded, also while nobody knows yet in which order the ranks come."""
+    settings = SMALL | {"prefetch_bytes": 0}
+    found = trained(Case(3, "cpu", steps=(Step(micro_batches),) * 3, blocks=12, settings=settings))
+    assert found.steps[0].peak - found.steps[-1].peak <= found.unit_nbytes
+    assert found.steps[-1].peak < 2 * (found.shard_nbytes + found.unit_nbytes)  # of 4 shards that the model is

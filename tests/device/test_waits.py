@@ -1,0 +1,295 @@
+"""Each place that orders streams, threads or the lifetime of memory is needed: without it there is a race."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_zero.comm.communicator import Communicator
+from lightning_zero.comm.reduction import Pending
+from lightning_zero.comm.streams import Streams
+from lightning_zero.comm.transports import PlainTransport
+from lightning_zero.engine.passes.gradients import BucketGrads
+from lightning_zero.engine.units.bucket import Bucket
+from lightning_zero.engine.units.home import copy_cast
+from lightning_zero.engine.units.unit import Unit
+from tests.device.simulate import MIXED, Case, Found, Step, loss_of
+from tests.device.test_races import EARLY, SMALL, Trained, gathers, saves_and_loads, serves_others, steps_twice
+
+# What stands in the place of a function of the package; it has the same arguments.
+
+
+@contextlib.contextmanager
+def on_without_waiting(self: Streams, kind: str, *, after: Any = None) -> Iterator[Any]:
+    """It waits for the event that it is given, and for none by itself."""
+    with self.accelerator.on(self._streams[kind]):
+        self.wait(after)
+        yield self._streams[kind]
+
+
+@contextlib.contextmanager
+def on_without_its_event(self: Streams, kind: str, *, after: Any = None) -> Iterator[Any]:
+    """It waits for none that it is given."""
+    event = self.accelerator.record()
+    with self.accelerator.on(self._streams[kind]):
+        if after is None:
+            self.wait(event)
+        yield self._streams[kind]
+
+
+def hold_nothing(self: Streams, memory: Any, event: Any) -> None: ...
+
+
+def hold_without_waiting(self: Streams, memory: Any, event: Any) -> None:
+    """The oldest is let go when there are too many, whether it is still read or not."""
+    self._held.append((event, memory))
+    if len(self._held) > 1:
+        self._held.popleft()
+
+
+def forget_the_event(self: Pending) -> None:
+    self._event = None
+
+
+def keep_nothing(self: Pending, name: str, value: Any) -> None:
+    object.__setattr__(self, name, None if name == "_keep" else value)
+
+
+def wait_for_no_work(self: Any, work: Any, label: str, *, on_device: bool = False, patient: bool = False) -> None: ...
+
+
+def gather_alone(self: PlainTransport, full: Tensor, rank: int, world_size: int, group: Any) -> list[Any]:
+    """Nobody waits for the message."""
+    _gather(self, full, rank, world_size, group)
+    return []
+
+
+def reduce_alone(self: PlainTransport, full: Tensor, rank: int, world_size: int, group: Any) -> tuple[list[Any], Any]:
+    return [], _reduce(self, full, rank, world_size, group)[1]
+
+
+_gather, _reduce = PlainTransport.gather, PlainTransport.reduce
+
+
+def gather_what_is_not_summed(self: Communicator, shard: Tensor, full: Tensor, label: str, whole: bool) -> Tensor:
+    assert self._groups is not None
+    full.view(self.shard_size, -1)[self.shard_rank].copy_(shard)
+    _gather(self._transport, full, self.shard_rank, self.shard_size, self._groups.reduce)  # type: ignore[arg-type]
+    return full
+
+
+def sum_alone(self: Communicator, shard: Tensor, label: str) -> None:
+    self._issue_sum(shard)
+
+
+def serve_what_is_on_its_way(self: Unit) -> None:
+    for bucket in self.resharded:
+        bucket.comm.all_gather(bucket.full.data.clone(), bucket.label).wait()
+
+
+def own_params_at_once(self: Bucket) -> Tensor:
+    own = torch.empty(self.owned_numel, dtype=self.dtypes.compute, device=self.comm.device)
+    with self._transfers():
+        self.rest.read(own)
+    return own
+
+
+def look_at_once(self: Bucket) -> None:
+    """A gradient on its way to the host is taken for one that is there."""
+    self._grad_event = None
+
+
+def claim_what_is_on_its_way(self: Bucket) -> Callable[[], Tensor | None]:
+    grad = self._grad
+    return lambda: grad
+
+
+def push_unseen(self: Bucket, master: Tensor, target: Tensor) -> None:
+    """Nobody knows when what it sends has arrived."""
+    with self.comm.streams.on("push", after=self.step.event):
+        copy_cast(master, target)
+
+
+def read_unseen(self: Any, event: Any) -> None:
+    """A home does not know that its master is read."""
+
+
+@contextlib.contextmanager
+def transfers_at_once(self: Bucket) -> Iterator[None]:
+    """What the last step has sent may not have arrived."""
+    with self.comm.streams.on("h2d"):
+        yield
+
+
+def do_not_wait(self: Any) -> None: ...
+
+
+def fill_without_waiting(source: Tensor, target: Tensor, *, wait: bool = False) -> None:
+    copy_cast(source, target)
+
+
+def add_what_is_on_its_way(self: BucketGrads, reduced: Tensor) -> None:
+    if (grad := self.bucket.grad) is None:
+        self.bucket.bring_grad(reduced)
+    else:
+        grad.add_(reduced.to("cpu", non_blocking=True))
+
+
+def loads(engine: Any, model: nn.Module, optimizer: Any) -> None:
+    engine.load_state_dict({name: torch.zeros(param.shape) for name, param in model.named_parameters()})
+
+
+def writes_weights(engine: Any, model: Any, optimizer: Any) -> None:
+    """Inside of a pass, where parameters hold compute values: the masters take over those that differ."""
+    with engine.step_scope():
+        with torch.no_grad():
+            model.head.weight.mul_(2)
+        engine.backward(loss_of(model))
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+STREAMS = "lightning_zero.comm.streams.Streams."
+PENDING = "lightning_zero.comm.reduction.Pending."
+TRANSPORT = "lightning_zero.comm.transports.PlainTransport."
+BUCKET = "lightning_zero.engine.units.bucket.Bucket."
+HOST = Case(3, "optimizer_cpu")
+ALONE = Case(3, "optimizer_cpu", ranks=1)
+CLIPPED = (Step(clips=True),) * 3
+EVALUATES = (Step(evaluates=True),) * 3
+
+WITHOUT: dict[str, tuple[str, Any, Case, Any]] = {
+    "a stream waits for what has been queued": (STREAMS + "on", on_without_waiting, Case(), None),
+    "a push waits for readers of what it overwrites": (
+        STREAMS + "on",
+        on_without_its_event,
+        Case(1, "optimizer_cpu", steps=EVALUATES, worker="eager"),
+        None,
+    ),
+    "memory is held for the copy to the host": (
+        STREAMS + "hold",
+        hold_nothing,
+        Case(3, "optimizer_cpu", ranks=1),
+        None,
+    ),
+    "memory is held as long as the copy takes": (
+        STREAMS + "hold",
+        hold_without_waiting,
+        ALONE,
+        None,
+    ),
+    "compute waits for gathers": (PENDING + "_wait_event", forget_the_event, Case(), None),
+    "compute waits for reductions": (PENDING + "_wait_event", forget_the_event, Case(1), None),
+    "compute waits for copies where nothing is sent": (
+        PENDING + "_wait_event",
+        forget_the_event,
+        Case(3, "cpu", ranks=1),
+        None,
+    ),
+    "what is reduced is kept": (PENDING + "__setattr__", keep_nothing, Case(), None),
+    "the gather's stream waits for its message": (TRANSPORT + "gather", gather_alone, Case(), None),
+    "the reduction's stream waits for its message": (TRANSPORT + "reduce", reduce_alone, Case(), None),
+    "compute waits for the sum of a norm": (
+        "lightning_zero.ranks.waits.Waits.wait_work",
+        wait_for_no_work,
+        Case(steps=CLIPPED),
+        None,
+    ),
+    "the second half of an all-reduce is waited for": (
+        "lightning_zero.comm.communicator.Communicator._rest_in_stream",
+        gather_what_is_not_summed,
+        Case(0),
+        None,
+    ),
+    "the sum over the nodes is waited for": (
+        "lightning_zero.comm.communicator.Communicator._sum_replicas_in_stream",
+        sum_alone,
+        Case(3, nodes=2),
+        None,
+    ),
+    "a unit that others need has arrived here": (
+        "lightning_zero.engine.units.unit.Unit.serve",
+        serve_what_is_on_its_way,
+        Case(),
+        serves_others,
+    ),
+    "own parameters have been brought before they are compared": (
+        BUCKET + "own_compute_params",
+        own_params_at_once,
+        HOST,
+        writes_weights,
+    ),
+    "whoever looks at a gradient waits": (
+        BUCKET + "_await_grad",
+        look_at_once,
+        Case(3, "optimizer_cpu", steps=MIXED),
+        None,
+    ),
+    "a step waits for its gradient": (BUCKET + "claim_grad", claim_what_is_on_its_way, HOST, None),
+    "an early step waits for its gradient": (
+        BUCKET + "claim_grad",
+        claim_what_is_on_its_way,
+        Case(3, "optimizer_cpu", steps=EARLY, settings=SMALL),
+        None,
+    ),
+    "a second gradient is added when it is there": (
+        "lightning_zero.engine.passes.gradients.BucketGrads._add_on_host",
+        add_what_is_on_its_way,
+        Case(3, "optimizer_cpu", steps=(Step(2),) * 2),
+        None,
+    ),
+    "a gather waits for what a step has sent": (BUCKET + "_transfers", transfers_at_once, HOST, None),
+    "a push can be waited for": (BUCKET + "_send", push_unseen, HOST, None),
+    "masters are not written while a push reads them": (
+        "lightning_zero.engine.units.home.HostHome.read_until",
+        read_unseen,
+        Case(3, "optimizer_cpu"),
+        steps_twice,
+    ),
+    "masters are not loaded while a push reads them": (
+        "lightning_zero.engine.units.home.HostHome.read_until",
+        read_unseen,
+        Case(3, "optimizer_cpu"),
+        saves_and_loads,
+    ),
+    "masters are not gathered back while a push reads them": (
+        "lightning_zero.engine.units.home.HostHome.read_until",
+        read_unseen,
+        Case(3, "optimizer_cpu"),
+        gathers,
+    ),
+    "masters are not stepped while a gather reads them": (
+        "lightning_zero.engine.units.home.HostHome.read_until",
+        read_unseen,
+        Case(3, "cpu"),
+        None,
+    ),
+    "a gather waits for the step of its bucket": (
+        "lightning_zero.engine.units.awaited_step.AwaitedStep.wait",
+        do_not_wait,
+        Case(3, "cpu", worker="eager"),
+        None,
+    ),
+    "masters on the host are filled": (
+        "lightning_zero.engine.units.home.copy_cast",
+        fill_without_waiting,
+        Case(3, "optimizer_cpu", steps=()),
+        loads,
+    ),
+}
+
+
+@pytest.mark.parametrize("what", WITHOUT)
+def test_without_it_there_is_a_race(what: str, trained: Trained) -> None:
+    target, new, case, then = WITHOUT[what]
+    assert_no_race(trained(case, then=then))
+    assert trained(case, [(target, new)], then=then).races
+
+
+def assert_no_race(found: Found) -> None:
+    assert not found.races
