@@ -258,6 +258,7 @@ class Assembly:
 
     def forget_zeroed(self) -> None:
         """Drop the gradients that the user has cleared, and zero those zeroed, since the last backward."""
+        self.passes.forget_failed()
         self.after_step.wait_for_steps()
         self.sentinels.forget_zeroed()
 

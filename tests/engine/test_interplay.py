@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import lightning_zero
 from lightning_zero.comm.reduction import Pending
-from lightning_zero.engine.units.unit import State
+from lightning_zero.engine.units.unit import State, Unit
 from tests.engine.support import (
     Block,
     Model,
@@ -427,3 +427,110 @@ def test_ranks_that_raise_after_different_halves_of_reductions_go_on(stage: int)
             hook.remove()
             side.zero_grad()
         assert_same(side, twin)
+
+
+# -- a backward that raises -------------------------------------------------------------------------------------------
+
+
+def raise_in(module: nn.Module) -> Any:
+    """The next backward through ``module`` raises."""
+
+    def backward(*_: Any) -> None:
+        raise ZeroDivisionError
+
+    return module.register_full_backward_hook(backward)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("plain", [False, True], ids=["told", "noticed"])
+def test_gradients_that_lack_a_part_are_not_stepped(stage: int, plain: bool) -> None:
+    """The first micro-batch is good, the second raises: what is left is neither the one nor the other."""
+    torch.manual_seed(3)
+    module = Model()
+    twin = Twin(module, each=stage >= 2)
+    with Sharded(module, stage=stage, plain=plain) as side:
+        side.backward(language_loss(side.module, tokens(0)))
+        hook = raise_in(side.module.blocks[1])
+        with pytest.raises(ZeroDivisionError):
+            side.backward(language_loss(side.module, tokens(1)))
+        hook.remove()
+        refused = pytest.raises(RuntimeError, match=r"a backward has raised before its end.*zero_grad")
+        with refused:
+            side.step()
+        side.backward(language_loss(side.module, tokens(2)))  # does not make it whole
+        with refused:
+            side.clip(1.0)
+        with refused:
+            side.step()
+        side.zero_grad()
+        for both in (twin, side):
+            both.backward(language_loss(both.module, tokens(3)))
+            both.step()
+        assert_same(side, twin)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("where", ["_begin_backward", "_end_backward", "flush"])
+def test_an_exception_at_an_end_of_a_backward_is_followed_by_a_clean_one(where: str) -> None:
+    torch.manual_seed(3)
+    module = Model()
+    twin = Twin(module)
+    with Sharded(module, stage=3) as side:
+        owner = side.engine.reducer if where == "flush" else side.engine.passes
+        with mock.patch.object(owner, where, side_effect=MemoryError), pytest.raises(MemoryError):
+            side.backward(language_loss(side.module, tokens(0)))
+        side.zero_grad()
+        for both in (twin, side):
+            both.backward(language_loss(both.module, tokens(1)))
+            both.step()
+        assert_same(side, twin)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_rank_that_is_done_holds_few_of_the_units_that_others_need(dynamic: bool) -> None:
+    class Long(Model):
+        def forward(self, batch: Tensor) -> Tensor:
+            x = self.embed(batch)
+            for block in self.blocks if torch.distributed.get_rank() else self.blocks[:1]:
+                x = block(x)
+            return self.head(x)
+
+    most = 0
+    unshard_begin = Unit.unshard_begin
+
+    def counted(self: Unit) -> None:
+        nonlocal most
+        unshard_begin(self)
+        most = max(most, sum(unit.state is not State.SHARDED for unit in side.engine.units))
+
+    with Sharded(Long(depth=9), stage=3, dynamic=dynamic, prefetch_bytes=1) as side:
+        with mock.patch.object(Unit, "unshard_begin", counted), torch.no_grad():
+            side.module(tokens(0))
+        assert most <= 4, "the root, one in use, and one for another rank"
+
+
+class Silent(nn.Module):
+    """Keeps what it computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.kept: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> None:
+        self.kept.append(self.linear(x))
+
+
+@on_ranks(2)
+def test_a_module_that_returns_nothing_is_called_where_another_exception_is_handled() -> None:
+    module = nn.Sequential(Silent())
+    with Sharded(module, stage=3, unit={"classes": ["Silent"]}) as side:
+        try:
+            raise KeyError
+        except KeyError:
+            module(torch.ones(2, 8))
+        assert not side.engine.passes.aborted
+        side.backward(module[0].kept.pop().sum())
+        side.step()

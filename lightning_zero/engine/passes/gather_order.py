@@ -96,6 +96,7 @@ class GatherOrder:
         if self._agreeing:
             while set(wants := self._exchange(DONE)) != {DONE}:
                 self._serve(wants)
+                self._drop_idle()  # this rank has no demand any more that would do it
             self._learn()
         elif self._cursor is not None and not (self._cyclic and self._cursor.position == 0):
             for index in self._cursor.rest():

@@ -43,6 +43,7 @@ class BucketGrads:
     issued: bool = False  # reduced in this backward
     used: set[int] = field(default_factory=set)  # slots with a gradient on this rank since they were last cleared
     agreed: set[int] = field(default_factory=set)  # ... on any rank, as far as gradients are reduced
+    partial: set[int] = field(default_factory=set)  # slots that lack some of a backward that has raised
 
     @property
     def accumulates(self) -> bool:
@@ -115,6 +116,7 @@ class BucketGrads:
         gone = set(slots) & (self.used | self.agreed)
         if not gone:
             return
+        self.partial -= gone
         self.used -= gone
         self.agreed -= gone
         self.written -= gone
@@ -128,6 +130,7 @@ class BucketGrads:
     def zero(self, slots: Iterable[int]) -> None:
         """Zero these parameters' gradients, because the user did. They still count as gradients, unlike None."""
         self.written -= set(slots)
+        self.partial -= set(slots)
         self._zero_reduced(set(slots))
 
     def _zero_reduced(self, slots: set[int]) -> None:
@@ -271,8 +274,15 @@ class Reducer:
         """On all ranks, each of which may have used other parameters.
 
         Raises:
-            RuntimeError: on all: gradients of ``places`` wait, on any rank, for a backward that reduces them.
+            RuntimeError: on all: gradients of ``places`` wait, on any rank, for a backward that reduces them. On a rank
+                where a backward has raised: they lack some of it.
         """
+        places = list(places)
+        if any(place.info.slot in self.grads[place.bucket].partial for place in places):
+            raise RuntimeError(
+                "a backward has raised before its end, and the gradients that were there before it, or came in it, are "
+                "not whole. Clear them (optimizer.zero_grad()), and run all backwards of the step again."
+            )
         if self.unreduced:
             waiting = any(place.info.slot in self.grads[place.bucket].written for place in places)
             if self.comm.max_(torch.tensor([waiting], dtype=torch.uint8)).item():
@@ -367,6 +377,7 @@ class Reducer:
         self._in_flight, self._second_half = [], []
         self._flying_nbytes = 0
         for grads in self.grads.values():
+            grads.partial = set(grads.used)
             grads.local, grads.written = None, set()
 
     # -- issuing and landing --------------------------------------------------------------------------------------

@@ -59,6 +59,7 @@ class _Running(NamedTuple):
 
     unit: Unit
     packing: contextlib.AbstractContextManager[None] | None
+    handled: BaseException | None  # what the caller was handling when it made the call
 
 
 class Hooks:
@@ -227,7 +228,7 @@ class Hooks:
         packing = passes.saved.packed() if may_be_dropped and passes.saved.possible else None
         # torch keeps saved-tensor hooks on a stack, so calls end in the reverse order: :meth:`_post_forward` looks at
         # the last entry only, and takes off nothing that a caller of this module has put on.
-        self._running.append(_Running(unit, packing))
+        self._running.append(_Running(unit, packing, sys.exc_info()[1]))
         if packing is not None:
             packing.__enter__()
         elif may_be_dropped:
@@ -277,9 +278,11 @@ class Hooks:
         # is nothing to end here.
         if not self._running or self._running[-1].unit is not unit:
             return
+        handled = self._running[-1].handled
         self._end_call()
         passes, outermost, error = self.passes, not self._running, sys.exc_info()[1]
-        if output is None and error is not None:
+        # A module may return None, and be called where another exception is handled.
+        if output is None and error is not None and error is not handled:
             explain_dtypes(error, self._precision)
             self._raised()
             return

@@ -56,6 +56,14 @@ def _weakly(method: Callable[[Unit], bool]) -> Callable[[Unit], bool]:
     return call
 
 
+def _graph_task_gone(passes_ref: ReferenceType[Passes]) -> None:
+    """A graph task is over. If nothing has told the pass of its end, an exception has ended it: its gradients show that
+    they are there from now on, so that ``zero_grad`` is seen."""
+    passes = passes_ref()
+    if passes is not None and passes.phase is Phase.NOTICED:
+        passes.sentinels.place_used()
+
+
 class _End:
     """A callback for the end of a graph task.
 
@@ -248,13 +256,13 @@ class Passes:
         try:
             self.begin(key, evaluation=evaluation)
             yield
+            self._scope = None
+            if evaluation:
+                self.end()
         except BaseException:
             self._scope = None
             self.abort()
             raise
-        self._scope = None
-        if evaluation:
-            self.end()
 
     @outside_autograd
     def abort(self) -> None:
@@ -264,6 +272,8 @@ class Passes:
         self.aborted = True
         if self.in_backward:
             self.reducer.abort(deadline)
+            # The backward has taken them away. Without them nobody could tell later what the user has cleared since.
+            self.sentinels.place_used()
         self.order.abort()
         self.hooks.forget_calls()
         self.hooks.forget_inputs()
@@ -366,9 +376,10 @@ class Passes:
     def backward_scope(self) -> Iterator[None]:
         """See ``Engine.backward_scope``."""
         self.forget_failed()
-        self._begin_backward(explicit=True)
         try:
+            self._begin_backward(explicit=True)
             yield
+            self._end_backward()
         except BaseException as error:
             self.abort()
             if isinstance(error, RuntimeError) and _DROPPED in str(error):
@@ -376,7 +387,6 @@ class Passes:
             if isinstance(error, RuntimeError) and _CHANGED in str(error) and any(u.reshards for u in self.units):
                 error.add_note(_READ_OUTSIDE)
             raise
-        self._end_backward()
 
     def _needed_while_dropped(self) -> str:
         waiting = [unit.title for unit in self.progress.unfinished() if unit.reshards]
@@ -418,7 +428,8 @@ class Passes:
             # Kept weakly: :meth:`forget_failed` finds out by this reference that the graph task died without calling.
             # A strong one would leave the pass in its backward for ever.
             end = _End(self._graph_task_ended)
-            self._noticed = ref(end)
+            passes_ref = ref(self)
+            self._noticed = ref(end, lambda _: _graph_task_gone(passes_ref))
             torch.autograd.Variable._execution_engine.queue_callback(end)
         if torch.is_grad_enabled():
             # create_graph: the new graph needs weights again, at moments that no hook tells. So units stay gathered.
@@ -427,6 +438,7 @@ class Passes:
     def forget_failed(self) -> None:
         """Abort the pass of a backward that an exception has ended, if the engine was never told of that backward."""
         if self.phase is Phase.NOTICED and (self._noticed is None or self._noticed() is None):
+            self.sentinels.forget_zeroed()  # placed when it failed: the user may have cleared some since
             self.abort()
 
     def weights_needed(self, unit: Unit) -> bool:

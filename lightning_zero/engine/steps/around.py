@@ -75,6 +75,7 @@ class AroundStep:
             for unit in self._units:
                 unit.unshard_wait()
         else:
+            self._passes.forget_failed()
             self._after_step.settle()
             self._sentinels.forget_zeroed()
         # Before masters change: taken over afterwards, a write would be set against values of after the step.
