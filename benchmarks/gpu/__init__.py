@@ -1,4 +1,4 @@
-"""``make gpu-check``: what one GPU tells, in one command of less than nine minutes, without a network and without Hydra.
+"""``make gpu-check``: what one GPU tells, in less than nine minutes, without a network and without Hydra.
 
 ::
 

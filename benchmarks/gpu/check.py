@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from pathlib import Path
@@ -83,6 +84,8 @@ class Check:
         except RowError as error:
             status = "cut" if isinstance(error, CutError) else "error"
             found = {"status": status, "error": str(error), **error.details}
+        except Exception as error:  # of this process: the parts that follow may still run
+            found = {"status": "error", "error": f"{type(error).__name__}: {error}"}
         self.failed |= found["status"] == "error"
         self.output.write({**head, **found, "took_s": round(time.monotonic() - started, 1)})
 
@@ -144,7 +147,8 @@ class Check:
                 self._losses.setdefault((row.size.name, name), {}).update(answer["losses"])
                 if name == row.name:
                     forward_backward += answer["forward_backward_s"]
-        own = statistics.median(sum(steps[row.name], []))
+        times = [seconds for turn in steps[row.name] for seconds in turn]
+        own = statistics.median(times)
         ratios = {
             f"vs_{name}": round(statistics.median(map(_ratio, steps[name], steps[row.name])), 3)
             for name in self._peers
@@ -152,7 +156,7 @@ class Check:
         }
         return {
             "step_ms": _digits(own * 1e3),
-            "spread_ms": [_digits(f(sum(steps[row.name], [])) * 1e3) for f in (min, max)],
+            "spread_ms": [_digits(min(times) * 1e3), _digits(max(times) * 1e3)],
             "forward_backward_ms": _digits(statistics.median(forward_backward) * 1e3),
             "tokens_per_s": round(row.size.tokens / own),
             "alternated_with": list(self._peers),
@@ -190,7 +194,7 @@ class Check:
         if differences:
             judged["loss_difference"] = float(f"{max(differences):.2g}")
             judged["loss_tolerance"] = TOLERANCE[size.precision]
-            if not max(differences) <= TOLERANCE[size.precision]:
+            if max(differences) > TOLERANCE[size.precision]:
                 judged |= {"status": "error", "error": "its losses are not those of the other sides"}
         return judged
 
@@ -198,7 +202,8 @@ class Check:
         """The largest relative difference at steps that both have made."""
         own, other = (self._losses.get((row.size.name, name), {}) for name in (row.name, peer))
         common = own.keys() & other.keys() if peer != row.name else set()
-        return max((abs(own[step] - other[step]) / abs(other[step]) for step in common), default=None)
+        differences = [abs(own[step] - other[step]) / abs(other[step]) for step in common]
+        return max((d if math.isfinite(d) else math.inf for d in differences), default=None)
 
     def _extras(self, row: Row, worker: Worker, step_s: float, deadline: float) -> dict[str, Any]:
         """Memory, waits and a timeline. What fails or has no time here leaves the row as it is."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import selectors
@@ -48,7 +49,9 @@ def run(log: Path, limit_s: float) -> dict[str, Any]:
     return _summary(outcomes, collected, process.returncode, seconds, cut=seconds > limit_s - SUMMARY_S)
 
 
-def _summary(outcomes: dict[str, str], collected: int, code: int | None, seconds: float, *, cut: bool) -> dict[str, Any]:
+def _summary(
+    outcomes: dict[str, str], collected: int, code: int | None, seconds: float, *, cut: bool
+) -> dict[str, Any]:
     of = {kind: [n for n, o in outcomes.items() if o == kind] for kind in ("passed", "failed", "error", "skipped")}
     failed = of["failed"] + of["error"]
     not_run = max(0, collected - len(outcomes))
@@ -90,12 +93,8 @@ def _lines(process: subprocess.Popen[bytes], interrupt_at: float, kill_at: float
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     """It and the ranks that it started, which are in its session."""
-    try:
+    with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(0.5)
-    except subprocess.TimeoutExpired:
-        pass
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     process.wait()

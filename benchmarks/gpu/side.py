@@ -16,6 +16,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from itertools import pairwise
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,8 @@ from typing import Any
 import torch
 import torch._dynamo  # once, where processes are forked from, and not at each one's first step
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import lightning_zero.engine
@@ -84,6 +86,14 @@ def measure_rates(device: str, folder: str) -> dict[str, float]:
     return found
 
 
+def memory_of_libraries() -> int:
+    """Bytes that libraries keep for their work from the first product on: no plan knows them."""
+    x = torch.ones(64, 64, device="cuda", requires_grad=True)
+    (x @ x).sum().backward()  # the backward's thread has its own
+    del x
+    return torch.cuda.memory_allocated()
+
+
 class Side:
     """One way to train one model.
 
@@ -118,6 +128,7 @@ class Side:
             raise RuntimeError(spec["raises"])
         if self.cuda:
             torch.cuda.set_device(0)
+            self.of_libraries = memory_of_libraries()
         if spec["side"] == "fsdp2" or spec["alone"]:
             store = Path(spec["folder"]) / f"store-{os.getpid()}"
             backend = "nccl" if self.cuda else "gloo"
@@ -128,7 +139,12 @@ class Side:
         self.model_step = build()
         self.batches = [self._batch(i) for i in range(BATCHES)]
         self._settle()
-        return {"parameters": parameters, "build_s": round(time.perf_counter() - started, 2)}
+        found = {"parameters": parameters, "build_s": round(time.perf_counter() - started, 2)}
+        if self.cuda:  # a peak of its own, for it has the whole module beside what is made of it
+            found["device_peak_of_build_gib"] = _gib(torch.cuda.max_memory_allocated())
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        return found
 
     def turn(self, untimed: int, steps: int, *, idle_after: bool = False) -> dict[str, Any]:
         """``untimed`` steps, then ``steps`` timed ones, from the end of one to the end of the next.
@@ -149,13 +165,13 @@ class Side:
             torch.cuda.empty_cache()
         ends = marks[::2]
         return {
-            "step_s": [self._between(a, b) for a, b in zip(ends, ends[1:], strict=False)],
+            "step_s": [self._between(a, b) for a, b in pairwise(ends)],
             "forward_backward_s": [self._between(a, b) for a, b in zip(ends, marks[1::2], strict=False)],
             "losses": {first + i: loss.item() for i, loss in enumerate(losses)},
         }
 
     def memory(self) -> dict[str, Any]:
-        """Peaks so far, and what was planned; then the device's peak with next to no activations."""
+        """Peaks of the steps so far, and what was planned; then the device's peak with next to no activations."""
         used = _meminfo("MemTotal") - _meminfo("MemAvailable") - self.used_before
         found: dict[str, Any] = {"host_rss_peak_gib": _gib(_rss_peak()), "host_used_gib": _gib(used)}
         if self.cuda:
@@ -186,7 +202,7 @@ class Side:
             finally:
                 torch.cuda.set_sync_debug_mode("default")
         self._settle()
-        places = Counter(_place(w) for w in caught if "synchroniz" in str(w.message))
+        places = Counter(_place(w) for w in caught if "called a synchronizing" in str(w.message))
         per_step = {place: n / PROFILED_STEPS for place, n in places.most_common(12)}
         return {"sync_warnings": places.total() / PROFILED_STEPS, "sync_warnings_at": per_step}
 
@@ -227,7 +243,7 @@ class Side:
         if size.precision != "fp32":
             reduced = torch.bfloat16 if size.reduce_dtype == "bf16" else torch.float32
             options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduced)
-        mesh = dist.device_mesh.init_device_mesh(self.device, (1,))
+        mesh = init_device_mesh(self.device, (1,))
         for module in self.model.modules():
             if isinstance(module, Block):
                 fully_shard(module, mesh=mesh, **options)
@@ -304,7 +320,7 @@ class Side:
         for _ in range(2):
             self.model_step(tokens)
         self._settle()
-        return torch.cuda.max_memory_allocated()
+        return torch.cuda.max_memory_allocated() - self.of_libraries
 
     def _settle(self) -> None:
         """Wait until nothing runs: no offloaded step, no kernel."""

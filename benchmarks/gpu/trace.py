@@ -16,7 +16,9 @@ SYNCS = (
     "cuCtxSynchronize",
     "cudaMemcpy",  # without Async: it waits
 )
+BACKWARD = "autograd::engine::evaluate_function"
 Interval = tuple[float, float]
+Thread = tuple[Any, Any]
 
 
 def of_trace(trace: Mapping[str, Any]) -> dict[str, Any]:
@@ -29,28 +31,34 @@ def of_trace(trace: Mapping[str, Any]) -> dict[str, Any]:
     if not steps:
         return {}
     low, high = min(e["ts"] for e in steps), max(e["ts"] + e["dur"] for e in steps)
-    main, count = (steps[0]["pid"], steps[0]["tid"]), len(steps)
-    found = _waits(events, (low, high), main, count)
-    kernels = union(_intervals(events, ("kernel",)))
-    copies = {way: _intervals(events, ("gpu_memcpy",), way) for way in ("HtoD", "DtoH")}
-    if kernels or any(copies.values()):
+    count = len(steps)
+    # A GPU's backward has a thread of its own, for which the one that trains waits.
+    training = {_thread(e) for e in events if e.get("name", "").startswith(BACKWARD)} | {_thread(steps[0])}
+    found = _waits(events, (low, high), training, count)
+    if kernels := union(_intervals(events, "kernel")):
         found["device_busy_ms"] = _ms(length(kernels), count)
-        for way, parts in copies.items():
-            taken = union(parts)
-            found[f"{way}_ms"] = _ms(length(taken), count)
-            found[f"{way}_exposed_ms"] = _ms(length(taken) - length(common(taken, kernels)), count)
+        for way in ("HtoD", "DtoH"):
+            taken, exposed = copies(trace, way)
+            found |= {f"{way}_ms": _ms(taken, count), f"{way}_exposed_ms": _ms(exposed, count)}
     return found
 
 
-def _waits(events: Sequence[Any], within: Interval, main: tuple[Any, Any], steps: int) -> dict[str, Any]:
-    """Calls that wait for the device: of the thread that trains, and of the others (a worker's waits hold up nobody)."""
+def copies(trace: Mapping[str, Any], way: str) -> tuple[float, float]:
+    """Microseconds in which copies of a ``way`` (HtoD, DtoH) ran, and those of them in which no kernel did."""
+    events = [e for e in trace["traceEvents"] if e.get("ph") == "X"]
+    taken = union(_intervals(events, "gpu_memcpy", way))
+    return length(taken), length(taken) - length(common(taken, union(_intervals(events, "kernel"))))
+
+
+def _waits(events: Sequence[Any], within: Interval, training: set[Thread], steps: int) -> dict[str, Any]:
+    """Calls that wait for the device: of the threads that train, and of others, whose waits do not hold them up."""
     here: Counter[str] = Counter()
     waited = 0.0
     elsewhere = 0
     for event in events:
         if event.get("name") not in SYNCS or not within[0] <= event["ts"] <= within[1]:
             continue
-        if (event["pid"], event["tid"]) == main:
+        if _thread(event) in training:
             here[event["name"]] += 1
             waited += event["dur"]
         else:
@@ -63,14 +71,16 @@ def _waits(events: Sequence[Any], within: Interval, main: tuple[Any, Any], steps
     }
 
 
+def _thread(event: Mapping[str, Any]) -> Thread:
+    return event["pid"], event["tid"]
+
+
 def _ms(microseconds: float, steps: int) -> float:
     return round(microseconds / 1e3 / steps, 3)
 
 
-def _intervals(events: Iterable[Any], categories: Sequence[str], part: str = "") -> list[Interval]:
-    return [
-        (e["ts"], e["ts"] + e["dur"]) for e in events if e.get("cat") in categories and part in str(e.get("name", ""))
-    ]
+def _intervals(events: Iterable[Any], category: str, part: str = "") -> list[Interval]:
+    return [(e["ts"], e["ts"] + e["dur"]) for e in events if e.get("cat") == category and part in e["name"]]
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:

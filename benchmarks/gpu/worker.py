@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import time
 from multiprocessing.connection import Connection
 from typing import Any
 
-EXIT_S = 5.0
+EXIT_S = 30.0  # the system frees pinned memory for a while
 
 
 class RowError(Exception):
@@ -24,6 +25,7 @@ class CutError(RowError):
 
 def context() -> Any:
     """Where processes come from: a server that has imported torch, and holds no device, is forked for each."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # a profiler without a GPU has much to say about that
     made = multiprocessing.get_context("forkserver")
     made.set_forkserver_preload(["benchmarks.gpu.side"])
     return made

@@ -112,6 +112,7 @@ def test_a_mersenne_twister_is_not_put_into_another_generator(another_of_numpys:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 def test_on_a_gpu() -> None:
     device = torch.device("cuda", 0)
     torch.rand(5, device=device)

@@ -1,0 +1,262 @@
+"""``python -m benchmarks.gpu`` on the CPU: that each part runs, and tells what it should, also where it fails."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.gpu import gpu_tests, trace
+from benchmarks.gpu.__main__ import chosen, parse
+from benchmarks.gpu.bounds import bounds, phi
+from benchmarks.gpu.gpu_tests import files
+from benchmarks.gpu.output import Output
+from benchmarks.gpu.plan import SIZES, Row, parts, tiny_parts
+from benchmarks.gpu.worker import CutError, RowError, Worker
+
+ROOT = Path(__file__).resolve().parents[1]
+BROKEN = "zero3+optimizer_cpu"
+RATES = {"matmul": 8e14, "device_copy": 4e12, "h2d": 5e10, "d2h": 5e10, "host_copy": 2e11, "disk_read": 2e9}
+WITHOUT_HYDRA = "import sys, runpy; sys.modules['hydra'] = sys.modules['omegaconf'] = None; sys.argv[0] = 'gpu'; "
+
+
+def run(out: Path, *arguments: str, hydra: bool = True) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "benchmarks.gpu"]
+    if not hydra:
+        command = [sys.executable, "-c", WITHOUT_HYDRA + "runpy.run_module('benchmarks.gpu', run_name='__main__')"]
+    environ = {key: value for key, value in os.environ.items() if key != "OUT"}
+    return subprocess.run(
+        [*command, "--tiny", "--out", str(out), "--nvme", str(out.parent), *arguments],
+        cwd=ROOT,
+        env=environ,
+        text=True,
+        capture_output=True,
+        timeout=200,
+    )
+
+
+def lines(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
+
+
+def rows_of_table(text: str) -> list[dict[str, str]]:
+    """The one table of ``table.md``; every row has a cell for every title."""
+    cells = [[c.strip() for c in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")]
+    titles, rule, *rows = cells
+    assert set(rule) == {"---"}
+    return [dict(zip(titles, row, strict=True)) for row in rows]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    """One run of everything, in which one row raises."""
+    out = tmp_path_factory.mktemp("gpu") / "out"
+    return out, run(out, "--break-row", BROKEN)
+
+
+def test_every_part_has_its_line(whole: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+    out, done = whole
+    found = lines(out)
+    assert [r["name"] for r in found] == ["machine", *(p.name for p in tiny_parts())], done.stderr
+    for record in found:
+        assert record["status"] == ("error" if record.get("side") == BROKEN else "ok"), record
+    tests, rates, *rows = found[1:]
+    assert tests["failed"] == [] and tests["collected"] == tests["passed"] + tests["skipped"] > 20
+    assert all(rates["rates"][name] > 0 for name in ("host_copy", "host_adam", "disk_read", "disk_write"))
+    for row in rows:
+        if row["side"] == BROKEN:
+            continue
+        assert row["step_ms"] > 0 and row["tokens_per_s"] > 0 and row["tflops"] > 0
+        assert row["phi"] > 0 and row["bound_by"] in row["bounds_s"]
+        assert row["host_waits"] == 0 and row["host_rss_peak_gib"] > 0
+        assert "extras_error" not in row and "left_out" not in row
+        if row["side"] != "bare":
+            assert row["vs_bare"] > 0 and row["loss_difference"] <= row["loss_tolerance"]
+        if row["side"].startswith("zero"):
+            assert row["planned_device_gib"] >= 0
+            assert row["size"] != "tiny" or row["alternated_with"] == ["bare", "fsdp2"]
+
+
+def test_a_row_that_raises_is_a_line_with_its_error(whole: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+    out, done = whole
+    assert done.returncode == 1
+    broken = next(r for r in lines(out) if r.get("side") == BROKEN)
+    assert "RuntimeError: this row was to fail" in broken["error"]
+    assert any("side.py" in line for line in broken["traceback"])
+    assert f"- tiny {BROKEN}: build: RuntimeError: this row was to fail" in (out / "table.md").read_text()
+
+
+def test_the_table_parses(whole: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+    out, done = whole
+    text = (out / "table.md").read_text()
+    assert text in done.stdout
+    found = rows_of_table(text)
+    expected = [(p.row.size.name, p.row.name) for p in tiny_parts() if p.row is not None]
+    assert [(row["size"], row["side"]) for row in found] == expected
+    assert all(float(row["step ms"]) > 0 for row in found if row["status"] == "ok")
+
+
+def test_each_row_has_a_timeline(whole: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
+    out, _ = whole
+    with tarfile.open(out / "traces-1.tar") as archive:
+        for record in lines(out):
+            if "timeline" in record:
+                file = archive.extractfile(record["timeline"].split(":")[1])
+                assert file is not None
+                events = json.loads(gzip.decompress(file.read()))["traceEvents"]
+                assert sum(e.get("name") == trace.STEP for e in events) == 2
+        assert len(archive.getnames()) == sum(p.kind == "row" for p in tiny_parts()) - 1
+
+
+def test_without_time_everything_is_listed_as_not_run(tmp_path: Path) -> None:
+    started = time.monotonic()
+    done = run(tmp_path / "out", "--budget", "0")
+    assert done.returncode == 0, done.stderr
+    assert time.monotonic() - started < 15
+    found = lines(tmp_path / "out")
+    assert [(r["name"], r["status"]) for r in found] == [(p.name, "not run") for p in tiny_parts()]
+    assert all(f"- {p.name} (" in (tmp_path / "out/table.md").read_text() for p in tiny_parts())
+
+
+def test_it_needs_no_hydra(tmp_path: Path) -> None:
+    """Neither the command nor the processes of its rows, which import no Lightning either."""
+    assert run(tmp_path / "out", "--budget", "0", hydra=False).returncode == 0
+    check = "import benchmarks.gpu.side, sys; assert not {'hydra', 'omegaconf', 'lightning'} & {*sys.modules}"
+    subprocess.run([sys.executable, "-c", check], cwd=ROOT, check=True, timeout=120)
+
+
+# -- rows and tests that do not end well ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def worker(tmp_path: Path) -> Iterator[Worker]:
+    worker = Worker({"device": "cpu", "folder": str(tmp_path)}, multiprocessing.get_context("fork"))
+    yield worker
+    worker.close()
+
+
+def test_a_process_that_dies_is_an_error_of_its_row(worker: Worker) -> None:
+    assert worker.ask("machine", time.monotonic() + 60)["torch"]
+    worker._process.kill()
+    with pytest.raises(RowError, match="machine: the process ended with -9"):
+        worker.ask("machine", time.monotonic() + 60)
+
+
+def test_a_row_that_takes_too_long_is_cut(worker: Worker) -> None:
+    with pytest.raises(CutError, match="rates was not over in time"):
+        worker.ask("rates", time.monotonic() - 1)
+    assert not worker._process.is_alive()
+
+
+def test_tests_that_take_too_long_are_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "test_slow.py"
+    file.write_text(
+        "import time, pytest\npytestmark = pytest.mark.gpu\n"
+        "def test_a(): assert 1 == 2, 'seen all the same'\ndef test_b(): time.sleep(100)\ndef test_c(): ...\n"
+    )
+    monkeypatch.setattr(gpu_tests, "files", lambda: [str(file)])
+    found = gpu_tests.run(tmp_path / "log", gpu_tests.SUMMARY_S + 4)
+    assert found["seconds"] < gpu_tests.SUMMARY_S + 6
+    assert (found["collected"], len(found["failed"]), found["not_run"]) == (3, 1, 2)
+    assert found["status"] == "error"  # a failure counts for more than the cut
+    assert "seen all the same" in (tmp_path / "log").read_text()
+
+
+# -- without processes ------------------------------------------------------------------------------------------------
+
+
+def test_parts_that_are_asked_for() -> None:
+    names = [p.name for p in chosen(parse(["--only", "7b,tests"]))]
+    assert names[:2] == ["tests marked gpu", "rates of compute, memory, link and disk"]
+    assert names[2:] == ["7b bare", "7b zero3", "7b zero3+optimizer_cpu", "7b fsdp2"]
+    assert chosen(parse([])) == parts(130.0)
+
+
+def test_sizes_are_those_of_their_names() -> None:
+    for name, low, high in (("0.1b", 0.09e9, 0.15e9), ("1b", 0.95e9, 1.1e9), ("7b", 6.5e9, 7.2e9)):
+        assert low < SIZES[name].parameters < high
+
+
+def test_the_files_with_tests_of_a_gpu_are_found() -> None:
+    assert "tests/engine/test_gpu.py" in files()
+
+
+@pytest.mark.parametrize(
+    ("offload", "expected"),
+    [
+        ("none", {"compute": 1 + 28 / 4e3}),
+        ("optimizer_cpu", {"compute": 1, "link to the device": 2 / 50, "link from the device": 2 / 50}),
+        ("cpu", {"compute": 1, "link to the device": 4 / 50, "link from the device": 2 / 50}),
+        ("nvme", {"compute": 1, "link to the device": 4 / 50, "link from the device": 2 / 50, "disk": (12 + 4) / 2}),
+    ],
+)
+def test_bounds_by_resource(offload: str, expected: dict[str, float]) -> None:
+    row = Row(SIZES["1b"], "zero3", offload)
+    billions = row.size.parameters / 1e9
+    found = bounds(row, RATES, 1.0)
+    if offload != "none":
+        assert found.pop("host memory") == pytest.approx(28 / 200 * billions)
+    for name, seconds in expected.items():
+        per_parameter = seconds - (1 if name == "compute" else 0)
+        assert found.pop(name) == pytest.approx((1 if name == "compute" else 0) + per_parameter * billions), name
+    assert not found
+
+
+def test_phi_names_the_resource_that_binds() -> None:
+    found = {"compute": 1.0, "disk": 3.0}
+    assert phi(found, 4.0, overlap=True)["phi"] == 0.75
+    assert phi(found, 4.0, overlap=True)["bound_by"] == "disk"
+    assert phi(found, 4.0, overlap=False)["bound_s"] == 4.0
+    assert phi({}, 4.0, overlap=True) == {}
+
+
+def event(name: str, category: str, start: float, end: float, tid: int = 1) -> dict[str, Any]:
+    return {"ph": "X", "name": name, "cat": category, "ts": start, "dur": end - start, "pid": 7, "tid": tid}
+
+
+def test_what_a_timeline_says() -> None:
+    events = [
+        event(trace.STEP, "user_annotation", 0, 1000),
+        event(trace.STEP, "user_annotation", 1000, 2000),
+        event("cudaEventSynchronize", "cuda_runtime", 100, 500),
+        event("cudaMemcpyAsync", "cuda_runtime", 600, 610),  # does not wait
+        event("cudaStreamSynchronize", "cuda_runtime", 700, 900, tid=2),  # of a worker
+        event("autograd::engine::evaluate_function: AddmmBackward0", "cpu_op", 1000, 1300, tid=3),
+        event("cudaStreamSynchronize", "cuda_runtime", 1100, 1200, tid=3),
+        event("cudaDeviceSynchronize", "cuda_runtime", 2100, 2200),  # after the steps
+        event("gemm", "kernel", 0, 1200),
+        event("gemm", "kernel", 1100, 1500),
+        event("Memcpy HtoD (Pinned -> Device)", "gpu_memcpy", 1400, 1800),
+        event("Memcpy DtoH (Device -> Pinned)", "gpu_memcpy", 200, 400),
+    ]
+    found = trace.of_trace({"traceEvents": [{"ph": "M", "name": "process_name"}, *events]})
+    assert found == {
+        "host_waits": 1.0,
+        "host_waits_ms": 0.25,
+        "host_waits_by_call": {"cudaEventSynchronize": 0.5, "cudaStreamSynchronize": 0.5},
+        "other_threads_waits": 0.5,
+        "device_busy_ms": 0.75,
+        "HtoD_ms": 0.2,
+        "HtoD_exposed_ms": 0.15,
+        "DtoH_ms": 0.1,
+        "DtoH_exposed_ms": 0.0,
+    }
+
+
+def test_timelines_keep_to_the_size_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.gpu.output.VOLUME_NBYTES", 60_000)
+    output, file = Output(tmp_path / "out"), tmp_path / "t.json.gz"
+    file.write_bytes(bytes(30_000))
+    places = [output.add_timeline(file, f"{i}.json.gz").split(":")[0] for i in range(5)]
+    assert places == [*(f"traces-{i}.tar" for i in range(1, 5)), "left out"]
+    assert max(f.stat().st_size for f in (tmp_path / "out").glob("*.tar")) <= 60_000
