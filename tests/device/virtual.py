@@ -539,7 +539,7 @@ class Turns:
     asks for steps goes on when they are over. ``lazy``: the next step begins when the main thread waits for one.
     """
 
-    LIMIT_S = 20.0
+    LIMIT_S = 60.0
 
     def __init__(self, pace: Pace) -> None:
         self._pace = pace
