@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 
-from tests.device.simulate import Found, train
+from tests.device.simulate import Case, Found, train
 
 
 def _prepare() -> None:
@@ -31,5 +31,13 @@ def elsewhere() -> Iterator[Callable[..., Any]]:
 
 @pytest.fixture(scope="session")
 def trained(elsewhere: Callable[..., Any]) -> Callable[..., Found]:
-    """What :func:`train` finds."""
-    return lambda *args, **kwargs: elsewhere(train, *args, **kwargs)
+    """What :func:`train` finds; each case is trained once."""
+    known: dict[str, Found] = {}
+
+    def find(case: Case, mutations: Sequence[tuple[str, Any]] = (), **options: Any) -> Found:
+        key = repr((case, mutations, options))
+        if key not in known:
+            known[key] = elsewhere(train, case, mutations, **options)
+        return known[key]
+
+    return find

@@ -252,7 +252,7 @@ class Machine:
         """The memory of a tensor, which is new where it has not been seen; None for pageable memory and none at all."""
         storage = tensor.untyped_storage()
         block = self._blocks.get(storage._cdata)
-        if block is None and tensor.device.type == "meta" and storage.nbytes():
+        if block is None and tensor.is_meta and storage.nbytes():
             block = self.allocate(storage, self.stream)
         return block
 
@@ -381,13 +381,15 @@ class Machine:
 
 def span(tensor: Tensor) -> tuple[int, int]:
     """First byte of a tensor's storage that is its own, and one past the last."""
-    low = tensor.storage_offset()
+    low = int(tensor.storage_offset())
+    if tensor.is_contiguous():
+        return low * tensor.itemsize, (low + tensor.numel()) * tensor.itemsize
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return low * tensor.itemsize, (low + last + 1) * tensor.itemsize
 
 
 def is_on_device(tensor: Tensor) -> bool:
-    return tensor.device.type == "meta"
+    return tensor.is_meta
 
 
 def nbytes_of(tensor: Tensor) -> int:

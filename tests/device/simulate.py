@@ -164,7 +164,7 @@ def loss_of(model: nn.Module) -> Tensor:
 
 
 def train_step(step: Step, engine: Any, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    def backwards() -> None:
+    def backwards() -> float:
         for micro_batch in range(step.micro_batches):
             last = micro_batch == step.micro_batches - 1
             with contextlib.nullcontext() if last else engine.no_sync():
@@ -174,6 +174,7 @@ def train_step(step: Step, engine: Any, model: nn.Module, optimizer: torch.optim
         if step.evaluates:
             with torch.no_grad():
                 loss_of(model)
+        return 0.0
 
     with engine.step_scope():
         if step.early:

@@ -70,6 +70,7 @@ EARLY = (Step(early=True),) * 4
             Case(settings={"dynamic": True}),
             Case(settings={"activation_checkpointing": "blocks"}),
             Case(settings={"comm": {"transport": "direct"}}),
+            *(Case(stage, ranks=1, steps=MIXED, settings={"comm": {"even_alone": True}}) for stage in (0, 1, 3)),
             Case(precision="bf16_true"),
             Case(precision="bf16", grad_dtype="bf16"),
             *(

@@ -211,7 +211,7 @@ class Watch(TorchDispatchMode):
     """Tells the machine of every operator of this thread."""
 
     def __init__(self, machine: Machine) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._machine = machine
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -539,7 +539,7 @@ class Turns:
     asks for steps goes on when they are over. ``lazy``: the next step begins when the main thread waits for one.
     """
 
-    LIMIT_S = 20.0
+    LIMIT_S = 60.0
 
     def __init__(self, pace: Pace) -> None:
         self._pace = pace
