@@ -110,7 +110,7 @@ class PrecisionConfig:
             ``bf16_true``, ``fp16_true``, ``fp64`` (one dtype everywhere, buffers too). ``None`` follows
             ``Trainer(precision=)``.
         reduce_dtype: what gradients travel in. ``None``: fp32; under the rows of one dtype, that.
-        grad_dtype: what gradients rest and accumulate in. ``None``: as ``reduce_dtype``.
+        grad_dtype: what gradients rest and accumulate in. ``None``: fp32; under the rows of one dtype, that.
         fp32_modules: class names (``*`` matches anything) whose parameters keep fp32 under ``bf16`` and ``fp16``.
             What parametrizations compute weights from keeps it too.
         stochastic_rounding: under ``bf16_true``, compute steps in fp32 and round weights and optimizer state to bf16 up
