@@ -167,6 +167,9 @@ class OffloadConfig:
         threads: CPU threads of a rank's offloaded step. ``None``: the cores that it may use over the ranks that share
             them, less one for transfers where there are more than two.
         io_threads: reads and writes in flight at a time. ``None``: 4.
+        step_in_backward: step a bucket as soon as its gradient has been reduced, while the backward goes on. For
+            automatic optimization with one optimizer, where nothing looks at gradients before the step; what stands in
+            the way is refused at the start.
     """
 
     name: Offload = Offload.none
@@ -176,6 +179,7 @@ class OffloadConfig:
     nvme_budget: int | None = None
     threads: int | None = None
     io_threads: int | None = None
+    step_in_backward: bool = False
 
     def __post_init__(self) -> None:
         for key in ("device_budget", "host_budget", "nvme_budget", "threads", "io_threads"):
@@ -194,6 +198,7 @@ class OffloadConfig:
             ignored.append("device_budget")
         if self.name is Offload.none:
             ignored += [k for k in ("host_budget", "threads") if getattr(self, k) is not None]
+            ignored += ["step_in_backward"] * self.step_in_backward
         if self.name in (Offload.optimizer_nvme, Offload.nvme) and self.host_budget is not None:
             ignored.append("host_budget")  # nothing but gradients rests on the host there
         if ignored:
@@ -310,6 +315,25 @@ class ZeroConfig:
                 "zero.dynamic: expected false (only stage 3 gathers along the path of the model), got true with "
                 f"zero/stage={self.stage.name.name}. Choose zero/stage=zero3 or drop zero.dynamic."
             )
+        if self.offload.step_in_backward:
+            self._check_step_in_backward()
+
+    def _check_step_in_backward(self) -> None:
+        if self.dynamic:
+            why = "under zero.dynamic no rank knows, before the backward is over, what the others will reduce"
+            change = "Drop zero.dynamic"
+        elif self.offload.name is Offload.optimizer_nvme and self.stage.name is not Stage.zero3:
+            why = (
+                f"at zero/stage={self.stage.name.name} the backward reads parameters that would have to be read from "
+                "the files once more after it"
+            )
+            change = "Choose zero/offload=optimizer_cpu or zero/stage=zero3"
+        else:
+            return
+        raise ConfigError(
+            f"zero.offload.step_in_backward: expected false ({why}), got true. {change}, or drop "
+            "zero.offload.step_in_backward."
+        )
 
 
 def check_rows(stage: Stage, offload: Offload) -> None:

@@ -151,8 +151,9 @@ class ZeroPrecision(LightningPrecision):
         """As Lightning's mixed precision does it: a step whose gradients overflowed on any rank is skipped by all."""
         if self.scaler is None:
             engine = self.strategy.engine
-            early = engine.stepping_in_backward() if _nothing_between(model) else contextlib.nullcontext()
-            with early:
+            self.check_early_steps(model.trainer)  # a setting of the Trainer's may have changed since the start
+            asked = engine.config.offload.step_in_backward
+            with engine.stepping_in_backward() if asked else contextlib.nullcontext():
                 return super().optimizer_step(optimizer, model, closure, **kwargs)
         result = closure()
         if result is None and model.automatic_optimization:  # training_step returned None: there was no backward
@@ -164,6 +165,41 @@ class ZeroPrecision(LightningPrecision):
             optimizer.step(**kwargs)
         self.scaler.update(overflowed=overflowed)
         return result
+
+    def check_early_steps(self, trainer: pl.Trainer) -> None:
+        """
+        Raises:
+            ConfigError: ``zero.offload.step_in_backward`` is set, and this run cannot step inside the backward.
+        """
+        engine = self.strategy.engine
+        if not engine.config.offload.step_in_backward:
+            return
+        found = self._in_the_way(trainer) or _never_early(engine)
+        if found is not None:
+            why, change = found
+            raise ConfigError(
+                f"zero.offload.step_in_backward: expected false ({why}), got true. {change}, or drop "
+                "zero.offload.step_in_backward."
+            )
+
+    def _in_the_way(self, trainer: pl.Trainer) -> tuple[str, str] | None:
+        """What runs between a gradient and its step, and what to change; None where gradients go straight into it."""
+        if not trainer.lightning_module.automatic_optimization:
+            return "manual optimization may look at gradients before the step", "Use automatic optimization"
+        if self.scaler is not None:
+            return "loss scaling looks at all gradients before the step", "Choose zero/precision=bf16"
+        if (optimizers := len(trainer.optimizers)) != 1:
+            return f"{optimizers} optimizers, of which each looks at gradients of its own", "Use one optimizer"
+        if trainer.gradient_clip_val:
+            return "clipping looks at all gradients before the step", "Set trainer.gradient_clip_val=null"
+        hooks: list[tuple[Any, type]] = [(trainer.lightning_module, pl.LightningModule)]
+        hooks += [(callback, pl.Callback) for callback in trainer.callbacks]  # type: ignore[attr-defined]
+        for owner, base in hooks:
+            for name in _BETWEEN:
+                if _overrides(owner, base, name):
+                    hook = f"{type(owner).__qualname__}.{name}"
+                    return f"{hook} may look at gradients before the step", f"Drop {hook}"
+        return None
 
     def state_dict(self) -> dict[str, Any]:
         return {} if self.scaler is None else self.scaler.state_dict()
@@ -199,17 +235,14 @@ _BETWEEN = (
 )
 
 
-def _nothing_between(model: pl.LightningModule) -> bool:
-    """Whether gradients go straight into the one optimizer of an automatic optimization."""
-    trainer = model.trainer
-    hooks: list[tuple[Any, type]] = [(model, pl.LightningModule)]
-    hooks += [(callback, pl.Callback) for callback in trainer.callbacks]  # type: ignore[attr-defined]
-    return (
-        model.automatic_optimization
-        and len(trainer.optimizers) == 1
-        and not trainer.gradient_clip_val
-        and not any(_overrides(owner, base, name) for owner, base in hooks for name in _BETWEEN)
-    )
+def _never_early(engine: Engine) -> tuple[str, str] | None:
+    """Why no bucket would be stepped inside the backward, and what to change."""
+    if any(optimizer.never_early for optimizer in engine.optimizers):
+        why = "the optimizer has a step of its own, or hooks before its step"
+        return why, "Use an optimizer of torch's, and no register_step_pre_hook"
+    if not any(bucket.trainable and bucket.plan.may_step_in_backward for bucket in engine.buckets):
+        return "no optimizer state of this run rests on the host", "Choose zero/offload=optimizer_cpu"
+    return None
 
 
 def _overrides(owner: Any, base: type, name: str) -> bool:

@@ -317,6 +317,7 @@ class ZeroStrategy(ParallelStrategy):
             saved, self._saved_rng = self._saved_rng, None
             self._random_numbers = RandomNumbers(trainer, self.root_device, saved)
             self.setup_optimizers(trainer)
+            self.precision_plugin.check_early_steps(trainer)
             averaging.average_shards(trainer, self.engine)
         self.setup_precision_plugin()
         self._interruptions = Interruptions(

@@ -192,7 +192,11 @@ class LooksAfterBackward(Lit):
     def on_after_backward(self) -> None: ...
 
 
-def stepped_inside(make: Callable[[], Lit], folder: Path, **settings: Any) -> bool:
+def early(folder: Path, name: str = "cpu", **settings: Any) -> ZeroStrategy:
+    return ZeroStrategy("zero3", offload={"name": name, "step_in_backward": True}, summary=False, **settings)
+
+
+def stepped_inside(make: Callable[[], Lit], folder: Path, chosen: ZeroStrategy, **settings: Any) -> bool:
     """Whether any bucket was stepped while a backward was running, with the results of no offload."""
     seen: list[bool] = []
     submit = AfterStep.submit
@@ -203,7 +207,7 @@ def stepped_inside(make: Callable[[], Lit], folder: Path, **settings: Any) -> bo
 
     expected = fit("zero3", folder, seeded(make), **settings)
     with mock.patch.object(AfterStep, "submit", spy):
-        found = fit(strategy("zero3_offload", folder), folder, seeded(make), **settings)
+        found = fit(chosen, folder, seeded(make), **settings)
     assert_same(found, expected, tolerance=0.0)
     assert seen
     _release(found.trainer)
@@ -212,21 +216,61 @@ def stepped_inside(make: Callable[[], Lit], folder: Path, **settings: Any) -> bo
 
 @on_ranks(2)
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_steps_start_inside_the_backward(accumulate: int, folder: Path) -> None:
+def test_steps_start_inside_the_backward_if_that_is_asked_for(accumulate: int, folder: Path) -> None:
     make = partial(Lit, optimizer="adamw", scheduler="step")
-    assert stepped_inside(make, folder, accumulate_grad_batches=accumulate)
+    for chosen, asked in ((early(folder), True), (strategy("zero3_offload", folder), False)):
+        assert stepped_inside(make, folder, chosen, accumulate_grad_batches=accumulate) is asked
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("case", ["clipping", "callback", "own step", "own hook"])
-def test_they_do_not_where_gradients_may_be_looked_at(case: str, folder: Path) -> None:
-    kind: dict[str, type[Lit]] = {"own step": OwnStep, "own hook": LooksAfterBackward}
-    settings: dict[str, dict[str, Any]] = {
-        "clipping": {"gradient_clip_val": 0.1},
-        "callback": {"callbacks": [Watching()]},
-    }
-    make = partial(kind.get(case, Lit), optimizer="adamw")
-    assert not stepped_inside(make, folder, **settings.get(case, {}))
+class ByHand(Lit):
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.automatic_optimization = False
+
+
+class HookedOptimizer(Lit):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters())
+        optimizer.register_step_pre_hook(lambda *_: None)
+        return optimizer
+
+
+class TwoOptimizers(Lit):
+    def configure_optimizers(self) -> Any:
+        first, *rest = self.parameters()
+        return [torch.optim.AdamW([first]), torch.optim.AdamW(rest)]
+
+
+REFUSED: dict[str, tuple[type[Lit], dict[str, Any], str]] = {
+    "clipping": (Lit, {"gradient_clip_val": 0.1}, "trainer.gradient_clip_val=null"),
+    "loss scaling": (Lit, {"precision": "16-mixed"}, "zero/precision=bf16"),
+    "callback": (Lit, {"callbacks": [Watching()]}, "Drop Watching.on_before_optimizer_step"),
+    "own step": (OwnStep, {}, "Drop OwnStep.optimizer_step"),
+    "own hook": (LooksAfterBackward, {}, "Drop LooksAfterBackward.on_after_backward"),
+    "by hand": (ByHand, {}, "Use automatic optimization"),
+    "two optimizers": (TwoOptimizers, {}, "Use automatic optimization|Use one optimizer"),
+    "hook of the optimizer": (HookedOptimizer, {}, "no register_step_pre_hook"),
+}
+
+
+@on_ranks(1, full=(2,))
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_stands_in_the_way_of_it_is_refused_before_training(case: str, folder: Path) -> None:
+    make, settings, change = REFUSED[case]
+    module = seeded(partial(make, optimizer="adamw"))
+    with pytest.raises(ConfigError, match=rf"zero.offload.step_in_backward: .*({change}).*drop zero.offload.step") as e:
+        fit(early(folder), folder, module, **settings)
+    assert "got true" in str(e.value)
+
+
+@on_ranks(1)
+def test_clipping_that_is_set_later_is_refused_too(folder: Path) -> None:
+    class SetsClipping(Callback):
+        def on_train_start(self, trainer: Any, *_: Any) -> None:
+            trainer.gradient_clip_val = 1.0
+
+    with pytest.raises(ConfigError, match=r"step_in_backward: .* clipping"):
+        fit(early(folder), folder, adamw(), callbacks=[SetsClipping()])
 
 
 # -- before any process starts ----------------------------------------------------------------------------------------

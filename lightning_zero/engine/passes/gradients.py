@@ -39,7 +39,8 @@ class BucketGrads:
     scale: float  # 1 / number of ranks (averages, as DDP does, before anything is added up) / scale of the loss
     local: Tensor | None = None  # [numel] unreduced gradient: reduce_dtype, or grad_dtype where it accumulates
     written: set[int] = field(default_factory=set)  # slots of ``local`` that hold a gradient
-    arrived: int = 0  # gradients of this backward
+    arrived: set[int] = field(default_factory=set)  # slots with a gradient of this backward
+    reduced: frozenset[int] = frozenset()  # slots whose gradient of this backward was in the buffer that is reduced
     issued: bool = False  # reduced in this backward
     used: set[int] = field(default_factory=set)  # slots with a gradient on this rank since they were last cleared
     agreed: set[int] = field(default_factory=set)  # ... on any rank, as far as gradients are reduced
@@ -69,7 +70,7 @@ class BucketGrads:
             view.copy_(grad).mul_(self.scale)  # a product rounded to the gradient's lower dtype would be inexact
         self.written.add(slot)
         self.used.add(slot)
-        self.arrived += 1
+        self.arrived.add(slot)
 
     def complete(self) -> Tensor:
         """Hand out the local buffer to be reduced, with zeros wherever no gradient came."""
@@ -87,6 +88,7 @@ class BucketGrads:
         # Let go of: the reduction keeps the buffer as long as a stream reads it, and no longer.
         self.local = None
         self.written = set()
+        self.reduced = frozenset(self.arrived)
         return full if full.dtype == bucket.dtypes.reduce else full.to(bucket.dtypes.reduce)
 
     def add_reduced(self, reduced: Tensor) -> None:
@@ -203,7 +205,8 @@ class Reducer:
         self.completed = []
         self._next = 0
         for grads in self.grads.values():
-            grads.arrived, grads.issued = 0, False
+            grads.arrived, grads.reduced, grads.issued = set(), frozenset(), False
+        self._end_early_steps()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -220,8 +223,13 @@ class Reducer:
             grads.scale = 1.0 / (self.comm.world_size * scale)
 
     def take(self, bucket: Bucket, slot: int, grad: Tensor) -> None:
-        """Take a gradient that has arrived, and issue the reductions that have become ready."""
+        """Take a gradient that has arrived, and issue the reductions that have become ready.
+
+        Raises:
+            RuntimeError: the bucket was stepped in this backward, without this gradient.
+        """
         grads = self.grads[bucket]
+        bucket.step.refuse_in_backward(f"another gradient of {bucket.params[slot].fqn} arrived")
         with torch.no_grad():
             grads.take(slot, grad)
         if not self._synchronizes(bucket):
@@ -230,7 +238,7 @@ class Reducer:
             # A second arrival (a module that is used again under checkpointing). Only this rank may know of it now, so
             # it is not reduced here: the ranks agree at the end on what they reduce again.
             self._late.add(bucket)
-        elif grads.arrived == self._expected[bucket]:
+        elif len(grads.arrived) == self._expected[bucket] and bucket not in self._ready:
             self._set_ready(bucket)
             self._pump()
 
@@ -254,11 +262,16 @@ class Reducer:
 
         Returns:
             Whether any rank has raised its flag; false where nothing is reduced.
+
+        Raises:
+            RuntimeError: on all ranks: a bucket has to be reduced again that some rank has stepped in this backward.
         """
         reduced = [b for b in self.grads if self._synchronizes(b)]
         if not reduced:
             return False
         late, flagged = self._agree(reduced, flag)
+        for bucket in late:
+            bucket.step.refuse_in_backward(f"another gradient of bucket {bucket.label} arrived, on some rank,")
         for bucket in late:
             self._issue(bucket)
         while self._in_flight:
@@ -267,6 +280,7 @@ class Reducer:
         if self._key not in self._orders:
             self._learn_order()
         self._put_lagging_last()
+        self._end_early_steps()
         self.unreduced &= not self.synchronize
         return flagged
 
@@ -305,7 +319,7 @@ class Reducer:
         lagging = self._lagging.setdefault(self._key, set())
         flags: list[bool] = [flag]
         for bucket in reduced:
-            flags += [bucket in self._late, bucket in self._lagging_here]
+            flags += [bucket in self._late, bucket in self._lagging_here, bucket.step.in_backward]
             flags += [slot in self.grads[bucket].used for slot in range(len(bucket.params))]
         agreed = iter(self.comm.max_(torch.tensor(flags, dtype=torch.uint8)).tolist())
         late = []
@@ -316,6 +330,7 @@ class Reducer:
                 self._ever_late.add(bucket)
             if next(agreed):
                 lagging.add(bucket)
+            bucket.step.in_backward = bool(next(agreed))
             grads = self.grads[bucket]
             grads.agreed = {slot for slot in range(len(bucket.params)) if next(agreed)}
             grads.used |= grads.agreed
@@ -379,6 +394,12 @@ class Reducer:
         for grads in self.grads.values():
             grads.partial = set(grads.used)
             grads.local, grads.written = None, set()
+        self._end_early_steps()
+
+    def _end_early_steps(self) -> None:
+        """The backward is over: from here on steps are waited for, as everywhere."""
+        for bucket in self.grads:
+            bucket.step.in_backward = False
 
     # -- issuing and landing --------------------------------------------------------------------------------------
 
@@ -445,10 +466,11 @@ class Reducer:
             self.landed(bucket)
 
     def _is_whole(self, grads: BucketGrads) -> bool:
-        """Whether the bucket's gradient is complete: no more will arrive, and this rank has used all its parameters.
+        """Whether the bucket's gradient is complete: each of its parameters has sent one, and no more are expected.
 
-        Whether another rank has used them makes no difference then.
+        What other ranks have used makes no difference then. A gradient that comes in parts for the first time cannot be
+        told beforehand: if the bucket has been stepped by then, :meth:`take` raises.
         """
         bucket = grads.bucket
-        once = self._all_ranks_come(bucket) and bucket not in self._ever_late
-        return once and all(info.slot in grads.used for info in bucket.params if info.param.requires_grad)
+        once = self._all_ranks_come(bucket) and bucket not in self._ever_late and bucket not in self._late
+        return once and all(info.slot in grads.reduced for info in bucket.params if info.param.requires_grad)

@@ -161,15 +161,17 @@ class ShardedOptimizer:
         early: set[Bucket] = set()
 
         def landed(bucket: Bucket) -> None:
-            if bucket not in groups or bucket in early or not self._is_lazy(bucket) or has_pre_hooks(self.optimizer):
+            if bucket not in groups or bucket in early or self.never_early or not bucket.plan.may_step_in_backward:
                 return
             if any(info.param.requires_grad and info.slot not in groups[bucket] for info in bucket.params):
                 return  # some of its parameters belong to no optimizer: not a case to be fast in
             early.add(bucket)
+            bucket.step.in_backward = True
             active = {slot for slot in groups[bucket] if bucket.params[slot].param.requires_grad}
             self.runs.advance(bucket, groups[bucket], active)
             if self.runs.of(bucket):
-                self._around.submit([self._job(bucket, {id(bucket.params[slot].param) for slot in active})])
+                job = self._job(bucket, {id(bucket.params[slot].param) for slot in active})
+                self._around.submit([job._replace(in_backward=True)])
             else:
                 bucket.step.nothing_to_do()
 
@@ -184,6 +186,11 @@ class ShardedOptimizer:
                     "raised. Before training goes on, load the last checkpoint."
                 )
             raise
+
+    @property
+    def never_early(self) -> bool:
+        """Whether no bucket may be stepped before the step itself begins: see ``early_steps.py``."""
+        return not self._known or has_pre_hooks(self.optimizer)
 
     def _is_lazy(self, bucket: Bucket) -> bool:
         """Whether a bucket is stepped in the worker, on its own.

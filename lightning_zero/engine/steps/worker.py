@@ -38,6 +38,7 @@ class StepJob(NamedTuple):
     bucket: Bucket
     run: Callable[[], None]
     number: int = 0  # place of the bucket in the forward
+    in_backward: bool = False  # asked for while a backward may still read the full buffers
 
 
 def default_threads(share: int) -> int:
@@ -100,7 +101,7 @@ class StepWorker:
                 if (following := self._take()) is not None:
                     following.job.bucket.home.begin_open()
                 current.job.run()
-                current.job.bucket.push()
+                current.job.bucket.push(later=current.job.in_backward)
                 home.close(changed=True)
                 # The write of the bucket before this one ran during this step. Its memory goes now, and not later: the
                 # next bucket to be read would be the fourth in memory.

@@ -29,7 +29,7 @@ from lightning_zero.engine.units.flat_buffer import FlatBuffer, placeholders
 from lightning_zero.engine.units.home import Home, ResidentHome, Tiers, copy_cast, make_home, opened
 from lightning_zero.engine.units.param_info import ParamInfo
 from lightning_zero.engine.units.param_store import ParamStore, make_param_store
-from lightning_zero.planning.buckets import BucketPlan
+from lightning_zero.planning.buckets import BucketPlan, ParamsRest
 from lightning_zero.planning.layout import Fragment
 
 
@@ -84,6 +84,7 @@ class Bucket:
         self._grad: Tensor | None = None
         self._grad_event: Any = None  # the end of its way to the host
         self._pushed: Any = None  # the end of the way of what the last step has changed
+        self._push_due = False  # the last step has left its push to the next gather
         # Properties of the plan that every pass asks for, and that never change:
         self.layout = layout = plan.layout
         self.reshards, self.gathers_after_step = plan.reshards, plan.gathers_after_step
@@ -217,9 +218,16 @@ class Bucket:
         self.home.free()
         self._settle_in(values)
 
-    def push(self) -> None:
-        """Bring the compute parameters at rest up to date with the master, whose home is open."""
-        self.rest.update(self.master)
+    def push(self, *, later: bool = False) -> None:
+        """Bring the compute parameters at rest up to date with the master, whose home is open.
+
+        Args:
+            later: a backward is running that may still read the full buffer. If they rest there, the next gather does
+                it.
+        """
+        self._push_due = later and self.plan.params_rest is ParamsRest.full
+        if not self._push_due:
+            self.rest.update(self.master)
 
     def _send(self, master: Tensor, target: Tensor) -> None:
         """Cast ``master`` into ``target`` [owned numel] on the device, behind what may still read ``target``."""
@@ -277,6 +285,9 @@ class Bucket:
         """Issue the gather of the compute parameters. The full buffer has memory from here on."""
         # Until the step is over the masters, and the shard that follows from them, belong to the step's thread.
         self.step.wait()
+        if self._push_due:
+            with opened(self.home):
+                self.push()
         # On the current (compute) stream, outside of the ``with`` below: ``release`` gives the block back to the pool
         # of this stream, so this stream must also be the one that takes it.
         self.full.allocate()

@@ -84,7 +84,15 @@ class Unit:
         self.state = state
 
     def unshard_begin(self) -> None:
-        """Issue the gathers of all buckets that are dropped after use."""
+        """Issue the gathers of all buckets that are dropped after use.
+
+        Raises:
+            RuntimeError: one of them was stepped in the backward that is running, whose other part has used the values
+                of before.
+        """
+        # Also where this rank only takes part for others: what it would send them are values of after the step.
+        for bucket in self.resharded:
+            bucket.step.refuse_in_backward(f"unit {self.title} is needed again")
         self._enter(State.GATHERING)
         with profiled("gather", self.title):
             self.pending = [bucket.gather_begin() for bucket in self.resharded]
