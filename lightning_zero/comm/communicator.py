@@ -28,7 +28,7 @@ from torch import Tensor
 
 from lightning_zero.comm.agreements import gather_on, open_waits, together
 from lightning_zero.comm.groups import GROUP_POOL, GroupKind, Groups, backend_for
-from lightning_zero.comm.reduction import Pending, Reduction
+from lightning_zero.comm.reduction import LATE, Pending, Reduction
 from lightning_zero.comm.streams import Streams
 from lightning_zero.comm.transports import HostTransport, all_gather_single, choose_transport
 from lightning_zero.config import Transport as TransportName
@@ -211,6 +211,9 @@ class Communicator:
         It is called after an exception has ended a pass. A rank issues the later half of a reduction when it finds the
         first half complete, so ranks that raised in the same place may have issued different later halves. On groups
         that were used so, the next message of one rank would be matched with an older message of another.
+
+        Messages that were abandoned are not waited for: on groups that are replaced they may never end. On groups that
+        stay, each is matched with its own and ends late, in the memory that it was issued with (``LATE``).
         """
         if self._groups is not None and len({*self.all_gather_objects(self.issued, "going on after an exception")}) > 1:
             # Given back before the pool is asked: the pool then sees that the counts differ, and leaves these alone.
@@ -341,6 +344,8 @@ class Communicator:
 
     def _note(self, kind: str, label: str) -> None:
         if self._groups is not None:
+            if LATE:
+                LATE.forget()
             self._groups.issued += 1
             self.waits.issued += 1
         for observer in self.observers:

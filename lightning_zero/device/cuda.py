@@ -16,6 +16,9 @@ class Cuda(Accelerator):
 
     has_streams = True
 
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(with_index(device))
+
     def new_stream(self) -> Any:
         # Copies and messages that are ready should not wait behind kernels that fill the GPU.
         return torch.cuda.Stream(self.device, priority=-1)
@@ -85,6 +88,13 @@ def gpu_count() -> int:
 def gpu_nbytes() -> int:
     """All memory of the first."""
     return int(torch.cuda.get_device_properties(0).total_memory)
+
+
+def with_index(device: torch.device) -> torch.device:
+    """``device``, as tensors name it: a GPU that has no number is the current one. Threads are bound to a number."""
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
 
 
 def default_device() -> torch.device:

@@ -35,7 +35,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_zero.config import ConfigError, ZeroConfig, make_config
-from lightning_zero.device.cuda import default_device
+from lightning_zero.device.cuda import default_device, with_index
 from lightning_zero.engine.engine import Engine, engine_of, engines
 from lightning_zero.engine.whole import norms
 from lightning_zero.engine.whole.gather import show_full
@@ -71,9 +71,8 @@ def shard(
     config = make_config(config, **settings)
     if process_group is None and dist.is_available() and dist.is_initialized():
         process_group = dist.group.WORLD
-    if device is None:
-        device = default_device()
-    return Engine(module, config, process_group, torch.device(device), node or node_name())
+    where = default_device() if device is None else with_index(torch.device(device))
+    return Engine(module, config, process_group, where, node or node_name())
 
 
 def node_name() -> str:

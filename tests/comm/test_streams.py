@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import torch
 
 from lightning_zero.comm.streams import HELD, Streams
+from lightning_zero.device import accelerator_of
 from lightning_zero.device.accelerator import Accelerator
+from lightning_zero.device.cuda import with_index
 
 
 class Event:
@@ -42,3 +46,11 @@ def test_off_cuda_nothing_is_marked_or_waited_for() -> None:
         assert stream is None
     assert streams.mark() is None
     streams.wait(None)
+
+
+def test_a_gpu_without_a_number_is_the_current_one() -> None:
+    """A thread is bound to a number, and tensors name one."""
+    with mock.patch("torch.cuda.current_device", lambda: 3):
+        assert accelerator_of(torch.device("cuda")).device == with_index(torch.device("cuda")) == torch.device("cuda:3")
+    assert accelerator_of(torch.device("cuda:1")).device == torch.device("cuda:1")
+    assert with_index(torch.device("cpu")) == torch.device("cpu")

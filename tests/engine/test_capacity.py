@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -72,6 +73,46 @@ def test_files_are_asked_for_as_well(tmp_path: Path) -> None:
     with mock.patch.object(NvmeTier, "free_nbytes", free), pytest.raises(ConfigError, match="bytes of files"):
         engine.add_optimizer(torch.optim.AdamW(module.parameters()))
     engine.release()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("row", ["nvme", "optimizer_nvme"])
+def test_files_are_asked_for_before_anything_is_moved(row: str, tmp_path: Path) -> None:
+    """Each rank's part fits alone; both together do not."""
+    offload = {"name": row, "nvme_path": str(tmp_path)}
+    free = mock.PropertyMock(return_value=3 * NUMEL)
+    with mock.patch.object(NvmeTier, "free_nbytes", free), mock.patch.object(NvmeTier, "reserve") as reserve:
+        with pytest.raises(ConfigError, match=r"zero.offload: the 2 rank\(s\) on host .* bytes of files"):
+            lightning_zero.shard(Model(width=WIDTH), device="cpu", offload=offload)
+        with pytest.raises(ConfigError, match=r"zero.offload.nvme_budget: rank 0 needs .* the budget is 1,000"):
+            lightning_zero.shard(Model(width=WIDTH), device="cpu", offload={**offload, "nvme_budget": 1000})
+        reserve.assert_not_called()
+    assert not [*tmp_path.rglob("*.bin")]
+    with Sharded(Model(width=WIDTH), offload=offload):  # the folder is free again
+        pass
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("row", ["nvme", "optimizer_nvme"])
+def test_a_disk_that_another_job_fills_on_one_rank_is_every_rank_s_error(row: str, tmp_path: Path) -> None:
+    ensure, calls = NvmeTier._ensure, [0]
+
+    def full(self: NvmeTier, nbytes: int) -> None:
+        calls[0] += 1
+        if dist.get_rank() == 1 and calls[0] == 3:
+            raise ConfigError("zero.offload.nvme_path: expected room, got a full disk")
+        ensure(self, nbytes)
+
+    offload = {"name": row, "nvme_path": str(tmp_path)}
+    module = Model(width=WIDTH)
+    with mock.patch.object(NvmeTier, "_ensure", full):
+        started = time.monotonic()
+        with pytest.raises(ConfigError, match=r"zero.offload.nvme_path: expected room"):
+            lightning_zero.shard(module, device="cpu", offload=offload, stall_timeout_s=20.0)
+        assert time.monotonic() - started < 10
+    assert not [*tmp_path.rglob("*.bin")]
+    with Sharded(Model(width=WIDTH), offload=offload):  # the folder is free again
+        pass
 
 
 @on_ranks(1, 2)

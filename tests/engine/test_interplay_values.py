@@ -19,8 +19,10 @@ from torch import Tensor, nn
 
 import lightning_zero
 from lightning_zero.comm import communicator
+from lightning_zero.comm.reduction import LATE
 from lightning_zero.engine import engine_of
 from lightning_zero.engine.passes import passes
+from lightning_zero.engine.units.unit import State
 from tests.engine.support import (
     MakeOptimizer,
     Model,
@@ -282,10 +284,75 @@ def test_an_abort_waits_once_for_all_messages(kind: str) -> None:
                     side.module[0].norm.bias.register_hook(_raise)
                     side.backward(out.sum())
             assert 0.4 < time.monotonic() - started < 2.0
+        assert len(LATE) >= 6  # their memory stays, as the messages go on
         messages = sum(n for (what, _), n in engine.comm.counts.items() if what in ("all_gather", "reduce_scatter"))
         assert messages >= 6
     dist.barrier()
     engine.comm.waits.close()  # the groups have lost messages: this engine is not released
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("comes", [True, False], ids=["the other comes late", "the other never comes"])
+def test_a_gather_that_was_given_up_writes_into_no_memory_of_others(comes: bool) -> None:
+    module = Model()
+    twin = Twin(module)
+    side = Sharded(module, stage=3)
+    engine, is_late = side.engine, dist.get_rank() == 1
+    unit = engine.units[1]
+
+    def both(steps: range) -> None:
+        for one in (side, twin):
+            train(one, steps)
+
+    both(range(2))
+    LATE.forget()
+    before, buffers = len(LATE), [bucket.full.data for bucket in unit.buckets]
+    dist.barrier()
+    if not is_late:
+        unit.unshard_begin()
+        with _abandoning_after(0.2):
+            engine.abort()
+        assert unit.state is State.SHARDED and not any(bucket.full.allocated for bucket in unit.buckets)
+        assert len(LATE) > before
+        assert all(buffer.untyped_storage().nbytes() for buffer in buffers)  # where a message may still write
+    dist.barrier()
+    if is_late and comes:
+        unit.unshard_begin()
+        unit.unshard_wait()
+        buffers = [bucket.full.data.clone() for bucket in unit.buckets]
+    dist.barrier()
+    engine.abort()
+    if comes:
+        deadline = time.monotonic() + 5
+        while len(LATE) > before and time.monotonic() < deadline:
+            time.sleep(0.01)
+            LATE.forget()
+        assert len(LATE) == before
+        for buffer in buffers:
+            arrived = buffer.clone()
+            dist.broadcast(arrived, 1)
+            assert torch.equal(arrived, buffer)
+    both(range(2, 5))  # the other memory is as good
+    assert_same(side, twin)
+    engine.release()
+    dist.barrier()
+
+
+@on_ranks(2)
+def test_a_graph_of_before_a_gather_was_given_up_is_refused() -> None:
+    """Its weights are views of memory that only the abandoned message writes to."""
+    with Sharded(Model(), stage=3) as side:
+        train(side, range(2))
+        loss = language_loss(side.module, tokens(2))
+        side.engine.abort()
+        unit = side.engine.units[1]
+        for bucket in unit.resharded:
+            bucket.leave_memory()
+        unit.has_other_memory()
+        with pytest.raises(RuntimeError, match="expected a graph whose weights can be gathered again"):
+            side.backward(loss)
+        side.zero_grad()
+        train(side, range(3, 5))
 
 
 def _blocks(number: int) -> nn.Sequential:

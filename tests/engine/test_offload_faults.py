@@ -19,8 +19,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import lightning_zero
+from lightning_zero.device.accelerator import Accelerator
 from lightning_zero.engine import Engine
 from lightning_zero.engine.steps.worker import StepJob, StepWorker
+from lightning_zero.engine.units.awaited_step import AwaitedStep
 from lightning_zero.engine.units.home import FileHome
 from lightning_zero.engine.units.param_store import FileShard
 from lightning_zero.ranks import watchdog
@@ -326,6 +328,59 @@ def test_an_error_of_the_disk(row: str, stage: int, kind: str, tmp_path: Path) -
         with pytest.raises(DiskError):
             accumulate(side, 3, 1)
     let_go(side.engine)
+
+
+class _OfBucket:
+    """What the worker asks of a bucket."""
+
+    def __init__(self, settle: Callable[[], None] = lambda: None) -> None:
+        self.step = AwaitedStep()
+        self.home = mock.Mock(settle=settle)
+        self.push = lambda: None
+
+    def job(self, run: Callable[[], None] = lambda: None) -> StepJob:
+        return StepJob(self, run)  # type: ignore[arg-type]
+
+
+def _broken() -> None:
+    raise OSError(errno.EIO, "the disk")
+
+
+class _Unbound(Accelerator):
+    def bind_thread(self) -> None:
+        _broken()
+
+
+@pytest.mark.parametrize("where", ["step", "last write", "start of the thread", "no thread"])
+def test_whoever_waits_for_the_worker_gets_its_error(where: str) -> None:
+    """Also those who come later. Nobody waits for ever."""
+    kind = _Unbound if where == "start of the thread" else Accelerator
+    worker = StepWorker(1, kind(torch.device("cpu")))
+    stepped, later = _OfBucket(_broken if where == "last write" else lambda: None), _OfBucket()
+    if where == "no thread":
+        worker._pool.submit = mock.Mock(side_effect=OSError(errno.EIO, "the disk"))  # type: ignore[method-assign]
+    worker.submit([stepped.job(_broken if where == "step" else lambda: None)], None)
+    if where == "last write":
+        stepped.step._future.result(5)  # type: ignore[union-attr]  # the step itself went well
+        with pytest.raises(OSError, match="the disk"):
+            worker._last.result(5)  # type: ignore[union-attr]
+    for _ in range(2):
+        worker.submit([later.job()], None)
+        with pytest.raises(OSError, match="the disk"):
+            later.step._future.result(5)  # type: ignore[union-attr]
+        with pytest.raises(OSError, match="the disk"):
+            worker.wait()
+    worker.close()
+
+
+def test_a_worker_without_jobs_takes_the_next_ones() -> None:
+    worker = StepWorker(1, Accelerator(torch.device("cpu")))
+    worker.submit([], None)
+    bucket = _OfBucket()
+    worker.submit([bucket.job()], None)
+    bucket.step._future.result(5)  # type: ignore[union-attr]
+    worker.wait()
+    worker.close()
 
 
 @on_ranks(1)

@@ -6,8 +6,10 @@ import copy
 import functools
 import io
 import math
+import pickle
 import subprocess
 import sys
+import weakref
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -36,7 +38,7 @@ from tests.engine.support import (
     tokens,
 )
 from tests.engine.test_offload import offload
-from tests.harness import on_ranks
+from tests.harness import assert_gone, on_ranks
 
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 OUTER_STAGES = pytest.mark.parametrize("stage", [0, 3])
@@ -475,6 +477,46 @@ class WarmsUp(torch.optim.AdamW):
         loss = super().step(closure)
         assert all(isinstance(p, nn.Parameter) for group in self.param_groups for p in group["params"])
         return loss
+
+
+@on_ranks(1)
+def test_copies_and_pickles_of_an_optimizer_with_a_step_of_its_own_are_plain() -> None:
+    make = lambda params: WarmsUp(params, weight_decay=0.1)  # noqa: E731
+    with Sharded(Model(), optimizer=make, stage=0) as one, Sharded(Model(), optimizer=make, stage=3) as other:
+        assert type(one.optimizer) is type(other.optimizer) is not WarmsUp
+        for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1):
+            again = pickle.loads(pickle.dumps(one.optimizer, protocol))
+            assert type(again) is WarmsUp and again.param_groups[0]["weight_decay"] == 0.1
+        for made in (copy.deepcopy(one.optimizer), copy.copy(one.optimizer)):
+            assert type(made) is WarmsUp
+        calls: list[str] = []
+        one.optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+        param = nn.Parameter(torch.ones(3))
+        fresh = type(one.optimizer)([param], lr=1.0)  # type: ignore[arg-type]
+        param.sum().backward()
+        fresh.step()  # steps nothing of the engine's
+        assert not torch.equal(param, torch.ones(3))
+        for side in (one, other):
+            language_work(side, 0)
+            side.step()
+            side.zero_grad()
+        assert calls == ["before"]
+
+
+@on_ranks(1)
+def test_a_class_that_stands_in_between_goes_with_its_optimizers() -> None:
+    def make() -> weakref.ref[Any]:
+        class Own(torch.optim.SGD):
+            def step(self, closure: Any = None) -> Any:
+                return super().step(closure)
+
+        module = Model()
+        with Sharded(module, optimizer=lambda p: Own(p, lr=0.1)) as side:
+            language_work(side, 0)
+            side.step()
+        return weakref.ref(Own)
+
+    assert_gone([make()])
 
 
 @on_ranks(2, full=(1, 3))

@@ -51,11 +51,17 @@ class SavedWeights:
 
     def __init__(self, units: Sequence[Unit], needed: Callable[[Unit], bool]) -> None:
         self._needed = needed
+        self._units = units
+        self._find_storages()
+        for unit in units:
+            unit.has_other_memory = self._find_storages
+
+    def _find_storages(self) -> None:
         # By the storage object, which a buffer keeps when its memory goes. By address it would be wrong: freed memory
         # may be an activation's next.
         self._unit_of = {
             bucket.full.data.untyped_storage()._cdata: unit
-            for unit in units
+            for unit in self._units
             for bucket in unit.buckets
             if bucket.reshards and unit.index  # the root stays gathered as long as a pass is open
         }
@@ -113,6 +119,11 @@ class SavedWeights:
         if isinstance(packed, _Weight) and not self._needed(packed.unit):
             return packed.view.new_full((), float("nan")).expand(packed.view.shape)
         tensor, version = packed[:2]
+        if isinstance(packed, _Weight) and self._owner_of(tensor) is None:
+            raise RuntimeError(
+                f"unit {packed.unit.title}: expected a graph whose weights can be gathered again, got one of before an "
+                "exception that ended a gather of them. Run the forward again before the backward."
+            )
         if tensor._version != version:
             _refuse_changed(tensor, version)
         return tensor

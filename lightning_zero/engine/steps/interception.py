@@ -9,11 +9,12 @@ it, whose step is the engine's::
 
 from __future__ import annotations
 
+import copyreg
 import functools
 import types
 from collections.abc import Callable
 from typing import Any
-from weakref import ref
+from weakref import WeakValueDictionary, ref
 
 from torch.optim import Optimizer
 
@@ -109,15 +110,44 @@ def _marked_as(given: Any, step: Callable[..., Any]) -> Callable[..., Any]:
     return step
 
 
+# Weakly: a class that a user has made in a function may lead to a model, which would never go.
+_INTERCEPTING: WeakValueDictionary[tuple[type, type], type[Optimizer]] = WeakValueDictionary()
+
+
 def _intercepting(kind: type[Optimizer], base: type[Optimizer]) -> type[Optimizer]:
-    """A subclass of ``kind`` with an ancestor between ``kind`` and ``base``, where its ``super().step`` is found."""
+    """A subclass of ``kind`` with an ancestor between ``kind`` and ``base``, where its ``super().step`` is found.
+
+    It is one for all optimizers of ``kind``. Copies and pickles of an optimizer are of ``kind`` itself.
+    """
+    found = _INTERCEPTING.get((kind, base))
+    if found is not None:
+        return found
 
     def step_of_engine(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         self.__dict__[_REACHED] = True
-        return self.__dict__[_ENGINE](closure)
+        engine = self.__dict__.get(_ENGINE)
+        # Of a new optimizer that somebody makes by ``type(optimizer)(...)``: it steps nothing of the engine's.
+        return engine(closure) if engine is not None else base.step(self, closure)
 
+    def reduce_as_plain(self: Optimizer, protocol: Any) -> Any:
+        reduced = kind.__reduce_ex__(self, protocol)
+        if not isinstance(reduced, tuple):
+            return reduced
+        # No pickle can name the class in between, and a copy has nothing of the engine's.
+        make, arguments, *rest = reduced
+        if make is copyreg.__newobj__:  # type: ignore[attr-defined]
+            make = kind.__new__  # what that calls, without its check that the object is of the class
+        return (make, tuple(kind if argument is type(self) else argument for argument in arguments), *rest)
+
+    # Asked for at each step: the class is made once, and users may replace the step of theirs later.
+    checked = _checking(kind, lambda self, closure: kind.step(self, closure))
+    # torch's marks for a step that its hooks are around already: it would put them around this one too, for a new
+    # optimizer, and those of all others would run twice.
+    checked.hooked, checked.__wrapped__ = True, kind.step  # type: ignore[attr-defined]
     between = type(f"Sharded{base.__name__}", (base,), {"step": step_of_engine})
-    return type(kind.__name__, (kind, between), {"step": _checking(kind, kind.step), "__module__": kind.__module__})
+    methods = {"step": checked, "__reduce_ex__": reduce_as_plain, "__module__": kind.__module__}
+    found = _INTERCEPTING[kind, base] = type(kind.__name__, (kind, between), methods)
+    return found
 
 
 def _checking(kind: type[Optimizer], step: Callable[..., Any]) -> Callable[..., Any]:

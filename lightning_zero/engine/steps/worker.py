@@ -55,14 +55,12 @@ class StepWorker:
     """Runs jobs in a thread of its own. Of the jobs that wait it takes the one that the next forward needs first."""
 
     def __init__(self, threads: int, accelerator: Accelerator) -> None:
-        def begin() -> None:
-            torch.set_num_threads(threads)  # a setting of each thread, as is the device
-            accelerator.bind_thread()
-
-        self._pool = ThreadPoolExecutor(1, "lightning_zero-step", initializer=begin)
+        self._threads, self._accelerator = threads, accelerator
+        self._pool = ThreadPoolExecutor(1, "lightning_zero-step")
         self._waiting: list[_Queued] = []
         self._running = False
         self._last: Future[None] | None = None
+        self._error: BaseException | None = None  # the first; kept for ever
         self._lock = threading.Lock()
 
     def submit(self, jobs: Iterable[StepJob], event: Any) -> None:
@@ -74,13 +72,20 @@ class StepWorker:
         # Asked for in the caller's thread, before the worker can see the job: when this returns, every gather of these
         # buckets waits for its step.
         queued = [_Queued(job, job.bucket.step.ask(event)) for job in jobs]
+        if not queued:
+            return
         # One lock for the queue and ``_running``: otherwise the worker could stop between a look at an empty queue and
         # the end, while this thread queues a job and takes the worker for running. Nobody would run that job.
         with self._lock:
             self._waiting = sorted([*self._waiting, *queued], key=lambda q: q.job.number)
-            if not self._running:
-                self._running = True
-                self._last = self._pool.submit(self._run)
+            if self._error is None and not self._running:
+                try:
+                    self._last = self._pool.submit(self._run)
+                    self._running = True
+                except BaseException as error:  # no thread can be started
+                    self._error = error
+        if self._error is not None:
+            self._fail(self._error)
 
     def _take(self) -> _Queued | None:
         with self._lock:
@@ -92,11 +97,17 @@ class StepWorker:
         The bucket that is being read is stepped next, even if a job with a lower number is queued meanwhile. So no more
         than three buckets are in memory: one that is read, one that is stepped, and one that is written.
         """
-        current, done = self._take(), None
-        while current is not None:
-            following = None
-            home = current.job.bucket.home
-            try:
+        current: _Queued | None = None
+        following: _Queued | None = None
+        done: Home | None = None
+        # Errors of every kind, wherever in this thread: the main thread waits for the futures, and would wait for ever.
+        try:
+            # Here and not in the pool's initializer: the pool ends after an error of that, and says it to nobody.
+            torch.set_num_threads(self._threads)  # a setting of each thread, as is the device
+            self._accelerator.bind_thread()
+            current = self._take()
+            while current is not None:
+                home = current.job.bucket.home
                 home.open(to_write=True)
                 if (following := self._take()) is not None:
                     following.job.bucket.home.begin_open()
@@ -107,12 +118,11 @@ class StepWorker:
                 # next bucket to be read would be the fourth in memory.
                 if done is not None:
                     done.settle()
-            # Errors of every kind: the main thread waits for the futures, and would wait for ever.
-            except BaseException as error:
-                self._fail(error, current, following)
-                raise
-            current.future.set_result(None)
-            current, done = following or self._next_or_stop(home), home
+                current.future.set_result(None)
+                current, following, done = following or self._next_or_stop(home), None, home
+        except BaseException as error:
+            self._fail(error, current, following)
+            raise
 
     def _next_or_stop(self, home: Home) -> _Queued | None:
         """Take the next job, or stop. Before it stops it brings the last bucket to rest; a job may come meanwhile."""
@@ -124,20 +134,24 @@ class StepWorker:
         return following
 
     def _fail(self, error: BaseException, *taken: _Queued | None) -> None:
+        """End all jobs with ``error``, and those that will be queued after it."""
         with self._lock:
+            self._error = error if self._error is None else self._error
             left, self._waiting = self._waiting, []
             self._running = False
         for queued in (*taken, *left):
-            if queued is not None:
+            # The step of a job may be over, and its future too, when the write after it fails.
+            if queued is not None and not queued.future.done():
                 queued.future.set_exception(error)
 
     def wait(self) -> None:
         """Wait for everything that was submitted; its error is raised here."""
+        # An error is kept and raised again at every wait: masters are half stepped, and nothing that follows is right.
         if self._last is not None:
-            # An error is kept and raised again at every wait: masters are half stepped, and nothing that follows is
-            # right.
             self._last.result()
             self._last = None
+        if self._error is not None:
+            raise self._error
 
     def close(self) -> None:
         """End the thread, after its jobs."""

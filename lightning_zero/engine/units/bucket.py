@@ -89,17 +89,21 @@ class Bucket:
         self.layout = layout = plan.layout
         self.reshards, self.gathers_after_step = plan.reshards, plan.gathers_after_step
         self._is_elsewhere = plan.tiers.leaves_device
-        self.owned_range = low, high = plan.owned_range(comm.shard_rank)
+        self.owned_range = plan.owned_range(comm.shard_rank)
         self.gaps = layout.gaps()
         self.full = FlatBuffer(layout.numel, dtypes.compute, comm.device)
-        # All views of the buffer are made now, while it has memory. They stay valid when the memory goes and comes
-        # back, because that happens under the same storage object (``flat_buffer.py``).
-        self._own_part = self.full.data[low:high]  # [owned numel]
-        for info in self.params:
-            info.gathered = self.full.view(layout.slots[info.slot].start, info.shape, info.strides)
+        self._make_views()
         may_be_absent = self.reshards or self.gathers_after_step
         shapes = [info.shape for info in self.params]
         self._placeholders = placeholders(shapes, dtypes.compute, comm.device) if may_be_absent else []
+
+    def _make_views(self) -> None:
+        # All views of the buffer are made here, while it has memory. They stay valid when the memory goes and comes
+        # back, because that happens under the same storage object (``flat_buffer.py``).
+        low, high = self.owned_range
+        self._own_part = self.full.data[low:high]  # [owned numel]
+        for info in self.params:
+            info.gathered = self.full.view(self.layout.slots[info.slot].start, info.shape, info.strides)
 
     @property
     def trainable(self) -> bool:
@@ -300,6 +304,14 @@ class Bucket:
             self.rest.prepare(self._own_part)
             self.home.read_until(self.comm.streams.mark())
             return self.comm.all_gather(self.full.data, self.label)
+
+    def leave_memory(self) -> None:
+        """Leave the full buffer's memory to a gather that was given up before its end. Values are not shown."""
+        # No gather may be waited for instead: where ranks go on with other groups (``Communicator.resume``), one that
+        # only some ranks have issued never ends.
+        assert self.reshards and not self.shows_values
+        self.full.renew()
+        self._make_views()
 
     def full_master(self) -> Tensor:
         """Gather the masters of the whole bucket: a new tensor [layout.numel] on the device. Blocking, on all ranks."""

@@ -36,7 +36,7 @@ def build_units(
         tiers: those that there are.
 
     Raises:
-        ConfigError: meta modules without ``reset_parameters``.
+        ConfigError: meta modules without ``reset_parameters``; a disk that is full on any rank.
     """
     names = {group.name for group in groups if group.name}
     built: dict[int, Unit] = {}
@@ -78,7 +78,12 @@ def _fill(bucket: Bucket) -> None:
     for info in bucket.params:
         bucket.part_of(values, info).copy_(info.param.detach())
     bucket.comm.broadcast(values)
-    bucket.fill(values)
+    fill = functools.partial(bucket.fill, values)
+    if bucket.plan.tiers.leaves_device:
+        # Room was asked for before, but others use host and disk too: where one rank finds none, all raise its error.
+        bucket.comm.together(f"room for {bucket.label}", fill)
+    else:
+        fill()
     for info in bucket.params:
         if info.param.device != bucket.comm.device:
             move_param(info.param, torch.empty_like(info.param, device=bucket.comm.device))

@@ -65,14 +65,21 @@ def make_tiers(
     else:
         rows = [OFFLOADS[offload.name]] * len(groups)
     used = {tier for row in rows for tier in row}
+    rest = _at_start(groups, rows, config, comm.shard_size)
     if used != {Tier.device}:
-        staging, rest = _host_nbytes(groups, rows, config, comm.shard_size)
-        check_host_memory(comm, rest, offload.host_budget, held=0, staging=staging)
+        staging = rest[Role.staging, Tier.host]
+        needed = memory.on_tier(rest, Tier.host) - staging
+        check_host_memory(comm, needed, offload.host_budget, held=0, staging=staging)
     host = HostTier(comm.streams.accelerator, budget=offload.host_budget) if Tier.host in used else None
     nvme = None
     if Tier.nvme in used:
         make = partial(_files, str(path), offload, comm.rank, instances)
         nvme = comm.together("files for what is offloaded", make, undo=NvmeTier.close)
+        try:
+            _check_files(comm, nvme, memory.on_tier(rest, Tier.nvme), offload.nvme_budget)
+        except BaseException:
+            nvme.close()
+            raise
     return Tiers(host, nvme), rows
 
 
@@ -115,9 +122,7 @@ def check_state_fits(
     if tiers.host is not None:
         check_host_memory(comm, needed(Tier.host), offload.host_budget, held=tiers.host.nbytes)
     if tiers.nvme is not None:
-        place = f"{machine()}, disk {tiers.nvme.disk}"
-        free = tiers.nvme.free_nbytes
-        _check_room(_FILES, comm, place, needed(Tier.nvme), offload.nvme_budget, held=tiers.nvme.nbytes, available=free)
+        _check_files(comm, tiers.nvme, needed(Tier.nvme), offload.nvme_budget)
 
 
 class _Kind(NamedTuple):
@@ -158,6 +163,11 @@ def check_host_memory(comm: Communicator, needed: int, budget: int | None, *, he
     _check_room(_MEMORY, comm, machine(), needed, budget, held=held, available=available)
 
 
+def _check_files(comm: Communicator, nvme: NvmeTier, needed: int, budget: int | None) -> None:
+    place = f"{machine()}, disk {nvme.disk}"
+    _check_room(_FILES, comm, place, needed, budget, held=nvme.nbytes, available=nvme.free_nbytes)
+
+
 def _check_room(
     kind: _Kind, comm: Communicator, place: str, needed: int, budget: int | None, *, held: int, available: int
 ) -> None:
@@ -180,15 +190,13 @@ def _check_room(
             )
 
 
-def _host_nbytes(
+def _at_start(
     groups: Sequence[UnitGroup], rows: Sequence[TierRow], config: ZeroConfig, world_size: int
-) -> tuple[int, int]:
+) -> memory.Bytes:
     """Bytes that one rank takes at the start: for the ring, and for masters and parameters. State is made later."""
     row = STAGES[config.stage.name]
     buckets = [place(shape, row, rows[shape.unit], world_size) for shape in bucket_shapes(groups)]
-    rest = memory.planned_bytes(buckets, state_tensors=0, moment=Moment.cleared)
-    staging = rest[Role.staging, Tier.host]
-    return staging, memory.on_tier(rest, Tier.host) - staging
+    return memory.planned_bytes(buckets, state_tensors=0, moment=Moment.cleared)
 
 
 def _budgets(offload: OffloadConfig, path: str | None, comm: Communicator, share: Share) -> Budgets:

@@ -27,6 +27,11 @@ class FlatBuffer:
             self.data = torch.empty(numel, dtype=dtype, device=device)
         self.nbytes = self.data.numel() * self.data.element_size()
 
+    def renew(self) -> None:
+        """Take another storage, and leave the old one with its memory to whoever holds it; views are made again."""
+        with torch.inference_mode(False):
+            self.data = torch.empty_like(self.data)
+
     @property
     def allocated(self) -> bool:
         return self.data.untyped_storage().nbytes() == self.nbytes

@@ -52,6 +52,7 @@ class Unit:
     state: State = State.GATHERED
     pending: list[Pending] = field(default_factory=list)
     before_drop: Callable[[Bucket], None] = lambda _: None  # called while the values are still there
+    has_other_memory: Callable[[], None] = lambda: None  # called when buffers have left their storages
 
     def __post_init__(self) -> None:
         self.resharded = [bucket for bucket in self.buckets if bucket.reshards]
@@ -95,7 +96,10 @@ class Unit:
             bucket.step.refuse_in_backward(f"unit {self.title} is needed again")
         self._enter(State.GATHERING)
         with profiled("gather", self.title):
-            self.pending = [bucket.gather_begin() for bucket in self.resharded]
+            # One by one: if a bucket's gather cannot be issued, those before it are known, and ``abandon`` ends them.
+            self.pending = []
+            for bucket in self.resharded:
+                self.pending.append(bucket.gather_begin())
 
     def refresh_begin(self, buckets: Iterable[Bucket]) -> None:
         """After a step: issue the gathers of replicated compute parameters.
@@ -128,9 +132,13 @@ class Unit:
         # A refresh (of a unit that is never dropped) is not abandoned: the other ranks have issued it too, and what it
         # brings is still wanted. The next pass waits for it.
         if self.reshards:
-            for pending in self.pending:
-                pending.abandon(deadline)
+            over = [pending.abandon(deadline) for pending in self.pending]
             self.pending = []
+            if not all(over):
+                # A rank that comes late would write into memory that is somebody else's by then.
+                for bucket in self.resharded:
+                    bucket.leave_memory()
+                self.has_other_memory()
             if self.state is State.GATHERING:
                 self._enter(State.GATHERED)
             if self.state is State.GATHERED:
