@@ -185,11 +185,10 @@ class ZeroPrecision(LightningPrecision):
     def _in_the_way(self, trainer: pl.Trainer) -> tuple[str, str] | None:
         """What runs between a gradient and its step, and what to change; None where gradients go straight into it."""
         if not trainer.lightning_module.automatic_optimization:
+            # Also the only one in which Lightning allows several optimizers.
             return "manual optimization may look at gradients before the step", "Use automatic optimization"
         if self.scaler is not None:
             return "loss scaling looks at all gradients before the step", "Choose zero/precision=bf16"
-        if (optimizers := len(trainer.optimizers)) != 1:
-            return f"{optimizers} optimizers, of which each looks at gradients of its own", "Use one optimizer"
         if trainer.gradient_clip_val:
             return "clipping looks at all gradients before the step", "Set trainer.gradient_clip_val=null"
         hooks: list[tuple[Any, type]] = [(trainer.lightning_module, pl.LightningModule)]

@@ -290,25 +290,29 @@ def test_the_rest_of_the_backward_reads_values_of_before_the_step(stage: int) ->
     assert_equal(*found, f"stage {stage}")
 
 
-class Leaf(nn.Module):
+class CallsInBackward(torch.autograd.Function):
+    """Passes on; its backward calls a module."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, module: nn.Module) -> Tensor:  # type: ignore[override]
+        ctx.module = module
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return grad + 0.1 * ctx.module(grad), None
+
+
+class NeededAgain(nn.Module):
+    """A unit's weight gets its gradient, and is then needed once more."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(19, 19) / 4)
-
-    def forward(self, x: Tensor, stops: bool = False) -> Tensor:
-        return torch.tanh(x @ (self.weight.detach() if stops else self.weight))
-
-
-class Recomputed(nn.Module):
-    """A unit's weight gets its gradient, and is then needed once more, to compute a part of the forward again."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.leaf, self.last = nn.Linear(19, 19), Leaf(), nn.Linear(19, 1)
+        self.first, self.leaf, self.last = (nn.Linear(19, 19) for _ in range(3))
         self.mid = nn.ModuleList(nn.Linear(19, 19) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
-        x = checkpoint(self.leaf, self.first(x), True, use_reentrant=True)
+        x = CallsInBackward.apply(self.first(x), self.leaf)  # type: ignore[no-untyped-call]
         for layer in self.mid:
             x = torch.tanh(layer(x))
         return self.last(self.leaf(x))
@@ -317,7 +321,7 @@ class Recomputed(nn.Module):
 @on_ranks(1, 2)
 def test_a_unit_that_is_needed_after_its_step_is_refused() -> None:
     settings = SETTINGS | {"offload": "cpu"}  # whose units are dropped at one rank too
-    with Sharded(Recomputed(), stage=3, unit={"classes": ["Linear", "Leaf"]}, **settings) as side:
+    with Sharded(NeededAgain(), stage=3, unit={"classes": ["Linear"]}, **settings) as side:
         step_with(side, partial(loss_of, side), early=True)  # teaches the order; nothing is stepped inside
         with pytest.raises(RuntimeError, match=r"unit leaf is needed again .*step_in_backward=false") as caught:
             step_with(side, partial(loss_of, side), early=True)
