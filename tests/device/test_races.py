@@ -182,6 +182,8 @@ def _raises(hook: Any, engine: Any, model: nn.Module) -> None:
     with contextlib.suppress(ZeroDivisionError), engine.step_scope():
         engine.backward(loss_of(model))
     hook.remove()
+    for param in model.parameters():
+        param.grad = None  # what a backward that raised has left is not stepped
 
 
 def steps_twice(engine: Any, model: nn.Module, optimizer: Any) -> None:

@@ -336,7 +336,7 @@ class _OfBucket:
     def __init__(self, settle: Callable[[], None] = lambda: None) -> None:
         self.step = AwaitedStep()
         self.home = mock.Mock(settle=settle)
-        self.push = lambda: None
+        self.push = lambda **_: None
 
     def job(self, run: Callable[[], None] = lambda: None) -> StepJob:
         return StepJob(self, run)  # type: ignore[arg-type]

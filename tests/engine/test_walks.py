@@ -116,6 +116,8 @@ def test_a_gradient_passes_few_files() -> None:
             if into is bucket:
                 storages.add(storage_of(grad))
             take(self, into, slot, grad)
+            if into is bucket and (local := self.grads[bucket].local) is not None:
+                storages.add(storage_of(local))
 
         def completed(self: BucketGrads) -> Tensor:
             full = complete(self)
