@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 import lightning_zero
 from lightning_zero.config import ConfigError
+from lightning_zero.engine.passes import passes
 from lightning_zero.ranks.waits import StallError
 from tests.engine.support import Block, Sharded, Side, check, floats, places_posted_often
 from tests.harness import on_ranks
@@ -130,7 +132,7 @@ def test_all_ranks_may_leave_the_plan_together() -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("path", [(3, 0, 1, 2, 3, 0), (0, 1, 1, 2, 0, 3)], ids=str)
 def test_a_rank_that_leaves_the_plan_alone_stops_all_with_their_places(path: tuple[int, ...]) -> None:
-    with places_posted_often():
+    with places_posted_often(), mock.patch.object(passes, "ABANDON_S", 0.5):
         side = Sharded(Paths(), stall_timeout_s=1.5, prefetch_bytes=0)
         for step in range(2):
             work(side, step, path_of=lambda *_: (0, 1, 2, 3))
