@@ -22,7 +22,7 @@ from tests.fuzz.programs import Model, Node, Program, script, source
 from tests.fuzz.run import Runner, Verdict
 from tests.fuzz.strategies import programs
 
-PROGRAMS = 100
+PROGRAMS = 60
 ENOUGH = 60  # programs, to find a mistake that is there
 
 STILL = settings(
