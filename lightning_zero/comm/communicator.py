@@ -232,9 +232,8 @@ class Communicator:
     def _gather(self, full: Tensor, label: str, group: str) -> Pending:
         """Issue a gather of ``full`` on the group of that name."""
         if self._groups is None or self._groups.gather is None:
-            pending = Pending(self, label, [], lambda: full)
-            pending._event = self.streams.mark()  # the current stream may be one that still brings the bytes
-            return pending
+            # The current stream may be one that still brings the bytes.
+            return Pending(self, label, [], lambda: full, event=self.streams.mark())
         # Counted apart from the all-reduce that it ends: ranks come here at different moments, see :meth:`resume`.
         self._groups.issued += group == "second_half"
         with self.streams.on("gather") as stream:
@@ -260,11 +259,9 @@ class Communicator:
             # Off CUDA the messages that follow need a complete first sum, which the host finds when it lands it. Issued
             # from here they would make the host wait for the first sum now. On CUDA the stream waits, not the host.
             finish = total if stream is None else lambda: self._rest_in_stream(total(), full, label, whole)
-            pending = self._pending(label, works, finish, stream)
             # The reduce stream reads ``full``, whose block belongs to the compute stream's pool. Freed now, compute
             # would get the block for its next tensor and overwrite it. :meth:`Pending.wait` frees it behind the event.
-            pending._keep = full
-            return pending
+            return self._pending(label, works, finish, stream, keep=full)
 
     def _rest_in_stream(self, shard: Tensor, full: Tensor, label: str, whole: bool) -> Tensor:
         """Issue, on the reduce stream, the messages that follow the sum of this rank's slice, ``shard``."""
@@ -302,19 +299,19 @@ class Communicator:
         self._groups.issued += 1
         return dist.all_reduce(shard, group=self._groups.replicate, async_op=True)
 
-    def _pending(self, label: str, works: list[Any], finish: Callable[[], Tensor], stream: Any) -> Pending:
+    def _pending(
+        self, label: str, works: list[Any], finish: Callable[[], Tensor], stream: Any, *, keep: Tensor | None = None
+    ) -> Pending:
         """The handle of ``works``. On CUDA it is called inside ``streams.on``, with ``stream`` as the current one."""
         if stream is None:
-            return Pending(self, label, works, finish)
+            return Pending(self, label, works, finish, keep=keep)
         for work in works:
             # This makes the current stream wait, not the host. Outside of ``streams.on`` compute itself would wait, and
             # nothing would overlap.
             work.wait()
         # The event comes last: whoever waits for it also waits for what ``finish`` has queued on the stream.
         result = finish()
-        pending = Pending(self, label, [], lambda: result)
-        pending._event = self.streams.mark()
-        return pending
+        return Pending(self, label, [], lambda: result, event=self.streams.mark(), keep=keep)
 
     def _small(self, tensor: Tensor, op: Any) -> Tensor:
         if self._groups is None:

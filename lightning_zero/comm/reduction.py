@@ -49,13 +49,28 @@ LATE = _Late()
 class Pending:
     """A logical operation in flight. ``wait`` makes its result usable on the current stream."""
 
-    def __init__(self, comm: _Comm, label: str, works: list[Any], finish: Callable[[], Tensor]):
+    def __init__(
+        self,
+        comm: _Comm,
+        label: str,
+        works: list[Any],
+        finish: Callable[[], Tensor],
+        *,
+        event: Any = None,
+        keep: Tensor | None = None,
+    ):
+        """
+        Args:
+            finish: called once, after the works and the event, for the result.
+            event: the end of what is queued on a stream.
+            keep: memory that another stream reads until the event.
+        """
         self._comm, self.label = comm, label
         self._works = works
         self._finish: Callable[[], Tensor] | None = finish
-        self._event: Any = None
+        self._event = event
         self._result: Tensor | None = None
-        self._keep: Any = None  # memory that another stream reads until the event
+        self._keep = keep
 
     def done(self) -> bool:
         """Whether ``wait`` would wait for nothing, neither the host nor the current stream."""

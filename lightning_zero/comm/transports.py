@@ -73,7 +73,11 @@ class DirectTransport:
 
 
 class HostTransport:
-    """Device tensors over a host-side backend, by copies through host memory. Correct, not fast: for tests."""
+    """Device tensors over a host-side backend, by copies through host memory: correct, not fast.
+
+    It serves groups that have only gloo for a GPU: several ranks on one GPU, which NCCL refuses, or a cluster without
+    NCCL.
+    """
 
     def __init__(self, inner: Transport, waits: Waits) -> None:
         self._inner, self._waits = inner, waits

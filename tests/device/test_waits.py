@@ -95,7 +95,7 @@ def serve_what_is_on_its_way(self: Unit) -> None:
 def own_params_at_once(self: Bucket) -> Tensor:
     own = torch.empty(self.owned_numel, dtype=self.dtypes.compute, device=self.comm.device)
     with self._transfers():
-        self.rest.read(own)
+        self.param_store.read(own)
     return own
 
 
@@ -111,7 +111,7 @@ def claim_what_is_on_its_way(self: Bucket) -> Callable[[], Tensor | None]:
 
 def push_unseen(self: Bucket, master: Tensor, target: Tensor) -> None:
     """Nobody knows when what it sends has arrived."""
-    with self.comm.streams.on("push", after=self.step.event):
+    with self.comm.streams.on("push", after=self.awaited_step.event):
         copy_cast(master, target)
 
 

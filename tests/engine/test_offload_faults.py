@@ -51,8 +51,8 @@ def assert_at_rest(engine: Engine) -> None:
     homes = file_homes(engine)
     assert sum(nbytes_in_memory(home) for home in homes) == 0
     for bucket in engine.buckets:
-        if isinstance(bucket.rest, FileShard):
-            assert bucket.rest._staged is None
+        if isinstance(bucket.param_store, FileShard):
+            assert bucket.param_store._staged is None
         if bucket.reshards:
             assert bucket.full.data.untyped_storage().nbytes() == 0
 
@@ -334,7 +334,7 @@ class _OfBucket:
     """What the worker asks of a bucket."""
 
     def __init__(self, settle: Callable[[], None] = lambda: None) -> None:
-        self.step = AwaitedStep()
+        self.awaited_step = AwaitedStep()
         self.home = mock.Mock(settle=settle)
         self.push = lambda **_: None
 
@@ -361,13 +361,13 @@ def test_whoever_waits_for_the_worker_gets_its_error(where: str) -> None:
         worker._pool.submit = mock.Mock(side_effect=OSError(errno.EIO, "the disk"))  # type: ignore[method-assign]
     worker.submit([stepped.job(_broken if where == "step" else lambda: None)], None)
     if where == "last write":
-        stepped.step._future.result(5)  # type: ignore[union-attr]  # the step itself went well
+        stepped.awaited_step._future.result(5)  # type: ignore[union-attr]  # the step itself went well
         with pytest.raises(OSError, match="the disk"):
             worker._last.result(5)  # type: ignore[union-attr]
     for _ in range(2):
         worker.submit([later.job()], None)
         with pytest.raises(OSError, match="the disk"):
-            later.step._future.result(5)  # type: ignore[union-attr]
+            later.awaited_step._future.result(5)  # type: ignore[union-attr]
         with pytest.raises(OSError, match="the disk"):
             worker.wait()
     worker.close()
@@ -378,7 +378,7 @@ def test_a_worker_without_jobs_takes_the_next_ones() -> None:
     worker.submit([], None)
     bucket = _OfBucket()
     worker.submit([bucket.job()], None)
-    bucket.step._future.result(5)  # type: ignore[union-attr]
+    bucket.awaited_step._future.result(5)  # type: ignore[union-attr]
     worker.wait()
     worker.close()
 

@@ -229,7 +229,7 @@ class Reducer:
             RuntimeError: the bucket was stepped in this backward, without this gradient.
         """
         grads = self.grads[bucket]
-        bucket.step.refuse_in_backward(f"another gradient of {bucket.params[slot].fqn} arrived")
+        bucket.awaited_step.refuse_in_backward(f"another gradient of {bucket.params[slot].fqn} arrived")
         with torch.no_grad():
             grads.take(slot, grad)
         if not self._synchronizes(bucket):
@@ -271,7 +271,7 @@ class Reducer:
             return False
         late, flagged = self._agree(reduced, flag)
         for bucket in late:
-            bucket.step.refuse_in_backward(f"another gradient of bucket {bucket.label} arrived, on some rank,")
+            bucket.awaited_step.refuse_in_backward(f"another gradient of bucket {bucket.label} arrived, on some rank,")
         for bucket in late:
             self._issue(bucket)
         while self._in_flight:
@@ -319,7 +319,7 @@ class Reducer:
         lagging = self._lagging.setdefault(self._key, set())
         flags: list[bool] = [flag]
         for bucket in reduced:
-            flags += [bucket in self._late, bucket in self._lagging_here, bucket.step.in_backward]
+            flags += [bucket in self._late, bucket in self._lagging_here, bucket.awaited_step.in_backward]
             flags += [slot in self.grads[bucket].used for slot in range(len(bucket.params))]
         agreed = iter(self.comm.max_(torch.tensor(flags, dtype=torch.uint8)).tolist())
         late = []
@@ -330,7 +330,7 @@ class Reducer:
                 self._ever_late.add(bucket)
             if next(agreed):
                 lagging.add(bucket)
-            bucket.step.in_backward = bool(next(agreed))
+            bucket.awaited_step.in_backward = bool(next(agreed))
             grads = self.grads[bucket]
             grads.agreed = {slot for slot in range(len(bucket.params)) if next(agreed)}
             grads.used |= grads.agreed
@@ -399,7 +399,7 @@ class Reducer:
     def _end_early_steps(self) -> None:
         """The backward is over: from here on steps are waited for, as everywhere."""
         for bucket in self.grads:
-            bucket.step.in_backward = False
+            bucket.awaited_step.in_backward = False
 
     # -- issuing and landing --------------------------------------------------------------------------------------
 

@@ -151,7 +151,7 @@ class ShardedOptimizer:
         # Buckets of which this rank owns nothing have no job here. They are marked all the same, as on the other ranks.
         for bucket in changed:
             if not self.runs.of(bucket) and self._is_lazy(bucket):
-                bucket.step.nothing_to_do()
+                bucket.awaited_step.nothing_to_do()
         self._around.ends(changed | early, [p for p in self.params() if id(p) in used])
         return loss
 
@@ -166,14 +166,14 @@ class ShardedOptimizer:
             if any(info.param.requires_grad and info.slot not in groups[bucket] for info in bucket.params):
                 return  # some of its parameters belong to no optimizer: not a case to be fast in
             early.add(bucket)
-            bucket.step.in_backward = True
+            bucket.awaited_step.in_backward = True
             active = {slot for slot in groups[bucket] if bucket.params[slot].param.requires_grad}
             self.runs.advance(bucket, groups[bucket], active)
             if self.runs.of(bucket):
                 job = self._job(bucket, {id(bucket.params[slot].param) for slot in active})
                 self._around.submit([job._replace(in_backward=True)])
             else:
-                bucket.step.nothing_to_do()
+                bucket.awaited_step.nothing_to_do()
 
         try:
             # Callers may step under ``no_grad``, and the closure runs a forward that needs its graph.

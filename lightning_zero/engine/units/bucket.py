@@ -29,7 +29,7 @@ from lightning_zero.engine.units.flat_buffer import FlatBuffer, placeholders
 from lightning_zero.engine.units.home import Home, ResidentHome, Tiers, copy_cast, make_home, opened
 from lightning_zero.engine.units.param_info import ParamInfo
 from lightning_zero.engine.units.param_store import ParamStore, make_param_store
-from lightning_zero.planning.buckets import BucketPlan, ParamsRest
+from lightning_zero.planning.buckets import BucketPlan
 from lightning_zero.planning.layout import Fragment
 
 
@@ -51,16 +51,16 @@ class Bucket:
         full: compute_param, [layout.numel] compute_dtype; has memory while gathered.
         home: of master_param, the owned range of the bucket in master_dtype, and of its optimizer state. A view of the
             full buffer where ``plan`` says that both are one memory.
-        rest: the compute parameters between uses.
+        param_store: the compute parameters between uses.
         grad: reduced gradient [owned numel] grad_dtype, or None; on the host where the plan says so.
-        step: the offloaded step that was asked for.
+        awaited_step: the offloaded step that was asked for.
         reshards: see :attr:`BucketPlan.reshards`, of which this is a copy, like ``gathers_after_step``.
         owned_range: elements of the bucket whose master_param and optim_state this rank holds.
         gaps: element ranges of the bucket that belong to no parameter.
     """
 
     home: Home
-    rest: ParamStore
+    param_store: ParamStore
 
     def __init__(
         self,
@@ -77,14 +77,13 @@ class Bucket:
         self.dtypes = dtypes
         self.comm = comm
         self._tiers = tiers
-        self.step = AwaitedStep()
+        self.awaited_step = AwaitedStep()
         self.shows_values = False  # parameters show their gathered values
         self.is_plain = False  # inside gather(): parameters hold full masters
         self._values_here = True
         self._grad: Tensor | None = None
         self._grad_event: Any = None  # the end of its way to the host
         self._pushed: Any = None  # the end of the way of what the last step has changed
-        self._push_due = False  # the last step has left its push to the next gather
         # Properties of the plan that every pass asks for, and that never change:
         self.layout = layout = plan.layout
         self.reshards, self.gathers_after_step = plan.reshards, plan.gathers_after_step
@@ -209,7 +208,9 @@ class Bucket:
             self.home = make_home(plan.home_tier, self._tiers, self.label, values, dtype)  # waits for its copy
         else:
             self.home = ResidentHome(self._own_part)
-        self.rest = make_param_store(plan, self.label, self.home, self._own_part, values, self._send, self._tiers.nvme)
+        self.param_store = make_param_store(
+            plan, self.label, self.home, self._own_part, values, self._send, self._tiers.nvme
+        )
 
     def make_trainable(self) -> None:
         """Give a frozen bucket the roles that it lacks."""
@@ -226,12 +227,9 @@ class Bucket:
         """Bring the compute parameters at rest up to date with the master, whose home is open.
 
         Args:
-            later: a backward is running that may still read the full buffer. If they rest there, the next gather does
-                it.
+            later: see :meth:`ParamStore.update`.
         """
-        self._push_due = later and self.plan.params_rest is ParamsRest.full
-        if not self._push_due:
-            self.rest.update(self.master)
+        self.param_store.update(self.master, later=later)
 
     def _send(self, master: Tensor, target: Tensor) -> None:
         """Cast ``master`` into ``target`` [owned numel] on the device, behind what may still read ``target``."""
@@ -242,7 +240,7 @@ class Bucket:
         # current stream has queued by now, but for the event of when the step was asked for. And on another stream:
         # gathers of other buckets, which may be needed sooner, would queue behind it.
         streams = self.comm.streams
-        with streams.on("push", after=self.step.event):
+        with streams.on("push", after=self.awaited_step.event):
             copy_cast(master, target)
             self._pushed = streams.mark()
         self.home.read_until(self._pushed)
@@ -251,7 +249,7 @@ class Bucket:
         """Compute parameters of the owned range as they rest, which a gather takes from this rank. [owned numel]"""
         own = torch.empty(self.owned_numel, dtype=self.dtypes.compute, device=self.comm.device)
         with self._transfers():
-            self.rest.read(own)
+            self.param_store.read(own)
             event = self.comm.streams.mark()
         self.comm.streams.wait(event)
         self.home.read_until(event)
@@ -288,20 +286,17 @@ class Bucket:
     def gather_begin(self) -> Pending:
         """Issue the gather of the compute parameters. The full buffer has memory from here on."""
         # Until the step is over the masters, and the shard that follows from them, belong to the step's thread.
-        self.step.wait()
-        if self._push_due:
-            with opened(self.home):
-                self.push()
+        self.awaited_step.wait()
         # On the current (compute) stream, outside of the ``with`` below: ``release`` gives the block back to the pool
         # of this stream, so this stream must also be the one that takes it.
         self.full.allocate()
         if not self._is_elsewhere:
-            self.rest.prepare(self._own_part)
+            self.param_store.prepare(self._own_part)
             return self.comm.all_gather(self.full.data, self.label)
         # The gather is issued from the stream of copies to the device, and so waits for the copies of the last step and
         # for those of ``prepare``. Issued from compute it would send the shard before these have arrived.
         with profiled("transfer", self.label), self._transfers():
-            self.rest.prepare(self._own_part)
+            self.param_store.prepare(self._own_part)
             self.home.read_until(self.comm.streams.mark())
             return self.comm.all_gather(self.full.data, self.label)
 

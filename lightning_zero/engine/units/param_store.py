@@ -38,8 +38,13 @@ class ParamStore(Protocol):
     def read(self, target: Tensor) -> None:
         """Copy the parameters, as they follow from the masters, into ``target``."""
 
-    def update(self, master: Tensor) -> None:
-        """Follow the masters, which have changed; ``master`` is readable."""
+    def update(self, master: Tensor, *, later: bool = False) -> None:
+        """Follow the masters, which have changed; ``master`` is readable.
+
+        Args:
+            later: a backward is running that may still read the full buffer: parameters that rest there follow when
+                they are gathered next.
+        """
 
     @property
     def memory(self) -> Tensor | None:
@@ -61,7 +66,7 @@ class FullIsMaster:
     def read(self, target: Tensor) -> None:
         target.copy_(self._own)
 
-    def update(self, master: Tensor) -> None: ...
+    def update(self, master: Tensor, *, later: bool = False) -> None: ...
 
 
 class InHome:
@@ -82,7 +87,7 @@ class InHome:
         with opened(self._home) as master:
             copy_cast(master, target)
 
-    def update(self, master: Tensor) -> None: ...
+    def update(self, master: Tensor, *, later: bool = False) -> None: ...
 
 
 class FullCopy(InHome):
@@ -91,13 +96,19 @@ class FullCopy(InHome):
     def __init__(self, home: Home, own: Tensor, send: Callable[[Tensor, Tensor], None]) -> None:
         super().__init__(home)
         self._own, self._send = own, send
+        self._is_behind = False
 
     def stage_ahead(self) -> None: ...
 
-    def prepare(self, own: Tensor) -> None: ...
+    def prepare(self, own: Tensor) -> None:
+        if self._is_behind:
+            self._is_behind = False
+            self.read(own)
 
-    def update(self, master: Tensor) -> None:
-        self._send(master, self._own)
+    def update(self, master: Tensor, *, later: bool = False) -> None:
+        self._is_behind = later
+        if not later:
+            self._send(master, self._own)
 
 
 class DeviceShard:
@@ -114,7 +125,7 @@ class DeviceShard:
     def read(self, target: Tensor) -> None:
         target.copy_(self.memory)
 
-    def update(self, master: Tensor) -> None:
+    def update(self, master: Tensor, *, later: bool = False) -> None:
         self._send(master, self.memory)
 
 
@@ -146,7 +157,7 @@ class FileShard:
         target.copy_(self._staged, non_blocking=False)
         self._drop()
 
-    def update(self, master: Tensor) -> None:
+    def update(self, master: Tensor, *, later: bool = False) -> None:
         self._drop()  # what was read ahead is old now, and the next ``read`` would take it for the new values
         # Waited for: ``to`` returns the master itself where nothing is to be converted, and the next step changes that.
         self._tier.stage_out(self._extent, master.to("cpu", self._extent.dtype)).result()

@@ -93,7 +93,7 @@ class Unit:
         """
         # Also where this rank only takes part for others: what it would send them are values of after the step.
         for bucket in self.resharded:
-            bucket.step.refuse_in_backward(f"unit {self.title} is needed again")
+            bucket.awaited_step.refuse_in_backward(f"unit {self.title} is needed again")
         self._enter(State.GATHERING)
         with profiled("gather", self.title):
             # One by one: if a bucket's gather cannot be issued, those before it are known, and ``abandon`` ends them.
@@ -175,14 +175,14 @@ class Unit:
     def stage_ahead(self) -> None:
         """Start reading what rests in files, because the unit will be gathered soon."""
         for bucket in self.buckets:
-            bucket.rest.stage_ahead()
+            bucket.param_store.stage_ahead()
 
     @property
     def step_done(self) -> bool:
         """Whether a gather could be issued without waiting for an offloaded step."""
-        return all(b.step.is_done for b in self.buckets)
+        return all(b.awaited_step.is_done for b in self.buckets)
 
     @property
     def awaits_step(self) -> bool:
         """Whether an offloaded step was asked for that nobody has waited for; the same on all ranks."""
-        return any(b.step.is_asked for b in self.buckets)
+        return any(b.awaited_step.is_asked for b in self.buckets)

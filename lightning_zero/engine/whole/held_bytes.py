@@ -35,7 +35,7 @@ def held_bytes(engine: Engine) -> Bytes:
         plan, tiers = bucket.plan, bucket.plan.tiers
         if not bucket.reshards:
             add(Role.compute_param, Tier.device, bucket.full.data)
-        add(Role.compute_param, tiers.compute_param, bucket.rest.memory)
+        add(Role.compute_param, tiers.compute_param, bucket.param_store.memory)
         add(plan.home_role, plan.home_tier, bucket.master)
         for state in _state_tensors(engine, bucket):
             add(Role.optim_state, tiers.master, state)
