@@ -27,6 +27,9 @@ KINDS = ("gather", "reduce", "h2d", "push", "d2h")
 HELD = 2  # transfers to the host whose device memory is kept: the one under way, and the next
 
 
+_NOWHERE: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+
+
 class Streams:
     """The streams of one accelerator; none where it has none."""
 
@@ -41,17 +44,17 @@ class Streams:
     def are_there(self) -> bool:
         return bool(self._streams)
 
-    @contextlib.contextmanager
-    def on(self, kind: str, *, after: Any = None) -> Iterator[Any]:
+    def on(self, kind: str, *, after: Any = None) -> contextlib.AbstractContextManager[Any]:
         """Run the body on the stream of ``kind`` (given to the body; None where there is none).
 
         Args:
             after: the event to wait for; by default everything that the current stream has queued so far.
         """
         stream = self._streams.get(kind)
-        if stream is None:
-            yield None
-            return
+        return _NOWHERE if stream is None else self._on(stream, after)
+
+    @contextlib.contextmanager
+    def _on(self, stream: Any, after: Any) -> Iterator[Any]:
         # Without the wait the body could write into a block that the allocator has just taken back from a tensor that
         # queued kernels of the current stream still read, or read what these kernels have not written yet.
         event = after if after is not None else self.accelerator.record()
