@@ -135,10 +135,12 @@ class Communicator:
 
         def gather(shard: Tensor) -> Pending:
             # ``full`` held what was to be summed. The sum is complete here, so nothing reads its old contents any more.
-            full.view(self.shard_size, -1)[self.shard_rank].copy_(shard)
+            own = full.view(self.shard_size, -1)[self.shard_rank]
+            if own.data_ptr() != shard.data_ptr():
+                own.copy_(shard)
             return self._gather(full, label, "second_half")
 
-        return Reduction(self._reduce(full, label), *self._over_replicas(label), gather)
+        return Reduction(self._reduce(full, label, whole=True), *self._over_replicas(label), gather)
 
     def broadcast(self, tensor: Tensor, src: int = 0, *, among: Literal["gather", "reduce"] = "gather") -> None:
         """Blocking: every rank gets ``tensor`` of rank ``src``: first one rank of each replica, then the others.
@@ -247,7 +249,7 @@ class Communicator:
         all ranks.
 
         Args:
-            whole: bring the sum of every slice to all ranks, into ``full``.
+            whole: the sum of every slice is to come to all ranks, into ``full``. On a stream it does.
         """
         if self._groups is None:
             return Pending(self, label, [], lambda: full)
@@ -255,7 +257,9 @@ class Communicator:
             works: list[Any] = []
             total: Callable[[], Tensor] = lambda: full  # noqa: E731
             if self._groups.reduce is not None:
-                works, total = self._transport.reduce(full, self.shard_rank, self.shard_size, self._groups.reduce)
+                works, total = self._transport.reduce(
+                    full, self.shard_rank, self.shard_size, self._groups.reduce, in_place=whole
+                )
             # Off CUDA the messages that follow need a complete first sum, which the host finds when it lands it. Issued
             # from here they would make the host wait for the first sum now. On CUDA the stream waits, not the host.
             finish = total if stream is None else lambda: self._rest_in_stream(total(), full, label, whole)

@@ -71,8 +71,10 @@ def gather_alone(self: PlainTransport, full: Tensor, rank: int, world_size: int,
     return []
 
 
-def reduce_alone(self: PlainTransport, full: Tensor, rank: int, world_size: int, group: Any) -> tuple[list[Any], Any]:
-    return [], _reduce(self, full, rank, world_size, group)[1]
+def reduce_alone(
+    self: PlainTransport, full: Tensor, rank: int, world_size: int, group: Any, **options: Any
+) -> tuple[list[Any], Any]:
+    return [], _reduce(self, full, rank, world_size, group, **options)[1]
 
 
 _gather, _reduce = PlainTransport.gather, PlainTransport.reduce

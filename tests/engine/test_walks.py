@@ -126,8 +126,8 @@ def test_a_gradient_passes_few_files() -> None:
                 storages.add(storage_of(full))
             return full
 
-        def reduced(self: DirectTransport, full: Tensor, *args: Any) -> Any:
-            works, total = reduce(self, full, *args)
+        def reduced(self: DirectTransport, full: Tensor, *args: Any, **kwargs: Any) -> Any:
+            works, total = reduce(self, full, *args, **kwargs)
             is_ours = storage_of(full) in storages
 
             def noted() -> Tensor:
