@@ -122,23 +122,27 @@ class Communicator:
         self._count("all_gather", label)
         return self._gather(full, label, "gather")
 
-    def reduce_scatter(self, full: Tensor, label: str) -> Reduction:
-        """Sum ``full`` [shard_size * n] over all ranks, which gives this rank's slice [n]; ``full`` is used up."""
-        self._count("reduce_scatter", label)
-        return Reduction(self._reduce(full, label), *self._over_replicas(label))
+    def reduce_scatter(self, full: Tensor, label: str, *, factor: float = 1.0) -> Reduction:
+        """Sum ``full`` [shard_size * n] over all ranks, which gives this rank's slice [n]; ``full`` is used up.
 
-    def all_reduce(self, full: Tensor, label: str) -> Reduction:
-        """Sum ``full`` over all ranks, in place, which gives ``full``."""
+        Args:
+            factor: the sum is multiplied by it.
+        """
+        self._count("reduce_scatter", label)
+        return Reduction(self._reduce(full, label, factor), *self._over_replicas(label))
+
+    def all_reduce(self, full: Tensor, label: str, *, factor: float = 1.0) -> Reduction:
+        """Sum ``full`` over all ranks, in place, which gives ``full``. See :meth:`reduce_scatter`."""
         self._count("all_reduce", label)
         if self._groups is None or self.streams.are_there:
-            return Reduction(self._reduce(full, label, whole=True))
+            return Reduction(self._reduce(full, label, factor, whole=True))
 
         def gather(shard: Tensor) -> Pending:
             # ``full`` held what was to be summed. The sum is complete here, so nothing reads its old contents any more.
             full.view(self.shard_size, -1)[self.shard_rank].copy_(shard)
             return self._gather(full, label, "second_half")
 
-        return Reduction(self._reduce(full, label), *self._over_replicas(label), gather)
+        return Reduction(self._reduce(full, label, factor), *self._over_replicas(label), gather)
 
     def broadcast(self, tensor: Tensor, src: int = 0, *, among: Literal["gather", "reduce"] = "gather") -> None:
         """Blocking: every rank gets ``tensor`` of rank ``src``: first one rank of each replica, then the others.
@@ -240,22 +244,25 @@ class Communicator:
             works = self._transport.gather(full, self.shard_rank, self.shard_size, getattr(self._groups, group))
             return self._pending(label, works, lambda: full, stream)
 
-    def _reduce(self, full: Tensor, label: str, *, whole: bool = False) -> Pending:
+    def _reduce(self, full: Tensor, label: str, factor: float, *, whole: bool = False) -> Pending:
         """Issue the sum over the ranks that share shards. On a stream also issue the messages that follow it.
 
         On a stream nobody waits in between. So all messages are issued in the order of reductions, which is the same on
         all ranks.
 
         Args:
+            factor: the slice's sum is multiplied by it.
             whole: bring the sum of every slice to all ranks, into ``full``.
         """
         if self._groups is None:
-            return Pending(self, label, [], lambda: full)
+            return Pending(self, label, [], lambda: full if factor == 1.0 else full.mul_(factor))
         with self.streams.on("reduce") as stream:
             works: list[Any] = []
             total: Callable[[], Tensor] = lambda: full  # noqa: E731
             if self._groups.reduce is not None:
                 works, total = self._transport.reduce(full, self.shard_rank, self.shard_size, self._groups.reduce)
+            if factor != 1.0:
+                total = _multiplied(total, factor)
             # Off CUDA the messages that follow need a complete first sum, which the host finds when it lands it. Issued
             # from here they would make the host wait for the first sum now. On CUDA the stream waits, not the host.
             finish = total if stream is None else lambda: self._rest_in_stream(total(), full, label, whole)
@@ -347,3 +354,7 @@ class Communicator:
             self.waits.issued += 1
         for observer in self.observers:
             observer(kind, label)
+
+
+def _multiplied(total: Callable[[], Tensor], factor: float) -> Callable[[], Tensor]:
+    return lambda: total().mul_(factor)
