@@ -2,16 +2,20 @@
 
 ::
 
-    compute : --e0------------------w1-- use          e0: what the transfer must wait for
+    compute : --e0------------------w1-- use --r       e0: what the transfer must wait for
     gather  :     \\w0-- all_gather --e1               e1: its end
     reduce  :  reduce-scatters                        w : a stream waits, never the host
     h2d     :  parameters from the host, before their gather
     push    :  parameters that a step on the host has changed
     d2h     :  reduced gradients to the host, behind their reduction
 
-``e0`` is recorded when a transfer is issued, or earlier where the caller knows what it depends on; ``e1`` when it has
-been queued. Memory that another stream reads is kept by its owner until compute has waited for ``e1``, so a later free
-on the compute stream is ordered behind it and no ``record_stream`` is needed.
+``e0`` is recorded when a transfer is issued, or earlier where it is known what the transfer depends on; ``e1`` when it
+has been queued. Memory that another stream reads is kept by its owner until compute has waited for ``e1``, so a later
+free on the compute stream is ordered behind it and no ``record_stream`` is needed.
+
+Gathered parameters lie in memory of the gather stream's pool, which nothing else takes from. ``r`` is the last use of
+what was given back to it. A gather waits for the last ``r``, and for the last change of the values that ranks send:
+never for what compute has queued since, so it starts while that is still under way, however late it is issued.
 """
 
 from __future__ import annotations
@@ -38,6 +42,8 @@ class Streams:
         self._streams: dict[str, Any] = {}
         if accelerator.has_streams:
             self._streams = {kind: accelerator.new_stream() for kind in KINDS}
+        self._given_back: dict[Any, Any] = {}  # by the stream that used it last: an event behind that use
+        self._settled: Any = None  # an event behind the last change of what gathers send; None: of all that is queued
 
     @property
     def are_there(self) -> bool:
@@ -51,8 +57,8 @@ class Streams:
             after: the event to wait for; by default everything that the current stream has queued so far.
         """
         stream = self._streams.get(kind)
-        if stream is None:
-            yield None
+        if stream is None or (after is None and stream == self.accelerator.current_stream()):
+            yield stream
             return
         # Without the wait the body could write into a block that the allocator has just taken back from a tensor that
         # queued kernels of the current stream still read, or read what these kernels have not written yet.
@@ -60,6 +66,44 @@ class Streams:
         with self.accelerator.on(stream):
             self.accelerator.wait(event)
             yield stream
+
+    # -- memory of gathered parameters, and what is sent to fill it ------------------------------------------------
+
+    def pool_of(self, kind: str) -> contextlib.AbstractContextManager[Any]:
+        """Inside, memory is taken from the pool of that stream. It is used behind :meth:`on_free_memory`."""
+        return self.accelerator.on(self._streams[kind]) if self._streams else contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def on_free_memory(self, kind: str) -> Iterator[Any]:
+        """Run the body on the stream of ``kind``, behind all who used memory that gathered parameters have given back,
+        and behind the last change of what is sent."""
+        with self.on(kind, after=self.settled()) as stream:
+            self.wait_for_users()
+            yield stream
+
+    def wait_for_users(self) -> None:
+        # Which block the allocator gives out nobody knows, so this waits for the last use of any. Uses of one stream
+        # come one after the other.
+        for event in self._given_back.values():
+            self.accelerator.wait(event)
+
+    def give_back(self) -> None:
+        """Memory of gathered parameters has gone back to its pool; the current stream has used it until now."""
+        if self._streams:
+            self._given_back[self.accelerator.current_stream()] = self.accelerator.record()
+
+    def change(self) -> None:
+        """The current stream changes values that gathers send: those that are issued from here on come after it."""
+        self._settled = None
+
+    def settled(self) -> Any:
+        """An event behind the last change of what gathers send; None where there are no streams."""
+        if self._settled is None:
+            # Recorded now, by the first gather that needs it: one event for all that a step has changed.
+            self._settled = self.accelerator.record()
+        return self._settled
+
+    # -- events ----------------------------------------------------------------------------------------------------
 
     def hold(self, memory: Any, event: Any) -> None:
         """Keep ``memory``, which a stream reads, until ``event``. It is of the current stream's pool, or the reduce

@@ -201,6 +201,7 @@ def _by_unit(buckets: Iterable[BucketPlan], size: Callable[[BucketPlan], int]) -
 def _reducing_nbytes(buckets: Sequence[BucketPlan], limits: Limits) -> int:
     """Unsharded gradients beyond those that rest: the unit that is filled now, and reductions under way.
 
+    The unit that is filled is in its buffers; on a device as autograd made it, until a bucket has all of its gradients.
     Gradients that wait replicated for more micro-batches are reduced where they lie, if in their own dtype.
     """
     sizes = [
@@ -212,7 +213,9 @@ def _reducing_nbytes(buckets: Sequence[BucketPlan], limits: Limits) -> int:
     if not sizes:
         return 0
     after_step = min(sum(sizes), max(limits.reduce_bucket_bytes, max(sizes)))
-    filling = max(_by_unit(buckets, lambda b: b.layout.numel * b.itemsizes.reduce * b.trainable))
+    filling = max(
+        _by_unit(buckets, lambda b: b.layout.numel * max(b.itemsizes.reduce, b.itemsizes.compute) * b.trainable)
+    )
     return min(sum(sizes), after_step + filling)
 
 

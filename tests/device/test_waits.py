@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.reduction import Pending
 from lightning_zero.comm.streams import Streams
-from lightning_zero.comm.transports import PlainTransport
+from lightning_zero.comm.transports import PlainTransport, _reduce_scatter_single, all_gather_single
 from lightning_zero.engine.units.bucket import Bucket
 from lightning_zero.engine.units.grad_store import Arrived, Claimed, _wait
 from lightning_zero.engine.units.home import copy_cast
@@ -21,7 +21,16 @@ from lightning_zero.engine.units.landing import Landing
 from lightning_zero.engine.units.unit import Unit
 from lightning_zero.tiers.pinned import ReadAhead, Sender
 from tests.device.simulate import Case, Found, Step, loss_of
-from tests.device.test_races import EARLY, SMALL, Trained, gathers, saves_and_loads, serves_others, steps_twice
+from tests.device.test_races import (
+    EARLY,
+    SMALL,
+    Trained,
+    gathers,
+    saves_and_loads,
+    serves_others,
+    steps_twice,
+    trains_without_scopes,
+)
 
 # What stands in the place of a function of the package; it has the same arguments.
 
@@ -62,33 +71,40 @@ def keep_nothing(self: Pending, name: str, value: Any) -> None:
     object.__setattr__(self, name, None if name == "_keep" else value)
 
 
-def wait_for_no_work(self: Any, work: Any, label: str, *, on_device: bool = False, patient: bool = False) -> None: ...
-
-
-def gather_alone(self: PlainTransport, full: Tensor, rank: int, world_size: int, group: Any) -> list[Any]:
+def run_without_waiting(self: Communicator, send: Callable[..., Any], tensor: Tensor, kind: str, label: str) -> None:
     """Nobody waits for the message."""
-    _gather(self, full, rank, world_size, group)
+    with self.streams.on(kind):
+        send(async_op=False)
+
+
+def gather_elsewhere(self: PlainTransport, full: Tensor, rank: int, world_size: int, group: Any) -> list[Any]:
+    """The message is queued on a stream of NCCL's own, for which nobody waits."""
+    all_gather_single(full, full.view(world_size, -1)[rank], group=group, async_op=True)
     return []
 
 
-def reduce_alone(
+def reduce_elsewhere(
     self: PlainTransport, full: Tensor, rank: int, world_size: int, group: Any, **options: Any
-) -> tuple[list[Any], Any]:
-    return [], _reduce(self, full, rank, world_size, group, **options)[1]
-
-
-_gather, _reduce = PlainTransport.gather, PlainTransport.reduce
+) -> tuple[Any, Any]:
+    out = full.new_empty(full.numel() // world_size)
+    _reduce_scatter_single(out, full, group=group, async_op=True)
+    return [], lambda: out
 
 
 def gather_what_is_not_summed(self: Communicator, shard: Tensor, full: Tensor, label: str, whole: bool) -> Tensor:
     assert self._groups is not None
     full.view(self.shard_size, -1)[self.shard_rank].copy_(shard)
-    _gather(self._transport, full, self.shard_rank, self.shard_size, self._groups.reduce)  # type: ignore[arg-type]
+    all_gather_single(full, full.view(self.shard_size, -1)[self.shard_rank], group=self._groups.reduce, async_op=True)
     return full
 
 
 def sum_alone(self: Communicator, shard: Tensor, label: str) -> None:
     self._issue_sum(shard)
+
+
+def settle_once(self: Streams) -> Any:
+    """What has been changed since the first gather is not waited for."""
+    return self.__dict__.setdefault("_first", self.accelerator.record())
 
 
 def serve_what_is_on_its_way(self: Unit) -> None:
@@ -98,7 +114,7 @@ def serve_what_is_on_its_way(self: Unit) -> None:
 
 def own_params_at_once(self: Bucket) -> Tensor:
     own = torch.empty(self.owned_numel, dtype=self.dtypes.compute, device=self.comm.device)
-    with self._transfers():
+    with self._transfers(into_free_memory=False):
         self.param_store.read(own)
     return own
 
@@ -144,7 +160,7 @@ def read_unseen(self: Any, event: Any) -> None:
 
 
 @contextlib.contextmanager
-def transfers_at_once(self: Bucket) -> Iterator[None]:
+def transfers_at_once(self: Bucket, *, into_free_memory: bool) -> Iterator[None]:
     """What the last step has sent may not have arrived."""
     with self.comm.streams.on("h2d"):
         yield
@@ -183,6 +199,20 @@ EVALUATES = (Step(evaluates=True),) * 3
 
 WITHOUT: dict[str, tuple[str, Any, Case, Any]] = {
     "a stream waits for what has been queued": (STREAMS + "on", on_without_waiting, Case(), None),
+    "a gather waits for those who used its memory": (STREAMS + "wait_for_users", do_not_wait, Case(), None),
+    "a copy to the device waits for those who used its memory": (
+        STREAMS + "wait_for_users",
+        do_not_wait,
+        Case(3, "cpu"),
+        None,
+    ),
+    "a gather waits for the step of what it sends": (STREAMS + "settled", settle_once, Case(), trains_without_scopes),
+    "a step tells that it has changed what gathers send": (
+        STREAMS + "change",
+        do_not_wait,
+        Case(),
+        trains_without_scopes,
+    ),
     "a push waits for readers of what it overwrites": (
         STREAMS + "on",
         on_without_its_event,
@@ -210,11 +240,11 @@ WITHOUT: dict[str, tuple[str, Any, Case, Any]] = {
         None,
     ),
     "what is reduced is kept": (PENDING + "__setattr__", keep_nothing, Case(), None),
-    "the gather's stream waits for its message": (TRANSPORT + "gather", gather_alone, Case(), None),
-    "the reduction's stream waits for its message": (TRANSPORT + "reduce", reduce_alone, Case(), None),
+    "the gather's stream waits for its message": (TRANSPORT + "gather", gather_elsewhere, Case(), None),
+    "the reduction's stream waits for its message": (TRANSPORT + "reduce", reduce_elsewhere, Case(), None),
     "compute waits for the sum of a norm": (
-        "lightning_zero.ranks.waits.Waits.wait_work",
-        wait_for_no_work,
+        "lightning_zero.comm.communicator.Communicator._run",
+        run_without_waiting,
         Case(steps=CLIPPED),
         None,
     ),

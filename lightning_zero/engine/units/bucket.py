@@ -152,6 +152,7 @@ class Bucket:
     def _settle_in(self, values: Tensor) -> None:
         """Make the masters' home and the compute parameters' store, as the plan says, from ``values`` [owned numel]."""
         plan, dtype = self.plan, self.dtypes.master if self.trainable else self.dtypes.compute
+        self.comm.streams.change()
         if plan.copies_master:
             self.home = make_home(plan.home_tier, self._tiers, self.label, values, dtype)  # waits for its copy
         else:
@@ -186,6 +187,8 @@ class Bucket:
             later: see :meth:`ParamStore.update`.
         """
         self.param_store.update(self.master, later=later)
+        if not self.plan.steps_on_host:  # what a step on the host has sent has an event of its own
+            self.comm.streams.change()
 
     def _send(self, target: Tensor) -> None:
         """Cast the master into ``target`` [owned numel] on the device, behind what may still read ``target``."""
@@ -204,7 +207,7 @@ class Bucket:
     def own_compute_params(self) -> Tensor:
         """Compute parameters of the owned range as they rest, which a gather takes from this rank. [owned numel]"""
         own = torch.empty(self.owned_numel, dtype=self.dtypes.compute, device=self.comm.device)
-        with self._transfers():
+        with self._transfers(into_free_memory=False):
             self.param_store.read(own)
             event = self.comm.streams.mark()
         self.comm.streams.wait(event)
@@ -212,10 +215,14 @@ class Bucket:
         return own
 
     @contextlib.contextmanager
-    def _transfers(self) -> Iterator[None]:
-        """Inside, what rests elsewhere is brought to the device, behind what the last step has sent."""
+    def _transfers(self, *, into_free_memory: bool) -> Iterator[None]:
+        """Inside, what rests elsewhere is brought to the device, behind what the last step has sent.
+
+        Args:
+            into_free_memory: of gathered parameters; else behind all that the current stream has queued.
+        """
         streams = self.comm.streams
-        with streams.on("h2d"):
+        with streams.on_free_memory("h2d") if into_free_memory else streams.on("h2d"):
             streams.wait(self._pushed)
             yield
 
@@ -239,22 +246,35 @@ class Bucket:
 
     # -- gathered values ------------------------------------------------------------------------------------------
 
+    @property
+    def can_gather_together(self) -> bool:
+        """Whether its gather may be a part of one message: the device has streams, and what it sends is there."""
+        return self.reshards and self.comm.streams.are_there and not self._is_elsewhere
+
     def gather_begin(self) -> Pending:
         """Issue the gather of the compute parameters. The full buffer has memory from here on."""
+        if self.can_gather_together:
+            return gather_together([self])
         # Until the step is over the masters, and the shard that follows from them, belong to the step's thread.
         self.awaited_step.wait()
-        # On the current (compute) stream, outside of the ``with`` below: ``release`` gives the block back to the pool
-        # of this stream, so this stream must also be the one that takes it.
-        self.full.allocate()
+        with self.comm.streams.pool_of("gather"):
+            self.full.allocate()
         if not self._is_elsewhere:
             self.param_store.prepare(self._own_part)
             return self.comm.all_gather(self.full.data, self.label)
         # The gather is issued from the stream of copies to the device, and so waits for the copies of the last step and
         # for those of ``prepare``. Issued from compute it would send the shard before these have arrived.
-        with profiled("transfer", self.label), self._transfers():
+        with profiled("transfer", self.label), self._transfers(into_free_memory=self.reshards):
             self.param_store.prepare(self._own_part)
             self.home.read_until(self.comm.streams.mark())
             return self.comm.all_gather(self.full.data, self.label)
+
+    def prepare_gather(self) -> tuple[Tensor, str]:
+        """Take memory and fill this rank's slice, on the gather stream. Returns what is to be gathered."""
+        self.awaited_step.wait()
+        self.full.allocate()
+        self.param_store.prepare(self._own_part)
+        return self.full.data, self.label
 
     def leave_memory(self) -> None:
         """Leave the full buffer's memory to a gather that was given up before its end. Values are not shown."""
@@ -315,6 +335,15 @@ class Bucket:
             _unsafe_set_version_counter(params, tuple(info.version for info in self.params))
         else:
             increment_version(params)
+
+
+def gather_together(buckets: Sequence[Bucket]) -> Pending:
+    """Issue the gathers of buckets of which each :attr:`~Bucket.can_gather_together`, as one message."""
+    comm = buckets[0].comm
+    # Nothing here waits for what compute has queued, beyond the last use of the memory and the last change of the
+    # values: so the message, and the casts before it, run beside what computes now.
+    with comm.streams.on_free_memory("gather"):
+        return comm.all_gather_together([bucket.prepare_gather() for bucket in buckets])
 
 
 class Place(NamedTuple):
