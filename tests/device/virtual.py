@@ -337,6 +337,8 @@ _COLLECTIVES = {
         (
             "_allgather_base",
             "all_gather_single",
+            "allgather_into_tensor_coalesced",
+            "all_gather_single_coalesced",
             "allgather",
             "_reduce_scatter_base",
             "reduce_scatter_single",
@@ -371,7 +373,8 @@ class Groups:
                 if group.group_desc.endswith(_ON_DEVICE):
                     raise RuntimeError(f"{name}: no backend of this group serves tensors of the host")
                 return method(group, *args)
-            method(group, *args)
+            if "coalesced" not in name:  # torch's fake group has none for the device
+                method(group, *args)
             return self._queue(group, name, reads, writes, asynchronous=getattr(args[-1], "asyncOp", True))
 
         return collective

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lightning_zero.comm.profiling import profiled
 from lightning_zero.comm.reduction import Pending
-from lightning_zero.engine.units.bucket import Bucket
+from lightning_zero.engine.units.bucket import Bucket, gather_together
 from lightning_zero.engine.units.param_info import ParamInfo
 
 
@@ -85,7 +85,7 @@ class Unit:
         self.state = state
 
     def unshard_begin(self) -> None:
-        """Issue the gathers of all buckets that are dropped after use.
+        """Issue the gathers of all buckets that are dropped after use; on a device's streams as one message.
 
         Raises:
             RuntimeError: one of them was stepped in the backward that is running, whose other part has used the values
@@ -98,8 +98,12 @@ class Unit:
         with profiled("gather", self.title):
             # One by one: if a bucket's gather cannot be issued, those before it are known, and ``abandon`` ends them.
             self.pending = []
+            together = [bucket for bucket in self.resharded if bucket.can_gather_together]
+            if together:
+                self.pending.append(gather_together(together))
             for bucket in self.resharded:
-                self.pending.append(bucket.gather_begin())
+                if bucket not in together:
+                    self.pending.append(bucket.gather_begin())
 
     def refresh_begin(self, buckets: Iterable[Bucket]) -> None:
         """After a step: issue the gathers of replicated compute parameters.
@@ -156,6 +160,7 @@ class Unit:
         for bucket in self.resharded:
             bucket.show(gathered=False)
             bucket.full.release()
+        self.resharded[0].comm.streams.give_back()
 
     def drop(self) -> None:
         """Bring the unit to rest, also from the middle of its gather. A unit that is never dropped stays as it is."""
