@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_zero.engine.passes.gradients import BucketGrads, Reducer
+from lightning_zero.engine.passes.gradients import BucketGrads, Reducer, _put
 from tests.engine.support import (
     Model,
     Sharded,
@@ -176,3 +176,14 @@ def test_what_waits_is_what_would_be_written() -> None:
                 expected = alone.complete()
                 factor = at_once.factor
                 assert torch.equal(at_once.complete().mul_(factor), expected), (precision, scale, bucket.label)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("to", [torch.float32, torch.bfloat16])
+def test_a_product_is_as_exact_as_the_wider_dtype(to: torch.dtype, dtype: torch.dtype) -> None:
+    """Whether it is narrowed here or, where it accumulates in fp32 first, later: stages agree."""
+    grad = torch.randn(1000, generator=torch.Generator().manual_seed(3)).to(dtype)
+    for scale in (1.0, 1 / 8, 1 / 3):
+        view = torch.empty(1000, dtype=to)
+        _put(view, grad, scale)
+        assert torch.equal(view, (grad.float() * scale).to(to)), scale
