@@ -158,10 +158,12 @@ class Communicator:
 
         def gather(shard: Tensor) -> Pending:
             # ``full`` held what was to be summed. The sum is complete here, so nothing reads its old contents any more.
-            full.view(self.shard_size, -1)[self.shard_rank].copy_(shard)
+            own = full.view(self.shard_size, -1)[self.shard_rank]
+            if own.data_ptr() != shard.data_ptr():
+                own.copy_(shard)
             return self._gather(full, label, "second_half")
 
-        return Reduction(self._reduce(full, label, factor), *self._over_replicas(label), gather)
+        return Reduction(self._reduce(full, label, factor, whole=True), *self._over_replicas(label), gather)
 
     def broadcast(self, tensor: Tensor, src: int = 0, *, among: Literal["gather", "reduce"] = "gather") -> None:
         """Blocking: every rank gets ``tensor`` of rank ``src``: first one rank of each replica, then the others.
@@ -284,7 +286,7 @@ class Communicator:
 
         Args:
             factor: the slice's sum is multiplied by it.
-            whole: bring the sum of every slice to all ranks, into ``full``.
+            whole: the sum of every slice is to come to all ranks, into ``full``. On a stream it does.
         """
         if self._groups is None:
             return Pending(self, label, [], lambda: full if factor == 1.0 else full.mul_(factor))
@@ -292,7 +294,9 @@ class Communicator:
             works: list[Any] = []
             total: Callable[[], Tensor] = lambda: full  # noqa: E731
             if self._groups.reduce is not None:
-                works, total = self._transport.reduce(full, self.shard_rank, self.shard_size, self._groups.reduce)
+                works, total = self._transport.reduce(
+                    full, self.shard_rank, self.shard_size, self._groups.reduce, in_place=whole
+                )
             if factor != 1.0:
                 total = _multiplied(total, factor)
             # Off CUDA the messages that follow need a complete first sum, which the host finds when it lands it. Issued
@@ -312,8 +316,14 @@ class Communicator:
         # On the reductions' own group: each reduction is issued with all of its messages, so one order holds for all.
         if self._groups.reduce is not None:
             full.view(self.shard_size, -1)[self.shard_rank].copy_(shard)
-            self._transport.gather(full, self.shard_rank, self.shard_size, self._groups.reduce)
+            self._wait_in_stream(self._transport.gather(full, self.shard_rank, self.shard_size, self._groups.reduce))
         return full
+
+    @staticmethod
+    def _wait_in_stream(works: list[Any]) -> None:
+        """Make the current stream wait for messages that are not queued on it: a backend may have its own queue."""
+        for work in works:
+            work.wait()
 
     def _over_replicas(self, label: str) -> list[Callable[[Tensor], Pending]]:
         """What to issue after :meth:`_reduce`: the sum over the nodes, where the host has to issue it."""
@@ -344,8 +354,8 @@ class Communicator:
         """The handle of ``works``. On CUDA it is called inside ``streams.on``, with ``stream`` as the current one."""
         if stream is None:
             return Pending(self, label, works, finish, keep=keep)
-        # There are no works: messages are queued on the stream. The event comes last: whoever waits for it also waits
-        # for what ``finish`` has queued behind them.
+        self._wait_in_stream(works)
+        # The event comes last: whoever waits for it also waits for what ``finish`` has queued behind them.
         result = finish()
         return Pending(self, label, [], lambda: result, event=self.streams.mark(), keep=keep)
 

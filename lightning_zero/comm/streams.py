@@ -25,6 +25,8 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from torch import Tensor
+
 from lightning_zero.device.accelerator import Accelerator
 
 KINDS = ("gather", "reduce", "h2d", "push", "d2h")
@@ -109,12 +111,24 @@ class Streams:
     # -- events ----------------------------------------------------------------------------------------------------
 
     def hold(self, memory: Any, event: Any) -> None:
-        """Keep ``memory``, which a stream reads, until ``event``; beyond a few, the host waits for the oldest."""
+        """Keep ``memory``, which a stream reads, until ``event``. It is of the current stream's pool, or the reduce
+        stream's. Beyond a few, these wait for the oldest; the host does not."""
         # Dropped earlier, the block would return to the pool of the stream that allocated it, and that stream could
-        # overwrite it before the stream that reads it is done. ``wait_on_host`` makes the host wait.
+        # overwrite it before the stream that reads it is done.
         self._held.append((event, memory))
         while self._held and (len(self._held) > HELD or self.accelerator.is_over(self._held[0][0])):
-            self.accelerator.wait_on_host(self._held.popleft()[0])
+            oldest, _ = self._held.popleft()
+            self.wait(oldest)
+            with self.on("reduce", after=oldest):
+                pass
+
+    def to_host(self, number: Tensor) -> tuple[Tensor, Any]:
+        """A copy of a 0-d tensor on the host, and the event of its arrival; the host goes on."""
+        if not self.are_there:
+            return number, None
+        host = self.accelerator.host_memory(number.shape, number.dtype)
+        host.copy_(number, non_blocking=True)
+        return host, self.mark()
 
     def mark(self) -> Any:
         """An event behind what the current stream has queued so far; None where there are no streams."""

@@ -33,8 +33,14 @@ class Transport(Protocol):
         """Fill several tensors like that; where it can be, by one message."""
         ...
 
-    def reduce(self, full: Tensor, rank: int, world_size: int, group: Any) -> tuple[list[Any], Callable[[], Tensor]]:
-        """Sum ``full`` [world_size * n] over ranks; after the works, the callable gives this rank's sum [n]."""
+    def reduce(
+        self, full: Tensor, rank: int, world_size: int, group: Any, *, in_place: bool = False
+    ) -> tuple[list[Any], Callable[[], Tensor]]:
+        """Sum ``full`` [world_size * n] over ranks; after the works, the callable gives this rank's sum [n].
+
+        Args:
+            in_place: the sum may lie in ``full``, in the slice of ``rank``; else it lies in other memory.
+        """
         ...
 
 
@@ -64,7 +70,9 @@ class PlainTransport(_OneByOne):
                 all_gather_single(data, _own(data, rank, world_size), group=group)
         return []
 
-    def reduce(self, full: Tensor, rank: int, world_size: int, group: Any) -> tuple[list[Any], Callable[[], Tensor]]:
+    def reduce(
+        self, full: Tensor, rank: int, world_size: int, group: Any, *, in_place: bool = False
+    ) -> tuple[list[Any], Callable[[], Tensor]]:
         out = full.new_empty(full.numel() // world_size)
         return _works(_reduce_scatter_single(out, full, group=group, async_op=not _queues(full))), lambda: out
 
@@ -98,17 +106,31 @@ class DirectTransport(_OneByOne):
         )
         return [work for work in sent if work is not None]
 
-    def reduce(self, full: Tensor, rank: int, world_size: int, group: Any) -> tuple[list[Any], Callable[[], Tensor]]:
-        received = torch.empty_like(full)
-        work = dist.all_to_all_single(received, full, group=group, async_op=not _queues(full))
+    def reduce(
+        self, full: Tensor, rank: int, world_size: int, group: Any, *, in_place: bool = False
+    ) -> tuple[list[Any], Callable[[], Tensor]]:
+        parts = full.view(world_size, -1)
+        # This rank's own part needs no copy. What is left is one piece of memory, as a message must be, on the first
+        # and on the last rank; those in the middle send themselves theirs too.
+        low, high = (1, world_size) if rank == 0 else (0, rank) if rank == world_size - 1 else (0, world_size)
+        received = torch.empty_like(parts[low:high])
+        counts = [full.numel() // world_size if low <= r < high else 0 for r in range(world_size)]
+        work = dist.all_to_all_single(
+            received.view(-1), parts[low:high].view(-1), counts, counts, group=group, async_op=not _queues(full)
+        )
 
         def total() -> Tensor:
             # Added in rank order, whatever came first: floating-point sums depend on the order, and all stages and
-            # runs must agree to the bit. The result is a view: who keeps it keeps all of ``received``.
-            parts = received.view(world_size, -1)
-            for part in parts[1:]:
-                parts[0].add_(part)
-            return parts[0]
+            # runs must agree to the bit.
+            terms = [received[r - low] if low <= r < high else parts[r] for r in range(world_size)]
+            first, last = terms[0], terms[-1]
+            for term in terms[1:-1]:
+                first.add_(term)
+            if world_size == 1:
+                return first
+            # The sum shares memory with no other part, if it is not in place: who keeps it keeps no more than it.
+            into = parts[rank] if in_place else received[0] if len(received) == 1 else torch.empty_like(first)
+            return torch.add(first, last, out=into)
 
         return _works(work), total
 
@@ -130,7 +152,9 @@ class HostTransport(_OneByOne):
         full.copy_(host)
         return []
 
-    def reduce(self, full: Tensor, rank: int, world_size: int, group: Any) -> tuple[list[Any], Callable[[], Tensor]]:
+    def reduce(
+        self, full: Tensor, rank: int, world_size: int, group: Any, *, in_place: bool = False
+    ) -> tuple[list[Any], Callable[[], Tensor]]:
         works, total = self._inner.reduce(full.cpu(), rank, world_size, group)
         for work in works:
             self._waits.wait_work(work, "a reduction through host memory")

@@ -6,7 +6,8 @@ What is kept is what CUDA and torch promise, and nothing more:
   events that the stream waits for.
 - The host is behind a kernel when it has waited: for an event behind it, for the stream, or in a call that blocks.
 - A block of device memory belongs to the pool of the stream on which it was allocated. When it is freed, any later
-  allocation from that pool may get it, on the host's word alone: what was done to it may still be under way.
+  allocation from that pool may get it, on the host's word alone: what was done to it may still be under way, unless the
+  thread that frees it has waited for that.
 - A copy between device and host is queued like a kernel where the host's side is pinned and the caller does not block.
 - Pinned memory of torch's allocator is not given out again before such copies are over; memory that was pinned in
   place has nobody who looks after it.
@@ -316,7 +317,10 @@ class Machine:
     def _back_to_pool(self, block: Block) -> None:
         assert block.pool is not None
         freed = self._freed.setdefault(block.pool, {})
+        thread = self.thread()
         for access in (*block.before.values(), *block.accesses):
+            if self.order.is_behind(thread, access.party, access.number):
+                continue  # over before it was freed, whoever gets the memory next
             last = freed.get(access.party)
             if last is None or last.number < access.number:
                 freed[access.party] = access

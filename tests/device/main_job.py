@@ -11,6 +11,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.callbacks import Callback, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger
@@ -105,5 +106,8 @@ def run(**settings: Any) -> list[dict[Wait, int]]:
             **settings,
         )
         model = LitGPT(n_layer=2, n_head=2, d_model=16, block_size=8, vocab_size=16)
-        trainer.fit(model, DataLoader(Tokens(), batch_size=None))
+        try:
+            trainer.fit(model, DataLoader(Tokens(), batch_size=None))
+        finally:
+            dist.destroy_process_group()  # Lightning's, which it leaves for the next run
     return [dict(step) for step in count.steps]

@@ -14,11 +14,13 @@ from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.reduction import Pending
 from lightning_zero.comm.streams import Streams
 from lightning_zero.comm.transports import PlainTransport, _reduce_scatter_single, all_gather_single
-from lightning_zero.engine.passes.gradients import BucketGrads
 from lightning_zero.engine.units.bucket import Bucket
+from lightning_zero.engine.units.grad_store import Arrived, Claimed, _wait
 from lightning_zero.engine.units.home import copy_cast
+from lightning_zero.engine.units.landing import Landing
 from lightning_zero.engine.units.unit import Unit
-from tests.device.simulate import MIXED, Case, Found, Step, loss_of
+from lightning_zero.tiers.pinned import ReadAhead, Sender
+from tests.device.simulate import Case, Found, Step, loss_of
 from tests.device.test_races import (
     EARLY,
     SMALL,
@@ -81,7 +83,9 @@ def gather_elsewhere(self: PlainTransport, full: Tensor, rank: int, world_size: 
     return []
 
 
-def reduce_elsewhere(self: PlainTransport, full: Tensor, rank: int, world_size: int, group: Any) -> tuple[Any, Any]:
+def reduce_elsewhere(
+    self: PlainTransport, full: Tensor, rank: int, world_size: int, group: Any, **options: Any
+) -> tuple[Any, Any]:
     out = full.new_empty(full.numel() // world_size)
     _reduce_scatter_single(out, full, group=group, async_op=True)
     return [], lambda: out
@@ -115,20 +119,40 @@ def own_params_at_once(self: Bucket) -> Tensor:
     return own
 
 
-def look_at_once(self: Bucket) -> None:
+def take_what_is_on_its_way(streams: Any, arrival: Any) -> None:
     """A gradient on its way to the host is taken for one that is there."""
-    self._grad_event = None
 
 
-def claim_what_is_on_its_way(self: Bucket) -> Callable[[], Tensor | None]:
-    grad = self._grad
-    return lambda: grad
+def arrived_at_once(self: Claimed) -> Arrived:
+    return Arrived(self.grad, None)
 
 
-def push_unseen(self: Bucket, master: Tensor, target: Tensor) -> None:
+def multiplied_at_once(self: Claimed) -> Arrived:
+    _wait(self.streams, self.arrival)
+    return Arrived(self.grad, None if self.factor is None else self.factor.value)
+
+
+def land_at_once(self: Landing, piece: Any) -> None:
+    """What has not come yet is added."""
+    if piece is not None:
+        piece[2].add_(piece[1])
+
+
+def send_through_what_is_in_use(self: Sender, source: Tensor, target: Tensor) -> None:
+    self._sent = [None, None]
+    buffer = self._pair.buffer(0, target.dtype, source.numel())
+    buffer.copy_(source)
+    target.copy_(buffer, non_blocking=True)
+
+
+def read_into_what_is_in_use(self: ReadAhead, place: int, event: Any) -> None:
+    self._free.append((place, None))
+
+
+def push_unseen(self: Bucket, target: Tensor) -> None:
     """Nobody knows when what it sends has arrived."""
     with self.comm.streams.on("push", after=self.awaited_step.event):
-        copy_cast(master, target)
+        self.home.copy_to(target)
 
 
 def read_unseen(self: Any, event: Any) -> None:
@@ -149,13 +173,6 @@ def fill_without_waiting(source: Tensor, target: Tensor, *, wait: bool = False) 
     copy_cast(source, target)
 
 
-def add_what_is_on_its_way(self: BucketGrads, reduced: Tensor) -> None:
-    if (grad := self.bucket.grad) is None:
-        self.bucket.bring_grad(reduced)
-    else:
-        grad.add_(reduced.to("cpu", non_blocking=True))
-
-
 def loads(engine: Any, model: nn.Module, optimizer: Any) -> None:
     engine.load_state_dict({name: torch.zeros(param.shape) for name, param in model.named_parameters()})
 
@@ -173,6 +190,7 @@ def writes_weights(engine: Any, model: Any, optimizer: Any) -> None:
 STREAMS = "lightning_zero.comm.streams.Streams."
 PENDING = "lightning_zero.comm.reduction.Pending."
 TRANSPORT = "lightning_zero.comm.transports.PlainTransport."
+GRADS = "lightning_zero.engine.units.grad_store."
 BUCKET = "lightning_zero.engine.units.bucket.Bucket."
 HOST = Case(3, "optimizer_cpu")
 ALONE = Case(3, "optimizer_cpu", ranks=1)
@@ -255,22 +273,40 @@ WITHOUT: dict[str, tuple[str, Any, Case, Any]] = {
         writes_weights,
     ),
     "whoever looks at a gradient waits": (
-        BUCKET + "_await_grad",
-        look_at_once,
-        Case(3, "optimizer_cpu", steps=MIXED),
+        GRADS + "_wait",
+        take_what_is_on_its_way,
+        Case(3, "optimizer_cpu", steps=(Step(2), Step(looks=True))),
         None,
     ),
-    "a step waits for its gradient": (BUCKET + "claim_grad", claim_what_is_on_its_way, HOST, None),
+    "a step waits for its gradient": (GRADS + "Claimed.arrived", arrived_at_once, HOST, None),
     "an early step waits for its gradient": (
-        BUCKET + "claim_grad",
-        claim_what_is_on_its_way,
+        GRADS + "Claimed.arrived",
+        arrived_at_once,
         Case(3, "optimizer_cpu", steps=EARLY, settings=SMALL),
         None,
     ),
+    "a step waits for what its gradient is multiplied by": (
+        GRADS + "Claimed.arrived",
+        multiplied_at_once,
+        Case(3, "optimizer_cpu", steps=CLIPPED),
+        None,
+    ),
     "a second gradient is added when it is there": (
-        "lightning_zero.engine.passes.gradients.BucketGrads._add_on_host",
-        add_what_is_on_its_way,
+        "lightning_zero.engine.units.landing.Landing._land",
+        land_at_once,
         Case(3, "optimizer_cpu", steps=(Step(2),) * 2),
+        None,
+    ),
+    "masters in files are sent through a buffer that is free": (
+        "lightning_zero.tiers.pinned.Sender.send",
+        send_through_what_is_in_use,
+        Case(3, "optimizer_nvme"),
+        None,
+    ),
+    "files are read into memory that is free": (
+        "lightning_zero.tiers.pinned.ReadAhead._give_back",
+        read_into_what_is_in_use,
+        Case(3, "nvme"),
         None,
     ),
     "a gather waits for what a step has sent": (BUCKET + "_transfers", transfers_at_once, HOST, None),

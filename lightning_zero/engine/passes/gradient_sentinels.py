@@ -101,7 +101,7 @@ class Sentinels:
     def forget_zeroed(self) -> None:
         """Drop the gradients that the user has cleared, and zero those zeroed, since they were placed."""
         for bucket, grads in self._grads.items():
-            if grads.used or grads.written or bucket.has_grad:
+            if grads.used or grads.written or bucket.grad_store.is_there:
                 cleared, zeroed = self._changes(bucket)
                 grads.forget(cleared)
                 grads.zero(zeroed)

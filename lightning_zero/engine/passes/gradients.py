@@ -142,28 +142,6 @@ class BucketGrads:
         self.reduced = frozenset(self.arrived)
         return full if full.dtype == bucket.dtypes.reduce else full.to(bucket.dtypes.reduce)
 
-    def add_reduced(self, reduced: Tensor) -> None:
-        """Add a reduced gradient [owned numel] to ``bucket.grad``, on the device or in plain host memory."""
-        bucket = self.bucket
-        if bucket.plan.grads_on_host:
-            self._add_on_host(reduced)
-            return
-        if bucket.grad is None:
-            # A transport may return a view of what it has received from all ranks. Kept as the gradient, the view would
-            # hold the memory of the whole bucket where a shard is wanted.
-            own_memory = reduced.untyped_storage().nbytes() == reduced.numel() * reduced.element_size()
-            same = reduced.dtype == bucket.dtypes.grad
-            bucket.grad = reduced if same and own_memory else reduced.to(bucket.dtypes.grad, copy=True)
-        else:
-            bucket.grad.add_(reduced)
-
-    def _add_on_host(self, reduced: Tensor) -> None:
-        bucket = self.bucket
-        if (grad := bucket.grad) is None:
-            bucket.bring_grad(reduced)
-        else:
-            grad.add_(reduced.cpu())  # added before it is rounded, as on the device
-
     def forget(self, slots: Iterable[int]) -> None:
         """Drop these parameters' gradients, because the user has cleared them."""
         gone = set(slots) & (self.used | self.agreed)
@@ -180,7 +158,7 @@ class BucketGrads:
         if self.agreed:
             self._zero_reduced(gone)
         else:
-            self.bucket.grad = None
+            self.bucket.grad_store.clear()
 
     def zero(self, slots: Iterable[int]) -> None:
         """Zero these parameters' gradients, because the user did. They still count as gradients, unlike None."""
@@ -190,10 +168,10 @@ class BucketGrads:
 
     def _zero_reduced(self, slots: set[int]) -> None:
         bucket = self.bucket
-        if slots and bucket.grad is not None:  # in this order: on a GPU the host waits for a gradient that it looks at
+        if slots and (grad := bucket.grad) is not None:  # in this order: the host may wait for a gradient
             for fragment in bucket.owned_fragments():
                 if fragment.index in slots:
-                    bucket.grad[fragment.start : fragment.start + fragment.numel].zero_()
+                    grad[fragment.start : fragment.start + fragment.numel].zero_()
 
 
 def _put(view: Tensor, grad: Tensor, scale: float) -> None:
@@ -534,7 +512,7 @@ class Reducer:
             reduced = reduced[low:high]
         grads = self.grads[bucket]
         with torch.no_grad():
-            grads.add_reduced(reduced)
+            bucket.grad_store.add(reduced)
         if self.landed is not None and self._is_whole(grads):
             self.landed(bucket)
 

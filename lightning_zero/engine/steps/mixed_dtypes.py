@@ -57,32 +57,42 @@ def _as_int32(value: int) -> int:
     return value - (1 << 32) if value >= 1 << 31 else value
 
 
+def dtype_of_step(run: Tensor, grad: Tensor, *, rounds: bool) -> torch.dtype:
+    """The dtype of the arithmetic of a step in pieces; ``rounds``: stochastically."""
+    # Of one dtype, and rounded as torch rounds, it is stepped in that dtype: as it would be in one piece.
+    same = grad.dtype == run.dtype and not rounds
+    return run.dtype if same else torch.promote_types(run.dtype, torch.float32)
+
+
 def step_in_chunks(
     optimizer: Optimizer,
     group: dict[str, Any],
     run: Tensor,
     grad: Tensor,
     *,
+    factor: Tensor | None = None,
     rounding: tuple[int, int] | None = None,
 ) -> None:
-    """``optimizer`` steps ``run`` [n] with ``grad`` [n] of another dtype, in fp32 pieces.
+    """``optimizer`` steps ``run`` [n] with ``grad`` [n] in pieces; in fp32, where they differ or are rounded.
 
     Args:
         optimizer: one of torch's element-wise ones, with one param group and ``run``'s state in ``state``.
         group: that param group; its ``params`` are replaced.
+        factor: 0-d, what ``grad`` is multiplied by, in place.
         rounding: index of the run's first element and a salt, to round parameters and state stochastically to
             the run's dtype.
     """
     state = optimizer.state[run]
     step = type(optimizer).step
-    wide = torch.promote_types(run.dtype, torch.float32)
+    wide = dtype_of_step(run, grad, rounds=rounding is not None)
     # Each piece starts from the state of before: a step count that the first piece has raised would be raised again by
     # each piece after it.
     before = dict(state)
     after: dict[str, Any] = {}
     for low, high in _pieces(run):
         piece = run[low:high].to(wide)
-        piece.grad = grad[low:high].to(device=run.device, dtype=wide)
+        part = grad[low:high] if factor is None else grad[low:high].mul_(factor)
+        piece.grad = part.to(device=run.device, dtype=wide)
         optimizer.state[piece] = {
             name: _part_of(value, low, high, wide) if is_elementwise(name, value, run) else _copy_of(value)
             for name, value in before.items()
