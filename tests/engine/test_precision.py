@@ -202,9 +202,9 @@ def test_gradients_travel_in_bf16_if_that_is_chosen(stage: int, together: bool) 
     sent: list[torch.dtype] = []
     reduce = DirectTransport.reduce
 
-    def sending(self: DirectTransport, full: Tensor, *args: Any) -> Any:
+    def sending(self: DirectTransport, full: Tensor, *args: Any, **options: Any) -> Any:
         sent.append(full.dtype)
-        return reduce(self, full, *args)
+        return reduce(self, full, *args, **options)
 
     torch.manual_seed(3)
     module = Model()
