@@ -8,7 +8,7 @@ Of a parameter in a bucket that is stepped on the host, with itemsizes c (comput
                 parameters are
 
 On a GPU all of these overlap, so the largest is the bound. But a step that does not begin before the backward is over
-(because of clipping, say) can hide behind the next forward only, since the backward after it needs its gradients' place.
+(because of clipping, say) can hide behind the next forward only: the backward after it needs its gradients' place.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ class Work:
     def seconds(self, rates: Rates) -> dict[str, float]:
         """By resource; the disk reads or writes."""
         found = {f.name: getattr(self, f.name) / getattr(rates, f.name) for f in fields(self)}
-        return {**found, "disk": found.pop("disk_read") + found.pop("disk_write")}
+        disk = found.pop("disk_read") + found.pop("disk_write")
+        return {**found, "disk": disk}
 
 
 def work_of(buckets: Iterable[BucketPlan], flops: float, *, micro_batches: int = 1) -> Work:

@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.callbacks import Callback
 
 from lightning_zero.config import ConfigError
@@ -53,8 +54,13 @@ class ZeroMonitor(Callback):
         every = self._every_n_steps or getattr(trainer, "log_every_n_steps", 0)
         if not every or trainer.global_step < self._last[0] + every:
             return
-        pl_module.log_dict(self._memory(trainer), on_step=True, on_epoch=False)
-        for name, value in self._speed(trainer).items():
+        # As tensors of the host: numbers Lightning would send to the device, one by one, and wait for each.
+        memory, speed = (
+            {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
+            for values in (self._memory(trainer), self._speed(trainer))
+        )
+        pl_module.log_dict(memory, on_step=True, on_epoch=False)
+        for name, value in speed.items():
             shown = self._prog_bar and name == "zero/steps_per_s"
             pl_module.log(name, value, on_step=True, on_epoch=False, prog_bar=shown)
 

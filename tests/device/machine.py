@@ -127,6 +127,25 @@ class Copy(NamedTuple):
 
 
 @dataclass
+class Counts:
+    """What a step asks of the device beside the model's own computation.
+
+    Attributes:
+        kernels: with copies and messages.
+        collectives: launches of the library of messages.
+        recorded, waited: events; each is a call of the driver.
+        allocations: of device memory, from the caching allocator.
+    """
+
+    kernels: int = 0
+    collectives: int = 0
+    recorded: int = 0
+    waited: int = 0
+    allocations: int = 0
+    host_waits: int = 0
+
+
+@dataclass
 class Tally:
     """What has been counted since it was last asked for.
 
@@ -134,6 +153,8 @@ class Tally:
         kernels: by the function that queued them.
         copies, copied: how many, and their bytes.
         collectives: on the device, by group and operation.
+        recorded, waited: events, by the function that recorded them or made a stream wait.
+        allocations: of device memory, by the function that asked for it.
         peak: bytes of device memory, the most at a time.
     """
 
@@ -142,6 +163,9 @@ class Tally:
     copies: Counter[Copy] = field(default_factory=Counter)
     copied: Counter[Copy] = field(default_factory=Counter)
     collectives: Counter[tuple[str, str]] = field(default_factory=Counter)
+    recorded: Counter[str] = field(default_factory=Counter)
+    waited: Counter[str] = field(default_factory=Counter)
+    allocations: Counter[str] = field(default_factory=Counter)
     peak: int = 0
 
 
@@ -280,6 +304,7 @@ class Machine:
         block = Block(storage.nbytes(), pool, before=dict(self._freed.get(pool, {})))
         self._keep_track(storage, block)
         self.held += block.nbytes
+        self.tally.allocations[place().function] += 1
         self.tally.peak = max(self.tally.peak, self.held)
         return block
 

@@ -59,6 +59,7 @@ class Case:
         worker: when the thread of offloaded steps gets on: as soon as it can, or when somebody waits for it.
         nodes: on which the ranks are; with several, shards are divided inside of a node, and summed over them.
         settings: arguments of ``lightning_zero.shard``, beside those.
+        fp32_modules: classes that keep fp32; None: as by default.
     """
 
     stage: int = 3
@@ -71,6 +72,7 @@ class Case:
     blocks: int = 3
     nodes: int = 1
     settings: Mapping[str, Any] = field(default_factory=dict)
+    fp32_modules: tuple[str, ...] | None = None
 
     def __str__(self) -> str:
         words = [f"zero{self.stage}", self.row, self.precision, f"{self.ranks}ranks"]
@@ -222,7 +224,8 @@ def _train(case: Case, machine: Machine, files: str, then: Callable[..., None] |
 
     model = Model(case.blocks)
     offload: Any = {"name": case.row} | ({"nvme_path": files} if "nvme" in case.row else {})
-    precision = {"name": case.precision} | ({"grad_dtype": case.grad_dtype} if case.grad_dtype else {})
+    precision: Any = {"name": case.precision} | ({"grad_dtype": case.grad_dtype} if case.grad_dtype else {})
+    precision |= {"fp32_modules": list(case.fp32_modules)} if case.fp32_modules is not None else {}
     engine = lightning_zero.shard(
         model, stage=case.stage, precision=precision, offload=offload, device="meta", **case.settings
     )

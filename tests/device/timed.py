@@ -32,7 +32,7 @@ from tests.device.simulate import fused_on_meta, world
 from tests.device.virtual import simulated
 
 PARAMETERS = 6.7e9
-BLOCKS = 32
+BLOCKS = 24  # fewer than the large one has: what is not hidden of the first and the last counts for more
 WIDTH = 32
 TOKENS = 4  # of the small model
 
@@ -46,6 +46,7 @@ H200 = Rates(
     disk_read=6e9,
     disk_write=4e9,
 )
+NETWORK = 300e9  # bytes of a message that a rank gathers or reduces in a second; work has no bound for it
 QUEUEING_S = 8e-6  # of a kernel, with the Python around it
 HOST_OPERATION_S = 10e-6
 CACHE = 80e6  # bytes that the host's cores share
@@ -56,11 +57,11 @@ FUSED = "_fused_"  # gradients are listed as written, and are not
 
 
 class Block(nn.Module):
-    """Four products, as many as a block has that are large."""
+    """Two products: their weights are buckets of their own, as the large one's are."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.linears = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
+        self.linears = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
         for linear in self.linears:
@@ -94,6 +95,8 @@ class Scaled:
             return self._bytes(reads) / self.rates.to_host, "link to the host"
         if what == "a copy to the device":
             return self._bytes(writes) / self.rates.to_device, "link to the device"
+        if "." not in what:  # a message
+            return self._bytes(reads) / NETWORK, "network"
         if what.startswith(PRODUCTS):
             flops = 2 * writes[0].numel() * reads[-2].shape[-1]
             return self.flop_scale * flops / self.rates.compute, "compute"
@@ -168,7 +171,7 @@ def predict(
         tokens: of one rank in one step.
         mutations: what stands in the place of a function of the package, by its path.
     """
-    steps = 3
+    steps = 2
     with _machine(early, ranks, mutations) as (machine, folder):
         model = Model()
         held = sum(p.numel() for p in model.parameters())
