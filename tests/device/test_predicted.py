@@ -14,19 +14,10 @@ import pytest
 from lightning_zero.comm.streams import Streams
 from lightning_zero.engine.steps.after_step import AfterStep
 from lightning_zero.engine.steps.worker import StepJob
-from tests.device.timed import H200, Predicted, predict
+from tests.device.timed import HIDING_TOKENS, HOWS, Predicted, predict
 
 LEAST = 0.9  # of the bound that is reached
-# Tokens of a step in which the next forward hides a step on the host: its 28 bytes of each parameter, and 4 of its
-# gradient, take as long as a third of the model's compute (docs/offload.md).
-TOKENS = 3 * 32 * H200.compute / (6 * H200.host_memory)
 
-HOWS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "early": {"early": True},
-    "clipped": {"clips": True},
-    "two micro-batches": {"micro_batches": 2},
-}
 ROWS = {
     "optimizer_cpu": tuple(HOWS),
     "cpu": ("plain", "two micro-batches"),
@@ -39,17 +30,17 @@ Elsewhere = Callable[..., Predicted]
 
 @pytest.mark.parametrize(("row", "how"), [(row, how) for row, hows in ROWS.items() for how in hows])
 def test_a_step_takes_little_more_than_it_must(row: str, how: str, elsewhere: Elsewhere) -> None:
-    found = elsewhere(predict, row, TOKENS, **HOWS[how])
+    found = elsewhere(predict, row, HIDING_TOKENS, **HOWS[how])
     assert found.phi >= LEAST, found
     assert found.seconds >= max(found.busy.values()) * 0.99, found  # what is busy all the time sets the pace
 
 
 def test_nor_does_it_on_several_ranks(elsewhere: Elsewhere) -> None:
-    assert elsewhere(predict, "cpu", TOKENS, ranks=4).phi >= LEAST
+    assert elsewhere(predict, "cpu", HIDING_TOKENS, ranks=4).phi >= LEAST
 
 
 def test_nor_does_it_in_fp32(elsewhere: Elsewhere) -> None:
-    assert elsewhere(predict, "optimizer_cpu", TOKENS, precision="fp32").phi >= LEAST
+    assert elsewhere(predict, "optimizer_cpu", HIDING_TOKENS, precision="fp32").phi >= LEAST
 
 
 # -- what would cost --------------------------------------------------------------------------------------------------
@@ -88,5 +79,5 @@ WORSE: dict[str, tuple[str, str, Any]] = {
 @pytest.mark.parametrize("what", WORSE)
 def test_what_is_done_in_turn_is_seen(what: str, elsewhere: Elsewhere) -> None:
     row, path, new = WORSE[what]
-    found = elsewhere(predict, row, TOKENS, mutations=[(f"lightning_zero.{path}", new)])
+    found = elsewhere(predict, row, HIDING_TOKENS, mutations=[(f"lightning_zero.{path}", new)])
     assert found.phi < LEAST, found

@@ -5,6 +5,8 @@ bytes; buffers of a fixed size and settings in bytes are smaller by as much. Of 
 cost is in the share of its peak that a model's matrix products reach.
 
 What is left out: copies over the link take memory bandwidth of the host, too.
+
+``python -m tests.device.timed`` prints the rows of ``docs/benchmarks.md``.
 """
 
 from __future__ import annotations
@@ -267,3 +269,34 @@ def _step(engine: Any, model: nn.Module, optimizer: Any, micro_batches: int, cli
             backwards()
             optimizer.step()
         optimizer.zero_grad()
+
+
+HOWS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "early": {"early": True},
+    "clipped": {"clips": True},
+    "two micro-batches": {"micro_batches": 2},
+}
+# A step in which the next forward hides the optimizer: what that reads and writes of a parameter (28 bytes, and 4 of
+# its gradient) takes as long as a third of the model's compute, with 6 operations for each token.
+HIDING_TOKENS = 3 * 32 * H200.compute / (6 * H200.host_memory)
+
+
+def main() -> None:
+    print(f"{PARAMETERS / 1e9:g} B parameters, bf16, {HIDING_TOKENS:,.0f} tokens in a step\n")
+    print("| `zero/offload` | step | ranks | seconds | least | phi | busy longest |\n|---|---|---|---|---|---|---|")
+    for row in ("optimizer_cpu", "cpu", "optimizer_nvme", "optimizer_cpu_param_nvme", "nvme"):
+        for how, settings in HOWS.items():
+            for ranks in (1, 4) if how == "plain" else (1,):
+                found = predict(row, HIDING_TOKENS, ranks=ranks, **settings)
+                name, seconds = max(found.busy.items(), key=lambda item: item[1])
+                print(
+                    f"| `{row}` | {how} | {ranks} | {found.seconds:.2f} | {found.bound:.2f} | {found.phi:.2f} "
+                    f"| {name}, {seconds:.2f} s |",
+                    flush=True,
+                )
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main()
