@@ -50,8 +50,7 @@ class Streams:
     def are_there(self) -> bool:
         return bool(self._streams)
 
-    @contextlib.contextmanager
-    def on(self, kind: str, *, after: Any = None) -> Iterator[Any]:
+    def on(self, kind: str, *, after: Any = None) -> contextlib.AbstractContextManager[Any]:
         """Run the body on the stream of ``kind`` (given to the body; None where there is none).
 
         Args:
@@ -59,8 +58,11 @@ class Streams:
         """
         stream = self._streams.get(kind)
         if stream is None or (after is None and stream == self.accelerator.current_stream()):
-            yield stream
-            return
+            return contextlib.nullcontext(stream)
+        return self._on(stream, after)
+
+    @contextlib.contextmanager
+    def _on(self, stream: Any, after: Any) -> Iterator[Any]:
         # Without the wait the body could write into a block that the allocator has just taken back from a tensor that
         # queued kernels of the current stream still read, or read what these kernels have not written yet.
         event = after if after is not None else self.accelerator.record()

@@ -37,7 +37,7 @@ RING_COUNT = 4  # staging buffers of files
 RING_NBYTES = 32 << 20  # each
 PAIR_NBYTES = 32 << 20  # each of two pinned buffers that pieces pass through by turns
 READ_AHEAD = 3  # places for parameters in files that are on their way to the device
-STEP_CHUNK_NBYTES = 1 << 20  # fp32 copies that a step in pieces makes of gradients in another dtype, on the host
+STEP_CHUNK_NBYTES = 1 << 24  # fp32 copies that a step in pieces makes of gradients in another dtype, on the host
 DEVICE_STEP_CHUNK_NBYTES = 1 << 26  # ... and on the device, where pieces are larger
 STEPS_IN_MEMORY = 3  # buckets of state in files that are in host memory at a time: read, stepped, written
 

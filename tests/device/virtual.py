@@ -413,7 +413,7 @@ class SeenLock:
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         got: bool = self._lock.acquire(blocking, timeout)
         if got and self._event is not None:
-            self._machine.wait(self._machine.thread(), self._event)
+            self._machine.wait(self._machine.thread(), self._event, timed=False)
         return got
 
     def release(self) -> None:

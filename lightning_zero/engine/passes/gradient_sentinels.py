@@ -146,9 +146,10 @@ def _has_grad(info: ParamInfo) -> bool:
     Raises:
         RuntimeError: ``param.grad`` was assigned by hand.
     """
-    if info.param.grad is not None and not isinstance(info.param.grad, GradSentinel):
+    grad = info.param.grad
+    if grad is not None and not isinstance(grad, GradSentinel):
         raise RuntimeError(
             f"{info.fqn}.grad was assigned by hand. Gradients are sharded: change them inside "
             "`with lightning_zero.gather(module, grads=True):`."
         )
-    return info.param.grad is not None
+    return grad is not None

@@ -24,12 +24,14 @@ from torch import Tensor
 
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.profiling import profiled
-from lightning_zero.comm.reduction import Reduction
+from lightning_zero.comm.reduction import Reduction, SpareBuffers
 from lightning_zero.engine.passes.issued import IssuedReductions
+from lightning_zero.engine.torch_modes import outside_autograd, without_history
 from lightning_zero.engine.units.bucket import Bucket, Place
 
 PATIENCE_S = 2.0  # for a reduction that is in the way of the next
 _POLL_S = 0.0002
+KEPT = 2  # buffers of the size of the largest that are kept for the next reductions
 
 
 @dataclass(slots=True, eq=False)
@@ -38,6 +40,7 @@ class BucketGrads:
 
     bucket: Bucket
     scale: float  # 1 / number of ranks (averages, as DDP does, before anything is added up) / scale of the loss
+    spare: SpareBuffers
     local: Tensor | None = None  # [numel] unreduced gradient: reduce_dtype, or grad_dtype where it accumulates
     written: set[int] = field(default_factory=set)  # slots of ``local`` that hold a gradient
     together: bool = False  # gradients wait until the bucket has all, and go into ``local`` in one call
@@ -69,7 +72,7 @@ class BucketGrads:
     def _allocate(self, device: torch.device) -> Tensor:
         if self.local is None:
             # Not zeros, which would be written twice: ``complete`` zeroes what no gradient has filled.
-            self.local = torch.empty(self.bucket.layout.numel, dtype=self._local_dtype, device=device)
+            self.local = self.spare.take(self.bucket.layout.numel, self._local_dtype, device)
         return self.local
 
     def _write(self, slot: int, grad: Tensor) -> None:
@@ -212,11 +215,14 @@ class Reducer:
         self.comm = comm
         self._issued = issued
         self.dynamic = dynamic
+        buckets = list(buckets)
+        nbytes = max((b.layout.numel * b.dtypes.reduce.itemsize for b in buckets), default=0)
+        self.spare = SpareBuffers(KEPT * nbytes)
         # On a device one kernel for a bucket instead of one for each parameter. On the host they cost the same, and a
         # gradient that is copied as it arrives is still in the cache.
         together = comm.streams.are_there
         self.grads: dict[Bucket, BucketGrads] = {
-            b: BucketGrads(b, 1.0 / comm.world_size, together=together) for b in buckets
+            b: BucketGrads(b, 1.0 / comm.world_size, self.spare, together=together) for b in buckets
         }
         self._gathers_in_backward = any(bucket.reshards for bucket in self.grads)
         self.unreduced = False  # a backward inside ``no_sync`` since the last that reduced: on all ranks alike
@@ -269,6 +275,7 @@ class Reducer:
         for grads in self.grads.values():
             grads.set_scale(1.0 / (self.comm.world_size * scale))
 
+    @without_history
     def take(self, bucket: Bucket, slot: int, grad: Tensor) -> None:
         """Take a gradient that has arrived, and issue the reductions that have become ready.
 
@@ -276,9 +283,9 @@ class Reducer:
             RuntimeError: the bucket was stepped in this backward, without this gradient.
         """
         grads = self.grads[bucket]
-        bucket.awaited_step.refuse_in_backward(f"another gradient of {bucket.params[slot].fqn} arrived")
-        with torch.no_grad():
-            grads.take(slot, grad)
+        if bucket.awaited_step.in_backward:
+            bucket.awaited_step.refuse_in_backward(f"another gradient of {bucket.params[slot].fqn} arrived")
+        grads.take(slot, grad)
         if not self._synchronizes(bucket):
             if len(grads.arrived) == self._expected[bucket]:
                 grads.copy_in()
@@ -462,6 +469,7 @@ class Reducer:
         if self.grads[bucket].arrived:
             self.completed.append(bucket)
 
+    @outside_autograd
     def _pump(self) -> None:
         while self._next < len(self.order):
             bucket = self.order[self._next]
@@ -487,7 +495,10 @@ class Reducer:
         self._issued.here += 1
         operation = self.comm.reduce_scatter if bucket.plan.shards_master else self.comm.all_reduce
         with profiled("reduce", bucket.label):
-            self._in_flight.append((bucket, operation(full, bucket.label, factor=grads.factor)))
+            reduction = operation(full, bucket.label, factor=grads.factor)
+        if not self.comm.streams.are_there:
+            reduction.used_up = full
+        self._in_flight.append((bucket, reduction))
         self._flying_nbytes += nbytes
 
     def _land(self) -> None:
@@ -496,17 +507,20 @@ class Reducer:
         with profiled("wait for", bucket.label):
             is_over = reduction.land()
         if is_over:
-            self._add(bucket, reduction.finish())
+            self._add(bucket, reduction)
         else:
             self._second_half.append((bucket, reduction))
 
     def _land_second_halves(self) -> None:
         """Wait for the second halves; after all first halves, because a wait in between would hold up reductions."""
         for bucket, reduction in self._second_half:
-            self._add(bucket, reduction.finish())
+            self._add(bucket, reduction)
         self._second_half = []
 
-    def _add(self, bucket: Bucket, reduced: Tensor) -> None:
+    def _add(self, bucket: Bucket, reduction: Reduction) -> None:
+        reduced, full = reduction.finish(), reduction.used_up
+        if full is not None and reduced.untyped_storage()._cdata != full.untyped_storage()._cdata:
+            self.spare.give_back(full)
         low, high = bucket.owned_range
         if self.comm.shard_size == 1 and reduced.numel() != high - low:
             reduced = reduced[low:high]
