@@ -167,6 +167,17 @@ def test_a_block_costs_what_the_table_says(
     assert for_a_block(ours) == COUNTS[precision, fp32_modules]
 
 
+@pytest.mark.parametrize(("stage", "launches"), [(0, 4), (1, 3), (2, 3), (3, 4)])
+def test_what_is_gathered_of_a_block_is_one_message(stage: int, launches: int, trained: Trained) -> None:
+    """Of its two buckets, after a step too; each is reduced by itself, which at stage 0 takes two messages."""
+    counts = for_a_block(
+        lambda blocks: of_step(
+            Case(stage, precision="bf16", ranks=RANKS, blocks=blocks, settings={"prefetch_bytes": 1}), trained
+        )
+    )
+    assert counts.collectives == launches
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_block_costs_no_more_than_under_fsdp2(precision: str, elsewhere: Callable[..., Any]) -> None:
     theirs = vars(for_a_block(lambda blocks: elsewhere(fsdp2_step, blocks, precision, RANKS)))
