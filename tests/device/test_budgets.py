@@ -167,6 +167,17 @@ def test_a_block_costs_what_the_table_says(
     assert for_a_block(ours) == COUNTS[precision, fp32_modules]
 
 
+@pytest.mark.parametrize(("stage", "launches"), [(0, 4), (1, 3), (2, 3), (3, 4)])
+def test_what_is_gathered_of_a_block_is_one_message(stage: int, launches: int, trained: Trained) -> None:
+    """Of its two buckets, after a step too; each is reduced by itself, which at stage 0 takes two messages."""
+    counts = for_a_block(
+        lambda blocks: of_step(
+            Case(stage, precision="bf16", ranks=RANKS, blocks=blocks, settings={"prefetch_bytes": 1}), trained
+        )
+    )
+    assert counts.collectives == launches
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_block_costs_no_more_than_under_fsdp2(precision: str, elsewhere: Callable[..., Any]) -> None:
     theirs = vars(for_a_block(lambda blocks: elsewhere(fsdp2_step, blocks, precision, RANKS)))
@@ -189,3 +200,16 @@ def test_the_first_backward_of_a_kind_holds_no_more_than_the_others(micro_batche
     found = trained(Case(3, "cpu", steps=(Step(micro_batches),) * 3, blocks=12, settings=settings))
     assert found.steps[0].peak - found.steps[-1].peak <= found.unit_nbytes
     assert found.steps[-1].peak < 2 * (found.shard_nbytes + found.unit_nbytes)  # of 4 shards that the model is
+
+
+@pytest.mark.parametrize("reduce_bucket_bytes", [1200, 1 << 28])  # one reduction in flight, and all
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_the_peak_is_the_planned_one(
+    stage: int, precision: str, micro_batches: int, reduce_bucket_bytes: int, trained: Trained
+) -> None:
+    """The model's own tensors, which are not planned, are small here."""
+    settings = {"prefetch_bytes": 1, "reduce_bucket_bytes": reduce_bucket_bytes}
+    found = trained(Case(stage, precision=precision, blocks=12, steps=(Step(micro_batches),) * 3, settings=settings))
+    assert 0.93 < found.steps[-1].peak / found.planned_nbytes < 1.07

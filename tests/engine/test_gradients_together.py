@@ -166,7 +166,9 @@ def test_what_waits_is_what_would_be_written() -> None:
     for precision, scale in itertools.product(("fp32", "bf16", "bf16_true", "fp16_true"), (1.0, 1 / 8, 2**-18, 1 / 3)):
         with Sharded(Model(width=8, depth=1), stage=2, precision=precision) as side:
             for bucket in side.engine.buckets:
-                alone, at_once = (BucketGrads(bucket, scale, together=both) for both in (False, True))
+                alone, at_once = (
+                    BucketGrads(bucket, scale, side.engine.reducer.spare, together=both) for both in (False, True)
+                )
                 for step in range(2):
                     for slot, info in enumerate(bucket.params[step:]):
                         grad = floats(10 * step + slot, *info.shape).to(bucket.dtypes.compute)

@@ -249,7 +249,7 @@ class Bucket:
     @property
     def can_gather_together(self) -> bool:
         """Whether its gather may be a part of one message: the device has streams, and what it sends is there."""
-        return self.reshards and self.comm.streams.are_there and not self._is_elsewhere
+        return self.comm.streams.are_there and not self._is_elsewhere
 
     def gather_begin(self) -> Pending:
         """Issue the gather of the compute parameters. The full buffer has memory from here on."""
@@ -338,11 +338,16 @@ class Bucket:
 
 
 def gather_together(buckets: Sequence[Bucket]) -> Pending:
-    """Issue the gathers of buckets of which each :attr:`~Bucket.can_gather_together`, as one message."""
+    """Issue the gathers of buckets of which each :attr:`~Bucket.can_gather_together`, as one message.
+
+    Either all are dropped after use, or none is.
+    """
     comm = buckets[0].comm
-    # Nothing here waits for what compute has queued, beyond the last use of the memory and the last change of the
-    # values: so the message, and the casts before it, run beside what computes now.
-    with comm.streams.on_free_memory("gather"):
+    # Where memory comes and goes, nothing here waits for what compute has queued beyond the last use of the memory and
+    # the last change of the values: the message, and the casts before it, run beside what computes now. Values that
+    # stay are in use, until a step has replaced this rank's part of them.
+    waits = comm.streams.on_free_memory if buckets[0].reshards else comm.streams.on
+    with waits("gather"):
         return comm.all_gather_together([bucket.prepare_gather() for bucket in buckets])
 
 
