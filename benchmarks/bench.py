@@ -1,9 +1,10 @@
-"""``make bench``: our stages beside DDP and FSDP2, in one run.
+"""``make bench``: our stages beside DDP, ZeroRedundancyOptimizer, FSDP2 and DeepSpeed, in one run.
 
 Every round gives each side a turn of a few steps on the same batches, so that a machine whose speed drifts treats all
 alike; medians of rounds are compared. The first step of a turn is not timed: what a step leaves running (the gathers of
 stages 1 and 2) then falls on the same side's next step, as it does in training. Peak memory is measured in processes of
-its own, one pair for each side. Losses are printed beside the times: a fast wrong answer does not count.
+its own, one pair for each side. Losses are printed beside the times and compared with those of the first side, step by
+step: a fast wrong answer does not count. A side that cannot run here is left out, with the reason.
 
     python -m benchmarks.bench                                # the table of docs/benchmarks.md
     python -m benchmarks.bench --case 4:fp32 --rounds 20      # one case
@@ -18,116 +19,31 @@ import json
 import os
 import resource
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
-from dataclasses import dataclass, field
 from datetime import date
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from lightning_zero.models.gpt import GPT, Block
+from benchmarks.sides import build, is_peer, why_not
+from benchmarks.sides.side import Side
+from lightning_zero.models.gpt import GPT
 
 MODEL = {"vocab_size": 8192, "n_layer": 8, "n_head": 8, "d_model": 512, "block_size": 256}  # 33.7 M parameters
+TINY = {"vocab_size": 64, "n_layer": 2, "n_head": 2, "d_model": 32, "block_size": 16}
 CASES = ("4:fp32", "4:bf16", "1:fp32", "1:bf16")
-EARLY = "~early"  # ends the name of a side that steps offloaded buckets inside the backward
+SIDES = "ddp,ddp+zero1,fsdp2,deepspeed1,deepspeed2,deepspeed3,deepspeed2+cpu"
+SIDES += ",zero0,zero1,zero2,zero3,zero3+keep,zero2+optimizer_cpu"
+ONE_RANK = "bare,zero0,zero3"
+TOLERANCE = {"fp32": 1e-3, "bf16": 3e-2}  # of losses, relative: sums have other orders, and bf16 is not used alike
 WARM_UP = 1  # turns
 TIMED_STEPS = 2  # of each turn, after one that is not timed
-
-
-@dataclass
-class Side:
-    """One way to train: ``step(tokens)`` returns the loss of a whole optimizer step."""
-
-    name: str
-    step: Callable[[Tensor], float]
-    wall_s: list[float] = field(default_factory=list)
-    cpu_s: list[float] = field(default_factory=list)
-    losses: list[float] = field(default_factory=list)
-
-
-def make_adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
-
-
-def loss_of(model: nn.Module, tokens: Tensor, autocast: bool) -> Tensor:
-    with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False) if autocast else nullcontext():
-        logits = model(tokens[:, :-1])
-        return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
-
-
-def train_step(model: nn.Module, optimizer: Any, tokens: Tensor, autocast: bool) -> float:
-    loss = loss_of(model, tokens, autocast)
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    return loss.item()
-
-
-def build(name: str, model: nn.Module, precision: str) -> Side:
-    """The sides, each as its documentation advises."""
-    bf16 = precision == "bf16"
-    if name == "bare":
-        optimizer = make_adamw(model)
-        return Side(name, lambda tokens: train_step(model, optimizer, tokens, bf16))
-    if name == "ddp":
-        wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
-        optimizer = make_adamw(wrapped)
-        return Side(name, lambda tokens: train_step(wrapped, optimizer, tokens, bf16))
-    if name == "fsdp2":
-        return build_fsdp2(model, bf16)
-    return build_ours(name, model, precision)
-
-
-def build_fsdp2(model: nn.Module, bf16: bool) -> Side:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if bf16 else None
-    options: dict[str, Any] = {"mesh": mesh, **({"mp_policy": policy} if policy else {})}
-    for module in model.modules():
-        if isinstance(module, Block):
-            fully_shard(module, **options)
-    fully_shard(model, **options)
-    optimizer = make_adamw(model)
-    return Side("fsdp2", lambda tokens: train_step(model, optimizer, tokens, False))
-
-
-def build_ours(name: str, model: nn.Module, precision: str) -> Side:
-    import lightning_zero
-
-    stage, _, option = name.removesuffix(EARLY).partition("+")
-    settings: dict[str, Any] = {}
-    if option == "keep":
-        settings = {"keep_gathered_bytes": 1 << 40}
-    elif option:
-        settings = {"offload": option}  # a row of zero/offload
-    engine = lightning_zero.shard(model, stage=stage, precision=precision, device="cpu", **settings)
-    optimizer = make_adamw(model)
-    engine.add_optimizer(optimizer)
-
-    def step(tokens: Tensor) -> float:
-        _ = engine  # lives as long as the step
-        return train_step(model, optimizer, tokens, precision == "bf16")
-
-    def early_step(tokens: Tensor) -> float:
-        def closure() -> Tensor:
-            optimizer.zero_grad(set_to_none=True)
-            loss = loss_of(model, tokens, precision == "bf16")
-            engine.backward(loss)
-            return loss
-
-        with engine.stepping_in_backward():
-            return float(optimizer.step(closure))
-
-    return Side(name, early_step if name.endswith(EARLY) else step)
 
 
 def batch(rank: int, world: int, step: int, micro_batch: int) -> Tensor:
@@ -206,6 +122,7 @@ def report(case: str, names: list[str], rounds: int, world: int, memory: bool) -
     results = launch(race, world, names, case, rounds)
     tokens = int(case.split(":")[0]) * MODEL["block_size"] * world
     walls = {name: wall for name, wall, _, _ in results}
+    expected, tolerance = results[0][3], TOLERANCE[case.split(":")[1]]
     rows = []
     for name, wall, cpu, losses in results:
         row = {
@@ -217,9 +134,12 @@ def report(case: str, names: list[str], rounds: int, world: int, memory: bool) -
             "cpu_s": round(statistics.median(cpu), 4),
             "loss_first": round(losses[0], 5),
             "loss_last": round(losses[-1], 5),
+            "loss_differs_by": float(f"{max(abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True)):.2g}"),
         }
-        for other in ("ddp", "fsdp2", "bare", "zero3"):
-            if other in walls:
+        if not row["loss_differs_by"] <= tolerance:  # also where it is NaN
+            row["error"] = f"losses are not those of {names[0]}"
+        for other in walls:
+            if is_peer(other) or other == "zero3":
                 ratios = [b / a for a, b in zip(wall, walls[other], strict=True)]  # pair by pair, round by round
                 row[f"vs_{other}"] = round(statistics.median(ratios), 3)
         if memory:
@@ -239,20 +159,27 @@ def table(rows: list[dict[str, Any]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", action="append", help="micro-batch:precision; default: " + " ".join(CASES))
-    parser.add_argument("--sides", default="ddp,fsdp2,zero0,zero1,zero2,zero3,zero3+keep")
+    parser.add_argument("--sides", help=f"default: {SIDES}; losses are compared with those of the first")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--no-memory", action="store_true")
     parser.add_argument("--one-rank", action="store_true", help="the engine against the bare module")
+    parser.add_argument("--tiny", action="store_true", help="a model of 30 k parameters: that all of it runs")
     args = parser.parse_args()
-    sides, ranks = args.sides.split(","), args.ranks
-    if args.one_rank:
-        sides, ranks = ["bare", "zero0", "zero3"], 1
+    if args.tiny:
+        MODEL.update(TINY)
+    ranks = 1 if args.one_rank else args.ranks
+    asked = (args.sides or (ONE_RANK if args.one_rank else SIDES)).split(",")
     print(f"{date.today()}, {os.cpu_count()} CPU cores, torch {torch.__version__}")
+    skipped = {side: why for side in asked if (why := why_not(side)) is not None}
+    for side, why in skipped.items():
+        print(json.dumps({"side": side, "skipped": why}), flush=True)
     rows = []
     for case in args.case or CASES:
-        rows += report(case, sides, args.rounds, ranks, memory=not args.no_memory)
+        rows += report(case, [s for s in asked if s not in skipped], args.rounds, ranks, memory=not args.no_memory)
     print(table(rows))
+    if wrong := [f"{row['side']} ({row['case']})" for row in rows if "error" in row]:
+        sys.exit(f"losses differ: {', '.join(wrong)}")
 
 
 if __name__ == "__main__":

@@ -25,6 +25,8 @@ from torch import nn
 
 from benchmarks import bench
 from benchmarks.rates import disk_rates
+from benchmarks.sides.ours import EARLY
+from benchmarks.sides.side import make_adamw
 
 ROWS = ("optimizer_cpu", "cpu", "optimizer_nvme", "optimizer_cpu_param_nvme", "nvme")
 LARGE = {"vocab_size": 8192, "n_layer": 22, "n_head": 16, "d_model": 1024, "block_size": 256}  # 294 M parameters
@@ -42,7 +44,7 @@ def optimizer_only(rank: int, world: int, store: str, folder: str, queue: Any, s
     numel = sum(p.numel() for p in model.parameters())
     offload = {"name": "optimizer_nvme", "nvme_path": folder}
     engine = lightning_zero.shard(model, stage=3, offload=offload, device="cpu", unit={"classes": ["Linear"]})
-    optimizer = bench.make_adamw(model)
+    optimizer = make_adamw(model)
     engine.add_optimizer(optimizer)
     times = []
     for step in range(2 + steps):
@@ -85,7 +87,7 @@ def main() -> None:
         for model in [bench.MODEL, LARGE] if args.large else [bench.MODEL]:
             bench.MODEL = model
             if args.early:
-                pairs = [(side, side + bench.EARLY) for side in sides[1:]]
+                pairs = [(side, side + EARLY) for side in sides[1:]]
             else:
                 pairs = [(sides[0], side) for side in sides[1:]]
             rows += race_rows(pairs, ranks, args.rounds, str(folder), memory=not args.no_memory)

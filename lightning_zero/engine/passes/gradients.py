@@ -31,7 +31,8 @@ from lightning_zero.engine.units.bucket import Bucket, Place
 
 PATIENCE_S = 2.0  # for a reduction that is in the way of the next
 _POLL_S = 0.0002
-KEPT = 2  # buffers of the size of the largest that are kept for the next reductions
+KEPT = 2  # buffers of the size of the largest bucket that are kept for the next reductions, on the host
+KEPT_NBYTES = 64 << 20  # at most
 
 
 @dataclass(slots=True, eq=False)
@@ -217,7 +218,7 @@ class Reducer:
         self.dynamic = dynamic
         buckets = list(buckets)
         nbytes = max((b.layout.numel * b.dtypes.reduce.itemsize for b in buckets), default=0)
-        self.spare = SpareBuffers(KEPT * nbytes)
+        self.spare = SpareBuffers(min(KEPT * nbytes, KEPT_NBYTES))
         # On a device one kernel for a bucket instead of one for each parameter. On the host they cost the same, and a
         # gradient that is copied as it arrives is still in the cache.
         together = comm.streams.are_there

@@ -1,0 +1,78 @@
+"""``python -m benchmarks.bench``: that every side runs, that losses are compared, that what cannot run is left out."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import bench
+from benchmarks.sides import deep_speed, is_peer, ours, why_not
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def run(*arguments: str) -> list[dict[str, Any]]:
+    command = [sys.executable, "-m", "benchmarks.bench", "--tiny", "--rounds", "1", *arguments]
+    done = subprocess.run(
+        command, cwd=ROOT, env=os.environ | {"PYTHONWARNINGS": "ignore"}, text=True, capture_output=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+def test_every_side_of_the_table_runs() -> None:
+    rows = {row["side"]: row for row in run("--case", "1:bf16", "--no-memory")}
+    assert sorted(rows) == sorted(bench.SIDES.split(","))
+    for side, row in rows.items():
+        if "skipped" in row:
+            assert side in deep_speed.STAGES and "deepspeed is not installed" in row["skipped"]
+            continue
+        assert row["tokens_per_s"] > 0 and row["loss_differs_by"] <= bench.TOLERANCE["bf16"]
+        peers = [other for other, found in rows.items() if is_peer(other) and "skipped" not in found]
+        assert {"ddp", "ddp+zero1", "fsdp2"} <= {*peers}
+        assert all(row[f"vs_{other}"] > 0 for other in peers)
+
+
+def test_one_rank_with_its_memory() -> None:
+    rows = run("--case", "4:fp32", "--one-rank")
+    assert [row["side"] for row in rows] == ["bare", "zero0", "zero3"]
+    assert all(row["loss_differs_by"] < 1e-6 and row["peak_mib"] >= 0 for row in rows)
+
+
+def test_a_side_that_steps_in_the_backward_runs() -> None:
+    rows = run("--case", "1:fp32", "--no-memory", "--sides", f"zero3,zero3+optimizer_cpu{ours.EARLY}")
+    assert rows[1]["loss_differs_by"] < 1e-6 and rows[1]["vs_zero3"] > 0
+
+
+@pytest.mark.parametrize(("loss", "is_error"), [(4.0, False), (4.002, False), (4.1, True), (float("nan"), True)])
+def test_a_side_with_other_losses_is_an_error(monkeypatch: pytest.MonkeyPatch, loss: float, is_error: bool) -> None:
+    found = [("ddp", [1.0], [1.0], [4.0]), ("zero0", [0.5], [0.5], [loss])]
+    monkeypatch.setattr(bench, "launch", lambda *_: found)
+    rows = bench.report("1:fp32", ["ddp", "zero0"], 1, 2, memory=False)
+    assert rows[1]["vs_ddp"] == 2.0
+    assert ("error" in rows[1]) == is_error and "error" not in rows[0]
+    monkeypatch.setattr(sys, "argv", ["bench", "--case", "1:fp32", "--sides", "ddp,zero0", "--no-memory"])
+    if is_error:
+        with pytest.raises(SystemExit, match=r"losses differ: zero0 \(1:fp32\)"):
+            bench.main()
+    else:
+        bench.main()
+
+
+def test_deepspeed_is_left_out_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert why_not("ddp") is None
+    deep_speed._fails.cache_clear()
+    monkeypatch.setattr(deep_speed.importlib.util, "find_spec", lambda _: object())
+    monkeypatch.setattr(deep_speed, "_COMPILES", "import sys; sys.exit('no compiler')")
+    assert deep_speed._fails("pass") is None
+    assert deep_speed._fails(deep_speed._COMPILES) == "no compiler"
+    monkeypatch.setattr(deep_speed.importlib.util, "find_spec", lambda _: None)
+    deep_speed._fails.cache_clear()
+    assert why_not("deepspeed3") == "deepspeed is not installed (pip install deepspeed)"
+    deep_speed._fails.cache_clear()
