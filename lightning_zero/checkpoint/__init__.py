@@ -4,4 +4,5 @@
 
     files   written whole or not at all, whatever the moment at which a process is killed
     rng     random number generators of all ranks
+    sharded  folders in the format of torch.distributed.checkpoint
 """

@@ -271,13 +271,12 @@ class Bucket:
         Args:
             before: compute parameters of the owned range. Where ``value`` equals them, masters keep their digits.
         """
-        flat = info.flattened(value)
         with opened(self.home, changed=True) as master:
             for fragment in self.owned_fragments():
                 if fragment.index != info.slot:
                     continue
                 own = slice(fragment.start, fragment.start + fragment.numel)
-                part = flat[fragment.offset : fragment.offset + fragment.numel]
+                part = info.part(value, fragment.offset, fragment.offset + fragment.numel)
                 if before is not None:
                     new = part.to(master.device)
                     part = torch.where(new == before[own].to(master.device), master[own], new.to(master.dtype))

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from lightning_zero.engine.parameters.classes import Classes
+from lightning_zero.engine.units.stored import StoredTensor
+from lightning_zero.planning.boxes import memory_order
 
 
 @dataclass(slots=True, eq=False)
@@ -49,7 +51,18 @@ class ParamInfo:
 
     def flattened(self, value: Tensor) -> Tensor:
         """``value`` [shape], of any strides, as it lies in a flat buffer: [numel]."""
-        return value.permute(sorted(range(value.dim()), key=lambda d: -self.strides[d])).reshape(-1)
+        return value.permute(self.order).reshape(-1)
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """The dimensions as they are flattened, the slowest first."""
+        return memory_order(self.strides)
+
+    def part(self, value: Tensor, start: int, stop: int) -> Tensor:
+        """Elements ``[start, stop)`` of :meth:`flattened`. Of values in files, no others are read."""
+        if isinstance(value, StoredTensor):
+            return value.read(start, stop, self.order)
+        return self.flattened(value)[start:stop]
 
 
 def values_changed(infos: Iterable[ParamInfo]) -> None:

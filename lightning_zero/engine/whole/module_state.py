@@ -13,7 +13,8 @@ from torch.overrides import TorchFunctionMode
 from lightning_zero.engine.assembly import Assembly
 from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units.bucket import Place
-from lightning_zero.engine.units.param_info import values_changed
+from lightning_zero.engine.units.param_info import ParamInfo, values_changed
+from lightning_zero.engine.units.stored import StoredTensor
 
 
 @outside_autograd
@@ -37,22 +38,34 @@ def whole_state_dict(engine: Assembly, *, only_rank_0: bool = True) -> dict[str,
     values = full_parameters(engine, only_rank_0=only_rank_0)
     if only_rank_0 and engine.rank != 0:
         return {}
+    return state_dict_with(engine, values)
+
+
+def state_dict_with(engine: Assembly, values: Mapping[int, Tensor], *, trainable_only: bool = False) -> dict[str, Any]:
+    """``module.state_dict()`` with ``values``, by ``id`` of the parameter, in the place of parameters.
+
+    Args:
+        trainable_only: leave parameters out that are frozen.
+    """
     with engine.placeholders_allowed():
         state = engine.module.state_dict(keep_vars=True)
-    by_storage = {_identity(info.param): info for b in engine.buckets for info in b.params}
+    by_id = {id(info.param): info for b in engine.buckets for info in b.params}
+    by_storage = {_identity(info.param): info for info in by_id.values()}
 
-    def value(entry: Any) -> Any:
-        if isinstance(entry, Tensor):
-            if id(entry) in values:
-                return values[id(entry)]
-            # An override of ``state_dict`` has detached the parameter: another object, with the same placeholder.
-            info = by_storage.get(_identity(entry))
-            if info is not None:
-                return values[id(info.param)]
-            return entry.detach().to("cpu", copy=True)
-        return entry
+    def info_of(entry: Any) -> ParamInfo | None:
+        if not isinstance(entry, Tensor):
+            return None
+        # By its memory: an override of ``state_dict`` has detached the parameter, which is another object then, with
+        # the same placeholder.
+        return by_id.get(id(entry)) or by_storage.get(_identity(entry))
 
-    result = type(state)((key, value(entry)) for key, entry in state.items())
+    result = type(state)()
+    for key, entry in state.items():
+        info = info_of(entry)
+        if info is None:
+            result[key] = entry.detach().to("cpu", copy=True) if isinstance(entry, Tensor) else entry
+        elif info.param.requires_grad or not trainable_only:
+            result[key] = values[id(info.param)]
     if hasattr(state, "_metadata"):
         result._metadata = state._metadata  # type: ignore[attr-defined]
     return result
@@ -82,7 +95,7 @@ def write_param(place: Place, value: Tensor) -> None:
     """Set one parameter from a full value of its shape; every rank takes its own part."""
     bucket, info = place
     bucket.write_master(info, value.detach())
-    if not bucket.reshards:
+    if not bucket.reshards and not isinstance(value, StoredTensor):  # else by the push and the gather that follow
         assert info.gathered is not None
         info.gathered.copy_(value.detach().reshape(info.shape))
     values_changed([info])
