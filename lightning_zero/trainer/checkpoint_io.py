@@ -1,4 +1,4 @@
-"""Writes, reads and removes checkpoints. ``checkpoint/files.py`` says why it does not write them in torch's way."""
+"""Writes, reads and removes checkpoints. ``checkpoint/durable.py`` says why it does not write them in torch's way."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
-from lightning_zero.checkpoint.files import write_whole
+from lightning_zero.checkpoint.durable import write_whole
 from lightning_zero.config import ConfigError
 
 
