@@ -106,6 +106,20 @@ def gather_rows(group: Any, row: Tensor, waits: Waits, what: str) -> Tensor | No
     return table
 
 
+def collect_objects(group: Any, value: Any, waits: Waits, what: str) -> list[Any] | None:
+    """Gather a picklable object from each rank of ``group`` on rank 0, in rank order. Blocking, as long as any rank is
+    at work. Other ranks get None.
+    """
+    own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+    sizes: list[int] = gather_objects(group, own.numel(), waits, what, patient=True)
+    row = torch.zeros(max(sizes), dtype=torch.uint8)
+    row[: own.numel()] = own
+    table = gather_rows(group, row, waits, what)
+    if table is None:
+        return None
+    return [pickle.loads(found[:size].numpy().tobytes()) for found, size in zip(table, sizes, strict=False)]
+
+
 def together(
     group: Any,
     waits: Waits,

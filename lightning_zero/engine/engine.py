@@ -81,13 +81,16 @@ class Engine(Assembly):
 
     # -- whole values -------------------------------------------------------------------------------------------------
 
-    def state_dict(self, *, only_rank_0: bool = True) -> dict[str, Any]:
+    def state_dict(self, *, only_rank_0: bool = True, trainable_only: bool = False) -> dict[str, Any]:
         """On all ranks: ``module.state_dict()`` with full values on the host; by default empty on other ranks than 0.
 
         Names, buffers, extra state and the module's own overrides of ``state_dict`` are kept: the dict is made by the
         module, and its parameters are replaced by their values. Tied parameters share one tensor.
+
+        Args:
+            trainable_only: leave parameters out that are frozen.
         """
-        return module_state.whole_state_dict(self, only_rank_0=only_rank_0)
+        return module_state.whole_state_dict(self, only_rank_0=only_rank_0, trainable_only=trainable_only)
 
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> Any:
         """On all ranks, each with the same full ``state``: load it into the shards."""

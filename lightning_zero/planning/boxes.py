@@ -7,8 +7,8 @@ A range of a row-major matrix is the end of a row, whole rows, and the beginning
     # # # . .
     . . . . .
 
-In ``n`` dimensions they are at most ``2 * n - 1`` boxes. Formats that describe parts of tensors (that of
-torch.distributed.checkpoint) know boxes only.
+In ``n`` dimensions they are at most ``2 * n - 1`` boxes. Formats that describe parts of tensors (PyTorch's,
+say) know boxes only.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ class ZeroCheckpointIO(TorchCheckpointIO):
         if found := _classes(path):
             warnings.warn(
                 f"{path} holds {', '.join(found)}, and going on from it is refused: loading these can run code. "
-                f"Keep them out of hyperparameters and states, or {_way_out(found)}.",
+                f"Keep them out of hyperparameters and states, or {way_out(found)}.",
                 stacklevel=2,
             )
 
@@ -81,7 +81,7 @@ def load(io: CheckpointIO, path: Any, weights_only: bool | None) -> dict[str, An
             raise ConfigError(_damaged(path, error)) from error
         raise ConfigError(
             f"ckpt_path: expected a checkpoint of tensors and plain values, got {path} with {', '.join(found)}: "
-            f"loading these can run any code that is in the file. If you trust it, {_way_out(found)}."
+            f"loading these can run any code that is in the file. If you trust it, {way_out(found)}."
         ) from error
 
 
@@ -90,7 +90,7 @@ _LASTING = (errno.EINVAL, errno.EISDIR, errno.ENOTDIR, errno.EACCES, errno.EPERM
 _NOT_ALLOWED = "Weights only load failed"
 
 
-def _way_out(found: Iterable[str]) -> str:
+def way_out(found: Iterable[str]) -> str:
     names = ", ".join(name.rpartition(".")[2] for name in found)
     return (
         "give weights_only=False to Trainer.fit (validate, test, predict), weights_only=false to lightning_zero.train, "

@@ -38,12 +38,15 @@ from torch.nn import Module, SyncBatchNorm
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
+from lightning_zero.checkpoint.sharded.save import ShardedSaver
 from lightning_zero.comm.agreements import barrier, broadcast_object, gather_rows, open_waits, together
-from lightning_zero.config import ConfigError, ZeroConfig, make_config
+from lightning_zero.config import CheckpointFormat, ConfigError, ZeroConfig, make_config
 from lightning_zero.device import accelerator_of
 from lightning_zero.device.cuda import default_device
 from lightning_zero.engine import Engine, engine_of, shard
 from lightning_zero.engine.units.describe import TRUE_DTYPES
+from lightning_zero.engine.whole.module_state import check_loads, keeping_frozen
+from lightning_zero.engine.whole.sharded_state import sharded_optimizer_state, sharded_state_dict
 from lightning_zero.ranks import rendezvous
 from lightning_zero.ranks.allocation import check_allocation
 from lightning_zero.ranks.environments import own_environment
@@ -55,6 +58,8 @@ from lightning_zero.trainer.interruptions import Interruptions, Left, refuse_lon
 from lightning_zero.trainer.precision import ZeroPrecision
 from lightning_zero.trainer.random_numbers import KEY as RNG_KEY
 from lightning_zero.trainer.random_numbers import RandomNumbers, Saved, saved_ranks
+from lightning_zero.trainer.sharded_checkpoints import divide, is_folder, local_path, refuse_writer
+from lightning_zero.trainer.sharded_checkpoints import read as read_folder
 from lightning_zero.trainer.summary import print_units
 
 EXIT_BARRIER_S = 20.0
@@ -68,6 +73,7 @@ class ZeroStrategy(ParallelStrategy):
     Args:
         stage: a row of ``zero/stage`` (``"zero0"`` .. ``"zero3"``, or 0 .. 3); default ``zero3``.
         offload: a row of ``zero/offload``.
+        checkpoint: a row of ``zero/checkpoint``.
         config: a whole :class:`ZeroConfig`; other arguments are set on top of it.
         settings: fields of :class:`ZeroConfig`, such as ``prefetch_bytes`` or ``unit={"classes": ["Block"]}``.
         timeout: of the process group; ``None``: torch's, and ``stall_timeout_s`` where only the hosts wait (gloo).
@@ -90,6 +96,7 @@ class ZeroStrategy(ParallelStrategy):
         stage: int | str | None = None,
         *,
         offload: str | None = None,
+        checkpoint: str | Mapping[str, Any] | None = None,
         config: ZeroConfig | None = None,
         accelerator: pl.accelerators.Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
@@ -100,11 +107,15 @@ class ZeroStrategy(ParallelStrategy):
         timeout: timedelta | None = None,
         **settings: Any,
     ) -> None:
-        rows = {"stage": stage, "offload": offload}
+        rows = {"stage": stage, "offload": offload, "checkpoint": checkpoint}
         self.config = make_config(config, **{k: v for k, v in rows.items() if v is not None}, **settings)
         path = self.config.offload.nvme_path
         if path is not None and "$" not in path:  # variables are those of the ranks
             check_folder(os.path.expanduser(path))
+        refuse_writer(checkpoint_io, self.config.checkpoint)
+        self._saves_folders = self.config.checkpoint.name is CheckpointFormat.sharded
+        self._saver: ShardedSaver | None = None
+        self._loaded_from: Any = None
         self._asked_precision = self.config.precision.name
         super().__init__(
             accelerator=accelerator,
@@ -118,7 +129,7 @@ class ZeroStrategy(ParallelStrategy):
         self.save_every_s: float | None = None
         self._num_nodes = 1
         self._to_load: tuple[Mapping[str, Any], bool] | None = (
-            None  # a state dict that waits for the shards, and strict
+            None  # a checkpoint that waits for the shards, and strict
         )
         self._interruptions: Interruptions | None = None
         self._random_numbers: RandomNumbers | None = None
@@ -223,7 +234,7 @@ class ZeroStrategy(ParallelStrategy):
     def setup_environment(self) -> None:
         global _FAILED
         _FAILED = False  # an exception of an earlier run was survived, by all ranks
-        self._to_load = self._saved_rng = None
+        self._to_load = self._saved_rng = self._saver = None
         super().setup_environment()
         reset_seed()
         self.set_world_ranks()
@@ -362,8 +373,8 @@ class ZeroStrategy(ParallelStrategy):
         if (dtype := TRUE_DTYPES.get(self.precision_plugin.row)) is not None:
             model.__dict__["_dtype"] = dtype  # module.dtype
         if self._to_load is not None:
-            (state, strict), self._to_load = self._to_load, None
-            self._load_into_shards(engine, state, strict)
+            (checkpoint, strict), self._to_load = self._to_load, None
+            self._load_into_shards(engine, checkpoint, checkpoint["state_dict"], strict)
         return model
 
     def _still_fits(self, engine: Engine, model: Module, wanted: ZeroConfig) -> bool:
@@ -492,13 +503,18 @@ class ZeroStrategy(ParallelStrategy):
         if engine is None:  # before any run
             return self.lightning_module.state_dict()
         refuse_lonely_save(engine)
-        return engine.state_dict()
+        without_frozen = self.config.checkpoint.exclude_frozen
+        if self._saves_folders:
+            return sharded_state_dict(engine, trainable_only=without_frozen)
+        return engine.state_dict(trainable_only=without_frozen)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer._optimizer
         if isinstance(optimizer, _MockOptimizer):
             return optimizer.state_dict()
+        if self._saves_folders:
+            return sharded_optimizer_state(self.engine, optimizer)
         return self.engine.optimizer_state(optimizer)
 
     @property
@@ -509,6 +525,7 @@ class ZeroStrategy(ParallelStrategy):
 
     @checkpoint_io.setter
     def checkpoint_io(self, io: CheckpointIO | None) -> None:
+        refuse_writer(io, self.config.checkpoint)
         self._checkpoint_io = io
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
@@ -521,8 +538,23 @@ class ZeroStrategy(ParallelStrategy):
             rows = self._gather_rows(self._random_numbers.row())
             if rows is not None:
                 checkpoint[RNG_KEY] = self._random_numbers.record_of(rows)
+        if self.config.checkpoint.exclude_frozen:
+            checkpoint[averaging.EXCLUDES_FROZEN] = True
+        if self._saves_folders:
+            self._save_folder(checkpoint, filepath)
+            return
         write = super().save_checkpoint
         self._together("writing a checkpoint", lambda: write(checkpoint, filepath, storage_options))
+
+    def _save_folder(self, checkpoint: Mapping[str, Any], filepath: Any) -> None:
+        waits = self._waits
+        if waits is None and not self.is_global_zero:
+            return  # before any run, as Lightning does: nobody can be waited for
+        path = local_path(self.broadcast(str(filepath)))
+        if self._saver is None:
+            self._saver = ShardedSaver(self.global_rank)
+        group = dist.group.WORLD if waits is not None else None
+        self._saver.save(*divide(checkpoint), path, group, waits)
 
     def remove_checkpoint(self, filepath: Any) -> None:
         if self.is_global_zero:
@@ -566,8 +598,11 @@ class ZeroStrategy(ParallelStrategy):
             OSError: the system's, as a RuntimeError on other ranks: another try may not meet it.
         """
         accelerator_of(self.root_device).release_cached()
-        read = partial(load, self.checkpoint_io, checkpoint_path, weights_only)
+        read: Callable[[], dict[str, Any]] = partial(load, self.checkpoint_io, checkpoint_path, weights_only)
+        if is_folder(checkpoint_path):
+            read = partial(read_folder, checkpoint_path, weights_only)
         checkpoint = self._together("reading a checkpoint", read)
+        self._loaded_from = checkpoint_path
         self._take_random_numbers(checkpoint.pop(RNG_KEY, None), checkpoint_path)
         return checkpoint
 
@@ -586,12 +621,22 @@ class ZeroStrategy(ParallelStrategy):
         assert self.lightning_module is not None
         engine = engine_of(self.lightning_module)
         if engine is None:
-            self._to_load = checkpoint["state_dict"], strict
+            self._to_load = checkpoint, strict
         else:
-            self._load_into_shards(engine, checkpoint["state_dict"], strict)
+            self._load_into_shards(engine, checkpoint, checkpoint["state_dict"], strict)
 
-    @staticmethod
-    def _load_into_shards(engine: Engine, state: Mapping[str, Any], strict: bool) -> None:
+    def _load_into_shards(
+        self, engine: Engine, checkpoint: Mapping[str, Any], state: Mapping[str, Any], strict: bool
+    ) -> None:
+        if checkpoint.get(averaging.EXCLUDES_FROZEN):
+            state = keeping_frozen(engine, state)
+        try:
+            check_loads(engine, state, strict=strict)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"{self._loaded_from}: the checkpoint is not of this model: {error} Give the checkpoint of this model, "
+                "or set strict_loading = False in the LightningModule for other names."
+            ) from error
         engine.load_state_dict(state, strict=strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -607,7 +652,7 @@ class ZeroStrategy(ParallelStrategy):
             if not isinstance(optimizer, _MockOptimizer):
                 self.engine.load_optimizer_state(optimizer, state)
         if any(bucket.trainable for bucket in frozen):  # weights of frozen buckets were rounded when they were loaded
-            self._load_into_shards(self.engine, averaging.current_weights(checkpoint), strict=False)
+            self._load_into_shards(self.engine, checkpoint, averaging.current_weights(checkpoint), strict=False)
 
 
 _FAILED = False

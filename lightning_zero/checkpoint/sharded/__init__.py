@@ -4,6 +4,7 @@
 
     items     what of a checkpoint a rank writes: boxes of tensors, and small values
     write     one file of a rank
+    save      all ranks together
     index     .metadata, which says where everything is: made, read without running code, and checked
     read      tensors of such a folder, of which a rank reads its parts only
 

@@ -98,7 +98,7 @@ class ShardedFolder:
         """A box of what was written at ``place``. Between its first and its last element all is read."""
         blob = self._blob(place)
         strides = blob.tensor.stride()
-        first = blob.tensor.storage_offset() + sum(o * s for o, s in zip(offsets, strides, strict=True))
+        first = int(blob.tensor.storage_offset()) + sum(o * s for o, s in zip(offsets, strides, strict=True))
         count = 1 + sum((n - 1) * s for n, s in zip(sizes, strides, strict=True))
         memory = torch.empty(count, dtype=blob.tensor.dtype)
         with blob.path.open("rb") as file:
@@ -116,7 +116,7 @@ class ShardedFolder:
                 view: Any = self._reader._slice_file(file, info)
                 tensor = torch.load(view, map_location="meta", weights_only=True)
                 view.seek(0)
-                start = info.offset + torch._C.PyTorchFileReader(view).get_record_offset("data/0")
+                start = info.offset + cast(Any, torch._C.PyTorchFileReader(view)).get_record_offset("data/0")
             except Exception as error:
                 cause = f"what it has for {place.fqn} cannot be read: {type(error).__name__}: {error}"
                 raise ConfigError(refusal(path, cause)) from error
@@ -125,7 +125,7 @@ class ShardedFolder:
 
 
 def _fill(memory: Tensor, file: BinaryIO, path: Path) -> None:
-    target = memoryview(memory.view(torch.uint8).numpy())
+    target = memoryview(memory.view(torch.uint8).numpy())  # type: ignore[arg-type]
     read = 0
     while read < len(target):
         count = file.readinto(target[read:])  # type: ignore[attr-defined]

@@ -7,7 +7,8 @@ where it rests, and what rests in files is read one bucket at a time.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+import ctypes
+from collections.abc import Sequence
 from typing import BinaryIO, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from lightning_zero.checkpoint.sharded.items import Item, Path
 from lightning_zero.engine.units.home import Home, opened
+from lightning_zero.engine.units.param_info import strides_of
 
 
 class Entry(NamedTuple):
@@ -62,7 +64,9 @@ def alone(tensor: Tensor) -> Tensor:
     host = tensor.detach().cpu()
     if not host.numel() or host.untyped_storage().nbytes() == host.nbytes:
         return host
-    if not torch._prims_common.is_non_overlapping_and_dense(host):
+    if strides_of(host) != host.stride():  # with gaps, or elements that lie on each other
         return host.clone(memory_format=torch.contiguous_format)
-    flat = host.as_strided((host.numel(),), (1,), host.storage_offset())
-    return torch.from_numpy(flat.view(torch.uint8).numpy()).view(host.dtype).as_strided(host.shape, host.stride())
+    # Not ``numpy()``: under a storage that NumPy has seen, memory cannot be given back, as homes in files do.
+    memory = (ctypes.c_char * host.nbytes).from_address(host.data_ptr())
+    memory.owner = host  # type: ignore[attr-defined]  # as long as the result lives
+    return torch.frombuffer(memory, dtype=host.dtype).as_strided(host.shape, host.stride())

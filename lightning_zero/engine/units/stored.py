@@ -39,7 +39,7 @@ class StoredTensor(Tensor):
         return self._read(0, self.numel(), None).view(self.shape)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func is torch.ops.aten.detach.default:
             return args[0]
         args, kwargs = torch.utils._pytree.tree_map_only(cls, cls.whole, (args, kwargs or {}))
@@ -51,5 +51,18 @@ class StoredTensor(Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.whole().__reduce_ex__(protocol)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"StoredTensor({tuple(self.shape)}, {self.dtype})"
+
+
+class KeptTensor(StoredTensor):
+    """Stands in a state dict for a parameter that a load leaves as it is."""
+
+    @staticmethod
+    def __new__(cls, shape: Sequence[int], dtype: torch.dtype) -> KeptTensor:
+        def read(start: int, stop: int, order: Any) -> Tensor:
+            raise RuntimeError("this parameter is frozen, and not in the checkpoint: zero.checkpoint.exclude_frozen")
+
+        made = StoredTensor.__new__(cls, shape, dtype, read)
+        assert isinstance(made, KeptTensor)
+        return made

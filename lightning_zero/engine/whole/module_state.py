@@ -14,7 +14,7 @@ from lightning_zero.engine.assembly import Assembly
 from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units.bucket import Place
 from lightning_zero.engine.units.param_info import ParamInfo, values_changed
-from lightning_zero.engine.units.stored import StoredTensor
+from lightning_zero.engine.units.stored import KeptTensor, StoredTensor
 
 
 @outside_autograd
@@ -33,12 +33,12 @@ def full_parameters(engine: Assembly, *, only_rank_0: bool) -> dict[int, Tensor]
     return result
 
 
-def whole_state_dict(engine: Assembly, *, only_rank_0: bool = True) -> dict[str, Any]:
+def whole_state_dict(engine: Assembly, *, only_rank_0: bool = True, trainable_only: bool = False) -> dict[str, Any]:
     """See ``Engine.state_dict``."""
     values = full_parameters(engine, only_rank_0=only_rank_0)
     if only_rank_0 and engine.rank != 0:
         return {}
-    return state_dict_with(engine, values)
+    return state_dict_with(engine, values, trainable_only=trainable_only)
 
 
 def state_dict_with(engine: Assembly, values: Mapping[int, Tensor], *, trainable_only: bool = False) -> dict[str, Any]:
@@ -78,11 +78,18 @@ def _identity(tensor: Tensor) -> tuple[int, torch.Size, tuple[int, ...]]:
 class _CopyIntoShards(TorchFunctionMode):
     """Turns ``param.copy_(value)`` of ``Module.load_state_dict`` into a write to this rank's slice."""
 
-    def __init__(self, engine: Assembly) -> None:
+    def __init__(self, engine: Assembly, *, writes: bool = True) -> None:
+        """
+        Args:
+            writes: False: nothing is copied, into buffers neither.
+        """
         super().__init__()
         self.engine = engine
+        self._writes = writes
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.copy_ and (not self._writes or isinstance(args[1], KeptTensor)):
+            return args[0]
         if func is Tensor.copy_ and isinstance(args[0], nn.Parameter) and self.engine.owns(args[0]):
             place = self.engine.place_of(args[0])
             write_param(place, args[1])
@@ -105,6 +112,23 @@ def load_whole(engine: Assembly, state: Mapping[str, Any], *, strict: bool = Tru
     """See ``Engine.load_state_dict``."""
     with loading_into_shards(engine):
         return engine.module.load_state_dict(state, strict=strict)
+
+
+def check_loads(engine: Assembly, state: Mapping[str, Any], *, strict: bool = True) -> None:
+    """Raise what loading ``state`` would raise for other names or shapes, while nothing has changed yet.
+
+    A module with a ``load_state_dict`` of its own is not asked: what else that does, it would do twice.
+    """
+    if type(engine.module).load_state_dict is nn.Module.load_state_dict:
+        with engine.placeholders_allowed(), _CopyIntoShards(engine, writes=False):
+            engine.module.load_state_dict(state, strict=strict)
+
+
+def keeping_frozen(engine: Assembly, state: Mapping[str, Any]) -> dict[str, Any]:
+    """``state`` of a checkpoint without frozen parameters, with what makes a load leave them as they are."""
+    frozen = (info for b in engine.buckets for info in b.params if not info.param.requires_grad)
+    kept = {fqn: KeptTensor(info.shape, info.dtype) for info in frozen for fqn in info.fqns if fqn not in state}
+    return {**state, **kept}
 
 
 @contextlib.contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -123,14 +123,29 @@ def load_whole(engine: Assembly, optimizer: Optimizer, state: Mapping[str, Any])
             "Build the optimizer as it was when the checkpoint was saved."
         )
     states: dict[tuple[Bucket, int], dict[str, Any]] = {}
-    for group, saved_group, places in zip(own, saved, sharded.places(), strict=True):
-        group.update({k: v for k, v in saved_group.items() if k != "params"})
-        for number, place in zip(saved_group["params"], places, strict=True):
+    for saved_group, places in zip(saved, sharded.places(), strict=True):
+        for number, place in _matched(saved_group["params"], places):
             if found := state["state"].get(number):
                 _check_shapes(place, found)
                 states[place.bucket, place.info.slot] = found
+    for group, saved_group in zip(own, saved, strict=True):  # nothing has changed before all was found to fit
+        group.update({k: v for k, v in saved_group.items() if k != "params"})
     with torch.inference_mode(False), torch.no_grad():
         sharded.load_param_states(states)
+
+
+def _matched(saved: Sequence[Any], places: Sequence[Place]) -> list[tuple[Any, Place]]:
+    """Keys of saved states with the parameters that they belong to: by name where they are names, else by order."""
+    if not all(isinstance(key, str) for key in saved):
+        return list(zip(saved, places, strict=True))
+    names = set(saved)
+    missing = [place.info.fqn for place in places if not any(fqn in names for fqn in place.info.fqns)]
+    if missing:
+        raise ConfigError(
+            f"the checkpoint's optimizer has no {missing[0]} in the param group where this optimizer has it (nor "
+            f"{len(missing) - 1} others). Build the optimizer as it was when the checkpoint was saved."
+        )
+    return [(next(fqn for fqn in place.info.fqns if fqn in names), place) for place in places]
 
 
 def _check_shapes(place: Place, state: Mapping[str, Any]) -> None:

@@ -52,11 +52,15 @@ class TensorParts(Tensor):
         return made
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func is torch.ops.aten.detach.default:
             return args[0]
+        cls._refuse(str(func))
+
+    @staticmethod
+    def _refuse(what: str) -> None:
         raise RuntimeError(
-            f"{func}: no rank holds all of a tensor of a sharded checkpoint, so hooks that save it can look at names, "
+            f"{what}: no rank holds all of a tensor of a sharded checkpoint, so hooks that save it can look at names, "
             "shapes and dtypes only, leave tensors out or add others. Choose zero/checkpoint=full, or read parameters "
             "inside lightning_zero.gather."
         )
@@ -64,7 +68,10 @@ class TensorParts(Tensor):
     def __deepcopy__(self, memo: Any) -> TensorParts:
         return self
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        self._refuse("pickling")
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"TensorParts({tuple(self.shape)}, {self.dtype}, {len(self.parts)} here)"
 
 
