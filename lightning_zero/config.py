@@ -68,6 +68,7 @@ class Hierarchy(Enum):
 
 class CheckpointFormat(Enum):
     full = "full"
+    sharded = "sharded"
 
 
 class Transport(Enum):
@@ -259,15 +260,18 @@ class CommConfig:
 
 @dataclass(kw_only=True, slots=True)
 class CheckpointConfig:
-    """Group ``zero/checkpoint``: the form of checkpoints.
+    """Group ``zero/checkpoint``: the form in which checkpoints are saved. Both are loaded at any setting.
 
     Attributes:
-        name: ``full``: one ordinary file, which all ranks write, each its own ranges.
+        name: ``full``: one ordinary file, which all ranks write, each its own ranges. ``sharded``: a folder in the
+            format of PyTorch's distributed checkpoints, which all ranks must see: each writes a file of its shards.
+        exclude_frozen: leave frozen parameters out (adapters); a run that goes on keeps those it has.
         verify: compare a checkpoint with its checksums before it is loaded. ``None``: where a job that was started
             again goes on from it.
     """
 
     name: CheckpointFormat = CheckpointFormat.full
+    exclude_frozen: bool = False
     verify: bool | None = None
 
 

@@ -221,6 +221,14 @@ def _end(path: Path, name: str | None, *, here: bool) -> bool:
         os.close(fd)
 
 
+def remove_whole(path: str | os.PathLike[str]) -> None:
+    """Remove a file or folder. Killed in between, what is left of it has another name, and goes as a leftover."""
+    gone = Path(path).with_name(part_name(Path(path).name))
+    os.rename(path, gone)
+    sync_folder(gone.parent)
+    _remove(gone)
+
+
 def _remove(path: Path) -> None:
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)

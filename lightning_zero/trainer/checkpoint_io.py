@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import pickle
 import re
@@ -17,7 +18,7 @@ from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
-from lightning_zero.checkpoint.durable import write_whole
+from lightning_zero.checkpoint.durable import remove_whole, write_whole
 from lightning_zero.config import ConfigError
 
 
@@ -36,6 +37,13 @@ class ZeroCheckpointIO(TorchCheckpointIO):
         if whole not in self._looked:
             self._looked |= {whole}
             self._warn(name)
+
+    def remove_checkpoint(self, path: Any) -> None:
+        if not _is_local_file_protocol(path):
+            super().remove_checkpoint(path)
+            return
+        with contextlib.suppress(FileNotFoundError):
+            remove_whole(get_filesystem(path)._strip_protocol(str(path)))
 
     @staticmethod
     def _warn(path: str) -> None:

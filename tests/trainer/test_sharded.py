@@ -384,9 +384,7 @@ def test_model_checkpoint(tmp_path: Path) -> None:
     one: dict[str, Any] = {"enable_version_counter": False}
     for strategy in ("zero3", sharded(), sharded()):
         saves = [
-            ModelCheckpoint(
-                tmp_path / "top", every_n_train_steps=2, save_top_k=1, filename="{step}", save_last=True, **one
-            ),
+            ModelCheckpoint(tmp_path / "top", every_n_train_steps=2, filename="{step}", save_last=True, **one),
             ModelCheckpoint(tmp_path / "weights", save_weights_only=True, filename="only", **one),
         ]
         of = fit(strategy, tmp_path, enable_checkpointing=True, callbacks=saves).trainer

@@ -78,7 +78,7 @@ def test_with_lightnings_fsdp2_both_ways(name: str, tmp_path: Path) -> None:
 def test_a_folder_of_lightnings_fsdp_goes_on(tmp_path: Path) -> None:
     """Its training needs a GPU, and its own writer does not."""
     whole = fit(sharded(), tmp_path, adamw(), max_epochs=3)
-    of, module = fsdp2_trained(2, tmp_path)
+    of, _ = fsdp2_trained(2, tmp_path)
     checkpoint = of._checkpoint_connector.dump_checkpoint()
     theirs = mock.Mock(_state_dict_type="sharded", global_rank=dist.get_rank(), broadcast=lambda path: path)
     FSDPStrategy.save_checkpoint(theirs, checkpoint, tmp_path / "fsdp.ckpt")
