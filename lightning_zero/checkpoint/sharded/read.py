@@ -88,23 +88,31 @@ class ShardedFolder:
             chunk = ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
             for item in create_read_items_for_chunk_list(key, entry, [chunk]):
                 part = target[tuple(slice(o, o + n) for o, n in zip(item.dest_offsets, item.lengths, strict=True))]
-                part.copy_(self._read_box(item.storage_index, item.storage_offsets, item.lengths))
+                self._read_box(item.storage_index, item.storage_offsets, part)
                 found += part.numel()
         if found != len(flat):
             raise ConfigError(refusal(self.path, f"it has {found:,} of {len(flat):,} elements of a part of {key}"))
         return flat
 
-    def _read_box(self, place: MetadataIndex, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        """A box of what was written at ``place``. Between its first and its last element all is read."""
+    def _read_box(self, place: MetadataIndex, offsets: Sequence[int], target: Tensor) -> None:
+        """Fill ``target`` with a box of what was written at ``place``. All between its first and last element is read,
+        into ``target`` itself where the two lie in memory alike."""
         blob = self._blob(place)
-        strides = blob.tensor.stride()
+        sizes, strides = tuple(target.shape), blob.tensor.stride()
         first = int(blob.tensor.storage_offset()) + sum(o * s for o, s in zip(offsets, strides, strict=True))
         count = 1 + sum((n - 1) * s for n, s in zip(sizes, strides, strict=True))
-        memory = torch.empty(count, dtype=blob.tensor.dtype)
+        lies = [s for n, s in zip(sizes, target.stride(), strict=True) if n > 1]
+        alike = lies == [s for n, s in zip(sizes, strides, strict=True) if n > 1] and count == target.numel()
+        direct = alike and target.dtype == blob.tensor.dtype
+        if direct:
+            memory = target.as_strided((count,), (1,), target.storage_offset())
+        else:
+            memory = torch.empty(count, dtype=blob.tensor.dtype)
         with blob.path.open("rb") as file:
             file.seek(blob.start + first * memory.itemsize)
             _fill(memory, file, blob.path)
-        return memory.as_strided(tuple(sizes), strides)
+        if not direct:
+            target.copy_(memory.as_strided(sizes, strides))
 
     def _blob(self, place: MetadataIndex) -> _Blob:
         if (found := self._blobs.get(place)) is not None:

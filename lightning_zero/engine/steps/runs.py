@@ -223,8 +223,7 @@ class Runs:
             for fragment in run.run.fragments:
                 info, whole = run.bucket.params[fragment.index], states[run.bucket, fragment.index][name]
                 start = fragment.start - run.run.start
-                part = info.part(whole, fragment.offset, fragment.offset + fragment.numel)
-                flat[start : start + fragment.numel].copy_(part)
+                info.copy_part(whole, fragment.offset, flat[start : start + fragment.numel])
             state[name] = flat
         self.optimizer.state[run.tensor] = state
 

@@ -276,11 +276,12 @@ class Bucket:
                 if fragment.index != info.slot:
                     continue
                 own = slice(fragment.start, fragment.start + fragment.numel)
-                part = info.part(value, fragment.offset, fragment.offset + fragment.numel)
-                if before is not None:
-                    new = part.to(master.device)
-                    part = torch.where(new == before[own].to(master.device), master[own], new.to(master.dtype))
-                master[own].copy_(part)
+                if before is None:
+                    info.copy_part(value, fragment.offset, master[own])
+                    continue
+                new = info.flattened(value)[fragment.offset : fragment.offset + fragment.numel].to(master.device)
+                same = new == before[own].to(master.device)
+                master[own].copy_(torch.where(same, master[own], new.to(master.dtype)))
 
     # -- gathered values ------------------------------------------------------------------------------------------
 

@@ -15,6 +15,9 @@ from lightning_zero.engine.units.stored import StoredTensor
 from lightning_zero.planning.boxes import memory_order
 
 
+READ_CHUNK = 1 << 22  # elements of a file in memory at a time
+
+
 @dataclass(slots=True, eq=False)
 class ParamInfo:
     """A parameter that the engine owns. Nothing is stored on the ``nn.Parameter`` itself."""
@@ -58,11 +61,14 @@ class ParamInfo:
         """The dimensions as they are flattened, the slowest first."""
         return memory_order(self.strides)
 
-    def part(self, value: Tensor, start: int, stop: int) -> Tensor:
-        """Elements ``[start, stop)`` of :meth:`flattened`. Of values in files, no others are read."""
-        if isinstance(value, StoredTensor):
-            return value.read(start, stop, self.order)
-        return self.flattened(value)[start:stop]
+    def copy_part(self, value: Tensor, start: int, target: Tensor) -> None:
+        """Copy elements of :meth:`flattened`, from ``start`` on, to ``target`` [n]. Of a file no others are read."""
+        if not isinstance(value, StoredTensor):
+            target.copy_(self.flattened(value)[start : start + len(target)])
+            return
+        for low in range(0, len(target), READ_CHUNK):
+            piece = target[low : low + READ_CHUNK]
+            piece.copy_(value.read(start + low, start + low + len(piece), self.order))
 
 
 def values_changed(infos: Iterable[ParamInfo]) -> None:
