@@ -301,6 +301,8 @@ class ZeroConfig:
         activation_checkpointing: ``blocks``: every unit but the root keeps its inputs only and computes the rest again
             in backward; ``offload``: and these inputs wait in host memory.
         dynamic: ranks may take different paths through the model; they agree on every gather by a small exchange.
+        init_from: a folder with safetensors files of Hugging Face, from which parameters get their first values; those
+            of a module on the meta device need no others. A checkpoint that is loaded counts more.
         stall_timeout_s: seconds that a rank waits for others before it raises, naming unit, ranks and places; at the
             start of a run, the ranks that have not come.
         summary: print the table of units at the start and, at the end of the main job, that of bytes at rest.
@@ -318,6 +320,7 @@ class ZeroConfig:
     reduce_bucket_bytes: int = 256 * MIB
     activation_checkpointing: Recompute = Recompute.none
     dynamic: bool = False
+    init_from: str | None = None
     stall_timeout_s: float = 300.0
     summary: bool = True
 
