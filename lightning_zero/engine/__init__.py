@@ -65,8 +65,8 @@ def shard(
         process_group: the data-parallel group; default: the world, or a single rank without ``torch.distributed``.
         device: where to train; default: this rank's GPU, else the CPU. On ``meta`` nothing has values: whole steps run
             for their order, counts and bytes, over torch's fake process group at any scale (``make bench-scale``).
-        sources: first values by names of parameters and buffers, which may be in files; default: what is in the folder
-            ``init_from``, if there is one.
+        sources: first values by names of parameters and buffers, which may be in files. They count more than the folder
+            ``init_from``.
         node: names the node of this rank; default: its host, and the number that a launcher has given it.
 
     Raises:

@@ -116,9 +116,9 @@ class Assembly:
         try:
             groups = together(group, waits, "sharding a module", lambda: self._describe(module))
             agree_on_model(groups, group, waits)
-            if sources is None and config.init_from is not None and device.type != "meta":
+            if config.init_from is not None and device.type != "meta":
                 find = partial(sources_from, config.init_from, module, warn=group is None or dist.get_rank(group) == 0)
-                sources = together(group, waits, "finding first values", find)
+                sources = {**together(group, waits, "finding first values", find), **(sources or {})}
             topology = capacity.find_topology(groups, config, group, device, node, waits)
             self.comm = Communicator(
                 group,

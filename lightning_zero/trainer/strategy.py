@@ -360,7 +360,8 @@ class ZeroStrategy(ParallelStrategy):
             engine.release()
             engine = None
         if engine is None:
-            engine = shard(model, config=wanted, device=self.root_device, node=self._node)
+            sources = self._first_values(model)
+            engine = shard(model, config=wanted, device=self.root_device, node=self._node, sources=sources)
             if self._start_waits is not None:
                 self._start_waits.close()
                 self._start_waits = None
@@ -376,6 +377,12 @@ class ZeroStrategy(ParallelStrategy):
             (checkpoint, strict), self._to_load = self._to_load, None
             self._load_into_shards(engine, checkpoint, checkpoint["state_dict"], strict)
         return model
+
+    def _first_values(self, model: Module) -> Mapping[str, Tensor] | None:
+        """The checkpoint that waits to be loaded, for a module that has no values of its own."""
+        if self._to_load is None or not any(p.is_meta for p in model.parameters()):
+            return None
+        return {key: value for key, value in self._to_load[0]["state_dict"].items() if isinstance(value, Tensor)}
 
     def _still_fits(self, engine: Engine, model: Module, wanted: ZeroConfig) -> bool:
         same_params = {id(p) for p in model.parameters()} == {id(i.param) for u in engine.units for i in u.infos()}
