@@ -66,6 +66,10 @@ class Hierarchy(Enum):
     node = "node"
 
 
+class CheckpointFormat(Enum):
+    full = "full"
+
+
 class Transport(Enum):
     auto = "auto"
     plain = "plain"
@@ -254,6 +258,20 @@ class CommConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class CheckpointConfig:
+    """Group ``zero/checkpoint``: the form of checkpoints.
+
+    Attributes:
+        name: ``full``: one ordinary file, which all ranks write, each its own ranges.
+        verify: compare a checkpoint with its checksums before it is loaded. ``None``: where a job that was started
+            again goes on from it.
+    """
+
+    name: CheckpointFormat = CheckpointFormat.full
+    verify: bool | None = None
+
+
+@dataclass(kw_only=True, slots=True)
 class OptimizerConfig:
     """Settings of the sharded optimizer step.
 
@@ -290,6 +308,7 @@ class ZeroConfig:
     unit: UnitConfig = field(default_factory=UnitConfig)
     comm: CommConfig = field(default_factory=CommConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     prefetch_bytes: int = 256 * MIB
     keep_gathered_bytes: int = 0
     reduce_bucket_bytes: int = 256 * MIB
@@ -356,6 +375,7 @@ _GROUPS = {
     "stage": (StageConfig, Stage),
     "precision": (PrecisionConfig, Precision),
     "offload": (OffloadConfig, Offload),
+    "checkpoint": (CheckpointConfig, CheckpointFormat),
 }
 
 
@@ -380,7 +400,7 @@ def choose(group: str, name: Any) -> Any:
 def make_config(base: ZeroConfig | None = None, **settings: Any) -> ZeroConfig:
     """A :class:`ZeroConfig` from keyword settings, as :class:`~lightning_zero.ZeroStrategy` takes them.
 
-    ``stage``, ``precision`` and ``offload`` may be row names (or stage numbers); ``unit``, ``comm`` and
+    ``stage``, ``precision``, ``offload`` and ``checkpoint`` may be row names (or stage numbers); ``unit``, ``comm`` and
     ``optimizer`` may be mappings; everything else is a field of :class:`ZeroConfig`.
 
     Raises:

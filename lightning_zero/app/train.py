@@ -339,7 +339,7 @@ def check_arguments(arguments: list[str]) -> None:
             raise ConfigError(
                 f"{match[1]}: expected the name of a file of the group{none}, got {match[2]}. Change {match[1]}."
             )
-        match = re.fullmatch(r"\+?zero/(stage|precision|offload)(?:@[\w.]+)?=([^,]*)", argument)
+        match = re.fullmatch(r"\+?zero/(stage|precision|offload|checkpoint)(?:@[\w.]+)?=([^,]*)", argument)
         if match is None:
             continue
         group, value = match.groups()
