@@ -17,7 +17,8 @@ from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
-from lightning_zero.checkpoint.durable import write_whole
+from lightning_zero.checkpoint.archive import write_archive
+from lightning_zero.checkpoint.durable import written_aside
 from lightning_zero.config import ConfigError
 
 
@@ -31,7 +32,8 @@ class ZeroCheckpointIO(TorchCheckpointIO):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
         name = get_filesystem(path)._strip_protocol(str(path))  # of file:///folder/last.ckpt too
-        write_whole(name, lambda file: torch.save(checkpoint, file))
+        with written_aside(name) as part:
+            write_archive(checkpoint, part.fd)
         whole = "optimizer_states" in checkpoint
         if whole not in self._looked:
             self._looked |= {whole}
