@@ -6,22 +6,19 @@
 
 ``torch.save`` writes the file with holes where tensors belong, so it takes no memory of theirs. Then ranks write their
 ranges, and rank 0 adds the checksums. They are inside of the file, so that they cannot be lost, or be those of another
-file: ``torch.load`` reads the records that it knows by name. Each record's own checksum stands in the table, where every
+file: ``torch.load`` reads the records that it knows by name. Each record's own checksum stands in the table, where any
 zip tool finds it; those of 16 MiB each, of records that are longer, in a record of their own.
 """
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import pickle
 import struct
 import zipfile
-import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, BinaryIO, NamedTuple
 
 import torch
@@ -31,6 +28,7 @@ from lightning_zero.checkpoint.crc import CHUNK_NBYTES, Piece, add_up, pieces, w
 
 RECORD = "lightning_zero/crc32"
 _LOCAL_HEADER = struct.Struct("<4s22xHH")  # of a record: the signature, and the lengths of its name and its extra field
+_LOCAL_SIGNATURE = b"PK\x03\x04"
 _DESCRIPTOR = b"PK\x07\x08"  # behind a record; then its checksum
 
 
@@ -142,7 +140,7 @@ def write_values(fd: int, hole: Hole, start: int, values: Tensor, dtype: torch.d
     step = CHUNK_NBYTES // size
     for low in range(0, values.numel(), step):
         part = values[low : low + step].detach().to(device="cpu", dtype=dtype).contiguous()
-        data = memoryview(part.view(torch.uint8).numpy()).cast("B")
+        data = memoryview(part.view(torch.uint8).numpy())  # type: ignore[arg-type]
         offset = start + low * size
         _write_all(fd, data, hole.start + offset)
         done += pieces(hole.record, offset, data)
@@ -192,10 +190,13 @@ def records_of(file: BinaryIO) -> list[Record]:
     for name, info in infos.items():
         file.seek(info.header_offset)
         head = file.read(_LOCAL_HEADER.size)
-        signature, name_nbytes, extra_nbytes = _LOCAL_HEADER.unpack(head) if len(head) == _LOCAL_HEADER.size else (b"", 0, 0)
-        if signature != zipfile.stringFileHeader:
+        signature, name_nbytes, extra_nbytes = (
+            _LOCAL_HEADER.unpack(head) if len(head) == _LOCAL_HEADER.size else (b"", 0, 0)
+        )
+        if signature != _LOCAL_SIGNATURE:
             raise zipfile.BadZipFile(f"there is no record {name} where it should be")
-        crcs, size = (info.CRC,), info.file_size
+        crcs: tuple[int, ...] = (info.CRC,)
+        size = info.file_size
         if name in sums:
             crcs, size = tuple(int(crc, 16) for crc in sums[name].split()), chunk_nbytes
             if whole(crcs, info.file_size) != info.CRC:

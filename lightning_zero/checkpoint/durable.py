@@ -92,29 +92,50 @@ def written_aside(path: str | os.PathLike[str], *, folder: bool = False) -> Iter
         OSError: the system's, or a RuntimeError of what was raised inside: with the file and the cause. What was under
             this name before is there still, and nothing else is.
     """
+    with naming(Path(path), folder=folder), aside(path, folder=folder) as part:
+        yield part
+
+
+@contextlib.contextmanager
+def aside(path: str | os.PathLike[str], *, folder: bool = False, keep: bool = True) -> Iterator[Part]:
+    """As :func:`written_aside`, with errors as they are.
+
+    Args:
+        keep: else it gets no name, and is removed afterwards.
+    """
     target = Path(path)
-    outer = sys.exception()
+    _make_folder(target.parent)
+    part = _open_part(target, folder)
     try:
-        _make_folder(target.parent)
-        part = _open_part(target, folder)
-        try:
-            yield part
+        yield part
+        if keep:
             # Synced before it is renamed: otherwise the new name may be on the disk before the bytes, and after a power
             # cut ``target`` would be an empty file in the place of the old checkpoint.
             _sync(part.path)
             _replace(part.path, target)
-        except BaseException:
-            _remove(part.path)
-            raise
-        finally:
-            part.close()
-        sync_folder(target.parent)  # the rename itself is durable only now
+            sync_folder(target.parent)  # the rename itself is durable only now
+    finally:
+        _remove(part.path)  # after an exchange of names, the old one
+        part.close()
+    remove_leftovers(target.parent)
+
+
+@contextlib.contextmanager
+def naming(target: Path, *, folder: bool = False) -> Iterator[None]:
+    """Have what is raised inside name what could not be written, and the cause.
+
+    Raises:
+        OSError: the system's, or a RuntimeError of whatever else.
+    """
+    outer = sys.exception()
+    try:
+        yield
     except Exception as error:
+        if str(target) in str(error):
+            raise
         cause = _cause(error, outer)
         text = f"{target}: the {'folder' if folder else 'file'} could not be written: {type(cause).__name__}: {cause}"
         raise OSError(cause.errno, text) if isinstance(cause, OSError) else RuntimeError(text) from error
-    _remove(part.path)  # the old one, after an exchange
-    remove_leftovers(target.parent)
 
 
 def _open_part(target: Path, folder: bool) -> Part:

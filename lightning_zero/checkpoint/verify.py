@@ -9,7 +9,6 @@ import os
 import zipfile
 import zlib
 from collections.abc import Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 from lightning_zero.checkpoint.archive import Record, records_of

@@ -6,10 +6,9 @@ import errno
 import pickle
 import re
 import warnings
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeGuard
 
-import torch
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.fabric.utilities.cloud_io import _is_local_file_protocol, get_filesystem
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
@@ -34,20 +33,25 @@ class ZeroCheckpointIO(TorchCheckpointIO):
         name = get_filesystem(path)._strip_protocol(str(path))  # of file:///folder/last.ckpt too
         with written_aside(name) as part:
             write_archive(checkpoint, part.fd)
-        whole = "optimizer_states" in checkpoint
-        if whole not in self._looked:
-            self._looked |= {whole}
-            self._warn(name)
+        self.look_at(checkpoint, name)
 
-    @staticmethod
-    def _warn(path: str) -> None:
+    def look_at(self, checkpoint: Mapping[str, Any], path: str) -> None:
         """Warn of a file from which a job could not go on, when it is written and not when it is needed."""
+        whole = "optimizer_states" in checkpoint
+        if whole in self._looked:
+            return
+        self._looked |= {whole}
         if found := _classes(path):
             warnings.warn(
                 f"{path} holds {', '.join(found)}, and going on from it is refused: loading these can run code. "
                 f"Keep them out of hyperparameters and states, or {_way_out(found)}.",
                 stacklevel=2,
             )
+
+
+def writes_files(io: CheckpointIO) -> TypeGuard[ZeroCheckpointIO]:
+    """Whether files of torch.save are all that ``io`` writes: it is ours, and not one of the user's."""
+    return type(io).save_checkpoint is ZeroCheckpointIO.save_checkpoint
 
 
 def with_default(io: CheckpointIO | None) -> CheckpointIO:

@@ -49,12 +49,13 @@ from lightning_zero.ranks.allocation import check_allocation
 from lightning_zero.ranks.environments import own_environment
 from lightning_zero.ranks.waits import Waits
 from lightning_zero.tiers.claims import check_folder
-from lightning_zero.trainer import averaging, finetuning, pruning, validations
+from lightning_zero.trainer import averaging, finetuning, pruning, range_saves, validations
 from lightning_zero.trainer.checkpoint_io import async_writer, load, remove_behind_writes, with_default
 from lightning_zero.trainer.interruptions import Interruptions, Left, refuse_lonely_save
 from lightning_zero.trainer.precision import ZeroPrecision
 from lightning_zero.trainer.random_numbers import KEY as RNG_KEY
 from lightning_zero.trainer.random_numbers import RandomNumbers, Saved, saved_ranks
+from lightning_zero.trainer.range_saves import RangeSave
 from lightning_zero.trainer.summary import print_units
 
 EXIT_BARRIER_S = 20.0
@@ -123,6 +124,7 @@ class ZeroStrategy(ParallelStrategy):
         self._interruptions: Interruptions | None = None
         self._random_numbers: RandomNumbers | None = None
         self._saved_rng: Saved | None = None  # of a checkpoint, until there is one who needs it
+        self.range_save: RangeSave | None = None  # inside of Trainer.save_checkpoint
         self._evaluation_starts = False
         self._start_waits: Waits | None = None  # until there is an engine
         self._process_group_backend = process_group_backend
@@ -241,6 +243,7 @@ class ZeroStrategy(ParallelStrategy):
             averaging.attach(self.lightning_module.trainer)
             finetuning.attach(self.lightning_module.trainer)
             pruning.attach(self.lightning_module.trainer)
+            range_saves.attach(self.lightning_module.trainer)
 
     def _join(self) -> None:
         """Come together with the other ranks, and make the default process group. It is not bound to a device: NCCL
@@ -492,14 +495,15 @@ class ZeroStrategy(ParallelStrategy):
         if engine is None:  # before any run
             return self.lightning_module.state_dict()
         refuse_lonely_save(engine)
-        return engine.state_dict()
+        return self.range_save.module_state() if self.range_save is not None else engine.state_dict()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer._optimizer
         if isinstance(optimizer, _MockOptimizer):
             return optimizer.state_dict()
-        return self.engine.optimizer_state(optimizer)
+        save = self.range_save if self.range_save is not None else self.engine
+        return save.optimizer_state(optimizer)
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
@@ -521,6 +525,8 @@ class ZeroStrategy(ParallelStrategy):
             rows = self._gather_rows(self._random_numbers.row())
             if rows is not None:
                 checkpoint[RNG_KEY] = self._random_numbers.record_of(rows)
+        if self.range_save is not None and self.range_save.write(checkpoint):
+            return
         write = super().save_checkpoint
         self._together("writing a checkpoint", lambda: write(checkpoint, filepath, storage_options))
 
