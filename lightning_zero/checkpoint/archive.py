@@ -12,6 +12,7 @@ zip tool finds it; those of 16 MiB each, of records that are longer, in a record
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import pickle
@@ -140,7 +141,8 @@ def write_values(fd: int, hole: Hole, start: int, values: Tensor, dtype: torch.d
     step = CHUNK_NBYTES // size
     for low in range(0, values.numel(), step):
         part = values[low : low + step].detach().to(device="cpu", dtype=dtype).contiguous()
-        data = memoryview(part.view(torch.uint8).numpy())  # type: ignore[arg-type]
+        # Not by numpy(): that would keep the tensor's memory, which rests in a file between uses, from being resized.
+        data = memoryview((ctypes.c_char * (part.numel() * size)).from_address(part.data_ptr())).cast("B")
         offset = start + low * size
         _write_all(fd, data, hole.start + offset)
         done += pieces(hole.record, offset, data)

@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 REST_S = 3600.0
+LINK_REST_S = 60.0
 _PART = re.compile(r"\.(?P<name>.+)\.(?P<host>[^.]+)\.\d+-\d+\.(?P<kind>part|old)")
 _NAME_BYTES = 120  # of the target's name: file systems allow 255 in all
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EBADF)  # EBADF: of a folder, on NFS
@@ -138,6 +139,18 @@ def naming(target: Path, *, folder: bool = False) -> Iterator[None]:
         raise OSError(cause.errno, text) if isinstance(cause, OSError) else RuntimeError(text) from error
 
 
+def link(path: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
+    """Have ``path`` lead to ``target``, from one moment to the next, whatever it was before."""
+    where = Path(path)
+    made = where.with_name(part_name(where.name))
+    made.symlink_to(os.path.relpath(target, where.parent))
+    try:
+        _replace(made, where)
+    finally:
+        _remove(made)  # after an exchange of names, the folder that was there
+    sync_folder(where.parent)
+
+
 def _open_part(target: Path, folder: bool) -> Part:
     while True:
         path = target.with_name(part_name(target.name))
@@ -173,7 +186,7 @@ def _host() -> str:
 
 def _replace(source: Path, target: Path) -> None:
     """Give ``source`` the name ``target``; what had it, if it is a folder, has that of ``source`` afterwards."""
-    occupied = os.path.lexists(target) and (source.is_dir() or (target.is_dir() and not target.is_symlink()))
+    occupied = os.path.lexists(target) and (_is_folder(source) or _is_folder(target))
     (_exchange if occupied else os.replace)(source, target)
 
 
@@ -220,8 +233,11 @@ def remove_leftovers(folder: Path) -> list[str]:
 
 def _end(path: Path, name: str | None, *, here: bool) -> bool:
     """Remove what a dead process has begun, or has put aside: if nothing has that ``name`` now, it has it again."""
-    is_folder = path.is_dir()
-    fd = os.open(path, os.O_DIRECTORY | os.O_CLOEXEC if is_folder else os.O_RDWR | os.O_CLOEXEC)
+    if path.is_symlink():  # which nobody can lock, and which has its name in a moment
+        if path.parent.stat().st_mtime - path.lstat().st_mtime > LINK_REST_S:
+            path.unlink()
+        return not path.is_symlink()
+    fd = os.open(path, os.O_CLOEXEC | (os.O_DIRECTORY if path.is_dir() else os.O_RDWR))
     try:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -242,8 +258,12 @@ def _end(path: Path, name: str | None, *, here: bool) -> bool:
         os.close(fd)
 
 
+def _is_folder(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink()
+
+
 def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
+    if _is_folder(path):
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)

@@ -262,6 +262,7 @@ def _save_by_ranges(
     trainer: pl.Trainer, filepath: Any, weights_only: bool | None = None, storage_options: Any = None
 ) -> None:
     strategy: Any = trainer.strategy
+    strategy.wait_for_writes()
     strategy.range_save = _choose(trainer, filepath) if storage_options is None else None
     try:
         type(trainer).save_checkpoint(trainer, filepath, weights_only, storage_options)
