@@ -23,6 +23,7 @@ from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 
 from lightning_zero import ZeroStrategy
 from lightning_zero.app.train import refusals
+from lightning_zero.checkpoint.archive import records_of
 from lightning_zero.config import ConfigError
 from lightning_zero.ranks.verdict import VERDICT_VARIABLE
 from lightning_zero.trainer.checkpoint_io import ZeroCheckpointIO, load
@@ -281,3 +282,60 @@ def test_what_is_no_checkpoint(case: str, weights_only: bool | None, tmp_path: P
     with pytest.raises(ConfigError, match=says) as refused:
         load(ZeroCheckpointIO(), path, weights_only)
     assert "weights_only` set to" not in str(refused.value)
+
+
+def flip(path: Path, name: str = "data/", depth: int = 3) -> None:
+    """Change a bit of a tensor in a file."""
+    with path.open("rb+") as file:
+        record = max((r for r in records_of(file) if r.name.startswith(name)), key=lambda r: r.nbytes)
+        file.seek(record.start + depth)
+        byte = file.read(1)[0]
+        file.seek(record.start + depth)
+        file.write(bytes([byte ^ 16]))
+
+
+@on_ranks(2, 3)
+def test_a_flipped_bit_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    fit("zero3", tmp_path, seeded(lambda: Lit(width=40))).trainer.save_checkpoint(tmp_path / "a.ckpt")
+    checked = ZeroStrategy("zero3", summary=False, checkpoint={"verify": True})
+    assert fit(checked, tmp_path, seeded(lambda: Lit(width=40)), max_epochs=3, ckpt_path=tmp_path / "a.ckpt").losses
+    dist.barrier()
+    if dist.get_rank() == 0:
+        flip(tmp_path / "a.ckpt")
+    dist.barrier()
+    for resumes, verify in ((False, True), (True, None)):
+        strategy = ZeroStrategy("zero3", summary=False, checkpoint={"verify": verify})
+        strategy.resumes_job = resumes
+        module = seeded(lambda: Lit(width=40), seed=9)
+        before = {name: value.clone() for name, value in module.state_dict().items()}
+        of = trainer(strategy, tmp_path, max_epochs=3)
+        with pytest.raises(ConfigError, match=r"expected .*a\.ckpt as it was written, got other values in bytes \d+"):
+            of.fit(module, loader(), ckpt_path=tmp_path / "a.ckpt")
+        assert_weights(module.state_dict(), before, tolerance=0)
+    for resumes, verify in ((False, None), (True, False)):  # as torch loads it
+        strategy = ZeroStrategy("zero3", summary=False, checkpoint={"verify": verify})
+        strategy.resumes_job = resumes
+        fit(strategy, tmp_path, seeded(lambda: Lit(width=40)), max_epochs=3, ckpt_path=tmp_path / "a.ckpt")
+
+
+@on_ranks(2)
+def test_what_can_be_checked(tmp_path: Path) -> None:
+    """A file of DDP's has checksums too; one in torch's old format has none, and one elsewhere is refused."""
+    path = tmp_path / "a.ckpt"
+    fit("ddp", tmp_path).trainer.save_checkpoint(path)
+    settings: dict[str, Any] = {"max_epochs": 3, "ckpt_path": path}
+    fit(ZeroStrategy("zero3", summary=False, checkpoint={"verify": True}), tmp_path, **settings)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        torch.save(torch.load(path), tmp_path / "old.ckpt", _use_new_zipfile_serialization=False)
+        flip(path)
+    dist.barrier()
+    with pytest.raises(ConfigError, match="as it was written"):
+        fit(ZeroStrategy("zero3", summary=False, checkpoint={"verify": True}), tmp_path, **settings)
+    warned = pytest.warns(UserWarning, match="no checksums") if dist.get_rank() == 0 else contextlib.nullcontext()
+    of = trainer(ZeroStrategy("zero3", summary=False, checkpoint={"verify": True}), tmp_path, max_epochs=3)
+    with warned:
+        of.fit(seeded(Lit), loader(), ckpt_path=tmp_path / "old.ckpt")
+    of = trainer(ZeroStrategy("zero3", summary=False, checkpoint={"verify": True}), tmp_path, max_epochs=3)
+    with pytest.raises(ConfigError, match=r"zero\.checkpoint\.verify: expected false for .*no local file"):
+        of.fit(seeded(Lit), loader(), ckpt_path="memory://a.ckpt")
