@@ -157,7 +157,7 @@ def build_trainer(config: TrainConfig, plugins: list[Any] | None = None) -> Trai
     from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 
     from lightning_zero.ranks.allocation import check_srun
-    from lightning_zero.trainer.monitor import NoteJob
+    from lightning_zero.trainer.kept_files import NoteJob
     from lightning_zero.trainer.strategy import ZeroStrategy
 
     values = {f.name: getattr(config.trainer, f.name) for f in fields(TrainerConfig)}

@@ -2,7 +2,11 @@
 
 ::
 
-    durable  files and folders, written whole or not at all, whatever the moment at which a process is killed
-    rng      random number generators of all ranks
-    sharded  folders in the format of torch.distributed.checkpoint
+    durable   files and folders, written whole or not at all, whatever the moment at which a process is killed
+    archive   torch's one-file checkpoints, whose bytes several processes write
+    crc       checksums of long ranges, put together from those of pieces
+    verify    compares checkpoints with their checksums
+    sharded   folders in the format of torch.distributed.checkpoint
+    rng       random number generators of all ranks
+    __main__  python -m lightning_zero.checkpoint
 """

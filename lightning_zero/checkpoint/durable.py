@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 REST_S = 3600.0
+LINK_REST_S = 60.0
 _PART = re.compile(r"\.(?P<name>.+)\.(?P<host>[^.]+)\.\d+-\d+\.(?P<kind>part|old)")
 _NAME_BYTES = 120  # of the target's name: file systems allow 255 in all
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EBADF)  # EBADF: of a folder, on NFS
@@ -92,29 +93,62 @@ def written_aside(path: str | os.PathLike[str], *, folder: bool = False) -> Iter
         OSError: the system's, or a RuntimeError of what was raised inside: with the file and the cause. What was under
             this name before is there still, and nothing else is.
     """
+    with naming(Path(path), folder=folder), aside(path, folder=folder) as part:
+        yield part
+
+
+@contextlib.contextmanager
+def aside(path: str | os.PathLike[str], *, folder: bool = False, keep: bool = True) -> Iterator[Part]:
+    """As :func:`written_aside`, with errors as they are.
+
+    Args:
+        keep: else it gets no name, and is removed afterwards.
+    """
     target = Path(path)
-    outer = sys.exception()
+    _make_folder(target.parent)
+    part = _open_part(target, folder)
     try:
-        _make_folder(target.parent)
-        part = _open_part(target, folder)
-        try:
-            yield part
+        yield part
+        if keep:
             # Synced before it is renamed: otherwise the new name may be on the disk before the bytes, and after a power
             # cut ``target`` would be an empty file in the place of the old checkpoint.
             _sync(part.path)
             _replace(part.path, target)
-        except BaseException:
-            _remove(part.path)
-            raise
-        finally:
-            part.close()
-        sync_folder(target.parent)  # the rename itself is durable only now
+            sync_folder(target.parent)  # the rename itself is durable only now
+    finally:
+        _remove(part.path)  # after an exchange of names, the old one
+        part.close()
+    remove_leftovers(target.parent)
+
+
+@contextlib.contextmanager
+def naming(target: Path, *, folder: bool = False) -> Iterator[None]:
+    """Have what is raised inside name what could not be written, and the cause.
+
+    Raises:
+        OSError: the system's, or a RuntimeError of whatever else.
+    """
+    outer = sys.exception()
+    try:
+        yield
     except Exception as error:
+        if str(target) in str(error):
+            raise
         cause = _cause(error, outer)
         text = f"{target}: the {'folder' if folder else 'file'} could not be written: {type(cause).__name__}: {cause}"
         raise OSError(cause.errno, text) if isinstance(cause, OSError) else RuntimeError(text) from error
-    _remove(part.path)  # the old one, after an exchange
-    remove_leftovers(target.parent)
+
+
+def link(path: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
+    """Have ``path`` lead to ``target``, from one moment to the next, whatever it was before."""
+    where = Path(path)
+    made = where.with_name(part_name(where.name))
+    made.symlink_to(os.path.relpath(target, where.parent))
+    try:
+        _replace(made, where)
+    finally:
+        _remove(made)  # after an exchange of names, the folder that was there
+    sync_folder(where.parent)
 
 
 def _open_part(target: Path, folder: bool) -> Part:
@@ -152,7 +186,7 @@ def _host() -> str:
 
 def _replace(source: Path, target: Path) -> None:
     """Give ``source`` the name ``target``; what had it, if it is a folder, has that of ``source`` afterwards."""
-    occupied = os.path.lexists(target) and (source.is_dir() or (target.is_dir() and not target.is_symlink()))
+    occupied = os.path.lexists(target) and (_is_folder(source) or _is_folder(target))
     (_exchange if occupied else os.replace)(source, target)
 
 
@@ -199,8 +233,11 @@ def remove_leftovers(folder: Path) -> list[str]:
 
 def _end(path: Path, name: str | None, *, here: bool) -> bool:
     """Remove what a dead process has begun, or has put aside: if nothing has that ``name`` now, it has it again."""
-    is_folder = path.is_dir()
-    fd = os.open(path, os.O_DIRECTORY | os.O_CLOEXEC if is_folder else os.O_RDWR | os.O_CLOEXEC)
+    if path.is_symlink():  # which nobody can lock, and which has its name in a moment
+        if path.parent.stat().st_mtime - path.lstat().st_mtime > LINK_REST_S:
+            path.unlink()
+        return not path.is_symlink()
+    fd = os.open(path, os.O_CLOEXEC | (os.O_DIRECTORY if path.is_dir() else os.O_RDWR))
     try:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -229,8 +266,12 @@ def remove_whole(path: str | os.PathLike[str]) -> None:
     _remove(gone)
 
 
+def _is_folder(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink()
+
+
 def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
+    if _is_folder(path):
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)

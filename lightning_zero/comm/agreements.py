@@ -19,6 +19,10 @@ from lightning_zero.ranks.watchdog import Watchdog
 T = TypeVar("T")
 
 
+class FailedElsewhereError(RuntimeError):
+    """What all ranks were to do together has failed on another one; the message says which, and with what."""
+
+
 class ApartError(RuntimeError):
     """Ranks have come to different places; the message names them, on all ranks."""
 
@@ -139,7 +143,7 @@ def together(
 
     Raises:
         Exception: what ``act`` has raised on this rank; or, of the first rank that it failed on, a ConfigError as it
-            was, or a RuntimeError that names the rank.
+            was, or a FailedElsewhereError that names the rank.
     """
     try:
         result = act()
@@ -158,7 +162,7 @@ def together(
             undo(result)
             kind, text = found
             raise (
-                RuntimeError(f"rank {rank} failed with {kind}: {text}")
+                FailedElsewhereError(f"rank {rank} failed with {kind}: {text}")
                 if kind
                 else ConfigError(f"{text} (So says rank {rank}.)")
             )

@@ -20,9 +20,8 @@ from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.fabric.utilities.cloud_io import _is_local_file_protocol, get_filesystem
 from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 
-from lightning_zero.checkpoint.sharded.index import refusal
+from lightning_zero.checkpoint.sharded.index import EXTRA, refusal
 from lightning_zero.checkpoint.sharded.read import ShardedFolder
-from lightning_zero.checkpoint.sharded.save import EXTRA
 from lightning_zero.config import CheckpointConfig, CheckpointFormat, ConfigError
 from lightning_zero.engine.whole.sharded_state import TensorParts
 from lightning_zero.trainer.checkpoint_io import ZeroCheckpointIO, load, way_out

@@ -39,7 +39,15 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from lightning_zero.checkpoint.sharded.save import ShardedSaver
-from lightning_zero.comm.agreements import barrier, broadcast_object, gather_rows, open_waits, together
+from lightning_zero.comm.agreements import (
+    ApartError,
+    barrier,
+    broadcast_object,
+    gather_objects,
+    gather_rows,
+    open_waits,
+    together,
+)
 from lightning_zero.config import CheckpointFormat, ConfigError, ZeroConfig, make_config
 from lightning_zero.device import accelerator_of
 from lightning_zero.device.cuda import default_device
@@ -50,17 +58,20 @@ from lightning_zero.engine.whole.sharded_state import sharded_optimizer_state, s
 from lightning_zero.ranks import rendezvous
 from lightning_zero.ranks.allocation import check_allocation
 from lightning_zero.ranks.environments import own_environment
-from lightning_zero.ranks.waits import Waits
+from lightning_zero.ranks.peers import PeerError
+from lightning_zero.ranks.waits import StallError, Waits
 from lightning_zero.tiers.claims import check_folder
-from lightning_zero.trainer import averaging, finetuning, pruning, validations
-from lightning_zero.trainer.checkpoint_io import async_writer, load, remove_behind_writes, with_default
+from lightning_zero.trainer import averaging, finetuning, kept_files, pruning, range_saves, validations
+from lightning_zero.trainer.checkpoint_io import async_writer, load, remove_behind_writes, wait_for_writes, with_default
 from lightning_zero.trainer.interruptions import Interruptions, Left, refuse_lonely_save
 from lightning_zero.trainer.precision import ZeroPrecision
 from lightning_zero.trainer.random_numbers import KEY as RNG_KEY
 from lightning_zero.trainer.random_numbers import RandomNumbers, Saved, saved_ranks
+from lightning_zero.trainer.range_saves import RangeSave
 from lightning_zero.trainer.sharded_checkpoints import divide, is_folder, local_path, refuse_writer
 from lightning_zero.trainer.sharded_checkpoints import read as read_folder
 from lightning_zero.trainer.summary import print_units
+from lightning_zero.trainer.verified_loads import verify
 
 EXIT_BARRIER_S = 20.0
 T = TypeVar("T")
@@ -86,6 +97,8 @@ class ZeroStrategy(ParallelStrategy):
         saves_on_sigterm: a run that gets SIGTERM saves ``hpc_ckpt_*.ckpt`` in ``default_root_dir`` before it leaves; on
             SLURM it always does.
         save_every_s: a run saves it every so many seconds too.
+        resumes_job: the checkpoint to go on from was written by an earlier start of this job; it is compared with its
+            checksums, unless ``zero.checkpoint.verify`` is false.
 
     Raises:
         ConfigError: a setting that cannot work; the message names the key to change.
@@ -127,6 +140,7 @@ class ZeroStrategy(ParallelStrategy):
         self.run_settings: Mapping[str, Any] = {}
         self.saves_on_sigterm = False
         self.save_every_s: float | None = None
+        self.resumes_job = False
         self._num_nodes = 1
         self._to_load: tuple[Mapping[str, Any], bool] | None = (
             None  # a checkpoint that waits for the shards, and strict
@@ -134,6 +148,8 @@ class ZeroStrategy(ParallelStrategy):
         self._interruptions: Interruptions | None = None
         self._random_numbers: RandomNumbers | None = None
         self._saved_rng: Saved | None = None  # of a checkpoint, until there is one who needs it
+        self.failed_save: Exception | None = None  # the last that has failed, on all ranks
+        self.range_save: RangeSave | None = None  # inside of Trainer.save_checkpoint
         self._evaluation_starts = False
         self._start_waits: Waits | None = None  # until there is an engine
         self._process_group_backend = process_group_backend
@@ -252,6 +268,8 @@ class ZeroStrategy(ParallelStrategy):
             averaging.attach(self.lightning_module.trainer)
             finetuning.attach(self.lightning_module.trainer)
             pruning.attach(self.lightning_module.trainer)
+            kept_files.attach(self.lightning_module.trainer)
+            range_saves.attach(self.lightning_module.trainer)
 
     def _join(self) -> None:
         """Come together with the other ranks, and make the default process group. It is not bound to a device: NCCL
@@ -416,6 +434,7 @@ class ZeroStrategy(ParallelStrategy):
                 averaging.let_go(module.trainer)
                 finetuning.let_go(module.trainer)
                 pruning.let_go(module.trainer)
+                kept_files.let_go(module.trainer)
         if self._interruptions is not None:
             self._interruptions.let_go()
             self._interruptions = None
@@ -513,6 +532,8 @@ class ZeroStrategy(ParallelStrategy):
         without_frozen = self.config.checkpoint.exclude_frozen
         if self._saves_folders:
             return sharded_state_dict(engine, trainable_only=without_frozen)
+        if self.range_save is not None:
+            return self.range_save.module_state()
         return engine.state_dict(trainable_only=without_frozen)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -522,7 +543,8 @@ class ZeroStrategy(ParallelStrategy):
             return optimizer.state_dict()
         if self._saves_folders:
             return sharded_optimizer_state(self.engine, optimizer)
-        return self.engine.optimizer_state(optimizer)
+        save = self.range_save if self.range_save is not None else self.engine
+        return save.optimizer_state(optimizer)
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
@@ -548,10 +570,35 @@ class ZeroStrategy(ParallelStrategy):
         if self.config.checkpoint.exclude_frozen:
             checkpoint[averaging.EXCLUDES_FROZEN] = True
         if self._saves_folders:
-            self._save_folder(checkpoint, filepath)
+            with self._noting_failure():
+                self._save_folder(checkpoint, filepath)
             return
         write = super().save_checkpoint
-        self._together("writing a checkpoint", lambda: write(checkpoint, filepath, storage_options))
+        with self._noting_failure():
+            if self.range_save is None or not self.range_save.write(checkpoint):
+                self.together("writing a checkpoint", lambda: write(checkpoint, filepath, storage_options))
+
+    @contextlib.contextmanager
+    def _noting_failure(self) -> Generator[None, None, None]:
+        """Note that a save has failed, on all ranks alike: they can go on together."""
+        try:
+            yield
+        except (StallError, PeerError, ApartError):  # they cannot
+            raise
+        except Exception as error:
+            self.failed_save = error
+            raise
+
+    def wait_for_writes(self) -> None:
+        """On all ranks, before a save: one at a time is in flight.
+
+        Raises:
+            Exception: on all ranks: the last one has failed.
+        """
+        io = self.checkpoint_io
+        if async_writer(io) is not None:
+            with self._noting_failure():
+                self.together("the save before this one", lambda: wait_for_writes(io))
 
     def _save_folder(self, checkpoint: Mapping[str, Any], filepath: Any) -> None:
         waits = self._waits
@@ -574,7 +621,7 @@ class ZeroStrategy(ParallelStrategy):
             Exception: on all ranks, with file and cause: it could not be written.
         """
         if (writer := async_writer(self.checkpoint_io)) is not None:  # a wrapper around it does not pass this on
-            self._together("the last writes of checkpoints", writer.teardown)
+            self.together("the last writes of checkpoints", writer.teardown)
 
     def _end_writing(self) -> None:
         if not _FAILED:
@@ -592,7 +639,12 @@ class ZeroStrategy(ParallelStrategy):
         waits = self._waits
         return row[None] if waits is None else gather_rows(dist.group.WORLD, row, waits, "states of random numbers")
 
-    def _together(self, what: str, act: Callable[[], T]) -> T:
+    def _gather_objects(self, value: Any, what: str) -> list[Any]:
+        waits = self._waits
+        return [value] if waits is None else gather_objects(dist.group.WORLD, value, waits, what, patient=True)
+
+    def together(self, what: str, act: Callable[[], T]) -> T:
+        """Do this on all ranks, without messages; where it fails on one, all raise, and none waits for it."""
         waits = self._waits
         return act() if waits is None else together(dist.group.WORLD, waits, what, act, patient=True)
 
@@ -605,10 +657,18 @@ class ZeroStrategy(ParallelStrategy):
             OSError: the system's, as a RuntimeError on other ranks: another try may not meet it.
         """
         accelerator_of(self.root_device).release_cached()
+        wanted = self.config.checkpoint.verify
+        if self.resumes_job if wanted is None else wanted:
+            verify(
+                checkpoint_path,
+                self.global_rank,
+                lambda value: self._gather_objects(value, "checksums"),
+                lambda act: self.together("reading checksums", act),
+            )
         read: Callable[[], dict[str, Any]] = partial(load, self.checkpoint_io, checkpoint_path, weights_only)
         if is_folder(checkpoint_path):
             read = partial(read_folder, checkpoint_path, weights_only)
-        checkpoint = self._together("reading a checkpoint", read)
+        checkpoint = self.together("reading a checkpoint", read)
         self._loaded_from = checkpoint_path
         self._take_random_numbers(checkpoint.pop(RNG_KEY, None), checkpoint_path)
         return checkpoint

@@ -16,6 +16,7 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch import Tensor, nn
 
 from lightning_zero import ZeroStrategy, presets
+from lightning_zero.checkpoint import verify
 from lightning_zero.checkpoint.sharded import save as saving
 from lightning_zero.checkpoint.sharded.read import ShardedFolder
 from lightning_zero.config import ConfigError
@@ -531,6 +532,30 @@ def test_a_damaged_folder_is_refused_on_all_ranks(damage: str, tmp_path: Path) -
             of.fit(of.lightning_module, loader(), ckpt_path=tmp_path / "bad.ckpt", weights_only=weights_only)
     assert not (tmp_path / "ran").exists()
     assert_weights(weights(of), before, tolerance=0)
+
+
+@on_ranks(2)
+def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
+    """In a tensor, it would load in silence."""
+    of = fit(sharded(), tmp_path, odd(), max_epochs=1).trainer
+    path = tmp_path / "bad.ckpt"
+    of.save_checkpoint(path)
+    strategy = sharded(checkpoint={"name": "sharded", "verify": True})
+    trainer(strategy, tmp_path).test(other_weights(), loader(), ckpt_path=path, verbose=False)
+    if dist.get_rank() == 0:
+        assert verify.main([str(path)]) == 0
+        index = ShardedFolder(path).index
+        place = next(i for k, i in index.storage_data.items() if k.fqn == "state_dict.first.weight")
+        data = bytearray((path / place.relative_path).read_bytes())
+        data[place.offset + 720] ^= 1
+        (path / place.relative_path).write_bytes(data)
+        assert verify.main([str(path)]) == 1
+    dist.barrier()
+    strategy = sharded(checkpoint={"name": "sharded", "verify": True})
+    with pytest.raises(
+        ConfigError, match=r"bad\.ckpt as it was written, got other values in .*state_dict\.first\.weight"
+    ):
+        trainer(strategy, tmp_path).test(other_weights(), loader(), ckpt_path=path, verbose=False)
 
 
 @on_ranks(2)

@@ -28,6 +28,7 @@ from lightning_zero.checkpoint.sharded.write import Entry
 from lightning_zero.config import ConfigError
 
 INDEX = ".metadata"
+EXTRA = "meta.pt"  # Lightning's name for what is neither of a module nor of an optimizer
 _DCP = "torch.distributed.checkpoint"
 _SHARDED = "torch.distributed._shard.sharded_tensor.metadata"  # of older versions
 ALLOWED = {

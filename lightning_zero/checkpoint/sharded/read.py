@@ -11,7 +11,6 @@ from typing import Any, BinaryIO, NamedTuple, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -22,6 +21,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from lightning_zero.checkpoint.sharded.index import read_index, refusal
 from lightning_zero.checkpoint.sharded.items import unflattened
+from lightning_zero.checkpoint.sharded.slices import Slice
 from lightning_zero.config import ConfigError
 from lightning_zero.engine.units.stored import StoredTensor
 from lightning_zero.planning.boxes import boxes
@@ -46,7 +46,6 @@ class ShardedFolder:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self.index: Metadata = read_index(self.path)
-        self._reader = FileSystemReader(self.path)
         self._blobs: dict[MetadataIndex, _Blob] = {}
 
     @cached_property
@@ -121,7 +120,7 @@ class ShardedFolder:
         path = self.path / info.relative_path
         with path.open("rb") as file:
             try:
-                view: Any = self._reader._slice_file(file, info)
+                view: Any = Slice(file, info.offset, info.length)
                 tensor = torch.load(view, map_location="meta", weights_only=True)
                 view.seek(0)
                 start = info.offset + cast(Any, torch._C.PyTorchFileReader(view)).get_record_offset("data/0")

@@ -12,14 +12,13 @@ from typing import Any
 import torch
 
 from lightning_zero.checkpoint.durable import Part, written_aside
-from lightning_zero.checkpoint.sharded.index import INDEX, make_index
+from lightning_zero.checkpoint.sharded.index import EXTRA, INDEX, make_index
 from lightning_zero.checkpoint.sharded.items import items_of
 from lightning_zero.checkpoint.sharded.write import Entry, write_items
 from lightning_zero.comm.agreements import broadcast_object, collect_objects, together
 from lightning_zero.config import ConfigError
 from lightning_zero.ranks.waits import Waits
 
-EXTRA = "meta.pt"  # Lightning's name for what is neither of a module nor of an optimizer
 SUFFIX = ".distcp"
 
 

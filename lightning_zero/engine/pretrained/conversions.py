@@ -7,6 +7,7 @@ by nobody but the user's model.
 from __future__ import annotations
 
 import copy
+import importlib
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -69,16 +70,14 @@ def converted(model: Any, stored: Mapping[str, StoredTensor], own: Mapping[str, 
 def _loading() -> Any:
     """The module of transformers that converts; older versions have none, and keep tensors as their files do."""
     try:
-        from transformers import core_model_loading
+        return importlib.import_module("transformers.core_model_loading")
     except ImportError:
         return None
-    return core_model_loading
 
 
 def _transforms(model: Any) -> list[Any]:
-    from transformers.conversion_mapping import get_model_conversion_mapping
-
-    return list(get_model_conversion_mapping(model))
+    mapping = importlib.import_module("transformers.conversion_mapping")
+    return list(mapping.get_model_conversion_mapping(model))
 
 
 class _Group:

@@ -15,14 +15,13 @@ from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units.bucket import Place
 from lightning_zero.engine.units.param_info import ParamInfo, values_changed
 from lightning_zero.engine.units.stored import KeptTensor, StoredTensor
+from lightning_zero.engine.whole.ranges import Hollow, Value
 
 
 @outside_autograd
 def full_parameters(engine: Assembly, *, only_rank_0: bool) -> dict[int, Tensor]:
     """Every parameter by ``id``, on the host in its checkpoint dtype; empty where it is not wanted. On all ranks."""
-    engine.settle()
-    engine.writes.take_all_over()
-    engine.writes.confirm_if_any()
+    _take_writes_over(engine)
     result: dict[int, Tensor] = {}
     for bucket in engine.buckets:
         full = bucket.full_master()  # a gather: ranks that do not want the values take part in it
@@ -33,9 +32,32 @@ def full_parameters(engine: Assembly, *, only_rank_0: bool) -> dict[int, Tensor]
     return result
 
 
-def whole_state_dict(engine: Assembly, *, only_rank_0: bool = True, trainable_only: bool = False) -> dict[str, Any]:
+def _take_writes_over(engine: Assembly) -> None:
+    engine.settle()
+    engine.writes.take_all_over()
+    engine.writes.confirm_if_any()
+
+
+@outside_autograd
+def hollow_parameters(engine: Assembly, hollow: Hollow, *, trainable_only: bool = False) -> dict[int, Tensor]:
+    """As :func:`full_parameters`, without values."""
+    _take_writes_over(engine)
+    places = ((number, info) for number, bucket in enumerate(engine.buckets) for info in bucket.params)
+    return {
+        id(info.param): hollow.tensor(Value(n, info.slot), info, info.dtype)
+        for n, info in places
+        if info.param.requires_grad or not trainable_only
+    }
+
+
+def whole_state_dict(
+    engine: Assembly, *, only_rank_0: bool = True, hollow: Hollow | None = None, trainable_only: bool = False
+) -> dict[str, Any]:
     """See ``Engine.state_dict``."""
-    values = full_parameters(engine, only_rank_0=only_rank_0)
+    if hollow is None:
+        values = full_parameters(engine, only_rank_0=only_rank_0)
+    else:
+        values = hollow_parameters(engine, hollow, trainable_only=trainable_only)
     if only_rank_0 and engine.rank != 0:
         return {}
     return state_dict_with(engine, values, trainable_only=trainable_only)

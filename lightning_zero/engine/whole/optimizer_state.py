@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from lightning_zero.engine.steps.runs import Sliced
 from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units.bucket import Bucket, Place
 from lightning_zero.engine.units.home import opened
+from lightning_zero.engine.whole.ranges import Hollow, Value, full_state, local_parts
 
 
 def sharded_optimizer(engine: Assembly, optimizer: Optimizer) -> ShardedOptimizer:
@@ -27,12 +28,14 @@ def sharded_optimizer(engine: Assembly, optimizer: Optimizer) -> ShardedOptimize
 
 
 @outside_autograd
-def whole_state(engine: Assembly, optimizer: Optimizer, *, only_rank_0: bool = True) -> dict[str, Any]:
+def whole_state(
+    engine: Assembly, optimizer: Optimizer, *, only_rank_0: bool = True, hollow: Hollow | None = None
+) -> dict[str, Any]:
     """See ``Engine.optimizer_state``."""
     sharded = sharded_optimizer(engine, optimizer)
     engine.settle()
     wanted = not only_rank_0 or engine.rank == 0
-    states = _full_states(engine, sharded, wanted)
+    states = _full_states(engine, sharded, wanted, hollow)
     groups: list[dict[str, Any]] = []
     state: dict[int, dict[str, Any]] = {}
     number = 0
@@ -49,8 +52,11 @@ def whole_state(engine: Assembly, optimizer: Optimizer, *, only_rank_0: bool = T
 _Key = tuple[int, int]  # bucket, slot
 
 
-def _full_states(engine: Assembly, sharded: ShardedOptimizer, wanted: bool) -> dict[tuple[Bucket, int], dict[str, Any]]:
-    """Every parameter's state with full tensors. Small messages say who has what; then a gather per bucket and name."""
+def _full_states(
+    engine: Assembly, sharded: ShardedOptimizer, wanted: bool, hollow: Hollow | None
+) -> dict[tuple[Bucket, int], dict[str, Any]]:
+    """Every parameter's state with full tensors. Small messages say who has what; then a gather per bucket and name,
+    unless hollow tensors are asked for."""
     # A rank may own nothing of a parameter, or of a whole bucket, and so not know that there is state. It takes part in
     # the gathers all the same: they follow from what all ranks have told, by name and in one order (``sorted``).
     buckets = engine.buckets
@@ -59,22 +65,36 @@ def _full_states(engine: Assembly, sharded: ShardedOptimizer, wanted: bool) -> d
         for key, entry in contribution.items():
             known.setdefault(key, {}).update(entry)
     result: dict[tuple[Bucket, int], dict[str, Any]] = {}
+    index = engine.optimizers.index(sharded)
     for i, bucket in enumerate(buckets):
         slots = {slot: entry for (b, slot), entry in known.items() if b == i}
-        dtypes = {n: v for entry in slots.values() for n, v in entry.items() if isinstance(v, torch.dtype)}
-        with opened(bucket.home):
-            parts = _local_parts(bucket, sharded)
-            full = {name: _full_entry(bucket, dtypes[name], parts.get(name, [])) for name in sorted(dtypes)}
+        if hollow is not None:
+            whole = _hollow_part(hollow, bucket, i, index)
+        else:
+            dtypes = {n: v for entry in slots.values() for n, v in entry.items() if isinstance(v, torch.dtype)}
+            with opened(bucket.home):
+                parts = local_parts(bucket, sharded)
+                whole = _part_of(
+                    {name: full_state(bucket, dtypes[name], parts.get(name, [])) for name in sorted(dtypes)}, bucket
+                )
         if not wanted:
             continue
         for slot, entry in slots.items():
             result[bucket, slot] = {
-                name: bucket.part_of(full[name], bucket.params[slot]).to("cpu", copy=True)
+                name: whole(slot, name, value)
                 if isinstance(value, torch.dtype)
                 else copy.deepcopy(value)  # a plain optimizer would add to a step count as often as it is shared
                 for name, value in entry.items()
             }
     return result
+
+
+def _hollow_part(hollow: Hollow, bucket: Bucket, number: int, index: int) -> Callable[[int, str, torch.dtype], Tensor]:
+    return lambda slot, name, dtype: hollow.tensor(Value(number, slot, index, name), bucket.params[slot], dtype)
+
+
+def _part_of(full: Mapping[str, Tensor], bucket: Bucket) -> Callable[[int, str, torch.dtype], Tensor]:
+    return lambda slot, name, _: bucket.part_of(full[name], bucket.params[slot]).to("cpu", copy=True)
 
 
 def _who_has_what(buckets: list[Bucket], sharded: ShardedOptimizer) -> dict[_Key, dict[str, Any]]:
@@ -89,26 +109,6 @@ def _who_has_what(buckets: list[Bucket], sharded: ShardedOptimizer) -> dict[_Key
                 else:
                     entry[name] = value.cpu() if isinstance(value, Tensor) else value
     return local
-
-
-def _local_parts(bucket: Bucket, sharded: ShardedOptimizer) -> dict[str, list[tuple[int, int, Tensor]]]:
-    """This rank's slices of a bucket's state: name -> (start in the owned range, numel, values)."""
-    parts: dict[str, list[tuple[int, int, Tensor]]] = {}
-    for fragment, state in sharded.runs.fragment_states(bucket):
-        for name, value in state.items():
-            if isinstance(value, Sliced):
-                parts.setdefault(name, []).append((fragment.start, fragment.numel, value.tensor))
-    return parts
-
-
-def _full_entry(bucket: Bucket, dtype: torch.dtype, parts: list[tuple[int, int, Tensor]]) -> Tensor:
-    low, _ = bucket.owned_range
-    full = torch.zeros(bucket.layout.numel, dtype=dtype, device=bucket.comm.device)
-    for start, numel, value in parts:
-        full[low + start : low + start + numel].copy_(value)
-    if bucket.plan.shards_master:
-        bucket.comm.all_gather(full, f"{bucket.label} (optimizer state)").wait()
-    return full
 
 
 def load_whole(engine: Assembly, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
