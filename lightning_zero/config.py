@@ -10,6 +10,7 @@ Enums have members named as users type them (``zero/stage=zero3``): OmegaConf ma
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any
@@ -463,3 +464,23 @@ def _member(enum: type[Enum], key: str, text: str) -> Enum:
     if text not in enum.__members__:
         raise ConfigError(f"{key}: expected one of {', '.join(enum.__members__)}, got {text!r}. Change {key}.")
     return enum[text]
+
+
+_UNITS = {"": 1, "B": 1} | {
+    f"{letter}{i}B": (1024 if i else 1000) ** power for power, letter in enumerate("KMGTP", 1) for i in ("", "i")
+}
+
+
+def parse_bytes(key: str, value: Any) -> int:
+    """``80GB``, ``74.5GiB`` or a plain number of bytes.
+
+    Raises:
+        ConfigError: it is nothing of that.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d*)?(?:e\d+)?) *([a-z]*)", str(value).strip(), re.IGNORECASE)
+    unit = next((n for name, n in _UNITS.items() if match and name.lower() == match[2].lower()), None)
+    if match is None or unit is None or isinstance(value, bool):
+        raise ConfigError(
+            f"{key}: expected a size such as 80GB, 80GiB or a number of bytes, got {value!r}. Change {key}."
+        )
+    return int(float(match[1]) * unit)

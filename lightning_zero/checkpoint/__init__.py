@@ -6,6 +6,7 @@
     archive   torch's one-file checkpoints, whose bytes several processes write
     crc       checksums of long ranges, put together from those of pieces
     verify    compares checkpoints with their checksums
+    hugging_face  folders of Hugging Face, out
     sharded   folders in the format of torch.distributed.checkpoint
     rng       random number generators of all ranks
     __main__  python -m lightning_zero.checkpoint

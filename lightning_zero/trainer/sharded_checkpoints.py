@@ -31,7 +31,7 @@ RECORD = "lightning_zero_sharded"  # in meta.pt: the number of optimizers
 _OPTIMIZER = re.compile(r"optimizer_(\d+)")
 
 
-def local_path(path: Any) -> Path:
+def local_path(path: Any, key: str = "zero/checkpoint=sharded") -> Path:
     """The folder that ``path`` names.
 
     Raises:
@@ -39,8 +39,8 @@ def local_path(path: Any) -> Path:
     """
     if not _is_local_file_protocol(path):
         raise ConfigError(
-            f"zero/checkpoint=sharded: expected a path on a file system that is mounted, got {path}. Save to such a "
-            "one, or choose zero/checkpoint=full."
+            f"{key}: expected a path on a file system that is mounted, got {path}. Give such a one"
+            f"{', or choose zero/checkpoint=full' if 'zero' in key else ''}."
         )
     return Path(get_filesystem(path)._strip_protocol(str(path)))
 

@@ -38,6 +38,8 @@ from torch.nn import Module, SyncBatchNorm
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
+from lightning_zero.checkpoint.hugging_face.export import export
+from lightning_zero.checkpoint.hugging_face.files import parse_dtype
 from lightning_zero.checkpoint.sharded.save import ShardedSaver
 from lightning_zero.comm.agreements import (
     ApartError,
@@ -48,7 +50,7 @@ from lightning_zero.comm.agreements import (
     open_waits,
     together,
 )
-from lightning_zero.config import CheckpointFormat, ConfigError, ZeroConfig, make_config
+from lightning_zero.config import CheckpointFormat, ConfigError, ZeroConfig, make_config, parse_bytes
 from lightning_zero.device import accelerator_of
 from lightning_zero.device.cuda import default_device
 from lightning_zero.engine import Engine, engine_of, shard
@@ -609,6 +611,23 @@ class ZeroStrategy(ParallelStrategy):
             self._saver = ShardedSaver(self.global_rank)
         group = dist.group.WORLD if waits is not None else None
         self._saver.save(*divide(checkpoint), path, group, waits)
+
+    def export(self, path: Any, *, dtype: str | torch.dtype | None = None, shard_size: str | int = "5GB") -> None:
+        """Write the model to a new folder as Hugging Face's ``from_pretrained`` loads it. On all ranks, each its part.
+
+        Args:
+            dtype: of floating-point tensors, such as ``"bf16"``; ``None``: those that the module was built with.
+            shard_size: of a file at most.
+
+        Raises:
+            ConfigError: the folder has something in it, or not all ranks see it.
+            RuntimeError: the module is not sharded yet.
+            Exception: on all ranks, with folder and cause: it could not be written.
+        """
+        folder = local_path(self.broadcast(str(path)))
+        export(
+            self.engine, folder, parse_dtype("export(dtype=)", dtype), parse_bytes("export(shard_size=)", shard_size)
+        )
 
     def remove_checkpoint(self, filepath: Any) -> None:
         if self.is_global_zero:
