@@ -7,6 +7,7 @@ import sys
 
 # Each command is a function ``main(arguments) -> exit code`` of a module that is imported when it is needed.
 COMMANDS = {
+    "convert": ("lightning_zero.app.convert", "write a checkpoint in another form: convert IN OUT to=..."),
     "verify": ("lightning_zero.checkpoint.verify", "compare checkpoints with their checksums: verify PATH ..."),
 }
 

@@ -112,7 +112,7 @@ def _values(folder: ShardedFolder, record: Mapping[str, Any] | None, weights_onl
     optimizers: dict[int, Any] = {}
     for key, value in found.items():
         if match := _OPTIMIZER.fullmatch(key):
-            optimizers[int(match[1])] = {"state": {}, "param_groups": [], **value}
+            optimizers[int(match[1])] = _with_numbers({"state": {}, "param_groups": [], **value})
         else:
             result[MODULE if key == "model" else key] = value
     result.setdefault(MODULE, {})
@@ -120,6 +120,13 @@ def _values(folder: ShardedFolder, record: Mapping[str, Any] | None, weights_onl
         count = record["optimizers"] if record is not None else max(optimizers) + 1
         result[OPTIMIZERS] = [optimizers.get(number, {}) for number in range(count)]
     return result
+
+
+def _with_numbers(state: dict[str, Any]) -> dict[str, Any]:
+    """Keys of parameters as they were: in the folder numbers have become text."""
+    groups = state["param_groups"]
+    numbers = {str(key): key for group in groups for key in group.get("params", []) if isinstance(key, int)}
+    return {**state, "state": {numbers.get(key, key): entry for key, entry in state["state"].items()}}
 
 
 def _value(folder: ShardedFolder, key: str, weights_only: bool | None) -> Any:

@@ -40,6 +40,8 @@ from torch.optim import Optimizer
 
 from lightning_zero.checkpoint.hugging_face.export import export
 from lightning_zero.checkpoint.hugging_face.files import parse_dtype
+from lightning_zero.checkpoint.hugging_face.record import RECORD as HUGGING_FACE
+from lightning_zero.checkpoint.hugging_face.record import record_of
 from lightning_zero.checkpoint.sharded.save import ShardedSaver
 from lightning_zero.comm.agreements import (
     ApartError,
@@ -569,6 +571,8 @@ class ZeroStrategy(ParallelStrategy):
             rows = self._gather_rows(self._random_numbers.row())
             if rows is not None:
                 checkpoint[RNG_KEY] = self._random_numbers.record_of(rows)
+        if self.lightning_module is not None and (model := record_of(self.lightning_module, self.config.init_from)):
+            checkpoint[HUGGING_FACE] = model
         if self.config.checkpoint.exclude_frozen:
             checkpoint[averaging.EXCLUDES_FROZEN] = True
         if self._saves_folders:

@@ -54,9 +54,9 @@ def items_of(state: Mapping[str, Any], rank: int) -> list[Item]:
     """
     planner = DefaultSavePlanner(flatten_sharded_tensors=False)
     planner.set_up_planner(dict(state))
-    names: dict[int, list[str]] = {}  # by what they share
+    names: dict[Any, list[str]] = {}  # by the tensor that they share
     for key, value in planner.state_dict.items():
-        names.setdefault(id(value) if isinstance(value, TensorParts) else hash(key), []).append(key)
+        names.setdefault(id(value) if isinstance(value, Tensor) else key, []).append(key)
     found: list[Item] = []
     for keys in names.values():
         value, paths = planner.state_dict[keys[0]], tuple(planner.mappings[key] for key in keys)

@@ -47,6 +47,7 @@ class ShardedFolder:
         self.path = Path(path)
         self.index: Metadata = read_index(self.path)
         self._blobs: dict[MetadataIndex, _Blob] = {}
+        self._tensors: dict[Any, StoredTensor] = {}
 
     @cached_property
     def keys(self) -> list[str]:
@@ -61,10 +62,15 @@ class ShardedFolder:
         return isinstance(self.index.state_dict_metadata[key], TensorStorageMetadata)
 
     def tensor(self, key: str) -> StoredTensor:
+        """One object for keys whose values are the same bytes: tied parameters."""
         entry = cast(TensorStorageMetadata, self.index.state_dict_metadata[key])
-        return StoredTensor(
-            entry.size, entry.properties.dtype, lambda start, stop, order: self._read(key, start, stop, order)
-        )
+        infos = (self.index.storage_data[MetadataIndex(key, chunk.offsets)] for chunk in entry.chunks)
+        places = tuple((info.relative_path, info.offset) for info in infos) or key
+        if places not in self._tensors:
+            self._tensors[places] = StoredTensor(
+                entry.size, entry.properties.dtype, lambda start, stop, order: self._read(key, start, stop, order)
+            )
+        return self._tensors[places]
 
     def value(self, key: str, *, weights_only: bool = True) -> Any:
         """A value that is no tensor.
