@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -115,28 +115,61 @@ def load_whole(engine: Assembly, optimizer: Optimizer, state: Mapping[str, Any])
     """See ``Engine.load_optimizer_state``."""
     sharded = sharded_optimizer(engine, optimizer)
     engine.settle()
-    saved, own = state["param_groups"], optimizer.param_groups
-    sizes = [len(g["params"]) for g in saved], [len(g["params"]) for g in own]
-    if sizes[0] != sizes[1]:
-        raise ConfigError(
-            f"the checkpoint's optimizer has param groups of {sizes[0]} parameters, this optimizer of {sizes[1]}. "
-            "Build the optimizer as it was when the checkpoint was saved."
-        )
-    states: dict[tuple[Bucket, int], dict[str, Any]] = {}
-    for group, saved_group, places in zip(own, saved, sharded.places(), strict=True):
-        group.update({k: v for k, v in saved_group.items() if k != "params"})
-        for number, place in zip(saved_group["params"], places, strict=True):
-            if found := state["state"].get(number):
-                _check_shapes(place, found)
-                states[place.bucket, place.info.slot] = found
+    check_whole(engine, optimizer, state, "the checkpoint")
+    states: dict[tuple[Bucket, int], Any] = {}
+    for group, saved, place, found in _pairs(optimizer, sharded, state):
+        group.update({k: v for k, v in saved.items() if k != "params"})
+        if place is not None and found:
+            states[place.bucket, place.info.slot] = found
     with torch.inference_mode(False), torch.no_grad():
         sharded.load_param_states(states)
 
 
-def _check_shapes(place: Place, state: Mapping[str, Any]) -> None:
+def check_whole(engine: Assembly, optimizer: Optimizer, state: Mapping[str, Any], what: str) -> None:
+    """See ``Engine.check_optimizer_state``."""
+    sharded = sharded_optimizer(engine, optimizer)
+    saved, own = state["param_groups"], optimizer.param_groups
+    kind = type(optimizer).__name__
+    sizes = [len(g["params"]) for g in saved], [len(g["params"]) for g in own]
+    if sizes[0] != sizes[1]:
+        raise ConfigError(
+            f"{what}: its optimizer has param groups of {sizes[0]} parameters, this {kind} of {sizes[1]}. Build the "
+            "optimizer as it was when the checkpoint was saved."
+        )
+    settings = optimizer.defaults.keys() - LATER
+    for theirs, ours in zip(saved, own, strict=True):
+        # More of them on one side alone are those of another version or a scheduler, or names that users give groups.
+        lacks, has = sorted(settings - theirs.keys()), sorted(theirs.keys() - ours.keys() - LATER)
+        if lacks and has:
+            raise ConfigError(
+                f"{what}: its optimizer is no {kind}: it has the settings {', '.join(has)} and not {', '.join(lacks)}. "
+                "Build the optimizer as it was when the checkpoint was saved."
+            )
+    for _, _, place, found in _pairs(optimizer, sharded, state):
+        if place is not None and found:
+            _check_shapes(place, found, what)
+
+
+# Settings that torch has given to optimizers in later versions, or that schedulers add.
+LATER = frozenset(
+    ("foreach", "fused", "maximize", "capturable", "differentiable", "decoupled_weight_decay", "initial_lr", "params")
+)
+
+
+def _pairs(
+    optimizer: Optimizer, sharded: ShardedOptimizer, state: Mapping[str, Any]
+) -> Iterator[tuple[dict[str, Any], Mapping[str, Any], Place | None, Mapping[str, Any] | None]]:
+    """Param group, its saved one, and each of its parameters with its saved state; each group at least once."""
+    for group, saved, places in zip(optimizer.param_groups, state["param_groups"], sharded.places(), strict=True):
+        yield group, saved, None, None
+        for number, place in zip(saved["params"], places, strict=True):
+            yield group, saved, place, state["state"].get(number)
+
+
+def _check_shapes(place: Place, state: Mapping[str, Any], what: str) -> None:
     for name, value in state.items():
         if isinstance(value, Tensor) and value.dim() and value.shape != place.info.shape and value.numel() != 1:
             raise ConfigError(
-                f"the checkpoint's optimizer state {name!r} of {place.info.fqn} has shape {tuple(value.shape)}, "
+                f"{what}: its optimizer state {name!r} of {place.info.fqn} has shape {tuple(value.shape)}, "
                 f"expected {tuple(place.info.shape)}. Load a checkpoint of the same model."
             )
