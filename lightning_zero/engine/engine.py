@@ -138,6 +138,17 @@ class Engine(Assembly):
         """
         optimizer_state.load_whole(self, optimizer, state)
 
+    def check_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any], what: str) -> None:
+        """Refuse what :meth:`load_optimizer_state` would refuse, before anything is loaded.
+
+        Args:
+            what: has this state, in words.
+
+        Raises:
+            ConfigError: the kinds of the optimizers, the param groups or shapes differ.
+        """
+        optimizer_state.check_whole(self, optimizer, state, what)
+
     # -- passes: the engine is told where steps and backwards are (passes/passes.py) -----------------------------------
 
     def step_scope(self, key: str = "step", *, evaluation: bool = False) -> contextlib.AbstractContextManager[None]:

@@ -97,7 +97,8 @@ def note_file(run_dir: str | os.PathLike[str], owner: str, path: str) -> None:
         owner: what writes it and is to remove it.
     """
     with (Path(run_dir) / FILES).open("a") as file:
-        file.write(json.dumps([owner, os.path.abspath(path)]) + "\n")
+        # A line of its own, also behind one that a killed process has not finished.
+        file.write("\n" + json.dumps([owner, os.path.abspath(path)]) + "\n")
         file.flush()
         os.fsync(file.fileno())
 
@@ -107,7 +108,7 @@ def files_of_job(run_dir: str | os.PathLike[str]) -> dict[str, set[Path]]:
     found: dict[str, set[Path]] = {}
     with contextlib.suppress(OSError):
         for line in (Path(run_dir) / FILES).read_text().splitlines():
-            with contextlib.suppress(ValueError):  # the last line, if the process was killed there
+            with contextlib.suppress(ValueError):  # an empty line, or one that a killed process has not finished
                 owner, path = json.loads(line)
                 found.setdefault(owner, set()).add(Path(path))
     return found

@@ -238,7 +238,7 @@ def _on_load_checkpoint(
     engine = _average_of(callback).engine
     if checkpoint.get(EXCLUDES_FROZEN):
         states = {key: checkpoint[key] for key in ("state_dict", "current_model_state") if key in checkpoint}
-        checkpoint = checkpoint | {key: keeping_frozen(engine, state) for key, state in states.items()}
+        checkpoint = checkpoint | {key: keeping_frozen(engine.module, state) for key, state in states.items()}
     with loading_into_shards(engine):  # the callback calls pl_module.load_state_dict
         type(callback).on_load_checkpoint(callback, trainer, pl_module, checkpoint)
 

@@ -125,8 +125,10 @@ def load(io: CheckpointIO, path: Any, weights_only: bool | None) -> dict[str, An
     """
     try:
         return io.load_checkpoint(path, weights_only=weights_only)
-    except (FileNotFoundError, MemoryError):
+    except MemoryError:
         raise
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"{error}. Give another ckpt_path.") from error
     except OSError as error:
         if error.errno in _LASTING:
             raise ConfigError(_damaged(path, error)) from error

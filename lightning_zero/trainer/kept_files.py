@@ -17,7 +17,8 @@ from lightning_zero.ranks.resume import files_of_job, job_name, note_file, note_
 from lightning_zero.trainer.checkpoint_io import after_writes
 
 _LINK, _REMOVE, _SAVE = "_link_checkpoint", "_remove_checkpoint", "_save_checkpoint"
-_PATCHED = (_LINK, _REMOVE, _SAVE)
+_SHOULD_REMOVE = "_should_remove_checkpoint"
+_PATCHED = (_LINK, _REMOVE, _SAVE, _SHOULD_REMOVE)
 
 
 def attach(trainer: pl.Trainer) -> None:
@@ -87,6 +88,9 @@ class NoteJob(Callback):
         if job_name() is not None:
             for callback in _of(trainer):
                 callback.__dict__[_SAVE] = partial(_save_noted, callback, self._run_dir)
+                link = getattr(callback, _LINK)
+                callback.__dict__[_LINK] = partial(_link_noted, callback, self._run_dir, link)
+                callback.__dict__[_SHOULD_REMOVE] = partial(_should_remove, callback, self._run_dir)
 
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
@@ -95,13 +99,27 @@ class NoteJob(Callback):
         self._folders = {key: state.get("dirpath") for key, state in states.items() if isinstance(state, Mapping)}
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if not trainer.is_global_zero:
-            return
-        if note_job(self._run_dir):  # all ranks are here, and have looked for the note
+        again = trainer.is_global_zero and note_job(self._run_dir)  # all ranks are here, and have looked for the note
+        known = trainer.strategy.broadcast(self._links(trainer) if again else {})
+        for callback in _of(trainer):
+            callback.last_model_path = callback.last_model_path or known.get(callback.state_key, "")
+        if again:
             removed = [name for folder in self._all_folders(trainer) for name in remove_leftovers(folder)]
             removed += self._remove_unknown(trainer)
             if removed:
                 print(f"removed what an earlier start of {job_name()} has left: {', '.join(removed)}", flush=True)
+
+    def _links(self, trainer: pl.Trainer) -> dict[str, str]:
+        """``last.ckpt`` of each ModelCheckpoint, which is saved before it makes that, and so may not know of it.
+
+        It would take it for somebody else's then, and make a ``last-v1.ckpt``.
+        """
+        written, found = files_of_job(self._run_dir), {}
+        for callback in _of(trainer):
+            last = Path(callback.dirpath or "").absolute() / f"{callback.CHECKPOINT_NAME_LAST}{callback.FILE_EXTENSION}"
+            if last in written.get(callback.state_key, ()) and os.path.lexists(last):
+                found[callback.state_key] = os.path.join(callback.dirpath or "", last.name)
+        return found
 
     def _all_folders(self, trainer: pl.Trainer) -> set[Path]:
         folders = [self._run_dir, *(c.dirpath for c in _of(trainer))]
@@ -118,10 +136,15 @@ class NoteJob(Callback):
             kept = {
                 os.path.realpath(path) for path in {*known, *callback.best_k_models, trainer.ckpt_path or ""} if path
             }
+            last = os.path.abspath(callback.last_model_path)
             for path in sorted(written.get(callback.state_key, ())):
-                if path.exists() and not path.is_symlink() and os.path.realpath(path) not in kept:
+                if path.is_symlink() and str(path) != last:
+                    path.unlink()
+                elif path.exists() and not path.is_symlink() and os.path.realpath(path) not in kept:
                     trainer.strategy.remove_checkpoint(str(path))
-                    removed.append(path.name)
+                else:
+                    continue
+                removed.append(path.name)
         return removed
 
 
@@ -129,3 +152,21 @@ def _save_noted(callback: ModelCheckpoint, run_dir: str, trainer: pl.Trainer, fi
     if trainer.is_global_zero:
         note_file(run_dir, callback.state_key, filepath)
     type(callback)._save_checkpoint(callback, trainer, filepath)
+
+
+def _link_noted(
+    callback: ModelCheckpoint, run_dir: str, link: Any, trainer: pl.Trainer, filepath: str, linkpath: str
+) -> None:
+    if trainer.is_global_zero:
+        note_file(run_dir, callback.state_key, linkpath)
+    link(trainer, filepath, linkpath)
+
+
+def _should_remove(callback: ModelCheckpoint, run_dir: str, trainer: pl.Trainer, previous: str, current: str) -> bool:
+    """Lightning keeps the checkpoint that a run goes on from: it may be the user's. One of this job's own is one
+    like the others."""
+    started_from = trainer.ckpt_path is not None and os.path.realpath(trainer.ckpt_path) == os.path.realpath(previous)
+    written = files_of_job(run_dir).get(callback.state_key, set())
+    if started_from and previous != current and Path(previous).absolute() in written and callback.dirpath is not None:
+        return Path(callback.dirpath).absolute() in Path(previous).absolute().parents
+    return type(callback)._should_remove_checkpoint(callback, trainer, previous, current)

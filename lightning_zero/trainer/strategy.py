@@ -57,7 +57,7 @@ from lightning_zero.device import accelerator_of
 from lightning_zero.device.cuda import default_device
 from lightning_zero.engine import Engine, engine_of, shard
 from lightning_zero.engine.units.describe import TRUE_DTYPES
-from lightning_zero.engine.whole.module_state import check_loads, keeping_frozen
+from lightning_zero.engine.whole.module_state import keeping_frozen
 from lightning_zero.engine.whole.sharded_state import sharded_optimizer_state, sharded_state_dict
 from lightning_zero.ranks import rendezvous
 from lightning_zero.ranks.allocation import check_allocation
@@ -66,6 +66,7 @@ from lightning_zero.ranks.peers import PeerError
 from lightning_zero.ranks.waits import StallError, Waits
 from lightning_zero.tiers.claims import check_folder
 from lightning_zero.trainer import averaging, finetuning, kept_files, pruning, range_saves, validations
+from lightning_zero.trainer.checkpoint_fits import check_model
 from lightning_zero.trainer.checkpoint_io import async_writer, load, remove_behind_writes, wait_for_writes, with_default
 from lightning_zero.trainer.interruptions import Interruptions, Left, refuse_lonely_save
 from lightning_zero.trainer.precision import ZeroPrecision
@@ -132,7 +133,6 @@ class ZeroStrategy(ParallelStrategy):
         refuse_writer(checkpoint_io, self.config.checkpoint)
         self._saves_folders = self.config.checkpoint.name is CheckpointFormat.sharded
         self._saver: ShardedSaver | None = None
-        self._loaded_from: Any = None
         self._asked_precision = self.config.precision.name
         super().__init__(
             accelerator=accelerator,
@@ -151,6 +151,7 @@ class ZeroStrategy(ParallelStrategy):
         )
         self._interruptions: Interruptions | None = None
         self._random_numbers: RandomNumbers | None = None
+        self._loaded_from: Any = "the checkpoint"
         self._saved_rng: Saved | None = None  # of a checkpoint, until there is one who needs it
         self.failed_save: Exception | None = None  # the last that has failed, on all ranks
         self.range_save: RangeSave | None = None  # inside of Trainer.save_checkpoint
@@ -688,11 +689,11 @@ class ZeroStrategy(ParallelStrategy):
                 lambda value: self._gather_objects(value, "checksums"),
                 lambda act: self.together("reading checksums", act),
             )
+        self._loaded_from = checkpoint_path
         read: Callable[[], dict[str, Any]] = partial(load, self.checkpoint_io, checkpoint_path, weights_only)
         if is_folder(checkpoint_path):
             read = partial(read_folder, checkpoint_path, weights_only)
         checkpoint = self.together("reading a checkpoint", read)
-        self._loaded_from = checkpoint_path
         self._take_random_numbers(checkpoint.pop(RNG_KEY, None), checkpoint_path)
         return checkpoint
 
@@ -708,25 +709,28 @@ class ZeroStrategy(ParallelStrategy):
                 )
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        assert self.lightning_module is not None
-        engine = engine_of(self.lightning_module)
+        """
+        Raises:
+            OtherModelError: on all ranks, with the file: these are not the weights of this model. Nothing is loaded.
+        """
+        module, state, path = self.lightning_module, checkpoint["state_dict"], self._loaded_from
+        assert module is not None
+        if checkpoint.get(averaging.EXCLUDES_FROZEN):
+            state = keeping_frozen(module, state)
+        fits = partial(check_model, module, state, path, strict=strict)
+        self.together("comparing a checkpoint with the model", fits)
+        engine = engine_of(module)
         if engine is None:
             self._to_load = checkpoint, strict
         else:
             self._load_into_shards(engine, checkpoint, checkpoint["state_dict"], strict)
 
+    @staticmethod
     def _load_into_shards(
-        self, engine: Engine, checkpoint: Mapping[str, Any], state: Mapping[str, Any], strict: bool
+        engine: Engine, checkpoint: Mapping[str, Any], state: Mapping[str, Any], strict: bool
     ) -> None:
         if checkpoint.get(averaging.EXCLUDES_FROZEN):
-            state = keeping_frozen(engine, state)
-        try:
-            check_loads(engine, state, strict=strict)
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"{self._loaded_from}: the checkpoint is not of this model: {error} Give the checkpoint of this model, "
-                "or set strict_loading = False in the LightningModule for other names."
-            ) from error
+            state = keeping_frozen(engine.module, state)
         engine.load_state_dict(state, strict=strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -738,9 +742,15 @@ class ZeroStrategy(ParallelStrategy):
                 "without a state start anew. Give the optimizers it was saved with to go on as it was."
             )
         frozen = [bucket for bucket in self.engine.buckets if not bucket.trainable]
-        for optimizer, state in zip(self.optimizers, states, strict=False):
-            if not isinstance(optimizer, _MockOptimizer):
-                self.engine.load_optimizer_state(optimizer, state)
+        pairs = [(o, s) for o, s in zip(self.optimizers, states, strict=False) if not isinstance(o, _MockOptimizer)]
+
+        def check() -> None:
+            for optimizer, state in pairs:
+                self.engine.check_optimizer_state(optimizer, state, f"ckpt_path: {self._loaded_from}")
+
+        self.together("comparing a checkpoint with the optimizers", check)
+        for optimizer, state in pairs:
+            self.engine.load_optimizer_state(optimizer, state)
         if any(bucket.trainable for bucket in frozen):  # weights of frozen buckets were rounded when they were loaded
             self._load_into_shards(self.engine, checkpoint, averaging.current_weights(checkpoint), strict=False)
 

@@ -96,3 +96,23 @@ def test_what_may_be_somebody_elses_stays(other: str, tmp_path: Path) -> None:
     with job("two" if other == "job" else "one"):
         train(tmp_path, "1", folder="others" if other == "folder" else "checkpoints", **settings)
     assert {"step=2.ckpt", "step=6.ckpt"} <= names(folder)
+
+
+@on_ranks(2)
+def test_the_link_of_an_earlier_start_is_taken_over(tmp_path: Path) -> None:
+    """The first checkpoint is saved before there is a link, and so does not know of it; nor is it kept for ever."""
+    folder = tmp_path / "checkpoints"
+    with job("one"):
+        train(tmp_path, "1", max_epochs=1, max_steps=2)
+        assert names(folder) == {"last.ckpt", "step=2.ckpt"}
+        train(tmp_path, "1", max_epochs=1, max_steps=4, ckpt_path=folder / "step=2.ckpt")
+    assert names(folder) == {"last.ckpt", "step=4.ckpt"}
+    assert (folder / "last.ckpt").resolve() == folder / "step=4.ckpt"
+
+
+def test_a_note_that_was_cut_off(tmp_path: Path) -> None:
+    resume.note_file(tmp_path, "a", "/one.ckpt")
+    with (tmp_path / resume.FILES).open("a") as file:
+        file.write('["a", "/tw')
+    resume.note_file(tmp_path, "a", "/three.ckpt")
+    assert resume.files_of_job(tmp_path) == {"a": {Path("/one.ckpt"), Path("/three.ckpt")}}

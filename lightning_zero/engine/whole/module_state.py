@@ -100,17 +100,12 @@ def _identity(tensor: Tensor) -> tuple[int, torch.Size, tuple[int, ...]]:
 class _CopyIntoShards(TorchFunctionMode):
     """Turns ``param.copy_(value)`` of ``Module.load_state_dict`` into a write to this rank's slice."""
 
-    def __init__(self, engine: Assembly, *, writes: bool = True) -> None:
-        """
-        Args:
-            writes: False: nothing is copied, into buffers neither.
-        """
+    def __init__(self, engine: Assembly) -> None:
         super().__init__()
         self.engine = engine
-        self._writes = writes
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is Tensor.copy_ and (not self._writes or isinstance(args[1], KeptTensor)):
+        if func is Tensor.copy_ and isinstance(args[1], KeptTensor):
             return args[0]
         if func is Tensor.copy_ and isinstance(args[0], nn.Parameter) and self.engine.owns(args[0]):
             place = self.engine.place_of(args[0])
@@ -136,21 +131,11 @@ def load_whole(engine: Assembly, state: Mapping[str, Any], *, strict: bool = Tru
         return engine.module.load_state_dict(state, strict=strict)
 
 
-def check_loads(engine: Assembly, state: Mapping[str, Any], *, strict: bool = True) -> None:
-    """Raise what loading ``state`` would raise for other names or shapes, while nothing has changed yet.
-
-    A module with a ``load_state_dict`` of its own is not asked: what else that does, it would do twice.
-    """
-    if type(engine.module).load_state_dict is nn.Module.load_state_dict:
-        with engine.placeholders_allowed(), _CopyIntoShards(engine, writes=False):
-            engine.module.load_state_dict(state, strict=strict)
-
-
-def keeping_frozen(engine: Assembly, state: Mapping[str, Any]) -> dict[str, Any]:
+def keeping_frozen(module: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
     """``state`` of a checkpoint without frozen parameters, with what makes a load leave them as they are."""
-    frozen = (info for b in engine.buckets for info in b.params if not info.param.requires_grad)
-    kept = {fqn: KeptTensor(info.shape, info.dtype) for info in frozen for fqn in info.fqns if fqn not in state}
-    return {**state, **kept}
+    params = module.named_parameters(remove_duplicate=False)
+    lacking = {fqn: p for fqn, p in params if not p.requires_grad and fqn not in state}
+    return {**state, **{fqn: KeptTensor(p.shape, p.dtype) for fqn, p in lacking.items()}}
 
 
 @contextlib.contextmanager

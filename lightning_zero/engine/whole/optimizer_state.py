@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -115,26 +115,58 @@ def load_whole(engine: Assembly, optimizer: Optimizer, state: Mapping[str, Any])
     """See ``Engine.load_optimizer_state``."""
     sharded = sharded_optimizer(engine, optimizer)
     engine.settle()
-    saved, own = state["param_groups"], optimizer.param_groups
-    sizes = [len(g["params"]) for g in saved], [len(g["params"]) for g in own]
-    if sizes[0] != sizes[1]:
-        raise ConfigError(
-            f"the checkpoint's optimizer has param groups of {sizes[0]} parameters, this optimizer of {sizes[1]}. "
-            "Build the optimizer as it was when the checkpoint was saved."
-        )
-    states: dict[tuple[Bucket, int], dict[str, Any]] = {}
-    for saved_group, places in zip(saved, sharded.places(), strict=True):
-        for number, place in _matched(saved_group["params"], places):
-            if found := state["state"].get(number):
-                _check_shapes(place, found)
-                states[place.bucket, place.info.slot] = found
-    for group, saved_group in zip(own, saved, strict=True):  # nothing has changed before all was found to fit
-        group.update({k: v for k, v in saved_group.items() if k != "params"})
+    check_whole(engine, optimizer, state, "the checkpoint")
+    states: dict[tuple[Bucket, int], Any] = {}
+    for group, saved, place, found in _pairs(optimizer, sharded, state):
+        group.update({k: v for k, v in saved.items() if k != "params"})
+        if place is not None and found:
+            states[place.bucket, place.info.slot] = found
     with torch.inference_mode(False), torch.no_grad():
         sharded.load_param_states(states)
 
 
-def _matched(saved: Sequence[Any], places: Sequence[Place]) -> list[tuple[Any, Place]]:
+def check_whole(engine: Assembly, optimizer: Optimizer, state: Mapping[str, Any], what: str) -> None:
+    """See ``Engine.check_optimizer_state``."""
+    sharded = sharded_optimizer(engine, optimizer)
+    saved, own = state["param_groups"], optimizer.param_groups
+    kind = type(optimizer).__name__
+    sizes = [len(g["params"]) for g in saved], [len(g["params"]) for g in own]
+    if sizes[0] != sizes[1]:
+        raise ConfigError(
+            f"{what}: its optimizer has param groups of {sizes[0]} parameters, this {kind} of {sizes[1]}. Build the "
+            "optimizer as it was when the checkpoint was saved."
+        )
+    settings = optimizer.defaults.keys() - LATER
+    for theirs, ours in zip(saved, own, strict=True):
+        # More of them on one side alone are those of another version or a scheduler, or names that users give groups.
+        lacks, has = sorted(settings - theirs.keys()), sorted(theirs.keys() - ours.keys() - LATER)
+        if lacks and has:
+            raise ConfigError(
+                f"{what}: its optimizer is no {kind}: it has the settings {', '.join(has)} and not {', '.join(lacks)}. "
+                "Build the optimizer as it was when the checkpoint was saved."
+            )
+    for _, _, place, found in _pairs(optimizer, sharded, state, what):
+        if place is not None and found:
+            _check_shapes(place, found, what)
+
+
+# Settings that torch has given to optimizers in later versions, or that schedulers add.
+LATER = frozenset(
+    ("foreach", "fused", "maximize", "capturable", "differentiable", "decoupled_weight_decay", "initial_lr", "params")
+)
+
+
+def _pairs(
+    optimizer: Optimizer, sharded: ShardedOptimizer, state: Mapping[str, Any], what: str = "the checkpoint"
+) -> Iterator[tuple[dict[str, Any], Mapping[str, Any], Place | None, Mapping[str, Any] | None]]:
+    """Param group, its saved one, and each of its parameters with its saved state; each group at least once."""
+    for group, saved, places in zip(optimizer.param_groups, state["param_groups"], sharded.places(), strict=True):
+        yield group, saved, None, None
+        for number, place in _matched(saved["params"], places, what):
+            yield group, saved, place, state["state"].get(number)
+
+
+def _matched(saved: Sequence[Any], places: Sequence[Place], what: str) -> list[tuple[Any, Place]]:
     """Keys of saved states with the parameters that they belong to: by name where they are names, else by order."""
     if not all(isinstance(key, str) for key in saved):
         return list(zip(saved, places, strict=True))
@@ -142,16 +174,16 @@ def _matched(saved: Sequence[Any], places: Sequence[Place]) -> list[tuple[Any, P
     missing = [place.info.fqn for place in places if not any(fqn in names for fqn in place.info.fqns)]
     if missing:
         raise ConfigError(
-            f"the checkpoint's optimizer has no {missing[0]} in the param group where this optimizer has it (nor "
+            f"{what}: its optimizer has no {missing[0]} in the param group where this optimizer has it (nor "
             f"{len(missing) - 1} others). Build the optimizer as it was when the checkpoint was saved."
         )
     return [(next(fqn for fqn in place.info.fqns if fqn in names), place) for place in places]
 
 
-def _check_shapes(place: Place, state: Mapping[str, Any]) -> None:
+def _check_shapes(place: Place, state: Mapping[str, Any], what: str) -> None:
     for name, value in state.items():
         if isinstance(value, Tensor) and value.dim() and value.shape != place.info.shape and value.numel() != 1:
             raise ConfigError(
-                f"the checkpoint's optimizer state {name!r} of {place.info.fqn} has shape {tuple(value.shape)}, "
+                f"{what}: its optimizer state {name!r} of {place.info.fqn} has shape {tuple(value.shape)}, "
                 f"expected {tuple(place.info.shape)}. Load a checkpoint of the same model."
             )
