@@ -16,6 +16,13 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 OUTCOME = re.compile(r"^(?P<name>\S+::.+?) (?P<outcome>PASSED|FAILED|ERROR|SKIPPED)\b")
 COLLECTED = re.compile(r"(\d+) selected|collected (\d+) items?$")
+# A process whose parent was started in the background of a shell ignores SIGINT, and pytest would never hear of it.
+PYTEST = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+import pytest
+sys.exit(pytest.main())
+"""
 SUMMARY_S = 8.0  # to end the tests that run and to write what has failed
 
 
@@ -27,7 +34,7 @@ def files() -> list[str]:
 
 def run(log: Path, limit_s: float) -> dict[str, Any]:
     """Run them, with all output in ``log``; what runs longer than ``limit_s`` is interrupted."""
-    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-v", "--tb=short", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-c", PYTEST, "-m", "gpu", "-v", "--tb=short", "-p", "no:cacheprovider"]
     # Without conftest: what it checks of every test is for runs of all tests, and takes packages that may be missing.
     command += ["--color=no", "--noconftest", "-o", "minversion=7.0", *files()]
     started = time.monotonic()

@@ -11,14 +11,16 @@ in the same order on every rank and the two kinds interleave freely. Where the h
 of an all-reduce is issued when the first half is found complete, at moments that differ between ranks, so it has a
 third. Small host-side agreements run on a gloo group.
 
-CUDA. Each kind runs on a stream of its own (``streams.py`` draws the order of events). An operation waits for what the
-stream that issues it has queued: its buffer was allocated there, and may be memory that earlier kernels still read.
+CUDA. Each kind runs on a stream of its own (``streams.py`` draws the order of events), by calls that queue on the
+current stream (``async_op=False``): so it has the stream's priority. With ``async_op=True`` NCCL takes a stream of its
+own, whose priority is that of compute. The host waits in neither case. An operation waits for what the stream that
+issues it has queued.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal, TypeVar
 
@@ -97,10 +99,14 @@ class Communicator:
         for the others, and in the middle of a pass these may be waiting for another message of this rank."""
         assert self._groups is not None
         if self.streams.are_there:
-            for group in (self._groups.gather, self._groups.reduce, self._groups.replicate):
+            for kind, group in (
+                ("gather", self._groups.gather),
+                ("reduce", self._groups.reduce),
+                ("reduce", self._groups.replicate),
+            ):
                 if group is not None:
                     number = torch.zeros(1, device=self.device)
-                    self.wait_work(dist.all_reduce(number, group=group, async_op=True), "groups", on_device=True)
+                    self._run(partial(dist.all_reduce, number, group=group), number, kind, "groups")
 
     @property
     def issued(self) -> int:
@@ -122,23 +128,42 @@ class Communicator:
         self._count("all_gather", label)
         return self._gather(full, label, "gather")
 
-    def reduce_scatter(self, full: Tensor, label: str) -> Reduction:
-        """Sum ``full`` [shard_size * n] over all ranks, which gives this rank's slice [n]; ``full`` is used up."""
-        self._count("reduce_scatter", label)
-        return Reduction(self._reduce(full, label), *self._over_replicas(label))
+    def all_gather_together(self, fulls: Sequence[tuple[Tensor, str]]) -> Pending:
+        """Several :meth:`all_gather` at once, each with its label: one message where the device has streams."""
+        for _, label in fulls:
+            self._count("all_gather", label)
+        label = fulls[0][1]
+        if self._groups is None or self._groups.gather is None:
+            return Pending(self, label, [], lambda: fulls[0][0], event=self.streams.mark())
+        with self.streams.on("gather") as stream:
+            works = self._transport.gather_all(
+                [full for full, _ in fulls], self.shard_rank, self.shard_size, self._groups.gather
+            )
+            return self._pending(label, works, lambda: fulls[0][0], stream)
 
-    def all_reduce(self, full: Tensor, label: str) -> Reduction:
-        """Sum ``full`` over all ranks, in place, which gives ``full``."""
+    def reduce_scatter(self, full: Tensor, label: str, *, factor: float = 1.0) -> Reduction:
+        """Sum ``full`` [shard_size * n] over all ranks, which gives this rank's slice [n]; ``full`` is used up.
+
+        Args:
+            factor: the sum is multiplied by it.
+        """
+        self._count("reduce_scatter", label)
+        return Reduction(self._reduce(full, label, factor), *self._over_replicas(label))
+
+    def all_reduce(self, full: Tensor, label: str, *, factor: float = 1.0) -> Reduction:
+        """Sum ``full`` over all ranks, in place, which gives ``full``. See :meth:`reduce_scatter`."""
         self._count("all_reduce", label)
         if self._groups is None or self.streams.are_there:
-            return Reduction(self._reduce(full, label, whole=True))
+            return Reduction(self._reduce(full, label, factor, whole=True))
 
         def gather(shard: Tensor) -> Pending:
             # ``full`` held what was to be summed. The sum is complete here, so nothing reads its old contents any more.
-            full.view(self.shard_size, -1)[self.shard_rank].copy_(shard)
+            own = full.view(self.shard_size, -1)[self.shard_rank]
+            if own.data_ptr() != shard.data_ptr():
+                own.copy_(shard)
             return self._gather(full, label, "second_half")
 
-        return Reduction(self._reduce(full, label), *self._over_replicas(label), gather)
+        return Reduction(self._reduce(full, label, factor, whole=True), *self._over_replicas(label), gather)
 
     def broadcast(self, tensor: Tensor, src: int = 0, *, among: Literal["gather", "reduce"] = "gather") -> None:
         """Blocking: every rank gets ``tensor`` of rank ``src``: first one rank of each replica, then the others.
@@ -156,15 +181,28 @@ class Communicator:
         place = group.index(src)
         if self._groups.replicate is not None and self.shard_rank == place:
             replica = self.topology.shard_groups.index(group)
-            self._wait_broadcast(flat_bytes, replica, self._groups.replicate)
+            self._wait_broadcast(flat_bytes, replica, self._groups.replicate, "reduce")
         if (shards := getattr(self._groups, among)) is not None:
-            self._wait_broadcast(flat_bytes, place, shards)
+            self._wait_broadcast(flat_bytes, place, shards, among)
         if data is not tensor:  # a contiguous copy, or one on the host
             tensor.copy_(data)
 
-    def _wait_broadcast(self, tensor: Tensor, src: int, group: Any) -> None:
-        work = dist.broadcast(tensor, group_src=src, group=group, async_op=True)
-        self.wait_work(work, "values of rank 0", on_device=tensor.device.type != "cpu")
+    def _wait_broadcast(self, tensor: Tensor, src: int, group: Any, among: str) -> None:
+        self._run(partial(dist.broadcast, tensor, group_src=src, group=group), tensor, among, "values of rank 0")
+
+    def _run(self, send: Callable[..., Any], tensor: Tensor, kind: str, label: str) -> None:
+        """Send a message and have its result in ``tensor``, on the current stream.
+
+        Args:
+            kind: of the operations that it is ordered with: a group's messages all run on one stream.
+        """
+        if tensor.device.type == "cpu":
+            self.wait_work(send(async_op=True), label)
+            return
+        with self.streams.on(kind):
+            send(async_op=False)
+            event = self.streams.mark()
+        self.streams.wait(event)
 
     def broadcast_small(self, tensor: Tensor) -> None:
         """Send a small host tensor of rank 0 to every rank. Blocking. It does not wait behind gathers in flight."""
@@ -232,39 +270,41 @@ class Communicator:
     def _gather(self, full: Tensor, label: str, group: str) -> Pending:
         """Issue a gather of ``full`` on the group of that name."""
         if self._groups is None or self._groups.gather is None:
-            pending = Pending(self, label, [], lambda: full)
-            pending._event = self.streams.mark()  # the current stream may be one that still brings the bytes
-            return pending
+            # The current stream may be one that still brings the bytes.
+            return Pending(self, label, [], lambda: full, event=self.streams.mark())
         # Counted apart from the all-reduce that it ends: ranks come here at different moments, see :meth:`resume`.
         self._groups.issued += group == "second_half"
         with self.streams.on("gather") as stream:
             works = self._transport.gather(full, self.shard_rank, self.shard_size, getattr(self._groups, group))
             return self._pending(label, works, lambda: full, stream)
 
-    def _reduce(self, full: Tensor, label: str, *, whole: bool = False) -> Pending:
+    def _reduce(self, full: Tensor, label: str, factor: float, *, whole: bool = False) -> Pending:
         """Issue the sum over the ranks that share shards. On a stream also issue the messages that follow it.
 
         On a stream nobody waits in between. So all messages are issued in the order of reductions, which is the same on
         all ranks.
 
         Args:
-            whole: bring the sum of every slice to all ranks, into ``full``.
+            factor: the slice's sum is multiplied by it.
+            whole: the sum of every slice is to come to all ranks, into ``full``. On a stream it does.
         """
         if self._groups is None:
-            return Pending(self, label, [], lambda: full)
+            return Pending(self, label, [], lambda: full if factor == 1.0 else full.mul_(factor))
         with self.streams.on("reduce") as stream:
             works: list[Any] = []
             total: Callable[[], Tensor] = lambda: full  # noqa: E731
             if self._groups.reduce is not None:
-                works, total = self._transport.reduce(full, self.shard_rank, self.shard_size, self._groups.reduce)
+                works, total = self._transport.reduce(
+                    full, self.shard_rank, self.shard_size, self._groups.reduce, in_place=whole
+                )
+            if factor != 1.0:
+                total = _multiplied(total, factor)
             # Off CUDA the messages that follow need a complete first sum, which the host finds when it lands it. Issued
             # from here they would make the host wait for the first sum now. On CUDA the stream waits, not the host.
             finish = total if stream is None else lambda: self._rest_in_stream(total(), full, label, whole)
-            pending = self._pending(label, works, finish, stream)
             # The reduce stream reads ``full``, whose block belongs to the compute stream's pool. Freed now, compute
             # would get the block for its next tensor and overwrite it. :meth:`Pending.wait` frees it behind the event.
-            pending._keep = full
-            return pending
+            return self._pending(label, works, finish, stream, keep=full)
 
     def _rest_in_stream(self, shard: Tensor, full: Tensor, label: str, whole: bool) -> Tensor:
         """Issue, on the reduce stream, the messages that follow the sum of this rank's slice, ``shard``."""
@@ -276,9 +316,14 @@ class Communicator:
         # On the reductions' own group: each reduction is issued with all of its messages, so one order holds for all.
         if self._groups.reduce is not None:
             full.view(self.shard_size, -1)[self.shard_rank].copy_(shard)
-            for work in self._transport.gather(full, self.shard_rank, self.shard_size, self._groups.reduce):
-                work.wait()
+            self._wait_in_stream(self._transport.gather(full, self.shard_rank, self.shard_size, self._groups.reduce))
         return full
+
+    @staticmethod
+    def _wait_in_stream(works: list[Any]) -> None:
+        """Make the current stream wait for messages that a backend has not queued on it."""
+        for work in works:
+            work.wait()
 
     def _over_replicas(self, label: str) -> list[Callable[[Tensor], Pending]]:
         """What to issue after :meth:`_reduce`: the sum over the nodes, where the host has to issue it."""
@@ -290,31 +335,29 @@ class Communicator:
         return Pending(self, label, [self._issue_sum(shard)], lambda: shard)
 
     def _sum_replicas_in_stream(self, shard: Tensor, label: str) -> None:
-        host = isinstance(self._transport, HostTransport)
-        data = shard.cpu() if host else shard
-        self.wait_work(self._issue_sum(data), label, on_device=not host)
-        if host:
+        if isinstance(self._transport, HostTransport):
+            data = shard.cpu()
+            self.wait_work(self._issue_sum(data), label)
             shard.copy_(data)
+        else:
+            self._issue_sum(shard, async_op=False)
 
-    def _issue_sum(self, shard: Tensor) -> Any:
+    def _issue_sum(self, shard: Tensor, *, async_op: bool = True) -> Any:
         """Sum ``shard`` over the nodes, in place."""
         assert self._groups is not None
         self._groups.issued += 1
-        return dist.all_reduce(shard, group=self._groups.replicate, async_op=True)
+        return dist.all_reduce(shard, group=self._groups.replicate, async_op=async_op)
 
-    def _pending(self, label: str, works: list[Any], finish: Callable[[], Tensor], stream: Any) -> Pending:
+    def _pending(
+        self, label: str, works: list[Any], finish: Callable[[], Tensor], stream: Any, *, keep: Tensor | None = None
+    ) -> Pending:
         """The handle of ``works``. On CUDA it is called inside ``streams.on``, with ``stream`` as the current one."""
         if stream is None:
-            return Pending(self, label, works, finish)
-        for work in works:
-            # This makes the current stream wait, not the host. Outside of ``streams.on`` compute itself would wait, and
-            # nothing would overlap.
-            work.wait()
-        # The event comes last: whoever waits for it also waits for what ``finish`` has queued on the stream.
+            return Pending(self, label, works, finish, keep=keep)
+        self._wait_in_stream(works)
+        # The event comes last: whoever waits for it also waits for what ``finish`` has queued behind them.
         result = finish()
-        pending = Pending(self, label, [], lambda: result)
-        pending._event = self.streams.mark()
-        return pending
+        return Pending(self, label, [], lambda: result, event=self.streams.mark(), keep=keep)
 
     def _small(self, tensor: Tensor, op: Any) -> Tensor:
         if self._groups is None:
@@ -327,15 +370,14 @@ class Communicator:
         # On a device in the queue of the reductions, whose order is one on all ranks; never in that of the gathers.
         for group in groups:
             if group is not None:
-                work = dist.all_reduce(tensor, op=op, group=group, async_op=True)
-                self.wait_work(work, "a small reduction", on_device=not host)
+                self._run(partial(dist.all_reduce, tensor, op=op, group=group), tensor, "reduce", "a small reduction")
         return tensor
 
     # -- waiting, counting ----------------------------------------------------------------------------------------
 
-    def wait_work(self, work: Any, label: str, *, on_device: bool = False) -> None:
+    def wait_work(self, work: Any, label: str) -> None:
         """See :meth:`Waits.wait_work`."""
-        self.waits.wait_work(work, label, on_device=on_device)
+        self.waits.wait_work(work, label)
 
     def _count(self, kind: str, label: str) -> None:
         if self._groups is not None:
@@ -350,3 +392,7 @@ class Communicator:
             self.waits.issued += 1
         for observer in self.observers:
             observer(kind, label)
+
+
+def _multiplied(total: Callable[[], Tensor], factor: float) -> Callable[[], Tensor]:
+    return lambda: total().mul_(factor)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from lightning_zero.comm.streams import Streams
@@ -17,7 +18,7 @@ class _Comm(Protocol):
     @property
     def streams(self) -> Streams: ...
 
-    def wait_work(self, work: Any, label: str, *, on_device: bool = False) -> None: ...
+    def wait_work(self, work: Any, label: str) -> None: ...
 
 
 class _Late:
@@ -49,13 +50,28 @@ LATE = _Late()
 class Pending:
     """A logical operation in flight. ``wait`` makes its result usable on the current stream."""
 
-    def __init__(self, comm: _Comm, label: str, works: list[Any], finish: Callable[[], Tensor]):
+    def __init__(
+        self,
+        comm: _Comm,
+        label: str,
+        works: list[Any],
+        finish: Callable[[], Tensor],
+        *,
+        event: Any = None,
+        keep: Tensor | None = None,
+    ):
+        """
+        Args:
+            finish: called once, after the works and the event, for the result.
+            event: the end of what is queued on a stream.
+            keep: memory that another stream reads until the event.
+        """
         self._comm, self.label = comm, label
         self._works = works
         self._finish: Callable[[], Tensor] | None = finish
-        self._event: Any = None
+        self._event = event
         self._result: Tensor | None = None
-        self._keep: Any = None  # memory that another stream reads until the event
+        self._keep = keep
 
     def done(self) -> bool:
         """Whether ``wait`` would wait for nothing, neither the host nor the current stream."""
@@ -119,6 +135,7 @@ class Reduction:
         """
         self._now = first
         self._later = list(later)
+        self.used_up: Tensor | None = None  # what was summed; the caller may leave it here until the end
 
     def done(self) -> bool:
         """Whether ``land`` would wait for nothing."""
@@ -141,3 +158,34 @@ class Reduction:
     def abandon(self, deadline: float) -> None:
         """See :meth:`Pending.abandon`."""
         self._now.abandon(deadline)
+
+
+class SpareBuffers:
+    """Buffers that nobody uses, ``keep_nbytes`` of them at most: the largest.
+
+    torch has a caching allocator for devices, none for the host. There large memory that is freed may go back to the
+    system, and comes again page by page: a write to it takes several times as long.
+    """
+
+    def __init__(self, keep_nbytes: int) -> None:
+        self._keep_nbytes = keep_nbytes
+        self._kept: list[Tensor] = []
+
+    @property
+    def nbytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self._kept)
+
+    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A buffer [numel] of any contents."""
+        for index, buffer in enumerate(self._kept):
+            if buffer.numel() == numel and buffer.dtype == dtype and buffer.device == device:
+                return self._kept.pop(index)
+        return torch.empty(numel, dtype=dtype, device=device)
+
+    def give_back(self, buffer: Tensor) -> None:
+        """Take a buffer [numel] that nobody reads or writes any more. On devices, whose streams may, it is let go."""
+        if buffer.device.type == "cpu" and buffer.nbytes <= self._keep_nbytes:
+            self._kept.append(buffer)
+            self._kept.sort(key=lambda kept: kept.nbytes)
+            while self.nbytes > self._keep_nbytes:
+                self._kept.pop(0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -20,32 +20,78 @@ DIRECT_MAX_RANKS = 8  # above this many ranks one broadcast per rank costs more 
 
 
 class Transport(Protocol):
-    """How a logical operation becomes messages. Both methods are asynchronous and work on contiguous tensors."""
+    """How a logical operation becomes messages. All methods are asynchronous and work on contiguous tensors.
+
+    On the host the works that they give are to be waited for. On a device messages are queued on the current stream.
+    """
 
     def gather(self, full: Tensor, rank: int, world_size: int, group: Any) -> list[Any]:
         """Fill ``full`` [world_size * n] in place; the slice of ``rank`` is filled already."""
         ...
 
-    def reduce(self, full: Tensor, rank: int, world_size: int, group: Any) -> tuple[list[Any], Callable[[], Tensor]]:
-        """Sum ``full`` [world_size * n] over ranks; after the works, the callable gives this rank's sum [n]."""
+    def gather_all(self, fulls: Sequence[Tensor], rank: int, world_size: int, group: Any) -> list[Any]:
+        """Fill several tensors like that; where it can be, by one message."""
+        ...
+
+    def reduce(
+        self, full: Tensor, rank: int, world_size: int, group: Any, *, in_place: bool = False
+    ) -> tuple[list[Any], Callable[[], Tensor]]:
+        """Sum ``full`` [world_size * n] over ranks; after the works, the callable gives this rank's sum [n].
+
+        Args:
+            in_place: the sum may lie in ``full``, in the slice of ``rank``; else it lies in other memory.
+        """
         ...
 
 
-class PlainTransport:
+class _OneByOne:
+    """Several tensors by as many operations."""
+
+    def gather(self, full: Tensor, rank: int, world_size: int, group: Any) -> list[Any]:
+        raise NotImplementedError
+
+    def gather_all(self, fulls: Sequence[Tensor], rank: int, world_size: int, group: Any) -> list[Any]:
+        return [work for full in fulls for work in self.gather(full, rank, world_size, group)]
+
+
+class PlainTransport(_OneByOne):
     """One library call for each logical operation."""
 
     def gather(self, full: Tensor, rank: int, world_size: int, group: Any) -> list[Any]:
-        # A view of ``full`` at this rank's place: there NCCL gathers in place and needs no copy of the slice.
-        own = full.view(world_size, -1)[rank]
-        return [all_gather_single(full, own, group=group, async_op=True)]
+        return _works(all_gather_single(full, _own(full, rank, world_size), group=group, async_op=not _queues(full)))
 
-    def reduce(self, full: Tensor, rank: int, world_size: int, group: Any) -> tuple[list[Any], Callable[[], Tensor]]:
+    def gather_all(self, fulls: Sequence[Tensor], rank: int, world_size: int, group: Any) -> list[Any]:
+        if len(fulls) == 1 or not _queues(fulls[0]):
+            return super().gather_all(fulls, rank, world_size, group)
+        # One kernel of NCCL. As bytes: it is not said whether tensors of several dtypes may go together.
+        with dist._coalescing_manager(group, async_ops=False):
+            for full in fulls:
+                data = full.view(torch.uint8)
+                all_gather_single(data, _own(data, rank, world_size), group=group)
+        return []
+
+    def reduce(
+        self, full: Tensor, rank: int, world_size: int, group: Any, *, in_place: bool = False
+    ) -> tuple[list[Any], Callable[[], Tensor]]:
         out = full.new_empty(full.numel() // world_size)
-        work = _reduce_scatter_single(out, full, group=group, async_op=True)
-        return [work], lambda: out
+        return _works(_reduce_scatter_single(out, full, group=group, async_op=not _queues(full))), lambda: out
 
 
-class DirectTransport:
+def _own(full: Tensor, rank: int, world_size: int) -> Tensor:
+    # A view of ``full`` at this rank's place: there NCCL gathers in place and needs no copy of the slice.
+    return full.view(world_size, -1)[rank]
+
+
+def _queues(tensor: Tensor) -> bool:
+    """Whether messages of ``tensor`` are queued on the current stream, so that nobody has to wait for a work."""
+    return tensor.device.type != "cpu"
+
+
+def _works(work: Any) -> list[Any]:
+    return [] if work is None else [work]
+
+
+class DirectTransport(_OneByOne):
     """Broadcasts from each owner in place, and an all-to-all with a local sum in rank order.
 
     On gloo at two ranks and 64 MiB this takes a sixth and a quarter of the library calls' time, and is issued in
@@ -55,25 +101,46 @@ class DirectTransport:
     def gather(self, full: Tensor, rank: int, world_size: int, group: Any) -> list[Any]:
         parts = full.view(world_size, -1)
         # In rank order on every rank: gloo matches messages of one group by the order in which they are issued.
-        return [dist.broadcast(parts[r], group_src=r, group=group, async_op=True) for r in range(world_size)]
+        sent = (
+            dist.broadcast(parts[r], group_src=r, group=group, async_op=not _queues(full)) for r in range(world_size)
+        )
+        return [work for work in sent if work is not None]
 
-    def reduce(self, full: Tensor, rank: int, world_size: int, group: Any) -> tuple[list[Any], Callable[[], Tensor]]:
-        received = torch.empty_like(full)
-        work = dist.all_to_all_single(received, full, group=group, async_op=True)
+    def reduce(
+        self, full: Tensor, rank: int, world_size: int, group: Any, *, in_place: bool = False
+    ) -> tuple[list[Any], Callable[[], Tensor]]:
+        parts = full.view(world_size, -1)
+        # This rank's own part needs no copy. What is left is one piece of memory, as a message must be, on the first
+        # and on the last rank; those in the middle send themselves theirs too.
+        low, high = (1, world_size) if rank == 0 else (0, rank) if rank == world_size - 1 else (0, world_size)
+        received = torch.empty_like(parts[low:high])
+        counts = [full.numel() // world_size if low <= r < high else 0 for r in range(world_size)]
+        work = dist.all_to_all_single(
+            received.view(-1), parts[low:high].view(-1), counts, counts, group=group, async_op=not _queues(full)
+        )
 
         def total() -> Tensor:
             # Added in rank order, whatever came first: floating-point sums depend on the order, and all stages and
-            # runs must agree to the bit. The result is a view: who keeps it keeps all of ``received``.
-            parts = received.view(world_size, -1)
-            for part in parts[1:]:
-                parts[0].add_(part)
-            return parts[0]
+            # runs must agree to the bit.
+            terms = [received[r - low] if low <= r < high else parts[r] for r in range(world_size)]
+            first, last = terms[0], terms[-1]
+            for term in terms[1:-1]:
+                first.add_(term)
+            if world_size == 1:
+                return first
+            # The sum shares memory with no other part, if it is not in place: who keeps it keeps no more than it.
+            into = parts[rank] if in_place else received[0] if len(received) == 1 else torch.empty_like(first)
+            return torch.add(first, last, out=into)
 
-        return [work], total
+        return _works(work), total
 
 
-class HostTransport:
-    """Device tensors over a host-side backend, by copies through host memory. Correct, not fast: for tests."""
+class HostTransport(_OneByOne):
+    """Device tensors over a host-side backend, by copies through host memory: correct, not fast.
+
+    It serves groups that have only gloo for a GPU: several ranks on one GPU, which NCCL refuses, or a cluster without
+    NCCL.
+    """
 
     def __init__(self, inner: Transport, waits: Waits) -> None:
         self._inner, self._waits = inner, waits
@@ -85,7 +152,9 @@ class HostTransport:
         full.copy_(host)
         return []
 
-    def reduce(self, full: Tensor, rank: int, world_size: int, group: Any) -> tuple[list[Any], Callable[[], Tensor]]:
+    def reduce(
+        self, full: Tensor, rank: int, world_size: int, group: Any, *, in_place: bool = False
+    ) -> tuple[list[Any], Callable[[], Tensor]]:
         works, total = self._inner.reduce(full.cpu(), rank, world_size, group)
         for work in works:
             self._waits.wait_work(work, "a reduction through host memory")

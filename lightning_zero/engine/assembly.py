@@ -97,7 +97,7 @@ class Assembly:
             [(unit, module.get_submodule(unit.name)) for unit in self.units[1:]],
             config.activation_checkpointing,
             self.passes,
-            pin_memory=device.type == "cuda",
+            pin_memory=self.comm.streams.are_there,
         )
         self._buffer_sync = BufferSync(module, self.comm)
         self._register_hooks(module)
@@ -271,7 +271,7 @@ class Assembly:
 
     @outside_autograd
     def settle(self) -> None:
-        """Wait for the gathers that a step has issued: masters may be read and changed from here on."""
+        """Wait for steps and the gathers that follow them: masters may be read and changed from here on."""
         self.after_step.settle()
 
     def forget_zeroed(self) -> None:

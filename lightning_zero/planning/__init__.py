@@ -10,5 +10,6 @@
     schedule    the order of gathers, and what comes ahead
     buckets     what rests where: the plan of one bucket
     memory      bytes by role, tier and moment
+    speed       the least time of a step        timeline  the time of a schedule
     fit         whether a plan fits a machine, and what would make it fit
 """

@@ -35,7 +35,9 @@ ADAM_STATES = 2  # tensors of optimizer state for each parameter
 FILE_PAGE_NBYTES = 4096  # extents of files are whole pages
 RING_COUNT = 4  # staging buffers of files
 RING_NBYTES = 32 << 20  # each
-STEP_CHUNK_NBYTES = 1 << 20  # fp32 copies that a step in pieces makes of gradients in another dtype, on the host
+PAIR_NBYTES = 32 << 20  # each of two pinned buffers that pieces pass through by turns
+READ_AHEAD = 3  # places for parameters in files that are on their way to the device
+STEP_CHUNK_NBYTES = 1 << 24  # fp32 copies that a step in pieces makes of gradients in another dtype, on the host
 DEVICE_STEP_CHUNK_NBYTES = 1 << 26  # ... and on the device, where pieces are larger
 STEPS_IN_MEMORY = 3  # buckets of state in files that are in host memory at a time: read, stepped, written
 
@@ -107,7 +109,9 @@ def at_rest(bucket: BucketPlan, rank: int, *, state_tensors: int, moment: Moment
         yield Role.optim_state, tiers.master, bucket.state_numel(rank) * sizes.master
     if moment is Moment.accumulating and bucket.accumulates_locally:
         yield Role.grad, Tier.device, bucket.layout.numel * sizes.grad  # not reduced, so not sent to its tier
-    elif moment is not Moment.cleared:
+    if bucket.grads_on_host:
+        yield Role.grad, tiers.grad, owned * sizes.grad  # a place that is kept
+    elif moment is Moment.reduced or (moment is Moment.accumulating and not bucket.accumulates_locally):
         yield Role.grad, tiers.grad, owned * sizes.grad
 
 
@@ -197,6 +201,7 @@ def _by_unit(buckets: Iterable[BucketPlan], size: Callable[[BucketPlan], int]) -
 def _reducing_nbytes(buckets: Sequence[BucketPlan], limits: Limits) -> int:
     """Unsharded gradients beyond those that rest: the unit that is filled now, and reductions under way.
 
+    The unit that is filled is in its buffers; on a device as autograd made it, until a bucket has all of its gradients.
     Gradients that wait replicated for more micro-batches are reduced where they lie, if in their own dtype.
     """
     sizes = [
@@ -208,7 +213,9 @@ def _reducing_nbytes(buckets: Sequence[BucketPlan], limits: Limits) -> int:
     if not sizes:
         return 0
     after_step = min(sum(sizes), max(limits.reduce_bucket_bytes, max(sizes)))
-    filling = max(_by_unit(buckets, lambda b: b.layout.numel * b.itemsizes.reduce * b.trainable))
+    filling = max(
+        _by_unit(buckets, lambda b: b.layout.numel * max(b.itemsizes.reduce, b.itemsizes.compute) * b.trainable)
+    )
     return min(sum(sizes), after_step + filling)
 
 
@@ -217,10 +224,10 @@ def _staging(buckets: Sequence[BucketPlan], state_tensors: int, rank: int) -> di
     found: dict[Phase, Bytes] = {phase: Counter() for phase in Phase}
     trainable = [b for b in buckets if b.trainable]
     host = (Role.staging, Tier.host)
-    for phase in (Phase.forward, Phase.backward):  # read for the unit in use and for the next
-        found[phase][host] += 2 * max(_by_unit(buckets, _read_nbytes), default=0)
-    landing = [b.owned_numel * b.itemsizes.grad for b in trainable if b.grads_on_host]
-    found[Phase.backward][host] += max(landing, default=0)
+    for phase in (Phase.forward, Phase.backward):
+        found[phase][host] += READ_AHEAD * max(map(read_nbytes, buckets), default=0)
+    if any(b.grads_on_host for b in trainable):
+        found[Phase.backward][host] += 2 * PAIR_NBYTES  # gradients that are added to those that are there
     in_files = [
         (b.owned_numel + state_tensors * b.state_numel(rank)) * b.itemsizes.master
         for b in trainable
@@ -228,7 +235,7 @@ def _staging(buckets: Sequence[BucketPlan], state_tensors: int, rank: int) -> di
     ]
     windows = (sum(in_files[i : i + STEPS_IN_MEMORY]) for i in range(len(in_files)))
     # The step overlaps the next forward.
-    in_steps = max(windows, default=0)
+    in_steps = max(windows, default=0) + 2 * PAIR_NBYTES * bool(in_files)  # what is stepped is sent by pieces
     cast = [b for b in trainable if b.itemsizes.grad != b.itemsizes.master]
     in_steps += STEP_CHUNK_NBYTES * any(b.steps_on_host for b in cast)
     found[Phase.step][host] += in_steps
@@ -238,7 +245,7 @@ def _staging(buckets: Sequence[BucketPlan], state_tensors: int, rank: int) -> di
     return found
 
 
-def _read_nbytes(bucket: BucketPlan) -> int:
+def read_nbytes(bucket: BucketPlan) -> int:
     """Host memory that holds what a gather reads from files."""
     in_file = bucket.reshards and bucket.tiers.compute_param is Tier.nvme
     return bucket.owned_numel * bucket.itemsizes.compute if in_file else 0

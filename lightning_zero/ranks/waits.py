@@ -83,11 +83,10 @@ class Waits:
 
     # -- waiting --------------------------------------------------------------------------------------------------
 
-    def wait_work(self, work: Any, label: str, *, on_device: bool = False, patient: bool = False) -> None:
+    def wait_work(self, work: Any, label: str, *, patient: bool = False) -> None:
         """Wait for a message; on the host no longer than ``stall_timeout_s``.
 
         Args:
-            on_device: the message is of a backend that works on the device's streams.
             patient: another rank may be at work for long; see above.
 
         Raises:
@@ -95,9 +94,6 @@ class Waits:
             PeerError: the connection broke; names the rank that is gone.
         """
         global _wait_of_process
-        if on_device:
-            work.wait()  # this makes the stream wait, not the host
-            return
         started = time.monotonic()
         try:
             if work.is_completed():

@@ -1,6 +1,4 @@
-"""Where masters, optimizer state and parameters rest off the device: host memory, or a file.
-
-Gradients do not come here: they go to plain host memory (``Bucket.bring_grad``).
+"""Where masters, optimizer state, gradients and parameters rest off the device: host memory, or a file.
 
 A caller reserves extents once: a batch of them is one slab, or one region of the file. Values in host memory are
 computed on where they are (``HostTier.resident``); values in files move by ``NvmeTier.stage_in`` and ``stage_out``.

@@ -99,6 +99,23 @@ def test_all_reduce_is_reduce_scatter_then_gather(transport: TransportName) -> N
         assert all(torch.equal(other, total) for other in everywhere)
 
 
+@on_ranks(1, 2, 3)
+def test_a_sum_is_added_in_place_or_keeps_no_other_part() -> None:
+    world, rank = dist.get_world_size(), dist.get_rank()
+    for in_place in (False, True):
+        full = _input(rank, world, torch.float32)
+        own = full.view(world, -1)[rank]
+        works, total = DirectTransport().reduce(full, rank, world, dist.group.WORLD, in_place=in_place)
+        for work in works:
+            work.wait()
+        found = total()
+        assert torch.equal(found, _expected_sum(world, torch.float32).view(world, -1)[rank])
+        if in_place:
+            assert found.data_ptr() == own.data_ptr()
+        else:
+            assert found.untyped_storage().nbytes() == found.nbytes
+
+
 @on_ranks(2)
 def test_many_operations_in_flight_keep_their_results() -> None:
     with communicator() as comm:

@@ -6,7 +6,8 @@ What is kept is what CUDA and torch promise, and nothing more:
   events that the stream waits for.
 - The host is behind a kernel when it has waited: for an event behind it, for the stream, or in a call that blocks.
 - A block of device memory belongs to the pool of the stream on which it was allocated. When it is freed, any later
-  allocation from that pool may get it, on the host's word alone: what was done to it may still be under way.
+  allocation from that pool may get it, on the host's word alone: what was done to it may still be under way, unless the
+  thread that frees it has waited for that.
 - A copy between device and host is queued like a kernel where the host's side is pinned and the caller does not block.
 - Pinned memory of torch's allocator is not given out again before such copies are over; memory that was pinned in
   place has nobody who looks after it.
@@ -22,7 +23,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -144,6 +145,21 @@ class Tally:
     peak: int = 0
 
 
+class Costs(Protocol):
+    """How long things take, for a timeline: seconds, and the resource that they need."""
+
+    def kernel(self, what: str, reads: Sequence[Tensor], writes: Sequence[Tensor], where: Place) -> tuple[float, str]:
+        """On the device. A copy is one of the link."""
+
+    def on_host(self, what: str, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> tuple[float, str]: ...
+
+    def on_disk(self, tensor: Tensor, *, writes: bool) -> tuple[float, str]:
+        """``writes``: to the memory of the host."""
+
+    def queueing(self) -> float:
+        """Of a thread, to queue one kernel."""
+
+
 class _ThisThread(threading.local):
     party: int | None = None
     stream: int = COMPUTE
@@ -158,7 +174,10 @@ class Machine:
         unbound: functions that used the device in a thread that had not been bound to it.
         tally: what has been counted.
         held: bytes of device memory.
+        costs: of what is noted in the order's trace.
     """
+
+    costs: Costs
 
     def __init__(self) -> None:
         self.order = Order()
@@ -214,9 +233,9 @@ class Machine:
         with self._lock:
             return self.order.new_event()
 
-    def wait(self, party: int, event: int) -> None:
+    def wait(self, party: int, event: int, *, timed: bool = True) -> None:
         with self._lock:
-            self.order.wait(party, event)
+            self.order.wait(party, event, timed=timed)
 
     def host_waits(self, why: str, *, events: Sequence[int] = (), parties: Sequence[int] = ()) -> None:
         """This thread waits for ``events``, and for all that ``parties`` were given. Where it has waited for them
@@ -291,7 +310,10 @@ class Machine:
     def _back_to_pool(self, block: Block) -> None:
         assert block.pool is not None
         freed = self._freed.setdefault(block.pool, {})
+        thread = self.thread()
         for access in (*block.before.values(), *block.accesses):
+            if self.order.is_behind(thread, access.party, access.number):
+                continue  # over before it was freed, whoever gets the memory next
             last = freed.get(access.party)
             if last is None or last.number < access.number:
                 freed[access.party] = access
@@ -311,6 +333,9 @@ class Machine:
         with self._lock:
             self.used_here()
             stream, thread = self.stream, self.thread()
+            trace = self.order.trace
+            if trace is not None:
+                trace.act(thread, self.costs.queueing())
             self.order.follow(stream, thread)
             if party is not None and party != stream:
                 self.order.follow(party, stream)
@@ -318,6 +343,8 @@ class Machine:
             where = place()
             self.tally.kernels[where.function] += 1
             number = self.order.act(actor)
+            if trace is not None:
+                trace.act(actor, *self.costs.kernel(what, list(reads), list(writes), where))
             for tensor, is_write in (*((t, False) for t in reads), *((t, True) for t in writes)):
                 self._touch(actor, number, tensor, is_write, what, where)
             return actor
@@ -325,6 +352,8 @@ class Machine:
     def on_host(self, what: str, reads: Iterable[Tensor], writes: Iterable[Tensor]) -> None:
         """The host reads and writes its own memory, in this thread."""
         with self._lock:
+            if self.order.trace is not None:
+                self.order.trace.act(self.thread(), *self.costs.on_host(what, list(reads), list(writes)))
             if any(t.untyped_storage()._cdata in self._blocks for t in (*reads, *writes)):
                 thread, where = self.thread(), place()
                 number = self.order.act(thread)
@@ -336,6 +365,8 @@ class Machine:
         with self._lock:
             self.order.follow(self._disk, self.thread())
             number = self.order.act(self._disk)
+            if self.order.trace is not None:
+                self.order.trace.act(self._disk, *self.costs.on_disk(tensor, writes=writes))
             self._touch(self._disk, number, tensor, writes, what, place())
             event = self.order.new_event()
             self.order.record(event, self._disk)

@@ -35,12 +35,14 @@ class Step(NamedTuple):
         clips: gradients, by their norm, between backward and step.
         early: offloaded steps begin inside the backward.
         evaluates: the model is called once more between backward and step.
+        looks: the user looks at gradients between backward and step.
     """
 
     micro_batches: int = 1
     clips: bool = False
     early: bool = False
     evaluates: bool = False
+    looks: bool = False
 
 
 PLAIN = (Step(),) * 3
@@ -174,6 +176,9 @@ def train_step(step: Step, engine: Any, model: nn.Module, optimizer: torch.optim
         if step.evaluates:
             with torch.no_grad():
                 loss_of(model)
+        if step.looks:
+            with lightning_zero.gather(model, grads=True):
+                pass
         return 0.0
 
     with engine.step_scope():

@@ -13,13 +13,24 @@ from torch import Tensor, nn
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.reduction import Pending
 from lightning_zero.comm.streams import Streams
-from lightning_zero.comm.transports import PlainTransport
-from lightning_zero.engine.passes.gradients import BucketGrads
+from lightning_zero.comm.transports import PlainTransport, _reduce_scatter_single, all_gather_single
 from lightning_zero.engine.units.bucket import Bucket
+from lightning_zero.engine.units.grad_store import Arrived, Claimed, _wait
 from lightning_zero.engine.units.home import copy_cast
+from lightning_zero.engine.units.landing import Landing
 from lightning_zero.engine.units.unit import Unit
-from tests.device.simulate import MIXED, Case, Found, Step, loss_of
-from tests.device.test_races import EARLY, SMALL, Trained, gathers, saves_and_loads, serves_others, steps_twice
+from lightning_zero.tiers.pinned import ReadAhead, Sender
+from tests.device.simulate import Case, Found, Step, loss_of
+from tests.device.test_races import (
+    EARLY,
+    SMALL,
+    Trained,
+    gathers,
+    saves_and_loads,
+    serves_others,
+    steps_twice,
+    trains_without_scopes,
+)
 
 # What stands in the place of a function of the package; it has the same arguments.
 
@@ -60,31 +71,40 @@ def keep_nothing(self: Pending, name: str, value: Any) -> None:
     object.__setattr__(self, name, None if name == "_keep" else value)
 
 
-def wait_for_no_work(self: Any, work: Any, label: str, *, on_device: bool = False, patient: bool = False) -> None: ...
-
-
-def gather_alone(self: PlainTransport, full: Tensor, rank: int, world_size: int, group: Any) -> list[Any]:
+def run_without_waiting(self: Communicator, send: Callable[..., Any], tensor: Tensor, kind: str, label: str) -> None:
     """Nobody waits for the message."""
-    _gather(self, full, rank, world_size, group)
+    with self.streams.on(kind):
+        send(async_op=False)
+
+
+def gather_elsewhere(self: PlainTransport, full: Tensor, rank: int, world_size: int, group: Any) -> list[Any]:
+    """The message is queued on a stream of NCCL's own, for which nobody waits."""
+    all_gather_single(full, full.view(world_size, -1)[rank], group=group, async_op=True)
     return []
 
 
-def reduce_alone(self: PlainTransport, full: Tensor, rank: int, world_size: int, group: Any) -> tuple[list[Any], Any]:
-    return [], _reduce(self, full, rank, world_size, group)[1]
-
-
-_gather, _reduce = PlainTransport.gather, PlainTransport.reduce
+def reduce_elsewhere(
+    self: PlainTransport, full: Tensor, rank: int, world_size: int, group: Any, **options: Any
+) -> tuple[Any, Any]:
+    out = full.new_empty(full.numel() // world_size)
+    _reduce_scatter_single(out, full, group=group, async_op=True)
+    return [], lambda: out
 
 
 def gather_what_is_not_summed(self: Communicator, shard: Tensor, full: Tensor, label: str, whole: bool) -> Tensor:
     assert self._groups is not None
     full.view(self.shard_size, -1)[self.shard_rank].copy_(shard)
-    _gather(self._transport, full, self.shard_rank, self.shard_size, self._groups.reduce)  # type: ignore[arg-type]
+    all_gather_single(full, full.view(self.shard_size, -1)[self.shard_rank], group=self._groups.reduce, async_op=True)
     return full
 
 
 def sum_alone(self: Communicator, shard: Tensor, label: str) -> None:
     self._issue_sum(shard)
+
+
+def settle_once(self: Streams) -> Any:
+    """What has been changed since the first gather is not waited for."""
+    return self.__dict__.setdefault("_first", self.accelerator.record())
 
 
 def serve_what_is_on_its_way(self: Unit) -> None:
@@ -94,25 +114,45 @@ def serve_what_is_on_its_way(self: Unit) -> None:
 
 def own_params_at_once(self: Bucket) -> Tensor:
     own = torch.empty(self.owned_numel, dtype=self.dtypes.compute, device=self.comm.device)
-    with self._transfers():
-        self.rest.read(own)
+    with self._transfers(into_free_memory=False):
+        self.param_store.read(own)
     return own
 
 
-def look_at_once(self: Bucket) -> None:
+def take_what_is_on_its_way(streams: Any, arrival: Any) -> None:
     """A gradient on its way to the host is taken for one that is there."""
-    self._grad_event = None
 
 
-def claim_what_is_on_its_way(self: Bucket) -> Callable[[], Tensor | None]:
-    grad = self._grad
-    return lambda: grad
+def arrived_at_once(self: Claimed) -> Arrived:
+    return Arrived(self.grad, None)
 
 
-def push_unseen(self: Bucket, master: Tensor, target: Tensor) -> None:
+def multiplied_at_once(self: Claimed) -> Arrived:
+    _wait(self.streams, self.arrival)
+    return Arrived(self.grad, None if self.factor is None else self.factor.value)
+
+
+def land_at_once(self: Landing, piece: Any) -> None:
+    """What has not come yet is added."""
+    if piece is not None:
+        piece[2].add_(piece[1])
+
+
+def send_through_what_is_in_use(self: Sender, source: Tensor, target: Tensor) -> None:
+    self._sent = [None, None]
+    buffer = self._pair.buffer(0, target.dtype, source.numel())
+    buffer.copy_(source)
+    target.copy_(buffer, non_blocking=True)
+
+
+def read_into_what_is_in_use(self: ReadAhead, place: int, event: Any) -> None:
+    self._free.append((place, None))
+
+
+def push_unseen(self: Bucket, target: Tensor) -> None:
     """Nobody knows when what it sends has arrived."""
-    with self.comm.streams.on("push", after=self.step.event):
-        copy_cast(master, target)
+    with self.comm.streams.on("push", after=self.awaited_step.event):
+        self.home.copy_to(target)
 
 
 def read_unseen(self: Any, event: Any) -> None:
@@ -120,7 +160,7 @@ def read_unseen(self: Any, event: Any) -> None:
 
 
 @contextlib.contextmanager
-def transfers_at_once(self: Bucket) -> Iterator[None]:
+def transfers_at_once(self: Bucket, *, into_free_memory: bool) -> Iterator[None]:
     """What the last step has sent may not have arrived."""
     with self.comm.streams.on("h2d"):
         yield
@@ -131,13 +171,6 @@ def do_not_wait(self: Any) -> None: ...
 
 def fill_without_waiting(source: Tensor, target: Tensor, *, wait: bool = False) -> None:
     copy_cast(source, target)
-
-
-def add_what_is_on_its_way(self: BucketGrads, reduced: Tensor) -> None:
-    if (grad := self.bucket.grad) is None:
-        self.bucket.bring_grad(reduced)
-    else:
-        grad.add_(reduced.to("cpu", non_blocking=True))
 
 
 def loads(engine: Any, model: nn.Module, optimizer: Any) -> None:
@@ -157,6 +190,7 @@ def writes_weights(engine: Any, model: Any, optimizer: Any) -> None:
 STREAMS = "lightning_zero.comm.streams.Streams."
 PENDING = "lightning_zero.comm.reduction.Pending."
 TRANSPORT = "lightning_zero.comm.transports.PlainTransport."
+GRADS = "lightning_zero.engine.units.grad_store."
 BUCKET = "lightning_zero.engine.units.bucket.Bucket."
 HOST = Case(3, "optimizer_cpu")
 ALONE = Case(3, "optimizer_cpu", ranks=1)
@@ -165,6 +199,20 @@ EVALUATES = (Step(evaluates=True),) * 3
 
 WITHOUT: dict[str, tuple[str, Any, Case, Any]] = {
     "a stream waits for what has been queued": (STREAMS + "on", on_without_waiting, Case(), None),
+    "a gather waits for those who used its memory": (STREAMS + "wait_for_users", do_not_wait, Case(), None),
+    "a copy to the device waits for those who used its memory": (
+        STREAMS + "wait_for_users",
+        do_not_wait,
+        Case(3, "cpu"),
+        None,
+    ),
+    "a gather waits for the step of what it sends": (STREAMS + "settled", settle_once, Case(), trains_without_scopes),
+    "a step tells that it has changed what gathers send": (
+        STREAMS + "change",
+        do_not_wait,
+        Case(),
+        trains_without_scopes,
+    ),
     "a push waits for readers of what it overwrites": (
         STREAMS + "on",
         on_without_its_event,
@@ -192,11 +240,11 @@ WITHOUT: dict[str, tuple[str, Any, Case, Any]] = {
         None,
     ),
     "what is reduced is kept": (PENDING + "__setattr__", keep_nothing, Case(), None),
-    "the gather's stream waits for its message": (TRANSPORT + "gather", gather_alone, Case(), None),
-    "the reduction's stream waits for its message": (TRANSPORT + "reduce", reduce_alone, Case(), None),
+    "the gather's stream waits for its message": (TRANSPORT + "gather", gather_elsewhere, Case(), None),
+    "the reduction's stream waits for its message": (TRANSPORT + "reduce", reduce_elsewhere, Case(), None),
     "compute waits for the sum of a norm": (
-        "lightning_zero.ranks.waits.Waits.wait_work",
-        wait_for_no_work,
+        "lightning_zero.comm.communicator.Communicator._run",
+        run_without_waiting,
         Case(steps=CLIPPED),
         None,
     ),
@@ -225,22 +273,40 @@ WITHOUT: dict[str, tuple[str, Any, Case, Any]] = {
         writes_weights,
     ),
     "whoever looks at a gradient waits": (
-        BUCKET + "_await_grad",
-        look_at_once,
-        Case(3, "optimizer_cpu", steps=MIXED),
+        GRADS + "_wait",
+        take_what_is_on_its_way,
+        Case(3, "optimizer_cpu", steps=(Step(2), Step(looks=True))),
         None,
     ),
-    "a step waits for its gradient": (BUCKET + "claim_grad", claim_what_is_on_its_way, HOST, None),
+    "a step waits for its gradient": (GRADS + "Claimed.arrived", arrived_at_once, HOST, None),
     "an early step waits for its gradient": (
-        BUCKET + "claim_grad",
-        claim_what_is_on_its_way,
+        GRADS + "Claimed.arrived",
+        arrived_at_once,
         Case(3, "optimizer_cpu", steps=EARLY, settings=SMALL),
         None,
     ),
+    "a step waits for what its gradient is multiplied by": (
+        GRADS + "Claimed.arrived",
+        multiplied_at_once,
+        Case(3, "optimizer_cpu", steps=CLIPPED),
+        None,
+    ),
     "a second gradient is added when it is there": (
-        "lightning_zero.engine.passes.gradients.BucketGrads._add_on_host",
-        add_what_is_on_its_way,
+        "lightning_zero.engine.units.landing.Landing._land",
+        land_at_once,
         Case(3, "optimizer_cpu", steps=(Step(2),) * 2),
+        None,
+    ),
+    "masters in files are sent through a buffer that is free": (
+        "lightning_zero.tiers.pinned.Sender.send",
+        send_through_what_is_in_use,
+        Case(3, "optimizer_nvme"),
+        None,
+    ),
+    "files are read into memory that is free": (
+        "lightning_zero.tiers.pinned.ReadAhead._give_back",
+        read_into_what_is_in_use,
+        Case(3, "nvme"),
         None,
     ),
     "a gather waits for what a step has sent": (BUCKET + "_transfers", transfers_at_once, HOST, None),

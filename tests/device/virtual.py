@@ -337,6 +337,8 @@ _COLLECTIVES = {
         (
             "_allgather_base",
             "all_gather_single",
+            "allgather_into_tensor_coalesced",
+            "all_gather_single_coalesced",
             "allgather",
             "_reduce_scatter_base",
             "reduce_scatter_single",
@@ -371,7 +373,8 @@ class Groups:
                 if group.group_desc.endswith(_ON_DEVICE):
                     raise RuntimeError(f"{name}: no backend of this group serves tensors of the host")
                 return method(group, *args)
-            method(group, *args)
+            if "coalesced" not in name:  # torch's fake group has none for the device
+                method(group, *args)
             return self._queue(group, name, reads, writes, asynchronous=getattr(args[-1], "asyncOp", True))
 
         return collective
@@ -405,7 +408,7 @@ class SeenLock:
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         got: bool = self._lock.acquire(blocking, timeout)
         if got and self._event is not None:
-            self._machine.wait(self._machine.thread(), self._event)
+            self._machine.wait(self._machine.thread(), self._event, timed=False)
         return got
 
     def release(self) -> None:
@@ -594,7 +597,7 @@ class Turns:
             jobs = list(jobs)
             submit(worker, jobs, event)
             deadline = time.monotonic() + self.LIMIT_S
-            while self._pace == "eager" and any(_is_under_way(job.bucket.step._future) for job in jobs):
+            while self._pace == "eager" and any(_is_under_way(job.bucket.awaited_step._future) for job in jobs):
                 if time.monotonic() > deadline:
                     raise RuntimeError("the steps do not end")
                 time.sleep(0.0002)

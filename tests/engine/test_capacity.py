@@ -56,7 +56,7 @@ def test_the_state_of_the_optimizer_is_asked_for_before_its_first_step() -> None
 
 @on_ranks(2)
 def test_a_budget_counts_state() -> None:
-    budget = NUMEL * 4 // 2 * 2  # the masters of this rank, and one state of the two
+    budget = NUMEL * 4 // 2 * 3  # the gradients and masters of this rank, and one state of the two
     module = Model(width=WIDTH)
     engine = lightning_zero.shard(module, device="cpu", offload={"name": "optimizer_cpu", "host_budget": budget})
     with pytest.raises(ConfigError, match=r"zero.offload.host_budget: rank 0 needs .* the budget is"):
@@ -119,7 +119,7 @@ def test_a_disk_that_another_job_fills_on_one_rank_is_every_rank_s_error(row: st
 @on_ranks(1, 2)
 @pytest.mark.parametrize("row", ["optimizer_cpu", "cpu"])
 def test_the_slabs_hold_all_that_rests_on_the_host(row: str) -> None:
-    """Masters and state lie in memory of the host tier, whose size counts them, and go when the engine does."""
+    """Masters, state and gradients lie in memory of the host tier, whose size counts them, and go with the engine."""
     with Sharded(Model(width=WIDTH), offload=row, precision="bf16", optimizer=adamw) as side:
         host = side.engine.tiers.host
         assert host is not None
@@ -131,9 +131,10 @@ def test_the_slabs_hold_all_that_rests_on_the_host(row: str) -> None:
         side.engine.settle()
         held = held_bytes(side.engine)
         resting = sum(held[role, Tier.host] for role in (Role.master_param, Role.optim_state, Role.compute_param))
-        assert host.nbytes == resting
+        assert host.nbytes == resting + held[Role.grad, Tier.host]
         # 12 bytes for each parameter of this rank (12.5 with padding), and no bf16 copy beside the master.
         assert 12 * NUMEL <= dist.get_world_size() * resting <= 12.5 * NUMEL
+        assert 4 * NUMEL <= dist.get_world_size() * held[Role.grad, Tier.host] <= 4.2 * NUMEL
     assert host.nbytes == 0
 
 

@@ -44,9 +44,9 @@ class LateTransport:
         time.sleep(self._pause())
         return [LateWork(work, self._pause()) for work in self._inner.gather(*args)]
 
-    def reduce(self, *args: Any) -> tuple[list[Any], Any]:
+    def reduce(self, *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
         time.sleep(self._pause())
-        works, total = self._inner.reduce(*args)
+        works, total = self._inner.reduce(*args, **kwargs)
         return [LateWork(work, self._pause()) for work in works], total
 
 

@@ -99,6 +99,7 @@ def test_a_copy_that_is_kept_is_seen() -> None:
     with Sharded(Model(), offload={"name": "optimizer_cpu"}) as side:
         bucket = side.engine.buckets[0]
         before = held_bytes(side.engine)
-        assert isinstance(bucket.rest, DeviceShard)
-        bucket.rest.memory = torch.cat([bucket.rest.memory, bucket.rest.memory])[: bucket.owned_numel]
+        assert isinstance(bucket.param_store, DeviceShard)
+        memory = bucket.param_store.memory
+        bucket.param_store.memory = torch.cat([memory, memory])[: bucket.owned_numel]
         assert sum(held_bytes(side.engine).values()) > sum(before.values())

@@ -153,10 +153,10 @@ def bytes_from_other_nodes(comm: Communicator, ranks_per_node: int) -> Iterator[
     transport, issue_sum, own = comm._transport, comm._issue_sum, comm.rank // ranks_per_node
 
     def counted(kind: str, method: Any) -> Any:
-        def call(full: Tensor, rank: int, world_size: int, group: Any) -> Any:
+        def call(full: Tensor, rank: int, world_size: int, group: Any, **options: Any) -> Any:
             nodes = [other // ranks_per_node for other in dist.get_process_group_ranks(group)]
             found[kind] += full.nbytes * sum(node != own for node in nodes) // len(nodes)
-            return method(full, rank, world_size, group)
+            return method(full, rank, world_size, group, **options)
 
         return call
 

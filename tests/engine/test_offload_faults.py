@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import lightning_zero
+from lightning_zero.comm.streams import Streams
 from lightning_zero.device.accelerator import Accelerator
 from lightning_zero.engine import Engine
 from lightning_zero.engine.steps.worker import StepJob, StepWorker
@@ -28,6 +29,8 @@ from lightning_zero.engine.units.param_store import FileShard
 from lightning_zero.ranks import watchdog
 from lightning_zero.tiers.aio import DiskError
 from lightning_zero.tiers.nvme import NvmeTier
+from lightning_zero.tiers.pages import HOST
+from lightning_zero.tiers.pinned import READ_AHEAD, ReadAhead
 from tests.engine.support import Model, Sharded, accumulate, floats, tokens
 from tests.engine.test_offload import PLACES, offload, slow_steps, train
 from tests.harness import on_ranks, run
@@ -51,8 +54,8 @@ def assert_at_rest(engine: Engine) -> None:
     homes = file_homes(engine)
     assert sum(nbytes_in_memory(home) for home in homes) == 0
     for bucket in engine.buckets:
-        if isinstance(bucket.rest, FileShard):
-            assert bucket.rest._staged is None
+        if isinstance(bucket.param_store, FileShard):
+            assert bucket.param_store._staged is None
         if bucket.reshards:
             assert bucket.full.data.untyped_storage().nbytes() == 0
 
@@ -94,7 +97,7 @@ def test_at_rest_nothing_of_it_is_in_memory(row: str, stage: int, tmp_path: Path
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(("row", "stage"), PLACES, ids=str)
 def test_bytes_of_the_tiers(row: str, stage: int, precision: str, tmp_path: Path) -> None:
-    """Master and two of Adam's once, and compute parameters where they rest apart; padding of pages and alignment."""
+    """Gradient, master and two of Adam's once, and compute parameters where they rest apart; padding and alignment."""
     with Sharded(Model(width=64), stage=stage, precision=precision, **offload(row, tmp_path)) as side:
         train(side, 2, precision=precision)
         engine = side.engine
@@ -110,7 +113,8 @@ def test_bytes_of_the_tiers(row: str, stage: int, precision: str, tmp_path: Path
             size = sum(os.path.getsize(f) for f in tmp_path.rglob(f"*{engine.rank}.bin"))
             assert size == engine.tiers.nvme.nbytes  # no holes
         if engine.tiers.host is not None:
-            wanted = 0 if row in ("optimizer_nvme", "nvme") else 12 * owned
+            wanted = sum(b.owned_numel * b.dtypes.grad.itemsize for b in engine.buckets)
+            wanted += 0 if row in ("optimizer_nvme", "nvme") else 12 * owned
             assert wanted - pages <= engine.tiers.host.nbytes <= wanted + pages  # padding has no state
 
 
@@ -244,13 +248,16 @@ def test_a_unit_waits_for_its_own_step_only(row: str, stage: int, tmp_path: Path
 @on_ranks(1)
 def test_what_was_read_ahead_is_read_again_after_a_write(tmp_path: Path) -> None:
     tier = NvmeTier(tmp_path, rank=0)
-    file, out = FileShard(tier, "unit", torch.zeros(2000)), torch.empty(2000)
+    read_ahead, streams = ReadAhead(HOST, 8000), Streams(HOST)
+    file, out = FileShard(tier, read_ahead, streams, "unit", torch.zeros(2000)), torch.empty(2000)
     file.stage_ahead()
     file.update(torch.ones(2000))
     file.read(out)
     assert out.eq(1).all()
     assert file._staged is None
+    assert len(read_ahead._free) == READ_AHEAD
     tier.close()
+    read_ahead.close()
 
 
 # -- a disk that fails ------------------------------------------------------------------------------------------------
@@ -334,7 +341,7 @@ class _OfBucket:
     """What the worker asks of a bucket."""
 
     def __init__(self, settle: Callable[[], None] = lambda: None) -> None:
-        self.step = AwaitedStep()
+        self.awaited_step = AwaitedStep()
         self.home = mock.Mock(settle=settle)
         self.push = lambda **_: None
 
@@ -361,13 +368,13 @@ def test_whoever_waits_for_the_worker_gets_its_error(where: str) -> None:
         worker._pool.submit = mock.Mock(side_effect=OSError(errno.EIO, "the disk"))  # type: ignore[method-assign]
     worker.submit([stepped.job(_broken if where == "step" else lambda: None)], None)
     if where == "last write":
-        stepped.step._future.result(5)  # type: ignore[union-attr]  # the step itself went well
+        stepped.awaited_step._future.result(5)  # type: ignore[union-attr]  # the step itself went well
         with pytest.raises(OSError, match="the disk"):
             worker._last.result(5)  # type: ignore[union-attr]
     for _ in range(2):
         worker.submit([later.job()], None)
         with pytest.raises(OSError, match="the disk"):
-            later.step._future.result(5)  # type: ignore[union-attr]
+            later.awaited_step._future.result(5)  # type: ignore[union-attr]
         with pytest.raises(OSError, match="the disk"):
             worker.wait()
     worker.close()
@@ -378,7 +385,7 @@ def test_a_worker_without_jobs_takes_the_next_ones() -> None:
     worker.submit([], None)
     bucket = _OfBucket()
     worker.submit([bucket.job()], None)
-    bucket.step._future.result(5)  # type: ignore[union-attr]
+    bucket.awaited_step._future.result(5)  # type: ignore[union-attr]
     worker.wait()
     worker.close()
 

@@ -234,7 +234,7 @@ class WaitForSteps(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        for future in [bucket.step._future for bucket in ctx.engine.buckets]:
+        for future in [bucket.awaited_step._future for bucket in ctx.engine.buckets]:
             if future is not None:
                 future.result()
         return grad, None

@@ -394,9 +394,9 @@ class _LateTransport:
         self._pause()
         return self._inner.gather(*args)
 
-    def reduce(self, *args: Any) -> Any:
+    def reduce(self, *args: Any, **kwargs: Any) -> Any:
         self._pause()
-        return self._inner.reduce(*args)
+        return self._inner.reduce(*args, **kwargs)
 
 
 def _make_late(engine: Engine, seconds: float) -> None:

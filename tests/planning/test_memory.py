@@ -10,6 +10,7 @@ from lightning_zero.config import Offload, Stage
 from lightning_zero.planning.buckets import BucketPlan, BucketShape, Itemsizes, Role, place
 from lightning_zero.planning.layout import lay_out
 from lightning_zero.planning.memory import (
+    PAIR_NBYTES,
     RING_COUNT,
     RING_NBYTES,
     Limits,
@@ -121,10 +122,10 @@ def test_bytes_by_tier(stage: int, offload: str, mixed: bool, expected: dict[tup
     assert {key: nbytes for key, nbytes in held.items() if nbytes} == expected | staging
 
 
-def test_gradients_that_were_not_reduced_are_on_the_device() -> None:
+def test_gradients_that_were_not_reduced_are_on_the_device_and_keep_their_place_on_the_host() -> None:
     plan = bucket([8192], 2, Stage.zero1, tiers=OFFLOADS[Offload.optimizer_cpu])
     held = planned_bytes([plan], 0, moment=Moment.accumulating)
-    assert (held[G, D], held[G, H]) == (2 * 8192, 0)
+    assert (held[G, D], held[G, H]) == (2 * 8192, 8192)
 
 
 def test_a_file_extent_is_whole_pages() -> None:
@@ -221,7 +222,7 @@ def test_replicated_gradients_wait_for_more_micro_batches() -> None:
 def test_state_in_files_needs_three_buckets_of_the_host() -> None:
     shapes = [BucketShape(unit, (8192,), Itemsizes(2, 4, 4, 4)) for unit in range(9)]
     plans = [place(s, STAGES[Stage.zero3], OFFLOADS[Offload.nvme], 2) for s in shapes]
-    assert peak_bytes(plans, LIMITS)[Phase.step][Role.staging, H] == RING + 3 * 12 * 4096
+    assert peak_bytes(plans, LIMITS)[Phase.step][Role.staging, H] == RING + 3 * 12 * 4096 + 2 * PAIR_NBYTES
 
 
 def test_the_ring_is_that_of_the_tier() -> None:

@@ -95,7 +95,7 @@ class Access:
     @outside_autograd
     def _replace(self, place: Place, value: Tensor) -> None:
         unit = self._unit_of[place.bucket]
-        place.bucket.step.wait()
+        place.bucket.awaited_step.wait()
         # Another rank, whose worker was faster, may have issued the unit's refresh already: it waits for ours. And a
         # gather under way would bring the old values after the new ones are written.
         self._after_step.refresh(unit)

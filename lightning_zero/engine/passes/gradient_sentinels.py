@@ -101,7 +101,7 @@ class Sentinels:
     def forget_zeroed(self) -> None:
         """Drop the gradients that the user has cleared, and zero those zeroed, since they were placed."""
         for bucket, grads in self._grads.items():
-            if grads.used or grads.written or bucket.has_grad:
+            if grads.used or grads.written or bucket.grad_store.is_there:
                 cleared, zeroed = self._changes(bucket)
                 grads.forget(cleared)
                 grads.zero(zeroed)
@@ -146,9 +146,10 @@ def _has_grad(info: ParamInfo) -> bool:
     Raises:
         RuntimeError: ``param.grad`` was assigned by hand.
     """
-    if info.param.grad is not None and not isinstance(info.param.grad, GradSentinel):
+    grad = info.param.grad
+    if grad is not None and not isinstance(grad, GradSentinel):
         raise RuntimeError(
             f"{info.fqn}.grad was assigned by hand. Gradients are sharded: change them inside "
             "`with lightning_zero.gather(module, grads=True):`."
         )
-    return info.param.grad is not None
+    return grad is not None

@@ -2,7 +2,8 @@
 
 ::
 
-    hook(p)      copies p.grad, divided by the number of ranks, into the bucket's local buffer and frees it
+    hook(p)      copies p.grad, divided by the number of ranks, into the bucket's local buffer and frees it;
+                 on a device: keeps p.grad, and the last of a bucket brings all of them there in one call
     bucket full  -> ready -> (all buckets before it in the order are issued) -> reduce_scatter / all_reduce
     finish       adds the sum to bucket.grad, drops the local buffer
 
@@ -23,12 +24,14 @@ from torch import Tensor
 
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.profiling import profiled
-from lightning_zero.comm.reduction import Reduction
+from lightning_zero.comm.reduction import Reduction, SpareBuffers
 from lightning_zero.engine.passes.issued import IssuedReductions
+from lightning_zero.engine.torch_modes import outside_autograd, without_history
 from lightning_zero.engine.units.bucket import Bucket, Place
 
 PATIENCE_S = 2.0  # for a reduction that is in the way of the next
 _POLL_S = 0.0002
+KEPT = 2  # buffers of the size of the largest that are kept for the next reductions
 
 
 @dataclass(slots=True, eq=False)
@@ -37,8 +40,11 @@ class BucketGrads:
 
     bucket: Bucket
     scale: float  # 1 / number of ranks (averages, as DDP does, before anything is added up) / scale of the loss
+    spare: SpareBuffers
     local: Tensor | None = None  # [numel] unreduced gradient: reduce_dtype, or grad_dtype where it accumulates
     written: set[int] = field(default_factory=set)  # slots of ``local`` that hold a gradient
+    together: bool = False  # gradients wait until the bucket has all, and go into ``local`` in one call
+    waiting: dict[int, Tensor] = field(default_factory=dict)  # those, by slot, as autograd has made them
     arrived: set[int] = field(default_factory=set)  # slots with a gradient of this backward
     reduced: frozenset[int] = frozenset()  # slots whose gradient of this backward was in the buffer that is reduced
     issued: bool = False  # reduced in this backward
@@ -51,15 +57,26 @@ class BucketGrads:
         return self.bucket.plan.accumulates_locally
 
     def take(self, slot: int, grad: Tensor) -> None:
-        """Move one parameter's gradient into the local buffer."""
-        bucket = self.bucket
-        if self.local is None:
-            dtype = bucket.dtypes.grad if self.accumulates else bucket.dtypes.reduce
-            # Not zeros, which would be written twice: ``complete`` zeroes what no gradient has filled.
-            self.local = torch.empty(bucket.layout.numel, dtype=dtype, device=grad.device)
+        """Move one parameter's gradient into the local buffer, or keep it until the others have come."""
         if grad.layout is not torch.strided:
             grad = grad.to_dense()  # sparse embedding gradients: shards are dense
-        view = bucket.part_of(self.local, bucket.params[slot])
+        if self.together:
+            if slot in self.waiting:
+                self.copy_in()
+            self.waiting[slot] = grad
+        else:
+            self._write(slot, grad)
+        self.used.add(slot)
+        self.arrived.add(slot)
+
+    def _allocate(self, device: torch.device) -> Tensor:
+        if self.local is None:
+            # Not zeros, which would be written twice: ``complete`` zeroes what no gradient has filled.
+            self.local = self.spare.take(self.bucket.layout.numel, self._local_dtype, device)
+        return self.local
+
+    def _write(self, slot: int, grad: Tensor) -> None:
+        view = self.bucket.part_of(self._allocate(grad.device), self.bucket.params[slot])
         if slot in self.written:
             view.add_(grad, alpha=self.scale)
         elif self.scale == 1.0:
@@ -69,49 +86,69 @@ class BucketGrads:
         else:
             view.copy_(grad).mul_(self.scale)  # a product rounded to the gradient's lower dtype would be inexact
         self.written.add(slot)
-        self.used.add(slot)
-        self.arrived.add(slot)
+
+    @property
+    def factor(self) -> float:
+        """What the sum over ranks is still to be multiplied by: ``scale``, where that gives what it gives before.
+
+        It does where the product is exact, and it costs less there, for a slice has fewer elements: by a power of two,
+        in a dtype of the range of fp32. (At the ends of that range, below 1e-38 and above 1e38, digits may differ.) It
+        is the same on all ranks, also on those that have no gradient.
+        """
+        wide = torch.float16 not in (self.bucket.dtypes.reduce, self._local_dtype)
+        return self.scale if self.together and wide and math.frexp(self.scale)[0] == 0.5 else 1.0
+
+    def set_scale(self, scale: float) -> None:
+        """Multiply the gradients of the next backwards by another ``scale``."""
+        if scale != self.scale:
+            before, self.scale = self.factor, scale
+            if self.local is not None and before != self.factor:
+                self.local.mul_(before / self.factor)
+
+    @property
+    def _local_dtype(self) -> torch.dtype:
+        return self.bucket.dtypes.grad if self.accumulates else self.bucket.dtypes.reduce
+
+    def copy_in(self) -> None:
+        """Move the gradients that wait into the local buffer, in one call for all."""
+        if not self.waiting:
+            return
+        bucket, waiting = self.bucket, self.waiting
+        self.waiting = {}
+        local = self._allocate(next(iter(waiting.values())).device)
+        now = 1.0 if self.factor != 1.0 else self.scale
+        views = {slot: bucket.part_of(local, bucket.params[slot]) for slot in waiting}
+        if new := [slot for slot in waiting if slot not in self.written]:
+            # It casts. A product before that would be rounded to the gradients' lower dtype.
+            torch._foreach_copy_([views[slot] for slot in new], [waiting[slot] for slot in new])
+            if now != 1.0:
+                # Not ``_foreach_mul_``, which rounds the factor to the dtype of the buffer on the host.
+                for part in [views[slot] for slot in new] if self.written else [local]:
+                    part.mul_(now)
+        if more := [slot for slot in waiting if slot in self.written]:
+            torch._foreach_add_([views[slot] for slot in more], [waiting[slot] for slot in more], alpha=now)
+        self.written.update(waiting)
 
     def complete(self) -> Tensor:
         """Hand out the local buffer to be reduced, with zeros wherever no gradient came."""
         bucket = self.bucket
+        self.copy_in()
         full = self.local
         # No gradient on this rank: zeros take part all the same. Other ranks reduce the bucket, and would wait for it.
         if full is None:
             full = torch.zeros(bucket.layout.numel, dtype=bucket.dtypes.reduce, device=bucket.comm.device)
         else:
-            for low, high in bucket.gaps:
-                full[low:high].zero_()
+            empty = [full[low:high] for low, high in bucket.gaps]
             for place in bucket.layout.slots:
                 if place.index not in self.written:
-                    full[place.start : place.start + place.numel].zero_()
+                    empty.append(full[place.start : place.start + place.numel])
+            if empty:
+                torch._foreach_zero_(empty)
         # Let go of: the reduction keeps the buffer as long as a stream reads it, and no longer.
         self.local = None
         self.written = set()
         self.reduced = frozenset(self.arrived)
         return full if full.dtype == bucket.dtypes.reduce else full.to(bucket.dtypes.reduce)
-
-    def add_reduced(self, reduced: Tensor) -> None:
-        """Add a reduced gradient [owned numel] to ``bucket.grad``, on the device or in plain host memory."""
-        bucket = self.bucket
-        if bucket.plan.grads_on_host:
-            self._add_on_host(reduced)
-            return
-        if bucket.grad is None:
-            # A transport may return a view of what it has received from all ranks. Kept as the gradient, the view would
-            # hold the memory of the whole bucket where a shard is wanted.
-            own_memory = reduced.untyped_storage().nbytes() == reduced.numel() * reduced.element_size()
-            same = reduced.dtype == bucket.dtypes.grad
-            bucket.grad = reduced if same and own_memory else reduced.to(bucket.dtypes.grad, copy=True)
-        else:
-            bucket.grad.add_(reduced)
-
-    def _add_on_host(self, reduced: Tensor) -> None:
-        bucket = self.bucket
-        if (grad := bucket.grad) is None:
-            bucket.bring_grad(reduced)
-        else:
-            grad.add_(reduced.cpu())  # added before it is rounded, as on the device
 
     def forget(self, slots: Iterable[int]) -> None:
         """Drop these parameters' gradients, because the user has cleared them."""
@@ -122,12 +159,14 @@ class BucketGrads:
         self.used -= gone
         self.agreed -= gone
         self.written -= gone
+        for slot in gone:
+            self.waiting.pop(slot, None)
         if not self.written:
             self.local = None  # else what is left in it would be reduced with the next backward
         if self.agreed:
             self._zero_reduced(gone)
         else:
-            self.bucket.grad = None
+            self.bucket.grad_store.clear()
 
     def zero(self, slots: Iterable[int]) -> None:
         """Zero these parameters' gradients, because the user did. They still count as gradients, unlike None."""
@@ -137,10 +176,10 @@ class BucketGrads:
 
     def _zero_reduced(self, slots: set[int]) -> None:
         bucket = self.bucket
-        if slots and bucket.grad is not None:  # in this order: on a GPU the host waits for a gradient that it looks at
+        if slots and (grad := bucket.grad) is not None:  # in this order: the host may wait for a gradient
             for fragment in bucket.owned_fragments():
                 if fragment.index in slots:
-                    bucket.grad[fragment.start : fragment.start + fragment.numel].zero_()
+                    grad[fragment.start : fragment.start + fragment.numel].zero_()
 
 
 class Reducer:
@@ -170,7 +209,15 @@ class Reducer:
         self.comm = comm
         self._issued = issued
         self.dynamic = dynamic
-        self.grads: dict[Bucket, BucketGrads] = {b: BucketGrads(b, 1.0 / comm.world_size) for b in buckets}
+        buckets = list(buckets)
+        nbytes = max((b.layout.numel * b.dtypes.reduce.itemsize for b in buckets), default=0)
+        self.spare = SpareBuffers(KEPT * nbytes)
+        # On a device one kernel for a bucket instead of one for each parameter. On the host they cost the same, and a
+        # gradient that is copied as it arrives is still in the cache.
+        together = comm.streams.are_there
+        self.grads: dict[Bucket, BucketGrads] = {
+            b: BucketGrads(b, 1.0 / comm.world_size, self.spare, together=together) for b in buckets
+        }
         self._gathers_in_backward = any(bucket.reshards for bucket in self.grads)
         self.unreduced = False  # a backward inside ``no_sync`` since the last that reduced: on all ranks alike
         self.order: list[Bucket] = list(reversed(list(self.grads)))
@@ -220,8 +267,9 @@ class Reducer:
     def set_loss_scale(self, scale: float) -> None:
         """The loss of the next backwards is multiplied by ``scale``: gradients are divided by it as they arrive."""
         for grads in self.grads.values():
-            grads.scale = 1.0 / (self.comm.world_size * scale)
+            grads.set_scale(1.0 / (self.comm.world_size * scale))
 
+    @without_history
     def take(self, bucket: Bucket, slot: int, grad: Tensor) -> None:
         """Take a gradient that has arrived, and issue the reductions that have become ready.
 
@@ -229,10 +277,12 @@ class Reducer:
             RuntimeError: the bucket was stepped in this backward, without this gradient.
         """
         grads = self.grads[bucket]
-        bucket.step.refuse_in_backward(f"another gradient of {bucket.params[slot].fqn} arrived")
-        with torch.no_grad():
-            grads.take(slot, grad)
+        if bucket.awaited_step.in_backward:
+            bucket.awaited_step.refuse_in_backward(f"another gradient of {bucket.params[slot].fqn} arrived")
+        grads.take(slot, grad)
         if not self._synchronizes(bucket):
+            if len(grads.arrived) == self._expected[bucket]:
+                grads.copy_in()
             return
         if grads.issued:
             # A second arrival (a module that is used again under checkpointing). Only this rank may know of it now, so
@@ -249,7 +299,9 @@ class Reducer:
     def flush(self) -> None:
         """Issue all reductions that are left, in order, at the end of a backward."""
         for bucket in self.order:
-            if self._synchronizes(bucket) and self._expected[bucket] and bucket not in self._ready:
+            if not self._synchronizes(bucket):
+                self.grads[bucket].copy_in()
+            elif self._expected[bucket] and bucket not in self._ready:
                 self._set_ready(bucket)
                 self._lagging_here.add(bucket)
         self._pump()
@@ -271,7 +323,7 @@ class Reducer:
             return False
         late, flagged = self._agree(reduced, flag)
         for bucket in late:
-            bucket.step.refuse_in_backward(f"another gradient of bucket {bucket.label} arrived, on some rank,")
+            bucket.awaited_step.refuse_in_backward(f"another gradient of bucket {bucket.label} arrived, on some rank,")
         for bucket in late:
             self._issue(bucket)
         while self._in_flight:
@@ -319,7 +371,7 @@ class Reducer:
         lagging = self._lagging.setdefault(self._key, set())
         flags: list[bool] = [flag]
         for bucket in reduced:
-            flags += [bucket in self._late, bucket in self._lagging_here, bucket.step.in_backward]
+            flags += [bucket in self._late, bucket in self._lagging_here, bucket.awaited_step.in_backward]
             flags += [slot in self.grads[bucket].used for slot in range(len(bucket.params))]
         agreed = iter(self.comm.max_(torch.tensor(flags, dtype=torch.uint8)).tolist())
         late = []
@@ -330,7 +382,7 @@ class Reducer:
                 self._ever_late.add(bucket)
             if next(agreed):
                 lagging.add(bucket)
-            bucket.step.in_backward = bool(next(agreed))
+            bucket.awaited_step.in_backward = bool(next(agreed))
             grads = self.grads[bucket]
             grads.agreed = {slot for slot in range(len(bucket.params)) if next(agreed)}
             grads.used |= grads.agreed
@@ -393,13 +445,13 @@ class Reducer:
         self._flying_nbytes = 0
         for grads in self.grads.values():
             grads.partial = set(grads.used)
-            grads.local, grads.written = None, set()
+            grads.local, grads.written, grads.waiting = None, set(), {}
         self._end_early_steps()
 
     def _end_early_steps(self) -> None:
         """The backward is over: from here on steps are waited for, as everywhere."""
         for bucket in self.grads:
-            bucket.step.in_backward = False
+            bucket.awaited_step.in_backward = False
 
     # -- issuing and landing --------------------------------------------------------------------------------------
 
@@ -411,6 +463,7 @@ class Reducer:
         if self.grads[bucket].arrived:
             self.completed.append(bucket)
 
+    @outside_autograd
     def _pump(self) -> None:
         while self._next < len(self.order):
             bucket = self.order[self._next]
@@ -436,7 +489,10 @@ class Reducer:
         self._issued.here += 1
         operation = self.comm.reduce_scatter if bucket.plan.shards_master else self.comm.all_reduce
         with profiled("reduce", bucket.label):
-            self._in_flight.append((bucket, operation(full, bucket.label)))
+            reduction = operation(full, bucket.label, factor=grads.factor)
+        if not self.comm.streams.are_there:
+            reduction.used_up = full
+        self._in_flight.append((bucket, reduction))
         self._flying_nbytes += nbytes
 
     def _land(self) -> None:
@@ -445,23 +501,26 @@ class Reducer:
         with profiled("wait for", bucket.label):
             is_over = reduction.land()
         if is_over:
-            self._add(bucket, reduction.finish())
+            self._add(bucket, reduction)
         else:
             self._second_half.append((bucket, reduction))
 
     def _land_second_halves(self) -> None:
         """Wait for the second halves; after all first halves, because a wait in between would hold up reductions."""
         for bucket, reduction in self._second_half:
-            self._add(bucket, reduction.finish())
+            self._add(bucket, reduction)
         self._second_half = []
 
-    def _add(self, bucket: Bucket, reduced: Tensor) -> None:
+    def _add(self, bucket: Bucket, reduction: Reduction) -> None:
+        reduced, full = reduction.finish(), reduction.used_up
+        if full is not None and reduced.untyped_storage()._cdata != full.untyped_storage()._cdata:
+            self.spare.give_back(full)
         low, high = bucket.owned_range
         if self.comm.shard_size == 1 and reduced.numel() != high - low:
             reduced = reduced[low:high]
         grads = self.grads[bucket]
         with torch.no_grad():
-            grads.add_reduced(reduced)
+            bucket.grad_store.add(reduced)
         if self.landed is not None and self._is_whole(grads):
             self.landed(bucket)
 

@@ -422,7 +422,8 @@ class Passes:
 
         It is not ``outside_autograd``: grad mode is on in a backward with ``create_graph``, and is asked for below.
         """
-        self.forget_failed()
+        if self.phase is not Phase.TOLD:
+            self.forget_failed()
         if not self.in_backward:
             self._begin_backward(explicit=False)
             # Kept weakly: :meth:`forget_failed` finds out by this reference that the graph task died without calling.
@@ -458,13 +459,13 @@ class Passes:
         self.progress.inputs_arrived(unit, call)
         self._maybe_reshard(unit)
 
-    @outside_autograd
     def grad_arrived(self, unit: Unit, bucket: Bucket, slot: int, grad: Tensor) -> None:
         """Autograd accumulated the gradient of one parameter."""
+        # Not ``outside_autograd`` as a whole: it comes for every parameter, and what it calls is so where that matters.
         self.backward_begins()
         self.reducer.take(bucket, slot, grad)
-        self.progress.grad_arrived(unit)
-        self._maybe_reshard(unit)
+        if self.progress.grad_arrived(unit):
+            self._maybe_reshard(unit)
 
     def _maybe_reshard(self, unit: Unit) -> None:
         may_go = self.in_backward and unit.index and not self._open.second_order

@@ -35,9 +35,11 @@ class Progress:
             own.expected = sum(info.param.requires_grad for info in unit.infos())
             own.arrived = 0
 
-    def grad_arrived(self, unit: Unit) -> None:
-        """The gradient of a parameter."""
-        self._units[unit].arrived += 1
+    def grad_arrived(self, unit: Unit) -> bool:
+        """The gradient of a parameter has come. Returns whether all have."""
+        own = self._units[unit]
+        own.arrived += 1
+        return own.arrived >= own.expected
 
     def await_inputs(self, unit: Unit, call: int) -> None:
         """The gradients of the inputs of one call will come."""

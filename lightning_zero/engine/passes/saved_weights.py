@@ -134,8 +134,7 @@ class SavedWeights:
         The hooks are pushed and never popped here. torch takes them off again: each node of a graph begins with the
         hooks that were in force when the backward began.
         """
-        in_backward = torch._C._current_graph_task_id() != -1
-        if in_backward and torch.is_grad_enabled() and self.possible:
+        if torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1 and self.possible:
             pack, unpack = self._hooks()
             if _autograd._top_saved_tensors_default_hooks(True) != (pack, unpack):
                 _autograd._push_saved_tensors_default_hooks(pack, unpack)

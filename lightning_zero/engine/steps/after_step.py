@@ -73,7 +73,7 @@ class AfterStep:
             unit, buckets = self._stale[0]
             # Before the entry is taken off: after a step that failed, the next call must come here again and raise too.
             for bucket in buckets:
-                bucket.step.wait()
+                bucket.awaited_step.wait()
             self._stale.popleft()
             unit.refresh_begin(buckets)
             behind = behind and unit is not needed
@@ -85,7 +85,7 @@ class AfterStep:
         # Also for buckets that have no job on this rank: which buckets await a step decides what is gathered ahead, and
         # must be the same on all ranks.
         for bucket in self._numbers:
-            bucket.step.wait()
+            bucket.awaited_step.wait()
 
     def flush(self) -> None:
         """Wait for offloaded steps, and issue the refreshes that follow them."""

@@ -67,9 +67,5 @@ class EarlySteps:
                     "the closure of a step ran several backwards inside stepping_in_backward(), and the first has been "
                     "stepped already. Run all but the last before the step."
                 )
-        except BaseException:
-            if passes.explicit:
-                passes.abort()  # what has raised was the end of the backward, which nobody has brought to rest
-            raise
         finally:
             self._reducer.landed = None

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from lightning_zero.comm.profiling import profiled
 from lightning_zero.engine.steps.around import AroundStep
 from lightning_zero.engine.steps.interception import Stepping, keeps_own_step
-from lightning_zero.engine.steps.mixed_dtypes import salt_of, step_in_chunks
+from lightning_zero.engine.steps.mixed_dtypes import dtype_of_step, salt_of, step_in_chunks
 from lightning_zero.engine.steps.runs import FlatRun, ParamStates, Runs, steps_in
 from lightning_zero.engine.steps.torch_optimizers import (
     ELEMENTWISE,
@@ -35,6 +35,7 @@ from lightning_zero.engine.steps.torch_optimizers import (
 from lightning_zero.engine.steps.worker import StepJob
 from lightning_zero.engine.torch_modes import without_autocast
 from lightning_zero.engine.units.bucket import Bucket, Place
+from lightning_zero.engine.units.grad_store import Arrived
 from lightning_zero.engine.units.home import opened
 
 
@@ -151,7 +152,7 @@ class ShardedOptimizer:
         # Buckets of which this rank owns nothing have no job here. They are marked all the same, as on the other ranks.
         for bucket in changed:
             if not self.runs.of(bucket) and self._is_lazy(bucket):
-                bucket.step.nothing_to_do()
+                bucket.awaited_step.nothing_to_do()
         self._around.ends(changed | early, [p for p in self.params() if id(p) in used])
         return loss
 
@@ -166,14 +167,14 @@ class ShardedOptimizer:
             if any(info.param.requires_grad and info.slot not in groups[bucket] for info in bucket.params):
                 return  # some of its parameters belong to no optimizer: not a case to be fast in
             early.add(bucket)
-            bucket.step.in_backward = True
+            bucket.awaited_step.in_backward = True
             active = {slot for slot in groups[bucket] if bucket.params[slot].param.requires_grad}
             self.runs.advance(bucket, groups[bucket], active)
             if self.runs.of(bucket):
                 job = self._job(bucket, {id(bucket.params[slot].param) for slot in active})
                 self._around.submit([job._replace(in_backward=True)])
             else:
-                bucket.step.nothing_to_do()
+                bucket.awaited_step.nothing_to_do()
 
         try:
             # Callers may step under ``no_grad``, and the closure runs a forward that needs its graph.
@@ -224,13 +225,13 @@ class ShardedOptimizer:
         for group, chosen in zip(shadow.param_groups, fused, strict=False):
             if "fused" in group:
                 group["fused"] = chosen
-        claimed = bucket.claim_grad()
+        claimed = bucket.grad_store.claim()
         step = type(shadow).step
 
         def run() -> None:
             # Modes belong to a thread: those of the caller of ``step`` do not hold in the worker.
             with profiled("step", bucket.label), torch.inference_mode(False), torch.no_grad():
-                with self._runs_in_groups(shadow, [bucket], used, claimed()):
+                with self._runs_in_groups(shadow, [bucket], used, claimed.arrived()):
                     step(shadow)
                 self.runs.adopt(bucket)
 
@@ -260,32 +261,36 @@ class ShardedOptimizer:
 
     @contextlib.contextmanager
     def _runs_in_groups(
-        self, optimizer: Optimizer, buckets: Sequence[Bucket], used: set[int], grad: Tensor | None = None
+        self, optimizer: Optimizer, buckets: Sequence[Bucket], used: set[int], claimed: Arrived | None = None
     ) -> Iterator[None]:
-        """List, inside, the runs of ``buckets`` that got a gradient in the param groups of ``optimizer``."""
+        """List, inside, the runs of ``buckets`` that got a gradient in the param groups of ``optimizer``.
+
+        Args:
+            claimed: the gradient of the one bucket, where it was claimed for a step of its own.
+        """
         kept = [(group["params"], group.get("fused")) for group in optimizer.param_groups]
         lists: list[list[Tensor]] = [[] for _ in kept]
         stepped: list[FlatRun] = []
-        converted: list[tuple[int, FlatRun, Tensor]] = []
+        in_pieces: list[tuple[int, FlatRun, Tensor, Tensor | None]] = []
         for bucket in buckets:
-            full = bucket.grad if grad is None else grad
+            full, factor = claimed if claimed is not None else Arrived(bucket.grad, None)
             for index, run in self.runs.grouped(bucket):
                 if full is None or not self._is_used(run, used):
                     continue
                 part = full[run.run.start : run.run.start + run.tensor.numel()]
-                if self._known and (self._rounds(run) or part.dtype != run.tensor.dtype):
-                    converted.append((index, run, part))
+                if self._known and (self._rounds(run) or part.dtype != run.tensor.dtype or factor is not None):
+                    in_pieces.append((index, run, part, factor))
                     continue
                 run.tensor.grad = part.to(run.tensor.device, run.tensor.dtype)
                 lists[index].append(run.tensor)
                 stepped.append(run)
         try:
+            self._step_in_pieces(optimizer, in_pieces)  # first: the groups are as the user has set them
             for group, params in zip(optimizer.param_groups, lists, strict=True):
                 group["params"] = params
                 start_state(optimizer, group, params)
                 if prefers_fused(self.optimizer, group, params):
                     group["fused"] = True
-            self._step_converted(optimizer, converted)
             yield
         finally:
             # Also after an exception: schedulers and the next ``zero_grad`` look for the user's own parameters here.
@@ -299,24 +304,24 @@ class ShardedOptimizer:
     def _rounds(self, run: FlatRun) -> bool:
         return self._stochastic and run.tensor.dtype is torch.bfloat16
 
-    def _step_converted(self, optimizer: Optimizer, runs: Sequence[tuple[int, FlatRun, Tensor]]) -> None:
-        """Step the runs whose arithmetic needs another dtype than they have, or than their gradient has."""
+    def _step_in_pieces(self, optimizer: Optimizer, runs: Sequence[tuple[int, FlatRun, Tensor, Tensor | None]]) -> None:
+        """Step the runs whose arithmetic needs another dtype than they or their gradients have, or another factor."""
         if not runs:
             return
         shadow = shadow_of(self.optimizer)
         groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-        for index, run, grad in runs:
+        for index, run, grad, factor in runs:
             group = groups[index]
             shadow.param_groups = [group]
             start_state(shadow, group, [run.tensor])
-            wide = torch.empty(0, dtype=torch.promote_types(run.tensor.dtype, torch.float32), device=run.tensor.device)
-            if prefers_fused(self.optimizer, group, [wide]):
+            dtype = dtype_of_step(run.tensor, grad, rounds=self._rounds(run))
+            if prefers_fused(self.optimizer, group, [torch.empty(0, dtype=dtype, device=run.tensor.device)]):
                 group["fused"] = True
             rounding = None
             if self._rounds(run):
                 salt = salt_of(run.bucket.label, self.runs.step_count(run))
                 rounding = run.bucket.owned_range[0] + run.run.start, salt
-            step_in_chunks(shadow, group, run.tensor, grad, rounding=rounding)
+            step_in_chunks(shadow, group, run.tensor, grad, factor=factor, rounding=rounding)
 
     def _is_used(self, run: FlatRun, used: set[int]) -> bool:
         slot = run.run.fragments[0].index  # runs are cut where this differs

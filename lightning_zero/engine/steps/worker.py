@@ -71,7 +71,7 @@ class StepWorker:
         """
         # Asked for in the caller's thread, before the worker can see the job: when this returns, every gather of these
         # buckets waits for its step.
-        queued = [_Queued(job, job.bucket.step.ask(event)) for job in jobs]
+        queued = [_Queued(job, job.bucket.awaited_step.ask(event)) for job in jobs]
         if not queued:
             return
         # One lock for the queue and ``_running``: otherwise the worker could stop between a look at an empty queue and

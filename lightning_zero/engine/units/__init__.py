@@ -14,6 +14,7 @@
     stored          tensors in files, of which the parts are read that somebody needs
     home            where a bucket's masters and optimizer state rest
     param_store     where its compute parameters are between uses
+    grad_store      where its reduced gradient is; landing: how it comes to the host
     awaited_step    an offloaded step of the bucket that was asked for
     flat_buffer     memory that comes and goes under views of it
     module_buffers  buffers of modules (running statistics), which stay replicated

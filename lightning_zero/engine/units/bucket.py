@@ -5,13 +5,13 @@
     full    compute_param  [numel]        memory while gathered; parameters are views of it
     home    master_param   [owned numel]  and optimizer state: home.py
     rest    compute_param  [owned numel]  between uses: param_store.py
-    grad    grad           [owned numel]  from a backward until it is cleared
+    grad    grad           [owned numel]  from a backward until it is cleared: grad_store.py
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -26,10 +26,11 @@ from lightning_zero.comm.reduction import Pending
 from lightning_zero.engine.parameters.classes import set_values
 from lightning_zero.engine.units.awaited_step import AwaitedStep
 from lightning_zero.engine.units.flat_buffer import FlatBuffer, placeholders
-from lightning_zero.engine.units.home import Home, ResidentHome, Tiers, copy_cast, make_home, opened
+from lightning_zero.engine.units.grad_store import GradStore, make_grad_store
+from lightning_zero.engine.units.home import Home, ResidentHome, Tiers, make_home, opened
 from lightning_zero.engine.units.param_info import ParamInfo
 from lightning_zero.engine.units.param_store import ParamStore, make_param_store
-from lightning_zero.planning.buckets import BucketPlan, ParamsRest
+from lightning_zero.planning.buckets import BucketPlan
 from lightning_zero.planning.layout import Fragment
 
 
@@ -51,16 +52,17 @@ class Bucket:
         full: compute_param, [layout.numel] compute_dtype; has memory while gathered.
         home: of master_param, the owned range of the bucket in master_dtype, and of its optimizer state. A view of the
             full buffer where ``plan`` says that both are one memory.
-        rest: the compute parameters between uses.
-        grad: reduced gradient [owned numel] grad_dtype, or None; on the host where the plan says so.
-        step: the offloaded step that was asked for.
+        param_store: the compute parameters between uses.
+        grad_store: the reduced gradient.
+        awaited_step: the offloaded step that was asked for.
         reshards: see :attr:`BucketPlan.reshards`, of which this is a copy, like ``gathers_after_step``.
         owned_range: elements of the bucket whose master_param and optim_state this rank holds.
         gaps: element ranges of the bucket that belong to no parameter.
     """
 
     home: Home
-    rest: ParamStore
+    grad_store: GradStore
+    param_store: ParamStore
 
     def __init__(
         self,
@@ -77,14 +79,11 @@ class Bucket:
         self.dtypes = dtypes
         self.comm = comm
         self._tiers = tiers
-        self.step = AwaitedStep()
+        self.awaited_step = AwaitedStep()
         self.shows_values = False  # parameters show their gathered values
         self.is_plain = False  # inside gather(): parameters hold full masters
         self._values_here = True
-        self._grad: Tensor | None = None
-        self._grad_event: Any = None  # the end of its way to the host
         self._pushed: Any = None  # the end of the way of what the last step has changed
-        self._push_due = False  # the last step has left its push to the next gather
         # Properties of the plan that every pass asks for, and that never change:
         self.layout = layout = plan.layout
         self.reshards, self.gathers_after_step = plan.reshards, plan.gathers_after_step
@@ -131,64 +130,12 @@ class Bucket:
         base = self.owned_range[0]
         return slice(low - base, high - base)
 
-    # -- gradient ---------------------------------------------------------------------------------------------------
-
-    @property
-    def has_grad(self) -> bool:
-        """Whether there is a reduced gradient, arrived or on its way."""
-        return self._grad is not None
+    # -- values at rest -------------------------------------------------------------------------------------------
 
     @property
     def grad(self) -> Tensor | None:
-        """Reduced gradient [owned numel]. On a GPU the host waits for one that is still on its way to host memory."""
-        self._await_grad()
-        return self._grad
-
-    @grad.setter
-    def grad(self, value: Tensor | None) -> None:
-        self._await_grad()  # nothing may be in flight into memory that is let go
-        self._grad = value
-
-    def _await_grad(self) -> None:
-        if self._grad_event is not None:
-            self.comm.streams.accelerator.wait_on_host(self._grad_event)
-            self._grad_event = None
-
-    def claim_grad(self) -> Callable[[], Tensor | None]:
-        """Take the gradient as it is now, for an offloaded step.
-
-        Returns:
-            A function that waits for the gradient and returns it. The step's thread calls it.
-        """
-        # Bound now: by the time the thread calls, ``zero_grad`` may have let go of the gradient, and the next backward
-        # may have put another one in its place.
-        grad, event = self._grad, self._grad_event
-
-        def arrived() -> Tensor | None:
-            if event is not None:
-                self.comm.streams.accelerator.wait_on_host(event)
-            return grad
-
-        return arrived
-
-    def bring_grad(self, reduced: Tensor) -> None:
-        """Copy ``reduced`` [owned numel], as the gradient, to plain host memory, of no tier. The host does not wait."""
-        streams = self.comm.streams
-        host = streams.accelerator.host_memory(reduced.shape, self.dtypes.grad)
-        with streams.on("d2h"):
-            # On a GPU the cast is a kernel of its own: a copy to the host that casts too would make the host wait.
-            source = reduced.to(self.dtypes.grad) if streams.are_there else reduced
-            host.copy_(source, non_blocking=True)
-            event = streams.mark()
-        # In this order: the setter waits for the event of the gradient before. Set first, the event would be that of
-        # this copy, and the host would wait for it here.
-        self.grad = host
-        if event is not None:
-            self._grad_event = event
-            # Both are read by this stream, and ``reduced`` is memory of another one's pool, which does not wait for it.
-            streams.hold((reduced, source), event)
-
-    # -- values at rest -------------------------------------------------------------------------------------------
+        """Reduced gradient [owned numel] in grad_dtype. The host waits for one that is on its way to host memory."""
+        return self.grad_store.value
 
     @property
     def master(self) -> Tensor:
@@ -210,16 +157,27 @@ class Bucket:
     def _settle_in(self, values: Tensor) -> None:
         """Make the masters' home and the compute parameters' store, as the plan says, from ``values`` [owned numel]."""
         plan, dtype = self.plan, self.dtypes.master if self.trainable else self.dtypes.compute
+        self.comm.streams.change()
         if plan.copies_master:
             self.home = make_home(plan.home_tier, self._tiers, self.label, values, dtype)  # waits for its copy
         else:
             self.home = ResidentHome(self._own_part)
-        self.rest = make_param_store(plan, self.label, self.home, self._own_part, values, self._send, self._tiers.nvme)
+        self._make_grad_store()
+        self.param_store = make_param_store(
+            plan, self.label, self.home, self._own_part, values, self._send, self._tiers, self.comm.streams
+        )
+
+    def _make_grad_store(self) -> None:
+        self.grad_store = make_grad_store(
+            self.plan, self.label, self.owned_numel, self.dtypes.grad, self.own_shard_of_owned, self._tiers,
+            self.comm.streams,
+        )  # fmt: skip
 
     def make_trainable(self) -> None:
         """Give a frozen bucket the roles that it lacks."""
         before, self.plan = self.plan, replace(self.plan, trainable=True)
         if self.plan.rests_as(before):
+            self._make_grad_store()
             return
         # A copy: the old home's memory is given back before the new home is made, so that both are not held at a time.
         with opened(self.home) as master:
@@ -231,42 +189,45 @@ class Bucket:
         """Bring the compute parameters at rest up to date with the master, whose home is open.
 
         Args:
-            later: a backward is running that may still read the full buffer. If they rest there, the next gather does
-                it.
+            later: see :meth:`ParamStore.update`.
         """
-        self._push_due = later and self.plan.params_rest is ParamsRest.full
-        if not self._push_due:
-            self.rest.update(self.master)
+        self.param_store.update(self.master, later=later)
+        if not self.plan.steps_on_host:  # what a step on the host has sent has an event of its own
+            self.comm.streams.change()
 
-    def _send(self, master: Tensor, target: Tensor) -> None:
-        """Cast ``master`` into ``target`` [owned numel] on the device, behind what may still read ``target``."""
+    def _send(self, target: Tensor) -> None:
+        """Cast the master into ``target`` [owned numel] on the device, behind what may still read ``target``."""
         if not self.plan.steps_on_host:
-            copy_cast(master, target)
+            self.home.copy_to(target)
             return
         # The step's thread comes here while the main thread queues the next forward. So it does not wait for what the
         # current stream has queued by now, but for the event of when the step was asked for. And on another stream:
         # gathers of other buckets, which may be needed sooner, would queue behind it.
         streams = self.comm.streams
-        with streams.on("push", after=self.step.event):
-            copy_cast(master, target)
+        with streams.on("push", after=self.awaited_step.event):
+            self.home.copy_to(target)
             self._pushed = streams.mark()
         self.home.read_until(self._pushed)
 
     def own_compute_params(self) -> Tensor:
         """Compute parameters of the owned range as they rest, which a gather takes from this rank. [owned numel]"""
         own = torch.empty(self.owned_numel, dtype=self.dtypes.compute, device=self.comm.device)
-        with self._transfers():
-            self.rest.read(own)
+        with self._transfers(into_free_memory=False):
+            self.param_store.read(own)
             event = self.comm.streams.mark()
         self.comm.streams.wait(event)
         self.home.read_until(event)
         return own
 
     @contextlib.contextmanager
-    def _transfers(self) -> Iterator[None]:
-        """Inside, what rests elsewhere is brought to the device, behind what the last step has sent."""
+    def _transfers(self, *, into_free_memory: bool) -> Iterator[None]:
+        """Inside, what rests elsewhere is brought to the device, behind what the last step has sent.
+
+        Args:
+            into_free_memory: of gathered parameters; else behind all that the current stream has queued.
+        """
         streams = self.comm.streams
-        with streams.on("h2d"):
+        with streams.on_free_memory("h2d") if into_free_memory else streams.on("h2d"):
             streams.wait(self._pushed)
             yield
 
@@ -290,25 +251,35 @@ class Bucket:
 
     # -- gathered values ------------------------------------------------------------------------------------------
 
+    @property
+    def can_gather_together(self) -> bool:
+        """Whether its gather may be a part of one message: the device has streams, and what it sends is there."""
+        return self.reshards and self.comm.streams.are_there and not self._is_elsewhere
+
     def gather_begin(self) -> Pending:
         """Issue the gather of the compute parameters. The full buffer has memory from here on."""
+        if self.can_gather_together:
+            return gather_together([self])
         # Until the step is over the masters, and the shard that follows from them, belong to the step's thread.
-        self.step.wait()
-        if self._push_due:
-            with opened(self.home):
-                self.push()
-        # On the current (compute) stream, outside of the ``with`` below: ``release`` gives the block back to the pool
-        # of this stream, so this stream must also be the one that takes it.
-        self.full.allocate()
+        self.awaited_step.wait()
+        with self.comm.streams.pool_of("gather"):
+            self.full.allocate()
         if not self._is_elsewhere:
-            self.rest.prepare(self._own_part)
+            self.param_store.prepare(self._own_part)
             return self.comm.all_gather(self.full.data, self.label)
         # The gather is issued from the stream of copies to the device, and so waits for the copies of the last step and
         # for those of ``prepare``. Issued from compute it would send the shard before these have arrived.
-        with profiled("transfer", self.label), self._transfers():
-            self.rest.prepare(self._own_part)
+        with profiled("transfer", self.label), self._transfers(into_free_memory=self.reshards):
+            self.param_store.prepare(self._own_part)
             self.home.read_until(self.comm.streams.mark())
             return self.comm.all_gather(self.full.data, self.label)
+
+    def prepare_gather(self) -> tuple[Tensor, str]:
+        """Take memory and fill this rank's slice, on the gather stream. Returns what is to be gathered."""
+        self.awaited_step.wait()
+        self.full.allocate()
+        self.param_store.prepare(self._own_part)
+        return self.full.data, self.label
 
     def leave_memory(self) -> None:
         """Leave the full buffer's memory to a gather that was given up before its end. Values are not shown."""
@@ -369,6 +340,15 @@ class Bucket:
             _unsafe_set_version_counter(params, tuple(info.version for info in self.params))
         else:
             increment_version(params)
+
+
+def gather_together(buckets: Sequence[Bucket]) -> Pending:
+    """Issue the gathers of buckets of which each :attr:`~Bucket.can_gather_together`, as one message."""
+    comm = buckets[0].comm
+    # Nothing here waits for what compute has queued, beyond the last use of the memory and the last change of the
+    # values: so the message, and the casts before it, run beside what computes now.
+    with comm.streams.on_free_memory("gather"):
+        return comm.all_gather_together([bucket.prepare_gather() for bucket in buckets])
 
 
 class Place(NamedTuple):

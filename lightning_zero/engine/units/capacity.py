@@ -22,8 +22,9 @@ from lightning_zero.device import accelerator_of
 from lightning_zero.engine.units.bucket import Bucket
 from lightning_zero.engine.units.describe import UnitGroup, bucket_shapes, sizes_of
 from lightning_zero.engine.units.home import Tiers
+from lightning_zero.engine.units.landing import Landing
 from lightning_zero.planning import memory
-from lightning_zero.planning.buckets import Role, place
+from lightning_zero.planning.buckets import BucketPlan, Role, place
 from lightning_zero.planning.memory import Moment
 from lightning_zero.planning.placement import (
     OFFLOADS,
@@ -40,8 +41,10 @@ from lightning_zero.ranks.waits import Waits
 from lightning_zero.tiers.host import HostTier
 from lightning_zero.tiers.limits import available_host_memory
 from lightning_zero.tiers.nvme import NvmeTier
+from lightning_zero.tiers.pinned import ReadAhead, Sender
 
 IO_THREADS = 4  # a disk wants several requests in flight
+LANDING_THREADS = 4  # keep up with a link: each adds a few GB/s
 
 
 def make_tiers(
@@ -80,7 +83,13 @@ def make_tiers(
         except BaseException:
             nvme.close()
             raise
-    return Tiers(host, nvme), rows
+    landing = Landing(comm.streams, min(share.cpus, LANDING_THREADS)) if host is not None else None
+    sender = read_ahead = None
+    if nvme is not None:
+        largest = max(map(memory.read_nbytes, _placed(groups, rows, config, comm.shard_size)))
+        accelerator = comm.streams.accelerator
+        sender, read_ahead = Sender(accelerator) if comm.streams.are_there else None, ReadAhead(accelerator, largest)
+    return Tiers(host, nvme, landing, sender, read_ahead), rows
 
 
 def _files(path: str, offload: OffloadConfig, rank: int, instances: Collection[int]) -> NvmeTier:
@@ -194,9 +203,15 @@ def _at_start(
     groups: Sequence[UnitGroup], rows: Sequence[TierRow], config: ZeroConfig, world_size: int
 ) -> memory.Bytes:
     """Bytes that one rank takes at the start: for the ring, and for masters and parameters. State is made later."""
-    row = STAGES[config.stage.name]
-    buckets = [place(shape, row, rows[shape.unit], world_size) for shape in bucket_shapes(groups)]
+    buckets = _placed(groups, rows, config, world_size)
     return memory.planned_bytes(buckets, state_tensors=0, moment=Moment.cleared)
+
+
+def _placed(
+    groups: Sequence[UnitGroup], rows: Sequence[TierRow], config: ZeroConfig, world_size: int
+) -> list[BucketPlan]:
+    row = STAGES[config.stage.name]
+    return [place(shape, row, rows[shape.unit], world_size) for shape in bucket_shapes(groups)]
 
 
 def _budgets(offload: OffloadConfig, path: str | None, comm: Communicator, share: Share) -> Budgets:

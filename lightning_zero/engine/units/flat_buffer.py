@@ -3,7 +3,7 @@
 Freeing by ``untyped_storage().resize_(0)`` and refilling in place is what keeps autograd right: it saves *views* of
 weights (``weight.t()`` in a linear layer), and these hold the storage object, not its memory.
 
-On CUDA memory is taken and dropped on the compute stream; ``comm/communicator.py`` orders its streams behind it.
+On CUDA memory that comes and goes is of the gather stream's pool; ``comm/streams.py`` says who waits for whom.
 """
 
 from __future__ import annotations

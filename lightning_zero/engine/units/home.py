@@ -23,25 +23,37 @@ import torch
 from torch import Tensor
 
 from lightning_zero.comm.profiling import profiled
+from lightning_zero.engine.units.landing import Landing
 from lightning_zero.planning.placement import Tier
 from lightning_zero.tiers.extents import Extent, Wanted
 from lightning_zero.tiers.host import HostTier
 from lightning_zero.tiers.nvme import NvmeTier
+from lightning_zero.tiers.pinned import ReadAhead, Sender
 
 CAST_CHUNK = 1 << 22  # elements: few enough to need little memory, and enough to keep a link busy
 
 
 @dataclass(frozen=True, slots=True)
 class Tiers:
-    """The tiers of one engine that exist, beside the device; a bucket takes what its plan asks for."""
+    """The tiers of one engine that exist, beside the device; a bucket takes what its plan asks for.
+
+    Attributes:
+        landing: of gradients that rest on the host.
+        sender: of masters in files, to a device that has streams.
+        read_ahead: for parameters in files.
+    """
 
     host: HostTier | None = None
     nvme: NvmeTier | None = None
+    landing: Landing | None = None
+    sender: Sender | None = None
+    read_ahead: ReadAhead | None = None
 
     def close(self) -> None:
-        for tier in (self.host, self.nvme):
-            if tier is not None:
-                tier.close()
+        # In the order of who uses whom.
+        for part in (self.landing, self.sender, self.host, self.nvme, self.read_ahead):
+            if part is not None:
+                part.close()
 
 
 class Home(Protocol):
@@ -59,6 +71,10 @@ class Home(Protocol):
 
     def open(self, *, to_write: bool = False) -> None:
         """Have the tensors in memory, until the matching ``close``; ``to_write``: and nobody reads them any more."""
+        ...
+
+    def copy_to(self, target: Tensor) -> None:
+        """Copy the master, which is readable, into ``target`` [owned numel] of any dtype on the device."""
         ...
 
     def read_until(self, event: Any) -> None:
@@ -106,6 +122,9 @@ class ResidentHome:
     def begin_open(self) -> None: ...
 
     def open(self, *, to_write: bool = False) -> None: ...
+
+    def copy_to(self, target: Tensor) -> None:
+        copy_cast(self.master, target)
 
     def read_until(self, event: Any) -> None: ...
 
@@ -198,8 +217,8 @@ def _by_one_thread(method: _Method) -> _Method:
 class FileHome:
     """In files: tensors have memory from ``begin_open`` until the ``settle`` after ``close``."""
 
-    def __init__(self, tier: NvmeTier, label: str, master: Tensor) -> None:
-        self._tier = tier
+    def __init__(self, tier: NvmeTier, label: str, master: Tensor, sender: Sender | None = None) -> None:
+        self._tier, self._sender = tier, sender
         self._label = label
         self.master = master
         self._states: dict[int, list[Tensor]] = {}  # of each owner
@@ -228,6 +247,12 @@ class FileHome:
             # From here on the tier's threads write to this memory, until the futures are done: see ``_wait``.
             self._move(self._tier.stage_in)
             self._enter(Phase.READING)
+
+    def copy_to(self, target: Tensor) -> None:
+        if self._sender is None:
+            copy_cast(self.master, target)
+        else:
+            self._sender.send(self.master, target)
 
     def read_until(self, event: Any) -> None:
         """Not needed: memory that is not pinned has been read when its copy is queued."""
@@ -314,7 +339,7 @@ def make_home(tier: Tier, tiers: Tiers, label: str, values: Tensor, dtype: torch
         return HostHome(tiers.host, label, values, dtype)
     if tier is Tier.nvme:
         assert tiers.nvme is not None
-        return FileHome(tiers.nvme, label, values.to("cpu", dtype, copy=True))
+        return FileHome(tiers.nvme, label, values.to("cpu", dtype, copy=True), tiers.sender)
     return ResidentHome(values.to(dtype, copy=True))
 
 

@@ -16,14 +16,15 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
-from lightning_zero.engine.units.home import Home, copy_cast, opened
+from lightning_zero.comm.streams import Streams
+from lightning_zero.engine.units.home import Home, Tiers, opened
 from lightning_zero.planning.buckets import BucketPlan, ParamsRest
 from lightning_zero.planning.placement import Tier
 from lightning_zero.tiers.extents import Wanted
 from lightning_zero.tiers.nvme import NvmeTier
+from lightning_zero.tiers.pinned import ReadAhead
 
 
 class ParamStore(Protocol):
@@ -38,8 +39,13 @@ class ParamStore(Protocol):
     def read(self, target: Tensor) -> None:
         """Copy the parameters, as they follow from the masters, into ``target``."""
 
-    def update(self, master: Tensor) -> None:
-        """Follow the masters, which have changed; ``master`` is readable."""
+    def update(self, master: Tensor, *, later: bool = False) -> None:
+        """Follow the masters, which have changed; ``master`` is readable.
+
+        Args:
+            later: a backward is running that may still read the full buffer: parameters that rest there follow when
+                they are gathered next.
+        """
 
     @property
     def memory(self) -> Tensor | None:
@@ -61,7 +67,7 @@ class FullIsMaster:
     def read(self, target: Tensor) -> None:
         target.copy_(self._own)
 
-    def update(self, master: Tensor) -> None: ...
+    def update(self, master: Tensor, *, later: bool = False) -> None: ...
 
 
 class InHome:
@@ -79,31 +85,37 @@ class InHome:
         self.read(own)
 
     def read(self, target: Tensor) -> None:
-        with opened(self._home) as master:
-            copy_cast(master, target)
+        with opened(self._home):
+            self._home.copy_to(target)
 
-    def update(self, master: Tensor) -> None: ...
+    def update(self, master: Tensor, *, later: bool = False) -> None: ...
 
 
 class FullCopy(InHome):
     """The full buffer is a copy of the masters. Users' code may have written to it since, so reads go to the home."""
 
-    def __init__(self, home: Home, own: Tensor, send: Callable[[Tensor, Tensor], None]) -> None:
+    def __init__(self, home: Home, own: Tensor, send: Callable[[Tensor], None]) -> None:
         super().__init__(home)
         self._own, self._send = own, send
+        self._is_behind = False
 
     def stage_ahead(self) -> None: ...
 
-    def prepare(self, own: Tensor) -> None: ...
+    def prepare(self, own: Tensor) -> None:
+        if self._is_behind:
+            self._is_behind = False
+            self.read(own)
 
-    def update(self, master: Tensor) -> None:
-        self._send(master, self._own)
+    def update(self, master: Tensor, *, later: bool = False) -> None:
+        self._is_behind = later
+        if not later:
+            self._send(self._own)
 
 
 class DeviceShard:
     """A shard on the device, while the masters are elsewhere."""
 
-    def __init__(self, values: Tensor, send: Callable[[Tensor, Tensor], None]) -> None:
+    def __init__(self, values: Tensor, send: Callable[[Tensor], None]) -> None:
         self.memory, self._send = values, send
 
     def stage_ahead(self) -> None: ...
@@ -114,8 +126,8 @@ class DeviceShard:
     def read(self, target: Tensor) -> None:
         target.copy_(self.memory)
 
-    def update(self, master: Tensor) -> None:
-        self._send(master, self.memory)
+    def update(self, master: Tensor, *, later: bool = False) -> None:
+        self._send(self.memory)
 
 
 class FileShard:
@@ -123,16 +135,17 @@ class FileShard:
 
     memory: Tensor | None = None
 
-    def __init__(self, tier: NvmeTier, label: str, values: Tensor) -> None:
-        self._tier = tier
+    def __init__(self, tier: NvmeTier, read_ahead: ReadAhead, streams: Streams, label: str, values: Tensor) -> None:
+        self._tier, self._read_ahead, self._streams = tier, read_ahead, streams
         self._extent = tier.reserve([Wanted(f"{label} (parameters)", values.numel(), values.dtype)])[0]
         self._staged: Tensor | None = None
+        self._give_back: Callable[[Any], None] | None = None
         self._reading: Future[Any] | None = None
         self.update(values)
 
     def stage_ahead(self) -> None:
         if self._reading is None:
-            self._staged = torch.empty(self._extent.numel, dtype=self._extent.dtype)
+            self._staged, self._give_back = self._read_ahead.take(self._extent.dtype, self._extent.numel)
             self._reading = self._tier.stage_in(self._extent, self._staged)
 
     def prepare(self, own: Tensor) -> None:
@@ -142,11 +155,10 @@ class FileShard:
         self.stage_ahead()
         assert self._reading is not None and self._staged is not None
         self._reading.result()
-        # Blocking: the staged memory goes in the next line.
-        target.copy_(self._staged, non_blocking=False)
+        target.copy_(self._staged, non_blocking=True)
         self._drop()
 
-    def update(self, master: Tensor) -> None:
+    def update(self, master: Tensor, *, later: bool = False) -> None:
         self._drop()  # what was read ahead is old now, and the next ``read`` would take it for the new values
         # Waited for: ``to`` returns the master itself where nothing is to be converted, and the next step changes that.
         self._tier.stage_out(self._extent, master.to("cpu", self._extent.dtype)).result()
@@ -156,7 +168,9 @@ class FileShard:
         if self._reading is not None:
             # Waits, and raises nothing. The tier's threads write to the staged memory until then.
             self._reading.exception()
-        self._reading, self._staged = None, None
+        if self._give_back is not None:
+            self._give_back(self._streams.mark())
+        self._reading, self._staged, self._give_back = None, None, None
 
 
 def make_param_store(
@@ -165,16 +179,16 @@ def make_param_store(
     home: Home,
     own: Tensor,
     values: Tensor,
-    send: Callable[[Tensor, Tensor], None],
-    nvme: NvmeTier | None,
+    send: Callable[[Tensor], None],
+    tiers: Tiers,
+    streams: Streams,
 ) -> ParamStore:
     """The store that ``plan`` asks for.
 
     Args:
         own: this rank's slice of the full buffer.
         values: what the compute parameters are now, in any dtype. [owned numel]
-        send: copies masters into compute parameters on the device, and casts them.
-        nvme: the tier of files, where there is one.
+        send: copies the masters into compute parameters on the device, and casts them.
     """
     match plan.params_rest:
         case ParamsRest.full_is_master:
@@ -184,7 +198,7 @@ def make_param_store(
         case ParamsRest.home:
             return InHome(home)
         case ParamsRest.shard if plan.tiers.compute_param is Tier.nvme:
-            assert nvme is not None
-            return FileShard(nvme, label, values.to("cpu", own.dtype))
+            assert tiers.nvme is not None and tiers.read_ahead is not None
+            return FileShard(tiers.nvme, tiers.read_ahead, streams, label, values.to("cpu", own.dtype))
         case ParamsRest.shard:
             return DeviceShard(values.to(own.device, own.dtype, copy=True), send)

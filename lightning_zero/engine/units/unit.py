@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lightning_zero.comm.profiling import profiled
 from lightning_zero.comm.reduction import Pending
-from lightning_zero.engine.units.bucket import Bucket
+from lightning_zero.engine.units.bucket import Bucket, gather_together
 from lightning_zero.engine.units.param_info import ParamInfo
 
 
@@ -85,7 +85,7 @@ class Unit:
         self.state = state
 
     def unshard_begin(self) -> None:
-        """Issue the gathers of all buckets that are dropped after use.
+        """Issue the gathers of all buckets that are dropped after use; on a device's streams as one message.
 
         Raises:
             RuntimeError: one of them was stepped in the backward that is running, whose other part has used the values
@@ -93,13 +93,17 @@ class Unit:
         """
         # Also where this rank only takes part for others: what it would send them are values of after the step.
         for bucket in self.resharded:
-            bucket.step.refuse_in_backward(f"unit {self.title} is needed again")
+            bucket.awaited_step.refuse_in_backward(f"unit {self.title} is needed again")
         self._enter(State.GATHERING)
         with profiled("gather", self.title):
             # One by one: if a bucket's gather cannot be issued, those before it are known, and ``abandon`` ends them.
             self.pending = []
+            together = [bucket for bucket in self.resharded if bucket.can_gather_together]
+            if together:
+                self.pending.append(gather_together(together))
             for bucket in self.resharded:
-                self.pending.append(bucket.gather_begin())
+                if bucket not in together:
+                    self.pending.append(bucket.gather_begin())
 
     def refresh_begin(self, buckets: Iterable[Bucket]) -> None:
         """After a step: issue the gathers of replicated compute parameters.
@@ -156,6 +160,7 @@ class Unit:
         for bucket in self.resharded:
             bucket.show(gathered=False)
             bucket.full.release()
+        self.resharded[0].comm.streams.give_back()
 
     def drop(self) -> None:
         """Bring the unit to rest, also from the middle of its gather. A unit that is never dropped stays as it is."""
@@ -175,14 +180,14 @@ class Unit:
     def stage_ahead(self) -> None:
         """Start reading what rests in files, because the unit will be gathered soon."""
         for bucket in self.buckets:
-            bucket.rest.stage_ahead()
+            bucket.param_store.stage_ahead()
 
     @property
     def step_done(self) -> bool:
         """Whether a gather could be issued without waiting for an offloaded step."""
-        return all(b.step.is_done for b in self.buckets)
+        return all(b.awaited_step.is_done for b in self.buckets)
 
     @property
     def awaits_step(self) -> bool:
         """Whether an offloaded step was asked for that nobody has waited for; the same on all ranks."""
-        return any(b.step.is_asked for b in self.buckets)
+        return any(b.awaited_step.is_asked for b in self.buckets)

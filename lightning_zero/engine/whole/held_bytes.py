@@ -35,11 +35,11 @@ def held_bytes(engine: Engine) -> Bytes:
         plan, tiers = bucket.plan, bucket.plan.tiers
         if not bucket.reshards:
             add(Role.compute_param, Tier.device, bucket.full.data)
-        add(Role.compute_param, tiers.compute_param, bucket.rest.memory)
+        add(Role.compute_param, tiers.compute_param, bucket.param_store.memory)
         add(plan.home_role, plan.home_tier, bucket.master)
         for state in _state_tensors(engine, bucket):
             add(Role.optim_state, tiers.master, state)
-        add(Role.grad, tiers.grad, bucket.grad)
+        add(Role.grad, tiers.grad, bucket.grad_store.memory)
         add(Role.grad, Tier.device, engine.reducer.grads[bucket].local)
     if engine.tiers.nvme is not None:
         held[Role.staging, Tier.host] += engine.tiers.nvme.ring.nbytes

@@ -8,33 +8,55 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from lightning_zero.engine.engine import Engine
 from lightning_zero.engine.units.bucket import Bucket
+from lightning_zero.engine.units.grad_store import Factor, GradStore
 from lightning_zero.planning.layout import cut_runs
 
 
-def shard_grads(engine: Engine, params: Iterable[nn.Parameter]) -> list[Tensor]:
-    """This rank's part of the reduced gradients of ``params``, as views that tile its shards."""
+class _Shard(NamedTuple):
+    """A part of this rank's shards, or what was found out about it when it was on its way."""
+
+    grad: Tensor | None
+    found: Tensor | None = None
+
+
+def _shards(
+    engine: Engine, params: Iterable[nn.Parameter], found: Callable[[GradStore], Tensor | None]
+) -> list[_Shard]:
+    """This rank's part of the reduced gradients of ``params``, in views that tile its shards, in order.
+
+    Args:
+        found: gives what is known of a bucket's shard already; what is known of is not waited for.
+    """
     params = list(params)
     engine.forget_zeroed()
     engine.check_reduced(params)
     wanted = _slots_of(engine, params)
-    pieces: list[Tensor] = []
+    pieces: list[_Shard] = []
     for bucket in engine.buckets:
-        if bucket.grad is None or bucket not in wanted:
+        store = bucket.grad_store
+        if not store.is_there or bucket not in wanted:
             continue
-        shard = bucket.grad[bucket.own_shard_of_owned]
-        if len(wanted[bucket]) == len(bucket.params):
-            pieces.append(shard)
+        bucket.awaited_step.wait()  # it may multiply its gradient
+        is_whole = len(wanted[bucket]) == len(bucket.params)
+        if is_whole and (known := found(store)) is not None:
+            pieces.append(_Shard(None, known))
+            continue
+        assert store.value is not None
+        shard = store.value[bucket.own_shard_of_owned]
+        if is_whole:
+            pieces.append(_Shard(shard))
             continue
         fragments = bucket.layout.fragments(engine.comm.shard_rank)
         keys = [True if f.index in wanted[bucket] else None for f in fragments]
-        pieces += [shard[run.start : run.stop] for _, run in cut_runs(fragments, keys)]
+        pieces += [_Shard(shard[run.start : run.stop]) for _, run in cut_runs(fragments, keys)]
     return pieces
 
 
@@ -45,7 +67,7 @@ def grad_norm_of(engine: Engine, params: Sequence[nn.Parameter], norm_type: floa
     # backend adds up ranks would otherwise be seen in the last bits.
     partial = torch.zeros(engine.comm.shard_size, dtype=torch.float64, device=device)
     cell = partial[engine.comm.shard_rank]
-    own = shard_grads(engine, params)
+    own = _shards(engine, params, lambda store: store.norm(norm_type))
     if own and engine.comm.replica == 0:  # the other replicas hold the same
         norms = _norms_of(own, norm_type, device)  # of all buckets at once: a GPU is asked a few times, not for each
         cell.copy_(norms.max() if math.isinf(norm_type) else (norms**norm_type).sum())
@@ -54,20 +76,21 @@ def grad_norm_of(engine: Engine, params: Sequence[nn.Parameter], norm_type: floa
     return whole.to(_wide_dtype(engine, params))
 
 
-def _norms_of(grads: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
-    """The norm of each, in order, wherever they rest: [len(grads)] fp64 on ``device``."""
-    norms: dict[int, Tensor] = {}
-    for same in _alike(grads).values():
-        wide = torch.promote_types(grads[same[0]].dtype, torch.float32)
-        found = torch._foreach_norm([grads[place] for place in same], norm_type, dtype=wide)
+def _norms_of(shards: Sequence[_Shard], norm_type: float, device: torch.device) -> Tensor:
+    """The norm of each, in order, wherever they rest: [len(shards)] fp64 on ``device``."""
+    norms = {place: shard.found.double() for place, shard in enumerate(shards) if shard.found is not None}
+    left = {place: shard.grad for place, shard in enumerate(shards) if shard.grad is not None}
+    for same in _alike(left).values():
+        wide = torch.promote_types(left[same[0]].dtype, torch.float32)
+        found = torch._foreach_norm([left[place] for place in same], norm_type, dtype=wide)
         norms |= zip(same, torch.stack(found).double().to(device).unbind(), strict=True)
-    return torch.stack([norms[place] for place in range(len(grads))])
+    return torch.stack([norms[place] for place in range(len(shards))])
 
 
-def _alike(grads: Sequence[Tensor]) -> dict[object, list[int]]:
+def _alike(grads: Mapping[int, Tensor]) -> dict[object, list[int]]:
     """Places of gradients by device and dtype: torch's operations on many tensors take them together."""
     places: dict[object, list[int]] = {}
-    for place, grad in enumerate(grads):
+    for place, grad in grads.items():
         places.setdefault((grad.device, grad.dtype), []).append(place)
     return places
 
@@ -78,24 +101,43 @@ def _wide_dtype(engine: Engine, params: Sequence[nn.Parameter]) -> torch.dtype:
     return functools.reduce(torch.promote_types, dtypes, torch.float32)
 
 
-def scale_grads(engine: Engine, params: Iterable[nn.Parameter], factor: Tensor | float) -> None:
-    """Multiply the reduced gradients of ``params`` in place, wherever they rest."""
-    grads = owned_grads(engine, params)
+def scale_grads(engine: Engine, params: Iterable[nn.Parameter], factor: Tensor) -> None:
+    """Multiply the reduced gradients of ``params`` by ``factor`` (0-d, on the device), wherever they rest.
+
+    Whole buckets on the host are multiplied later, by their steps: the host waits for nothing here.
+    """
+    streams = engine.comm.streams
+    slots_of = _slots_of(engine, params)
+    _wait_for_steps(engine)
+    on_host = functools.cache(lambda: Factor(*streams.to_host(factor)))  # one copy for all
+
+    def scales_itself(bucket: Bucket) -> bool:
+        return len(slots_of[bucket]) == len(bucket.params) and bucket.grad_store.scale_later(on_host)
+
+    grads = dict(enumerate(_views({b: slots for b, slots in slots_of.items() if not scales_itself(b)})))
     for places in _alike(grads).values():
         same = [grads[place] for place in places]
-        torch._foreach_mul_(same, factor.to(same[0].device) if isinstance(factor, Tensor) else factor)
+        torch._foreach_mul_(same, factor.to(same[0].device))
 
 
 def owned_grads(engine: Engine, params: Iterable[nn.Parameter]) -> list[Tensor]:
     """All that this rank holds of the reduced gradients of ``params``, as views (replicated ones whole)."""
+    _wait_for_steps(engine)
+    return _views(_slots_of(engine, params))
+
+
+def _wait_for_steps(engine: Engine) -> None:
     # Steps under way own their gradients until they are over, and callers change them in place.
     engine.after_step.wait_for_steps()
+
+
+def _views(slots_of: Mapping[Bucket, set[int]]) -> list[Tensor]:
     result = []
-    for bucket, slots in _slots_of(engine, params).items():
-        if bucket.grad is not None:
+    for bucket, slots in slots_of.items():
+        if (grad := bucket.grad) is not None:
             fragments = bucket.owned_fragments()
             keys = [True if f.index in slots else None for f in fragments]
-            result += [bucket.grad[run.start : run.stop] for _, run in cut_runs(fragments, keys)]
+            result += [grad[run.start : run.stop] for _, run in cut_runs(fragments, keys)]
     return result
 
 
@@ -137,8 +179,11 @@ def clip_by_value(engine: Engine, params: Iterable[nn.Parameter], clip_value: fl
 
 def overflowed(engine: Engine, params: Iterable[nn.Parameter]) -> bool:
     """Whether any rank holds a gradient of ``params`` that is not finite; checked where they rest. On all ranks."""
-    grads = shard_grads(engine, params)
-    finite = [torch.stack([torch.isfinite(grads[p]).all() for p in places]).all() for places in _alike(grads).values()]
-    found = not all(map(bool, finite))  # on a GPU the host waits for each of these, so there are few
+    shards = _shards(engine, params, lambda store: store.all_finite())
+    finite = [shard.found for shard in shards if shard.found is not None]
+    left = {place: shard.grad for place, shard in enumerate(shards) if shard.grad is not None}
+    checks = [torch.stack([torch.isfinite(left[p]).all() for p in places]).all() for places in _alike(left).values()]
+    checks += [torch.stack(finite).all()] if finite else []
+    found = not all(map(bool, checks))  # on a GPU the host waits for each of these, so there are few
     # All ranks skip the step or none does. A rank that decided by its own shards would step apart from the others.
     return bool(engine.comm.max_(torch.tensor([found], dtype=torch.uint8)))

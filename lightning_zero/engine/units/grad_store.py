@@ -1,0 +1,255 @@
+"""Stores of a bucket's reduced gradient, from a backward until it is cleared: on the device, or in host memory.
+
+::
+
+               add: the first of a step             add: further ones         scale_later (clipping)
+    OnDevice   kept                                 added                     the caller does it at once
+    OnHost     looked at, and copied to its place   brought in pieces, and    by the step, piece by piece, or
+               while the host goes on               added by a thread         when somebody looks
+
+Gradients are [owned numel] in grad_dtype. A store belongs to the main thread, but for what a step has claimed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from lightning_zero.comm.streams import Streams
+from lightning_zero.engine.units.home import Tiers
+from lightning_zero.engine.units.landing import Landing
+from lightning_zero.planning.buckets import BucketPlan
+from lightning_zero.tiers.extents import Wanted
+from lightning_zero.tiers.host import HostTier
+
+
+class Factor(NamedTuple):
+    """What gradients are to be multiplied by, on its way to the host."""
+
+    value: Tensor  # 0-d, on the host
+    event: Any
+
+
+class Arrived(NamedTuple):
+    """A gradient, and what it is to be multiplied by; None: nothing."""
+
+    grad: Tensor | None
+    factor: Tensor | None
+
+
+class Claimed(NamedTuple):
+    """The gradient of a bucket as a step has found it. The step's thread asks for it, and changes nothing."""
+
+    streams: Streams
+    grad: Tensor | None
+    arrival: Any
+    factor: Factor | None
+
+    def arrived(self) -> Arrived:
+        """Wait for it."""
+        _wait(self.streams, self.arrival)
+        if self.factor is None:
+            return Arrived(self.grad, None)
+        _wait(self.streams, self.factor.event)
+        return Arrived(self.grad, self.factor.value)
+
+
+class GradStore(Protocol):
+    """The reduced gradient of a bucket."""
+
+    @property
+    def is_there(self) -> bool:
+        """Whether there is a gradient, arrived or on its way."""
+
+    @property
+    def value(self) -> Tensor | None:
+        """The gradient. The host waits for one that is on its way to host memory."""
+
+    @property
+    def memory(self) -> Tensor | None:
+        """The memory that is taken for it now."""
+
+    def add(self, reduced: Tensor) -> None:
+        """Add what was reduced, in any dtype, on the device."""
+
+    def clear(self) -> None:
+        """There is no gradient any more."""
+
+    def claim(self) -> Claimed:
+        """Take it as it is now, for an offloaded step: it may be cleared before the step begins."""
+
+    def norm(self, norm_type: float) -> Tensor | None:
+        """The norm of this rank's shard of it, found on its way: 0-d, on the device. None: look at ``value``."""
+
+    def all_finite(self) -> Tensor | None:
+        """Whether this rank's shard of it is finite, found on its way: 0-d bool. None: look at ``value``."""
+
+    def scale_later(self, factor: Callable[[], Factor]) -> bool:
+        """Have all of it, if it is there, multiplied before it is used. False: the caller has to multiply ``value``."""
+
+
+class OnDevice:
+    """On the device, as long as there is one."""
+
+    def __init__(self, dtype: torch.dtype, streams: Streams) -> None:
+        self._dtype, self._streams = dtype, streams
+        self.value: Tensor | None = None
+
+    @property
+    def is_there(self) -> bool:
+        return self.value is not None
+
+    @property
+    def memory(self) -> Tensor | None:
+        return self.value
+
+    def add(self, reduced: Tensor) -> None:
+        if self.value is None:
+            # A transport may return a view of what it has received from all ranks. Kept as the gradient, the view would
+            # hold the memory of the whole bucket where a shard is wanted.
+            own_memory = reduced.untyped_storage().nbytes() == reduced.numel() * reduced.element_size()
+            is_it = reduced.dtype == self._dtype and own_memory
+            self.value = reduced if is_it else reduced.to(self._dtype, copy=True)
+        else:
+            self.value.add_(reduced)
+
+    def clear(self) -> None:
+        self.value = None
+
+    def claim(self) -> Claimed:
+        return Claimed(self._streams, self.value, None, None)
+
+    def norm(self, norm_type: float) -> Tensor | None:
+        return None
+
+    def all_finite(self) -> Tensor | None:
+        return None
+
+    def scale_later(self, factor: Callable[[], Factor]) -> bool:
+        return False
+
+
+@dataclass(slots=True)
+class _Seen:
+    """What was found on the way of a gradient that has not been changed since."""
+
+    version: int = -1  # of its memory
+    norms: dict[float, Tensor] = field(default_factory=dict)
+    all_finite: Tensor | None = None
+
+
+class OnHost:
+    """In a place in host memory that it keeps: pinned for a GPU, and of its size to the byte.
+
+    A first gradient is looked at on the device before it leaves, for what has been asked of gradients before (norms,
+    whether all is finite). On the host each of these would be a pass over memory after the backward is over.
+    """
+
+    def __init__(
+        self, tier: HostTier, label: str, numel: int, dtype: torch.dtype, landing: Landing, shard: slice
+    ) -> None:
+        """
+        Args:
+            shard: the part that this rank counts in sums over ranks.
+        """
+        self._landing, self._dtype, self._shard = landing, dtype, shard
+        self._streams = landing.streams
+        self.memory: Tensor = tier.resident(tier.reserve([Wanted(f"{label} (gradient)", numel, dtype)])[0])
+        self.is_there = False
+        self._arrival: Any = None  # an event or a future; None: it has arrived
+        self._factor: Factor | None = None
+        self._seen = _Seen()
+
+    @property
+    def value(self) -> Tensor | None:
+        if not self.is_there:
+            return None
+        _wait(self._streams, self._arrival)
+        self._arrival = None
+        if (factor := self._factor) is not None:
+            _wait(self._streams, factor.event)
+            self._factor = None
+            self.memory.mul_(factor.value)
+        return self.memory
+
+    def add(self, reduced: Tensor) -> None:
+        if not self.is_there:
+            self._bring(reduced)
+        elif self._streams.are_there:
+            if self._factor is not None:
+                _ = self.value  # scaled first
+            self._arrival, self._seen = self._landing.add(reduced, self.memory), _Seen()
+        elif (value := self.value) is not None:
+            value.add_(reduced)  # added before it is rounded, as on the device
+        self.is_there = True
+
+    def _bring(self, reduced: Tensor) -> None:
+        """Copy a first gradient to its place. The host does not wait."""
+        if not self._streams.are_there:
+            self.memory.copy_(reduced)
+            return
+        # On a GPU the cast is a kernel of its own: a copy to the host that casts too would make the host wait.
+        source = reduced.to(self._dtype)
+        counted = source[self._shard]
+        norms, all_finite = self._landing.look(counted)
+        with self._streams.on("d2h"):
+            self.memory.copy_(source, non_blocking=True)
+            self._arrival = self._streams.mark()
+        self._seen = _Seen(self.memory._version, norms, all_finite)
+        # Read by this stream, and memory of another one's pool, which does not wait for it.
+        self._streams.hold((reduced, source), self._arrival)
+
+    def clear(self) -> None:
+        # A copy on its way is not waited for: the next is queued behind it. A thread that still adds is.
+        if isinstance(self._arrival, Future):
+            _wait(self._streams, self._arrival)
+        self.is_there, self._arrival, self._factor = False, None, None
+
+    def claim(self) -> Claimed:
+        return Claimed(self._streams, self.memory if self.is_there else None, self._arrival, self._factor)
+
+    def norm(self, norm_type: float) -> Tensor | None:
+        self._landing.asked_norms.add(norm_type)
+        return self._unchanged().norms.get(norm_type)
+
+    def all_finite(self) -> Tensor | None:
+        self._landing.asked_finite = True
+        return self._unchanged().all_finite
+
+    def _unchanged(self) -> _Seen:
+        same = self.is_there and self._factor is None and self._seen.version == self.memory._version
+        return self._seen if same else _Seen()
+
+    def scale_later(self, factor: Callable[[], Factor]) -> bool:
+        if self.is_there:
+            if self._factor is not None:
+                _ = self.value
+            self._factor = factor()
+        return True
+
+
+def _wait(streams: Streams, arrival: Any) -> None:
+    """Wait on the host for an event, or for a future and its error."""
+    if isinstance(arrival, Future):
+        arrival.result()
+    elif arrival is not None:
+        streams.accelerator.wait_on_host(arrival)
+
+
+def make_grad_store(
+    plan: BucketPlan, label: str, numel: int, dtype: torch.dtype, shard: slice, tiers: Tiers, streams: Streams
+) -> GradStore:
+    """The store that ``plan`` asks for.
+
+    Args:
+        shard: of ``numel`` elements, those that this rank counts in sums over ranks.
+    """
+    if plan.trainable and plan.grads_on_host:
+        assert tiers.host is not None and tiers.landing is not None
+        return OnHost(tiers.host, label, numel, dtype, tiers.landing, shard)
+    return OnDevice(dtype, streams)

@@ -1,0 +1,178 @@
+"""Gradients that go into the buffer of their bucket in one call, as on a device, give the bits of those that go alone.
+
+Here the device's way is taken on the host, where there are values to compare.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_zero.engine.passes.gradients import BucketGrads, Reducer
+from tests.engine.support import (
+    Model,
+    Sharded,
+    accumulate,
+    adamw,
+    check,
+    floats,
+    language_loss,
+    pairwise_selection,
+    tokens,
+)
+from tests.harness import on_ranks, run
+
+
+@contextlib.contextmanager
+def together() -> Iterator[list[int]]:
+    """Engines made inside keep gradients until their bucket has all. Gives how many were copied in at a time."""
+    counts: list[int] = []
+    init: Callable[..., None] = Reducer.__init__
+    copy_in = BucketGrads.copy_in
+
+    def made(self: Reducer, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        for grads in self.grads.values():
+            grads.together = True
+
+    def counted(self: BucketGrads) -> None:
+        if self.waiting:
+            counts.append(len(self.waiting))
+        copy_in(self)
+
+    with mock.patch.object(Reducer, "__init__", made), mock.patch.object(BucketGrads, "copy_in", counted):
+        yield counts
+
+
+class Case(NamedTuple):
+    world: int
+    stage: int
+    micro_batches: int
+    precision: str
+
+    def __str__(self) -> str:
+        return "-".join(map(str, self))
+
+
+CASES = [Case(*values) for values in itertools.product((1, 2, 3), range(4), (1, 3), ("fp32", "bf16", "bf16_true"))]
+
+
+def trains(case: Case) -> None:
+    work = functools.partial(accumulate, micro_batches=case.micro_batches)
+    with together() as counts:
+        check(Model, work, stage=case.stage, precision=case.precision, optimizer=adamw)
+    assert max(counts) >= 4  # of a block
+
+
+@pytest.mark.parametrize("case", pairwise_selection(CASES), ids=str)
+def test_training_equals_the_twin(case: Case) -> None:
+    run(case.world, trains, case)
+
+
+class Odd(nn.Module):
+    """Gradients that are sparse, not contiguous, or come twice; and ranks that use other parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(11, 8, sparse=True)
+        self.twice = nn.Linear(8, 8)
+        self.turned = nn.Parameter(torch.randn(8, 6).t())
+        self.parts = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, batch: Tensor) -> Tensor:
+        x = self.table(batch)
+        for _ in range(2):
+            x = checkpoint(self.twice, x, use_reentrant=True)
+        x = x @ self.turned.t()
+        part = self.parts[dist.get_rank()]
+        return part(x).square().mean()
+
+
+def assert_equal_alone(build: Callable[[], nn.Module], work: Callable[[Sharded, int], None], stage: int) -> None:
+    """Train with gradients that are copied in together, and alone; the masters are equal to the bit."""
+    with together():
+        sides = [_made(build, stage)]
+    sides.append(_made(build, stage))
+    for side in sides:
+        for step in range(2):
+            work(side, step)
+            side.step()
+            side.zero_grad()
+    found = [side.engine.state_dict() for side in sides]
+    for name, value in found[0].items():
+        assert torch.equal(value, found[1][name]), name
+    for side in sides:
+        side.engine.release()
+
+
+def _made(build: Callable[[], nn.Module], stage: int) -> Sharded:
+    torch.manual_seed(3)
+    return Sharded(build(), stage=stage)
+
+
+def odd_work(side: Sharded, step: int) -> None:
+    side.backward(side.module(tokens(step)))
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_gradients_of_all_kinds(stage: int) -> None:
+    assert_equal_alone(Odd, odd_work, stage)
+
+
+def scaled_work(side: Sharded, step: int) -> None:
+    for micro, scale in enumerate((2.0**12, 2.0**13, 1.0)):
+        side.engine.reducer.set_loss_scale(scale)
+        with side.no_sync() if micro < 2 else contextlib.nullcontext():
+            side.backward(language_loss(side.module, tokens(step, micro)) * scale)
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_the_scale_of_the_loss_may_change_between_micro_batches(stage: int) -> None:
+    """What has been accumulated under another scale counts as much as before."""
+    assert_equal_alone(Model, scaled_work, stage)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_gradients_of_a_backward_that_raised_do_not_wait_for_the_next(stage: int) -> None:
+    torch.manual_seed(3)
+    module = Model()
+    with together(), Sharded(module, stage=stage) as side:
+        handle = module.blocks[1].up.weight.register_hook(lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            side.backward(language_loss(module, tokens(0)))
+        handle.remove()
+        assert not any(grads.waiting for grads in side.engine.reducer.grads.values())
+        side.zero_grad()
+        side.backward(language_loss(module, tokens(1)))
+        side.step()
+
+
+@on_ranks(1)
+def test_what_waits_is_what_would_be_written() -> None:
+    """Bit for bit, in every dtype and under every scale; also where a parameter has two gradients."""
+    for precision, scale in itertools.product(("fp32", "bf16", "bf16_true", "fp16_true"), (1.0, 1 / 8, 2**-18, 1 / 3)):
+        with Sharded(Model(width=8, depth=1), stage=2, precision=precision) as side:
+            for bucket in side.engine.buckets:
+                alone, at_once = (BucketGrads(bucket, scale, together=both) for both in (False, True))
+                for step in range(2):
+                    for slot, info in enumerate(bucket.params[step:]):
+                        grad = floats(10 * step + slot, *info.shape).to(bucket.dtypes.compute)
+                        for grads in (alone, at_once):
+                            grads.take(info.slot, grad)
+                assert alone.factor == 1.0
+                expected = alone.complete()
+                factor = at_once.factor
+                assert torch.equal(at_once.complete().mul_(factor), expected), (precision, scale, bucket.label)

@@ -1,0 +1,165 @@
+"""The ways that offload takes where a device has streams, on the CPU and with values: equal to no offload to the bit.
+
+``tests/device`` proves their order, on a device without values.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+import lightning_zero.device
+from lightning_zero.device.accelerator import Accelerator
+from lightning_zero.engine.units import grad_store, landing
+from lightning_zero.engine.whole.norms import overflowed
+from lightning_zero.tiers import pinned
+from tests.engine.support import Model, Sharded, accumulate, adamw, autocast, pairwise_selection, sgd
+from tests.engine.test_offload import assert_equal, offload, whole
+from tests.harness import on_ranks, run
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*has no O_DIRECT:RuntimeWarning")
+
+
+class AtOnce(Accelerator):
+    """Streams whose work is over when it has been queued."""
+
+    has_streams = True
+
+    def new_stream(self) -> Any:
+        return "stream"
+
+    def record(self) -> Any:
+        return "event"
+
+
+@contextlib.contextmanager
+def streams() -> Iterator[None]:
+    """Engines made inside have streams, and small buffers, so that what is large passes them in pieces."""
+    with (
+        mock.patch.dict(lightning_zero.device._KINDS, {"cpu": AtOnce}),
+        mock.patch.object(landing, "PAIR_NBYTES", 1024),
+        mock.patch.object(pinned, "PAIR_NBYTES", 1024),
+    ):
+        yield
+
+
+class Case(NamedTuple):
+    world: int
+    row: str
+    precision: str
+    clips: str  # "", by which norm, or "twice"
+    micro_batches: int
+    optimizer: str
+
+    def __str__(self) -> str:
+        return "-".join(map(str, self)).replace(" ", "_")
+
+
+OPTIMIZERS = {"adamw": adamw, "sgd": sgd}
+ROWS = ("optimizer_cpu", "cpu", "optimizer_nvme", "optimizer_cpu_param_nvme", "nvme")
+MATRIX = [
+    Case(*values)
+    for values in itertools.product(
+        (1, 2), ROWS, ("fp32", "bf16", "fp16", "bf16_true"), ("", "2", "inf", "twice"), (1, 2), tuple(OPTIMIZERS)
+    )
+]
+
+
+def _history(side: Sharded, case: Case) -> list[Any]:
+    found: list[Any] = []
+    for step in range(4):  # from the second on, norms are taken on the way
+        with autocast(case.precision):
+            found.append(accumulate(side, step, case.micro_batches))
+        found.append(overflowed(side.engine, side.module.parameters()))
+        if case.clips == "twice":
+            found += [side.clip(0.4), side.clip(0.2)]
+        elif case.clips:
+            found.append(side.clip(0.3, float(case.clips)))
+        if step == 3:
+            with lightning_zero.gather(side.module, grads=True):
+                found += [p.grad.clone() for p in side.module.parameters() if p.grad is not None]
+        side.step()
+        side.zero_grad()
+    return found + whole(side)
+
+
+def _check(case: Case, folder: Path) -> None:
+    found = []
+    for on_streams in (True, False):
+        torch.manual_seed(3)
+        settings: dict[str, Any] = offload(case.row, folder) if on_streams else {"offload": "none"}
+        settings |= {"precision": case.precision, "optimizer": OPTIMIZERS[case.optimizer], "stage": 3}
+        with streams() if on_streams else contextlib.nullcontext(), Sharded(Model(width=64), **settings) as side:
+            found.append(_history(side, case))
+    assert_equal(*found)
+
+
+@pytest.mark.parametrize("case", pairwise_selection(MATRIX), ids=str)
+def test_training_equals_no_offload(case: Case, tmp_path: Path) -> None:
+    run(case.world, _check, case, tmp_path)
+
+
+# -- what is found out on the way -------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_a_norm_is_that_of_the_gradient_as_it_is_now() -> None:
+    """What was found out on its way counts only as long as nobody has changed it."""
+
+    def norms(side: Sharded) -> list[Tensor]:
+        found = []
+        for step in range(3):
+            accumulate(side, step, 1)
+            found.append(lightning_zero.grad_norm(side.module))
+            side.clip(0.1)
+            found.append(lightning_zero.grad_norm(side.module))
+            with lightning_zero.gather(side.module, grads=True):
+                for p in side.module.parameters():
+                    p.grad.mul_(3)
+            found.append(lightning_zero.grad_norm(side.module))
+            accumulate(side, step, 1)
+            found.append(lightning_zero.grad_norm(side.module))
+            next(side.module.parameters()).grad = None
+            found.append(lightning_zero.grad_norm(side.module))
+            side.step()
+            found.append(lightning_zero.grad_norm(side.module))
+            side.zero_grad()
+        return found
+
+    found = []
+    for on_streams in (True, False):
+        torch.manual_seed(3)
+        with (
+            streams() if on_streams else contextlib.nullcontext(),
+            Sharded(Model(width=64), offload="cpu" if on_streams else "none") as side,
+        ):
+            found.append(norms(side))
+    assert_equal(*found)
+
+
+@on_ranks(1)
+def test_norms_are_taken_on_the_way_once_they_have_been_asked_for() -> None:
+    looks: list[str] = []
+    norm = grad_store.OnHost.norm
+
+    def noted(self: grad_store.OnHost, norm_type: float) -> Tensor | None:
+        found = norm(self, norm_type)
+        looks.append("on the host" if found is None else "on its way")
+        return found
+
+    with streams(), mock.patch.object(grad_store.OnHost, "norm", noted), Sharded(Model(), offload="cpu") as side:
+        for step in range(3):
+            accumulate(side, step, 1)
+            side.clip(0.1)
+            side.step()
+            side.zero_grad()
+    buckets = len(looks) // 3
+    assert looks == ["on the host"] * buckets + ["on its way"] * 2 * buckets
