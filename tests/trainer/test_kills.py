@@ -29,6 +29,8 @@ from torch import Tensor
 
 from lightning_zero import ZeroStrategy
 from lightning_zero.checkpoint import verify
+from lightning_zero.checkpoint.sharded.index import EXTRA
+from lightning_zero.checkpoint.sharded.read import ShardedFolder
 from lightning_zero.data.resumable import ResumableLoader
 from lightning_zero.ranks import resume
 from lightning_zero.trainer import interruptions, kept_files
@@ -44,6 +46,9 @@ CALLS = (
     "unlink",
     "symlink",
     "open",
+    "mkdir",
+    "rename",
+    "rmdir",
 )  # of the operating system, between which it is killed
 OTHER_DISK = "/dev/shm" if os.path.isdir("/dev/shm") else None
 
@@ -62,6 +67,7 @@ class Job(NamedTuple):
     offload: str
     background: bool
     every_s: float | None  # save_minutes
+    checkpoint: str = "full"
 
 
 class Noisy(Lit):
@@ -136,7 +142,8 @@ def start(root: Path, job: Job, kill: Kill | None) -> None:
         offload: Any = job.offload
         if offload == "nvme":
             offload = {"name": "nvme", "nvme_path": str(root.parent / "nvme")}
-        strategy = ZeroStrategy(job.stage, offload=offload, summary=False, stall_timeout_s=20.0)
+        settings: dict[str, Any] = {"offload": offload, "checkpoint": job.checkpoint}
+        strategy = ZeroStrategy(job.stage, summary=False, stall_timeout_s=20.0, **settings)
         strategy.resumes_job, strategy.save_every_s = newest is not None, job.every_s
         of = trainer(
             strategy,
@@ -187,7 +194,7 @@ def check_what_is_there(root: Path, before: int) -> int:
         assert not before
         return 0
     assert verify.check(newest).damage == []
-    step: int = torch.load(newest)["global_step"]
+    step: int = torch.load(newest / EXTRA if newest.is_dir() else newest)["global_step"]
     assert step >= before
     for path in (root / "checkpoints").glob("*.ckpt"):
         assert path.exists(), "a link that leads nowhere"
@@ -205,16 +212,18 @@ def kills_of(job: Job, count: int, seed: int) -> list[Kill]:
     for _ in range(count):
         rank, everybody = generator.randrange(2), generator.random() < 0.5
         if generator.random() < 0.75 and not (job.background and rank):  # there rank 0 alone writes
-            kills.append(Kill(generator.randrange(5, 60), None, rank, everybody))
+            few = job.checkpoint == "sharded" and rank  # that rank makes one such call in a save
+            kills.append(Kill(generator.randrange(*((1, 8) if few else (5, 60))), None, rank, everybody))
         else:
             kills.append(Kill(None, generator.uniform(0, 0.2), rank, everybody))
     return kills
 
 
-# Five kills in the default run, fifty in all.
+# Nine kills in the default run, seventy in all.
 CHAINS = [
     (Job("zero3", "none", False, None), 3, 1),
     (Job("zero2", "optimizer_cpu", True, 1e-9), 2, 2),
+    (Job("zero3", "none", False, 1e-9, "sharded"), 4, 3),
     *[
         pytest.param(job, 5, seed, marks=pytest.mark.full)
         for seed, job in enumerate(
@@ -228,6 +237,10 @@ CHAINS = [
                 Job("zero3", "cpu", True, None),
                 Job("zero3", "nvme", True, None),
                 Job("zero3", "none", False, 1e-9),
+                Job("zero3", "none", False, None, "sharded"),
+                Job("zero3", "nvme", False, 1e-9, "sharded"),
+                Job("zero0", "none", False, None, "sharded"),
+                Job("zero1", "optimizer_cpu", False, 1e-9, "sharded"),
             ],
             start=10,
         )
@@ -249,6 +262,14 @@ def test_a_job_that_is_killed(job: Job, count: int, seed: int, tmp_path: Path) -
     assert not (tmp_path / "nvme").exists() or not any((tmp_path / "nvme").rglob("*"))
     if OTHER_DISK:
         assert not [name for name in set(os.listdir(OTHER_DISK)) - before if "ckpt" in name]
-    weights = [torch.load(tmp_path / run / "checkpoints" / "last.ckpt") for run in ("undisturbed", "killed")]
-    for name, value in weights[0]["state_dict"].items():
-        assert torch.equal(value, weights[1]["state_dict"][name]), name
+    weights = [loaded(tmp_path / run / "checkpoints" / "last.ckpt") for run in ("undisturbed", "killed")]
+    for name, value in weights[0].items():
+        assert torch.equal(value, weights[1][name]), name
+
+
+def loaded(path: Path) -> dict[str, Tensor]:
+    if not path.is_dir():
+        state: dict[str, Tensor] = torch.load(path)["state_dict"]
+        return state
+    folder = ShardedFolder(path)
+    return {key: folder.tensor(key).whole() for key in folder.keys if key.startswith("state_dict.")}
