@@ -316,9 +316,7 @@ def test_frozen_parameters_can_be_left_out(checkpoint: str, tmp_path: Path) -> N
     assert rest.losses == whole.losses[-len(rest.losses) :]
     assert_weights(rest.weights, whole.weights, tolerance=0)
     thawed = seeded(Odd, seed=5)
-    with pytest.raises(
-        RuntimeError, match=r"got .*adapter\.ckpt: it lacks turned"
-    ):
+    with pytest.raises(RuntimeError, match=r"got .*adapter\.ckpt: it lacks turned"):
         trainer(strategy(), tmp_path).test(thawed, loader(), ckpt_path=path, verbose=False)
 
 
