@@ -19,7 +19,7 @@ from lightning_zero.engine.steps.torch_optimizers import count_states
 from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units import capacity
 from lightning_zero.engine.whole import module_state, optimizer_state, ranges
-from lightning_zero.engine.whole.ranges import Hollow, Range, Value
+from lightning_zero.engine.whole.ranges import Copies, Hollow, Range, Value
 
 
 def engine_of(module: nn.Module) -> Engine | None:
@@ -116,7 +116,12 @@ class Engine(Assembly):
 
     @outside_autograd
     def visit_ranges(
-        self, wanted: Mapping[Value, torch.dtype], visit: Callable[[Range], object], *, gathered: bool = False
+        self,
+        wanted: Mapping[Value, torch.dtype],
+        copies: Copies,
+        visit: Callable[[Range], object],
+        *,
+        gathered: bool = False,
     ) -> None:
         """Show ``visit`` the values of hollow tensors, a bucket at a time: those that this rank is to give, or all.
 
@@ -124,9 +129,11 @@ class Engine(Assembly):
 
         Args:
             wanted: the dtype of each.
+            copies: see :class:`Hollow`.
             gathered: all of them, each whole: on all ranks, for the same ``wanted``, and ``visit`` must not raise.
         """
-        for part in ranges.gathered_ranges(self, wanted) if gathered else ranges.own_ranges(self, wanted):
+        found = ranges.gathered_ranges(self, wanted, copies) if gathered else ranges.own_ranges(self, wanted, copies)
+        for part in found:
             visit(part)
 
     def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:

@@ -65,10 +65,11 @@ class ShardedAverage(AveragedModel):
     """An ``AveragedModel`` of shards. Its state dict is that of an AveragedModel of the whole module."""
 
     @outside_autograd
-    def __init__(self, engine: Engine, *, use_buffers: bool, device: Any = None, **kwargs: Any) -> None:
+    def __init__(self, engine: Engine, strategy: Any, *, use_buffers: bool, device: Any = None, **kwargs: Any) -> None:
         with _masters(engine):
             super().__init__(_AveragedTensors(engine), device=device, use_buffers=use_buffers, **kwargs)  # type: ignore[no-untyped-call]
         self.engine = engine
+        self._strategy = strategy
         self.swapped = False  # the model holds the averages, for a validation
         assert isinstance(self.module, _AveragedTensors)
         self.module.load = self._load
@@ -97,8 +98,11 @@ class ShardedAverage(AveragedModel):
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
         """On all ranks: full tensors on rank 0, and nothing on others; where folders are saved, each rank's parts."""
         settings = self.engine.config.checkpoint
+        save = getattr(self._strategy, "range_save", None)
         if settings.name is CheckpointFormat.sharded:
             state = self._own_state(trainable_only=settings.exclude_frozen)
+        elif save is not None:
+            state = self._with_own_buffers(save.copy_of_masters([p.detach() for p in self.module.parameters()]))
         else:
             self.exchange(swap=True)
             try:
@@ -111,7 +115,9 @@ class ShardedAverage(AveragedModel):
     def _own_state(self, *, trainable_only: bool) -> dict[str, Any]:
         averages = dict(zip(self.engine.buckets, self.module.parameters(), strict=True))
         values = {bucket: average.detach() for bucket, average in averages.items()}
-        state = sharded_state_dict(self.engine, values, trainable_only=trainable_only)
+        return self._with_own_buffers(sharded_state_dict(self.engine, values, trainable_only=trainable_only))
+
+    def _with_own_buffers(self, state: dict[str, Any]) -> dict[str, Any]:
         for name, buffer in self.module.named_buffers():
             if (key := name.replace("/", ".")) in state:
                 state[key] = buffer.detach().to("cpu", copy=True)
@@ -149,7 +155,7 @@ def average_shards(trainer: pl.Trainer, engine: Engine) -> None:
     """Give averaging callbacks a sharded copy, after the module was sharded."""
     for callback in _averaging(trainer):
         callback._average_model = ShardedAverage(  # type: ignore[assignment]
-            engine, use_buffers=callback._use_buffers, device=callback._device, **callback._kwargs
+            engine, trainer.strategy, use_buffers=callback._use_buffers, device=callback._device, **callback._kwargs
         )
         if (checkpoint := callback.__dict__.pop(_WAITING, None)) is not None:
             assert trainer.lightning_module is not None

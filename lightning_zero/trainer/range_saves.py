@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
@@ -37,7 +37,8 @@ from lightning_zero.checkpoint.durable import Part, aside, naming
 from lightning_zero.comm.agreements import broadcast_object, gather_objects, together
 from lightning_zero.config import CheckpointFormat
 from lightning_zero.engine import Engine, engine_of
-from lightning_zero.engine.whole.ranges import MASTER, Hollow, Range, Value
+from lightning_zero.engine.whole.module_state import hollow_copy
+from lightning_zero.engine.whole.ranges import COPY, MASTER, Copies, Hollow, Range, Value
 from lightning_zero.trainer.checkpoint_io import ZeroCheckpointIO, writes_files
 
 T = TypeVar("T")
@@ -83,6 +84,11 @@ class RangeSave:
     def module_state(self) -> dict[str, Any]:
         without_frozen = self._engine.config.checkpoint.exclude_frozen
         return self._of(lambda hollow: self._engine.state_dict(hollow=hollow, trainable_only=without_frozen))
+
+    def copy_of_masters(self, tensors: Sequence[Tensor]) -> dict[str, Any]:
+        """The module's state with a copy of the masters, ``[owned numel]`` for each bucket, in the place of these."""
+        without_frozen = self._engine.config.checkpoint.exclude_frozen
+        return self._of(lambda hollow: hollow_copy(self._engine, hollow, tensors, trainable_only=without_frozen))
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         return self._of(lambda hollow: self._engine.optimizer_state(optimizer, hollow=hollow))
@@ -130,9 +136,9 @@ class RangeSave:
             if fd is not None:
                 stack.callback(os.close, fd)
             if all(self._gather(fd is not None, "who sees the folder of a checkpoint")):
-                done = self._together("writing a checkpoint", partial(self._write_own, fd, place))
+                done = self._together("writing a checkpoint", partial(self._write_own, fd, place, hollow.copies))
             else:
-                done = self._write_all(fd, place)
+                done = self._write_all(fd, place, hollow.copies)
             found = [piece for pieces in self._gather(done, "checksums of a checkpoint") for piece in pieces]
             return self._together("ending a checkpoint", partial(self._end, stack, begun, place, found, keep))
 
@@ -156,14 +162,14 @@ class RangeSave:
                 holes.setdefault(value, []).append((hole, tensor.dtype))
         return _Place(str(part.path), _identity(part.fd), holes)
 
-    def _write_own(self, fd: int | None, place: _Place) -> list[Piece]:
+    def _write_own(self, fd: int | None, place: _Place, copies: Copies) -> list[Piece]:
         assert fd is not None
         done: list[Piece] = []
-        self._engine.visit_ranges(place.dtypes, partial(_write_range, fd, place, done))
+        self._engine.visit_ranges(place.dtypes, copies, partial(_write_range, fd, place, done))
         os.fsync(fd)  # by the process that has written: on a network's file system rank 0 cannot do it
         return done
 
-    def _write_all(self, fd: int | None, place: _Place) -> list[Piece]:
+    def _write_all(self, fd: int | None, place: _Place, copies: Copies) -> list[Piece]:
         """As rank 0, to which all others send their ranges. An error waits until no rank waits for this one."""
         done: list[Piece] = []
         errors: list[Exception] = []
@@ -176,7 +182,7 @@ class RangeSave:
                 except Exception as error:
                     errors.append(error)
 
-        self._engine.visit_ranges(place.dtypes, visit, gathered=True)
+        self._engine.visit_ranges(place.dtypes, copies, visit, gathered=True)
         self._together("writing a checkpoint", partial(_raise_first, errors))
         return done
 
@@ -191,7 +197,12 @@ class RangeSave:
         values: dict[int, Tensor] = {}
         for part, skeleton, filled in begun:
             # A state that an optimizer has for some elements of a parameter only is zero for the others.
-            states = {hole.record for v, holes in place.holes.items() if v.name != MASTER for hole, _ in holes}
+            states = {
+                hole.record
+                for v, holes in place.holes.items()
+                if v.name != MASTER and v.optimizer != COPY
+                for hole, _ in holes
+            }
             skeleton.finish([*filled, *done], may_have_gaps=states.__contains__)
             if not keep:
                 values = torch.load(part.path, mmap=True, weights_only=True)

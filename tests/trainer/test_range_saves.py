@@ -26,7 +26,7 @@ from lightning_zero.engine.whole import ranges
 from lightning_zero.trainer import range_saves
 from tests.harness import on_ranks
 from tests.pairwise import pairwise_places
-from tests.trainer.toys import Lit, fit, seeded, weights
+from tests.trainer.toys import Lit, assert_same, fit, seeded, weights
 
 
 class Model(Lit):
@@ -162,13 +162,34 @@ def test_hooks_read_and_replace(who: str, tmp_path: Path) -> None:
 
 
 @on_ranks(2)
-def test_averages(tmp_path: Path) -> None:
-    of = fit("zero3", tmp_path, seeded(Model), callbacks=[EMAWeightAveraging()]).trainer
-    of.save_checkpoint(tmp_path / "ranges.ckpt")
-    with whole_on_rank_0():
-        of.save_checkpoint(tmp_path / "whole.ckpt")
-    found, whole = (torch.load(tmp_path / f"{name}.ckpt") for name in ("ranges", "whole"))
-    assert "current_model_state" in whole and same(found, whole)
+@pytest.mark.parametrize(
+    ("stage", "precision"),
+    [("zero0", "32-true"), ("zero1", "bf16-mixed"), ("zero3", "32-true"), ("zero3", "bf16-mixed")],
+)
+def test_averages(stage: str, precision: Any, tmp_path: Path) -> None:
+    """They are one more copy of everything, and nobody holds that either."""
+
+    class Saves(Callback):
+        def on_train_batch_end(self, of: Any, *_: Any) -> None:
+            if of.global_step == 4:
+                with nobody_holds_the_whole():
+                    of.save_checkpoint(tmp_path / "ranges.ckpt")
+                with mock.patch.object(range_saves, "_open", return_value=None) if dist.get_rank() else nullcontext():
+                    of.save_checkpoint(tmp_path / "unshared.ckpt")
+                with whole_on_rank_0():
+                    of.save_checkpoint(tmp_path / "whole.ckpt")
+
+    callbacks = [EMAWeightAveraging(use_buffers=True), Saves()]
+    fit(stage, tmp_path, seeded(Model), max_epochs=1, callbacks=callbacks, precision=precision)
+    found, unshared, whole = (torch.load(tmp_path / f"{name}.ckpt") for name in ("ranges", "unshared", "whole"))
+    assert "current_model_state" in whole and same(found, whole) and same(unshared, whole)
+    assert not same(whole["current_model_state"]["first.weight"], whole["state_dict"]["first.weight"])
+    settings: dict[str, Any] = {"max_epochs": 2, "callbacks": [EMAWeightAveraging(use_buffers=True)]}
+    runs = [
+        fit(stage, tmp_path, seeded(Model), ckpt_path=tmp_path / name, precision=precision, **settings)
+        for name in ("ranges.ckpt", "whole.ckpt")
+    ]
+    assert_same(*runs, tolerance=0)
 
 
 def full_disk(fd: int, data: Any, offset: int) -> int:

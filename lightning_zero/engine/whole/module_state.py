@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units.bucket import Place
 from lightning_zero.engine.units.param_info import ParamInfo, values_changed
 from lightning_zero.engine.units.stored import KeptTensor, StoredTensor
-from lightning_zero.engine.whole.ranges import Hollow, Value
+from lightning_zero.engine.whole.ranges import COPY, Hollow, Value
 
 
 @outside_autograd
@@ -42,9 +42,27 @@ def _take_writes_over(engine: Assembly) -> None:
 def hollow_parameters(engine: Assembly, hollow: Hollow, *, trainable_only: bool = False) -> dict[int, Tensor]:
     """As :func:`full_parameters`, without values."""
     _take_writes_over(engine)
+    return _hollow(engine, hollow, trainable_only, {})
+
+
+def hollow_copy(
+    engine: Assembly, hollow: Hollow, tensors: Sequence[Tensor], *, trainable_only: bool = False
+) -> dict[str, Any]:
+    """``module.state_dict()`` on rank 0, nothing on others, with hollow tensors for a copy of the masters.
+
+    Args:
+        tensors: the copy of each bucket, ``[owned numel]``.
+    """
+    name = f"copy {len(hollow.copies)}"
+    hollow.copies[name] = tensors
+    values = _hollow(engine, hollow, trainable_only, {"optimizer": COPY, "name": name})
+    return {} if engine.rank else state_dict_with(engine, values, trainable_only=trainable_only)
+
+
+def _hollow(engine: Assembly, hollow: Hollow, trainable_only: bool, kind: Mapping[str, Any]) -> dict[int, Tensor]:
     places = ((number, info) for number, bucket in enumerate(engine.buckets) for info in bucket.params)
     return {
-        id(info.param): hollow.tensor(Value(n, info.slot), info, info.dtype)
+        id(info.param): hollow.tensor(Value(n, info.slot, **kind), info, info.dtype)
         for n, info in places
         if info.param.requires_grad or not trainable_only
     }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,10 +17,11 @@ from lightning_zero.engine.units.param_info import ParamInfo
 from lightning_zero.planning.layout import Fragment
 
 MASTER = ""  # the name of a parameter's own values
+COPY = -1  # in the place of an optimizer: a copy of the masters, which somebody else keeps
 
 
 class Value(NamedTuple):
-    """A value of a parameter's shape: the parameter's own, or one of the states that an optimizer keeps for it."""
+    """A value of a parameter's shape: its own, one of the states that an optimizer keeps for it, or a copy."""
 
     bucket: int
     slot: int
@@ -33,6 +34,7 @@ class Hollow:
 
     Attributes:
         made: each of them with what it stands for.
+        copies: of the masters of all buckets, each ``[owned numel]``; by name.
     """
 
     def __init__(self) -> None:
@@ -40,6 +42,7 @@ class Hollow:
 
         self._mode = FakeTensorMode()
         self.made: list[tuple[Value, Tensor]] = []
+        self.copies: dict[str, Sequence[Tensor]] = {}
 
     def tensor(self, value: Value, info: ParamInfo, dtype: torch.dtype) -> Tensor:
         """A tensor for ``value``, with the strides that the parameter has in its flat buffer."""
@@ -47,6 +50,9 @@ class Hollow:
             made = torch.empty_strided(info.shape, info.strides, dtype=dtype, device="cpu")
         self.made.append((value, made))
         return made
+
+
+Copies = Mapping[str, Sequence[Tensor]]
 
 
 class Range(NamedTuple):
@@ -57,7 +63,7 @@ class Range(NamedTuple):
     values: Tensor  # [n], wherever they rest; to be read before the next one is asked for
 
 
-def own_ranges(engine: Assembly, wanted: Container[Value]) -> Iterator[Range]:
+def own_ranges(engine: Assembly, wanted: Container[Value], copies: Copies) -> Iterator[Range]:
     """What this rank is to give of ``wanted``: together the ranks give every element once.
 
     No message is sent. What rests in files is in memory a bucket at a time.
@@ -69,9 +75,14 @@ def own_ranges(engine: Assembly, wanted: Container[Value]) -> Iterator[Range]:
         with opened(bucket.home) as master:
             for fragment in bucket.owned_fragments():
                 value = Value(number, fragment.index)
-                if value in wanted and (part := _within(fragment, keep)) is not None:
-                    start, low, high = part
+                if (part := _within(fragment, keep)) is None:
+                    continue
+                start, low, high = part
+                if value in wanted:
                     yield Range(value, start, master[fragment.start + low : fragment.start + high])
+                for name, tensors in copies.items():
+                    if (copy := value._replace(optimizer=COPY, name=name)) in wanted:
+                        yield Range(copy, start, tensors[number][fragment.start + low : fragment.start + high])
             for index, sharded in enumerate(engine.optimizers):
                 for fragment, name, state in _states(bucket, sharded):
                     value = Value(number, fragment.index, index, name)
@@ -94,7 +105,7 @@ def _states(bucket: Bucket, sharded: ShardedOptimizer) -> Iterator[tuple[Fragmen
                 yield fragment, name, value.tensor
 
 
-def gathered_ranges(engine: Assembly, wanted: Mapping[Value, torch.dtype]) -> Iterator[Range]:
+def gathered_ranges(engine: Assembly, wanted: Mapping[Value, torch.dtype], copies: Copies) -> Iterator[Range]:
     """All of ``wanted``, each value in one range, a bucket at a time: on all ranks, which gather it.
 
     Args:
@@ -105,6 +116,9 @@ def gathered_ranges(engine: Assembly, wanted: Mapping[Value, torch.dtype]) -> It
         for index, name in sorted(dtypes):
             if name == MASTER:
                 full = bucket.full_master()
+            elif index == COPY:
+                copy = copies[name][number]
+                full = full_state(bucket, copy.dtype, [(0, copy.numel(), copy)])
             else:
                 with opened(bucket.home):
                     parts = local_parts(bucket, engine.optimizers[index])
