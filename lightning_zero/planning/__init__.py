@@ -4,6 +4,7 @@
 
     units       which modules are units
     layout      where parameters and shards lie in a bucket
+    boxes       what a range of a flattened tensor is in the tensor's own coordinates
     placement   a stage is a row of placements, an offload choice a row of tiers
     topology    which ranks share shards
     schedule    the order of gathers, and what comes ahead

@@ -1,4 +1,4 @@
-"""ZeroMonitor: memory by role, speed, and time that was lost waiting for other ranks. NoteJob: see resume.py."""
+"""ZeroMonitor: memory by role, speed, and time that was lost waiting for other ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from lightning.pytorch.callbacks import Callback
 
 from lightning_zero.config import ConfigError
 from lightning_zero.engine.whole.held_bytes import held_bytes
-from lightning_zero.ranks.resume import note_job
 
 
 class ZeroMonitor(Callback):
@@ -79,14 +78,3 @@ class ZeroMonitor(Callback):
         before, self._last = self._last, self._now(trainer)
         steps, seconds, waited = (now - then for now, then in zip(self._last, before, strict=True))
         return {"zero/steps_per_s": steps / max(seconds, 1e-9), "zero/wait_s_per_step": waited / steps}
-
-
-class NoteJob(Callback):
-    """Notes in the run folder which job trains there; a job that starts again goes on from its last checkpoint."""
-
-    def __init__(self, run_dir: str) -> None:
-        self._run_dir = run_dir
-
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if trainer.is_global_zero:  # all ranks are here, and have looked for the note
-            note_job(self._run_dir)

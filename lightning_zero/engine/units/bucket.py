@@ -142,12 +142,17 @@ class Bucket:
         """master_param [owned numel]; readable while the home is open (always, on the device and the host)."""
         return self.home.master
 
-    def fill(self, values: Tensor) -> None:
-        """Take initial values: ``values`` [layout.numel] in master_dtype, the same on every rank."""
-        low, high = self.owned_range
+    def share(self, values: Tensor) -> None:
+        """Bring initial values of all ranks, ``values`` [owned numel] of this one, into the full buffer if they rest
+        there. On all ranks, blocking."""
         if not self.reshards:
-            self.full.data.copy_(values)
-        self._settle_in(values[low:high])
+            self._own_part.copy_(values)
+            if self.plan.shards_master:
+                self.comm.all_gather(self.full.data, f"{self.label} (first values)").wait()
+
+    def fill(self, values: Tensor) -> None:
+        """Take initial values: ``values`` [owned numel] in master_dtype."""
+        self._settle_in(values)
 
     def _settle_in(self, values: Tensor) -> None:
         """Make the masters' home and the compute parameters' store, as the plan says, from ``values`` [owned numel]."""
@@ -232,17 +237,17 @@ class Bucket:
         Args:
             before: compute parameters of the owned range. Where ``value`` equals them, masters keep their digits.
         """
-        flat = info.flattened(value)
         with opened(self.home, changed=True) as master:
             for fragment in self.owned_fragments():
                 if fragment.index != info.slot:
                     continue
                 own = slice(fragment.start, fragment.start + fragment.numel)
-                part = flat[fragment.offset : fragment.offset + fragment.numel]
-                if before is not None:
-                    new = part.to(master.device)
-                    part = torch.where(new == before[own].to(master.device), master[own], new.to(master.dtype))
-                master[own].copy_(part)
+                if before is None:
+                    info.copy_part(value, fragment.offset, master[own])
+                    continue
+                new = info.flattened(value)[fragment.offset : fragment.offset + fragment.numel].to(master.device)
+                same = new == before[own].to(master.device)
+                master[own].copy_(torch.where(same, master[own], new.to(master.dtype)))
 
     # -- gathered values ------------------------------------------------------------------------------------------
 
