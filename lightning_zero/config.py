@@ -10,6 +10,7 @@ Enums have members named as users type them (``zero/stage=zero3``): OmegaConf ma
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any
@@ -64,6 +65,11 @@ class Hierarchy(Enum):
     auto = "auto"
     flat = "flat"
     node = "node"
+
+
+class CheckpointFormat(Enum):
+    full = "full"
+    sharded = "sharded"
 
 
 class Transport(Enum):
@@ -254,6 +260,23 @@ class CommConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class CheckpointConfig:
+    """Group ``zero/checkpoint``: the form in which checkpoints are saved. Both are loaded at any setting.
+
+    Attributes:
+        name: ``full``: one ordinary file, which all ranks write, each its own ranges. ``sharded``: a folder in the
+            format of PyTorch's distributed checkpoints, which all ranks must see: each writes a file of its shards.
+        exclude_frozen: leave frozen parameters out (adapters); a run that goes on keeps those it has.
+        verify: compare a checkpoint with its checksums before it is loaded. ``None``: where a job that was started
+            again goes on from it.
+    """
+
+    name: CheckpointFormat = CheckpointFormat.full
+    exclude_frozen: bool = False
+    verify: bool | None = None
+
+
+@dataclass(kw_only=True, slots=True)
 class OptimizerConfig:
     """Settings of the sharded optimizer step.
 
@@ -279,6 +302,8 @@ class ZeroConfig:
         activation_checkpointing: ``blocks``: every unit but the root keeps its inputs only and computes the rest again
             in backward; ``offload``: and these inputs wait in host memory.
         dynamic: ranks may take different paths through the model; they agree on every gather by a small exchange.
+        init_from: a folder with safetensors files of Hugging Face, from which parameters get their first values; those
+            of a module on the meta device need no others. A checkpoint that is loaded counts more.
         stall_timeout_s: seconds that a rank waits for others before it raises, naming unit, ranks and places; at the
             start of a run, the ranks that have not come.
         summary: print the table of units at the start and, at the end of the main job, that of bytes at rest.
@@ -290,11 +315,13 @@ class ZeroConfig:
     unit: UnitConfig = field(default_factory=UnitConfig)
     comm: CommConfig = field(default_factory=CommConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     prefetch_bytes: int = 256 * MIB
     keep_gathered_bytes: int = 0
     reduce_bucket_bytes: int = 256 * MIB
     activation_checkpointing: Recompute = Recompute.none
     dynamic: bool = False
+    init_from: str | None = None
     stall_timeout_s: float = 300.0
     summary: bool = True
 
@@ -356,6 +383,7 @@ _GROUPS = {
     "stage": (StageConfig, Stage),
     "precision": (PrecisionConfig, Precision),
     "offload": (OffloadConfig, Offload),
+    "checkpoint": (CheckpointConfig, CheckpointFormat),
 }
 
 
@@ -380,7 +408,7 @@ def choose(group: str, name: Any) -> Any:
 def make_config(base: ZeroConfig | None = None, **settings: Any) -> ZeroConfig:
     """A :class:`ZeroConfig` from keyword settings, as :class:`~lightning_zero.ZeroStrategy` takes them.
 
-    ``stage``, ``precision`` and ``offload`` may be row names (or stage numbers); ``unit``, ``comm`` and
+    ``stage``, ``precision``, ``offload`` and ``checkpoint`` may be row names (or stage numbers); ``unit``, ``comm`` and
     ``optimizer`` may be mappings; everything else is a field of :class:`ZeroConfig`.
 
     Raises:
@@ -436,3 +464,23 @@ def _member(enum: type[Enum], key: str, text: str) -> Enum:
     if text not in enum.__members__:
         raise ConfigError(f"{key}: expected one of {', '.join(enum.__members__)}, got {text!r}. Change {key}.")
     return enum[text]
+
+
+_UNITS = {"": 1, "B": 1} | {
+    f"{letter}{i}B": (1024 if i else 1000) ** power for power, letter in enumerate("KMGTP", 1) for i in ("", "i")
+}
+
+
+def parse_bytes(key: str, value: Any) -> int:
+    """``80GB``, ``74.5GiB`` or a plain number of bytes.
+
+    Raises:
+        ConfigError: it is nothing of that.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d*)?(?:e\d+)?) *([a-z]*)", str(value).strip(), re.IGNORECASE)
+    unit = next((n for name, n in _UNITS.items() if match and name.lower() == match[2].lower()), None)
+    if match is None or unit is None or isinstance(value, bool):
+        raise ConfigError(
+            f"{key}: expected a size such as 80GB, 80GiB or a number of bytes, got {value!r}. Change {key}."
+        )
+    return int(float(match[1]) * unit)

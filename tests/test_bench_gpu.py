@@ -195,9 +195,9 @@ def test_the_files_with_tests_of_a_gpu_are_found() -> None:
     ("offload", "expected"),
     [
         ("none", {"compute": 1 + 28 / 4e3}),
-        ("optimizer_cpu", {"compute": 1, "link to the device": 2 / 50, "link from the device": 2 / 50}),
-        ("cpu", {"compute": 1, "link to the device": 4 / 50, "link from the device": 2 / 50}),
-        ("nvme", {"compute": 1, "link to the device": 4 / 50, "link from the device": 2 / 50, "disk": (12 + 4) / 2}),
+        ("optimizer_cpu", {"compute": 1, "link to the device": 2 / 50, "link from the device": 4 / 50}),
+        ("cpu", {"compute": 1, "link to the device": 4 / 50, "link from the device": 4 / 50}),
+        ("nvme", {"compute": 1, "link to the device": 4 / 50, "link from the device": 4 / 50, "disk": (12 + 4) / 2}),
     ],
 )
 def test_bounds_by_resource(offload: str, expected: dict[str, float]) -> None:

@@ -1,17 +1,8 @@
 """The least time that a step can take, by resource, from measured rates; phi is the largest of them over measured time.
 
-With P parameters of itemsize c (2 under bf16):
-
-===========  ========================================================================================================
-compute      forward and backward of the bare module, measured in the same run, and the optimizer's own traffic where
-             it runs on the device: 28 P / bandwidth of its memory
-link         to the device c P where the optimizer is elsewhere, 2 c P where the parameters are; from it c P of
-             gradients; each way has its own wires
-host memory  28 P / bandwidth of a copy on all cores, for an optimizer on the host
-disk         12 P (1/R + 1/W) for an optimizer in files; c P (2/R + 1/W) for parameters in files
-===========  ========================================================================================================
-
-On a GPU these overlap, so the largest is the bound. On a CPU they share the cores and their memory, so their sum is.
+What has to be computed and moved is as in :mod:`lightning_zero.planning.speed`, with two differences: compute is the
+time of the bare module, measured in the same run, and an optimizer on the device adds its own traffic to that. On a CPU
+resources share the cores and their memory, so their sum is the bound.
 """
 
 from __future__ import annotations
@@ -19,13 +10,26 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from benchmarks.gpu.plan import Row
+from lightning_zero.config import Offload, Stage
+from lightning_zero.planning.buckets import BucketShape, Itemsizes, place
+from lightning_zero.planning.placement import OFFLOADS, STAGES
+from lightning_zero.planning.speed import Work, work_of
 
-ADAM_NBYTES = 28  # reads m, v, p and the gradient, writes m, v, p and the copy to compute with
-STATE_NBYTES = 12  # master, m, v
-ON_DEVICE = ("none",)
-PARAMS_ELSEWHERE = ("cpu", "nvme", "optimizer_cpu_param_nvme")
+RESOURCES = {  # of what is moved: under which name its seconds are counted, and at which measured rate
+    "device_memory": ("compute", "device_copy"),
+    "to_device": ("link to the device", "h2d"),
+    "to_host": ("link from the device", "d2h"),
+    "host_memory": ("host memory", "host_copy"),
+    "disk_read": ("disk", "disk_read"),
+    "disk_write": ("disk", "disk_write"),
+}
 OPTIMIZER_IN_FILES = ("optimizer_nvme", "nvme")
-PARAMS_IN_FILES = ("optimizer_cpu_param_nvme", "nvme")
+
+
+def work_of_row(row: Row) -> Work:
+    """All parameters as one bucket: fp32 masters, state and gradients."""
+    shape = BucketShape(1, (row.size.parameters,), Itemsizes(row.size.itemsize, 4, 4, 4))
+    return work_of([place(shape, STAGES[Stage.zero3], OFFLOADS[Offload(row.offload)], 1)], row.size.flops)
 
 
 def bounds(row: Row, rates: Mapping[str, float], compute_s: float | None) -> dict[str, float]:
@@ -35,30 +39,14 @@ def bounds(row: Row, rates: Mapping[str, float], compute_s: float | None) -> dic
         compute_s: forward and backward of the bare module. None: from the rate of matrix products, which no model
             reaches.
     """
-    size, found = row.size, dict[str, float]()
-    compute = compute_s if compute_s is not None else _over(size.flops, rates.get("matmul"))
+    work, found = work_of_row(row), dict[str, float]()
+    compute = compute_s if compute_s is not None else _over(work.compute, rates.get("matmul"))
     if compute is not None:
         found["compute"] = compute
-    n, c, offload = size.parameters, size.itemsize, row.offload
-
-    def add(name: str, amount: float, rate: str) -> None:
-        seconds = _over(amount, rates.get(rate))
-        if seconds is not None:
+    for resource, (name, rate) in RESOURCES.items():
+        seconds = _over(getattr(work, resource), rates.get(rate))
+        if seconds and (name != "compute" or name in found):
             found[name] = found.get(name, 0.0) + seconds
-
-    if offload in ON_DEVICE:
-        if "compute" in found:
-            add("compute", ADAM_NBYTES * n, "device_copy")
-        return found
-    add("link to the device", (2 if offload in PARAMS_ELSEWHERE else 1) * c * n, "h2d")
-    add("link from the device", c * n, "d2h")
-    add("host memory", ADAM_NBYTES * n, "host_copy")
-    if offload in OPTIMIZER_IN_FILES:
-        add("disk", STATE_NBYTES * n, "disk_read")
-        add("disk", STATE_NBYTES * n, "disk_write")
-    if offload in PARAMS_IN_FILES:
-        add("disk", 2 * c * n, "disk_read")
-        add("disk", c * n, "disk_write")
     return found
 
 

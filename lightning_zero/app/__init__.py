@@ -5,5 +5,5 @@
     train        a run                           schema       types of the Hydra groups
     plan         what a run needs of a machine   instantiate  objects from groups, with errors that name the key
     submit       a run as a job                  jobs         a run as a job of a cluster
-    slurm        scripts and sweeps for SLURM
+    slurm        scripts and sweeps for SLURM     convert      checkpoints in another form
 """

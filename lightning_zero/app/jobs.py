@@ -154,6 +154,7 @@ def checkpoint_to_resume(config: TrainConfig, trainer: Trainer) -> str | None:
     if trainer.is_global_zero:
         print(f"{job} has started again: it goes on from {os.path.relpath(found)}", flush=True)
         keep_metrics(trainer)
+    cast("ZeroStrategy", trainer.strategy).resumes_job = True
     return str(found)
 
 

@@ -5,7 +5,6 @@ Imported by the entry points and by the Hydra plugin only, at the start of every
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
@@ -14,7 +13,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import BooleanNode, IntegerNode, OmegaConf
 
 from lightning_zero.app.slurm.cluster import ClusterConfig
-from lightning_zero.config import ConfigError, ZeroConfig, choose
+from lightning_zero.config import ConfigError, ZeroConfig, choose, parse_bytes
 from lightning_zero.ranks.resume import job_name
 
 TRAIN_SCHEMA = "lightning_zero_train"
@@ -140,26 +139,6 @@ class MachineConfig:
             value = getattr(self, key)
             if value is not None:
                 setattr(self, key, parse_bytes(f"machine.{key}", value))
-
-
-_UNITS = {"": 1, "B": 1} | {
-    f"{letter}{i}B": (1024 if i else 1000) ** power for power, letter in enumerate("KMGTP", 1) for i in ("", "i")
-}
-
-
-def parse_bytes(key: str, value: Any) -> int:
-    """``80GB``, ``74.5GiB`` or a plain number of bytes.
-
-    Raises:
-        ConfigError: it is nothing of that.
-    """
-    match = re.fullmatch(r"(\d+(?:\.\d*)?(?:e\d+)?) *([a-z]*)", str(value).strip(), re.IGNORECASE)
-    unit = next((n for name, n in _UNITS.items() if match and name.lower() == match[2].lower()), None)
-    if match is None or unit is None or isinstance(value, bool):
-        raise ConfigError(
-            f"{key}: expected a size such as 80GB, 80GiB or a number of bytes, got {value!r}. Change {key}."
-        )
-    return int(float(match[1]) * unit)
 
 
 def run_name() -> str:

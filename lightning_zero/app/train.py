@@ -157,7 +157,7 @@ def build_trainer(config: TrainConfig, plugins: list[Any] | None = None) -> Trai
     from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 
     from lightning_zero.ranks.allocation import check_srun
-    from lightning_zero.trainer.monitor import NoteJob
+    from lightning_zero.trainer.kept_files import NoteJob
     from lightning_zero.trainer.strategy import ZeroStrategy
 
     values = {f.name: getattr(config.trainer, f.name) for f in fields(TrainerConfig)}
@@ -339,7 +339,7 @@ def check_arguments(arguments: list[str]) -> None:
             raise ConfigError(
                 f"{match[1]}: expected the name of a file of the group{none}, got {match[2]}. Change {match[1]}."
             )
-        match = re.fullmatch(r"\+?zero/(stage|precision|offload)(?:@[\w.]+)?=([^,]*)", argument)
+        match = re.fullmatch(r"\+?zero/(stage|precision|offload|checkpoint)(?:@[\w.]+)?=([^,]*)", argument)
         if match is None:
             continue
         group, value = match.groups()

@@ -19,6 +19,10 @@ from lightning_zero.ranks.watchdog import Watchdog
 T = TypeVar("T")
 
 
+class FailedElsewhereError(RuntimeError):
+    """What all ranks were to do together has failed on another one; the message says which, and with what."""
+
+
 class ApartError(RuntimeError):
     """Ranks have come to different places; the message names them, on all ranks."""
 
@@ -106,6 +110,20 @@ def gather_rows(group: Any, row: Tensor, waits: Waits, what: str) -> Tensor | No
     return table
 
 
+def collect_objects(group: Any, value: Any, waits: Waits, what: str) -> list[Any] | None:
+    """Gather a picklable object from each rank of ``group`` on rank 0, in rank order. Blocking, as long as any rank is
+    at work. Other ranks get None.
+    """
+    own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+    sizes: list[int] = gather_objects(group, own.numel(), waits, what, patient=True)
+    row = torch.zeros(max(sizes), dtype=torch.uint8)
+    row[: own.numel()] = own
+    table = gather_rows(group, row, waits, what)
+    if table is None:
+        return None
+    return [pickle.loads(found[:size].numpy().tobytes()) for found, size in zip(table, sizes, strict=False)]
+
+
 def together(
     group: Any,
     waits: Waits,
@@ -125,7 +143,7 @@ def together(
 
     Raises:
         Exception: what ``act`` has raised on this rank; or, of the first rank that it failed on, a ConfigError as it
-            was, or a RuntimeError that names the rank.
+            was, or a FailedElsewhereError that names the rank.
     """
     try:
         result = act()
@@ -144,7 +162,7 @@ def together(
             undo(result)
             kind, text = found
             raise (
-                RuntimeError(f"rank {rank} failed with {kind}: {text}")
+                FailedElsewhereError(f"rank {rank} failed with {kind}: {text}")
                 if kind
                 else ConfigError(f"{text} (So says rank {rank}.)")
             )

@@ -321,7 +321,7 @@ class Communicator:
 
     @staticmethod
     def _wait_in_stream(works: list[Any]) -> None:
-        """Make the current stream wait for messages that are not queued on it: a backend may have a queue of its own."""
+        """Make the current stream wait for messages that a backend has not queued on it."""
         for work in works:
             work.wait()
 

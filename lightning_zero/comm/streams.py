@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -43,6 +43,7 @@ class Streams:
         if accelerator.has_streams:
             self._streams = {kind: accelerator.new_stream() for kind in KINDS}
         self._given_back: dict[Any, Any] = {}  # by the stream that used it last: an event behind that use
+        self._waited_for: dict[str, Sequence[Any]] = {}  # by kind: events that its stream has waited for
         self._settled: Any = None  # an event behind the last change of what gathers send; None: of all that is queued
 
     @property
@@ -72,22 +73,26 @@ class Streams:
     # -- memory of gathered parameters, and what is sent to fill it ------------------------------------------------
 
     def pool_of(self, kind: str) -> contextlib.AbstractContextManager[Any]:
-        """Inside, memory is taken from the pool of that stream. It is used behind :meth:`on_free_memory`."""
+        """Inside, memory is taken from the pool of that stream. It is used inside :meth:`on_free_memory`."""
         return self.accelerator.on(self._streams[kind]) if self._streams else contextlib.nullcontext()
 
     @contextlib.contextmanager
     def on_free_memory(self, kind: str) -> Iterator[Any]:
         """Run the body on the stream of ``kind``, behind all who used memory that gathered parameters have given back,
         and behind the last change of what is sent."""
-        with self.on(kind, after=self.settled()) as stream:
-            self.wait_for_users()
-            yield stream
-
-    def wait_for_users(self) -> None:
+        stream = self._streams.get(kind)
+        if stream is None:
+            yield None
+            return
         # Which block the allocator gives out nobody knows, so this waits for the last use of any. Uses of one stream
         # come one after the other.
-        for event in self._given_back.values():
-            self.accelerator.wait(event)
+        events = [self.settled(), *self._given_back.values()]
+        known, self._waited_for[kind] = self._waited_for.get(kind, ()), events
+        with self.accelerator.on(stream):
+            for event in events:
+                if not any(event is before for before in known):
+                    self.accelerator.wait(event)
+            yield stream
 
     def give_back(self) -> None:
         """Memory of gathered parameters has gone back to its pool; the current stream has used it until now."""

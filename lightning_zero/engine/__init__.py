@@ -15,6 +15,7 @@ Where to look::
     engine       what may be asked of an engine
     assembly     its parts, and how they hang together
     units        what is sharded, in which buffers, and where it rests
+    pretrained   first values from a folder of Hugging Face
     passes       forward and backward: gathers, gradients, reductions
     parameters   what users' code meets between the calls of units
     steps        optimizers, offloaded steps, the loss scale
@@ -27,7 +28,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -52,6 +53,7 @@ def shard(
     process_group: Any = None,
     device: torch.device | str | None = None,
     node: str | None = None,
+    sources: Mapping[str, Tensor] | None = None,
     **settings: Any,
 ) -> Engine:
     """Shard ``module`` over the ranks of a process group, in place.
@@ -63,6 +65,8 @@ def shard(
         process_group: the data-parallel group; default: the world, or a single rank without ``torch.distributed``.
         device: where to train; default: this rank's GPU, else the CPU. On ``meta`` nothing has values: whole steps run
             for their order, counts and bytes, over torch's fake process group at any scale (``make bench-scale``).
+        sources: first values by names of parameters and buffers, which may be in files. They count more than the folder
+            ``init_from``.
         node: names the node of this rank; default: its host, and the number that a launcher has given it.
 
     Raises:
@@ -72,7 +76,7 @@ def shard(
     if process_group is None and dist.is_available() and dist.is_initialized():
         process_group = dist.group.WORLD
     where = default_device() if device is None else with_index(torch.device(device))
-    return Engine(module, config, process_group, where, node or node_name())
+    return Engine(module, config, process_group, where, node or node_name(), sources)
 
 
 def node_name() -> str:

@@ -14,11 +14,13 @@ from __future__ import annotations
 import contextlib
 import os
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from lightning_zero.comm.agreements import open_waits, together
 from lightning_zero.comm.communicator import Communicator
@@ -35,6 +37,8 @@ from lightning_zero.engine.passes.hooks import ENGINE
 from lightning_zero.engine.passes.issued import IssuedReductions
 from lightning_zero.engine.passes.passes import Passes
 from lightning_zero.engine.passes.recompute import check_blocks, recompute_blocks
+from lightning_zero.engine.pretrained import sources_from
+from lightning_zero.engine.pretrained.conversions import forget
 from lightning_zero.engine.steps.after_step import AfterStep
 from lightning_zero.engine.steps.around import AroundStep
 from lightning_zero.engine.steps.optimizer import ShardedOptimizer
@@ -71,13 +75,21 @@ class Assembly:
     """
 
     @outside_autograd
-    def __init__(self, module: nn.Module, config: ZeroConfig, group: Any, device: torch.device, node: str) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        config: ZeroConfig,
+        group: Any,
+        device: torch.device,
+        node: str,
+        sources: Mapping[str, Tensor] | None = None,
+    ) -> None:
         self.config = config
         self.precision = config.precision.name or Precision.fp32
         self._module = weakref.ref(module)
         self._group = group
         self.tiers = Tiers()
-        share = self._shard(module, group, device, node)
+        share = self._shard(module, group, device, node, sources)
         self._places = {id(info.param): Place(b, info) for u in self.units for b in u.buckets for info in b.params}
         self.optimizers: list[ShardedOptimizer] = []
         self._put_together(share)
@@ -95,13 +107,18 @@ class Assembly:
         LIVE.add(self)
         module.__dict__[ENGINE] = self
 
-    def _shard(self, module: nn.Module, group: Any, device: torch.device, node: str) -> Share:
+    def _shard(
+        self, module: nn.Module, group: Any, device: torch.device, node: str, sources: Mapping[str, Tensor] | None
+    ) -> Share:
         """Check everything that can be refused, then make the units. Returns this rank's share of its machine."""
         config = self.config
         waits = open_waits(group, device, config.stall_timeout_s)
         try:
             groups = together(group, waits, "sharding a module", lambda: self._describe(module))
             agree_on_model(groups, group, waits)
+            if config.init_from is not None and device.type != "meta":
+                find = partial(sources_from, config.init_from, module, warn=group is None or dist.get_rank(group) == 0)
+                sources = {**together(group, waits, "finding first values", find), **(sources or {})}
             topology = capacity.find_topology(groups, config, group, device, node, waits)
             self.comm = Communicator(
                 group,
@@ -113,7 +130,8 @@ class Assembly:
             )
             share = share_of_machine(self.comm) if config.offload.name is not Offload.none else Share()
             rows = self._make_tiers(groups, share)
-            self.units: list[Unit] = build_units(module, groups, config, self.comm, rows, self.tiers)
+            self.units: list[Unit] = build_units(module, groups, config, self.comm, rows, self.tiers, sources)
+            forget()
         except BaseException:
             # The module may be sharded again: files and locks, threads and classes of a half-made engine must be gone.
             self.tiers.close()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -17,7 +18,8 @@ from lightning_zero.engine.steps.optimizer import ShardedOptimizer
 from lightning_zero.engine.steps.torch_optimizers import count_states
 from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units import capacity
-from lightning_zero.engine.whole import module_state, optimizer_state
+from lightning_zero.engine.whole import module_state, optimizer_state, ranges
+from lightning_zero.engine.whole.ranges import Copies, Hollow, Range, Value
 
 
 def engine_of(module: nn.Module) -> Engine | None:
@@ -81,26 +83,58 @@ class Engine(Assembly):
 
     # -- whole values -------------------------------------------------------------------------------------------------
 
-    def state_dict(self, *, only_rank_0: bool = True) -> dict[str, Any]:
+    def state_dict(
+        self, *, only_rank_0: bool = True, hollow: Hollow | None = None, trainable_only: bool = False
+    ) -> dict[str, Any]:
         """On all ranks: ``module.state_dict()`` with full values on the host; by default empty on other ranks than 0.
 
         Names, buffers, extra state and the module's own overrides of ``state_dict`` are kept: the dict is made by the
-        module, and its parameters are replaced by their values. Tied parameters share one tensor.
+        module, and its parameters are replaced by their values. Tied parameters share one tensor. With ``hollow`` these
+        have no values; :meth:`visit_ranges` has them.
+
+        Args:
+            trainable_only: leave parameters out that are frozen.
         """
-        return module_state.whole_state_dict(self, only_rank_0=only_rank_0)
+        return module_state.whole_state_dict(
+            self, only_rank_0=only_rank_0, hollow=hollow, trainable_only=trainable_only
+        )
 
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> Any:
         """On all ranks, each with the same full ``state``: load it into the shards."""
         return module_state.load_whole(self, state, strict=strict)
 
-    def optimizer_state(self, optimizer: Optimizer, *, only_rank_0: bool = True) -> dict[str, Any]:
+    def optimizer_state(
+        self, optimizer: Optimizer, *, only_rank_0: bool = True, hollow: Hollow | None = None
+    ) -> dict[str, Any]:
         """On all ranks: ``optimizer.state_dict()`` as the plain optimizer would give it, with full tensors on the host.
-        By default empty on other ranks than 0.
+        By default empty on other ranks than 0. With ``hollow`` tensors have no values; :meth:`visit_ranges` has them.
 
         Raises:
             ConfigError: ``optimizer`` does not step this engine's shards.
         """
-        return optimizer_state.whole_state(self, optimizer, only_rank_0=only_rank_0)
+        return optimizer_state.whole_state(self, optimizer, only_rank_0=only_rank_0, hollow=hollow)
+
+    @outside_autograd
+    def visit_ranges(
+        self,
+        wanted: Mapping[Value, torch.dtype],
+        copies: Copies,
+        visit: Callable[[Range], object],
+        *,
+        gathered: bool = False,
+    ) -> None:
+        """Show ``visit`` the values of hollow tensors, a bucket at a time: those that this rank is to give, or all.
+
+        What :meth:`state_dict` has brought up to date must not have changed since.
+
+        Args:
+            wanted: the dtype of each.
+            copies: see :class:`Hollow`.
+            gathered: all of them, each whole: on all ranks, for the same ``wanted``, and ``visit`` must not raise.
+        """
+        found = ranges.gathered_ranges(self, wanted, copies) if gathered else ranges.own_ranges(self, wanted, copies)
+        for part in found:
+            visit(part)
 
     def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         """On all ranks, each with the same full ``state``, as a plain optimizer's ``state_dict()`` gives it: each rank
@@ -110,6 +144,17 @@ class Engine(Assembly):
             ConfigError: the param groups or shapes differ from the optimizer's.
         """
         optimizer_state.load_whole(self, optimizer, state)
+
+    def check_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any], what: str) -> None:
+        """Refuse what :meth:`load_optimizer_state` would refuse, before anything is loaded.
+
+        Args:
+            what: has this state, in words.
+
+        Raises:
+            ConfigError: the kinds of the optimizers, the param groups or shapes differ.
+        """
+        optimizer_state.check_whole(self, optimizer, state, what)
 
     # -- passes: the engine is told where steps and backwards are (passes/passes.py) -----------------------------------
 

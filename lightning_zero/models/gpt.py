@@ -20,6 +20,7 @@ from torchmetrics import MeanMetric
 from lightning_zero.config import ConfigError
 
 RATE_WINDOW_S = 0.25  # tokens per second are averaged over at least this long
+SHOWN_EVERY = 10  # batches between two losses in the progress bar, where nothing is logged
 
 
 class Block(nn.Module):
@@ -148,6 +149,7 @@ class LitGPT(LightningModule):
         self.gpt = GPT(vocab_size, n_layer, n_head, d_model, block_size, dropout, tie_weights)
         self.bits_per_byte = MeanMetric()
         self._rate_start: tuple[float, int] | None = None  # (seconds, tokens seen since)
+        self._train_loss: Tensor | None = None  # of the last batch
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.gpt(tokens)
@@ -158,8 +160,11 @@ class LitGPT(LightningModule):
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         loss = self._loss(batch)
-        self.log("train_loss", loss, prog_bar=True)
-        self.log("lr", self.trainer.optimizers[0].param_groups[0]["lr"])
+        # Read where it is logged, every few steps. The progress bar's values Lightning reads after every batch, and the
+        # read of a value on a GPU waits for all that the GPU has to do: see :meth:`on_train_batch_end`.
+        self.log("train_loss", loss)
+        self._train_loss = loss.detach()
+        self.log("lr", _on_host(self.trainer.optimizers[0].param_groups[0]["lr"]))
         return loss
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
@@ -174,6 +179,13 @@ class LitGPT(LightningModule):
         self._rate_start = None  # the clock must not count the time of a validation
 
     def on_train_batch_end(self, outputs: Any, batch: Tensor, batch_idx: int) -> None:
+        self._count_tokens(batch)
+        every = getattr(self.trainer, "log_every_n_steps", 0) or SHOWN_EVERY
+        if self._train_loss is not None and (batch_idx == 0 or (batch_idx + 1) % every == 0):
+            self.log("train_loss", self._train_loss.cpu(), prog_bar=True, logger=False)
+        self._train_loss = None
+
+    def _count_tokens(self, batch: Tensor) -> None:
         now = time.perf_counter()
         if self._rate_start is None:
             self._rate_start = (now, 0)
@@ -183,7 +195,7 @@ class LitGPT(LightningModule):
         self._rate_start = (start, tokens)
         first = "tokens_per_s" not in self.trainer.callback_metrics  # a short run shows one too
         if now - start >= RATE_WINDOW_S or (first and now > start):
-            self.log("tokens_per_s", tokens / (now - start), prog_bar=True)
+            self.log("tokens_per_s", _on_host(tokens / (now - start)), prog_bar=True)
             self._rate_start = (now, 0)
 
     def configure_optimizers(self) -> Any:
@@ -206,6 +218,11 @@ class LitGPT(LightningModule):
             probs = F.softmax(logits / max(temperature, 1e-4), dim=-1)
             tokens = torch.cat([tokens, torch.multinomial(probs, 1, generator=generator)], dim=1)
         return tokens
+
+
+def _on_host(value: float) -> Tensor:
+    """What ``log`` takes as it is. A number it would send to the device, and the host would wait for that."""
+    return torch.as_tensor(value, dtype=torch.float64, device="cpu")
 
 
 def decay_groups(params: Iterable[nn.Parameter]) -> list[dict[str, Any]]:

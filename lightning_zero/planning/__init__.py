@@ -4,10 +4,12 @@
 
     units       which modules are units
     layout      where parameters and shards lie in a bucket
+    boxes       what a range of a flattened tensor is in the tensor's own coordinates
     placement   a stage is a row of placements, an offload choice a row of tiers
     topology    which ranks share shards
     schedule    the order of gathers, and what comes ahead
     buckets     what rests where: the plan of one bucket
     memory      bytes by role, tier and moment
+    speed       the least time of a step        timeline  the time of a schedule
     fit         whether a plan fits a machine, and what would make it fit
 """

@@ -37,7 +37,7 @@ RING_COUNT = 4  # staging buffers of files
 RING_NBYTES = 32 << 20  # each
 PAIR_NBYTES = 32 << 20  # each of two pinned buffers that pieces pass through by turns
 READ_AHEAD = 3  # places for parameters in files that are on their way to the device
-STEP_CHUNK_NBYTES = 1 << 20  # fp32 copies that a step in pieces makes of gradients in another dtype, on the host
+STEP_CHUNK_NBYTES = 1 << 24  # fp32 copies that a step in pieces makes of gradients in another dtype, on the host
 DEVICE_STEP_CHUNK_NBYTES = 1 << 26  # ... and on the device, where pieces are larger
 STEPS_IN_MEMORY = 3  # buckets of state in files that are in host memory at a time: read, stepped, written
 
@@ -202,21 +202,25 @@ def _reducing_nbytes(buckets: Sequence[BucketPlan], limits: Limits) -> int:
     """Unsharded gradients beyond those that rest: the unit that is filled now, and reductions under way.
 
     The unit that is filled is in its buffers; on a device as autograd made it, until a bucket has all of its gradients.
-    Gradients that wait replicated for more micro-batches are reduced where they lie, if in their own dtype.
+    Gradients that wait replicated for more micro-batches are reduced where they lie, if in their own dtype. The shard
+    that a reduction brings is the gradient at rest; with more micro-batches it comes beside that.
     """
-    sizes = [
-        b.layout.numel * b.itemsizes.reduce
-        for b in buckets
-        if b.trainable
-        and not (limits.micro_batches > 1 and b.accumulates_locally and b.itemsizes.reduce == b.itemsizes.grad)
-    ]
-    if not sizes:
-        return 0
-    after_step = min(sum(sizes), max(limits.reduce_bucket_bytes, max(sizes)))
+    trainable = [b for b in buckets if b.trainable]
+    more = limits.micro_batches > 1
+
+    def apart(bucket: BucketPlan) -> bool:
+        return not (more and bucket.accumulates_locally and bucket.itemsizes.reduce == bucket.itemsizes.grad)
+
+    sizes = [b.layout.numel * b.itemsizes.reduce for b in trainable]
+    under_way = min(sum(sizes), max(limits.reduce_bucket_bytes, max(sizes, default=0)))
+    brought = [b.layout.world_size for b in trainable if more and b.shards_master and b.layout.world_size > 1]
+    shards = under_way // min(brought) if brought else 0
     filling = max(
-        _by_unit(buckets, lambda b: b.layout.numel * max(b.itemsizes.reduce, b.itemsizes.compute) * b.trainable)
+        _by_unit(trainable, lambda b: b.layout.numel * max(b.itemsizes.reduce, b.itemsizes.compute) * apart(b)),
+        default=0,
     )
-    return min(sum(sizes), after_step + filling)
+    own = [size for size, bucket in zip(sizes, trainable, strict=True) if apart(bucket)]
+    return min(sum(own), min(sum(own), under_way) + filling) + shards
 
 
 def _staging(buckets: Sequence[BucketPlan], state_tensors: int, rank: int) -> dict[Phase, Bytes]:

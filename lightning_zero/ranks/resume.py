@@ -7,6 +7,8 @@ a note in the folder names the job that has trained there. A second job in the s
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import re
 import zipfile
@@ -18,6 +20,7 @@ from lightning_zero.ranks.started_by import launched
 
 SCHEDULERS = {"slurm": "SLURM_JOB_ID", "pbs": "PBS_JOBID", "lsf": "LSB_JOBID"}
 NOTE = "job.txt"  # in the run folder: the job that trained there last
+FILES = "job_checkpoints.jsonl"  # in the run folder: the checkpoints that this job has begun to write
 
 
 def job_name(environ: Mapping[str, str] = os.environ) -> str | None:
@@ -68,14 +71,47 @@ def checkpoint_of_job(run_dir: str | os.PathLike[str], folders: Iterable[str | o
     return newest_checkpoint([run_dir, *folders], since_ns=since)
 
 
-def note_job(run_dir: str | os.PathLike[str]) -> None:
-    """Write down that this job trains in ``run_dir``: by one rank, when all have come together."""
+def note_job(run_dir: str | os.PathLike[str]) -> bool:
+    """Write down that this job trains in ``run_dir``: by one rank, when all have come together.
+
+    Returns:
+        Whether it has trained there before.
+    """
     job = job_name()
-    if job is not None and _noted(Path(run_dir)) != job:
+    if job is None:
+        return False
+    known = _noted(Path(run_dir)) == job
+    if not known:
+        (Path(run_dir) / FILES).unlink(missing_ok=True)  # another job's
         # Written aside and renamed: a rank that reads meanwhile finds the old name or the new one, never half of it.
         aside = Path(run_dir) / f".{NOTE}.{os.getpid()}"
         aside.write_text(job + "\n")
         os.replace(aside, Path(run_dir) / NOTE)
+    return known
+
+
+def note_file(run_dir: str | os.PathLike[str], owner: str, path: str) -> None:
+    """Write down, before it is written, that a checkpoint is this job's: by one rank.
+
+    Args:
+        owner: what writes it and is to remove it.
+    """
+    with (Path(run_dir) / FILES).open("a") as file:
+        # A line of its own, also behind one that a killed process has not finished.
+        file.write("\n" + json.dumps([owner, os.path.abspath(path)]) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def files_of_job(run_dir: str | os.PathLike[str]) -> dict[str, set[Path]]:
+    """The checkpoints that this job has begun to write, by owner."""
+    found: dict[str, set[Path]] = {}
+    with contextlib.suppress(OSError):
+        for line in (Path(run_dir) / FILES).read_text().splitlines():
+            with contextlib.suppress(ValueError):  # an empty line, or one that a killed process has not finished
+                owner, path = json.loads(line)
+                found.setdefault(owner, set()).add(Path(path))
+    return found
 
 
 def _noted(run_dir: Path) -> str | None:

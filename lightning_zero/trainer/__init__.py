@@ -5,6 +5,9 @@
     strategy        every hook of a Lightning strategy
     precision       its precision plugin         registration    names for Trainer(strategy=), without importing it
     checkpoint_io   files, written whole or not at all      random_numbers  generators of all ranks, in checkpoints
+    sharded_checkpoints  the same as folders, written by all ranks
+    range_saves     saves of one file by all ranks          verified_loads  checksums, before a checkpoint is loaded
+    kept_files      last.ckpt, and what a dead run has left     checkpoint_fits  whether one is of this model
     validations     where a resume inside a validation goes on
     interruptions   SIGTERM and the requeue signal: all ranks leave at one step
     averaging, finetuning, pruning  Lightning's callbacks that need to know of shards

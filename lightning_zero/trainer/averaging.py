@@ -19,11 +19,14 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
+from lightning_zero.config import CheckpointFormat
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units.home import opened
-from lightning_zero.engine.whole.module_state import loading_into_shards
+from lightning_zero.engine.whole.module_state import keeping_frozen, loading_into_shards
+from lightning_zero.engine.whole.sharded_state import sharded_state_dict
 
+EXCLUDES_FROZEN = "lightning_zero_excludes_frozen"  # in a checkpoint
 _WAITING = "_lightning_zero_checkpoint"  # a checkpoint that was loaded before there were shards
 _PATCHED = ("setup", "_swap_models", "_copy_average_to_current", "on_load_checkpoint", _WAITING)
 
@@ -62,10 +65,11 @@ class ShardedAverage(AveragedModel):
     """An ``AveragedModel`` of shards. Its state dict is that of an AveragedModel of the whole module."""
 
     @outside_autograd
-    def __init__(self, engine: Engine, *, use_buffers: bool, device: Any = None, **kwargs: Any) -> None:
+    def __init__(self, engine: Engine, strategy: Any, *, use_buffers: bool, device: Any = None, **kwargs: Any) -> None:
         with _masters(engine):
             super().__init__(_AveragedTensors(engine), device=device, use_buffers=use_buffers, **kwargs)  # type: ignore[no-untyped-call]
         self.engine = engine
+        self._strategy = strategy
         self.swapped = False  # the model holds the averages, for a validation
         assert isinstance(self.module, _AveragedTensors)
         self.module.load = self._load
@@ -92,14 +96,32 @@ class ShardedAverage(AveragedModel):
         self.engine.masters_changed()
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
-        """On all ranks: full tensors on rank 0; empty on other ranks."""
-        self.exchange(swap=True)
-        try:
-            state = self.engine.state_dict()
-        finally:
+        """On all ranks: full tensors on rank 0, and nothing on others; where folders are saved, each rank's parts."""
+        settings = self.engine.config.checkpoint
+        save = getattr(self._strategy, "range_save", None)
+        if settings.name is CheckpointFormat.sharded:
+            state = self._own_state(trainable_only=settings.exclude_frozen)
+        elif save is not None:
+            state = self._with_own_buffers(save.copy_of_masters([p.detach() for p in self.module.parameters()]))
+        else:
             self.exchange(swap=True)
+            try:
+                state = self.engine.state_dict(trainable_only=settings.exclude_frozen)
+            finally:
+                self.exchange(swap=True)
         full = {f"module.{name}": value for name, value in state.items()}
         return {"n_averaged": self.n_averaged.clone(), **full} if full else {}
+
+    def _own_state(self, *, trainable_only: bool) -> dict[str, Any]:
+        averages = dict(zip(self.engine.buckets, self.module.parameters(), strict=True))
+        values = {bucket: average.detach() for bucket, average in averages.items()}
+        return self._with_own_buffers(sharded_state_dict(self.engine, values, trainable_only=trainable_only))
+
+    def _with_own_buffers(self, state: dict[str, Any]) -> dict[str, Any]:
+        for name, buffer in self.module.named_buffers():
+            if (key := name.replace("/", ".")) in state:
+                state[key] = buffer.detach().to("cpu", copy=True)
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:  # type: ignore[override]
         self.n_averaged.copy_(state["n_averaged"])
@@ -133,7 +155,7 @@ def average_shards(trainer: pl.Trainer, engine: Engine) -> None:
     """Give averaging callbacks a sharded copy, after the module was sharded."""
     for callback in _averaging(trainer):
         callback._average_model = ShardedAverage(  # type: ignore[assignment]
-            engine, use_buffers=callback._use_buffers, device=callback._device, **callback._kwargs
+            engine, trainer.strategy, use_buffers=callback._use_buffers, device=callback._device, **callback._kwargs
         )
         if (checkpoint := callback.__dict__.pop(_WAITING, None)) is not None:
             assert trainer.lightning_module is not None
@@ -219,7 +241,11 @@ def _on_load_checkpoint(
         else:
             type(callback).on_load_checkpoint(callback, trainer, pl_module, checkpoint)
         return
-    with loading_into_shards(_average_of(callback).engine):  # the callback calls pl_module.load_state_dict
+    engine = _average_of(callback).engine
+    if checkpoint.get(EXCLUDES_FROZEN):
+        states = {key: checkpoint[key] for key in ("state_dict", "current_model_state") if key in checkpoint}
+        checkpoint = checkpoint | {key: keeping_frozen(engine.module, state) for key, state in states.items()}
+    with loading_into_shards(engine):  # the callback calls pl_module.load_state_dict
         type(callback).on_load_checkpoint(callback, trainer, pl_module, checkpoint)
 
 

@@ -1,24 +1,29 @@
-"""Writes, reads and removes checkpoints. ``checkpoint/files.py`` says why it does not write them in torch's way."""
+"""Writes, reads and removes checkpoints. ``checkpoint/durable.py`` says why it does not write them in torch's way."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import pickle
 import re
 import warnings
-from collections.abc import Iterable
-from typing import Any
+import zipfile
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeGuard
 
 import torch
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.fabric.utilities.cloud_io import _is_local_file_protocol, get_filesystem
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
+from lightning_utilities.core.apply_func import apply_to_collection
 from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
-from lightning_zero.checkpoint.files import write_whole
-from lightning_zero.config import ConfigError
+from lightning_zero.checkpoint.archive import write_archive
+from lightning_zero.checkpoint.durable import remove_whole, written_aside
+from lightning_zero.config import MIB, ConfigError
 
 
 class ZeroCheckpointIO(TorchCheckpointIO):
@@ -31,21 +36,72 @@ class ZeroCheckpointIO(TorchCheckpointIO):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
         name = get_filesystem(path)._strip_protocol(str(path))  # of file:///folder/last.ckpt too
-        write_whole(name, lambda file: torch.save(checkpoint, file))
-        whole = "optimizer_states" in checkpoint
-        if whole not in self._looked:
-            self._looked |= {whole}
-            self._warn(name)
+        with written_aside(name) as part:
+            write_archive(checkpoint, part.fd)
+        self.look_at(checkpoint, name)
 
-    @staticmethod
-    def _warn(path: str) -> None:
+    def load_checkpoint(
+        self, path: Any, map_location: Any = lambda storage, _: storage, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Weights and optimizer states are mapped: who loads them touches what it takes, a rank its own ranges."""
+        name = get_filesystem(path)._strip_protocol(str(path)) if _is_local_file_protocol(path) else None
+        if name is None or not zipfile.is_zipfile(name):  # an older format cannot be mapped
+            return super().load_checkpoint(path, map_location, weights_only)
+
+        def mapped(storage: Any, location: str) -> Any:
+            return map_location(storage if storage.nbytes() > _SMALL_NBYTES else storage.clone(), location)
+
+        loaded: dict[str, Any] = torch.load(name, mapped, weights_only=weights_only, mmap=True)
+        _bring_to_memory({key: value for key, value in loaded.items() if key not in _COPIED_FROM})
+        return loaded
+
+    def remove_checkpoint(self, path: Any) -> None:
+        if not _is_local_file_protocol(path):
+            super().remove_checkpoint(path)
+            return
+        with contextlib.suppress(FileNotFoundError):
+            remove_whole(get_filesystem(path)._strip_protocol(str(path)))
+
+    def look_at(self, checkpoint: Mapping[str, Any], path: str) -> None:
         """Warn of a file from which a job could not go on, when it is written and not when it is needed."""
+        whole = "optimizer_states" in checkpoint
+        if whole in self._looked:
+            return
+        self._looked |= {whole}
         if found := _classes(path):
             warnings.warn(
                 f"{path} holds {', '.join(found)}, and going on from it is refused: loading these can run code. "
-                f"Keep them out of hyperparameters and states, or {_way_out(found)}.",
+                f"Keep them out of hyperparameters and states, or {way_out(found)}.",
                 stacklevel=2,
             )
+
+
+# Where a checkpoint is large, and is copied from when it is loaded. The rest may be kept for longer than there is this
+# file: where another node removes it from a network's file system, a process that reads on in it is killed.
+_COPIED_FROM = ("state_dict", "optimizer_states", "current_model_state")
+_SMALL_NBYTES = MIB  # below this it is not worth a thought
+
+
+def _bring_to_memory(loaded: Mapping[str, Any]) -> None:
+    storages: dict[int, Any] = {}
+
+    def bring(tensor: Tensor) -> Tensor:
+        if tensor.layout is torch.strided:
+            storage = tensor.untyped_storage()
+            copy = storages.setdefault(
+                storage._cdata, storage if storage.nbytes() <= _SMALL_NBYTES else storage.clone()
+            )
+            tensor.data = torch.empty(0, dtype=tensor.dtype).set_(
+                copy, tensor.storage_offset(), tensor.shape, tensor.stride()
+            )
+        return tensor
+
+    apply_to_collection(loaded, Tensor, bring)
+
+
+def writes_files(io: CheckpointIO) -> TypeGuard[ZeroCheckpointIO]:
+    """Whether files of torch.save are all that ``io`` writes: it is ours, and not one of the user's."""
+    return type(io).save_checkpoint is ZeroCheckpointIO.save_checkpoint
 
 
 def with_default(io: CheckpointIO | None) -> CheckpointIO:
@@ -69,8 +125,10 @@ def load(io: CheckpointIO, path: Any, weights_only: bool | None) -> dict[str, An
     """
     try:
         return io.load_checkpoint(path, weights_only=weights_only)
-    except (FileNotFoundError, MemoryError):
+    except MemoryError:
         raise
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"{error}. Give another ckpt_path.") from error
     except OSError as error:
         if error.errno in _LASTING:
             raise ConfigError(_damaged(path, error)) from error
@@ -81,7 +139,7 @@ def load(io: CheckpointIO, path: Any, weights_only: bool | None) -> dict[str, An
             raise ConfigError(_damaged(path, error)) from error
         raise ConfigError(
             f"ckpt_path: expected a checkpoint of tensors and plain values, got {path} with {', '.join(found)}: "
-            f"loading these can run any code that is in the file. If you trust it, {_way_out(found)}."
+            f"loading these can run any code that is in the file. If you trust it, {way_out(found)}."
         ) from error
 
 
@@ -90,7 +148,7 @@ _LASTING = (errno.EINVAL, errno.EISDIR, errno.ENOTDIR, errno.EACCES, errno.EPERM
 _NOT_ALLOWED = "Weights only load failed"
 
 
-def _way_out(found: Iterable[str]) -> str:
+def way_out(found: Iterable[str]) -> str:
     names = ", ".join(name.rpartition(".")[2] for name in found)
     return (
         "give weights_only=False to Trainer.fit (validate, test, predict), weights_only=false to lightning_zero.train, "
@@ -123,15 +181,37 @@ def _classes(path: Any) -> list[str]:
 def remove_behind_writes(io: CheckpointIO, path: Any) -> None:
     """Remove a checkpoint after all earlier ones in the writer's queue are written; keep it if one of them failed.
 
-    AsyncCheckpointIO would remove at once, and a process that is killed then has neither the old nor the new one. Its
-    executor has one thread, which takes what it is given in order. A removal that fails only warns: training can go on.
+    AsyncCheckpointIO would remove at once, and a process that is killed then has neither the old nor the new one. A
+    removal that fails only warns: training can go on.
+    """
+    after_writes(io, lambda: _remove(io, path))
+
+
+def wait_for_writes(io: CheckpointIO) -> None:
+    """Wait until what is in the writer's queue is done: each save in it holds a whole checkpoint.
+
+    Raises:
+        Exception: what the writer has failed with, earlier than with the next save.
+    """
+    writer = async_writer(io)
+    if writer is not None:
+        if writer._executor is not None:
+            writer._executor.submit(lambda: None).result()
+        if writer._error is not None:
+            raise writer._error
+
+
+def after_writes(io: CheckpointIO, act: Callable[[], None]) -> None:
+    """Do this when all earlier writes in the writer's queue are done; not at all if one of them failed.
+
+    The executor of AsyncCheckpointIO has one thread, which takes what it is given in order.
     """
     writer = async_writer(io)
     executor = writer._executor if writer is not None else None
     if writer is None or executor is None:
-        _remove(io, path)
+        act()
     else:
-        executor.submit(lambda: _remove(io, path) if writer._error is None else None)
+        executor.submit(lambda: act() if writer._error is None else None)
 
 
 def async_writer(io: CheckpointIO | None) -> AsyncCheckpointIO | None:

@@ -220,14 +220,21 @@ class Interruptions:
             logger.save()
         folder = trainer.default_root_dir
         path = trainer.strategy.broadcast(str(trainer._checkpoint_connector.hpc_save_path(folder)))
-        trainer.save_checkpoint(path, weights_only=False)
-        if leaving:
-            cast(Any, trainer.strategy).finish_writes()  # a requeue ends these processes
-        if trainer.is_global_zero:
-            print(f"{what} step {trainer.global_step} in {path}", flush=True)
-            for older in Path(folder).glob("hpc_ckpt_*.ckpt"):  # each holds the whole state
-                if str(older) != path:
-                    trainer.strategy.remove_checkpoint(str(older))
+        strategy = cast(Any, trainer.strategy)
+        try:
+            trainer.save_checkpoint(path, weights_only=False)
+        except Exception as error:
+            if leaving or error is not strategy.failed_save:
+                raise
+            rank_zero_warn(f"{error} Training goes on, and this is tried again later (save_minutes).")
+        else:
+            if leaving:
+                strategy.finish_writes()  # a requeue ends these processes
+            if trainer.is_global_zero:
+                print(f"{what} step {trainer.global_step} in {path}", flush=True)
+                for older in Path(folder).glob("hpc_ckpt_*.ckpt"):  # each holds the whole state
+                    if str(older) != path:
+                        strategy.remove_checkpoint(str(older))
         if self._save_every_s is not None:
             now = time.monotonic()
             self._next_save = now + max(self._save_every_s, (now - started) / SAVING_SHARE)

@@ -1,4 +1,4 @@
-"""ZeroMonitor: memory by role, speed, and time that was lost waiting for other ranks. NoteJob: see resume.py."""
+"""ZeroMonitor: memory by role, speed, and time that was lost waiting for other ranks."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import time
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.callbacks import Callback
 
 from lightning_zero.config import ConfigError
 from lightning_zero.engine.whole.held_bytes import held_bytes
-from lightning_zero.ranks.resume import note_job
 
 
 class ZeroMonitor(Callback):
@@ -53,8 +53,13 @@ class ZeroMonitor(Callback):
         every = self._every_n_steps or getattr(trainer, "log_every_n_steps", 0)
         if not every or trainer.global_step < self._last[0] + every:
             return
-        pl_module.log_dict(self._memory(trainer), on_step=True, on_epoch=False)
-        for name, value in self._speed(trainer).items():
+        # As tensors of the host: numbers Lightning would send to the device, one by one, and wait for each.
+        memory, speed = (
+            {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
+            for values in (self._memory(trainer), self._speed(trainer))
+        )
+        pl_module.log_dict(memory, on_step=True, on_epoch=False)
+        for name, value in speed.items():
             shown = self._prog_bar and name == "zero/steps_per_s"
             pl_module.log(name, value, on_step=True, on_epoch=False, prog_bar=shown)
 
@@ -73,14 +78,3 @@ class ZeroMonitor(Callback):
         before, self._last = self._last, self._now(trainer)
         steps, seconds, waited = (now - then for now, then in zip(self._last, before, strict=True))
         return {"zero/steps_per_s": steps / max(seconds, 1e-9), "zero/wait_s_per_step": waited / steps}
-
-
-class NoteJob(Callback):
-    """Notes in the run folder which job trains there; a job that starts again goes on from its last checkpoint."""
-
-    def __init__(self, run_dir: str) -> None:
-        self._run_dir = run_dir
-
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if trainer.is_global_zero:  # all ranks are here, and have looked for the note
-            note_job(self._run_dir)

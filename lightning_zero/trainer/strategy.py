@@ -38,24 +38,45 @@ from torch.nn import Module, SyncBatchNorm
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
-from lightning_zero.comm.agreements import barrier, broadcast_object, gather_rows, open_waits, together
-from lightning_zero.config import ConfigError, ZeroConfig, make_config
+from lightning_zero.checkpoint.hugging_face.export import export
+from lightning_zero.checkpoint.hugging_face.files import parse_dtype
+from lightning_zero.checkpoint.hugging_face.record import RECORD as HUGGING_FACE
+from lightning_zero.checkpoint.hugging_face.record import record_of
+from lightning_zero.checkpoint.sharded.save import ShardedSaver
+from lightning_zero.comm.agreements import (
+    ApartError,
+    barrier,
+    broadcast_object,
+    gather_objects,
+    gather_rows,
+    open_waits,
+    together,
+)
+from lightning_zero.config import CheckpointFormat, ConfigError, ZeroConfig, make_config, parse_bytes
 from lightning_zero.device import accelerator_of
 from lightning_zero.device.cuda import default_device
 from lightning_zero.engine import Engine, engine_of, shard
 from lightning_zero.engine.units.describe import TRUE_DTYPES
+from lightning_zero.engine.whole.module_state import keeping_frozen
+from lightning_zero.engine.whole.sharded_state import sharded_optimizer_state, sharded_state_dict
 from lightning_zero.ranks import rendezvous
 from lightning_zero.ranks.allocation import check_allocation
 from lightning_zero.ranks.environments import own_environment
-from lightning_zero.ranks.waits import Waits
+from lightning_zero.ranks.peers import PeerError
+from lightning_zero.ranks.waits import StallError, Waits
 from lightning_zero.tiers.claims import check_folder
-from lightning_zero.trainer import averaging, finetuning, pruning, validations
-from lightning_zero.trainer.checkpoint_io import async_writer, load, remove_behind_writes, with_default
+from lightning_zero.trainer import averaging, finetuning, kept_files, pruning, range_saves, validations
+from lightning_zero.trainer.checkpoint_fits import check_model
+from lightning_zero.trainer.checkpoint_io import async_writer, load, remove_behind_writes, wait_for_writes, with_default
 from lightning_zero.trainer.interruptions import Interruptions, Left, refuse_lonely_save
 from lightning_zero.trainer.precision import ZeroPrecision
 from lightning_zero.trainer.random_numbers import KEY as RNG_KEY
 from lightning_zero.trainer.random_numbers import RandomNumbers, Saved, saved_ranks
+from lightning_zero.trainer.range_saves import RangeSave
+from lightning_zero.trainer.sharded_checkpoints import divide, is_folder, local_path, refuse_writer
+from lightning_zero.trainer.sharded_checkpoints import read as read_folder
 from lightning_zero.trainer.summary import print_units
+from lightning_zero.trainer.verified_loads import verify
 
 EXIT_BARRIER_S = 20.0
 T = TypeVar("T")
@@ -68,6 +89,7 @@ class ZeroStrategy(ParallelStrategy):
     Args:
         stage: a row of ``zero/stage`` (``"zero0"`` .. ``"zero3"``, or 0 .. 3); default ``zero3``.
         offload: a row of ``zero/offload``.
+        checkpoint: a row of ``zero/checkpoint``.
         config: a whole :class:`ZeroConfig`; other arguments are set on top of it.
         settings: fields of :class:`ZeroConfig`, such as ``prefetch_bytes`` or ``unit={"classes": ["Block"]}``.
         timeout: of the process group; ``None``: torch's, and ``stall_timeout_s`` where only the hosts wait (gloo).
@@ -80,6 +102,8 @@ class ZeroStrategy(ParallelStrategy):
         saves_on_sigterm: a run that gets SIGTERM saves ``hpc_ckpt_*.ckpt`` in ``default_root_dir`` before it leaves; on
             SLURM it always does.
         save_every_s: a run saves it every so many seconds too.
+        resumes_job: the checkpoint to go on from was written by an earlier start of this job; it is compared with its
+            checksums, unless ``zero.checkpoint.verify`` is false.
 
     Raises:
         ConfigError: a setting that cannot work; the message names the key to change.
@@ -90,6 +114,7 @@ class ZeroStrategy(ParallelStrategy):
         stage: int | str | None = None,
         *,
         offload: str | None = None,
+        checkpoint: str | Mapping[str, Any] | None = None,
         config: ZeroConfig | None = None,
         accelerator: pl.accelerators.Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
@@ -100,11 +125,14 @@ class ZeroStrategy(ParallelStrategy):
         timeout: timedelta | None = None,
         **settings: Any,
     ) -> None:
-        rows = {"stage": stage, "offload": offload}
+        rows = {"stage": stage, "offload": offload, "checkpoint": checkpoint}
         self.config = make_config(config, **{k: v for k, v in rows.items() if v is not None}, **settings)
         path = self.config.offload.nvme_path
         if path is not None and "$" not in path:  # variables are those of the ranks
             check_folder(os.path.expanduser(path))
+        refuse_writer(checkpoint_io, self.config.checkpoint)
+        self._saves_folders = self.config.checkpoint.name is CheckpointFormat.sharded
+        self._saver: ShardedSaver | None = None
         self._asked_precision = self.config.precision.name
         super().__init__(
             accelerator=accelerator,
@@ -116,13 +144,17 @@ class ZeroStrategy(ParallelStrategy):
         self.run_settings: Mapping[str, Any] = {}
         self.saves_on_sigterm = False
         self.save_every_s: float | None = None
+        self.resumes_job = False
         self._num_nodes = 1
         self._to_load: tuple[Mapping[str, Any], bool] | None = (
-            None  # a state dict that waits for the shards, and strict
+            None  # a checkpoint that waits for the shards, and strict
         )
         self._interruptions: Interruptions | None = None
         self._random_numbers: RandomNumbers | None = None
+        self._loaded_from: Any = "the checkpoint"
         self._saved_rng: Saved | None = None  # of a checkpoint, until there is one who needs it
+        self.failed_save: Exception | None = None  # the last that has failed, on all ranks
+        self.range_save: RangeSave | None = None  # inside of Trainer.save_checkpoint
         self._evaluation_starts = False
         self._start_waits: Waits | None = None  # until there is an engine
         self._process_group_backend = process_group_backend
@@ -223,7 +255,7 @@ class ZeroStrategy(ParallelStrategy):
     def setup_environment(self) -> None:
         global _FAILED
         _FAILED = False  # an exception of an earlier run was survived, by all ranks
-        self._to_load = self._saved_rng = None
+        self._to_load = self._saved_rng = self._saver = None
         super().setup_environment()
         reset_seed()
         self.set_world_ranks()
@@ -241,6 +273,8 @@ class ZeroStrategy(ParallelStrategy):
             averaging.attach(self.lightning_module.trainer)
             finetuning.attach(self.lightning_module.trainer)
             pruning.attach(self.lightning_module.trainer)
+            kept_files.attach(self.lightning_module.trainer)
+            range_saves.attach(self.lightning_module.trainer)
 
     def _join(self) -> None:
         """Come together with the other ranks, and make the default process group. It is not bound to a device: NCCL
@@ -349,7 +383,8 @@ class ZeroStrategy(ParallelStrategy):
             engine.release()
             engine = None
         if engine is None:
-            engine = shard(model, config=wanted, device=self.root_device, node=self._node)
+            sources = self._first_values(model)
+            engine = shard(model, config=wanted, device=self.root_device, node=self._node, sources=sources)
             if self._start_waits is not None:
                 self._start_waits.close()
                 self._start_waits = None
@@ -362,9 +397,15 @@ class ZeroStrategy(ParallelStrategy):
         if (dtype := TRUE_DTYPES.get(self.precision_plugin.row)) is not None:
             model.__dict__["_dtype"] = dtype  # module.dtype
         if self._to_load is not None:
-            (state, strict), self._to_load = self._to_load, None
-            self._load_into_shards(engine, state, strict)
+            (checkpoint, strict), self._to_load = self._to_load, None
+            self._load_into_shards(engine, checkpoint, checkpoint["state_dict"], strict)
         return model
+
+    def _first_values(self, model: Module) -> Mapping[str, Tensor] | None:
+        """The checkpoint that waits to be loaded, for a module that has no values of its own."""
+        if self._to_load is None or not any(p.is_meta for p in model.parameters()):
+            return None
+        return {key: value for key, value in self._to_load[0]["state_dict"].items() if isinstance(value, Tensor)}
 
     def _still_fits(self, engine: Engine, model: Module, wanted: ZeroConfig) -> bool:
         same_params = {id(p) for p in model.parameters()} == {id(i.param) for u in engine.units for i in u.infos()}
@@ -398,6 +439,7 @@ class ZeroStrategy(ParallelStrategy):
                 averaging.let_go(module.trainer)
                 finetuning.let_go(module.trainer)
                 pruning.let_go(module.trainer)
+                kept_files.let_go(module.trainer)
         if self._interruptions is not None:
             self._interruptions.let_go()
             self._interruptions = None
@@ -492,14 +534,22 @@ class ZeroStrategy(ParallelStrategy):
         if engine is None:  # before any run
             return self.lightning_module.state_dict()
         refuse_lonely_save(engine)
-        return engine.state_dict()
+        without_frozen = self.config.checkpoint.exclude_frozen
+        if self._saves_folders:
+            return sharded_state_dict(engine, trainable_only=without_frozen)
+        if self.range_save is not None:
+            return self.range_save.module_state()
+        return engine.state_dict(trainable_only=without_frozen)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer._optimizer
         if isinstance(optimizer, _MockOptimizer):
             return optimizer.state_dict()
-        return self.engine.optimizer_state(optimizer)
+        if self._saves_folders:
+            return sharded_optimizer_state(self.engine, optimizer)
+        save = self.range_save if self.range_save is not None else self.engine
+        return save.optimizer_state(optimizer)
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
@@ -509,6 +559,7 @@ class ZeroStrategy(ParallelStrategy):
 
     @checkpoint_io.setter
     def checkpoint_io(self, io: CheckpointIO | None) -> None:
+        refuse_writer(io, self.config.checkpoint)
         self._checkpoint_io = io
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
@@ -521,8 +572,67 @@ class ZeroStrategy(ParallelStrategy):
             rows = self._gather_rows(self._random_numbers.row())
             if rows is not None:
                 checkpoint[RNG_KEY] = self._random_numbers.record_of(rows)
+        if self.lightning_module is not None and (model := record_of(self.lightning_module, self.config.init_from)):
+            checkpoint[HUGGING_FACE] = model
+        if self.config.checkpoint.exclude_frozen:
+            checkpoint[averaging.EXCLUDES_FROZEN] = True
+        if self._saves_folders:
+            with self._noting_failure():
+                self._save_folder(checkpoint, filepath)
+            return
         write = super().save_checkpoint
-        self._together("writing a checkpoint", lambda: write(checkpoint, filepath, storage_options))
+        with self._noting_failure():
+            if self.range_save is None or not self.range_save.write(checkpoint):
+                self.together("writing a checkpoint", lambda: write(checkpoint, filepath, storage_options))
+
+    @contextlib.contextmanager
+    def _noting_failure(self) -> Generator[None, None, None]:
+        """Note that a save has failed, on all ranks alike: they can go on together."""
+        try:
+            yield
+        except (StallError, PeerError, ApartError):  # they cannot
+            raise
+        except Exception as error:
+            self.failed_save = error
+            raise
+
+    def wait_for_writes(self) -> None:
+        """On all ranks, before a save: one at a time is in flight.
+
+        Raises:
+            Exception: on all ranks: the last one has failed.
+        """
+        io = self.checkpoint_io
+        if async_writer(io) is not None:
+            with self._noting_failure():
+                self.together("the save before this one", lambda: wait_for_writes(io))
+
+    def _save_folder(self, checkpoint: Mapping[str, Any], filepath: Any) -> None:
+        waits = self._waits
+        if waits is None and not self.is_global_zero:
+            return  # before any run, as Lightning does: nobody can be waited for
+        path = local_path(self.broadcast(str(filepath)))
+        if self._saver is None:
+            self._saver = ShardedSaver(self.global_rank)
+        group = dist.group.WORLD if waits is not None else None
+        self._saver.save(*divide(checkpoint), path, group, waits)
+
+    def export(self, path: Any, *, dtype: str | torch.dtype | None = None, shard_size: str | int = "5GB") -> None:
+        """Write the model to a new folder as Hugging Face's ``from_pretrained`` loads it. On all ranks, each its part.
+
+        Args:
+            dtype: of floating-point tensors, such as ``"bf16"``; ``None``: those that the module was built with.
+            shard_size: of a file at most.
+
+        Raises:
+            ConfigError: the folder has something in it, or not all ranks see it.
+            RuntimeError: the module is not sharded yet.
+            Exception: on all ranks, with folder and cause: it could not be written.
+        """
+        folder = local_path(self.broadcast(str(path)))
+        export(
+            self.engine, folder, parse_dtype("export(dtype=)", dtype), parse_bytes("export(shard_size=)", shard_size)
+        )
 
     def remove_checkpoint(self, filepath: Any) -> None:
         if self.is_global_zero:
@@ -535,7 +645,7 @@ class ZeroStrategy(ParallelStrategy):
             Exception: on all ranks, with file and cause: it could not be written.
         """
         if (writer := async_writer(self.checkpoint_io)) is not None:  # a wrapper around it does not pass this on
-            self._together("the last writes of checkpoints", writer.teardown)
+            self.together("the last writes of checkpoints", writer.teardown)
 
     def _end_writing(self) -> None:
         if not _FAILED:
@@ -553,7 +663,12 @@ class ZeroStrategy(ParallelStrategy):
         waits = self._waits
         return row[None] if waits is None else gather_rows(dist.group.WORLD, row, waits, "states of random numbers")
 
-    def _together(self, what: str, act: Callable[[], T]) -> T:
+    def _gather_objects(self, value: Any, what: str) -> list[Any]:
+        waits = self._waits
+        return [value] if waits is None else gather_objects(dist.group.WORLD, value, waits, what, patient=True)
+
+    def together(self, what: str, act: Callable[[], T]) -> T:
+        """Do this on all ranks, without messages; where it fails on one, all raise, and none waits for it."""
         waits = self._waits
         return act() if waits is None else together(dist.group.WORLD, waits, what, act, patient=True)
 
@@ -566,8 +681,19 @@ class ZeroStrategy(ParallelStrategy):
             OSError: the system's, as a RuntimeError on other ranks: another try may not meet it.
         """
         accelerator_of(self.root_device).release_cached()
-        read = partial(load, self.checkpoint_io, checkpoint_path, weights_only)
-        checkpoint = self._together("reading a checkpoint", read)
+        wanted = self.config.checkpoint.verify
+        if self.resumes_job if wanted is None else wanted:
+            verify(
+                checkpoint_path,
+                self.global_rank,
+                lambda value: self._gather_objects(value, "checksums"),
+                lambda act: self.together("reading checksums", act),
+            )
+        self._loaded_from = checkpoint_path
+        read: Callable[[], dict[str, Any]] = partial(load, self.checkpoint_io, checkpoint_path, weights_only)
+        if is_folder(checkpoint_path):
+            read = partial(read_folder, checkpoint_path, weights_only)
+        checkpoint = self.together("reading a checkpoint", read)
         self._take_random_numbers(checkpoint.pop(RNG_KEY, None), checkpoint_path)
         return checkpoint
 
@@ -583,15 +709,28 @@ class ZeroStrategy(ParallelStrategy):
                 )
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        assert self.lightning_module is not None
-        engine = engine_of(self.lightning_module)
+        """
+        Raises:
+            OtherModelError: on all ranks, with the file: these are not the weights of this model. Nothing is loaded.
+        """
+        module, state, path = self.lightning_module, checkpoint["state_dict"], self._loaded_from
+        assert module is not None
+        if checkpoint.get(averaging.EXCLUDES_FROZEN):
+            state = keeping_frozen(module, state)
+        fits = partial(check_model, module, state, path, strict=strict)
+        self.together("comparing a checkpoint with the model", fits)
+        engine = engine_of(module)
         if engine is None:
-            self._to_load = checkpoint["state_dict"], strict
+            self._to_load = checkpoint, strict
         else:
-            self._load_into_shards(engine, checkpoint["state_dict"], strict)
+            self._load_into_shards(engine, checkpoint, checkpoint["state_dict"], strict)
 
     @staticmethod
-    def _load_into_shards(engine: Engine, state: Mapping[str, Any], strict: bool) -> None:
+    def _load_into_shards(
+        engine: Engine, checkpoint: Mapping[str, Any], state: Mapping[str, Any], strict: bool
+    ) -> None:
+        if checkpoint.get(averaging.EXCLUDES_FROZEN):
+            state = keeping_frozen(engine.module, state)
         engine.load_state_dict(state, strict=strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -603,11 +742,17 @@ class ZeroStrategy(ParallelStrategy):
                 "without a state start anew. Give the optimizers it was saved with to go on as it was."
             )
         frozen = [bucket for bucket in self.engine.buckets if not bucket.trainable]
-        for optimizer, state in zip(self.optimizers, states, strict=False):
-            if not isinstance(optimizer, _MockOptimizer):
-                self.engine.load_optimizer_state(optimizer, state)
+        pairs = [(o, s) for o, s in zip(self.optimizers, states, strict=False) if not isinstance(o, _MockOptimizer)]
+
+        def check() -> None:
+            for optimizer, state in pairs:
+                self.engine.check_optimizer_state(optimizer, state, f"ckpt_path: {self._loaded_from}")
+
+        self.together("comparing a checkpoint with the optimizers", check)
+        for optimizer, state in pairs:
+            self.engine.load_optimizer_state(optimizer, state)
         if any(bucket.trainable for bucket in frozen):  # weights of frozen buckets were rounded when they were loaded
-            self._load_into_shards(self.engine, averaging.current_weights(checkpoint), strict=False)
+            self._load_into_shards(self.engine, checkpoint, averaging.current_weights(checkpoint), strict=False)
 
 
 _FAILED = False

@@ -57,3 +57,9 @@ def test_a_gpu_without_a_number_is_the_current_one() -> None:
         assert accelerator_of(torch.device("cuda")).device == with_index(torch.device("cuda")) == torch.device("cuda:3")
     assert accelerator_of(torch.device("cuda:1")).device == torch.device("cuda:1")
     assert with_index(torch.device("cpu")) == torch.device("cpu")
+
+
+def test_transfers_come_before_kernels_that_fill_the_gpu() -> None:
+    with mock.patch("torch.cuda.Stream") as stream:
+        accelerator_of(torch.device("cuda:1")).new_stream()
+    stream.assert_called_once_with(torch.device("cuda:1"), priority=-1)

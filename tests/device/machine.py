@@ -23,7 +23,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -127,6 +127,25 @@ class Copy(NamedTuple):
 
 
 @dataclass
+class Counts:
+    """What a step asks of the device beside the model's own computation.
+
+    Attributes:
+        kernels: with copies and messages.
+        collectives: launches of the library of messages.
+        recorded, waited: events; each is a call of the driver.
+        allocations: of device memory, from the caching allocator.
+    """
+
+    kernels: int = 0
+    collectives: int = 0
+    recorded: int = 0
+    waited: int = 0
+    allocations: int = 0
+    host_waits: int = 0
+
+
+@dataclass
 class Tally:
     """What has been counted since it was last asked for.
 
@@ -134,6 +153,8 @@ class Tally:
         kernels: by the function that queued them.
         copies, copied: how many, and their bytes.
         collectives: on the device, by group and operation.
+        recorded, waited: events, by the function that recorded them or made a stream wait.
+        allocations: of device memory, by the function that asked for it.
         peak: bytes of device memory, the most at a time.
     """
 
@@ -142,7 +163,25 @@ class Tally:
     copies: Counter[Copy] = field(default_factory=Counter)
     copied: Counter[Copy] = field(default_factory=Counter)
     collectives: Counter[tuple[str, str]] = field(default_factory=Counter)
+    recorded: Counter[str] = field(default_factory=Counter)
+    waited: Counter[str] = field(default_factory=Counter)
+    allocations: Counter[str] = field(default_factory=Counter)
     peak: int = 0
+
+
+class Costs(Protocol):
+    """How long things take, for a timeline: seconds, and the resource that they need."""
+
+    def kernel(self, what: str, reads: Sequence[Tensor], writes: Sequence[Tensor], where: Place) -> tuple[float, str]:
+        """On the device. A copy is one of the link."""
+
+    def on_host(self, what: str, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> tuple[float, str]: ...
+
+    def on_disk(self, tensor: Tensor, *, writes: bool) -> tuple[float, str]:
+        """``writes``: to the memory of the host."""
+
+    def queueing(self) -> float:
+        """Of a thread, to queue one kernel."""
 
 
 class _ThisThread(threading.local):
@@ -159,7 +198,10 @@ class Machine:
         unbound: functions that used the device in a thread that had not been bound to it.
         tally: what has been counted.
         held: bytes of device memory.
+        costs: of what is noted in the order's trace.
     """
+
+    costs: Costs
 
     def __init__(self) -> None:
         self.order = Order()
@@ -215,9 +257,9 @@ class Machine:
         with self._lock:
             return self.order.new_event()
 
-    def wait(self, party: int, event: int) -> None:
+    def wait(self, party: int, event: int, *, timed: bool = True) -> None:
         with self._lock:
-            self.order.wait(party, event)
+            self.order.wait(party, event, timed=timed)
 
     def host_waits(self, why: str, *, events: Sequence[int] = (), parties: Sequence[int] = ()) -> None:
         """This thread waits for ``events``, and for all that ``parties`` were given. Where it has waited for them
@@ -262,6 +304,7 @@ class Machine:
         block = Block(storage.nbytes(), pool, before=dict(self._freed.get(pool, {})))
         self._keep_track(storage, block)
         self.held += block.nbytes
+        self.tally.allocations[place().function] += 1
         self.tally.peak = max(self.tally.peak, self.held)
         return block
 
@@ -315,6 +358,9 @@ class Machine:
         with self._lock:
             self.used_here()
             stream, thread = self.stream, self.thread()
+            trace = self.order.trace
+            if trace is not None:
+                trace.act(thread, self.costs.queueing())
             self.order.follow(stream, thread)
             if party is not None and party != stream:
                 self.order.follow(party, stream)
@@ -322,6 +368,8 @@ class Machine:
             where = place()
             self.tally.kernels[where.function] += 1
             number = self.order.act(actor)
+            if trace is not None:
+                trace.act(actor, *self.costs.kernel(what, list(reads), list(writes), where))
             for tensor, is_write in (*((t, False) for t in reads), *((t, True) for t in writes)):
                 self._touch(actor, number, tensor, is_write, what, where)
             return actor
@@ -329,6 +377,8 @@ class Machine:
     def on_host(self, what: str, reads: Iterable[Tensor], writes: Iterable[Tensor]) -> None:
         """The host reads and writes its own memory, in this thread."""
         with self._lock:
+            if self.order.trace is not None:
+                self.order.trace.act(self.thread(), *self.costs.on_host(what, list(reads), list(writes)))
             if any(t.untyped_storage()._cdata in self._blocks for t in (*reads, *writes)):
                 thread, where = self.thread(), place()
                 number = self.order.act(thread)
@@ -340,6 +390,8 @@ class Machine:
         with self._lock:
             self.order.follow(self._disk, self.thread())
             number = self.order.act(self._disk)
+            if self.order.trace is not None:
+                self.order.trace.act(self._disk, *self.costs.on_disk(tensor, writes=writes))
             self._touch(self._disk, number, tensor, writes, what, place())
             event = self.order.new_event()
             self.order.record(event, self._disk)

@@ -10,7 +10,30 @@ import itertools
 
 from torch.cuda._sanitizer import StreamSynchronizations
 
+from lightning_zero.planning.timeline import Task
+
 COMPUTE = 0  # the stream that there is from the beginning
+
+
+class Trace:
+    """The same order as tasks of a timeline: what parties do, with how long it takes, and what they wait for."""
+
+    def __init__(self) -> None:
+        self.tasks: list[Task] = []
+        self._last: dict[int, int] = {}  # task of a party
+        self._events: dict[int, int | None] = {}  # the task that an event is behind
+
+    def act(self, party: int, seconds: float = 0.0, resource: str = "", after: tuple[int, ...] = ()) -> None:
+        self._last[party] = len(self.tasks)
+        self.tasks.append(Task(party, seconds, resource, after))
+
+    def record(self, event: int, party: int) -> None:
+        self._events[event] = self._last.get(party)
+
+    def wait(self, party: int, event: int) -> None:
+        task = self._events.get(event)
+        if task is not None:
+            self.act(party, after=(task,))
 
 
 class Order:
@@ -18,6 +41,7 @@ class Order:
 
     Attributes:
         names: of parties, for reports.
+        trace: where all of it is noted, too; None: nowhere.
     """
 
     def __init__(self) -> None:
@@ -29,6 +53,7 @@ class Order:
         self._followed: dict[tuple[int, int], int] = {}
         self._moment = self.new_event()
         self.names: dict[int, str] = {COMPUTE: "compute"}
+        self.trace: Trace | None = None
 
     def new_party(self, name: str) -> int:
         party = next(self._parties)
@@ -55,10 +80,14 @@ class Order:
     def record(self, event: int, party: int) -> None:
         """``event`` is behind all that the party has done and seen."""
         self._clocks.record_state(event, party)
+        if self.trace is not None:
+            self.trace.record(event, party)
 
-    def wait(self, party: int, event: int) -> None:
-        """What the party does from here on comes after ``event``."""
+    def wait(self, party: int, event: int, *, timed: bool = True) -> None:
+        """What the party does from here on comes after ``event``; not ``timed``: it might as well have come before."""
         self._clocks.stream_wait_for_event(party, event)
+        if self.trace is not None and timed:
+            self.trace.wait(party, event)
         self._changes[party] += 1
 
     def has_seen(self, party: int, event: int) -> bool:

@@ -20,6 +20,8 @@ from torch import Tensor, nn
 
 import lightning_zero
 from lightning_zero.engine.units import capacity
+from lightning_zero.planning.memory import Limits, on_tier, peak_bytes
+from lightning_zero.planning.placement import Tier
 from lightning_zero.planning.topology import by_node
 from tests.device.machine import Machine, Tally
 from tests.device.virtual import Pace, simulated
@@ -59,6 +61,7 @@ class Case:
         worker: when the thread of offloaded steps gets on: as soon as it can, or when somebody waits for it.
         nodes: on which the ranks are; with several, shards are divided inside of a node, and summed over them.
         settings: arguments of ``lightning_zero.shard``, beside those.
+        fp32_modules: classes that keep fp32; None: as by default.
     """
 
     stage: int = 3
@@ -71,6 +74,7 @@ class Case:
     blocks: int = 3
     nodes: int = 1
     settings: Mapping[str, Any] = field(default_factory=dict)
+    fp32_modules: tuple[str, ...] | None = None
 
     def __str__(self) -> str:
         words = [f"zero{self.stage}", self.row, self.precision, f"{self.ranks}ranks"]
@@ -91,6 +95,7 @@ class Found:
         at_first, at_rest: bytes of device memory when the module has been sharded, and behind the last step.
         shard_nbytes: of this rank's shards in the dtype of gradients; all buckets together.
         unit_nbytes: of the largest unit, gathered.
+        planned_nbytes: of the device, at the peak of the last step, without the model's own.
     """
 
     races: dict[str, int]
@@ -102,6 +107,7 @@ class Found:
     at_rest: int
     shard_nbytes: int
     unit_nbytes: int
+    planned_nbytes: int
 
 
 class Block(nn.Module):
@@ -222,7 +228,8 @@ def _train(case: Case, machine: Machine, files: str, then: Callable[..., None] |
 
     model = Model(case.blocks)
     offload: Any = {"name": case.row} | ({"nvme_path": files} if "nvme" in case.row else {})
-    precision = {"name": case.precision} | ({"grad_dtype": case.grad_dtype} if case.grad_dtype else {})
+    precision: Any = {"name": case.precision} | ({"grad_dtype": case.grad_dtype} if case.grad_dtype else {})
+    precision |= {"fp32_modules": list(case.fp32_modules)} if case.fp32_modules is not None else {}
     engine = lightning_zero.shard(
         model, stage=case.stage, precision=precision, offload=offload, device="meta", **case.settings
     )
@@ -232,6 +239,7 @@ def _train(case: Case, machine: Machine, files: str, then: Callable[..., None] |
     engine.add_optimizer(optimizer)
     at_first, construction, steps = machine.held, counted(), []
     shard_nbytes = sum(bucket.owned_numel * bucket.dtypes.grad.itemsize for bucket in engine.buckets)
+    planned_nbytes = _planned(engine, case.steps[-1].micro_batches if case.steps else 1)
     unit_nbytes = max(sum(bucket.full.nbytes for bucket in unit.buckets) for unit in engine.units)
     try:
         for step in case.steps:
@@ -253,4 +261,12 @@ def _train(case: Case, machine: Machine, files: str, then: Callable[..., None] |
         at_rest=at_rest,
         shard_nbytes=shard_nbytes,
         unit_nbytes=unit_nbytes,
+        planned_nbytes=planned_nbytes,
     )
+
+
+def _planned(engine: Any, micro_batches: int) -> int:
+    config = engine.config
+    limits = Limits(config.prefetch_bytes, config.keep_gathered_bytes, config.reduce_bucket_bytes, micro_batches)
+    peaks = peak_bytes([bucket.plan for bucket in engine.buckets], limits)
+    return max(on_tier(held, Tier.device) for held in peaks.values())

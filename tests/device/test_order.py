@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lightning_zero.comm.streams import Streams
 from lightning_zero.comm.transports import PlainTransport
 from tests.device.order import COMPUTE
-from tests.device.simulate import Case, Step, train_step
+from tests.device.simulate import MIXED, Case, Step, train_step
 
 Trained = Callable[..., Any]
 
@@ -96,3 +96,24 @@ def test_a_gather_does_not_wait_for_what_was_queued_after_its_memory_was_free(ca
 
 def test_the_test_would_see_it(trained: Trained) -> None:
     trained(Case(), then=check_waits_for_all)
+
+
+def parties(engine: Any, model: nn.Module, optimizer: Any) -> None:
+    names = engine.comm.streams.accelerator._machine.order.names.values()
+    assert not [name for name in names if "NCCL" in name]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(Case(stage, steps=MIXED) for stage in range(4)),
+        Case(steps=MIXED, nodes=2),
+        Case(0, steps=MIXED, nodes=2),
+        Case(settings={"comm": {"transport": "direct"}}),
+        Case(precision="bf16"),
+    ],
+    ids=str,
+)
+def test_messages_run_on_streams_of_ours(case: Case, trained: Trained) -> None:
+    """They have a priority. One of NCCL's own would have that of compute, and cost four calls of the driver more."""
+    trained(case, then=parties)

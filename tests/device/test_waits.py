@@ -199,9 +199,9 @@ EVALUATES = (Step(evaluates=True),) * 3
 
 WITHOUT: dict[str, tuple[str, Any, Case, Any]] = {
     "a stream waits for what has been queued": (STREAMS + "on", on_without_waiting, Case(), None),
-    "a gather waits for those who used its memory": (STREAMS + "wait_for_users", do_not_wait, Case(), None),
+    "a gather waits for those who used its memory": (STREAMS + "give_back", do_not_wait, Case(), None),
     "a copy to the device waits for those who used its memory": (
-        STREAMS + "wait_for_users",
+        STREAMS + "give_back",
         do_not_wait,
         Case(3, "cpu"),
         None,

@@ -63,9 +63,11 @@ class Virtual(Accelerator):
         machine.used_here()
         event = machine.new_event()
         machine.record(event, machine.stream)
+        machine.tally.recorded[place().function] += 1
         return event
 
     def wait(self, event: int) -> None:
+        self._machine.tally.waited[place().function] += 1
         self._machine.wait(self._machine.stream, event)
 
     def is_over(self, event: int) -> bool:
@@ -390,6 +392,9 @@ class Groups:
         if title not in self._streams:
             self._streams[title] = machine.new_stream(f"NCCL's stream of {title!r}")
         machine.kernel(name, reads, writes, party=self._streams[title])
+        # Of NCCL itself: its stream waits for this one, and later this one for it.
+        machine.tally.recorded[place().function] += 2
+        machine.tally.waited[place().function] += 2
         event = machine.new_event()
         machine.record(event, self._streams[title])
         return QueuedWork(machine, event, (*reads, *writes))
@@ -408,7 +413,7 @@ class SeenLock:
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         got: bool = self._lock.acquire(blocking, timeout)
         if got and self._event is not None:
-            self._machine.wait(self._machine.thread(), self._event)
+            self._machine.wait(self._machine.thread(), self._event, timed=False)
         return got
 
     def release(self) -> None:

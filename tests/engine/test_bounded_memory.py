@@ -24,11 +24,11 @@ def test_sharding_a_module_needs_one_unit_beside_what_rests(precision: str) -> N
     others: list[int] = []
     fill = build._fill
 
-    def filled(bucket: Bucket) -> None:
+    def filled(bucket: Bucket, sources: Any) -> None:
         unit = bucket.label.partition("#")[0]
         others.append(sum(b.full.nbytes for b in made if b.full.allocated and not b.label.startswith(f"{unit}#")))
         made.append(bucket)
-        fill(bucket)
+        fill(bucket, sources)
 
     with mock.patch.object(build, "_fill", filled), Sharded(Model(depth=5), stage=3, precision=precision) as side:
         assert len(made) == len(side.engine.buckets) >= 6

@@ -1,6 +1,6 @@
 """Gradients that go into the buffer of their bucket in one call, as on a device, give the bits of those that go alone.
 
-Here the device's way is taken on the host, where there are values to compare.
+Here the ways of a device, its streams too, are taken on the host, where there are values to compare.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from unittest import mock
 
 import pytest
@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_zero.engine.passes.gradients import BucketGrads, Reducer
+import lightning_zero.device
+from lightning_zero.engine.passes.gradients import BucketGrads, _put
 from tests.engine.support import (
     Model,
     Sharded,
@@ -30,27 +31,26 @@ from tests.engine.support import (
     pairwise_selection,
     tokens,
 )
+from tests.engine.test_hierarchy import assert_close, history, sharded
+from tests.engine.test_offload_streams import AtOnce
 from tests.harness import on_ranks, run
 
 
 @contextlib.contextmanager
 def together() -> Iterator[list[int]]:
-    """Engines made inside keep gradients until their bucket has all. Gives how many were copied in at a time."""
+    """Engines made inside have streams, whose work is over at once. Gives how many gradients were copied at a time."""
     counts: list[int] = []
-    init: Callable[..., None] = Reducer.__init__
     copy_in = BucketGrads.copy_in
-
-    def made(self: Reducer, *args: Any, **kwargs: Any) -> None:
-        init(self, *args, **kwargs)
-        for grads in self.grads.values():
-            grads.together = True
 
     def counted(self: BucketGrads) -> None:
         if self.waiting:
             counts.append(len(self.waiting))
         copy_in(self)
 
-    with mock.patch.object(Reducer, "__init__", made), mock.patch.object(BucketGrads, "copy_in", counted):
+    with (
+        mock.patch.dict(lightning_zero.device._KINDS, {"cpu": AtOnce}),
+        mock.patch.object(BucketGrads, "copy_in", counted),
+    ):
         yield counts
 
 
@@ -166,7 +166,9 @@ def test_what_waits_is_what_would_be_written() -> None:
     for precision, scale in itertools.product(("fp32", "bf16", "bf16_true", "fp16_true"), (1.0, 1 / 8, 2**-18, 1 / 3)):
         with Sharded(Model(width=8, depth=1), stage=2, precision=precision) as side:
             for bucket in side.engine.buckets:
-                alone, at_once = (BucketGrads(bucket, scale, together=both) for both in (False, True))
+                alone, at_once = (
+                    BucketGrads(bucket, scale, side.engine.reducer.spare, together=both) for both in (False, True)
+                )
                 for step in range(2):
                     for slot, info in enumerate(bucket.params[step:]):
                         grad = floats(10 * step + slot, *info.shape).to(bucket.dtypes.compute)
@@ -176,3 +178,26 @@ def test_what_waits_is_what_would_be_written() -> None:
                 expected = alone.complete()
                 factor = at_once.factor
                 assert torch.equal(at_once.complete().mul_(factor), expected), (precision, scale, bucket.label)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("to", [torch.float32, torch.bfloat16])
+def test_a_product_is_as_exact_as_the_wider_dtype(to: torch.dtype, dtype: torch.dtype) -> None:
+    """Whether it is narrowed here or, where it accumulates in fp32 first, later: stages agree."""
+    grad = torch.randn(1000, generator=torch.Generator().manual_seed(3)).to(dtype)
+    for scale in (1.0, 1 / 8, 1 / 3):
+        view = torch.empty(1000, dtype=to)
+        _put(view, grad, scale)
+        assert torch.equal(view, (grad.float() * scale).to(to)), scale
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", range(4))
+def test_sums_over_nodes_follow_in_the_stream(stage: int) -> None:
+    """Nodes of one rank: the messages that follow a reduction, and the factor on what they sum."""
+    found = []
+    for ways in (together, contextlib.nullcontext):
+        torch.manual_seed(3)
+        with ways(), sharded(Model(), 1, stage=stage) as side:
+            found.append(history(side, clip=False))
+    assert_close(*found, tolerance=0.0)

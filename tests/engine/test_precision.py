@@ -6,6 +6,7 @@ import contextlib
 import math
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, spectral_norm, weight_norm
 
 import lightning_zero
+from lightning_zero.comm.transports import DirectTransport
 from lightning_zero.config import ConfigError, make_config
 from tests.engine.support import (
     TRUE,
@@ -26,6 +28,7 @@ from tests.engine.support import (
     autocast,
     check,
     floats,
+    language_loss,
     sgd,
     tokens,
 )
@@ -175,6 +178,54 @@ def test_rows_of_one_dtype_are_offloaded(row: str, precision: str) -> None:
 def test_dtypes_of_gradients_are_those_of_the_row(name: str, key: str) -> None:
     with pytest.raises(ConfigError, match=rf"zero\.precision\.{key}: expected none under zero/precision={name}"):
         make_config(precision={"name": name, key: "bf16"})
+
+
+class Narrow(Twin):
+    """Its gradients are added up over the ranks in bf16, and rest in fp32."""
+
+    def _average(self) -> None:
+        self._local = {param: grad.to(torch.bfloat16) for param, grad in self._local.items()}
+        self._reduce_dtype = torch.bfloat16
+        super()._average()
+        self.grads = {param: grad.float() for param, grad in self.grads.items()}
+
+    def _take(self) -> None:
+        self._reduce_dtype = torch.float32  # until they travel they are as exact as they came
+        super()._take()
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_gradients_travel_in_bf16_if_that_is_chosen(stage: int, together: bool) -> None:
+    """Half of the bytes; what is added up over micro-batches stays in fp32."""
+    sent: list[torch.dtype] = []
+    reduce = DirectTransport.reduce
+
+    def sending(self: DirectTransport, full: Tensor, *args: Any, **options: Any) -> Any:
+        sent.append(full.dtype)
+        return reduce(self, full, *args, **options)
+
+    torch.manual_seed(3)
+    module = Model()
+    twin = Narrow(module, precision="bf16")
+    with (
+        mock.patch.object(DirectTransport, "reduce", sending),
+        Sharded(module, stage=stage, precision={"name": "bf16", "reduce_dtype": "bf16"}) as side,
+    ):
+        for grads in side.engine.reducer.grads.values():
+            grads.together = together  # as on a device
+        for step in range(3):
+            for one in (side, twin):
+                with autocast("bf16"):
+                    one.backward(language_loss(one.module, tokens(step)))
+            assert_same(side, twin, grads=True, what=f"step {step}, after backward: ")
+            assert all(bucket.grad.dtype is torch.float32 for bucket in side.engine.buckets if bucket.grad is not None)
+            for one in (side, twin):
+                one.step()
+                one.zero_grad()
+            assert_same(side, twin, what=f"step {step}: ")
+    assert set(sent) == {torch.bfloat16}
 
 
 @on_ranks(2)

@@ -23,6 +23,7 @@ from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 
 from lightning_zero import ZeroStrategy
 from lightning_zero.app.train import refusals
+from lightning_zero.checkpoint.archive import records_of
 from lightning_zero.config import ConfigError
 from lightning_zero.ranks.verdict import VERDICT_VARIABLE
 from lightning_zero.trainer.checkpoint_io import ZeroCheckpointIO, load
@@ -72,13 +73,13 @@ class Gated(ZeroCheckpointIO):
 
 
 class Opens(Callback):
-    """When all steps are done, notes which files there are, and lets the writer go on.
+    """Before the third save, or when all steps are done, notes which files there are, and lets the writer go on.
 
     Before that it waits for the first file, so that it is there when it is to go.
     """
 
     def __init__(self, io: Gated, folder: Path) -> None:
-        self.io, self.folder, self.seen = io, folder, list[str]()
+        self.io, self.folder, self.seen, self.links = io, folder, list[str](), dict[str, bool]()
         self.first_is_there = False
 
     def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
@@ -86,9 +87,13 @@ class Opens(Callback):
             while not self.first_is_there:
                 time.sleep(0.01)
                 self.first_is_there = any(self.folder.glob("*.ckpt"))
+        if trainer.global_step == 5:
+            self.on_train_end()
 
     def on_train_end(self, *_: Any) -> None:
-        self.seen = sorted(p.name for p in self.folder.glob("*.ckpt"))
+        if not self.seen:
+            self.seen = sorted(p.name for p in self.folder.glob("*.ckpt"))
+            self.links = {p.name: p.exists() for p in self.folder.glob("*.ckpt") if p.is_symlink()}
         self.io.open.set()
 
 
@@ -103,16 +108,69 @@ def test_the_old_one_goes_when_the_new_one_is_there(wrapped: bool, tmp_path: Pat
         folder = tmp_path / str(n)
         plugin: Any = AsyncCheckpointIO(io)
         plugin = Wrapper(plugin) if wrapped else plugin
-        save = ModelCheckpoint(folder, every_n_train_steps=2, save_top_k=1, filename="{step}")
+        save = ModelCheckpoint(folder, every_n_train_steps=2, save_top_k=1, filename="{step}", save_last="link")
         opens = Opens(io, folder)
         if n == 0:  # nothing waits
             io.open.set()
         fit("zero3", tmp_path, max_epochs=1, enable_checkpointing=True, callbacks=[save, opens], plugins=[plugin])
         dist.barrier()
-        assert [p.name for p in folder.iterdir()] == ["step=6.ckpt"]
+        assert sorted(p.name for p in folder.iterdir()) == ["last.ckpt", "step=6.ckpt"]
+        assert os.readlink(folder / "last.ckpt") == "step=6.ckpt"
     if dist.get_rank() == 0:
-        assert opens.seen == ["step=2.ckpt"]  # nothing had gone yet that was there
+        assert opens.seen == ["last.ckpt", "step=2.ckpt"]  # nothing had gone yet that was there
+        assert opens.links == {"last.ckpt": True}  # it leads to what is there
         assert io.count == 3
+
+
+@on_ranks(2)
+def test_one_save_at_a_time_is_in_flight(tmp_path: Path) -> None:
+    """Each in the queue holds a whole checkpoint."""
+    at_work: list[int] = []
+    most: list[int] = []
+
+    class Slow(ZeroCheckpointIO):
+        def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+            time.sleep(0.1)
+            super().save_checkpoint(*args, **kwargs)
+            at_work.pop()
+
+    class Counted(AsyncCheckpointIO):
+        def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+            at_work.append(1)
+            most.append(len(at_work))
+            super().save_checkpoint(*args, **kwargs)
+
+    save = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1, filename="{step}")
+    fit("zero3", tmp_path, max_epochs=1, enable_checkpointing=True, callbacks=[save], plugins=[Counted(Slow())])
+    if dist.get_rank() == 0:
+        assert most == [1] * 6
+
+
+@on_ranks(2)
+def test_last_leads_somewhere_at_every_moment(tmp_path: Path) -> None:
+    """Lightning removes the link before it makes the new one."""
+    broken: list[str] = []
+    remove, replace = os.remove, os.replace
+
+    def checked(act: Any) -> Any:
+        def acts(*args: Any) -> None:
+            act(*args)
+            if seen and not (tmp_path / "last.ckpt").exists():
+                broken.append(str(args))
+            seen.append((tmp_path / "last.ckpt").exists())
+
+        seen: list[bool] = []
+        return acts
+
+    save = ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=1, filename="{step}", save_last="link")
+    os.remove, os.replace = checked(remove), checked(replace)
+    try:
+        fit("zero3", tmp_path, max_epochs=1, enable_checkpointing=True, callbacks=[save])
+    finally:
+        os.remove, os.replace = remove, replace
+    assert not broken
+    dist.barrier()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["last.ckpt", "step=6.ckpt"]
 
 
 @on_ranks(1)
@@ -224,3 +282,60 @@ def test_what_is_no_checkpoint(case: str, weights_only: bool | None, tmp_path: P
     with pytest.raises(ConfigError, match=says) as refused:
         load(ZeroCheckpointIO(), path, weights_only)
     assert "weights_only` set to" not in str(refused.value)
+
+
+def flip(path: Path, name: str = "data/", depth: int = 3) -> None:
+    """Change a bit of a tensor in a file."""
+    with path.open("rb+") as file:
+        record = max((r for r in records_of(file) if r.name.startswith(name)), key=lambda r: r.nbytes)
+        file.seek(record.start + depth)
+        byte = file.read(1)[0]
+        file.seek(record.start + depth)
+        file.write(bytes([byte ^ 16]))
+
+
+@on_ranks(2, 3)
+def test_a_flipped_bit_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    fit("zero3", tmp_path, seeded(lambda: Lit(width=40))).trainer.save_checkpoint(tmp_path / "a.ckpt")
+    checked = ZeroStrategy("zero3", summary=False, checkpoint={"verify": True})
+    assert fit(checked, tmp_path, seeded(lambda: Lit(width=40)), max_epochs=3, ckpt_path=tmp_path / "a.ckpt").losses
+    dist.barrier()
+    if dist.get_rank() == 0:
+        flip(tmp_path / "a.ckpt")
+    dist.barrier()
+    for resumes, verify in ((False, True), (True, None)):
+        strategy = ZeroStrategy("zero3", summary=False, checkpoint={"verify": verify})
+        strategy.resumes_job = resumes
+        module = seeded(lambda: Lit(width=40), seed=9)
+        before = {name: value.clone() for name, value in module.state_dict().items()}
+        of = trainer(strategy, tmp_path, max_epochs=3)
+        with pytest.raises(ConfigError, match=r"expected .*a\.ckpt as it was written, got other values in bytes \d+"):
+            of.fit(module, loader(), ckpt_path=tmp_path / "a.ckpt")
+        assert_weights(module.state_dict(), before, tolerance=0)
+    for resumes, verify in ((False, None), (True, False)):  # as torch loads it
+        strategy = ZeroStrategy("zero3", summary=False, checkpoint={"verify": verify})
+        strategy.resumes_job = resumes
+        fit(strategy, tmp_path, seeded(lambda: Lit(width=40)), max_epochs=3, ckpt_path=tmp_path / "a.ckpt")
+
+
+@on_ranks(2)
+def test_what_can_be_checked(tmp_path: Path) -> None:
+    """A file of DDP's has checksums too; one in torch's old format has none, and one elsewhere is refused."""
+    path = tmp_path / "a.ckpt"
+    fit("ddp", tmp_path).trainer.save_checkpoint(path)
+    settings: dict[str, Any] = {"max_epochs": 3, "ckpt_path": path}
+    fit(ZeroStrategy("zero3", summary=False, checkpoint={"verify": True}), tmp_path, **settings)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        torch.save(torch.load(path), tmp_path / "old.ckpt", _use_new_zipfile_serialization=False)
+        flip(path)
+    dist.barrier()
+    with pytest.raises(ConfigError, match="as it was written"):
+        fit(ZeroStrategy("zero3", summary=False, checkpoint={"verify": True}), tmp_path, **settings)
+    warned = pytest.warns(UserWarning, match="no checksums") if dist.get_rank() == 0 else contextlib.nullcontext()
+    of = trainer(ZeroStrategy("zero3", summary=False, checkpoint={"verify": True}), tmp_path, max_epochs=3)
+    with warned:
+        of.fit(seeded(Lit), loader(), ckpt_path=tmp_path / "old.ckpt")
+    of = trainer(ZeroStrategy("zero3", summary=False, checkpoint={"verify": True}), tmp_path, max_epochs=3)
+    with pytest.raises(ConfigError, match=r"zero\.checkpoint\.verify: expected false for .*no local file"):
+        of.fit(seeded(Lit), loader(), ckpt_path="memory://a.ckpt")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import os
 import signal
@@ -263,6 +264,37 @@ def test_saving_every_so_often(tmp_path: Path) -> None:
     found = torch.load(tmp_path / f"hpc_ckpt_{2 * EPOCH}.ckpt", weights_only=False)
     until = fit("zero3", tmp_path, **{**settings, "max_epochs": -1, "max_steps": 2 * EPOCH - 1})
     assert_weights(found["state_dict"], until.weights, tolerance=0)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("rank", [0, 1])
+@mock.patch.object(interruptions, "SAVING_SHARE", 1e9)
+def test_a_save_every_so_often_that_fails_warns(rank: int, tmp_path: Path) -> None:
+    """And training goes on, with losses that know nothing of it; the next save is tried again."""
+    settings: dict[str, Any] = {"max_epochs": 1, "limit_val_batches": 0}
+    whole = fit("zero3", tmp_path, **settings)
+    pwrite, fails = os.pwrite, [True]
+
+    def full(*args: Any) -> int:
+        if fails and dist.get_rank() == rank:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return pwrite(*args)
+
+    class Frees(Lit):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            fails[:] = [True] * (batch_idx < 3)
+            return super().training_step(batch, batch_idx)
+
+    of = trainer("zero3", tmp_path, **settings)
+    of.strategy.save_every_s = 1e-9
+    module = seeded(Frees)
+    says = r"hpc_ckpt_1\.ckpt: the file could not be written: .*No space left on device.*Training goes on"
+    warned = pytest.warns(UserWarning, match=says) if dist.get_rank() == 0 else contextlib.nullcontext()
+    with mock.patch.object(os, "pwrite", full), warned:
+        of.fit(module, loader())
+    assert module.losses == whole.losses
+    dist.barrier()
+    assert [p.name for p in tmp_path.iterdir()] == ["hpc_ckpt_2.ckpt"]
 
 
 @on_ranks(1)

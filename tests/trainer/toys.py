@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from lightning_zero import ZeroStrategy
+from lightning_zero.engine import engine_of
 
 ALL_STAGES = ("zero0", "zero1", "zero2", "zero3")
 # Gradients and parameters rest as at 0 or 2 at no stage else, but what Lightning does with them differs at these two.
@@ -193,14 +194,17 @@ def _quiet() -> None:
 
 def weights(of: pl.Trainer) -> dict[str, Tensor]:
     """On all ranks: the module's full state dict, on all ranks."""
-    state = of.strategy.lightning_module_state_dict()
+    engine = engine_of(of.lightning_module)
+    state = of.strategy.lightning_module_state_dict() if engine is None else engine.state_dict()
     result: dict[str, Tensor] = of.strategy.broadcast(state)
     return result
 
 
 def optimizer_states(of: pl.Trainer) -> list[dict[str, Any]]:
     """On all ranks: every optimizer's state dict, on all ranks."""
-    states = [of.strategy.optimizer_state(optimizer) for optimizer in of.optimizers]
+    engine = engine_of(of.lightning_module)
+    state_of = of.strategy.optimizer_state if engine is None else engine.optimizer_state
+    states = [state_of(optimizer) for optimizer in of.optimizers]
     result: list[dict[str, Any]] = of.strategy.broadcast(states)
     return result
 

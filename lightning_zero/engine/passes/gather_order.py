@@ -54,6 +54,7 @@ class GatherOrder:
         self._history: list[int] = []
         self._idle: deque[Unit] = deque()  # gathered ahead or for others, not used yet
         self._guess: Cursor | None = None  # dynamic: the last pass, as a hint of what comes next
+        self.holds_next = False  # the next gather was not issued ahead, because its unit awaits a step
 
     def begin(self, key: str, *, cyclic: bool) -> None:
         """A pass starts. Passes of one ``key`` are expected to take the same path."""
@@ -105,7 +106,7 @@ class GatherOrder:
             self._strays[self._key] = 0
 
     def abort(self) -> None:
-        self._cursor, self._agreeing = None, False
+        self._cursor, self._agreeing, self.holds_next = None, False, False
         self._idle.clear()
 
     # -- agreeing -------------------------------------------------------------------------------------------------
@@ -167,6 +168,7 @@ class GatherOrder:
 
     def _look_ahead(self) -> None:
         self._drop_idle()
+        self.holds_next = False
         if self._cursor is None or self._agreeing:
             return
 
@@ -182,8 +184,10 @@ class GatherOrder:
         self._cursor.ahead(admit)
         if (following := self._cursor.peek()) is not None and self.prefetch_bytes:
             unit = self.units[following]
-            if unit.state is State.SHARDED and unit.step_done:
-                unit.stage_ahead()
+            if unit.state is State.SHARDED:
+                self.holds_next = not self._may_come_early(unit)
+                if unit.step_done:
+                    unit.stage_ahead()
 
     def _may_come_early(self, unit: Unit) -> bool:
         """Whether ``unit`` may be gathered ahead. One that awaits its offloaded step is gathered when it is needed."""

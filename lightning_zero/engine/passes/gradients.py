@@ -80,12 +80,8 @@ class BucketGrads:
         view = self.bucket.part_of(self._allocate(grad.device), self.bucket.params[slot])
         if slot in self.written:
             view.add_(grad, alpha=self.scale)
-        elif self.scale == 1.0:
-            view.copy_(grad)
-        elif grad.dtype == view.dtype or (math.frexp(self.scale)[0] == 0.5 and grad.dtype is torch.bfloat16):
-            torch.mul(grad, self.scale, out=view)
         else:
-            view.copy_(grad).mul_(self.scale)  # a product rounded to the gradient's lower dtype would be inexact
+            _put(view, grad, self.scale)
         self.written.add(slot)
 
     @property
@@ -119,13 +115,12 @@ class BucketGrads:
         local = self._allocate(next(iter(waiting.values())).device)
         now = 1.0 if self.factor != 1.0 else self.scale
         views = {slot: bucket.part_of(local, bucket.params[slot]) for slot in waiting}
-        if new := [slot for slot in waiting if slot not in self.written]:
-            # It casts. A product before that would be rounded to the gradients' lower dtype.
+        new = [slot for slot in waiting if slot not in self.written]
+        if now == 1.0 and new:
             torch._foreach_copy_([views[slot] for slot in new], [waiting[slot] for slot in new])
-            if now != 1.0:
-                # Not ``_foreach_mul_``, which rounds the factor to the dtype of the buffer on the host.
-                for part in [views[slot] for slot in new] if self.written else [local]:
-                    part.mul_(now)
+        else:
+            for slot in new:
+                _put(views[slot], waiting[slot], now)
         if more := [slot for slot in waiting if slot in self.written]:
             torch._foreach_add_([views[slot] for slot in more], [waiting[slot] for slot in more], alpha=now)
         self.written.update(waiting)
@@ -181,6 +176,17 @@ class BucketGrads:
             for fragment in bucket.owned_fragments():
                 if fragment.index in slots:
                     grad[fragment.start : fragment.start + fragment.numel].zero_()
+
+
+def _put(view: Tensor, grad: Tensor, scale: float) -> None:
+    """Write ``grad * scale`` into ``view``: computed in the wider dtype of the two, and rounded to that of the view."""
+    exact = math.frexp(scale)[0] == 0.5 and grad.dtype is torch.bfloat16
+    if scale == 1.0:
+        view.copy_(grad)
+    elif grad.dtype == view.dtype or grad.itemsize > view.itemsize or exact:
+        torch.mul(grad, scale, out=view)
+    else:
+        view.copy_(grad).mul_(scale)  # a product rounded to the gradient's lower dtype would be inexact
 
 
 class Reducer:

@@ -113,6 +113,7 @@ class _Pass:
         ends_with_call: the call that opened the pass may end it.
         unused: the pass was opened behind the last backward of a step, and no module has been called in it.
         second_order: a backward of the pass makes a graph.
+        leaving: a unit whose use is over, and that is dropped behind the next gather.
     """
 
     key: str | None
@@ -120,6 +121,7 @@ class _Pass:
     ends_with_call: bool = False
     unused: bool = False
     second_order: bool = False
+    leaving: Unit | None = None
 
 
 class Passes:
@@ -318,7 +320,10 @@ class Passes:
         self.comm.place = f"{what} of unit {unit.title} in pass {self.key}"
         self.after_step.refresh(unit)
         if unit.reshards:
+            if unit is self._open.leaving:
+                self._let_go()  # the plan has another gather for it
             self.order.demand(unit)
+            self._let_go()
         unit.unshard_wait()
 
     def post_forward(self, unit: Unit, *, outermost: bool, awaits_backward: Callable[[], bool]) -> None:
@@ -344,7 +349,19 @@ class Passes:
     def _use_over(self, unit: Unit) -> None:
         may_go = unit.reshards and unit.state is State.GATHERED and self.order.used(unit)
         if may_go and not self.progress.is_held(unit):
-            unit.reshard()
+            self._let_go()
+            # A gather waits for all who used memory that was given back before it was issued. One that could not be
+            # issued ahead would wait for this unit's compute.
+            if self.order.holds_next:
+                self._open.leaving = unit
+            else:
+                unit.reshard()
+
+    def _let_go(self) -> None:
+        """Drop the unit whose use is over, and whose memory has waited for the next gather to be issued."""
+        leaving, self._open.leaving = self._open.leaving, None
+        if leaving is not None and leaving.state is State.GATHERED:
+            leaving.reshard()
 
     # -- parameters that are touched outside of the calls of their units ----------------------------------------------
 

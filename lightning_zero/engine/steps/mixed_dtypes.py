@@ -21,7 +21,8 @@ from torch.optim import Optimizer
 
 from lightning_zero.engine.steps.torch_optimizers import is_elementwise
 
-CHUNK = 1 << 18  # elements: parameter, gradient and two states in fp32 are 4 MiB, which stay in a host's cache
+CHUNK = 1 << 18  # elements for each thread: parameter, gradient and two states in fp32 are 4 MiB, which stay in cache
+MAX_CHUNK = 1 << 22  # elements; the cache that cores share is bounded
 DEVICE_CHUNK = 1 << 24  # on a GPU each piece is a step of its own, of several kernels: few, and large
 
 _M1, _M2 = 0x7FEB352D, 0x846CA68B - (1 << 32)  # multipliers of a 32-bit integer hash with low bias, as int32
@@ -78,7 +79,7 @@ def step_in_chunks(
     Args:
         optimizer: one of torch's element-wise ones, with one param group and ``run``'s state in ``state``.
         group: that param group; its ``params`` are replaced.
-        factor: 0-d, what ``grad`` is multiplied by, in place.
+        factor: 0-d, what ``grad`` is multiplied by; itself it stays as it is.
         rounding: index of the run's first element and a salt, to round parameters and state stochastically to
             the run's dtype.
     """
@@ -89,9 +90,14 @@ def step_in_chunks(
     # each piece after it.
     before = dict(state)
     after: dict[str, Any] = {}
+    scaled: Tensor | None = None
     for low, high in _pieces(run):
         piece = run[low:high].to(wide)
-        part = grad[low:high] if factor is None else grad[low:high].mul_(factor)
+        part = grad[low:high]
+        if factor is not None:
+            # In memory of its own, which stays in the cache: the gradient is read once, and not written.
+            scaled = torch.empty_like(part) if scaled is None else scaled[: len(part)]
+            part = torch.mul(part, factor, out=scaled)
         piece.grad = part.to(device=run.device, dtype=wide)
         optimizer.state[piece] = {
             name: _part_of(value, low, high, wide) if is_elementwise(name, value, run) else _copy_of(value)
@@ -110,7 +116,7 @@ def step_in_chunks(
 
 
 def _pieces(run: Tensor) -> Iterator[tuple[int, int]]:
-    chunk = CHUNK if run.device.type == "cpu" else DEVICE_CHUNK
+    chunk = min(CHUNK * torch.get_num_threads(), MAX_CHUNK) if run.device.type == "cpu" else DEVICE_CHUNK
     for low in range(0, run.numel(), chunk):
         yield low, min(low + chunk, run.numel())
 

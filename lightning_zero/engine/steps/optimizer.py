@@ -226,15 +226,12 @@ class ShardedOptimizer:
             if "fused" in group:
                 group["fused"] = chosen
         claimed = bucket.grad_store.claim()
-        # What this step leaves out, another optimizer's job steps after it.
-        steps_all = sum(len(run.run.fragments) for run in self.runs.of(bucket)) == len(bucket.owned_fragments())
-        arrived = claimed.arrived if steps_all else claimed.scaled
         step = type(shadow).step
 
         def run() -> None:
             # Modes belong to a thread: those of the caller of ``step`` do not hold in the worker.
             with profiled("step", bucket.label), torch.inference_mode(False), torch.no_grad():
-                with self._runs_in_groups(shadow, [bucket], used, arrived()):
+                with self._runs_in_groups(shadow, [bucket], used, claimed.arrived()):
                     step(shadow)
                 self.runs.adopt(bucket)
 

@@ -221,9 +221,9 @@ class Runs:
                 continue
             flat = torch.zeros(run.tensor.numel(), dtype=_state_dtype(value, run.tensor), device=run.tensor.device)
             for fragment in run.run.fragments:
-                source = run.bucket.params[fragment.index].flattened(states[run.bucket, fragment.index][name])
+                info, whole = run.bucket.params[fragment.index], states[run.bucket, fragment.index][name]
                 start = fragment.start - run.run.start
-                flat[start : start + fragment.numel].copy_(source[fragment.offset : fragment.offset + fragment.numel])
+                info.copy_part(whole, fragment.offset, flat[start : start + fragment.numel])
             state[name] = flat
         self.optimizer.state[run.tensor] = state
 

@@ -11,6 +11,7 @@
     unit            a group of parameters that is gathered at once, and its states
     bucket          the parameters of one unit with equal dtypes and equal requires_grad, split by size: one flat buffer
     param_info      what is known of one parameter
+    stored          tensors in files, of which the parts are read that somebody needs
     home            where a bucket's masters and optimizer state rest
     param_store     where its compute parameters are between uses
     grad_store      where its reduced gradient is; landing: how it comes to the host

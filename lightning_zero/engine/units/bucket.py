@@ -142,12 +142,17 @@ class Bucket:
         """master_param [owned numel]; readable while the home is open (always, on the device and the host)."""
         return self.home.master
 
-    def fill(self, values: Tensor) -> None:
-        """Take initial values: ``values`` [layout.numel] in master_dtype, the same on every rank."""
-        low, high = self.owned_range
+    def share(self, values: Tensor) -> None:
+        """Bring initial values of all ranks, ``values`` [owned numel] of this one, into the full buffer if they rest
+        there. On all ranks, blocking."""
         if not self.reshards:
-            self.full.data.copy_(values)
-        self._settle_in(values[low:high])
+            self._own_part.copy_(values)
+            if self.plan.shards_master:
+                self.comm.all_gather(self.full.data, f"{self.label} (first values)").wait()
+
+    def fill(self, values: Tensor) -> None:
+        """Take initial values: ``values`` [owned numel] in master_dtype."""
+        self._settle_in(values)
 
     def _settle_in(self, values: Tensor) -> None:
         """Make the masters' home and the compute parameters' store, as the plan says, from ``values`` [owned numel]."""
@@ -232,24 +237,24 @@ class Bucket:
         Args:
             before: compute parameters of the owned range. Where ``value`` equals them, masters keep their digits.
         """
-        flat = info.flattened(value)
         with opened(self.home, changed=True) as master:
             for fragment in self.owned_fragments():
                 if fragment.index != info.slot:
                     continue
                 own = slice(fragment.start, fragment.start + fragment.numel)
-                part = flat[fragment.offset : fragment.offset + fragment.numel]
-                if before is not None:
-                    new = part.to(master.device)
-                    part = torch.where(new == before[own].to(master.device), master[own], new.to(master.dtype))
-                master[own].copy_(part)
+                if before is None:
+                    info.copy_part(value, fragment.offset, master[own])
+                    continue
+                new = info.flattened(value)[fragment.offset : fragment.offset + fragment.numel].to(master.device)
+                same = new == before[own].to(master.device)
+                master[own].copy_(torch.where(same, master[own], new.to(master.dtype)))
 
     # -- gathered values ------------------------------------------------------------------------------------------
 
     @property
     def can_gather_together(self) -> bool:
         """Whether its gather may be a part of one message: the device has streams, and what it sends is there."""
-        return self.reshards and self.comm.streams.are_there and not self._is_elsewhere
+        return self.comm.streams.are_there and not self._is_elsewhere
 
     def gather_begin(self) -> Pending:
         """Issue the gather of the compute parameters. The full buffer has memory from here on."""
@@ -338,11 +343,16 @@ class Bucket:
 
 
 def gather_together(buckets: Sequence[Bucket]) -> Pending:
-    """Issue the gathers of buckets of which each :attr:`~Bucket.can_gather_together`, as one message."""
+    """Issue the gathers of buckets of which each :attr:`~Bucket.can_gather_together`, as one message.
+
+    Either all are dropped after use, or none is.
+    """
     comm = buckets[0].comm
-    # Nothing here waits for what compute has queued, beyond the last use of the memory and the last change of the
-    # values: so the message, and the casts before it, run beside what computes now.
-    with comm.streams.on_free_memory("gather"):
+    # Where memory comes and goes, nothing here waits for what compute has queued beyond the last use of the memory and
+    # the last change of the values: the message, and the casts before it, run beside what computes now. Values that
+    # stay are in use, until a step has replaced this rank's part of them.
+    waits = comm.streams.on_free_memory if buckets[0].reshards else comm.streams.on
+    with waits("gather"):
         return comm.all_gather_together([bucket.prepare_gather() for bucket in buckets])
 
 

@@ -43,7 +43,7 @@ class Arrived(NamedTuple):
 
 
 class Claimed(NamedTuple):
-    """The gradient of a bucket as a step has found it; the step's thread asks for it."""
+    """The gradient of a bucket as a step has found it. The step's thread asks for it, and changes nothing."""
 
     streams: Streams
     grad: Tensor | None
@@ -57,11 +57,6 @@ class Claimed(NamedTuple):
             return Arrived(self.grad, None)
         _wait(self.streams, self.factor.event)
         return Arrived(self.grad, self.factor.value)
-
-    def scaled(self) -> Arrived:
-        """Wait for it, and multiply all of it now."""
-        grad, factor = self.arrived()
-        return Arrived(grad if grad is None or factor is None else grad.mul_(factor), None)
 
 
 class GradStore(Protocol):
@@ -216,10 +211,7 @@ class OnHost:
         self.is_there, self._arrival, self._factor = False, None, None
 
     def claim(self) -> Claimed:
-        claimed = Claimed(self._streams, self.memory if self.is_there else None, self._arrival, self._factor)
-        if self._factor is not None:  # the step multiplies
-            self._factor, self._seen = None, _Seen()
-        return claimed
+        return Claimed(self._streams, self.memory if self.is_there else None, self._arrival, self._factor)
 
     def norm(self, norm_type: float) -> Tensor | None:
         self._landing.asked_norms.add(norm_type)

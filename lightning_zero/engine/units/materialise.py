@@ -2,37 +2,79 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
 
 from lightning_zero.config import ConfigError
+from lightning_zero.engine.pretrained.first import ADAPTER, reset_adapter, resetter
 
 
-def materialise(module: nn.Module, unit: str, units: Collection[str], device: torch.device) -> None:
+def materialise(
+    module: nn.Module,
+    unit: str,
+    units: Collection[str],
+    device: torch.device,
+    sources: Mapping[str, Tensor] | None = None,
+) -> None:
     """Give meta parameters and buffers of a unit memory and initial values; tied parameters stay tied.
 
-    On an engine whose own device is meta (simulated scale) nothing has values, and all stays as it is.
+    Parameters that have a source stay on meta: nobody needs them whole. On an engine whose own device is meta
+    (simulated scale) nothing has values, and all stays as it is.
+
+    Args:
+        sources: first values by name.
     """
     if device.type == "meta":
         return
+    sources = sources or {}
+    sourced = {id(p) for fqn, p in module.named_parameters(remove_duplicate=False) if fqn in sources}
+    adapters: list[tuple[str, nn.Module]] = []
     for name, inner in _own_modules(module, unit, units):
-        if not any(t.is_meta for t in _own_tensors(inner)):
-            continue
-        reset = getattr(inner, "reset_parameters", None)
-        if not callable(reset):
-            raise ConfigError(
-                f"module {name or '(root)'} ({type(inner).__name__}) holds parameters or buffers on the meta device "
-                "and has no reset_parameters() to initialise them. Give it that method, or build it off meta."
-            )
-        for param in inner.parameters(recurse=False):
-            if param.is_meta:
-                move_param(param, torch.empty_like(param, device=device))
+        if hasattr(inner, ADAPTER) and any(p.is_meta and id(p) not in sourced for p in _adapter_params(inner)):
+            adapters.append((name, inner))
         for key, buffer in inner.named_buffers(recurse=False):
-            if buffer.is_meta:
-                inner._buffers[key] = torch.empty_like(buffer, device=device)
+            if buffer.is_meta and (source := sources.get(f"{name}.{key}" if name else key)) is not None:
+                inner._buffers[key] = torch.empty_like(buffer, device=device).copy_(source)
+        lacking = {key: t for key, t in _own_tensors(inner).items() if t.is_meta and id(t) not in sourced}
+        if lacking:
+            _reset(module, name, inner, lacking, device)
+    for name, inner in adapters:
+        reset_adapter(module, name, inner)
+    for name, inner in _own_modules(module, unit, units):
+        _refuse_without_values(name, inner, sources)
+
+
+def _reset(module: nn.Module, name: str, inner: nn.Module, lacking: Mapping[str, Tensor], device: torch.device) -> None:
+    """Give ``lacking`` tensors of ``inner`` memory, and the values that ``inner`` itself gives them."""
+    reset = resetter(module, name, inner)
+    if reset is None:
+        key = next(iter(lacking))
+        raise ConfigError(
+            f"module {name or '(root)'} ({type(inner).__name__}) holds parameters or buffers on the meta device "
+            f"({key}) and has no reset_parameters() to initialise them, nor has {f'{name}.{key}' if name else key} a "
+            "source in zero.init_from. Give it that method, a source, or build it off meta."
+        )
+    for key, tensor in lacking.items():
+        value = torch.empty_like(tensor, device=device)
+        if value.is_floating_point():
+            value.fill_(torch.nan)  # to be found if nobody puts a value there
+        if isinstance(tensor, nn.Parameter):
+            move_param(tensor, value)
+        else:
+            inner._buffers[key] = value
+    with torch.no_grad():
         reset()
+
+
+def _refuse_without_values(name: str, inner: nn.Module, sources: Mapping[str, Tensor]) -> None:
+    for key, tensor in _own_tensors(inner).items():
+        if not tensor.is_meta and tensor.is_floating_point() and tensor.numel() and bool(tensor.isnan().all()):
+            raise ConfigError(
+                f"{f'{name}.{key}' if name else key} was on the meta device, and {type(inner).__name__} has not "
+                "initialised it. Have its reset_parameters() do that, or build it off meta."
+            )
 
 
 def move_param(param: nn.Parameter, value: Tensor) -> None:
@@ -49,6 +91,9 @@ def _own_modules(module: nn.Module, unit: str, units: Collection[str]) -> Iterat
             yield name, inner
 
 
-def _own_tensors(module: nn.Module) -> Iterable[Tensor]:
-    yield from module.parameters(recurse=False)
-    yield from module.buffers(recurse=False)
+def _own_tensors(module: nn.Module) -> dict[str, Tensor]:
+    return {**dict(module.named_parameters(recurse=False)), **dict(module.named_buffers(recurse=False))}
+
+
+def _adapter_params(layer: nn.Module) -> Iterable[nn.Parameter]:
+    return (p for name, p in layer.named_parameters() if any(part.startswith("lora_") for part in name.split(".")))

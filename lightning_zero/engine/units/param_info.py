@@ -11,6 +11,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from lightning_zero.engine.parameters.classes import Classes
+from lightning_zero.engine.units.stored import StoredTensor
+from lightning_zero.planning.boxes import memory_order
+
+READ_CHUNK = 1 << 22  # elements of a file in memory at a time
 
 
 @dataclass(slots=True, eq=False)
@@ -49,7 +53,21 @@ class ParamInfo:
 
     def flattened(self, value: Tensor) -> Tensor:
         """``value`` [shape], of any strides, as it lies in a flat buffer: [numel]."""
-        return value.permute(sorted(range(value.dim()), key=lambda d: -self.strides[d])).reshape(-1)
+        return value.permute(self.order).reshape(-1)
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """The dimensions as they are flattened, the slowest first."""
+        return memory_order(self.strides)
+
+    def copy_part(self, value: Tensor, start: int, target: Tensor) -> None:
+        """Copy elements of :meth:`flattened`, from ``start`` on, to ``target`` [n]. Of a file no others are read."""
+        if not isinstance(value, StoredTensor):
+            target.copy_(self.flattened(value)[start : start + len(target)])
+            return
+        for low in range(0, len(target), READ_CHUNK):
+            piece = target[low : low + READ_CHUNK]
+            piece.copy_(value.read(start + low, start + low + len(piece), self.order))
 
 
 def values_changed(infos: Iterable[ParamInfo]) -> None:

@@ -11,7 +11,7 @@ of the others' slices. At stage 0 a unit stays GATHERED.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -96,16 +96,19 @@ class Unit:
             bucket.awaited_step.refuse_in_backward(f"unit {self.title} is needed again")
         self._enter(State.GATHERING)
         with profiled("gather", self.title):
-            # One by one: if a bucket's gather cannot be issued, those before it are known, and ``abandon`` ends them.
             self.pending = []
-            together = [bucket for bucket in self.resharded if bucket.can_gather_together]
-            if together:
-                self.pending.append(gather_together(together))
-            for bucket in self.resharded:
-                if bucket not in together:
-                    self.pending.append(bucket.gather_begin())
+            self._issue(self.resharded)
 
-    def refresh_begin(self, buckets: Iterable[Bucket]) -> None:
+    def _issue(self, buckets: Sequence[Bucket]) -> None:
+        together = [bucket for bucket in buckets if bucket.can_gather_together]
+        if together:
+            self.pending.append(gather_together(together))
+        # One by one: if a bucket's gather cannot be issued, those before it are known, and ``abandon`` ends them.
+        for bucket in buckets:
+            if bucket not in together:
+                self.pending.append(bucket.gather_begin())
+
+    def refresh_begin(self, buckets: Sequence[Bucket]) -> None:
         """After a step: issue the gathers of replicated compute parameters.
 
         Until they arrive parameters show placeholders, and users' reads wait.
@@ -113,8 +116,8 @@ class Unit:
         self.unshard_wait()  # masters were changed twice in a row
         self._enter(State.GATHERING)
         with profiled("gather", self.title):
+            self._issue(buckets)
             for bucket in buckets:
-                self.pending.append(bucket.gather_begin())
                 bucket.show(gathered=False)
 
     def unshard_wait(self) -> None:

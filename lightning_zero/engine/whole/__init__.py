@@ -5,6 +5,8 @@
     gather           parameters show whole masters for a while
     module_state     the module's state dict, out of shards and into them
     optimizer_state  an optimizer's, likewise
+    sharded_state    both, with the parts of tensors that each rank holds
+    ranges           whole values of which each rank gives its ranges
     norms            norms and clipping
     held_bytes       bytes that are held, beside those that were planned
 """

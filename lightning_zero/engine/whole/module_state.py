@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,15 +13,15 @@ from torch.overrides import TorchFunctionMode
 from lightning_zero.engine.assembly import Assembly
 from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units.bucket import Place
-from lightning_zero.engine.units.param_info import values_changed
+from lightning_zero.engine.units.param_info import ParamInfo, values_changed
+from lightning_zero.engine.units.stored import KeptTensor, StoredTensor
+from lightning_zero.engine.whole.ranges import COPY, Hollow, Value
 
 
 @outside_autograd
 def full_parameters(engine: Assembly, *, only_rank_0: bool) -> dict[int, Tensor]:
     """Every parameter by ``id``, on the host in its checkpoint dtype; empty where it is not wanted. On all ranks."""
-    engine.settle()
-    engine.writes.take_all_over()
-    engine.writes.confirm_if_any()
+    _take_writes_over(engine)
     result: dict[int, Tensor] = {}
     for bucket in engine.buckets:
         full = bucket.full_master()  # a gather: ranks that do not want the values take part in it
@@ -32,27 +32,80 @@ def full_parameters(engine: Assembly, *, only_rank_0: bool) -> dict[int, Tensor]
     return result
 
 
-def whole_state_dict(engine: Assembly, *, only_rank_0: bool = True) -> dict[str, Any]:
+def _take_writes_over(engine: Assembly) -> None:
+    engine.settle()
+    engine.writes.take_all_over()
+    engine.writes.confirm_if_any()
+
+
+@outside_autograd
+def hollow_parameters(engine: Assembly, hollow: Hollow, *, trainable_only: bool = False) -> dict[int, Tensor]:
+    """As :func:`full_parameters`, without values."""
+    _take_writes_over(engine)
+    return _hollow(engine, hollow, trainable_only, {})
+
+
+def hollow_copy(
+    engine: Assembly, hollow: Hollow, tensors: Sequence[Tensor], *, trainable_only: bool = False
+) -> dict[str, Any]:
+    """``module.state_dict()`` on rank 0, nothing on others, with hollow tensors for a copy of the masters.
+
+    Args:
+        tensors: the copy of each bucket, ``[owned numel]``.
+    """
+    name = f"copy {len(hollow.copies)}"
+    hollow.copies[name] = tensors
+    values = _hollow(engine, hollow, trainable_only, {"optimizer": COPY, "name": name})
+    return {} if engine.rank else state_dict_with(engine, values, trainable_only=trainable_only)
+
+
+def _hollow(engine: Assembly, hollow: Hollow, trainable_only: bool, kind: Mapping[str, Any]) -> dict[int, Tensor]:
+    places = ((number, info) for number, bucket in enumerate(engine.buckets) for info in bucket.params)
+    return {
+        id(info.param): hollow.tensor(Value(n, info.slot, **kind), info, info.dtype)
+        for n, info in places
+        if info.param.requires_grad or not trainable_only
+    }
+
+
+def whole_state_dict(
+    engine: Assembly, *, only_rank_0: bool = True, hollow: Hollow | None = None, trainable_only: bool = False
+) -> dict[str, Any]:
     """See ``Engine.state_dict``."""
-    values = full_parameters(engine, only_rank_0=only_rank_0)
+    if hollow is None:
+        values = full_parameters(engine, only_rank_0=only_rank_0)
+    else:
+        values = hollow_parameters(engine, hollow, trainable_only=trainable_only)
     if only_rank_0 and engine.rank != 0:
         return {}
+    return state_dict_with(engine, values, trainable_only=trainable_only)
+
+
+def state_dict_with(engine: Assembly, values: Mapping[int, Tensor], *, trainable_only: bool = False) -> dict[str, Any]:
+    """``module.state_dict()`` with ``values``, by ``id`` of the parameter, in the place of parameters.
+
+    Args:
+        trainable_only: leave parameters out that are frozen.
+    """
     with engine.placeholders_allowed():
         state = engine.module.state_dict(keep_vars=True)
-    by_storage = {_identity(info.param): info for b in engine.buckets for info in b.params}
+    by_id = {id(info.param): info for b in engine.buckets for info in b.params}
+    by_storage = {_identity(info.param): info for info in by_id.values()}
 
-    def value(entry: Any) -> Any:
-        if isinstance(entry, Tensor):
-            if id(entry) in values:
-                return values[id(entry)]
-            # An override of ``state_dict`` has detached the parameter: another object, with the same placeholder.
-            info = by_storage.get(_identity(entry))
-            if info is not None:
-                return values[id(info.param)]
-            return entry.detach().to("cpu", copy=True)
-        return entry
+    def info_of(entry: Any) -> ParamInfo | None:
+        if not isinstance(entry, Tensor):
+            return None
+        # By its memory: an override of ``state_dict`` has detached the parameter, which is another object then, with
+        # the same placeholder.
+        return by_id.get(id(entry)) or by_storage.get(_identity(entry))
 
-    result = type(state)((key, value(entry)) for key, entry in state.items())
+    result = type(state)()
+    for key, entry in state.items():
+        info = info_of(entry)
+        if info is None:
+            result[key] = entry.detach().to("cpu", copy=True) if isinstance(entry, Tensor) else entry
+        elif info.param.requires_grad or not trainable_only:
+            result[key] = values[id(info.param)]
     if hasattr(state, "_metadata"):
         result._metadata = state._metadata  # type: ignore[attr-defined]
     return result
@@ -70,6 +123,8 @@ class _CopyIntoShards(TorchFunctionMode):
         self.engine = engine
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.copy_ and isinstance(args[1], KeptTensor):
+            return args[0]
         if func is Tensor.copy_ and isinstance(args[0], nn.Parameter) and self.engine.owns(args[0]):
             place = self.engine.place_of(args[0])
             write_param(place, args[1])
@@ -82,7 +137,7 @@ def write_param(place: Place, value: Tensor) -> None:
     """Set one parameter from a full value of its shape; every rank takes its own part."""
     bucket, info = place
     bucket.write_master(info, value.detach())
-    if not bucket.reshards:
+    if not bucket.reshards and not isinstance(value, StoredTensor):  # else by the push and the gather that follow
         assert info.gathered is not None
         info.gathered.copy_(value.detach().reshape(info.shape))
     values_changed([info])
@@ -92,6 +147,13 @@ def load_whole(engine: Assembly, state: Mapping[str, Any], *, strict: bool = Tru
     """See ``Engine.load_state_dict``."""
     with loading_into_shards(engine):
         return engine.module.load_state_dict(state, strict=strict)
+
+
+def keeping_frozen(module: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
+    """``state`` of a checkpoint without frozen parameters, with what makes a load leave them as they are."""
+    params = module.named_parameters(remove_duplicate=False)
+    lacking = {fqn: p for fqn, p in params if not p.requires_grad and fqn not in state}
+    return {**state, **{fqn: KeptTensor(p.shape, p.dtype) for fqn, p in lacking.items()}}
 
 
 @contextlib.contextmanager

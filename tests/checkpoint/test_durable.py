@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import itertools
@@ -20,7 +21,7 @@ from typing import Any, BinaryIO
 import pytest
 import torch
 
-from lightning_zero.checkpoint import files
+from lightning_zero.checkpoint import durable
 from lightning_zero.trainer.checkpoint_io import ZeroCheckpointIO
 
 OLD, NEW = {"value": torch.zeros(50_000)}, {"value": torch.ones(50_000)}
@@ -40,28 +41,11 @@ def in_child(act: Callable[[], object]) -> int | None:
     return code
 
 
-class HalfFile:
-    """Kills in the middle of what is written."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file, self._left = file, 100_000
-
-    def write(self, data: Any) -> int:
-        self._left -= len(data)
-        if self._left < 0:
-            self._file.flush()
-            killed()
-        return self._file.write(data)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._file, name)
-
-
 def save_and_die(folder: Path, moment: str) -> None:
     tempfile.tempdir = "/dev/shm"  # what fsspec writes to; another file system than ``folder``
     if moment == "half of the file":
-        save = torch.save
-        torch.save = lambda value, file: save(value, HalfFile(file))  # type: ignore
+        pwrite = os.pwrite
+        os.pwrite = lambda fd, data, offset: (pwrite(fd, data[: len(data) // 2], offset), killed())
     elif moment == "half of a copy":  # none is made
         os.sendfile = lambda out, *_: (os.write(out, b"PK half"), killed())  # type: ignore[assignment]
     elif moment == "fsync":
@@ -69,7 +53,7 @@ def save_and_die(folder: Path, moment: str) -> None:
     elif moment == "rename":
         os.replace = os.rename = killed
     elif moment == "fsync of the folder":
-        files._sync_folder = killed
+        durable.sync_folder = killed
     ZeroCheckpointIO().save_checkpoint(NEW, folder / "last.ckpt")
 
 
@@ -94,6 +78,103 @@ def test_a_kill_leaves_the_old_file_or_the_new_one(moment: str, ends: dict[str, 
     assert sorted(p.name for p in tmp_path.iterdir()) == ["last.ckpt", "other.ckpt"]  # what was left over is gone
 
 
+def write_folder(path: Path, value: str) -> None:
+    with durable.written_aside(path, folder=True) as part:
+        (part.path / "deep").mkdir()
+        for name in ("a", "deep/b"):
+            (part.path / name).write_text(value)
+
+
+def no_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on NFS."""
+
+    class Libc:
+        def renameat2(self, *_: Any) -> int:
+            ctypes.set_errno(errno.EINVAL)
+            return -1
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: Libc())
+
+
+def write_folder_and_die(folder: Path, moment: str) -> None:
+    if moment == "in between":
+        rename, renames = os.rename, itertools.count()
+        os.rename = lambda *names: killed() if next(renames) else rename(*names)
+    elif moment == "fsync":
+        os.fsync = killed
+    elif moment == "fsync of the folder":
+        sync = durable.sync_folder
+        durable.sync_folder = lambda path: killed() if path == folder else sync(path)
+    elif moment == "removal":
+        shutil.rmtree = killed  # type: ignore[assignment]
+    write_folder(folder / "last.ckpt", "new")
+
+
+@pytest.mark.parametrize("exchanges", [True, False])
+@pytest.mark.parametrize(
+    ("moment", "ends"),
+    [("fsync", "old"), ("in between", "old"), ("fsync of the folder", "new"), ("removal", "new")],
+)
+def test_a_kill_leaves_the_old_folder_or_the_new_one(
+    moment: str, ends: str, exchanges: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not exchanges:
+        no_exchange(monkeypatch)
+    elif moment == "in between":
+        pytest.skip("there is no such moment")
+    write_folder(tmp_path / "last.ckpt", "old")
+    assert in_child(lambda: write_folder_and_die(tmp_path, moment)) == -signal.SIGKILL
+    durable.write_whole(tmp_path / "other.ckpt", lambda file: file.write(b"x"))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["last.ckpt", "other.ckpt"]  # what was left over is gone
+    assert {p.read_text() for p in tmp_path.glob("last.ckpt/**/*") if p.is_file()} == {ends}
+
+
+@pytest.mark.parametrize("old", ["none", "file", "folder", "link"])
+def test_a_folder_in_the_place_of_anything(old: str, tmp_path: Path) -> None:
+    path = tmp_path / "last_1.ckpt"
+    if old == "file":
+        path.write_text("old")
+    elif old == "folder":
+        write_folder(path, "old")
+    elif old == "link":
+        write_folder(tmp_path / "best.ckpt", "old")
+        path.symlink_to("best.ckpt")
+    write_folder(path, "new")
+    assert (path / "deep" / "b").read_text() == "new" and not path.is_symlink()
+    assert not (tmp_path / "best.ckpt").exists() or (tmp_path / "best.ckpt" / "a").read_text() == "old"
+    durable.write_whole(path, lambda file: file.write(b"a file in the place of a folder"))
+    assert path.is_file()
+    assert {p.name for p in tmp_path.iterdir()} <= {"last_1.ckpt", "best.ckpt"}
+
+
+def test_a_folder_that_fails_leaves_the_old_one(tmp_path: Path) -> None:
+    write_folder(tmp_path / "last.ckpt", "old")
+    names = r"last\.ckpt: the folder could not be written: OSError: .*No space"
+    with pytest.raises(OSError, match=names), durable.written_aside(tmp_path / "last.ckpt", folder=True) as part:
+        (part.path / "a").touch()
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    assert [p.name for p in tmp_path.iterdir()] == ["last.ckpt"]
+    assert (tmp_path / "last.ckpt" / "a").read_text() == "old"
+
+
+def test_a_folder_that_is_being_written_stays(tmp_path: Path) -> None:
+    with durable.written_aside(tmp_path / "last.ckpt", folder=True) as part:
+        durable.write_whole(tmp_path / "other.ckpt", lambda file: file.write(b"x"))
+        assert part.path.is_dir()
+
+
+def test_without_locks_a_file_must_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_locks(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, "no locks")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    left = [tmp_path / durable.part_name(name) for name in ("new.ckpt", "long-ago.ckpt")]
+    for path in left:
+        path.mkdir()
+    os.utime(left[1], (0, 0))
+    assert durable.remove_leftovers(tmp_path) == [left[1].name]
+
+
 def test_the_temporary_folder_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
     ZeroCheckpointIO().save_checkpoint(NEW, tmp_path / "new" / "folder" / "last.ckpt")
@@ -114,7 +195,7 @@ def test_durable_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(os, "fsync", sync)
     monkeypatch.setattr(os, "replace", rename)
-    files.write_whole(tmp_path / "a.ckpt", lambda file: file.write(b"x"))
+    durable.write_whole(tmp_path / "a.ckpt", lambda file: file.write(b"x"))
     assert done == ["file", "rename", "folder"]
 
 
@@ -150,10 +231,10 @@ def test_what_cannot_be_written_leaves_nothing_and_names_file_and_cause(tmp_path
 
 def test_only_what_the_dead_have_left_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = {
-        "dead": files.part_name("hpc_ckpt_3.ckpt"),
-        "written": files.part_name("last.ckpt"),
-        "of another node": files.part_name("last.ckpt").replace(files._host(), "elsewhere"),
-        "long ago": files.part_name("last.ckpt").replace(files._host(), "elsewhere"),
+        "dead": durable.part_name("hpc_ckpt_3.ckpt"),
+        "written": durable.part_name("last.ckpt"),
+        "of another node": durable.part_name("last.ckpt").replace(durable._host(), "elsewhere"),
+        "long ago": durable.part_name("last.ckpt").replace(durable._host(), "elsewhere"),
         "the user's": ".notes.part",
     }
     for name in names.values():
@@ -161,28 +242,28 @@ def test_only_what_the_dead_have_left_is_removed(tmp_path: Path, monkeypatch: py
     os.utime(tmp_path / names["long ago"], (0, 0))
     with (tmp_path / names["written"]).open("rb+") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        files.write_whole(tmp_path / "a.ckpt", lambda file: file.write(b"x"))
+        durable.write_whole(tmp_path / "a.ckpt", lambda file: file.write(b"x"))
     left = {key for key, name in names.items() if (tmp_path / name).exists()}
     assert left == {"written", "of another node", "the user's"}
 
 
 def test_a_process_with_the_ids_of_one_that_was_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a container that starts again."""
-    monkeypatch.setattr(files, "_numbers", itertools.count(1))
-    left = [tmp_path / files.part_name("last.ckpt") for _ in range(2)]
+    monkeypatch.setattr(durable, "_numbers", itertools.count(1))
+    left = [tmp_path / durable.part_name("last.ckpt") for _ in range(2)]
     for path in left:
         path.touch()
-    monkeypatch.setattr(files, "_numbers", itertools.count(1))
-    files.write_whole(tmp_path / "last.ckpt", lambda file: file.write(b"x"))
+    monkeypatch.setattr(durable, "_numbers", itertools.count(1))
+    durable.write_whole(tmp_path / "last.ckpt", lambda file: file.write(b"x"))
     assert [p.name for p in tmp_path.iterdir()] == ["last.ckpt"]
 
 
 def test_names_that_lightning_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "gethostname", lambda: "node_1.cluster")
     for name in ("hpc_ckpt_3.ckpt", "last.ckpt", "é" * 120):
-        part = files.part_name(name)
+        part = durable.part_name(name)
         assert (
-            files._PART.fullmatch(part) and "ckpt_" not in part and part.startswith(".") and not part.endswith("ckpt")
+            durable._PART.fullmatch(part) and "ckpt_" not in part and part.startswith(".") and not part.endswith("ckpt")
         )
         assert len(part.encode()) < 255
 
@@ -199,7 +280,7 @@ def test_a_forked_process_holds_no_lock(tmp_path: Path) -> None:
         assert in_child(lambda: os._exit(any(name.endswith(".part") for name in open_files()))) == 0
         assert any(name.endswith(".part") for name in open_files())
 
-    files.write_whole(tmp_path / "a.ckpt", write)
+    durable.write_whole(tmp_path / "a.ckpt", write)
 
 
 def test_an_interrupted_write_leaves_nothing(tmp_path: Path) -> None:
@@ -207,7 +288,7 @@ def test_an_interrupted_write_leaves_nothing(tmp_path: Path) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        files.write_whole(tmp_path / "a.ckpt", write)
+        durable.write_whole(tmp_path / "a.ckpt", write)
     assert not list(tmp_path.iterdir())
 
 

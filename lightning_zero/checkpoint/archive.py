@@ -1,0 +1,208 @@
+"""torch's one-file checkpoints, whose bytes several processes write and check.
+
+::
+
+    last.ckpt    data.pkl | data/0 | data/1 | ... | version | lightning_zero/crc32 | table of records
+
+``torch.save`` writes the file with holes where tensors belong, so it takes no memory of theirs. Then ranks write their
+ranges, and rank 0 adds the checksums. They are inside of the file, so that they cannot be lost, or be those of another
+file: ``torch.load`` reads the records that it knows by name. Each record's own checksum stands in the table, where any
+zip tool finds it; those of 16 MiB each, of records that are longer, in a record of their own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import pickle
+import struct
+import zipfile
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, BinaryIO, NamedTuple
+
+import torch
+from torch import Tensor, UntypedStorage
+
+from lightning_zero.checkpoint.crc import CHUNK_NBYTES, Piece, add_up, pieces, whole
+
+RECORD = "lightning_zero/crc32"
+_LOCAL_HEADER = struct.Struct("<4s22xHH")  # of a record: the signature, and the lengths of its name and its extra field
+_LOCAL_SIGNATURE = b"PK\x03\x04"
+_DESCRIPTOR = b"PK\x07\x08"  # behind a record; then its checksum
+
+
+class Hole(NamedTuple):
+    """A record of tensor values, which are still to be written."""
+
+    record: str
+    start: int  # in the file
+    nbytes: int
+
+
+class Skeleton:
+    """A checkpoint without its values.
+
+    Attributes:
+        holes: for each storage, by its ``_cdata``.
+    """
+
+    def __init__(self, checkpoint: Any, fd: int) -> None:
+        """Write ``checkpoint`` to the empty file ``fd``. Fake tensors are written as plain ones of their sizes."""
+        self._fd = fd
+        self._storages: dict[int, tuple[str, UntypedStorage]] = {}
+        with os.fdopen(fd, "r+b", closefd=False) as file:
+            with torch.serialization.skip_data(materialize_fake_tensors=True):
+                torch.save(checkpoint, file, pickle_module=self._noting())  # type: ignore[arg-type]
+            file.flush()
+            self._records = {r.name: r for r in records_of(file)}
+        self.holes = {cdata: self._hole(f"data/{key}") for cdata, (key, _) in self._storages.items()}
+
+    def _hole(self, name: str) -> Hole:
+        record = self._records[name]
+        return Hole(name, record.start, record.nbytes)
+
+    def _noting(self) -> Any:
+        """What ``torch.save`` takes for the module ``pickle``: it tells which storage becomes which record."""
+        noted = self._storages
+
+        class Noting(pickle.Pickler):
+            def __init_subclass__(cls) -> None:
+                theirs = cls.persistent_id
+
+                def persistent_id(self: Any, obj: Any) -> Any:
+                    found = theirs(self, obj)
+                    if found is not None:
+                        storage = obj._untyped_storage if isinstance(obj, torch.storage.TypedStorage) else obj
+                        noted[storage._cdata] = found[2], storage
+                    return found
+
+                cls.persistent_id = persistent_id  # type: ignore[method-assign, assignment]
+
+        class Module:
+            __name__ = "pickle"
+            Pickler = Noting
+
+        return Module()
+
+    def fill(self) -> list[Piece]:
+        """Write the values of all storages that have some, which is to say all but those of fake tensors."""
+        done: list[Piece] = []
+        for cdata, (_, storage) in self._storages.items():
+            if storage.device.type != "meta":
+                values = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+                done += write_values(self._fd, self.holes[cdata], 0, values)
+        return done
+
+    def finish(self, done: Iterable[Piece], *, may_have_gaps: Callable[[str], bool] = lambda _: False) -> None:
+        """Write the checksums, when all values are in the file.
+
+        Args:
+            done: what has been written, by whomever.
+            may_have_gaps: whether bytes of a record that nobody has written are zeros.
+
+        Raises:
+            RuntimeError: a value was written twice or not at all.
+        """
+        found: dict[str, list[Piece]] = defaultdict(list)
+        for piece in done:
+            found[piece.record].append(piece)
+        sums = {
+            hole.record: add_up(hole.record, hole.nbytes, found[hole.record], gaps_are_zeros=may_have_gaps(hole.record))
+            for hole in self.holes.values()
+        }
+        chunks = {name: s.chunks for name, s in sums.items() if len(s.chunks) > 1}
+        with os.fdopen(self._fd, "r+b", closefd=False) as file, zipfile.ZipFile(file, "a") as archive:
+            prefix = archive.namelist()[0].partition("/")[0]
+            for info in archive.infolist():
+                if (added := sums.get(info.filename.partition("/")[2])) is not None:
+                    info.CRC = added.whole
+                    self._describe(info.filename.partition("/")[2], added.whole)
+            archive.writestr(f"{prefix}/{RECORD}", _packed(chunks))
+
+    def _describe(self, name: str, crc: int) -> None:
+        """Put a checksum where those go by who read a zip file from its beginning, without its table."""
+        hole = self._hole(name)
+        if os.pread(self._fd, 4, hole.start + hole.nbytes) == _DESCRIPTOR:
+            os.pwrite(self._fd, struct.pack("<I", crc), hole.start + hole.nbytes + 4)
+
+
+def write_archive(checkpoint: Any, fd: int) -> None:
+    """Write a checkpoint of values that are all here to the empty file ``fd``."""
+    skeleton = Skeleton(checkpoint, fd)
+    skeleton.finish(skeleton.fill())
+
+
+def write_values(fd: int, hole: Hole, start: int, values: Tensor, dtype: torch.dtype | None = None) -> list[Piece]:
+    """Write ``values`` [n], cast to ``dtype``, from byte ``start`` of a hole on; a chunk at a time is on the host."""
+    dtype = dtype if dtype is not None else values.dtype
+    size, done = dtype.itemsize, list[Piece]()
+    step = CHUNK_NBYTES // size
+    for low in range(0, values.numel(), step):
+        part = values[low : low + step].detach().to(device="cpu", dtype=dtype).contiguous()
+        # Not by numpy(): that would keep the tensor's memory, which rests in a file between uses, from being resized.
+        data = memoryview((ctypes.c_char * (part.numel() * size)).from_address(part.data_ptr())).cast("B")
+        offset = start + low * size
+        _write_all(fd, data, hole.start + offset)
+        done += pieces(hole.record, offset, data)
+    return done
+
+
+def _write_all(fd: int, data: memoryview, offset: int) -> None:
+    written = 0
+    while written < len(data):
+        written += os.pwrite(fd, data[written:], offset + written)
+
+
+def _packed(chunks: Mapping[str, tuple[int, ...]]) -> bytes:
+    sums = {name: " ".join(f"{crc:08x}" for crc in found) for name, found in chunks.items()}
+    return json.dumps({"chunk_nbytes": CHUNK_NBYTES, "crc32": sums}).encode()
+
+
+# -- reading ----------------------------------------------------------------------------------------------------------
+
+
+class Record(NamedTuple):
+    """Where a record is, and what its bytes must add up to.
+
+    Attributes:
+        chunk_nbytes: of each of ``crcs``, except the last.
+    """
+
+    name: str
+    start: int
+    nbytes: int
+    crcs: tuple[int, ...]
+    chunk_nbytes: int
+
+
+def records_of(file: BinaryIO) -> list[Record]:
+    """The records of a file of torch.save.
+
+    Raises:
+        zipfile.BadZipFile: it is none, or was cut off.
+    """
+    with zipfile.ZipFile(file) as archive:
+        infos = {info.filename.partition("/")[2]: info for info in archive.infolist()}
+        held = archive.read(infos[RECORD]) if RECORD in infos else b"{}"
+    kept = json.loads(held)
+    chunk_nbytes, sums = kept.get("chunk_nbytes", 0), kept.get("crc32", {})
+    found = []
+    for name, info in infos.items():
+        file.seek(info.header_offset)
+        head = file.read(_LOCAL_HEADER.size)
+        signature, name_nbytes, extra_nbytes = (
+            _LOCAL_HEADER.unpack(head) if len(head) == _LOCAL_HEADER.size else (b"", 0, 0)
+        )
+        if signature != _LOCAL_SIGNATURE:
+            raise zipfile.BadZipFile(f"there is no record {name} where it should be")
+        crcs: tuple[int, ...] = (info.CRC,)
+        size = info.file_size
+        if name in sums:
+            crcs, size = tuple(int(crc, 16) for crc in sums[name].split()), chunk_nbytes
+            if whole(crcs, info.file_size) != info.CRC:
+                raise zipfile.BadZipFile(f"the checksums of {name} contradict each other")
+        start = info.header_offset + len(head) + name_nbytes + extra_nbytes
+        found.append(Record(name, start, info.file_size, crcs, size))
+    return found

@@ -1,0 +1,169 @@
+"""Safetensors files whose bytes are written in any order, by several processes.
+
+::
+
+    8 bytes: length of the header | header: JSON of names, dtypes, shapes, places | values, row-major
+
+The library writes a file of tensors that are all in memory. Here places follow from names and shapes, files are made in
+their full length, and then whoever has a range of a tensor writes it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import struct
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_zero.config import ConfigError
+from lightning_zero.engine.pretrained.folder import DTYPES, INDEX, SINGLE
+from lightning_zero.planning.layout import round_up
+
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+CHUNK = 1 << 22  # elements written at a time
+_ALIGN = 8  # of values in a file, in bytes
+
+
+_SHORT = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+
+
+def parse_dtype(key: str, value: str | torch.dtype | None) -> torch.dtype | None:
+    """``bf16``, ``bfloat16`` or a dtype.
+
+    Raises:
+        ConfigError: it is no floating-point dtype.
+    """
+    found = _SHORT.get(value, getattr(torch, value, None)) if isinstance(value, str) else value
+    if value is None or (isinstance(found, torch.dtype) and found.is_floating_point):
+        return found
+    raise ConfigError(f"{key}: expected one of {', '.join(_SHORT)}, got {value!r}. Change it.")
+
+
+class Wanted(NamedTuple):
+    """A tensor that is to be in the files."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+class Place(NamedTuple):
+    """Where a tensor lies."""
+
+    file: str
+    start: int  # bytes
+    wanted: Wanted
+
+
+class Files:
+    """The files of some tensors.
+
+    Args:
+        shard_nbytes: of a file at most; a tensor that is larger has a file of its own.
+        stem: of their names.
+    """
+
+    def __init__(self, tensors: Sequence[Wanted], shard_nbytes: int, stem: str = SINGLE) -> None:
+        groups: list[list[Wanted]] = [[]]
+        for tensor in tensors:
+            if groups[-1] and sum(t.nbytes for t in groups[-1]) + tensor.nbytes > shard_nbytes:
+                groups.append([])
+            groups[-1].append(tensor)
+        base = stem.removesuffix(".safetensors")
+        names = [f"{base}-{n:05}-of-{len(groups):05}.safetensors" for n in range(1, len(groups) + 1)]
+        self.names = names if len(groups) > 1 else [stem]
+        self.places: dict[str, Place] = {}
+        self._heads: dict[str, tuple[bytes, int]] = {}  # of each file, with its size
+        for name, group in zip(self.names, groups, strict=True):
+            self._lay_out(name, group)
+
+    def _lay_out(self, file: str, group: Sequence[Wanted]) -> None:
+        # Wide elements first, so that all lie aligned without gaps, which the format does not allow.
+        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        offset, starts = 0, dict[str, int]()
+        for tensor in sorted(group, key=lambda t: -t.dtype.itemsize):
+            if tensor.dtype not in NAMES:
+                raise ConfigError(f"{tensor.name}: expected a dtype that safetensors files know, got {tensor.dtype}.")
+            starts[tensor.name] = offset
+            end = offset + tensor.nbytes
+            header[tensor.name] = {
+                "dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]
+            }  # fmt: skip
+            offset = end
+        text = json.dumps(header).encode()
+        text += b" " * (round_up(len(text), _ALIGN) - len(text))
+        head = struct.pack("<Q", len(text)) + text
+        self._heads[file] = head, len(head) + offset
+        for tensor in group:
+            self.places[tensor.name] = Place(file, len(head) + starts[tensor.name], tensor)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(place.wanted.nbytes for place in self.places.values())
+
+    def make(self, folder: Path) -> None:
+        """Make the files in their full length, with their headers, and the index if there are several."""
+        for name, (head, size) in self._heads.items():
+            with (folder / name).open("wb") as file:
+                file.write(head)
+                file.truncate(size)
+        if len(self.names) > 1:
+            index = {
+                "metadata": {"total_size": self.nbytes},
+                "weight_map": {name: place.file for name, place in sorted(self.places.items())},
+            }
+            (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+class Writer:
+    """Writes ranges into files that are made. Used by one process, as a context."""
+
+    def __init__(self, files: Files, folder: Path) -> None:
+        self._files, self._folder = files, folder
+        self._open: dict[str, int] = {}
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        while self._open:
+            os.close(self._open.popitem()[1])
+
+    def close(self) -> None:
+        """Make what was written durable."""
+        for fd in self._open.values():
+            os.fsync(fd)
+        self.__exit__()
+
+    def write(self, name: str, start: int, values: Tensor) -> None:
+        """Write adjacent elements of a tensor, from ``start`` on in row-major order; ``values`` [n], in any dtype."""
+        place = self._files.places[name]
+        if place.file not in self._open:
+            self._open[place.file] = os.open(self._folder / place.file, os.O_WRONLY | os.O_CLOEXEC)
+        dtype = place.wanted.dtype
+        for low in range(0, values.numel(), CHUNK):
+            part = values[low : low + CHUNK].detach().to(device="cpu", dtype=dtype).contiguous()
+            # Not ``numpy()``: under a storage that NumPy has seen, memory cannot be given back.
+            data = memoryview((ctypes.c_char * part.nbytes).from_address(part.data_ptr())).cast("B")
+            offset = place.start + (start + low) * dtype.itemsize
+            done = 0
+            while done < len(data):
+                done += os.pwrite(self._open[place.file], data[done:], offset + done)
+
+    def write_whole(self, name: str, value: Tensor) -> None:
+        """Write a tensor that is all here."""
+        self.write(name, 0, value.reshape(-1))
+
+
+def shapes(tensors: Mapping[str, Tensor]) -> list[Wanted]:
+    return [Wanted(name, tuple(value.shape), value.dtype) for name, value in tensors.items()]

@@ -1,0 +1,146 @@
+"""``.metadata``, the index of a folder: made, read, and checked against the files.
+
+It is a pickle. Reading one may run anything that is in it, so here only the classes of which DCP makes its index, and
+plain values, are let in.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from lightning_zero.checkpoint.sharded.write import Entry
+from lightning_zero.config import ConfigError
+
+INDEX = ".metadata"
+EXTRA = "meta.pt"  # Lightning's name for what is neither of a module nor of an optimizer
+_DCP = "torch.distributed.checkpoint"
+_SHARDED = "torch.distributed._shard.sharded_tensor.metadata"  # of older versions
+ALLOWED = {
+    **dict.fromkeys(
+        (
+            "Metadata",
+            "TensorStorageMetadata",
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+            "MetadataIndex",
+            "TensorProperties",
+            "StorageMeta",
+            "_MEM_FORMAT_ENCODING",
+        ),
+        (f"{_DCP}.metadata",),
+    ),
+    "_StorageInfo": (f"{_DCP}.filesystem",),
+    "_HFStorageInfo": (f"{_DCP}._hf_utils",),
+    "MEM_FORMAT_ENCODING": (_SHARDED,),
+    "Size": ("torch",),
+    "_get_layout": ("torch.serialization",),
+    "OrderedDict": ("collections",),
+    "set": ("builtins",),
+    "PosixPath": ("pathlib", "pathlib._local"),
+    "PurePosixPath": ("pathlib", "pathlib._local"),
+}
+
+
+def make_index(entries: Iterable[Entry], folder: str) -> Metadata:
+    """The index of what all ranks have written."""
+    state: dict[str, Any] = {}
+    storage: dict[MetadataIndex, _StorageInfo] = {}
+    paths: dict[str, Any] = {}
+    for entry in entries:
+        info = _StorageInfo(entry.file, entry.start, entry.length)
+        chunk = ChunkStorageMetadata(torch.Size(entry.offsets), torch.Size(entry.sizes))
+        for key, path in zip(entry.keys, entry.paths, strict=True):
+            paths[key] = path
+            if entry.dtype is None:
+                state[key] = BytesStorageMetadata()
+                storage[MetadataIndex(key)] = info
+                continue
+            if key not in state:
+                properties = TensorProperties(dtype=entry.dtype)
+                state[key] = TensorStorageMetadata(properties, torch.Size(entry.shape), [])
+            state[key].chunks.append(chunk)
+            storage[MetadataIndex(key, entry.offsets)] = info
+    return Metadata(state, paths, storage, StorageMeta(checkpoint_id=folder), CURRENT_DCP_VERSION)
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        allowed = module in ALLOWED.get(name, ()) or (module == _SHARDED and name == "TensorProperties")
+        if allowed or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"it holds {module}.{name}, which no index has")
+
+
+def read_index(folder: Path) -> Metadata:
+    """Read the index of ``folder``, run nothing that is in it, and compare it with the files that are there.
+
+    Raises:
+        ConfigError: with the file: there is no index, or none that can be trusted; a file is missing or too short.
+        OSError: the system's.
+    """
+    path = folder / INDEX
+    try:
+        with path.open("rb") as file:
+            index = _Unpickler(file).load()
+    except FileNotFoundError as error:
+        raise ConfigError(refusal(folder, f"it has no {INDEX}, which is written last")) from error
+    except OSError:
+        raise
+    except Exception as error:  # unpickling what is no pickle raises almost anything
+        raise ConfigError(refusal(path, f"it cannot be read: {type(error).__name__}: {error}")) from error
+    if not isinstance(index, Metadata) or not isinstance(index.storage_data, dict):
+        raise ConfigError(refusal(path, f"it holds no index but a {type(index).__name__}"))
+    _check_files(folder, index)
+    _check_filled(folder, index)
+    return index
+
+
+def refusal(path: Path, cause: str) -> str:
+    return f"ckpt_path: expected a whole checkpoint, got {path}: {cause}. Give another ckpt_path."
+
+
+def _check_files(folder: Path, index: Metadata) -> None:
+    ends: dict[str, int] = {}
+    for info in index.storage_data.values():
+        if getattr(info, "transform_descriptors", None):
+            kinds = ", ".join(info.transform_descriptors)
+            raise ConfigError(refusal(folder, f"its files are encoded by extensions ({kinds}), which is not supported"))
+        ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
+    for name, end in sorted(ends.items()):
+        path = folder / name
+        if not path.resolve().is_relative_to(folder.resolve()):
+            raise ConfigError(refusal(folder / INDEX, f"it names {name}, which is not in the folder"))
+        try:
+            size = os.stat(path).st_size
+        except FileNotFoundError as error:
+            raise ConfigError(refusal(path, "this file of it is missing")) from error
+        if size < end:
+            raise ConfigError(refusal(path, f"this file of it has {size:,} bytes, fewer than the {end:,} of its index"))
+
+
+def _check_filled(folder: Path, index: Metadata) -> None:
+    for key, entry in index.state_dict_metadata.items():
+        if isinstance(entry, TensorStorageMetadata):
+            missing = [c for c in entry.chunks if MetadataIndex(key, c.offsets) not in index.storage_data]
+            filled = sum(c.sizes.numel() for c in entry.chunks)
+            if missing or filled != entry.size.numel():
+                cause = f"its index has {filled:,} of the {entry.size.numel():,} elements of {key}"
+                raise ConfigError(refusal(folder, cause))
+        elif MetadataIndex(key) not in index.storage_data:
+            raise ConfigError(refusal(folder, f"its index does not say where {key} lies"))

@@ -1,0 +1,89 @@
+"""What of a checkpoint one rank writes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import DefaultSavePlanner
+
+from lightning_zero.engine.units.home import Home
+from lightning_zero.engine.whole.sharded_state import Lone, Part, TensorParts
+from lightning_zero.planning.boxes import Box, boxes, memory_order
+
+Path = tuple[Any, ...]  # of names and list places, from the top of the checkpoint
+
+
+class Item(NamedTuple):
+    """A box of a tensor, or a value of another kind (``dtype`` is None then)."""
+
+    keys: tuple[str, ...]  # several where tied parameters share it
+    paths: tuple[Path, ...]
+    dtype: torch.dtype | None
+    shape: tuple[int, ...]  # of the whole tensor
+    box: Box
+    order: tuple[int, ...]  # of the dimensions in memory
+    source: Any  # a Part, a Tensor, or the value
+
+    @property
+    def home(self) -> Home | None:
+        """What has to be open while :meth:`tensor` is called and its result is used."""
+        return self.source.home if isinstance(self.source, Part) else None
+
+    def tensor(self) -> Tensor:
+        """The box, [box.sizes], where it rests."""
+        if not isinstance(self.source, Part):
+            value: Tensor = self.source
+            return value
+        start = self.box.start - self.source.start
+        flat = self.source.values()[start : start + self.box.numel]
+        return unflattened(flat, self.box.sizes, self.order)
+
+
+def unflattened(flat: Tensor, sizes: tuple[int, ...], order: tuple[int, ...]) -> Tensor:
+    """``flat`` [numel], flattened with the dimensions in ``order``, as a view of ``sizes``."""
+    return flat.view([sizes[d] for d in order]).permute([order.index(d) for d in range(len(sizes))])
+
+
+def items_of(state: Mapping[str, Any], rank: int) -> list[Item]:
+    """What ``rank`` writes of ``state``, which nests mappings and lists; those of one home are neighbours.
+
+    Of values that are no parts of tensors, rank 0 writes all, and other ranks those that are theirs alone.
+    """
+    planner = DefaultSavePlanner(flatten_sharded_tensors=False)
+    planner.set_up_planner(dict(state))
+    names: dict[Any, list[str]] = {}  # by the tensor that they share
+    for key, value in planner.state_dict.items():
+        names.setdefault(id(value) if isinstance(value, Tensor) else key, []).append(key)
+    found: list[Item] = []
+    for keys in names.values():
+        value, paths = planner.state_dict[keys[0]], tuple(planner.mappings[key] for key in keys)
+        found += _items(tuple(keys), paths, value, rank)
+    places: dict[int, int] = {}
+    for item in found:
+        places.setdefault(id(item.home), len(places))
+    return sorted(found, key=lambda item: places[id(item.home)])
+
+
+def _items(keys: tuple[str, ...], paths: tuple[Path, ...], value: Any, rank: int) -> Iterator[Item]:
+    if isinstance(value, TensorParts):
+        shape, order = tuple(value.shape), tuple(value.order)
+        for part in value.parts:
+            for box in boxes(shape, part.start, part.start + part.numel, order):
+                yield Item(keys, paths, value.dtype, shape, box, order, part)
+        if not value.numel() and rank == 0:
+            yield _whole(keys, paths, torch.empty(shape, dtype=value.dtype))
+    elif isinstance(value, Lone) or rank == 0:
+        value = value.value if isinstance(value, Lone) else value
+        if isinstance(value, Tensor):
+            yield _whole(keys, paths, value.detach())
+        else:
+            yield Item(keys, paths, None, (), Box((), (), 0), (), value)
+
+
+def _whole(keys: tuple[str, ...], paths: tuple[Path, ...], value: Tensor) -> Item:
+    shape = tuple(value.shape)
+    box = Box((0,) * len(shape), shape, 0)
+    return Item(keys, paths, value.dtype, shape, box, memory_order(value.stride()), value)

@@ -1,0 +1,147 @@
+"""Reads a folder: the tensors in it are :class:`StoredTensor`s, of which each rank reads what it needs."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from lightning_zero.checkpoint.sharded.index import read_index, refusal
+from lightning_zero.checkpoint.sharded.items import unflattened
+from lightning_zero.checkpoint.sharded.slices import Slice
+from lightning_zero.config import ConfigError
+from lightning_zero.engine.units.stored import StoredTensor
+from lightning_zero.planning.boxes import boxes
+
+
+class _Blob(NamedTuple):
+    """A tensor that torch.save has written somewhere inside of a file."""
+
+    path: Path
+    start: int  # of its values, in bytes
+    tensor: Tensor  # on the meta device: shape, strides and storage offset
+
+
+class ShardedFolder:
+    """A folder of DCP.
+
+    Raises:
+        ConfigError: it is no whole checkpoint; with the file.
+        OSError: the system's.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self.index: Metadata = read_index(self.path)
+        self._blobs: dict[MetadataIndex, _Blob] = {}
+        self._tensors: dict[Any, StoredTensor] = {}
+
+    @cached_property
+    def keys(self) -> list[str]:
+        return list(self.index.state_dict_metadata)
+
+    def path_of(self, key: str) -> tuple[Any, ...]:
+        """Where the value of ``key`` belongs, from the top of the checkpoint; older folders know the top only."""
+        known = (self.index.planner_data or {}).get(key)
+        return tuple(known) if known is not None else tuple(key.split(".", 1))
+
+    def is_tensor(self, key: str) -> bool:
+        return isinstance(self.index.state_dict_metadata[key], TensorStorageMetadata)
+
+    def tensor(self, key: str) -> StoredTensor:
+        """One object for keys whose values are the same bytes: tied parameters."""
+        entry = cast(TensorStorageMetadata, self.index.state_dict_metadata[key])
+        infos = (self.index.storage_data[MetadataIndex(key, chunk.offsets)] for chunk in entry.chunks)
+        places = tuple((info.relative_path, info.offset) for info in infos) or key
+        if places not in self._tensors:
+            self._tensors[places] = StoredTensor(
+                entry.size, entry.properties.dtype, lambda start, stop, order: self._read(key, start, stop, order)
+            )
+        return self._tensors[places]
+
+    def value(self, key: str, *, weights_only: bool = True) -> Any:
+        """A value that is no tensor.
+
+        Raises:
+            pickle.UnpicklingError: it would run code.
+        """
+        info = self.index.storage_data[MetadataIndex(key)]
+        with (self.path / info.relative_path).open("rb") as file:
+            file.seek(info.offset)
+            return torch.load(io.BytesIO(file.read(info.length)), map_location="cpu", weights_only=weights_only)
+
+    def _read(self, key: str, start: int, stop: int, order: Sequence[int] | None) -> Tensor:
+        entry = cast(TensorStorageMetadata, self.index.state_dict_metadata[key])
+        dims = tuple(order) if order is not None else tuple(range(len(entry.size)))
+        flat = torch.empty(stop - start, dtype=entry.properties.dtype)
+        found = 0
+        for box in boxes(entry.size, start, stop, dims):
+            target = unflattened(flat[box.start - start : box.start - start + box.numel], box.sizes, dims)
+            chunk = ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
+            for item in create_read_items_for_chunk_list(key, entry, [chunk]):
+                part = target[tuple(slice(o, o + n) for o, n in zip(item.dest_offsets, item.lengths, strict=True))]
+                self._read_box(item.storage_index, item.storage_offsets, part)
+                found += part.numel()
+        if found != len(flat):
+            raise ConfigError(refusal(self.path, f"it has {found:,} of {len(flat):,} elements of a part of {key}"))
+        return flat
+
+    def _read_box(self, place: MetadataIndex, offsets: Sequence[int], target: Tensor) -> None:
+        """Fill ``target`` with a box of what was written at ``place``. All between its first and last element is read,
+        into ``target`` itself where the two lie in memory alike."""
+        blob = self._blob(place)
+        sizes, strides = tuple(target.shape), blob.tensor.stride()
+        first = int(blob.tensor.storage_offset()) + sum(o * s for o, s in zip(offsets, strides, strict=True))
+        count = 1 + sum((n - 1) * s for n, s in zip(sizes, strides, strict=True))
+        lies = [s for n, s in zip(sizes, target.stride(), strict=True) if n > 1]
+        alike = lies == [s for n, s in zip(sizes, strides, strict=True) if n > 1] and count == target.numel()
+        direct = alike and target.dtype == blob.tensor.dtype
+        if direct:
+            memory = target.as_strided((count,), (1,), target.storage_offset())
+        else:
+            memory = torch.empty(count, dtype=blob.tensor.dtype)
+        with blob.path.open("rb") as file:
+            file.seek(blob.start + first * memory.itemsize)
+            _fill(memory, file, blob.path)
+        if not direct:
+            target.copy_(memory.as_strided(sizes, strides))
+
+    def _blob(self, place: MetadataIndex) -> _Blob:
+        if (found := self._blobs.get(place)) is not None:
+            return found
+        info = self.index.storage_data[place]
+        path = self.path / info.relative_path
+        with path.open("rb") as file:
+            try:
+                view: Any = Slice(file, info.offset, info.length)
+                tensor = torch.load(view, map_location="meta", weights_only=True)
+                view.seek(0)
+                start = info.offset + cast(Any, torch._C.PyTorchFileReader(view)).get_record_offset("data/0")
+            except Exception as error:
+                cause = f"what it has for {place.fqn} cannot be read: {type(error).__name__}: {error}"
+                raise ConfigError(refusal(path, cause)) from error
+        self._blobs[place] = _Blob(path, start, tensor)
+        return self._blobs[place]
+
+
+def _fill(memory: Tensor, file: BinaryIO, path: Path) -> None:
+    target = memoryview(memory.view(torch.uint8).numpy())  # type: ignore[arg-type]
+    read = 0
+    while read < len(target):
+        count = file.readinto(target[read:])  # type: ignore[attr-defined]
+        if not count:
+            raise ConfigError(refusal(path, "this file of it ends too early"))
+        read += count

@@ -1,0 +1,72 @@
+"""Writes the file of one rank.
+
+torch's own writer keeps a copy of every view until the file ends: the rank's whole shard. Here each box is written from
+where it rests, and what rests in files is read one bucket at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Sequence
+from typing import BinaryIO, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_zero.checkpoint.sharded.items import Item, Path
+from lightning_zero.engine.units.home import Home, opened
+from lightning_zero.engine.units.param_info import strides_of
+
+
+class Entry(NamedTuple):
+    """Where an item was written: what the index says of it."""
+
+    keys: tuple[str, ...]
+    paths: tuple[Path, ...]
+    dtype: torch.dtype | None
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: str
+    start: int  # bytes
+    length: int
+
+
+def write_items(items: Sequence[Item], file: BinaryIO, name: str) -> list[Entry]:
+    """Write ``items`` to ``file``, which will be found under ``name`` in the folder of the checkpoint."""
+    entries: list[Entry] = []
+    with contextlib.ExitStack() as stack:
+        home: Home | None = None
+        for item in items:
+            if item.home is not home:
+                stack.close()
+                home = item.home
+                if home is not None:
+                    stack.enter_context(opened(home))
+            start = file.tell()
+            torch.save(item.source if item.dtype is None else alone(item.tensor()), file)
+            box = item.box
+            entries.append(
+                Entry(
+                    item.keys, item.paths, item.dtype, item.shape, box.offsets, box.sizes, name, start,
+                    file.tell() - start,
+                )
+            )  # fmt: skip
+    return entries
+
+
+def alone(tensor: Tensor) -> Tensor:
+    """``tensor``, a view without gaps, as a host tensor whose storage holds nothing else: torch.save writes storages.
+
+    Nothing is copied on the host.
+    """
+    host = tensor.detach().cpu()
+    if not host.numel() or host.untyped_storage().nbytes() == host.nbytes:
+        return host
+    if strides_of(host) != host.stride():  # with gaps, or elements that lie on each other
+        return host.clone(memory_format=torch.contiguous_format)
+    # Not ``numpy()``: under a storage that NumPy has seen, memory cannot be given back, as homes in files do.
+    memory = (ctypes.c_char * host.nbytes).from_address(host.data_ptr())
+    memory.owner = host  # type: ignore[attr-defined]  # as long as the result lives
+    return torch.frombuffer(memory, dtype=host.dtype).as_strided(host.shape, host.stride())

@@ -1,0 +1,102 @@
+"""Compares checkpoints with their checksums.
+
+A file of ours has one for every 16 MiB; one that ``torch.save`` has written elsewhere, one for every tensor, and a
+folder one for every box.
+"""
+
+from __future__ import annotations
+
+import os
+import zipfile
+import zlib
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from lightning_zero.checkpoint.archive import Record, records_of
+from lightning_zero.checkpoint.crc import CHUNK_NBYTES
+from lightning_zero.checkpoint.sharded.verify import check_folder
+from lightning_zero.config import ConfigError
+
+
+class Report(NamedTuple):
+    """What was found.
+
+    Attributes:
+        checked: bytes that have a checksum.
+        unknown: bytes that have none.
+        damage: the places that are not as they were written, in words.
+    """
+
+    checked: int
+    unknown: int
+    damage: list[str]
+
+
+def check(path: str | os.PathLike[str], part: int = 0, parts: int = 1) -> Report:
+    """Read a checkpoint and compare it with its checksums.
+
+    Args:
+        part, parts: look at one of so many parts only, about equally large.
+
+    Raises:
+        ConfigError: it is a folder, and no whole checkpoint.
+        OSError: the system's.
+        zipfile.BadZipFile: it is no file of torch.save, or was cut off.
+    """
+    if os.path.isdir(path):
+        return Report(*check_folder(path, part, parts))
+    checked, unknown, damage = 0, 0, list[str]()
+    with open(path, "rb") as file:
+        for number, (record, start, nbytes, crc) in enumerate(_chunks(records_of(file))):
+            if number % parts != part:
+                continue
+            if crc is None:
+                unknown += nbytes
+                continue
+            checked += nbytes
+            if _crc_of(file.fileno(), record.start + start, nbytes) != crc:
+                damage.append(f"bytes {record.start + start} to {record.start + start + nbytes} ({record.name})")
+    return Report(checked, unknown, damage)
+
+
+def _chunks(records: list[Record]) -> Iterator[tuple[Record, int, int, int | None]]:
+    """Record, place in it, bytes, checksum."""
+    for record in records:
+        size = record.chunk_nbytes or max(1, record.nbytes)
+        for number, crc in enumerate(record.crcs):
+            start = number * size
+            nbytes = min(size, record.nbytes - start)
+            # torch can be told to compute none.
+            yield record, start, nbytes, None if nbytes and not crc and len(record.crcs) == 1 else crc
+
+
+def _crc_of(fd: int, start: int, nbytes: int) -> int:
+    crc, done = 0, 0
+    while done < nbytes:
+        data = os.pread(fd, min(CHUNK_NBYTES, nbytes - done), start + done)
+        if not data:
+            return -1  # the file ends here
+        crc, done = zlib.crc32(data, crc), done + len(data)
+    return crc
+
+
+def main(arguments: list[str]) -> int:
+    """``python -m lightning_zero.checkpoint verify PATH ...``"""
+    if not arguments:
+        print("usage: python -m lightning_zero.checkpoint verify PATH ...")
+        return 2
+    worst = 0
+    for path in arguments:
+        try:
+            found = check(path)
+        except (OSError, zipfile.BadZipFile, ConfigError) as error:
+            print(f"{path}: no checkpoint of torch.save, or not whole: {type(error).__name__}: {error}")
+            worst = 1
+            continue
+        if found.damage:
+            worst = 1
+            print(f"{path}: damaged: {', '.join(found.damage)}")
+        else:
+            rest = f"; {found.unknown:,} have no checksum" if found.unknown else ""
+            print(f"{path}: {found.checked:,} bytes are as they were written{rest}")
+    return worst

@@ -1,0 +1,53 @@
+"""First values of a module from a folder of Hugging Face: ``zero.init_from``.
+
+::
+
+    folder       the safetensors files of a folder, of which ranges are read
+    names        which of their tensors belong to which parameters and buffers
+    conversions  tensors that transformers keeps otherwise in memory than in files
+    first        modules that are built otherwise than by ``reset_parameters``
+"""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+from torch import nn
+
+from lightning_zero.config import ConfigError
+from lightning_zero.engine.pretrained.folder import SafetensorsFolder
+from lightning_zero.engine.pretrained.names import match
+from lightning_zero.engine.units.stored import StoredTensor
+
+SHOWN = 5  # names in a message
+
+
+def sources_from(path: str, module: nn.Module, *, warn: bool) -> dict[str, StoredTensor]:
+    """The tensors of the folder ``path`` by names of parameters and buffers of ``module``.
+
+    Args:
+        warn: of tensors of either side that have no partner on the other one.
+
+    Raises:
+        ConfigError: there are no safetensors files, or a damaged one; no tensor, or one of another shape, belongs to
+            ``module``.
+    """
+    folder = SafetensorsFolder(Path(path).expanduser())
+    found = match(module, folder)
+    if not found.sources:
+        raise ConfigError(
+            f"zero.init_from: expected tensors of this module in {path}, got none: there it is "
+            f"{_some(folder.keys)}, here {_some([name for name, _ in module.named_parameters()])}. Give the folder of "
+            "this model."
+        )
+    if warn and found.missing:
+        warnings.warn(f"zero.init_from={path} has no {_some(found.missing)}: these start anew.", stacklevel=2)
+    if warn and found.unused:
+        warnings.warn(f"zero.init_from={path} has {_some(found.unused)}, which the module has not.", stacklevel=2)
+    return found.sources
+
+
+def _some(names: list[str]) -> str:
+    rest = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + rest

@@ -1,0 +1,122 @@
+"""Models of transformers keep some tensors otherwise than their files: under other names, or several in one.
+
+transformers knows how (Mixtral's experts are one tensor in memory and many in files), and is asked here. It is imported
+by nobody but the user's model.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_zero.engine.units.stored import StoredTensor
+
+
+def hugging_face_model(module: nn.Module) -> tuple[Any, str]:
+    """The outermost model of transformers inside of ``module`` and the prefix of its names; None if there is none, or
+    several."""
+    transformers = sys.modules.get("transformers")
+    if transformers is None:
+        return None, ""
+    found: list[tuple[str, nn.Module]] = []
+    for name, inner in module.named_modules():
+        inside = any(name.startswith(f"{outer}.") or not outer for outer, _ in found)
+        if isinstance(inner, transformers.PreTrainedModel) and not inside:
+            found.append((name, inner))
+    if len(found) != 1:
+        return None, ""
+    name, model = found[0]
+    return model, f"{name}." if name else ""
+
+
+def converted(model: Any, stored: Mapping[str, StoredTensor], own: Mapping[str, Tensor]) -> dict[str, StoredTensor]:
+    """``stored``, by names as in files, as ``model`` has them in memory.
+
+    Args:
+        own: the tensors of the model, without adapters.
+    """
+    loading = _loading()
+    if loading is None:
+        return dict(stored)
+    transforms = _transforms(model)
+    renamings = [t for t in transforms if isinstance(t, loading.WeightRenaming)]
+    converters = [t for t in transforms if isinstance(t, loading.WeightConverter)]
+    by_pattern = {pattern: t for t in converters for pattern in t.source_patterns}
+    prefix = model.base_model_prefix
+    found: dict[str, StoredTensor] = {}
+    groups: dict[str, _Group] = {}
+    for key in sorted(stored, key=loading.dot_natural_key):
+        name, pattern = loading.rename_source_key(key, renamings, converters, prefix, own)
+        if name not in own and key in own:
+            name, pattern = key, None
+        if pattern is None or name not in own:
+            found[name if name in own else key] = stored[key]
+        else:
+            group = groups.setdefault(name, _Group(model, name, by_pattern[pattern]))
+            group.add(key, pattern, stored[key])
+    for group in groups.values():
+        found |= group.tensors()
+    # For saving, as transformers itself notes it when it loads: in what form the files were.
+    model._weight_conversions = [t for t in transforms if t.was_used()]
+    return found
+
+
+def _loading() -> Any:
+    """The module of transformers that converts; older versions have none, and keep tensors as their files do."""
+    try:
+        return importlib.import_module("transformers.core_model_loading")
+    except ImportError:
+        return None
+
+
+def _transforms(model: Any) -> list[Any]:
+    mapping = importlib.import_module("transformers.conversion_mapping")
+    return list(mapping.get_model_conversion_mapping(model))
+
+
+class _Group:
+    """Tensors of files that become one or several in memory. These are made when they are read, one group at a time."""
+
+    _last: tuple[_Group, dict[str, Tensor]] | None = None
+
+    def __init__(self, model: Any, name: str, converter: Any) -> None:
+        self._model, self._name, self._converter = model, name, converter
+        self._members: list[tuple[str, str, StoredTensor]] = []
+
+    def add(self, key: str, pattern: str, tensor: StoredTensor) -> None:
+        self._members.append((key, pattern, tensor))
+
+    def tensors(self) -> dict[str, StoredTensor]:
+        shapes = self._convert([torch.empty(t.shape, dtype=t.dtype, device="meta") for _, _, t in self._members])
+        return {name: self._tensor(name, value) for name, value in shapes.items()}
+
+    def _tensor(self, name: str, like: Tensor) -> StoredTensor:
+        def read(start: int, stop: int, order: Sequence[int] | None) -> Tensor:
+            value = self._values()[name]
+            return (value if order is None else value.permute(tuple(order))).reshape(-1)[start:stop].clone()
+
+        return StoredTensor(like.shape, like.dtype, read)
+
+    def _values(self) -> dict[str, Tensor]:
+        if _Group._last is None or _Group._last[0] is not self:
+            _Group._last = None  # first, so that two are never held
+            _Group._last = self, self._convert([t.whole() for _, _, t in self._members])
+        return _Group._last[1]
+
+    def _convert(self, values: Sequence[Tensor]) -> dict[str, Tensor]:
+        converter = copy.deepcopy(self._converter)
+        for (key, pattern, _), value in zip(self._members, values, strict=True):
+            converter.add_tensor(self._name, key, pattern, value)
+        made = converter.convert(self._name, model=self._model, config=self._model.config)
+        return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+
+
+def forget() -> None:
+    """Let go of what was converted last."""
+    _Group._last = None

@@ -1,0 +1,107 @@
+"""Which tensors of a folder belong to which parameters and buffers of a module.
+
+A folder names them as the model of transformers does, or did when it was published. In the module they have a prefix
+(``model.`` of a LightningModule's attribute), names of adapters in between (``base_layer``), and some are kept
+otherwise in memory (``conversions.py``).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from lightning_zero.config import ConfigError
+from lightning_zero.engine.pretrained.conversions import converted, hugging_face_model
+from lightning_zero.engine.pretrained.folder import SafetensorsFolder
+from lightning_zero.engine.units.stored import StoredTensor
+
+INSIDE_ADAPTERS = ".base_layer."  # where PEFT keeps what it wraps
+
+
+class Match(NamedTuple):
+    """What was found.
+
+    Attributes:
+        sources: by names of the module.
+        missing: names of the module's parameters and persistent buffers that have no source, without adapters.
+        unused: names of the folder.
+    """
+
+    sources: dict[str, StoredTensor]
+    missing: list[str]
+    unused: list[str]
+
+
+def match(module: nn.Module, folder: SafetensorsFolder) -> Match:
+    """Find the partners of the folder's tensors in ``module``.
+
+    Raises:
+        ConfigError: a partner has another shape.
+    """
+    model, prefix = hugging_face_model(module)
+    own = _names_of(model if model is not None else module)
+    stored = {key: folder.tensor(key) for key in folder.keys}
+    found = stored if model is None else converted(model, stored, own)
+    if model is None:
+        prefix = _common_prefix(list(found), own)
+        own = {name.removeprefix(prefix): value for name, value in own.items() if name.startswith(prefix)}
+        names = {name: prefix + name for name in own}
+    else:
+        names = {_without_adapters(full): prefix + full for full in _names_in(model)}
+    sources = {names[key]: value for key, value in found.items() if key in own}
+    for key, value in found.items():
+        if key in own and value.shape != own[key].shape:
+            raise ConfigError(
+                f"zero.init_from: expected {names[key]} of shape {tuple(own[key].shape)} in {folder.path}, got "
+                f"{tuple(value.shape)}. Give the folder of this model, or build the module with its sizes."
+            )
+    return Match(sources, _missing(module, sources), [key for key in found if key not in own])
+
+
+def _names_in(model: nn.Module) -> list[str]:
+    return [name for name, _ in [*model.named_parameters(remove_duplicate=False), *_persistent_buffers(model)]]
+
+
+def _names_of(model: nn.Module) -> dict[str, Tensor]:
+    tensors = [*model.named_parameters(remove_duplicate=False), *_persistent_buffers(model)]
+    return {_without_adapters(name): value for name, value in tensors}
+
+
+def _persistent_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
+    found = []
+    for prefix, inner in model.named_modules():
+        for key, value in inner.named_buffers(recurse=False):
+            if key not in inner._non_persistent_buffers_set:
+                found.append((f"{prefix}.{key}" if prefix else key, value))
+    return found
+
+
+def _without_adapters(name: str) -> str:
+    return name.replace(INSIDE_ADAPTERS, ".")
+
+
+def _common_prefix(keys: list[str], own: Mapping[str, Tensor]) -> str:
+    """What the module's names have in front of most of the folder's."""
+    ends: Counter[str] = Counter()
+    wanted = set(keys)
+    for name in own:
+        parts = name.split(".")
+        for n in range(len(parts)):
+            if ".".join(parts[n:]) in wanted:
+                ends["".join(f"{part}." for part in parts[:n])] += 1
+    return max(ends, key=lambda prefix: (ends[prefix], -len(prefix)), default="")
+
+
+def _missing(module: nn.Module, sources: Mapping[str, Tensor]) -> list[str]:
+    """Those without a source; tied ones need one for any of their names."""
+    names: dict[int, list[str]] = {}
+    for name, value in [*module.named_parameters(remove_duplicate=False), *_persistent_buffers(module)]:
+        names.setdefault(id(value), []).append(name)
+    return [same[0] for same in names.values() if not any(name in sources for name in same) and not _of_adapter(same)]
+
+
+def _of_adapter(names: list[str]) -> bool:
+    return any(part.startswith("lora_") for name in names for part in name.split("."))

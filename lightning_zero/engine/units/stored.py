@@ -1,0 +1,68 @@
+"""Tensors whose values lie in files until somebody asks for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Read = Callable[[int, int, Sequence[int] | None], Tensor]
+
+
+class StoredTensor(Tensor):
+    """A tensor in a file: shape and dtype are here, values are read when they are used.
+
+    The engine reads ranges of it, each rank its own. Whatever else uses it (a hook that looks at a checkpoint) gets the
+    whole tensor on the host, read anew at each use.
+    """
+
+    _read: Read
+
+    @staticmethod
+    def __new__(cls, shape: Sequence[int], dtype: torch.dtype, read: Read) -> StoredTensor:
+        """
+        Args:
+            read: ``read(start, stop, order)`` returns these elements, flattened with the dimensions in ``order``
+                (``None``: row-major), [stop - start] in ``dtype`` on the host.
+        """
+        made: StoredTensor = Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype, device="cpu")  # type: ignore
+        made._read = read
+        return made
+
+    def read(self, start: int, stop: int, order: Sequence[int] | None = None) -> Tensor:
+        """Elements ``[start, stop)`` of the flattened tensor: [stop - start], on the host."""
+        return self._read(start, stop, order)
+
+    def whole(self) -> Tensor:
+        return self._read(0, self.numel(), None).view(self.shape)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if func is torch.ops.aten.detach.default:
+            return args[0]
+        args, kwargs = torch.utils._pytree.tree_map_only(cls, cls.whole, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def __deepcopy__(self, memo: Any) -> StoredTensor:
+        return self  # nobody can write to it
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.whole().__reduce_ex__(protocol)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"StoredTensor({tuple(self.shape)}, {self.dtype})"
+
+
+class KeptTensor(StoredTensor):
+    """Stands in a state dict for a parameter that a load leaves as it is."""
+
+    @staticmethod
+    def __new__(cls, shape: Sequence[int], dtype: torch.dtype) -> KeptTensor:
+        def read(start: int, stop: int, order: Any) -> Tensor:
+            raise RuntimeError("this parameter is frozen, and not in the checkpoint: zero.checkpoint.exclude_frozen")
+
+        made = StoredTensor.__new__(cls, shape, dtype, read)
+        assert isinstance(made, KeptTensor)
+        return made

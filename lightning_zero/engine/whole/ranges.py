@@ -1,0 +1,149 @@
+"""Whole values without anybody who holds them: tensors without memory stand for them, and each rank has its ranges."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_zero.engine.assembly import Assembly
+from lightning_zero.engine.steps.optimizer import ShardedOptimizer
+from lightning_zero.engine.steps.runs import Sliced
+from lightning_zero.engine.units.bucket import Bucket
+from lightning_zero.engine.units.home import opened
+from lightning_zero.engine.units.param_info import ParamInfo
+from lightning_zero.planning.layout import Fragment
+
+MASTER = ""  # the name of a parameter's own values
+COPY = -1  # in the place of an optimizer: a copy of the masters, which somebody else keeps
+
+
+class Value(NamedTuple):
+    """A value of a parameter's shape: its own, one of the states that an optimizer keeps for it, or a copy."""
+
+    bucket: int
+    slot: int
+    optimizer: int = 0
+    name: str = MASTER
+
+
+class Hollow:
+    """Makes tensors that have shape and dtype, and no values: reading one raises.
+
+    Attributes:
+        made: each of them with what it stands for.
+        copies: of the masters of all buckets, each ``[owned numel]``; by name.
+    """
+
+    def __init__(self) -> None:
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        self._mode = FakeTensorMode()
+        self.made: list[tuple[Value, Tensor]] = []
+        self.copies: dict[str, Sequence[Tensor]] = {}
+
+    def tensor(self, value: Value, info: ParamInfo, dtype: torch.dtype) -> Tensor:
+        """A tensor for ``value``, with the strides that the parameter has in its flat buffer."""
+        with self._mode:
+            made = torch.empty_strided(info.shape, info.strides, dtype=dtype, device="cpu")
+        self.made.append((value, made))
+        return made
+
+
+Copies = Mapping[str, Sequence[Tensor]]
+
+
+class Range(NamedTuple):
+    """Elements of a value, as they lie in the memory of a tensor of the parameter's strides."""
+
+    value: Value
+    start: int
+    values: Tensor  # [n], wherever they rest; to be read before the next one is asked for
+
+
+def own_ranges(engine: Assembly, wanted: Container[Value], copies: Copies) -> Iterator[Range]:
+    """What this rank is to give of ``wanted``: together the ranks give every element once.
+
+    No message is sent. What rests in files is in memory a bucket at a time.
+    """
+    if engine.comm.replica:  # another node has the same
+        return
+    for number, bucket in enumerate(engine.buckets):
+        keep = bucket.own_shard_of_owned
+        with opened(bucket.home) as master:
+            for fragment in bucket.owned_fragments():
+                value = Value(number, fragment.index)
+                if (part := _within(fragment, keep)) is None:
+                    continue
+                start, low, high = part
+                if value in wanted:
+                    yield Range(value, start, master[fragment.start + low : fragment.start + high])
+                for name, tensors in copies.items():
+                    if (copy := value._replace(optimizer=COPY, name=name)) in wanted:
+                        yield Range(copy, start, tensors[number][fragment.start + low : fragment.start + high])
+            for index, sharded in enumerate(engine.optimizers):
+                for fragment, name, state in _states(bucket, sharded):
+                    value = Value(number, fragment.index, index, name)
+                    if value in wanted and (part := _within(fragment, keep)) is not None:
+                        start, low, high = part
+                        yield Range(value, start, state[low:high])
+
+
+def _within(fragment: Fragment, keep: slice) -> tuple[int, int, int] | None:
+    """The part of a fragment inside a range of its shard: first element of the parameter; range inside the fragment."""
+    low = max(fragment.start, keep.start) - fragment.start
+    high = min(fragment.start + fragment.numel, keep.stop) - fragment.start
+    return (fragment.offset + low, low, high) if low < high else None
+
+
+def _states(bucket: Bucket, sharded: ShardedOptimizer) -> Iterator[tuple[Fragment, str, Tensor]]:
+    for fragment, state in sharded.runs.fragment_states(bucket):
+        for name, value in state.items():
+            if isinstance(value, Sliced) and value.numel:
+                yield fragment, name, value.tensor
+
+
+def gathered_ranges(engine: Assembly, wanted: Mapping[Value, torch.dtype], copies: Copies) -> Iterator[Range]:
+    """All of ``wanted``, each value in one range, a bucket at a time: on all ranks, which gather it.
+
+    Args:
+        wanted: the same on all ranks, with the dtype of each.
+    """
+    for number, bucket in enumerate(engine.buckets):
+        dtypes = {(v.optimizer, v.name): dtype for v, dtype in wanted.items() if v.bucket == number}
+        for index, name in sorted(dtypes):
+            if name == MASTER:
+                full = bucket.full_master()
+            elif index == COPY:
+                copy = copies[name][number]
+                full = full_state(bucket, copy.dtype, [(0, copy.numel(), copy)])
+            else:
+                with opened(bucket.home):
+                    parts = local_parts(bucket, engine.optimizers[index])
+                    full = full_state(bucket, dtypes[index, name], parts.get(name, []))
+            for info in bucket.params:
+                value = Value(number, info.slot, index, name)
+                if value in wanted:
+                    start = bucket.layout.slots[info.slot].start
+                    yield Range(value, 0, full[start : start + info.numel])
+
+
+def local_parts(bucket: Bucket, sharded: ShardedOptimizer) -> dict[str, list[tuple[int, int, Tensor]]]:
+    """This rank's slices of a bucket's state: name -> (start in the owned range, numel, values)."""
+    parts: dict[str, list[tuple[int, int, Tensor]]] = {}
+    for fragment, name, values in _states(bucket, sharded):
+        parts.setdefault(name, []).append((fragment.start, fragment.numel, values))
+    return parts
+
+
+def full_state(bucket: Bucket, dtype: torch.dtype, parts: list[tuple[int, int, Tensor]]) -> Tensor:
+    """Gather one state of the whole bucket: a new tensor [layout.numel] on the device. Blocking, on all ranks."""
+    low, _ = bucket.owned_range
+    full = torch.zeros(bucket.layout.numel, dtype=dtype, device=bucket.comm.device)
+    for start, numel, value in parts:
+        full[low + start : low + start + numel].copy_(value)
+    if bucket.plan.shards_master:
+        bucket.comm.all_gather(full, f"{bucket.label} (optimizer state)").wait()
+    return full

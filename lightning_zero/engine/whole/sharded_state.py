@@ -1,0 +1,170 @@
+"""State dicts whose tensors stay where they rest: each rank's hold the parts that it is to save.
+
+No rank gathers anything. The parts of all ranks together are every element once, whatever the stage: where masters are
+replicated each rank still saves a shard only, and of several replicas the first one saves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_zero.engine.assembly import Assembly
+from lightning_zero.engine.steps.runs import Sliced
+from lightning_zero.engine.torch_modes import outside_autograd
+from lightning_zero.engine.units.bucket import Bucket
+from lightning_zero.engine.units.home import Home
+from lightning_zero.engine.whole.module_state import state_dict_with
+from lightning_zero.engine.whole.optimizer_state import sharded_optimizer
+from lightning_zero.planning.layout import Fragment
+
+
+class Part(NamedTuple):
+    """Adjacent elements of a flattened tensor."""
+
+    start: int
+    numel: int
+    values: Callable[[], Tensor]  # [numel], on any device; called while ``home`` is open
+    home: Home | None
+
+
+class TensorParts(Tensor):
+    """A tensor of which this rank holds some parts.
+
+    Attributes:
+        parts: those that this rank is to save; none on a rank that holds none, or holds what another one saves.
+        order: the dimensions as they are flattened, the slowest first.
+    """
+
+    parts: tuple[Part, ...]
+    order: Sequence[int]
+
+    @staticmethod
+    def __new__(
+        cls, shape: Sequence[int], dtype: torch.dtype, parts: Sequence[Part], order: Sequence[int]
+    ) -> TensorParts:
+        made: TensorParts = Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype, device="cpu")  # type: ignore
+        made.parts, made.order = tuple(parts), tuple(order)
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if func is torch.ops.aten.detach.default:
+            return args[0]
+        cls._refuse(str(func))
+
+    @staticmethod
+    def _refuse(what: str) -> None:
+        raise RuntimeError(
+            f"{what}: no rank holds all of a tensor of a sharded checkpoint, so hooks that save it can look at names, "
+            "shapes and dtypes only, leave tensors out or add others. Choose zero/checkpoint=full, or read parameters "
+            "inside lightning_zero.gather."
+        )
+
+    def __deepcopy__(self, memo: Any) -> TensorParts:
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        self._refuse("pickling")
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"TensorParts({tuple(self.shape)}, {self.dtype}, {len(self.parts)} here)"
+
+
+class Lone(NamedTuple):
+    """A value that this rank saves, and no other one."""
+
+    value: Any
+
+
+def own_fragments(bucket: Bucket) -> list[tuple[Fragment, int]]:
+    """The fragments that this rank saves, each with its start in the owned range."""
+    if bucket.comm.replica:
+        return []
+    base = bucket.own_shard_of_owned.start
+    return [(f, base + f.start) for f in bucket.layout.fragments(bucket.comm.shard_rank)]
+
+
+@outside_autograd
+def sharded_state_dict(
+    engine: Assembly, values: Mapping[Bucket, Tensor] | None = None, *, trainable_only: bool = False
+) -> dict[str, Any]:
+    """On all ranks: ``module.state_dict()``, with :class:`TensorParts` for parameters, in the dtypes of the masters.
+
+    Args:
+        values: [owned numel] of each bucket, to save in place of the masters.
+        trainable_only: leave parameters out that are frozen.
+    """
+    engine.settle()
+    engine.writes.take_all_over()
+    engine.writes.confirm_if_any()
+    found: dict[int, Tensor] = {}
+    for bucket in engine.buckets:
+        parts: dict[int, list[Part]] = {}
+        for fragment, start in own_fragments(bucket):
+            read = _reader(bucket, values[bucket] if values is not None else None, start, fragment.numel)
+            parts.setdefault(fragment.index, []).append(Part(fragment.offset, fragment.numel, read, bucket.home))
+        dtype = bucket.master.dtype if values is None else values[bucket].dtype
+        for info in bucket.params:
+            found[id(info.param)] = TensorParts(info.shape, dtype, parts.get(info.slot, ()), info.order)
+    return state_dict_with(engine, found, trainable_only=trainable_only)
+
+
+def _reader(bucket: Bucket, values: Tensor | None, start: int, numel: int) -> Callable[[], Tensor]:
+    return lambda: (bucket.master if values is None else values)[start : start + numel]
+
+
+@outside_autograd
+def sharded_optimizer_state(engine: Assembly, optimizer: Optimizer) -> dict[str, Any]:
+    """On all ranks: the state of ``optimizer`` by names of parameters, with the parts that this rank holds.
+
+    Values that belong to a whole parameter, such as a step count, are :class:`Lone` ones of the rank that holds its
+    first element.
+    """
+    sharded = sharded_optimizer(engine, optimizer)
+    engine.settle()
+    places = sharded.places()
+    state: dict[str, dict[str, Any]] = {}
+    for bucket in engine.buckets:
+        slots = {place.info.slot for group in places for place in group if place.bucket is bucket}
+        for slot, entry in _bucket_state(sharded.runs.fragment_states(bucket), bucket).items():
+            if slot in slots:
+                state[bucket.params[slot].fqn] = entry
+    groups = [
+        {**{k: v for k, v in group.items() if k != "params"}, "params": [place.info.fqn for place in own]}
+        for group, own in zip(optimizer.param_groups, places, strict=True)
+    ]
+    return {"state": state, "param_groups": groups}
+
+
+def _bucket_state(states: Any, bucket: Bucket) -> dict[int, dict[str, Any]]:
+    """By slot: what this rank saves of a bucket's optimizer state."""
+    if bucket.comm.replica:
+        return {}
+    own = bucket.own_shard_of_owned
+    found: dict[int, dict[str, Any]] = {}
+    for fragment, state in states:
+        info = bucket.params[fragment.index]
+        low, high = max(fragment.start, own.start), min(fragment.start + fragment.numel, own.stop)
+        if low >= high and (info.numel or bucket.comm.shard_rank):
+            continue
+        offset = fragment.offset + low - fragment.start if info.numel else 0
+        entry = found.setdefault(fragment.index, {})
+        for name, value in state.items():
+            if not isinstance(value, Sliced):
+                if not offset:
+                    entry[name] = Lone(value)
+                continue
+            parts = [] if low >= high else [_sliced_part(value, offset, low - fragment.start, high - low, bucket.home)]
+            before = entry[name].parts if name in entry else ()
+            entry[name] = TensorParts(info.shape, value.whole.dtype, (*before, *parts), info.order)
+    return found
+
+
+def _sliced_part(value: Sliced, offset: int, skip: int, numel: int, home: Home) -> Part:
+    start = value.start + skip
+    return Part(offset, numel, lambda: value.whole[start : start + numel], home)

@@ -1,0 +1,80 @@
+"""Whether a checkpoint is of this model and these optimizers, before anything of it is loaded."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+from torch.overrides import TorchFunctionMode
+
+from lightning_zero.config import ConfigError
+from lightning_zero.engine import engine_of
+
+_SHOWN = 5  # names of a kind
+
+
+class OtherModelError(ConfigError, RuntimeError):
+    """A checkpoint of another model. A RuntimeError too, because torch and so DDP raise that."""
+
+
+class _WritesNothing(TorchFunctionMode):
+    """Makes ``Module.load_state_dict`` a rehearsal."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.copy_:
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+def check_model(module: nn.Module, state: Mapping[str, Any], path: Any, *, strict: bool) -> None:
+    """Refuse weights that ``module.load_state_dict`` would refuse, half of them loaded.
+
+    Raises:
+        OtherModelError: with the file, the names, and what to do.
+    """
+    engine = engine_of(module)
+    with engine.placeholders_allowed() if engine is not None else contextlib.nullcontext():
+        own = module.state_dict(keep_vars=True)
+        found = _differences(own, state, strict)
+        if not found:
+            return
+        # The module's hooks may know better: they rename keys of older versions, say. They are asked only now, because
+        # they may have effects.
+        try:
+            with warnings.catch_warnings(), _WritesNothing(), torch.no_grad():
+                warnings.simplefilter("ignore")
+                module.load_state_dict(state, strict=strict)
+        except RuntimeError as error:
+            raise OtherModelError(
+                f"ckpt_path: expected a checkpoint of this {type(module).__name__}, got {path}: {'; '.join(found)}. "
+                "Give a checkpoint of this model; where names alone differ, the LightningModule may set "
+                "strict_loading=False."
+            ) from error
+
+
+def _differences(own: Mapping[str, Any], state: Mapping[str, Any], strict: bool) -> list[str]:
+    shapes = [
+        f"{name} has shape {tuple(value.shape)} there and {tuple(own[name].shape)} here"
+        for name, value in state.items()
+        if isinstance(value, Tensor)
+        and isinstance(own.get(name), Tensor)
+        and not isinstance(own[name], UninitializedParameter | UninitializedBuffer)
+        and value.shape != own[name].shape
+    ]
+    found = []
+    if strict and (missing := [name for name in own if name not in state]):
+        found.append(f"it lacks {_some(missing)}")
+    if strict and (more := [name for name in state if name not in own]):
+        found.append(f"the model lacks {_some(more)}")
+    return [*found, *([_some(shapes)] if shapes else [])]
+
+
+def _some(names: Iterable[str]) -> str:
+    names = list(names)
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more

@@ -1,0 +1,308 @@
+"""Saves of one file by all ranks: rank 0 writes it with holes, then each rank its own ranges.
+
+::
+
+    trainer.save_checkpoint      state_dict, optimizer states        hooks      write
+      default                    hollow                                         holes, then all ranks' ranges
+      hooks of the user's        in a file beside the target         read it    plain, by rank 0
+      another CheckpointIO       whole, on rank 0                    read it    its own
+
+Hooks may read and replace what is saved. So where there are some, tensors have values: those of a file that is mapped
+and has no name any more. No memory holds them, but the disk must have room for both files.
+
+Where a rank does not see rank 0's folder, rank 0 writes all, one bucket at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar, cast
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.cloud_io import _is_local_file_protocol, get_filesystem
+from lightning.pytorch.callbacks import Callback, WeightAveraging
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_zero.checkpoint.archive import Hole, Skeleton, write_values
+from lightning_zero.checkpoint.crc import Piece
+from lightning_zero.checkpoint.durable import Part, aside, naming
+from lightning_zero.comm.agreements import broadcast_object, gather_objects, together
+from lightning_zero.config import CheckpointFormat
+from lightning_zero.engine import Engine, engine_of
+from lightning_zero.engine.whole.module_state import hollow_copy
+from lightning_zero.engine.whole.ranges import COPY, MASTER, Copies, Hollow, Range, Value
+from lightning_zero.trainer.checkpoint_io import ZeroCheckpointIO, writes_files
+
+T = TypeVar("T")
+_HOOK = "on_save_checkpoint"
+_SAVE = "save_checkpoint"
+
+
+class _Place(NamedTuple):
+    """Where the ranges of a file go.
+
+    Attributes:
+        part: the file.
+        identity: of the file.
+        holes: of each value, as many as there are tensors of it, with their dtypes.
+    """
+
+    part: str
+    identity: tuple[int, int]
+    holes: dict[Value, list[tuple[Hole, torch.dtype]]]
+
+    @property
+    def dtypes(self) -> dict[Value, torch.dtype]:
+        return {value: holes[0][1] for value, holes in self.holes.items()}
+
+
+class RangeSave:
+    """One save of a checkpoint.
+
+    Args:
+        io: would write it otherwise.
+        path: of the checkpoint.
+        with_values: tensors have values when they are asked for.
+    """
+
+    def __init__(self, engine: Engine, io: ZeroCheckpointIO, path: Path, *, with_values: bool) -> None:
+        self._engine, self._io = engine, io
+        self._path = path
+        self._with_values = with_values
+        self._hollow = Hollow()
+
+    # -- what Lightning asks for ----------------------------------------------------------------------------------
+
+    def module_state(self) -> dict[str, Any]:
+        without_frozen = self._engine.config.checkpoint.exclude_frozen
+        return self._of(lambda hollow: self._engine.state_dict(hollow=hollow, trainable_only=without_frozen))
+
+    def copy_of_masters(self, tensors: Sequence[Tensor]) -> dict[str, Any]:
+        """The module's state with a copy of the masters, ``[owned numel]`` for each bucket, in the place of these."""
+        without_frozen = self._engine.config.checkpoint.exclude_frozen
+        return self._of(lambda hollow: hollow_copy(self._engine, hollow, tensors, trainable_only=without_frozen))
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        return self._of(lambda hollow: self._engine.optimizer_state(optimizer, hollow=hollow))
+
+    def _of(self, ask: Callable[[Hollow], dict[str, Any]]) -> dict[str, Any]:
+        if not self._with_values:
+            return ask(self._hollow)
+        hollow = Hollow()
+        state = ask(hollow)
+        tensors = [tensor for _, tensor in hollow.made]
+        values = self._write(dict(enumerate(tensors)), hollow, keep=False)
+        found: dict[str, Any] = _replaced(state, {id(tensor): values.get(n) for n, tensor in enumerate(tensors)})
+        return found
+
+    def write(self, checkpoint: dict[str, Any]) -> bool:
+        """Write what was given hollow. Returns whether anything was.
+
+        Raises:
+            Exception: on all ranks, with file and cause: it could not be written.
+        """
+        if self._with_values:
+            return False
+        self._write(checkpoint, self._hollow, keep=True)
+        if self._engine.rank == 0:
+            self._io.look_at(checkpoint, str(self._path))
+        return True
+
+    # -- writing --------------------------------------------------------------------------------------------------
+
+    def _write(self, content: Any, hollow: Hollow, *, keep: bool) -> dict[int, Tensor]:
+        """Write ``content`` of rank 0 with the values of ``hollow``. On all ranks.
+
+        Args:
+            keep: under the name of the checkpoint; else what was written is mapped on rank 0, and has no name.
+
+        Returns:
+            What is mapped.
+        """
+        begun: list[tuple[Part, Skeleton, list[Piece]]] = []
+        with contextlib.ExitStack() as stack:
+            begin = partial(self._begin, stack, content, hollow, keep, begun)
+            place = self._broadcast(self._together("beginning a checkpoint", begin))
+            assert place is not None
+            fd = _open(place)
+            if fd is not None:
+                stack.callback(os.close, fd)
+            if all(self._gather(fd is not None, "who sees the folder of a checkpoint")):
+                done = self._together("writing a checkpoint", partial(self._write_own, fd, place, hollow.copies))
+            else:
+                done = self._write_all(fd, place, hollow.copies)
+            found = [piece for pieces in self._gather(done, "checksums of a checkpoint") for piece in pieces]
+            return self._together("ending a checkpoint", partial(self._end, stack, begun, place, found, keep))
+
+    def _begin(
+        self,
+        stack: contextlib.ExitStack,
+        content: Any,
+        hollow: Hollow,
+        keep: bool,
+        begun: list[tuple[Part, Skeleton, list[Piece]]],
+    ) -> _Place | None:
+        if self._engine.rank != 0:
+            return None
+        part = stack.enter_context(aside(self._path, keep=keep))
+        skeleton = Skeleton(content, part.fd)
+        begun.append((part, skeleton, skeleton.fill()))
+        holes: dict[Value, list[tuple[Hole, torch.dtype]]] = {}
+        for value, tensor in hollow.made:
+            hole = skeleton.holes.get(tensor.untyped_storage()._cdata)
+            if hole is not None:  # a state_dict of the user's may have left it out
+                holes.setdefault(value, []).append((hole, tensor.dtype))
+        return _Place(str(part.path), _identity(part.fd), holes)
+
+    def _write_own(self, fd: int | None, place: _Place, copies: Copies) -> list[Piece]:
+        assert fd is not None
+        done: list[Piece] = []
+        self._engine.visit_ranges(place.dtypes, copies, partial(_write_range, fd, place, done))
+        os.fsync(fd)  # by the process that has written: on a network's file system rank 0 cannot do it
+        return done
+
+    def _write_all(self, fd: int | None, place: _Place, copies: Copies) -> list[Piece]:
+        """As rank 0, to which all others send their ranges. An error waits until no rank waits for this one."""
+        done: list[Piece] = []
+        errors: list[Exception] = []
+
+        def visit(part: Range) -> None:
+            if self._engine.rank == 0 and not errors:
+                try:
+                    assert fd is not None
+                    _write_range(fd, place, done, part)
+                except Exception as error:
+                    errors.append(error)
+
+        self._engine.visit_ranges(place.dtypes, copies, visit, gathered=True)
+        self._together("writing a checkpoint", partial(_raise_first, errors))
+        return done
+
+    def _end(
+        self,
+        stack: contextlib.ExitStack,
+        begun: list[tuple[Part, Skeleton, list[Piece]]],
+        place: _Place,
+        done: list[Piece],
+        keep: bool,
+    ) -> dict[int, Tensor]:
+        values: dict[int, Tensor] = {}
+        for part, skeleton, filled in begun:
+            # A state that an optimizer has for some elements of a parameter only is zero for the others.
+            states = {
+                hole.record
+                for v, holes in place.holes.items()
+                if v.name != MASTER and v.optimizer != COPY
+                for hole, _ in holes
+            }
+            skeleton.finish([*filled, *done], may_have_gaps=states.__contains__)
+            if not keep:
+                values = torch.load(part.path, mmap=True, weights_only=True)
+        stack.close()  # gives the file its name, or takes it away
+        return values
+
+    # -- agreements: a rank on which something fails lets no other wait ---------------------------------------------
+
+    def _together(self, what: str, act: Callable[[], T]) -> T:
+        def named() -> T:
+            with naming(self._path):
+                return act()
+
+        return together(dist.group.WORLD, self._engine.comm.waits, what, named, patient=True)
+
+    def _gather(self, value: T, what: str) -> list[T]:
+        return gather_objects(dist.group.WORLD, value, self._engine.comm.waits, what, patient=True)
+
+    def _broadcast(self, value: T) -> T:
+        return broadcast_object(dist.group.WORLD, value, 0, self._engine.comm.waits)
+
+
+def _write_range(fd: int, place: _Place, done: list[Piece], part: Range) -> None:
+    for hole, dtype in place.holes[part.value]:
+        done += write_values(fd, hole, part.start * dtype.itemsize, part.values, dtype)
+
+
+def _raise_first(errors: list[Exception]) -> None:
+    for error in errors:
+        raise error
+
+
+def _identity(fd: int) -> tuple[int, int]:
+    """What tells a file from another one of its name, in a folder of another node."""
+    found = os.fstat(fd)
+    return found.st_ino, found.st_size
+
+
+def _open(place: _Place) -> int | None:
+    """The file, where this rank sees it."""
+    try:
+        fd = os.open(place.part, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return None
+    if _identity(fd) == place.identity:
+        return fd
+    os.close(fd)
+    return None
+
+
+def _replaced(state: Any, values: Mapping[int, Any]) -> Any:
+    """``state`` with other tensors, by the ``id`` of those that they replace; its mappings are changed in place."""
+    if isinstance(state, Tensor):
+        return values.get(id(state), state)
+    if isinstance(state, MutableMapping):
+        for key, value in state.items():
+            state[key] = _replaced(value, values)
+    return state
+
+
+# -- what stands for Trainer.save_checkpoint --------------------------------------------------------------------------
+
+
+def attach(trainer: pl.Trainer) -> None:
+    """Have the trainer save by ranges; after the run too."""
+    trainer.__dict__[_SAVE] = partial(_save_by_ranges, trainer)
+
+
+def _save_by_ranges(
+    trainer: pl.Trainer, filepath: Any, weights_only: bool | None = None, storage_options: Any = None
+) -> None:
+    strategy: Any = trainer.strategy
+    strategy.wait_for_writes()
+    strategy.range_save = _choose(trainer, filepath) if storage_options is None else None
+    try:
+        type(trainer).save_checkpoint(trainer, filepath, weights_only, storage_options)
+    finally:
+        strategy.range_save = None
+
+
+def _choose(trainer: pl.Trainer, filepath: Any) -> RangeSave | None:
+    """How to save to this path; ``None``: with whole values on rank 0, for a plugin of the user's."""
+    module, strategy = trainer.lightning_module, cast(Any, trainer.strategy)
+    engine = engine_of(module) if module is not None else None
+    io = strategy.checkpoint_io
+    folders = strategy.config.checkpoint.name is CheckpointFormat.sharded
+    if engine is None or folders or not writes_files(io) or not _is_local_file_protocol(filepath):
+        return None
+    path = Path(get_filesystem(filepath)._strip_protocol(str(filepath)))
+    return RangeSave(engine, io, path, with_values=_may_be_read(trainer))
+
+
+def _may_be_read(trainer: pl.Trainer) -> bool:
+    """Whether there are hooks that see what is saved."""
+    harmless = (Callback.on_save_checkpoint, WeightAveraging.on_save_checkpoint)  # these read no values
+    return (
+        is_overridden(_HOOK, trainer.lightning_module)
+        or (trainer.datamodule is not None and is_overridden(_HOOK, trainer.datamodule))  # type: ignore[attr-defined]
+        or any(
+            type(callback).on_save_checkpoint not in harmless or _HOOK in vars(callback)
+            for callback in trainer.callbacks  # type: ignore[attr-defined]
+        )
+    )

@@ -1,0 +1,144 @@
+"""Lightning's checkpoints as folders: what of them goes where, and back.
+
+::
+
+    state_dict             state_dict.<name>                        in Lightning's FSDP folders: model.<name>
+    optimizer_states[0]    optimizer_0.state.<name>.<entry>, optimizer_0.param_groups.<n>.<entry>
+    what has parts of tensors (current_model_state of averaging callbacks)     under its own name
+    the rest               meta.pt
+"""
+
+from __future__ import annotations
+
+import pickle
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
+from lightning.fabric.utilities.cloud_io import _is_local_file_protocol, get_filesystem
+from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
+
+from lightning_zero.checkpoint.sharded.index import EXTRA, refusal
+from lightning_zero.checkpoint.sharded.read import ShardedFolder
+from lightning_zero.config import CheckpointConfig, CheckpointFormat, ConfigError
+from lightning_zero.engine.whole.sharded_state import TensorParts
+from lightning_zero.trainer.checkpoint_io import ZeroCheckpointIO, load, way_out
+
+MODULE, OPTIMIZERS = "state_dict", "optimizer_states"
+RECORD = "lightning_zero_sharded"  # in meta.pt: the number of optimizers
+_OPTIMIZER = re.compile(r"optimizer_(\d+)")
+
+
+def local_path(path: Any, key: str = "zero/checkpoint=sharded") -> Path:
+    """The folder that ``path`` names.
+
+    Raises:
+        ConfigError: it is not on a file system of this machine.
+    """
+    if not _is_local_file_protocol(path):
+        raise ConfigError(
+            f"{key}: expected a path on a file system that is mounted, got {path}. Give such a one"
+            f"{', or choose zero/checkpoint=full' if 'zero' in key else ''}."
+        )
+    return Path(get_filesystem(path)._strip_protocol(str(path)))
+
+
+def refuse_writer(io: CheckpointIO | None, settings: CheckpointConfig) -> None:
+    """Refuse a plugin that would not be asked.
+
+    Raises:
+        ConfigError: ``io`` is the user's, and folders are saved.
+    """
+    if io is not None and type(io) is not ZeroCheckpointIO and settings.name is CheckpointFormat.sharded:
+        raise ConfigError(
+            f"zero/checkpoint=sharded: expected no CheckpointIO, got {type(io).__name__}: all ranks write the folder, "
+            "and plugins write what one rank hands over. Drop the plugin, or choose zero/checkpoint=full."
+        )
+
+
+def divide(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What of a checkpoint goes into files of DCP, and what into ``meta.pt``."""
+    state: dict[str, Any] = {}
+    extra: dict[str, Any] = {}
+    for key, value in checkpoint.items():
+        if key == OPTIMIZERS:
+            state |= {f"optimizer_{number}": entry for number, entry in enumerate(value)}
+            extra[RECORD] = {"optimizers": len(value)}
+        elif key == MODULE or _has_parts(value):
+            state[key] = value
+        else:
+            extra[key] = value
+    return state, extra
+
+
+def _has_parts(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(_has_parts(entry) for entry in value.values())
+    return isinstance(value, TensorParts)
+
+
+def is_folder(path: Any) -> bool:
+    """Whether ``path`` is a folder, and so may be a sharded checkpoint."""
+    return _is_local_file_protocol(path) and Path(get_filesystem(path)._strip_protocol(str(path))).is_dir()
+
+
+def read(path: Any, weights_only: bool | None) -> dict[str, Any]:
+    """Lightning's checkpoint, as it is in memory, of a folder of ours or of Lightning's FSDP strategies.
+
+    Its tensors are :class:`~lightning_zero.engine.units.stored.StoredTensor` s: nothing is read yet.
+
+    Raises:
+        ConfigError: what is in it would run code, or it is no whole checkpoint; with the file.
+        OSError: the system's, which another try may not meet; with the file.
+    """
+    try:
+        folder = ShardedFolder(local_path(path))
+        if not (folder.path / EXTRA).is_file():
+            raise ConfigError(refusal(folder.path, f"it has no {EXTRA}, so it is no checkpoint of Lightning"))
+        checkpoint = load(TorchCheckpointIO(), folder.path / EXTRA, weights_only)
+        return checkpoint | _values(folder, checkpoint.pop(RECORD, None), weights_only)
+    except OSError as error:
+        raise OSError(error.errno, f"{path}: the checkpoint could not be read: {error}") from error
+
+
+def _values(folder: ShardedFolder, record: Mapping[str, Any] | None, weights_only: bool | None) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key in folder.keys:
+        flat[key] = folder.tensor(key) if folder.is_tensor(key) else _value(folder, key, weights_only)
+    found = unflatten_state_dict(flat, {key: folder.path_of(key) for key in flat})
+    result: dict[str, Any] = {}
+    optimizers: dict[int, Any] = {}
+    for key, value in found.items():
+        if match := _OPTIMIZER.fullmatch(key):
+            optimizers[int(match[1])] = _with_numbers({"state": {}, "param_groups": [], **value})
+        else:
+            result[MODULE if key == "model" else key] = value
+    result.setdefault(MODULE, {})
+    if optimizers or record is not None:
+        count = record["optimizers"] if record is not None else max(optimizers) + 1
+        result[OPTIMIZERS] = [optimizers.get(number, {}) for number in range(count)]
+    return result
+
+
+def _with_numbers(state: dict[str, Any]) -> dict[str, Any]:
+    """Keys of parameters as they were: in the folder numbers have become text."""
+    groups = state["param_groups"]
+    numbers = {str(key): key for group in groups for key in group.get("params", []) if isinstance(key, int)}
+    return {**state, "state": {numbers.get(key, key): entry for key, entry in state["state"].items()}}
+
+
+def _value(folder: ShardedFolder, key: str, weights_only: bool | None) -> Any:
+    try:
+        return folder.value(key, weights_only=weights_only is not False)
+    except pickle.UnpicklingError as error:
+        found = re.findall(r"GLOBAL ([\w.]+)", str(error)) or [key]
+        raise ConfigError(
+            f"ckpt_path: expected a checkpoint of tensors and plain values, got {folder.path} with "
+            f"{', '.join(found)}: loading these can run any code that is in it. If you trust it, {way_out(found)}."
+        ) from error
+    except OSError:
+        raise
+    except Exception as error:
+        raise ConfigError(refusal(folder.path, f"{key} cannot be read: {type(error).__name__}: {error}")) from error

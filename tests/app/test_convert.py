@@ -1,0 +1,171 @@
+"""Checkpoints in another form: what is converted is what would have been saved so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from lightning_zero.app import convert as converting
+from lightning_zero.checkpoint.__main__ import main
+from lightning_zero.checkpoint.sharded.read import ShardedFolder
+from lightning_zero.engine.units.stored import StoredTensor
+from tests.engine.test_pretrained import TOKENS, saved, transformers
+from tests.harness import on_ranks
+from tests.trainer.test_hugging_face import Lit, logits_of
+from tests.trainer.test_hugging_face import fit as fit_model
+from tests.trainer.test_sharded import odd, other_weights, sharded
+from tests.trainer.toys import assert_weights, fit
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+
+
+def on_rank_0(*arguments: Any, code: int = 0) -> None:
+    """Rank 0 converts alone."""
+    if dist.get_rank() == 0:
+        assert main(["convert", *map(str, arguments)]) == code
+    dist.barrier()
+
+
+def full() -> Any:
+    return sharded(checkpoint="full")
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("small", [1, 1 << 18])
+def test_from_form_to_form(small: int, tmp_path: Path) -> None:
+    """The file is the one that would have been saved, and training goes on from each form to the bit."""
+    converting.SMALL, before = small, converting.SMALL
+    try:
+        whole = fit(sharded(), tmp_path, odd(), max_epochs=3)
+        of = fit(sharded(), tmp_path, odd(), max_epochs=2).trainer
+        of.save_checkpoint(tmp_path / "folder")
+        fit(full(), tmp_path, odd(), max_epochs=2).trainer.save_checkpoint(tmp_path / "file")
+        on_rank_0(tmp_path / "folder", tmp_path / "a", "to=full")
+        on_rank_0(tmp_path / "file", tmp_path / "b", "to=sharded")
+        on_rank_0(tmp_path / "b", tmp_path / "c", "to=full")
+        on_rank_0(tmp_path / "folder", tmp_path / "d", "to=sharded")
+    finally:
+        converting.SMALL = before
+    expected = torch.load(tmp_path / "file")
+    for name in ("a", "c"):
+        found = torch.load(tmp_path / name)
+        assert found.keys() == expected.keys()
+        assert_weights(
+            found["state_dict"], {key: expected["state_dict"][key] for key in found["state_dict"]}, tolerance=0
+        )
+        assert found["state_dict"].keys() == expected["state_dict"].keys()
+        tied = [found["state_dict"][f"blocks.{n}.up.weight"] for n in (0, 1)]
+        assert tied[0].data_ptr() == tied[1].data_ptr()
+        for ours, theirs in zip(found["optimizer_states"], expected["optimizer_states"], strict=True):
+            assert ours["param_groups"] == theirs["param_groups"]
+            assert ours["state"].keys() == theirs["state"].keys()
+            for number, entry in theirs["state"].items():
+                assert all(torch.equal(ours["state"][number][key], value) for key, value in entry.items())
+        assert found["loops"] == expected["loops"]
+    for name in ("a", "b", "c", "d"):
+        rest = fit(sharded(), tmp_path, other_weights(), max_epochs=3, ckpt_path=tmp_path / name)
+        assert rest.losses == whole.losses[-len(rest.losses) :], name
+        assert_weights(rest.weights, whole.weights, tolerance=0, what=name)
+    if dist.get_rank() == 0:
+        assert main(["verify", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kind", ["gemma2", "mixtral"])
+@pytest.mark.parametrize("checkpoint", ["full", "sharded"])
+def test_to_a_folder_of_hugging_face(checkpoint: str, kind: str, tmp_path: Path) -> None:
+    saved(kind, tmp_path / "in")
+    if dist.get_rank() == 0:
+        (tmp_path / "in" / "tokenizer.json").write_text("{}")
+    dist.barrier()
+    module = Lit(kind)
+    of = fit_model(module, tmp_path, init_from=str(tmp_path / "in"), checkpoint=checkpoint)
+    of.save_checkpoint(tmp_path / "a.ckpt")
+    module.eval()
+    with of.strategy.step_scope():
+        expected = module.model(TOKENS).logits
+    on_rank_0(tmp_path / "a.ckpt", tmp_path / "out", "to=safetensors", "shard_size=40KB")
+    found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert torch.equal(logits_of(found), expected)
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
+    assert (tmp_path / "out" / "tokenizer.json").exists()
+    on_rank_0(tmp_path / "a.ckpt", tmp_path / "half", "to=safetensors", "dtype=bf16")
+    assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "half").dtype == torch.bfloat16
+
+
+@on_ranks(2)
+def test_dtypes_and_prefixes(tmp_path: Path) -> None:
+    of = fit(sharded(), tmp_path, odd()).trainer
+    of.save_checkpoint(tmp_path / "a.ckpt")
+    on_rank_0(tmp_path / "a.ckpt", tmp_path / "full", "to=full", "dtype=bf16")
+    on_rank_0(tmp_path / "a.ckpt", tmp_path / "folder", "to=sharded", "dtype=bf16")
+    on_rank_0(tmp_path / "a.ckpt", tmp_path / "out", "to=safetensors", "prefix=blocks.")
+    folder = ShardedFolder(tmp_path / "a.ckpt")
+    weight = folder.tensor("state_dict.blocks.1.up.weight").whole()
+    found = torch.load(tmp_path / "full")
+    assert torch.equal(found["state_dict"]["blocks.1.up.weight"], weight.bfloat16())
+    assert found["optimizer_states"][0]["state"][0]["exp_avg"].dtype == torch.float32
+    other = ShardedFolder(tmp_path / "folder")
+    assert torch.equal(other.tensor("state_dict.blocks.1.up.weight").whole(), weight.bfloat16())
+    assert other.tensor("optimizer_0.state.turned.exp_avg").dtype == torch.float32
+    plain = load_file(tmp_path / "out" / "model.safetensors")
+    assert "0.up.weight" in plain and "1.up.weight" not in plain and "0.norm.weight" in plain  # tied weights once
+    assert torch.equal(plain["0.up.weight"], weight)
+
+
+@on_ranks(1)
+def test_one_piece_at_a_time_is_read(tmp_path: Path) -> None:
+    fit(sharded(), tmp_path, odd(), max_epochs=1).trainer.save_checkpoint(tmp_path / "a.ckpt")
+    sizes: list[int] = []
+    read, chunk = StoredTensor.read, converting.CHUNK
+
+    def counted(self: Any, start: int, stop: int, order: Any = None) -> Any:
+        sizes.append(stop - start)
+        return read(self, start, stop, order)
+
+    StoredTensor.read, converting.CHUNK = counted, 50  # type: ignore[method-assign]
+    try:
+        for to in ("full", "sharded", "safetensors"):
+            on_rank_0(tmp_path / "a.ckpt", tmp_path / to, f"to={to}")
+    finally:
+        StoredTensor.read, converting.CHUNK = read, chunk  # type: ignore[method-assign]
+    assert max(sizes) == 50
+    state = torch.load(tmp_path / "full")["state_dict"]
+    found = load_file(tmp_path / "safetensors" / "model.safetensors")
+    assert all(torch.equal(found[key], value) for key, value in state.items() if key != "blocks.1.up.weight")
+
+
+MISTAKES = {
+    "nothing": ([], "usage"),
+    "no target": (["in", "to=full"], "expected IN and OUT, got in"),
+    "no form": (["in", "out"], "expected to=full|sharded|safetensors, got None"),
+    "another form": (["in", "out", "to=zip"], "got 'zip'"),
+    "another setting": (["in", "out", "to=full", "speed=9"], "there is no speed="),
+    "what has no effect": (["in", "out", "to=full", "shard_size=5GB"], "shard_size= has no effect with to=full"),
+    "a dtype": (["in", "out", "to=full", "dtype=int8"], "dtype: expected one of fp32, bf16"),
+    "a size": (["in", "out", "to=safetensors", "shard_size=much"], "shard_size: expected a size such as 80GB"),
+    "no source": (["missing", "out", "to=full"], "expected a checkpoint, got missing: there is nothing"),
+    "no checkpoint": (["in", "out", "to=full"], "expected a whole checkpoint, got in"),
+    "there is something": (["in", "taken", "to=full"], "expected nothing at taken, got something"),
+    "a prefix": (["good", "out", "to=safetensors", "prefix=x."], "begin with prefix='x.', got a. Change prefix="),
+}
+
+
+@pytest.mark.parametrize("case", MISTAKES)
+def test_mistakes(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "in").write_text("hello")
+    (tmp_path / "taken").touch()
+    torch.save({"state_dict": {"a": torch.ones(3)}}, tmp_path / "good")
+    arguments, says = MISTAKES[case]
+    assert main(["convert", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert says in captured.err + captured.out
+    assert not (tmp_path / "out").exists()

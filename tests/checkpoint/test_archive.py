@@ -1,0 +1,174 @@
+"""Files that several processes write, and their checksums."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import subprocess
+import sys
+import zipfile
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from lightning_zero.checkpoint import archive, crc, verify
+from lightning_zero.checkpoint.__main__ import main
+
+CHUNK = crc.CHUNK_NBYTES
+
+
+def test_checksums_of_pieces_add_up() -> None:
+    generator = random.Random(3)
+    for _ in range(60):
+        a, b = (
+            generator.randbytes(generator.choice([0, 1, 5, 4096, 70_001])),
+            generator.randbytes(generator.randrange(9000)),
+        )
+        assert crc.combine(zlib.crc32(a), zlib.crc32(b), len(b)) == zlib.crc32(a + b)
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 40, 100, 101])
+def test_pieces_in_any_order_and_gaps(nbytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(crc, "CHUNK_NBYTES", 20)
+    generator = random.Random(nbytes)
+    data = bytearray(generator.randbytes(nbytes))
+    cuts = sorted({0, nbytes, *(generator.randrange(nbytes + 1) for _ in range(7))})
+    spans = list(itertools.pairwise(cuts))
+    found = [p for a, b in spans for p in crc.pieces("r", a, memoryview(bytes(data[a:b])))]
+    generator.shuffle(found)
+    sums = crc.add_up("r", nbytes, found)
+    assert sums.whole == zlib.crc32(data) == crc.whole(sums.chunks, nbytes)
+    assert list(sums.chunks) == [zlib.crc32(data[i : i + 20]) for i in range(0, nbytes, 20)]
+    if not found:
+        return
+    with pytest.raises(RuntimeError, match="written twice|of 1?.* bytes were written"):
+        crc.add_up("r", nbytes, [*found, found[0]])
+    lost = found.pop()
+    with pytest.raises(RuntimeError, match="not at all|bytes were written"):
+        crc.add_up("r", nbytes, found)
+    data[lost.start : lost.start + lost.nbytes] = bytes(lost.nbytes)
+    assert crc.add_up("r", nbytes, found, gaps_are_zeros=True).whole == zlib.crc32(data)
+
+
+def contents() -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(1)
+    big = torch.randn(CHUNK // 4 + 1001, generator=generator)
+    return {
+        "big": big,
+        "view": big[7:9],
+        "half": torch.ones(3, dtype=torch.bfloat16),
+        "strided": torch.randn(7, 8, generator=generator).t(),
+        "empty": torch.empty(0, 4),
+        "bool": torch.tensor([True, False]),
+        "nested": [1, "two", {"x": torch.arange(10)[2:5], 3: None}],
+        "param": torch.nn.Parameter(torch.ones(2)),
+    }
+
+
+def write(path: Path, value: Any) -> Path:
+    fd = os.open(path, os.O_RDWR | os.O_CREAT)
+    archive.write_archive(value, fd)
+    os.close(fd)
+    return path
+
+
+def test_the_file_is_an_ordinary_one(tmp_path: Path) -> None:
+    path, value = write(tmp_path / "a.ckpt", contents()), contents()
+    for mmap in (False, True):
+        found = torch.load(path, weights_only=True, mmap=mmap)
+        assert list(found) == list(value)
+        for name in ("big", "view", "half", "strided", "empty", "bool", "param"):
+            assert torch.equal(found[name], value[name]) and found[name].stride() == value[name].stride()
+            assert found[name].dtype == value[name].dtype and type(found[name]) is type(value[name])
+        assert found["view"].data_ptr() == found["big"].data_ptr() + 28
+        assert torch.equal(found["nested"][2]["x"], value["nested"][2]["x"])
+    assert zipfile.ZipFile(path).testzip() is None
+    plain = tmp_path / "plain.ckpt"
+    torch.save(value, plain)
+    records = set(torch._C.PyTorchFileReader(str(path)).get_all_records())
+    assert records == {*torch._C.PyTorchFileReader(str(plain)).get_all_records(), archive.RECORD}
+
+
+def test_more_than_4_gib(tmp_path: Path) -> None:
+    """With holes, so that it takes no such disk."""
+    with FakeTensorMode():
+        big = torch.empty(2**30 + 5000)
+    fd = os.open(tmp_path / "a.ckpt", os.O_RDWR | os.O_CREAT)
+    skeleton = archive.Skeleton({"big": big, "last": torch.ones(3)}, fd)
+    done = skeleton.fill()
+    hole = skeleton.holes[big.untyped_storage()._cdata]
+    done += archive.write_values(fd, hole, 4 * 2**30, torch.full((5000,), 2.0))
+    skeleton.finish(done, may_have_gaps=lambda name: name == hole.record)
+    os.close(fd)
+    found = torch.load(tmp_path / "a.ckpt", mmap=True)
+    assert found["big"][2**30 :].eq(2).all() and found["last"].eq(1).all() and not found["big"][:1000].any()
+    assert os.stat(tmp_path / "a.ckpt").st_blocks * 512 < 2**20
+    [record] = [r for r in archive.records_of(open(tmp_path / "a.ckpt", "rb")) if r.name == hole.record]  # noqa: SIM115
+    assert len(record.crcs) == 257
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_a_flipped_byte_is_found(ours: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "a.ckpt"
+    if ours:
+        write(path, contents())
+    else:
+        torch.save(contents(), path)
+    assert main(["verify", str(path)]) == 0
+    assert "as they were written" in capsys.readouterr().out
+    data = bytearray(path.read_bytes())
+    with path.open("rb") as file:
+        records = {r.name: r for r in archive.records_of(file)}
+    big = max(records.values(), key=lambda r: r.nbytes)
+    for place, name in (
+        (big.start, big.name),
+        (big.start + CHUNK + 7, big.name),
+        (records["data.pkl"].start + 3, "data.pkl"),
+        (records["data/2"].start, "data/2"),
+    ):
+        data[place] ^= 4
+        path.write_bytes(data)
+        [damage] = verify.check(path).damage
+        low, high = (int(word) for word in damage.split() if word.isdigit())
+        assert name in damage and low <= place < high <= low + (CHUNK if ours else big.nbytes)
+        parts = [verify.check(path, part, 3) for part in range(3)]
+        assert [d for part in parts for d in part.damage] == [damage]
+        assert sum(part.checked for part in parts) == verify.check(path).checked
+        assert main(["verify", str(path)]) == 1
+        assert "damaged: bytes" in capsys.readouterr().out
+        data[place] ^= 4
+
+
+def test_a_file_without_checksums_and_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save({"a": torch.ones(5)}, tmp_path / "a.ckpt")
+    finally:
+        torch.serialization.set_crc32_options(before)
+    assert verify.check(tmp_path / "a.ckpt").damage == []
+    (tmp_path / "text.ckpt").write_text("hello")
+    assert main(["verify", str(tmp_path / "text.ckpt"), str(tmp_path / "missing.ckpt")]) == 1
+    said = capsys.readouterr().out
+    assert "text.ckpt: no checkpoint" in said and "missing.ckpt: no checkpoint" in said
+
+
+def test_the_command_line() -> None:
+    """In a process of its own: without torch's help texts, and with exit codes."""
+    done = subprocess.run(
+        [sys.executable, "-m", "lightning_zero.checkpoint", "what"], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 2 and "verify PATH" in done.stdout and "'what'" in done.stderr
+    assert main([]) == 2 and main(["--help"]) == 0 and main(["verify"]) == 2
+
+
+def test_memory_of_a_file_that_is_written_can_be_resized_still(tmp_path: Path) -> None:
+    """numpy would keep it; what rests in files gives its memory back between steps."""
+    value = torch.ones(100)
+    write(tmp_path / "a.ckpt", {"a": value})
+    value.untyped_storage().resize_(0)

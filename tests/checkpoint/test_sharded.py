@@ -1,0 +1,147 @@
+"""What one rank writes and reads, without other ranks."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lightning_zero.checkpoint import durable
+from lightning_zero.checkpoint.sharded.read import ShardedFolder
+from lightning_zero.checkpoint.sharded.save import ShardedSaver
+from lightning_zero.checkpoint.sharded.write import alone
+from lightning_zero.config import ConfigError
+from lightning_zero.engine.units.stored import KeptTensor, StoredTensor
+from lightning_zero.engine.whole.sharded_state import Lone, Part, TensorParts
+from lightning_zero.planning.boxes import memory_order
+from lightning_zero.trainer.checkpoint_io import ZeroCheckpointIO
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64])
+def test_a_view_is_written_alone_and_not_copied(dtype: torch.dtype) -> None:
+    memory = torch.arange(10_000).to(dtype)
+    for view in (memory[300:400], memory[400:640].view(12, 20), memory[400:640].view(12, 20).t()):
+        found = alone(view)
+        assert found.data_ptr() == view.data_ptr() and found.untyped_storage().nbytes() == view.nbytes
+        file = io.BytesIO()
+        torch.save(found, file)
+        assert file.tell() < view.nbytes + 3000
+        file.seek(0)
+        assert torch.equal(torch.load(file, weights_only=True), view)
+    gaps = memory[:100].view(10, 10)[:, :3]
+    assert torch.equal(alone(gaps), gaps)
+
+
+def test_memory_that_was_written_can_be_given_back() -> None:
+    """As homes in files do."""
+    memory = torch.arange(1000.0)
+    torch.save(alone(memory[10:500]), io.BytesIO())
+    memory.untyped_storage().resize_(0)
+
+
+def parts_of(value: Tensor, cuts: list[int], rank: int, ranks: int) -> TensorParts:
+    """``value``, flattened and cut; rank ``r`` of ``ranks`` has every ``ranks``-th part from the ``r``-th on."""
+    order = memory_order(value.stride())
+    flat = value.permute(order).reshape(-1)
+    ends = [0, *sorted(cuts), len(flat)]
+    own = [(a, b) for a, b in itertools.pairwise(ends) if a < b][rank::ranks]
+    parts = [Part(a, b - a, lambda a=a, b=b: flat[a:b], None) for a, b in own]  # type: ignore[misc]
+    return TensorParts(value.shape, value.dtype, parts, order)
+
+
+@st.composite
+def tensors(draw: Any) -> tuple[Tensor, list[int], int, int]:
+    shape = draw(st.lists(st.integers(0, 5), max_size=4))
+    value = torch.arange(torch.Size(shape).numel(), dtype=draw(st.sampled_from([torch.float32, torch.bfloat16])))
+    value = value.view(shape).permute(draw(st.permutations(range(len(shape)))))
+    cuts = draw(st.lists(st.integers(0, value.numel()), max_size=4))
+    stop = draw(st.integers(0, value.numel()))
+    return value, cuts, draw(st.integers(0, stop)), stop
+
+
+@settings(max_examples=60, deadline=None)
+@given(case=tensors())
+def test_what_is_cut_anyhow_is_read_in_any_range(
+    case: tuple[Tensor, list[int], int, int], tmp_path_factory: Any
+) -> None:
+    value, cuts, start, stop = case
+    path = tmp_path_factory.mktemp("folder") / "a.ckpt"
+    ShardedSaver(0).save({"top": {"value": parts_of(value, cuts, 0, 1)}}, {}, path, None, None)
+    found = ShardedFolder(path).tensor("top.value")
+    assert found.shape == value.shape and found.dtype == value.dtype
+    assert torch.equal(found.whole(), value)
+    order = memory_order(value.stride())
+    assert torch.equal(found.read(start, stop, order), value.permute(order).reshape(-1)[start:stop])
+    assert torch.equal(found.read(start, stop), value.reshape(-1)[start:stop])
+
+
+def test_values_that_are_no_parts(tmp_path: Path) -> None:
+    state = {
+        "a": {"plain": torch.arange(3), "turned": torch.arange(6).view(2, 3).t(), "lone": Lone(torch.tensor(2.0))},
+        "b": {"groups": [{"lr": 0.1, "betas": (0.9, 0.99), "params": ["x", "y"]}], "none": None},
+    }
+    ShardedSaver(0).save(state, {"epoch": 3}, tmp_path / "a.ckpt", None, None)
+    folder = ShardedFolder(tmp_path / "a.ckpt")
+    assert torch.equal(folder.tensor("a.turned").whole(), state["a"]["turned"])  # type: ignore[index]
+    assert folder.tensor("a.lone").whole() == 2
+    assert folder.value("b.groups.0.betas") == (0.9, 0.99)
+    assert folder.path_of("b.groups.0.params") == ("b", "groups", 0, "params")
+    assert torch.load(tmp_path / "a.ckpt" / "meta.pt") == {"epoch": 3}
+
+
+def test_a_stored_tensor_reads_what_is_used() -> None:
+    read: list[tuple[int, int]] = []
+    values = torch.arange(12.0)
+
+    def reads(start: int, stop: int, order: Any) -> Tensor:
+        read.append((start, stop))
+        return values[start:stop]
+
+    stored = StoredTensor((3, 4), torch.float32, reads)
+    assert stored.shape == (3, 4) and stored.detach() is stored and not read
+    assert stored.read(2, 5).tolist() == [2, 3, 4] and read == [(2, 5)]
+    target = torch.zeros(3, 4)
+    target.copy_(stored)
+    assert torch.equal(target, values.view(3, 4)) and torch.equal(stored * 2, target * 2)
+    assert torch.equal(pickle.loads(pickle.dumps(stored)), target)
+    with pytest.raises(RuntimeError, match="exclude_frozen"):
+        KeptTensor((2,), torch.float32) + 1
+
+
+def test_an_index_is_no_way_out_of_its_folder(tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+    ShardedSaver(0).save({"a": {"b": torch.ones(3)}}, {}, path, None, None)
+    index = ShardedFolder(path).index
+    for info in index.storage_data.values():
+        info.relative_path = "../other"
+    (tmp_path / "other").write_bytes(bytes(5000))
+    (path / ".metadata").write_bytes(pickle.dumps(index))
+    with pytest.raises(ConfigError, match=r"\.metadata: it names \.\./other, which is not in the folder"):
+        ShardedFolder(path)
+
+
+def test_a_checkpoint_that_is_half_removed_has_not_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ShardedSaver(0).save({"a": {"b": torch.ones(3)}}, {}, tmp_path / "a.ckpt", None, None)
+    names: list[str] = []
+
+    def killed(path: Path) -> None:
+        names.extend(os.listdir(tmp_path))
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(durable, "_remove", killed)
+        with pytest.raises(KeyboardInterrupt):
+            ZeroCheckpointIO().remove_checkpoint(tmp_path / "a.ckpt")
+    assert len(names) == 1 and names[0].endswith(".part")
+    durable.write_whole(tmp_path / "b.ckpt", lambda file: file.write(b"x"))
+    assert os.listdir(tmp_path) == ["b.ckpt"]
+    ZeroCheckpointIO().remove_checkpoint(tmp_path / "a.ckpt")  # as Lightning's: nothing is there

@@ -1,0 +1,24 @@
+"""The main job does not make the host wait for the device, but for a loss that is shown or logged, every few steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.device.machine import Wait
+from tests.device.main_job import EVERY, STEPS, run
+
+SHOWN = Wait("models/gpt.py: LitGPT.on_train_batch_end", "a copy")
+LOGGED = Wait(
+    "trainer/interruptions.py: Interruptions._advance_from_boundary", "a value"
+)  # Lightning, called from there
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+def test_the_host_waits_where_a_loss_is_read(precision: str, elsewhere: Callable[..., Any]) -> None:
+    waits = elsewhere(run, precision=precision)
+    assert len(waits) == STEPS
+    for step, found in enumerate(waits[2:], 2):  # until then the module is sharded, and things are done for once
+        assert found == ({SHOWN: 1, LOGGED: 1} if step % EVERY == 0 else {}), step

@@ -1,0 +1,302 @@
+"""How long a step of a model of 7 B parameters would take: the recorded order, with the rates of a machine.
+
+The model that runs is small, and has the units of the large one. Each of its bytes of parameters stands for ``scale``
+bytes; buffers of a fixed size and settings in bytes are smaller by as much. Of activations no bytes count: what they
+cost is in the share of its peak that a model's matrix products reach.
+
+What is left out: copies over the link take memory bandwidth of the host, too.
+
+``python -m tests.device.timed`` prints the rows of ``docs/benchmarks.md``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import lightning_zero
+from lightning_zero.config import ZeroConfig
+from lightning_zero.engine.whole.held_bytes import plan_of
+from lightning_zero.planning.speed import Rates, Work, least_seconds, work_of
+from lightning_zero.planning.timeline import busy, ends
+from tests.device.machine import Machine, Place, is_on_device, nbytes_of
+from tests.device.order import COMPUTE, Trace
+from tests.device.simulate import fused_on_meta, world
+from tests.device.virtual import simulated
+
+PARAMETERS = 6.7e9
+BLOCKS = 24  # fewer than the large one has: what is not hidden of the first and the last counts for more
+WIDTH = 32
+TOKENS = 4  # of the small model
+
+# One H200 with 16 cores of its host. Matrix products of a model reach half of the peak.
+H200 = Rates(
+    compute=395e12,
+    device_memory=4e12,
+    host_memory=200e9,
+    to_device=50e9,
+    to_host=50e9,
+    disk_read=6e9,
+    disk_write=4e9,
+)
+NETWORK = 300e9  # bytes of a message that a rank gathers or reduces in a second; work has no bound for it
+QUEUEING_S = 8e-6  # of a kernel, with the Python around it
+HOST_OPERATION_S = 10e-6
+CACHE = 80e6  # bytes that the host's cores share
+
+PRODUCTS = ("aten.mm.", "aten.addmm.", "aten.bmm.")
+FRESH = ("aten.copy_.", "aten.fill_.", "aten.zero_.")  # what they write they have not read
+FUSED = "_fused_"  # gradients are listed as written, and are not
+
+
+class Block(nn.Module):
+    """Two products: their weights are buckets of their own, as the large one's are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linears = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for linear in self.linears:
+            x = x + linear(x)
+        return x
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
+        self.head = nn.Linear(WIDTH, 8, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        found: Tensor = self.head(x)
+        return found
+
+
+@dataclass
+class Scaled:
+    """Costs of the large model's work, from the small one's. See :class:`tests.device.machine.Costs`."""
+
+    rates: Rates
+    scale: float  # of bytes of parameters
+    flop_scale: float
+
+    def kernel(self, what: str, reads: Sequence[Tensor], writes: Sequence[Tensor], where: Place) -> tuple[float, str]:
+        if what == "a copy to the host":
+            return self._bytes(reads) / self.rates.to_host, "link to the host"
+        if what == "a copy to the device":
+            return self._bytes(writes) / self.rates.to_device, "link to the device"
+        if "." not in what:  # a message
+            return self._bytes(reads) / NETWORK, "network"
+        if what.startswith(PRODUCTS):
+            flops = 2 * writes[0].numel() * reads[-2].shape[-1]
+            return self.flop_scale * flops / self.rates.compute, "compute"
+        if where.function.startswith("engine/engine.py") or not where.line:
+            return 0.0, ""  # of the model: activations
+        return self._traffic(what, reads, writes) / self.rates.device_memory, "device memory"
+
+    def on_host(self, what: str, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> tuple[float, str]:
+        return HOST_OPERATION_S + self._traffic(what, reads, writes) / self.rates.host_memory, "host memory"
+
+    def _far(self, tensors: Sequence[Tensor]) -> float:
+        return self._bytes([t for t in tensors if self._is_far(t)])
+
+    def _is_far(self, tensor: Tensor) -> bool:
+        """Whether it is in memory: what is small, and used by turns, stays in the host's cache."""
+        return is_on_device(tensor) or self.scale * tensor.untyped_storage().nbytes() > CACHE
+
+    def on_disk(self, tensor: Tensor, *, writes: bool) -> tuple[float, str]:
+        rate = self.rates.disk_read if writes else self.rates.disk_write
+        return self._bytes([tensor]) / rate, "disk"
+
+    def queueing(self) -> float:
+        return QUEUEING_S
+
+    def _bytes(self, tensors: Sequence[Tensor]) -> float:
+        return self.scale * sum(map(nbytes_of, tensors))
+
+    def _traffic(self, what: str, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> float:
+        if FUSED in what:  # of parameters, gradients, first and second moments; and numbers
+            large = [t for t in writes if t.numel() > 1]
+            grads = large[len(large) // 4 : len(large) // 2]
+            return 2 * self._far(large) - self._far(grads)
+        reads, writes = [t for t in reads if self._is_far(t)], [t for t in writes if self._is_far(t)]
+        inputs = {id(t) for t in reads}
+        again = 0 if what.startswith(FRESH) else self._bytes([t for t in writes if id(t) not in inputs])
+        return self._bytes(reads) + self._bytes(writes) + again * what.split(".")[1].endswith("_")
+
+
+class Predicted(NamedTuple):
+    """
+    Attributes:
+        seconds: of a step, where steps follow one another.
+        bound: the least that it can take.
+        busy: seconds of a step that each resource works.
+    """
+
+    seconds: float
+    bound: float
+    busy: dict[str, float]
+    work: Work
+
+    @property
+    def phi(self) -> float:
+        return self.bound / self.seconds
+
+
+def predict(
+    row: str,
+    tokens: float,
+    *,
+    precision: str = "bf16",
+    clips: bool = False,
+    early: bool = False,
+    micro_batches: int = 1,
+    ranks: int = 1,
+    rates: Rates = H200,
+    mutations: Sequence[tuple[str, Any]] = (),
+) -> Predicted:
+    """Seconds of a step of stage 3.
+
+    Args:
+        tokens: of one rank in one step.
+        mutations: what stands in the place of a function of the package, by its path.
+    """
+    steps = 2
+    with _machine(early, ranks, mutations) as (machine, folder):
+        model = Model()
+        held = sum(p.numel() for p in model.parameters())
+        scale = PARAMETERS / held
+        flop_scale = scale * tokens / (TOKENS * micro_batches)
+        machine.costs = Scaled(rates, scale, flop_scale)
+        marks: list[int] = []
+        with _smaller(scale):
+            engine = _shard(model, row, precision, scale, folder)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+            engine.add_optimizer(optimizer)
+            plans = plan_of(engine)
+            _step(engine, model, optimizer, micro_batches, clips, early)  # learns the order
+            engine.settle()
+            trace = machine.order.trace = Trace()
+            for _ in range(steps):
+                _step(engine, model, optimizer, micro_batches, clips, early)
+                marks.append(len(trace.tasks))
+            engine.settle()
+            machine.order.trace = None
+            engine.release()
+    over = ends(trace.tasks)
+    # A step is over when its last kernel is: what it leaves to be done is done beside the next.
+    last = [max(over[n] for n in range(mark) if trace.tasks[n].party == COMPUTE) for mark in marks]
+    seconds = (last[-1] - last[0]) / (steps - 1)
+    work = work_of(plans, 6 * held * TOKENS * micro_batches * flop_scale / scale, micro_batches=micro_batches)
+    for name, amount in vars(work).items():
+        setattr(work, name, amount * scale)
+    found = {name: amount / steps for name, amount in busy(trace.tasks).items()}
+    return Predicted(seconds, least_seconds(work, rates, in_backward=early, micro_batches=micro_batches), found, work)
+
+
+@contextlib.contextmanager
+def _machine(early: bool, ranks: int, mutations: Sequence[tuple[str, Any]]) -> Iterator[tuple[Machine, str]]:
+    machine = Machine()
+    with contextlib.ExitStack() as stack:
+        for target, new in mutations:
+            stack.enter_context(mock.patch(target, new))
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="lightning_zero_timed_"))
+        stack.enter_context(world(ranks))
+        stack.enter_context(fused_on_meta())
+        stack.enter_context(simulated(machine, "eager" if early else "lazy"))
+        yield machine, folder
+
+
+@contextlib.contextmanager
+def _smaller(scale: float) -> Iterator[None]:
+    """Buffers of a fixed size hold as much of the small model as they would of the large one."""
+    with contextlib.ExitStack() as stack:
+        for module, name in (
+            ("engine.units.home", "CAST_CHUNK"),
+            ("engine.units.landing", "PAIR_NBYTES"),
+            ("tiers.pinned", "PAIR_NBYTES"),
+            ("engine.steps.mixed_dtypes", "MAX_CHUNK"),
+        ):
+            path = f"lightning_zero.{module}.{name}"
+            before = getattr(importlib.import_module(f"lightning_zero.{module}"), name)
+            stack.enter_context(mock.patch(path, max(256, int(before / scale) // 64 * 64)))
+        yield
+
+
+def _shard(model: nn.Module, row: str, precision: str, scale: float, folder: str) -> Any:
+    given = ZeroConfig()
+    offload: Any = {"name": row} | ({"nvme_path": folder} if "nvme" in row else {})
+    return lightning_zero.shard(
+        model,
+        stage=3,
+        precision=precision,
+        offload=offload,
+        device="meta",
+        prefetch_bytes=int(given.prefetch_bytes / scale),
+        reduce_bucket_bytes=max(1, int(given.reduce_bucket_bytes / scale)),
+    )
+
+
+def _step(engine: Any, model: nn.Module, optimizer: Any, micro_batches: int, clips: bool, early: bool) -> None:
+    def backwards() -> float:
+        for micro_batch in range(micro_batches):
+            last = micro_batch == micro_batches - 1
+            with contextlib.nullcontext() if last else engine.no_sync():
+                x = torch.zeros(TOKENS, WIDTH, device="meta", requires_grad=True)
+                with torch.autocast("cpu", enabled=False):
+                    engine.backward(F.mse_loss(model(x).float(), torch.zeros(TOKENS, 8, device="meta")))
+        if clips:
+            lightning_zero.clip_grad_norm_(model, 1.0)
+        return 0.0
+
+    with engine.step_scope():
+        if early:
+            with engine.stepping_in_backward():
+                optimizer.step(backwards)
+        else:
+            backwards()
+            optimizer.step()
+        optimizer.zero_grad()
+
+
+HOWS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "early": {"early": True},
+    "clipped": {"clips": True},
+    "two micro-batches": {"micro_batches": 2},
+}
+# A step in which the next forward hides the optimizer: what that reads and writes of a parameter (28 bytes, and 4 of
+# its gradient) takes as long as a third of the model's compute, with 6 operations for each token.
+HIDING_TOKENS = 3 * 32 * H200.compute / (6 * H200.host_memory)
+
+
+def main() -> None:
+    print(f"{PARAMETERS / 1e9:g} B parameters, bf16, {HIDING_TOKENS:,.0f} tokens in a step\n")
+    print("| `zero/offload` | step | ranks | seconds | least | phi | busy longest |\n|---|---|---|---|---|---|---|")
+    for row in ("optimizer_cpu", "cpu", "optimizer_nvme", "optimizer_cpu_param_nvme", "nvme"):
+        for how, settings in HOWS.items():
+            for ranks in (1, 4) if how == "plain" else (1,):
+                found = predict(row, HIDING_TOKENS, ranks=ranks, **settings)
+                name, seconds = max(found.busy.items(), key=lambda item: item[1])
+                print(
+                    f"| `{row}` | {how} | {ranks} | {found.seconds:.2f} | {found.bound:.2f} | {found.phi:.2f} "
+                    f"| {name}, {seconds:.2f} s |",
+                    flush=True,
+                )
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main()

@@ -1,0 +1,326 @@
+"""First values from folders of Hugging Face: read in parts, into shards, by every model of transformers."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import lightning_zero
+from lightning_zero.config import ConfigError
+from lightning_zero.engine.pretrained import SafetensorsFolder, sources_from
+from lightning_zero.engine.pretrained.conversions import forget
+from tests.harness import on_ranks
+
+transformers = pytest.importorskip("transformers")
+logging.getLogger("transformers").setLevel(logging.ERROR)
+transformers.utils.logging.disable_progress_bar()  # which leaves a thread
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+CONFIGS = {
+    "llama": lambda: transformers.LlamaConfig(**SMALL),
+    "gemma2": lambda: transformers.Gemma2Config(**SMALL, head_dim=8),
+    "gpt2": lambda: transformers.GPT2Config(
+        vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=1, eos_token_id=2
+    ),
+    "mixtral": lambda: transformers.MixtralConfig(**SMALL, num_local_experts=4, num_experts_per_tok=2),
+}
+TOKENS = torch.arange(1, 13).view(2, 6)
+
+
+def make(kind: str, device: str = "cpu", seed: int = 0) -> Any:
+    torch.default_generator.manual_seed(seed)
+    with torch.device(device):
+        return transformers.AutoModelForCausalLM.from_config(CONFIGS[kind]()).eval()
+
+
+def saved(kind: str, folder: Path, **settings: Any) -> Any:
+    """A model, and its files in ``folder``, by rank 0."""
+    model = make(kind)
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        model.save_pretrained(folder, **settings)
+    if dist.is_initialized():
+        dist.barrier()
+    return model
+
+
+class Wrapped(nn.Module):
+    """As a LightningModule holds it."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        out: Tensor = self.model(tokens).logits
+        return out
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_a_model_on_meta_has_the_values_of_the_folder(kind: str, stage: int, tmp_path: Path) -> None:
+    """And its rotary frequencies, embedding scales and tied weights."""
+    expected = Wrapped(saved(kind, tmp_path))
+    with torch.no_grad():
+        logits = expected(TOKENS)
+    module = Wrapped(make(kind, "meta"))
+    engine = lightning_zero.shard(module, stage=stage, init_from=str(tmp_path), device="cpu", summary=False)
+    with torch.no_grad(), engine.step_scope(evaluation=True):
+        found = module(TOKENS)
+    assert torch.equal(found, logits)
+    state = engine.state_dict(only_rank_0=False)
+    for name, value in expected.state_dict().items():
+        assert torch.equal(state[name], value), name
+    for (name, own), other in zip(module.named_buffers(), expected.buffers(), strict=True):
+        assert torch.equal(own, other), name
+    engine.release()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("row", ["optimizer_cpu", "nvme"])
+def test_into_offloaded_shards(row: str, tmp_path: Path) -> None:
+    expected = Wrapped(saved("llama", tmp_path / "files"))
+    module = Wrapped(make("llama", "meta"))
+    (tmp_path / "disk").mkdir(exist_ok=True)
+    offload = {"name": row} | ({"nvme_path": str(tmp_path / "disk")} if row == "nvme" else {})
+    settings: dict[str, Any] = {"init_from": str(tmp_path / "files"), "offload": offload, "precision": "bf16"}
+    engine = lightning_zero.shard(module, stage=3, device="cpu", summary=False, **settings)
+    state = engine.state_dict(only_rank_0=False)
+    for name, value in expected.state_dict().items():
+        assert torch.equal(state[name], value), name
+    engine.release()
+
+
+@on_ranks(3)
+def test_ranks_read_no_byte_beyond_their_shards(tmp_path: Path) -> None:
+    saved("llama", tmp_path)
+    read: list[int] = []
+    original = SafetensorsFolder._read
+
+    def counted(self: Any, key: str, start: int, stop: int, order: Any) -> Tensor:
+        read.append(stop - start)
+        return original(self, key, start, stop, order)
+
+    SafetensorsFolder._read = counted  # type: ignore[method-assign]
+    try:
+        module = Wrapped(make("llama", "meta"))
+        engine = lightning_zero.shard(module, stage=3, init_from=str(tmp_path), device="cpu", summary=False)
+    finally:
+        SafetensorsFolder._read = original  # type: ignore[method-assign]
+    own = sum(f.numel for bucket in engine.buckets for f in bucket.owned_fragments())
+    assert sum(read) == own
+    total = torch.tensor(own)
+    dist.all_reduce(total)
+    assert total == sum(p.numel() for p in module.parameters())
+    engine.release()
+
+
+@on_ranks(2)
+def test_a_model_off_meta_takes_the_values_too(tmp_path: Path) -> None:
+    expected = saved("gpt2", tmp_path).state_dict()
+    module = make("gpt2", seed=5)
+    engine = lightning_zero.shard(module, stage=3, init_from=str(tmp_path), device="cpu", summary=False)
+    state = engine.state_dict(only_rank_0=False)
+    assert all(torch.equal(state[name], value) for name, value in expected.items())
+    engine.release()
+
+
+@pytest.mark.parametrize("what", ["several files", "the base model's", "no index"])
+def test_forms_of_folders(what: str, tmp_path: Path) -> None:
+    model = make("gpt2")
+    if what == "the base model's":  # as gpt2 was published: without the prefix transformer.
+        model.transformer.save_pretrained(tmp_path)
+    else:
+        model.save_pretrained(tmp_path, max_shard_size="60KB")
+        assert len(list(tmp_path.glob("*.safetensors"))) > 1
+        if what == "no index":
+            (tmp_path / "model.safetensors.index.json").unlink()
+    module = Wrapped(make("gpt2", "meta"))
+    engine = lightning_zero.shard(module, stage=3, init_from=str(tmp_path), device="cpu", summary=False)
+    state = engine.state_dict()
+    assert all(torch.equal(state[f"model.{name}"], value) for name, value in model.state_dict().items())
+    engine.release()
+
+
+def test_a_module_that_is_none_of_transformers(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    torch.default_generator.manual_seed(0)
+    net = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 3))
+    net[1].running_mean += 3
+    save_file({key: value.contiguous() for key, value in net.state_dict().items()}, tmp_path / "a.safetensors")
+    with torch.device("meta"):
+        module = Wrapped(nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 3)))
+    engine = lightning_zero.shard(module, stage=3, init_from=str(tmp_path), device="cpu", summary=False)
+    state = engine.state_dict()
+    assert all(torch.equal(state[f"model.{name}"], value) for name, value in net.state_dict().items())
+    engine.release()
+
+
+class NoReset(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(3))
+        self.bias = nn.Parameter(torch.ones(3))
+
+
+def test_a_tensor_without_a_source_is_named(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    save_file({"0.gain": torch.full((3,), 2.0)}, tmp_path / "a.safetensors")
+    with torch.device("meta"):
+        module = nn.Sequential(NoReset(), nn.Linear(3, 2))
+    with pytest.raises(ConfigError, match=r"\(bias\).*nor has 0\.bias a source in zero\.init_from"):
+        lightning_zero.shard(module, stage=3, init_from=str(tmp_path), device="cpu", summary=False)
+    save_file({"0.gain": torch.full((3,), 2.0), "0.bias": torch.full((3,), 3.0)}, tmp_path / "a.safetensors")
+    with torch.device("meta"):
+        module = nn.Sequential(NoReset(), nn.Linear(3, 2))
+    with pytest.warns(UserWarning, match=r"has no 1\.weight, 1\.bias: these start anew"):
+        engine = lightning_zero.shard(module, stage=3, init_from=str(tmp_path), device="cpu", summary=False)
+    state = engine.state_dict()
+    assert (state["0.gain"] == 2).all() and (state["0.bias"] == 3).all() and state["1.weight"].isfinite().all()
+    engine.release()
+
+
+def test_what_is_left_without_a_value_is_named() -> None:
+    class Forgets(NoReset):
+        def reset_parameters(self) -> None:
+            nn.init.ones_(self.gain)
+
+    with torch.device("meta"):
+        module = nn.Sequential(Forgets())
+    with pytest.raises(ConfigError, match=r"0\.bias was on the meta device, and Forgets has not initialised it"):
+        lightning_zero.shard(module, stage=3, device="cpu", summary=False)
+
+
+def test_a_model_of_transformers_needs_no_folder() -> None:
+    """It makes its first values as it does off meta: norms of ones, small weights, rotary frequencies."""
+    module, expected = make("llama", "meta"), make("llama")
+    engine = lightning_zero.shard(module, stage=3, device="cpu", summary=False)
+    state = engine.state_dict()
+    assert (state["model.norm.weight"] == 1).all()
+    assert 0.01 < state["lm_head.weight"].std() < 0.03
+    assert torch.equal(module.model.rotary_emb.inv_freq, expected.model.rotary_emb.inv_freq)
+    engine.release()
+
+
+DAMAGES: dict[str, tuple[Any, str]] = {
+    "no folder": (lambda folder: shutil.rmtree(folder), r"expected a folder, got .*files"),
+    "no files": (lambda folder: [p.unlink() for p in folder.iterdir()], r"expected \*\.safetensors files in .*files"),
+    "a file is missing": (
+        lambda folder: next(iter(folder.glob("*00001*"))).unlink(),
+        r"expected model-00001-of-\d+\.safetensors in .*files, where .*index\.json names it",
+    ),
+    "half a file": (
+        lambda folder: next(iter(folder.glob("*00001*"))).write_bytes(
+            next(iter(folder.glob("*00001*"))).read_bytes()[:5000]
+        ),
+        r"expected a whole file, got .*00001.*cannot be read",
+    ),
+    "an empty file": (lambda folder: next(iter(folder.glob("*00001*"))).write_bytes(b""), r"expected a whole file"),
+    "an index that is none": (
+        lambda folder: (folder / "model.safetensors.index.json").write_text("hello"),
+        r"expected a whole file, got .*index\.json",
+    ),
+    "another size": (
+        lambda folder: _of_other_size(folder),
+        r"expected model\.lm_head\.weight of shape \(64, 32\) in .*files, got \(32, 32\)",
+    ),
+    "another model": (lambda folder: _other_model(folder), r"expected tensors of this module in .*files, got none"),
+}
+
+
+def _of_other_size(folder: Path) -> None:
+    shutil.rmtree(folder)
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**SMALL, "vocab_size": 32})).save_pretrained(folder)
+
+
+def _other_model(folder: Path) -> None:
+    from safetensors.torch import save_file
+
+    shutil.rmtree(folder)
+    folder.mkdir()
+    save_file({"x": torch.ones(3)}, folder / "model.safetensors")
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_bad_folder_is_refused_on_all_ranks(damage: str, tmp_path: Path) -> None:
+    change, says = DAMAGES[damage]
+    saved("llama", tmp_path / "files", max_shard_size="30KB")
+    if dist.get_rank() == 0:
+        change(tmp_path / "files")
+    dist.barrier()
+    module = Wrapped(make("llama", "meta"))
+    with pytest.raises(ConfigError, match=says):
+        lightning_zero.shard(module, stage=3, init_from=str(tmp_path / "files"), device="cpu", summary=False)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("way", ["default", "gaussian"])
+def test_adapters_of_peft(way: str, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    expected = saved("llama", tmp_path)
+    with torch.no_grad():
+        logits = expected(TOKENS).logits
+    settings = {} if way == "default" else {"init_lora_weights": way}
+    config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=4, **settings)
+    module = Wrapped(peft.get_peft_model(make("llama", "meta"), config).eval())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        engine = lightning_zero.shard(module, stage=3, init_from=str(tmp_path), device="cpu", summary=False)
+    with torch.no_grad(), engine.step_scope(evaluation=True):
+        torch.testing.assert_close(module(TOKENS), logits)  # the second factor is zero
+    state = engine.state_dict(only_rank_0=False)
+    lora = {name: value for name, value in state.items() if "lora_" in name}
+    assert len(lora) == 8
+    assert all(bool(value.any()) == ("lora_A" in name) for name, value in lora.items())
+    engine.release()
+
+
+@on_ranks(1)
+def test_adapters_that_follow_from_the_values_are_refused(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    saved("llama", tmp_path)
+    model = peft.get_peft_model(make("llama", "meta"), peft.LoraConfig(target_modules=["q_proj"]))
+    for config in model.peft_config.values():
+        config.init_lora_weights = "pissa"
+    with pytest.raises(ConfigError, match="is on the meta device, where init_lora_weights='pissa' cannot be done"):
+        lightning_zero.shard(model, stage=3, init_from=str(tmp_path), device="cpu", summary=False)
+
+
+def test_sources_of_a_converted_tensor_are_read_whole_once(tmp_path: Path) -> None:
+    """Mixtral's experts: many tensors in files, one in memory, and one at a time."""
+    model = make("mixtral")
+    model.save_pretrained(tmp_path)
+    sources = sources_from(str(tmp_path), make("mixtral", "meta"), warn=False)
+    name = "model.layers.1.mlp.experts.gate_up_proj"
+    expected = dict(model.named_parameters())[name].detach()
+    assert torch.equal(sources[name].whole(), expected)
+    assert torch.equal(sources[name].read(100, 900), expected.reshape(-1)[100:900])
+    forget()
+    keys = json.dumps(SafetensorsFolder(tmp_path).keys)
+    assert "block_sparse_moe.experts.3.w2" in keys and "gate_up_proj" not in keys
+    assert copy.deepcopy(sources[name]) is sources[name]

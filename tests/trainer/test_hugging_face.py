@@ -1,0 +1,236 @@
+"""Models of transformers in a LightningModule: in from their files, trained, saved, resumed, and out again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data import DataLoader, DistributedSampler
+
+import lightning_zero
+from lightning_zero import ZeroStrategy
+from lightning_zero.checkpoint.hugging_face.export import export
+from lightning_zero.checkpoint.hugging_face.files import Writer
+from lightning_zero.checkpoint.sharded.read import ShardedFolder
+from lightning_zero.config import ConfigError
+from lightning_zero.engine.pretrained import SafetensorsFolder
+from tests.engine.test_pretrained import CONFIGS, TOKENS, make, saved, transformers
+from tests.harness import on_ranks
+from tests.trainer.toys import assert_weights, trainer, weights
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+
+
+class Lit(pl.LightningModule):
+    """
+    Args:
+        folder: from_pretrained in configure_model; None: built on meta, for ``zero.init_from`` or a checkpoint.
+    """
+
+    def __init__(self, kind: str, folder: Path | None = None) -> None:
+        super().__init__()
+        self.kind, self.folder = kind, folder
+        self.model: Any = None
+        self.losses: list[float] = []
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            if self.folder is None:
+                self.model = make(self.kind, "meta")
+            else:
+                self.model = transformers.AutoModelForCausalLM.from_pretrained(self.folder)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss: Tensor = self.model(batch, labels=batch).loss
+        self.losses.append(loss.item())
+        return loss
+
+    def test_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.losses.append(self.model(batch, labels=batch).loss.item())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=0.01)
+
+
+def batches() -> DataLoader[Any]:
+    data = torch.randint(3, 64, (16, 8), generator=torch.Generator().manual_seed(1))
+    return DataLoader(data, batch_size=2, sampler=DistributedSampler(data, shuffle=False))  # type: ignore[arg-type]
+
+
+def fit(module: Lit, root: Path, epochs: int = 1, ckpt_path: Path | None = None, **settings: Any) -> pl.Trainer:
+    of = trainer(ZeroStrategy(**{"stage": "zero3", "summary": False, **settings}), root, max_epochs=epochs)
+    of.fit(module, batches(), ckpt_path=ckpt_path)
+    return of
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_from_pretrained_and_from_the_folder_train_the_same(kind: str, tmp_path: Path) -> None:
+    saved(kind, tmp_path / "in")
+    one, other = Lit(kind, tmp_path / "in"), Lit(kind)
+    first = weights(fit(one, tmp_path))
+    second = weights(fit(other, tmp_path, init_from=str(tmp_path / "in")))
+    assert one.losses == other.losses
+    assert_weights(second, first, tolerance=0)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("checkpoint", ["full", "sharded"])
+def test_a_model_on_meta_goes_on_from_a_checkpoint(checkpoint: str, tmp_path: Path) -> None:
+    """Which then is what its parameters are made of: there is no other source."""
+    saved("llama", tmp_path / "in")
+    settings = {"checkpoint": checkpoint, "init_from": str(tmp_path / "in")}
+    whole = Lit("llama")
+    fit(whole, tmp_path, 2, **settings)
+    fit(Lit("llama"), tmp_path, 1, **settings).save_checkpoint(tmp_path / "one.ckpt")
+    rest = Lit("llama")
+    of = fit(rest, tmp_path, 2, ckpt_path=tmp_path / "one.ckpt", checkpoint=checkpoint)
+    assert rest.losses == whole.losses[-len(rest.losses) :]
+    test = Lit("llama")
+    check = trainer(ZeroStrategy("zero1", summary=False), tmp_path)
+    check.test(test, batches(), ckpt_path=tmp_path / "one.ckpt", verbose=False)
+    of.save_checkpoint(tmp_path / "two.ckpt")
+
+
+# -- out --------------------------------------------------------------------------------------------------------------
+
+
+def logits_of(model: Any) -> Tensor:
+    model.eval()
+    with torch.no_grad():
+        out: Tensor = model(TOKENS).logits
+    return out
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("kind", "stage"), [*((kind, "zero3") for kind in CONFIGS), ("gemma2", "zero1"), ("mixtral", "zero0")]
+)
+def test_in_trained_and_out(kind: str, stage: str, tmp_path: Path) -> None:
+    """from_pretrained gives the logits of the model that was trained, from the files that transformers writes."""
+    saved(kind, tmp_path / "in")
+    if dist.get_rank() == 0:
+        (tmp_path / "in" / "tokenizer.json").write_text("{}")
+        (tmp_path / "in" / "README.md").write_text("not ours to copy")
+    dist.barrier()
+    module = Lit(kind)
+    of = fit(module, tmp_path, stage=stage, init_from=str(tmp_path / "in"))
+    module.eval()
+    with of.strategy.step_scope():
+        expected = module.model(TOKENS).logits
+    state = {key.removeprefix("model."): value for key, value in weights(of).items()}
+    of.strategy.export(tmp_path / "out", shard_size="40KB")
+    found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert torch.equal(logits_of(found), expected)
+    assert_weights(found.state_dict(), {key: state[key] for key in found.state_dict()}, tolerance=0)
+    if dist.get_rank() == 0:
+        found.save_pretrained(tmp_path / "again", max_shard_size="40KB")
+        ours, theirs = SafetensorsFolder(tmp_path / "out"), SafetensorsFolder(tmp_path / "again")
+        assert sorted(ours.keys) == sorted(theirs.keys)
+        assert len(list((tmp_path / "out").glob("model-0*.safetensors"))) > 1
+        assert (tmp_path / "out" / "tokenizer.json").exists() and not (tmp_path / "out" / "README.md").exists()
+
+
+@on_ranks(2)
+def test_out_in_another_dtype_and_in_one_file(tmp_path: Path) -> None:
+    saved("llama", tmp_path / "in")
+    of = fit(Lit("llama"), tmp_path, init_from=str(tmp_path / "in"))
+    of.strategy.export(tmp_path / "out", dtype="bf16")
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [
+        "config.json", "generation_config.json", "model.safetensors"
+    ]  # fmt: skip
+    found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert found.dtype == torch.bfloat16
+    for name, value in weights(of).items():
+        assert torch.equal(found.state_dict()[name.removeprefix("model.")], value.bfloat16())
+    with pytest.raises(ConfigError, match="expected a new or empty folder, got .*out"):
+        of.strategy.export(tmp_path / "out")
+    with pytest.raises(ConfigError, match=r"export\(dtype=\): expected one of fp32, bf16"):
+        of.strategy.export(tmp_path / "other", dtype="int8")
+    assert not (tmp_path / "other").exists()
+
+
+class WithAdapters(Lit):
+    def configure_model(self) -> None:
+        if self.model is None:
+            peft = pytest.importorskip("peft")
+            super().configure_model()
+            self.model = peft.get_peft_model(self.model, peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=4))
+
+
+@on_ranks(2)
+def test_adapters_of_peft_in_trained_saved_and_out(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    saved("llama", tmp_path / "in")
+    settings: dict[str, Any] = {"init_from": str(tmp_path / "in")}
+    settings["checkpoint"] = {"name": "sharded", "exclude_frozen": True}
+    whole = WithAdapters("llama")
+    of = fit(whole, tmp_path, 2, **settings)
+    fit(WithAdapters("llama"), tmp_path, 1, **settings).save_checkpoint(tmp_path / "one.ckpt")
+    keys = [key for key in ShardedFolder(tmp_path / "one.ckpt").keys if key.startswith("state_dict.")]
+    assert len(keys) == 8 and all("lora_" in key for key in keys)
+    rest = WithAdapters("llama")
+    fit(rest, tmp_path, 2, ckpt_path=tmp_path / "one.ckpt", **settings)
+    assert rest.losses == whole.losses[-len(rest.losses) :]
+
+    whole.eval()
+    with of.strategy.step_scope():
+        expected = whole.model(TOKENS).logits
+    of.strategy.export(tmp_path / "out")
+    assert (tmp_path / "out" / "adapter_model.safetensors").stat().st_size < 20_000
+    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "in")
+    found = peft.PeftModel.from_pretrained(base, tmp_path / "out")
+    assert torch.equal(logits_of(found), expected)
+
+
+class Turned(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.turned = torch.nn.Parameter(torch.randn(5, 40).t())
+        self.conv = torch.nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+        self.scale = torch.nn.Parameter(torch.ones(()))
+        self.empty = torch.nn.Parameter(torch.ones(0, 2))
+        self.register_buffer("seen", torch.arange(3))
+
+
+@on_ranks(1, 3)
+def test_a_module_that_is_none_of_transformers(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    torch.default_generator.manual_seed(0)
+    module = Turned()
+    expected = {key: value.clone() for key, value in module.state_dict().items()}
+    engine = lightning_zero.shard(module, stage=3, device="cpu", summary=False)
+    export(engine, tmp_path / "out", None, 2**30)
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[key], value) for key, value in expected.items())
+    engine.release()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_export_that_fails_leaves_nothing(rank: int, tmp_path: Path) -> None:
+    module = Turned()
+    engine = lightning_zero.shard(module, stage=3, device="cpu", summary=False)
+    write = Writer.write
+
+    def fails(*args: Any) -> None:
+        if dist.get_rank() == rank:
+            raise OSError(28, "No space left on device")
+        write(*args)
+
+    Writer.write = fails  # type: ignore[assignment]
+    try:
+        with pytest.raises((OSError, RuntimeError), match=r"out: the folder could not be written: .*No space left"):
+            export(engine, tmp_path / "out", None, 2**30)
+    finally:
+        Writer.write = write  # type: ignore[method-assign]
+    dist.barrier()
+    assert not list(tmp_path.iterdir())
+    engine.release()

@@ -1,0 +1,118 @@
+"""What a dead run of a job has left goes with the next start of that job, and nothing else."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import shutil
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_zero.checkpoint import durable
+from lightning_zero.ranks import resume
+from lightning_zero.trainer import kept_files
+from lightning_zero.trainer.kept_files import NoteJob
+from tests.harness import on_ranks
+from tests.trainer.toys import fit
+
+TOP: dict[str, dict[str, Any]] = {
+    "1": {"save_top_k": 1},
+    "2 by metric": {"save_top_k": 2, "monitor": "step", "mode": "max"},
+    "all": {"save_top_k": -1},
+}
+
+
+@contextlib.contextmanager
+def job(name: str) -> Any:
+    with (
+        mock.patch.object(resume, "job_name", lambda *_: name),
+        mock.patch.object(kept_files, "job_name", lambda: name),
+    ):
+        yield
+
+
+def train(root: Path, top: str, folder: str = "checkpoints", **settings: Any) -> tuple[Any, str]:
+    save = ModelCheckpoint(root / folder, every_n_train_steps=2, filename="{step}", save_last="link", **TOP[top])
+    out = io.StringIO()
+    settings = {"enable_checkpointing": True, "callbacks": [save, NoteJob(str(root))], **settings}
+    with contextlib.redirect_stdout(out):
+        fit("zero3", root, **settings)
+    dist.barrier()
+    return save, out.getvalue()
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("top", TOP)
+def test_checkpoints_that_nobody_knows_go(top: str, tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    with job("one"):
+        _, said = train(tmp_path, top, max_epochs=1)
+    kept = names(folder)
+    dist.barrier()
+    assert "removed" not in said
+    gone = {"step=2.ckpt", "step=4.ckpt", "step=6.ckpt"} - kept
+    assert len(gone) == {"1": 2, "2 by metric": 1, "all": 0}[top], kept
+    part = folder / durable.part_name("last.ckpt")
+    if dist.get_rank() == 0:  # the process was killed between a save and the removal of what it replaces
+        for name in gone:
+            shutil.copy(folder / "last.ckpt", folder / name)
+        shutil.copy(folder / "last.ckpt", folder / "mine.ckpt")
+        shutil.copy(folder / "last.ckpt", tmp_path / "step=2.ckpt")
+        part.touch()
+    dist.barrier()
+    newest = (folder / "last.ckpt").resolve()
+    with job("one"):
+        _, said = train(tmp_path, top, max_epochs=2, max_steps=int(newest.stem[-1]) + 1, ckpt_path=newest)
+    assert kept - {"last.ckpt"} <= names(folder) | gone
+    assert "mine.ckpt" in names(folder) and (tmp_path / "step=2.ckpt").exists() and not part.exists()
+    assert not gone & names(folder)
+    if dist.get_rank() == 0:
+        removed = said.partition("removed what an earlier start of one has left: ")[2].strip()
+        assert set(removed.split(", ")) == {part.name, *gone}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("other", ["job", "folder", "no checkpoint"])
+def test_what_may_be_somebody_elses_stays(other: str, tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    with job("one"):
+        train(tmp_path, "1", max_epochs=1)
+    if dist.get_rank() == 0:
+        shutil.copy(folder / "last.ckpt", folder / "step=2.ckpt")
+    dist.barrier()
+    newest = None if other == "no checkpoint" else folder / "step=6.ckpt"
+    settings: dict[str, Any] = {"max_epochs": 2, "max_steps": 7, "ckpt_path": newest}
+    if other == "no checkpoint":
+        settings["max_steps"] = 1
+    with job("two" if other == "job" else "one"):
+        train(tmp_path, "1", folder="others" if other == "folder" else "checkpoints", **settings)
+    assert {"step=2.ckpt", "step=6.ckpt"} <= names(folder)
+
+
+@on_ranks(2)
+def test_the_link_of_an_earlier_start_is_taken_over(tmp_path: Path) -> None:
+    """The first checkpoint is saved before there is a link, and so does not know of it; nor is it kept for ever."""
+    folder = tmp_path / "checkpoints"
+    with job("one"):
+        train(tmp_path, "1", max_epochs=1, max_steps=2)
+        assert names(folder) == {"last.ckpt", "step=2.ckpt"}
+        train(tmp_path, "1", max_epochs=1, max_steps=4, ckpt_path=folder / "step=2.ckpt")
+    assert names(folder) == {"last.ckpt", "step=4.ckpt"}
+    assert (folder / "last.ckpt").resolve() == folder / "step=4.ckpt"
+
+
+def test_a_note_that_was_cut_off(tmp_path: Path) -> None:
+    resume.note_file(tmp_path, "a", "/one.ckpt")
+    with (tmp_path / resume.FILES).open("a") as file:
+        file.write('["a", "/tw')
+    resume.note_file(tmp_path, "a", "/three.ckpt")
+    assert resume.files_of_job(tmp_path) == {"a": {Path("/one.ckpt"), Path("/three.ckpt")}}

@@ -1,0 +1,275 @@
+"""Jobs that are killed again and again, at random instants, mostly of their saves: nothing is lost, nothing is left.
+
+A job is a chain of starts: all but the last are killed, on one rank or on all, and each goes on from the newest
+checkpoint. ``$TMPDIR`` is on another file system.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import random
+import re
+import signal
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from torch import Tensor
+
+from lightning_zero import ZeroStrategy
+from lightning_zero.checkpoint import verify
+from lightning_zero.checkpoint.sharded.index import EXTRA
+from lightning_zero.checkpoint.sharded.read import ShardedFolder
+from lightning_zero.data.resumable import ResumableLoader
+from lightning_zero.ranks import resume
+from lightning_zero.trainer import interruptions, kept_files
+from lightning_zero.trainer.kept_files import NoteJob
+from tests.harness import Pool
+from tests.trainer.toys import Lit, Samples, seeded, trainer
+
+STEPS = 18
+CALLS = (
+    "pwrite",
+    "fsync",
+    "replace",
+    "unlink",
+    "symlink",
+    "open",
+    "mkdir",
+    "rename",
+    "rmdir",
+)  # of the operating system, between which it is killed
+OTHER_DISK = "/dev/shm" if os.path.isdir("/dev/shm") else None
+
+
+class Kill(NamedTuple):
+    """When a start is killed: before one of its calls that change files, or so many seconds after its first step."""
+
+    call: int | None
+    seconds: float | None
+    rank: int  # that counts the calls, and is killed
+    everybody: bool
+
+
+class Job(NamedTuple):
+    stage: str
+    offload: str
+    background: bool
+    every_s: float | None  # save_minutes
+    checkpoint: str = "full"
+
+
+class Noisy(Lit):
+    def __init__(self) -> None:
+        super().__init__(optimizer="adamw", scheduler="step")
+        self.drop = torch.nn.Dropout(0.3)
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        return torch.nn.functional.mse_loss(self(self.drop(x)), y)
+
+
+class Notes(Callback):
+    """Writes down each step's loss, and which step is safe on the disk."""
+
+    def __init__(self, root: Path, kill: Kill | None, pids: list[int]) -> None:
+        self.root, self.kill, self.pids, self.started = root, kill, pids, False
+
+    def _note(self, name: str, line: str) -> None:
+        if dist.get_rank() == 0:
+            with (self.root / name).open("a") as file:
+                file.write(line + "\n")
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
+        self._note("losses", f"{trainer.global_step} {float(pl_module.losses[-1]).hex()}")
+        if not self.started and self.kill is not None and dist.get_rank() == self.kill.rank:
+            self.started = True
+            if self.kill.seconds is not None:
+                threading.Timer(self.kill.seconds, die, (self.kill, self.pids)).start()
+
+
+def die(kill: Kill, pids: list[int]) -> None:
+    for pid in pids if kill.everybody else [os.getpid()]:
+        if pid != os.getpid():
+            os.kill(pid, signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def killed_at_call(kill: Kill | None, pids: list[int], root: Path) -> Any:
+    """Count the calls that concern the job's files, and die before one of them."""
+    left = [kill.call if kill is not None and kill.call is not None and kill.rank == dist.get_rank() else None]
+
+    def counted(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if left[0] is not None and (isinstance(args[0], int) or str(root) in str(args[0])):
+                left[0] -= 1
+                if left[0] < 0:
+                    assert kill is not None
+                    die(kill, pids)
+            return original(*args, **kwargs)
+
+        return call
+
+    with contextlib.ExitStack() as stack:
+        for name in CALLS:
+            stack.enter_context(mock.patch.object(os, name, counted(getattr(os, name))))
+        yield
+
+
+def start(root: Path, job: Job, kill: Kill | None) -> None:
+    """One start of the job on this rank."""
+    pids: list[int] = [0] * dist.get_world_size()
+    dist.all_gather_object(pids, os.getpid())
+    tempfile.tempdir = os.environ["TMPDIR"] = OTHER_DISK or tempfile.gettempdir()
+    name = mock.patch.object(resume, "job_name", lambda *_: "job")
+    with name, mock.patch.object(kept_files, "job_name", lambda: "job"), killed_at_call(kill, pids, root):
+        newest = resume.checkpoint_of_job(root, [root / "checkpoints"])
+        save = ModelCheckpoint(
+            root / "checkpoints", every_n_train_steps=1, save_top_k=1, filename="{step}", save_last="link"
+        )
+        offload: Any = job.offload
+        if offload == "nvme":
+            offload = {"name": "nvme", "nvme_path": str(root.parent / "nvme")}
+        settings: dict[str, Any] = {"offload": offload, "checkpoint": job.checkpoint}
+        strategy = ZeroStrategy(job.stage, summary=False, stall_timeout_s=20.0, **settings)
+        strategy.resumes_job, strategy.save_every_s = newest is not None, job.every_s
+        of = trainer(
+            strategy,
+            root,
+            max_steps=STEPS,
+            max_epochs=-1,
+            enable_checkpointing=True,
+            callbacks=[save, NoteJob(str(root)), Notes(root, kill, pids)],
+            plugins=[AsyncCheckpointIO()] if job.background else [],
+        )
+        with mock.patch.object(interruptions, "SAVING_SHARE", 1e9):
+            of.fit(seeded(Noisy), ResumableLoader(Samples(), 2, trainer=of), ckpt_path=newest)
+    dist.barrier()
+
+
+def run_chain(root: Path, job: Job, kills: list[Kill]) -> dict[str, list[str]]:
+    """All starts of a job; the losses of each step."""
+    root.mkdir()
+    (root.parent / "nvme").mkdir(exist_ok=True)
+    found: dict[str, list[str]] = {}
+    before, deaths = 0, 0
+    for kill in [*kills, None]:
+        pool = Pool(2)
+        try:
+            pool.run(pickle.dumps((start, (root, job, kill), {})), 60)
+            died = False
+        except Exception as error:
+            assert kill is not None, error
+            assert "exit code -9" in str(error) + "".join(getattr(error, "__notes__", [])), error
+            died, deaths = True, deaths + 1
+        finally:
+            pool.kill()
+        safe = check_what_is_there(root, before)
+        before = safe if died else 0
+        if not died:
+            break  # it was over before it was to be killed
+    assert deaths >= len(kills) - 1
+    for line in (root / "losses").read_text().splitlines():
+        step, loss = line.split()
+        found.setdefault(step, []).append(loss)
+    return found
+
+
+def check_what_is_there(root: Path, before: int) -> int:
+    """The step of the newest checkpoint, which is whole, and not older than any that was safe."""
+    newest = resume.newest_checkpoint([root, root / "checkpoints"])
+    if newest is None:
+        assert not before
+        return 0
+    assert verify.check(newest).damage == []
+    step: int = torch.load(newest / EXTRA if newest.is_dir() else newest)["global_step"]
+    assert step >= before
+    for path in (root / "checkpoints").glob("*.ckpt"):
+        assert path.exists(), "a link that leads nowhere"
+        assert verify.check(path).damage == []
+    return step
+
+
+def names(root: Path) -> set[str]:
+    return {re.sub(r"hpc_ckpt_\d+", "hpc_ckpt", str(path.relative_to(root))) for path in root.rglob("*")}
+
+
+def kills_of(job: Job, count: int, seed: int) -> list[Kill]:
+    generator = random.Random(seed)
+    kills = []
+    for _ in range(count):
+        rank, everybody = generator.randrange(2), generator.random() < 0.5
+        if generator.random() < 0.75 and not (job.background and rank):  # there rank 0 alone writes
+            few = job.checkpoint == "sharded" and rank  # that rank makes one such call in a save
+            kills.append(Kill(generator.randrange(*((1, 8) if few else (5, 60))), None, rank, everybody))
+        else:
+            kills.append(Kill(None, generator.uniform(0, 0.2), rank, everybody))
+    return kills
+
+
+# Nine kills in the default run, seventy in all.
+CHAINS = [
+    (Job("zero3", "none", False, None), 3, 1),
+    (Job("zero2", "optimizer_cpu", True, 1e-9), 2, 2),
+    (Job("zero3", "none", False, 1e-9, "sharded"), 4, 3),
+    *[
+        pytest.param(job, 5, seed, marks=pytest.mark.full)
+        for seed, job in enumerate(
+            [
+                Job("zero3", "none", False, None),
+                Job("zero3", "nvme", False, 1e-9),
+                Job("zero3", "none", True, None),
+                Job("zero0", "none", False, 1e-9),
+                Job("zero1", "none", True, 1e-9),
+                Job("zero2", "optimizer_cpu", False, None),
+                Job("zero3", "cpu", True, None),
+                Job("zero3", "nvme", True, None),
+                Job("zero3", "none", False, 1e-9),
+                Job("zero3", "none", False, None, "sharded"),
+                Job("zero3", "nvme", False, 1e-9, "sharded"),
+                Job("zero0", "none", False, None, "sharded"),
+                Job("zero1", "optimizer_cpu", False, 1e-9, "sharded"),
+            ],
+            start=10,
+        )
+    ],
+]
+
+
+@pytest.mark.parametrize(("job", "count", "seed"), CHAINS)
+def test_a_job_that_is_killed(job: Job, count: int, seed: int, tmp_path: Path) -> None:
+    before = set(os.listdir(OTHER_DISK)) if OTHER_DISK else set()
+    expected = run_chain(tmp_path / "undisturbed", job, [])
+    assert list(expected) == [str(step) for step in range(1, STEPS + 1)]
+    found = run_chain(tmp_path / "killed", job, kills_of(job, count, seed))
+    assert sorted(found, key=int) == list(expected)
+    for step, losses in found.items():
+        assert set(losses) == set(expected[step]), step
+    assert names(tmp_path / "killed") == names(tmp_path / "undisturbed")
+    assert len(list((tmp_path / "killed").glob("*.ckpt"))) <= 1
+    assert not (tmp_path / "nvme").exists() or not any((tmp_path / "nvme").rglob("*"))
+    if OTHER_DISK:
+        assert not [name for name in set(os.listdir(OTHER_DISK)) - before if "ckpt" in name]
+    weights = [loaded(tmp_path / run / "checkpoints" / "last.ckpt") for run in ("undisturbed", "killed")]
+    for name, value in weights[0].items():
+        assert torch.equal(value, weights[1][name]), name
+
+
+def loaded(path: Path) -> dict[str, Tensor]:
+    if not path.is_dir():
+        state: dict[str, Tensor] = torch.load(path)["state_dict"]
+        return state
+    folder = ShardedFolder(path)
+    return {key: folder.tensor(key).whole() for key in folder.keys if key.startswith("state_dict.")}
