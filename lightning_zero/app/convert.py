@@ -46,6 +46,7 @@ USAGE = """usage: python -m lightning_zero.checkpoint convert IN OUT to=... [dty
 """
 FORMS = ("full", "sharded", "safetensors")
 WEIGHTS = (MODULE, "current_model_state")
+MADV_PAGEOUT = 21  # of Linux
 SMALL = 1 << 18  # elements: a tensor of fewer is taken as it is
 
 Advance = Callable[[int], None]
@@ -181,11 +182,14 @@ def _pieces(value: Tensor) -> Any:
 def let_go(value: Tensor) -> None:
     """Give the pages of a mapped file back, which would count as memory of this process until its end."""
     if isinstance(value, StoredTensor) or not value.numel():
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc, which would keep what was read
+        if trim is not None:
+            trim(0)
         return
     low = -(-value.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     high = (value.data_ptr() + value.untyped_storage().nbytes()) // mmap.PAGESIZE * mmap.PAGESIZE
-    if high > low and value.untyped_storage().filename is not None:
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(low), ctypes.c_size_t(high - low), mmap.MADV_DONTNEED)
+    if high > low:  # advice only: nothing is lost, whatever memory it is, and an older kernel does nothing
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(low), ctypes.c_size_t(high - low), MADV_PAGEOUT)
 
 
 def _cast(state: Mapping[str, Any], dtype: torch.dtype | None) -> dict[int, torch.dtype]:

@@ -234,7 +234,7 @@ def remove_leftovers(folder: Path) -> list[str]:
 def _end(path: Path, name: str | None, *, here: bool) -> bool:
     """Remove what a dead process has begun, or has put aside: if nothing has that ``name`` now, it has it again."""
     if path.is_symlink():  # which nobody can lock, and which has its name in a moment
-        if path.parent.stat().st_mtime - path.lstat().st_mtime > LINK_REST_S:
+        if (here and _is_gone(path)) or path.parent.stat().st_mtime - path.lstat().st_mtime > LINK_REST_S:
             path.unlink()
         return not path.is_symlink()
     fd = os.open(path, os.O_CLOEXEC | (os.O_DIRECTORY if path.is_dir() else os.O_RDWR))
@@ -256,6 +256,18 @@ def _end(path: Path, name: str | None, *, here: bool) -> bool:
         return True
     finally:
         os.close(fd)
+
+
+def _is_gone(path: Path) -> bool:
+    """Whether no process of this host has the number of the one that has made ``path``."""
+    number = int(path.name.rsplit(".", 2)[1].partition("-")[0])
+    try:
+        os.kill(number, 0)
+    except ProcessLookupError:
+        return True
+    except OSError:
+        pass
+    return False
 
 
 def remove_whole(path: str | os.PathLike[str]) -> None:

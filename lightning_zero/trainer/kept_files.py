@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,13 +18,15 @@ from lightning_zero.trainer.checkpoint_io import after_writes
 
 _LINK, _REMOVE, _SAVE = "_link_checkpoint", "_remove_checkpoint", "_save_checkpoint"
 _SHOULD_REMOVE = "_should_remove_checkpoint"
-_PATCHED = (_LINK, _REMOVE, _SAVE, _SHOULD_REMOVE)
+_HELD = "_lightning_zero_held"  # checkpoints that go when last.ckpt leads on
+_PATCHED = (_LINK, _REMOVE, _SAVE, _SHOULD_REMOVE, _HELD)
 
 
 def attach(trainer: pl.Trainer) -> None:
     """Have ``last.ckpt`` lead to a checkpoint that is there, at every moment."""
     for callback in _of(trainer):
         held: list[str] = []
+        callback.__dict__[_HELD] = held
         callback.__dict__[_LINK] = partial(_link_behind_writes, held)
         callback.__dict__[_REMOVE] = partial(_remove_behind_link, callback, held)
 
@@ -137,6 +139,10 @@ class NoteJob(Callback):
                 os.path.realpath(path) for path in {*known, *callback.best_k_models, trainer.ckpt_path or ""} if path
             }
             last = os.path.abspath(callback.last_model_path)
+            # What the start before it held for the link, and was killed before that led on: held again.
+            callback.__dict__.setdefault(_HELD, []).extend(
+                self._held_by_link(callback, trainer, written.get(callback.state_key, set()))
+            )
             for path in sorted(written.get(callback.state_key, ())):
                 if path.is_symlink() and str(path) != last:
                     path.unlink()
@@ -146,6 +152,15 @@ class NoteJob(Callback):
                     continue
                 removed.append(path.name)
         return removed
+
+    @staticmethod
+    def _held_by_link(callback: ModelCheckpoint, trainer: pl.Trainer, written: Iterable[Path]) -> list[str]:
+        if not os.path.islink(callback.last_model_path):
+            return []
+        others = {callback.best_model_path, callback.kth_best_model_path, *callback.best_k_models, trainer.ckpt_path}
+        known = {os.path.realpath(path) for path in others if path}
+        lead = os.path.realpath(callback.last_model_path)
+        return [str(p) for p in written if not p.is_symlink() and os.path.realpath(p) == lead and lead not in known]
 
 
 def _save_noted(callback: ModelCheckpoint, run_dir: str, trainer: pl.Trainer, filepath: str) -> None:

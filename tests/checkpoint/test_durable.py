@@ -12,6 +12,7 @@ import resource
 import shutil
 import signal
 import socket
+import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -161,6 +162,18 @@ def test_a_folder_that_is_being_written_stays(tmp_path: Path) -> None:
     with durable.written_aside(tmp_path / "last.ckpt", folder=True) as part:
         durable.write_whole(tmp_path / "other.ckpt", lambda file: file.write(b"x"))
         assert part.path.is_dir()
+
+
+def test_a_link_of_a_dead_process_goes_at_once(tmp_path: Path) -> None:
+    """A link cannot be locked; one of a process that lives has its name in a moment."""
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    (tmp_path / "folder").mkdir()
+    for number in (gone.pid, os.getpid()):
+        name = durable.part_name("last.ckpt").replace(f".{os.getpid()}-", f".{number}-")
+        (tmp_path / name).symlink_to("folder")
+    assert len(durable.remove_leftovers(tmp_path)) == 1
+    assert [str(os.getpid()) in p.name for p in tmp_path.glob("*.part")] == [True]
 
 
 def test_without_locks_a_file_must_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
