@@ -2,7 +2,7 @@
 
 ::
 
-    strategy        every hook of a Lightning strategy
+    strategy        every hook of a Lightning strategy; checkpointing: those for checkpoints
     precision       its precision plugin         registration    names for Trainer(strategy=), without importing it
     checkpoint_io   files, written whole or not at all      random_numbers  generators of all ranks, in checkpoints
     sharded_checkpoints  the same as folders, written by all ranks

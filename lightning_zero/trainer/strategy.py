@@ -7,10 +7,9 @@ import contextlib
 import os
 import socket
 import sys
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
 from typing import Any, TypeVar
 
 import lightning.pytorch as pl
@@ -25,65 +24,45 @@ from lightning.fabric.utilities.distributed import (
 from lightning.fabric.utilities.init import _EmptyInit
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.callbacks import StochasticWeightAveraging
-from lightning.pytorch.core.optimizer import LightningOptimizer, _MockOptimizer
+from lightning.pytorch.core.optimizer import _MockOptimizer
 from lightning.pytorch.plugins.precision import Precision as LightningPrecision
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
-from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_info
 from lightning_utilities.core.rank_zero import rank_zero_only, rank_zero_warn
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 from torch.nn import Module, SyncBatchNorm
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.optim import Optimizer
 
-from lightning_zero.checkpoint.hugging_face.export import export
-from lightning_zero.checkpoint.hugging_face.files import parse_dtype
-from lightning_zero.checkpoint.hugging_face.record import RECORD as HUGGING_FACE
-from lightning_zero.checkpoint.hugging_face.record import record_of
-from lightning_zero.checkpoint.sharded.save import ShardedSaver
 from lightning_zero.comm.agreements import (
-    ApartError,
     barrier,
     broadcast_object,
-    gather_objects,
-    gather_rows,
     open_waits,
-    together,
 )
-from lightning_zero.config import CheckpointFormat, ConfigError, ZeroConfig, make_config, parse_bytes
+from lightning_zero.config import ConfigError, ZeroConfig, make_config
 from lightning_zero.device import accelerator_of
 from lightning_zero.device.cuda import default_device
 from lightning_zero.engine import Engine, engine_of, shard
 from lightning_zero.engine.units.describe import TRUE_DTYPES
-from lightning_zero.engine.whole.module_state import keeping_frozen
-from lightning_zero.engine.whole.sharded_state import sharded_optimizer_state, sharded_state_dict
 from lightning_zero.ranks import rendezvous
 from lightning_zero.ranks.allocation import check_allocation
 from lightning_zero.ranks.environments import own_environment
-from lightning_zero.ranks.peers import PeerError
-from lightning_zero.ranks.waits import StallError, Waits
+from lightning_zero.ranks.waits import Waits
 from lightning_zero.tiers.claims import check_folder
 from lightning_zero.trainer import averaging, finetuning, kept_files, pruning, range_saves, validations
-from lightning_zero.trainer.checkpoint_fits import check_model
-from lightning_zero.trainer.checkpoint_io import async_writer, load, remove_behind_writes, wait_for_writes, with_default
-from lightning_zero.trainer.interruptions import Interruptions, Left, refuse_lonely_save
+from lightning_zero.trainer.checkpoint_io import async_writer
+from lightning_zero.trainer.checkpointing import CheckpointingStrategy
+from lightning_zero.trainer.interruptions import Interruptions, Left
 from lightning_zero.trainer.precision import ZeroPrecision
-from lightning_zero.trainer.random_numbers import KEY as RNG_KEY
-from lightning_zero.trainer.random_numbers import RandomNumbers, Saved, saved_ranks
-from lightning_zero.trainer.range_saves import RangeSave
-from lightning_zero.trainer.sharded_checkpoints import divide, is_folder, local_path, refuse_writer
-from lightning_zero.trainer.sharded_checkpoints import read as read_folder
+from lightning_zero.trainer.random_numbers import RandomNumbers
 from lightning_zero.trainer.summary import print_units
-from lightning_zero.trainer.verified_loads import verify
 
 EXIT_BARRIER_S = 20.0
 T = TypeVar("T")
 OWN_RENDEZVOUS = frozenset({"mpi", "fake"})  # backends whose ranks need no store to find each other
 
 
-class ZeroStrategy(ParallelStrategy):
+class ZeroStrategy(CheckpointingStrategy):
     """ZeRO stages 0-3 as a Lightning strategy.
 
     Args:
@@ -102,8 +81,6 @@ class ZeroStrategy(ParallelStrategy):
         saves_on_sigterm: a run that gets SIGTERM saves ``hpc_ckpt_*.ckpt`` in ``default_root_dir`` before it leaves; on
             SLURM it always does.
         save_every_s: a run saves it every so many seconds too.
-        resumes_job: the checkpoint to go on from was written by an earlier start of this job; it is compared with its
-            checksums, unless ``zero.checkpoint.verify`` is false.
 
     Raises:
         ConfigError: a setting that cannot work; the message names the key to change.
@@ -126,35 +103,25 @@ class ZeroStrategy(ParallelStrategy):
         **settings: Any,
     ) -> None:
         rows = {"stage": stage, "offload": offload, "checkpoint": checkpoint}
-        self.config = make_config(config, **{k: v for k, v in rows.items() if v is not None}, **settings)
-        path = self.config.offload.nvme_path
+        config = make_config(config, **{k: v for k, v in rows.items() if v is not None}, **settings)
+        path = config.offload.nvme_path
         if path is not None and "$" not in path:  # variables are those of the ranks
             check_folder(os.path.expanduser(path))
-        refuse_writer(checkpoint_io, self.config.checkpoint)
-        self._saves_folders = self.config.checkpoint.name is CheckpointFormat.sharded
-        self._saver: ShardedSaver | None = None
-        self._asked_precision = self.config.precision.name
+        self._asked_precision = config.precision.name
         super().__init__(
+            config,
+            checkpoint_io,
             accelerator=accelerator,
             parallel_devices=parallel_devices,
             cluster_environment=cluster_environment or own_environment(),
-            checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
         self.run_settings: Mapping[str, Any] = {}
         self.saves_on_sigterm = False
         self.save_every_s: float | None = None
-        self.resumes_job = False
         self._num_nodes = 1
-        self._to_load: tuple[Mapping[str, Any], bool] | None = (
-            None  # a checkpoint that waits for the shards, and strict
-        )
         self._interruptions: Interruptions | None = None
         self._random_numbers: RandomNumbers | None = None
-        self._loaded_from: Any = "the checkpoint"
-        self._saved_rng: Saved | None = None  # of a checkpoint, until there is one who needs it
-        self.failed_save: Exception | None = None  # the last that has failed, on all ranks
-        self.range_save: RangeSave | None = None  # inside of Trainer.save_checkpoint
         self._evaluation_starts = False
         self._start_waits: Waits | None = None  # until there is an engine
         self._process_group_backend = process_group_backend
@@ -520,133 +487,6 @@ class ZeroStrategy(ParallelStrategy):
         with self.engine.no_sync():
             yield
 
-    # -- checkpoints ----------------------------------------------------------------------------------------------
-
-    @property
-    def restore_checkpoint_after_setup(self) -> bool:
-        """As under DDP: hooks see the checkpoint before configure_optimizers and on_fit_start (BaseFinetuning needs
-        it so), and Lightning passes the user's ``weights_only`` on. Weights wait until there are shards."""
-        return False
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        assert self.lightning_module is not None
-        engine = engine_of(self.lightning_module)
-        if engine is None:  # before any run
-            return self.lightning_module.state_dict()
-        refuse_lonely_save(engine)
-        without_frozen = self.config.checkpoint.exclude_frozen
-        if self._saves_folders:
-            return sharded_state_dict(engine, trainable_only=without_frozen)
-        if self.range_save is not None:
-            return self.range_save.module_state()
-        return engine.state_dict(trainable_only=without_frozen)
-
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        if isinstance(optimizer, LightningOptimizer):
-            optimizer = optimizer._optimizer
-        if isinstance(optimizer, _MockOptimizer):
-            return optimizer.state_dict()
-        if self._saves_folders:
-            return sharded_optimizer_state(self.engine, optimizer)
-        save = self.range_save if self.range_save is not None else self.engine
-        return save.optimizer_state(optimizer)
-
-    @property
-    def checkpoint_io(self) -> CheckpointIO:
-        """The user's, else ours; an AsyncCheckpointIO without one of its own writes by ours too."""
-        self._checkpoint_io = with_default(self._checkpoint_io)
-        return self._checkpoint_io
-
-    @checkpoint_io.setter
-    def checkpoint_io(self, io: CheckpointIO | None) -> None:
-        refuse_writer(io, self.config.checkpoint)
-        self._checkpoint_io = io
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """On all ranks; rank 0 writes. A whole state holds the random number generators of all ranks.
-
-        Raises:
-            Exception: on all ranks, with file and cause: it could not be written.
-        """
-        if "optimizer_states" in checkpoint and self._random_numbers is not None:
-            rows = self._gather_rows(self._random_numbers.row())
-            if rows is not None:
-                checkpoint[RNG_KEY] = self._random_numbers.record_of(rows)
-        if self.lightning_module is not None and (model := record_of(self.lightning_module, self.config.init_from)):
-            checkpoint[HUGGING_FACE] = model
-        if self.config.checkpoint.exclude_frozen:
-            checkpoint[averaging.EXCLUDES_FROZEN] = True
-        if self._saves_folders:
-            with self._noting_failure():
-                self._save_folder(checkpoint, filepath)
-            return
-        write = super().save_checkpoint
-        with self._noting_failure():
-            if self.range_save is None or not self.range_save.write(checkpoint):
-                self.together("writing a checkpoint", lambda: write(checkpoint, filepath, storage_options))
-
-    @contextlib.contextmanager
-    def _noting_failure(self) -> Generator[None, None, None]:
-        """Note that a save has failed, on all ranks alike: they can go on together."""
-        try:
-            yield
-        except (StallError, PeerError, ApartError):  # they cannot
-            raise
-        except Exception as error:
-            self.failed_save = error
-            raise
-
-    def wait_for_writes(self) -> None:
-        """On all ranks, before a save: one at a time is in flight.
-
-        Raises:
-            Exception: on all ranks: the last one has failed.
-        """
-        io = self.checkpoint_io
-        if async_writer(io) is not None:
-            with self._noting_failure():
-                self.together("the save before this one", lambda: wait_for_writes(io))
-
-    def _save_folder(self, checkpoint: Mapping[str, Any], filepath: Any) -> None:
-        waits = self._waits
-        if waits is None and not self.is_global_zero:
-            return  # before any run, as Lightning does: nobody can be waited for
-        path = local_path(self.broadcast(str(filepath)))
-        if self._saver is None:
-            self._saver = ShardedSaver(self.global_rank)
-        group = dist.group.WORLD if waits is not None else None
-        self._saver.save(*divide(checkpoint), path, group, waits)
-
-    def export(self, path: Any, *, dtype: str | torch.dtype | None = None, shard_size: str | int = "5GB") -> None:
-        """Write the model to a new folder as Hugging Face's ``from_pretrained`` loads it. On all ranks, each its part.
-
-        Args:
-            dtype: of floating-point tensors, such as ``"bf16"``; ``None``: those that the module was built with.
-            shard_size: of a file at most.
-
-        Raises:
-            ConfigError: the folder has something in it, or not all ranks see it.
-            RuntimeError: the module is not sharded yet.
-            Exception: on all ranks, with folder and cause: it could not be written.
-        """
-        folder = local_path(self.broadcast(str(path)))
-        export(
-            self.engine, folder, parse_dtype("export(dtype=)", dtype), parse_bytes("export(shard_size=)", shard_size)
-        )
-
-    def remove_checkpoint(self, filepath: Any) -> None:
-        if self.is_global_zero:
-            remove_behind_writes(self.checkpoint_io, filepath)
-
-    def finish_writes(self) -> None:
-        """On all ranks: what was handed over for writing behind training is written.
-
-        Raises:
-            Exception: on all ranks, with file and cause: it could not be written.
-        """
-        if (writer := async_writer(self.checkpoint_io)) is not None:  # a wrapper around it does not pass this on
-            self.together("the last writes of checkpoints", writer.teardown)
-
     def _end_writing(self) -> None:
         if not _FAILED:
             self.finish_writes()
@@ -658,101 +498,6 @@ class ZeroStrategy(ParallelStrategy):
             if not _FAILED:
                 raise
             rank_zero_warn(str(error))  # in place of what has ended the run it would be misleading
-
-    def _gather_rows(self, row: Tensor) -> Tensor | None:
-        waits = self._waits
-        return row[None] if waits is None else gather_rows(dist.group.WORLD, row, waits, "states of random numbers")
-
-    def _gather_objects(self, value: Any, what: str) -> list[Any]:
-        waits = self._waits
-        return [value] if waits is None else gather_objects(dist.group.WORLD, value, waits, what, patient=True)
-
-    def together(self, what: str, act: Callable[[], T]) -> T:
-        """Do this on all ranks, without messages; where it fails on one, all raise, and none waits for it."""
-        waits = self._waits
-        return act() if waits is None else together(dist.group.WORLD, waits, what, act, patient=True)
-
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """On all ranks, which read it each.
-
-        Raises:
-            ConfigError: on all ranks: it would run code, and the user has not said ``weights_only=False``; or it is no
-                whole checkpoint.
-            OSError: the system's, as a RuntimeError on other ranks: another try may not meet it.
-        """
-        accelerator_of(self.root_device).release_cached()
-        wanted = self.config.checkpoint.verify
-        if self.resumes_job if wanted is None else wanted:
-            verify(
-                checkpoint_path,
-                self.global_rank,
-                lambda value: self._gather_objects(value, "checksums"),
-                lambda act: self.together("reading checksums", act),
-            )
-        self._loaded_from = checkpoint_path
-        read: Callable[[], dict[str, Any]] = partial(load, self.checkpoint_io, checkpoint_path, weights_only)
-        if is_folder(checkpoint_path):
-            read = partial(read_folder, checkpoint_path, weights_only)
-        checkpoint = self.together("reading a checkpoint", read)
-        self._take_random_numbers(checkpoint.pop(RNG_KEY, None), checkpoint_path)
-        return checkpoint
-
-    def _take_random_numbers(self, record: Mapping[str, Any] | None, path: Any) -> None:
-        if record is None or self.lightning_module is None:  # DDP's have none
-            return
-        if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
-            self._saved_rng = Saved.of_rank(record, self.global_rank, self.world_size, self.root_device)
-            if (saved := saved_ranks(record)) != self.world_size:
-                rank_zero_info(
-                    f"{path} has the random number generators of {saved} ranks: each of these {self.world_size} goes "
-                    "on with a seed that is derived from them"
-                )
-
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """
-        Raises:
-            OtherModelError: on all ranks, with the file: these are not the weights of this model. Nothing is loaded.
-        """
-        module, state, path = self.lightning_module, checkpoint["state_dict"], self._loaded_from
-        assert module is not None
-        if checkpoint.get(averaging.EXCLUDES_FROZEN):
-            state = keeping_frozen(module, state)
-        fits = partial(check_model, module, state, path, strict=strict)
-        self.together("comparing a checkpoint with the model", fits)
-        engine = engine_of(module)
-        if engine is None:
-            self._to_load = checkpoint, strict
-        else:
-            self._load_into_shards(engine, checkpoint, checkpoint["state_dict"], strict)
-
-    @staticmethod
-    def _load_into_shards(
-        engine: Engine, checkpoint: Mapping[str, Any], state: Mapping[str, Any], strict: bool
-    ) -> None:
-        if checkpoint.get(averaging.EXCLUDES_FROZEN):
-            state = keeping_frozen(engine.module, state)
-        engine.load_state_dict(state, strict=strict)
-
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        states = checkpoint["optimizer_states"]
-        if len(states) != len(self.optimizers):  # as under DDP, which says nothing
-            rank_zero_warn(
-                f"the checkpoint holds the states of {len(states)} optimizers, configure_optimizers() gives "
-                f"{len(self.optimizers)}: the first {min(len(states), len(self.optimizers))} are loaded, and those "
-                "without a state start anew. Give the optimizers it was saved with to go on as it was."
-            )
-        frozen = [bucket for bucket in self.engine.buckets if not bucket.trainable]
-        pairs = [(o, s) for o, s in zip(self.optimizers, states, strict=False) if not isinstance(o, _MockOptimizer)]
-
-        def check() -> None:
-            for optimizer, state in pairs:
-                self.engine.check_optimizer_state(optimizer, state, f"ckpt_path: {self._loaded_from}")
-
-        self.together("comparing a checkpoint with the optimizers", check)
-        for optimizer, state in pairs:
-            self.engine.load_optimizer_state(optimizer, state)
-        if any(bucket.trainable for bucket in frozen):  # weights of frozen buckets were rounded when they were loaded
-            self._load_into_shards(self.engine, checkpoint, averaging.current_weights(checkpoint), strict=False)
 
 
 _FAILED = False

@@ -1,0 +1,312 @@
+"""What a strategy does with checkpoints: which way they are written and read, and what goes into them.
+
+One file that all ranks write (``range_saves.py``) or a folder (``sharded_checkpoints.py``); beside Lightning's own, the
+random numbers of all ranks and the model's record for Hugging Face.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Generator, Mapping
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import CheckpointIO
+from lightning.pytorch.core.optimizer import LightningOptimizer, _MockOptimizer
+from lightning.pytorch.strategies.parallel import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_zero.checkpoint.hugging_face.export import export
+from lightning_zero.checkpoint.hugging_face.files import parse_dtype
+from lightning_zero.checkpoint.hugging_face.record import RECORD as HUGGING_FACE
+from lightning_zero.checkpoint.hugging_face.record import record_of
+from lightning_zero.checkpoint.sharded.save import ShardedSaver
+from lightning_zero.comm.agreements import ApartError, gather_objects, gather_rows, together
+from lightning_zero.config import CheckpointFormat, ZeroConfig, parse_bytes
+from lightning_zero.device import accelerator_of
+from lightning_zero.engine import Engine, engine_of
+from lightning_zero.engine.whole.module_state import keeping_frozen
+from lightning_zero.engine.whole.sharded_state import sharded_optimizer_state, sharded_state_dict
+from lightning_zero.ranks.peers import PeerError
+from lightning_zero.ranks.waits import StallError, Waits
+from lightning_zero.trainer import averaging
+from lightning_zero.trainer.checkpoint_fits import check_model
+from lightning_zero.trainer.checkpoint_io import async_writer, load, remove_behind_writes, wait_for_writes, with_default
+from lightning_zero.trainer.interruptions import refuse_lonely_save
+from lightning_zero.trainer.random_numbers import KEY as RNG_KEY
+from lightning_zero.trainer.random_numbers import RandomNumbers, Saved, saved_ranks
+from lightning_zero.trainer.range_saves import RangeSave
+from lightning_zero.trainer.sharded_checkpoints import divide, is_folder, local_path, refuse_writer
+from lightning_zero.trainer.sharded_checkpoints import read as read_folder
+from lightning_zero.trainer.verified_loads import verify
+
+T = TypeVar("T")
+
+
+class CheckpointingStrategy(ParallelStrategy):
+    """A strategy whose module is sharded, as far as checkpoints are concerned.
+
+    Attributes:
+        resumes_job: the checkpoint to go on from was written by an earlier start of this job; it is compared with its
+            checksums, unless ``zero.checkpoint.verify`` is false.
+        failed_save: the last save that has failed, on all ranks.
+        range_save: inside of ``Trainer.save_checkpoint``, where all ranks write one file.
+    """
+
+    config: ZeroConfig
+    _random_numbers: RandomNumbers | None
+
+    def __init__(self, config: ZeroConfig, checkpoint_io: CheckpointIO | None, **arguments: Any) -> None:
+        """
+        Args:
+            arguments: of every strategy of Lightning.
+
+        Raises:
+            ConfigError: a CheckpointIO that could not write what ``config`` asks for.
+        """
+        self.config = config
+        refuse_writer(checkpoint_io, config.checkpoint)
+        self._saves_folders = config.checkpoint.name is CheckpointFormat.sharded
+        self._saver: ShardedSaver | None = None
+        super().__init__(checkpoint_io=checkpoint_io, **arguments)
+        self.resumes_job = False
+        self.failed_save: Exception | None = None
+        self.range_save: RangeSave | None = None
+        self._to_load: tuple[Mapping[str, Any], bool] | None = None  # what waits for the shards, and strict
+        self._loaded_from: Any = "the checkpoint"
+        self._saved_rng: Saved | None = None  # of a checkpoint, until there is one who needs it
+
+    @property
+    def engine(self) -> Engine:
+        """The engine of the module."""
+        raise NotImplementedError
+
+    @property
+    def _waits(self) -> Waits | None:
+        raise NotImplementedError
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """As under DDP: hooks see the checkpoint before configure_optimizers and on_fit_start (BaseFinetuning needs
+        it so), and Lightning passes the user's ``weights_only`` on. Weights wait until there are shards."""
+        return False
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        assert self.lightning_module is not None
+        engine = engine_of(self.lightning_module)
+        if engine is None:  # before any run
+            return self.lightning_module.state_dict()
+        refuse_lonely_save(engine)
+        without_frozen = self.config.checkpoint.exclude_frozen
+        if self._saves_folders:
+            return sharded_state_dict(engine, trainable_only=without_frozen)
+        if self.range_save is not None:
+            return self.range_save.module_state()
+        return engine.state_dict(trainable_only=without_frozen)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        if isinstance(optimizer, LightningOptimizer):
+            optimizer = optimizer._optimizer
+        if isinstance(optimizer, _MockOptimizer):
+            return optimizer.state_dict()
+        if self._saves_folders:
+            return sharded_optimizer_state(self.engine, optimizer)
+        save = self.range_save if self.range_save is not None else self.engine
+        return save.optimizer_state(optimizer)
+
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        """The user's, else ours; an AsyncCheckpointIO without one of its own writes by ours too."""
+        self._checkpoint_io = with_default(self._checkpoint_io)
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO | None) -> None:
+        refuse_writer(io, self.config.checkpoint)
+        self._checkpoint_io = io
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        """On all ranks; rank 0 writes. A whole state holds the random number generators of all ranks.
+
+        Raises:
+            Exception: on all ranks, with file and cause: it could not be written.
+        """
+        if "optimizer_states" in checkpoint and self._random_numbers is not None:
+            rows = self._gather_rows(self._random_numbers.row())
+            if rows is not None:
+                checkpoint[RNG_KEY] = self._random_numbers.record_of(rows)
+        if self.lightning_module is not None and (model := record_of(self.lightning_module, self.config.init_from)):
+            checkpoint[HUGGING_FACE] = model
+        if self.config.checkpoint.exclude_frozen:
+            checkpoint[averaging.EXCLUDES_FROZEN] = True
+        if self._saves_folders:
+            with self._noting_failure():
+                self._save_folder(checkpoint, filepath)
+            return
+        write = super().save_checkpoint
+        with self._noting_failure():
+            if self.range_save is None or not self.range_save.write(checkpoint):
+                self.together("writing a checkpoint", lambda: write(checkpoint, filepath, storage_options))
+
+    @contextlib.contextmanager
+    def _noting_failure(self) -> Generator[None, None, None]:
+        """Note that a save has failed, on all ranks alike: they can go on together."""
+        try:
+            yield
+        except (StallError, PeerError, ApartError):  # they cannot
+            raise
+        except Exception as error:
+            self.failed_save = error
+            raise
+
+    def wait_for_writes(self) -> None:
+        """On all ranks, before a save: one at a time is in flight.
+
+        Raises:
+            Exception: on all ranks: the last one has failed.
+        """
+        io = self.checkpoint_io
+        if async_writer(io) is not None:
+            with self._noting_failure():
+                self.together("the save before this one", lambda: wait_for_writes(io))
+
+    def _save_folder(self, checkpoint: Mapping[str, Any], filepath: Any) -> None:
+        waits = self._waits
+        if waits is None and not self.is_global_zero:
+            return  # before any run, as Lightning does: nobody can be waited for
+        path = local_path(self.broadcast(str(filepath)))
+        if self._saver is None:
+            self._saver = ShardedSaver(self.global_rank)
+        group = dist.group.WORLD if waits is not None else None
+        self._saver.save(*divide(checkpoint), path, group, waits)
+
+    def export(self, path: Any, *, dtype: str | torch.dtype | None = None, shard_size: str | int = "5GB") -> None:
+        """Write the model to a new folder as Hugging Face's ``from_pretrained`` loads it. On all ranks, each its part.
+
+        Args:
+            dtype: of floating-point tensors, such as ``"bf16"``; ``None``: those that the module was built with.
+            shard_size: of a file at most.
+
+        Raises:
+            ConfigError: the folder has something in it, or not all ranks see it.
+            RuntimeError: the module is not sharded yet.
+            Exception: on all ranks, with folder and cause: it could not be written.
+        """
+        folder = local_path(self.broadcast(str(path)))
+        export(
+            self.engine, folder, parse_dtype("export(dtype=)", dtype), parse_bytes("export(shard_size=)", shard_size)
+        )
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        if self.is_global_zero:
+            remove_behind_writes(self.checkpoint_io, filepath)
+
+    def finish_writes(self) -> None:
+        """On all ranks: what was handed over for writing behind training is written.
+
+        Raises:
+            Exception: on all ranks, with file and cause: it could not be written.
+        """
+        if (writer := async_writer(self.checkpoint_io)) is not None:  # a wrapper around it does not pass this on
+            self.together("the last writes of checkpoints", writer.teardown)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """On all ranks, which read it each.
+
+        Raises:
+            ConfigError: on all ranks: it would run code, and the user has not said ``weights_only=False``; or it is no
+                whole checkpoint.
+            OSError: the system's, as a RuntimeError on other ranks: another try may not meet it.
+        """
+        accelerator_of(self.root_device).release_cached()
+        wanted = self.config.checkpoint.verify
+        if self.resumes_job if wanted is None else wanted:
+            verify(
+                checkpoint_path,
+                self.global_rank,
+                lambda value: self._gather_objects(value, "checksums"),
+                lambda act: self.together("reading checksums", act),
+            )
+        self._loaded_from = checkpoint_path
+        read: Callable[[], dict[str, Any]] = partial(load, self.checkpoint_io, checkpoint_path, weights_only)
+        if is_folder(checkpoint_path):
+            read = partial(read_folder, checkpoint_path, weights_only)
+        checkpoint = self.together("reading a checkpoint", read)
+        self._take_random_numbers(checkpoint.pop(RNG_KEY, None), checkpoint_path)
+        return checkpoint
+
+    def _take_random_numbers(self, record: Mapping[str, Any] | None, path: Any) -> None:
+        if record is None or self.lightning_module is None:  # DDP's have none
+            return
+        if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
+            self._saved_rng = Saved.of_rank(record, self.global_rank, self.world_size, self.root_device)
+            if (saved := saved_ranks(record)) != self.world_size:
+                rank_zero_info(
+                    f"{path} has the random number generators of {saved} ranks: each of these {self.world_size} goes "
+                    "on with a seed that is derived from them"
+                )
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """
+        Raises:
+            OtherModelError: on all ranks, with the file: these are not the weights of this model. Nothing is loaded.
+        """
+        module, state, path = self.lightning_module, checkpoint["state_dict"], self._loaded_from
+        assert module is not None
+        if checkpoint.get(averaging.EXCLUDES_FROZEN):
+            state = keeping_frozen(module, state)
+        fits = partial(check_model, module, state, path, strict=strict)
+        self.together("comparing a checkpoint with the model", fits)
+        engine = engine_of(module)
+        if engine is None:
+            self._to_load = checkpoint, strict
+        else:
+            self._load_into_shards(engine, checkpoint, checkpoint["state_dict"], strict)
+
+    @staticmethod
+    def _load_into_shards(
+        engine: Engine, checkpoint: Mapping[str, Any], state: Mapping[str, Any], strict: bool
+    ) -> None:
+        if checkpoint.get(averaging.EXCLUDES_FROZEN):
+            state = keeping_frozen(engine.module, state)
+        engine.load_state_dict(state, strict=strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        states = checkpoint["optimizer_states"]
+        if len(states) != len(self.optimizers):  # as under DDP, which says nothing
+            rank_zero_warn(
+                f"the checkpoint holds the states of {len(states)} optimizers, configure_optimizers() gives "
+                f"{len(self.optimizers)}: the first {min(len(states), len(self.optimizers))} are loaded, and those "
+                "without a state start anew. Give the optimizers it was saved with to go on as it was."
+            )
+        frozen = [bucket for bucket in self.engine.buckets if not bucket.trainable]
+        pairs = [(o, s) for o, s in zip(self.optimizers, states, strict=False) if not isinstance(o, _MockOptimizer)]
+
+        def check() -> None:
+            for optimizer, state in pairs:
+                self.engine.check_optimizer_state(optimizer, state, f"ckpt_path: {self._loaded_from}")
+
+        self.together("comparing a checkpoint with the optimizers", check)
+        for optimizer, state in pairs:
+            self.engine.load_optimizer_state(optimizer, state)
+        if any(bucket.trainable for bucket in frozen):  # weights of frozen buckets were rounded when they were loaded
+            self._load_into_shards(self.engine, checkpoint, averaging.current_weights(checkpoint), strict=False)
+
+    def _gather_rows(self, row: Tensor) -> Tensor | None:
+        waits = self._waits
+        return row[None] if waits is None else gather_rows(dist.group.WORLD, row, waits, "states of random numbers")
+
+    def _gather_objects(self, value: Any, what: str) -> list[Any]:
+        waits = self._waits
+        return [value] if waits is None else gather_objects(dist.group.WORLD, value, waits, what, patient=True)
+
+    def together(self, what: str, act: Callable[[], T]) -> T:
+        """Do this on all ranks, without messages; where it fails on one, all raise, and none waits for it."""
+        waits = self._waits
+        return act() if waits is None else together(dist.group.WORLD, waits, what, act, patient=True)
