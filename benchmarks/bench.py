@@ -41,7 +41,7 @@ CASES = ("4:fp32", "4:bf16", "1:fp32", "1:bf16")
 SIDES = "ddp,ddp+zero1,fsdp2,deepspeed1,deepspeed2,deepspeed3,deepspeed2+cpu"
 SIDES += ",zero0,zero1,zero2,zero3,zero3+keep,zero2+optimizer_cpu"
 ONE_RANK = "bare,zero0,zero3"
-TOLERANCE = {"fp32": 1e-3, "bf16": 3e-2}  # of losses, relative: sums have other orders, and bf16 is not used alike
+TOLERANCE = {"fp32": 1e-4, "bf16": 3e-2}  # of losses, relative: sums have other orders, and bf16 is not used alike
 WARM_UP = 1  # turns
 TIMED_STEPS = 2  # of each turn, after one that is not timed
 

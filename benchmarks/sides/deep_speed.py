@@ -63,6 +63,7 @@ def build(name: str, model: nn.Module, precision: str) -> Side:
         "gradient_accumulation_steps": 1,
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,
+        "gradient_clipping": 0.0,  # by default it clips to a norm of 1
         "bf16": {"enabled": precision == "bf16"},
     }
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)
