@@ -165,8 +165,11 @@ def test_tests_that_take_too_long_are_cut(tmp_path: Path, monkeypatch: pytest.Mo
         "def test_a(): assert 1 == 2, 'seen all the same'\ndef test_b(): time.sleep(100)\ndef test_c(): ...\n"
     )
     monkeypatch.setattr(gpu_tests, "files", lambda: [str(file)])
-    found = gpu_tests.run(tmp_path / "log", gpu_tests.SUMMARY_S + 9)
-    assert found["seconds"] < gpu_tests.SUMMARY_S + 11
+    for given_s in (9, 60):  # to collect and come to the second; on a machine with much to do more
+        found = gpu_tests.run(tmp_path / "log", gpu_tests.SUMMARY_S + given_s)
+        assert found["seconds"] < gpu_tests.SUMMARY_S + given_s + 2
+        if found["failed"]:
+            break
     assert (found["collected"], len(found["failed"]), found["not_run"]) == (3, 1, 2)
     assert found["status"] == "error"  # a failure counts for more than the cut
     assert "seen all the same" in (tmp_path / "log").read_text()
