@@ -44,7 +44,6 @@ def _shards(
         store = bucket.grad_store
         if not store.is_there or bucket not in wanted:
             continue
-        bucket.awaited_step.wait()  # it may multiply its gradient
         is_whole = len(wanted[bucket]) == len(bucket.params)
         if is_whole and (known := found(store)) is not None:
             pieces.append(_Shard(None, known))
