@@ -7,6 +7,7 @@ random numbers of all ranks and the model's record for Hugging Face.
 from __future__ import annotations
 
 import contextlib
+from abc import abstractmethod
 from collections.abc import Callable, Generator, Mapping
 from functools import partial
 from typing import Any, TypeVar
@@ -83,13 +84,14 @@ class CheckpointingStrategy(ParallelStrategy):
         self._saved_rng: Saved | None = None  # of a checkpoint, until there is one who needs it
 
     @property
+    @abstractmethod
     def engine(self) -> Engine:
         """The engine of the module."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def _waits(self) -> Waits | None:
-        raise NotImplementedError
+        """For the other ranks; None where there are none yet."""
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:

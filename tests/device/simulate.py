@@ -171,7 +171,13 @@ def loss_of(model: nn.Module) -> Tensor:
     return loss
 
 
-def train_step(step: Step, engine: Any, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def train_step(
+    step: Step,
+    engine: Any,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loss_of: Callable[[nn.Module], Tensor] = loss_of,
+) -> None:
     def backwards() -> float:
         for micro_batch in range(step.micro_batches):
             last = micro_batch == step.micro_batches - 1

@@ -30,7 +30,7 @@ from lightning_zero.planning.speed import Rates, Work, least_seconds, work_of
 from lightning_zero.planning.timeline import busy, ends
 from tests.device.machine import Machine, Place, is_on_device, nbytes_of
 from tests.device.order import COMPUTE, Trace
-from tests.device.simulate import fused_on_meta, world
+from tests.device.simulate import Step, fused_on_meta, train_step, world
 from tests.device.virtual import simulated
 
 PARAMETERS = 6.7e9
@@ -186,11 +186,12 @@ def predict(
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
             engine.add_optimizer(optimizer)
             plans = plan_of(engine)
-            _step(engine, model, optimizer, micro_batches, clips, early)  # learns the order
+            step = Step(micro_batches, clips=clips, early=early)
+            train_step(step, engine, model, optimizer, _loss_of)  # learns the order
             engine.settle()
             trace = machine.order.trace = Trace()
             for _ in range(steps):
-                _step(engine, model, optimizer, micro_batches, clips, early)
+                train_step(step, engine, model, optimizer, _loss_of)
                 marks.append(len(trace.tasks))
             engine.settle()
             machine.order.trace = None
@@ -249,26 +250,9 @@ def _shard(model: nn.Module, row: str, precision: str, scale: float, folder: str
     )
 
 
-def _step(engine: Any, model: nn.Module, optimizer: Any, micro_batches: int, clips: bool, early: bool) -> None:
-    def backwards() -> float:
-        for micro_batch in range(micro_batches):
-            last = micro_batch == micro_batches - 1
-            with contextlib.nullcontext() if last else engine.no_sync():
-                x = torch.zeros(TOKENS, WIDTH, device="meta", requires_grad=True)
-                with torch.autocast("cpu", enabled=False):
-                    engine.backward(F.mse_loss(model(x).float(), torch.zeros(TOKENS, 8, device="meta")))
-        if clips:
-            lightning_zero.clip_grad_norm_(model, 1.0)
-        return 0.0
-
-    with engine.step_scope():
-        if early:
-            with engine.stepping_in_backward():
-                optimizer.step(backwards)
-        else:
-            backwards()
-            optimizer.step()
-        optimizer.zero_grad()
+def _loss_of(model: nn.Module) -> Tensor:
+    x = torch.zeros(TOKENS, WIDTH, device="meta", requires_grad=True)
+    return F.mse_loss(model(x).float(), torch.zeros(TOKENS, 8, device="meta"))
 
 
 HOWS: dict[str, dict[str, Any]] = {
