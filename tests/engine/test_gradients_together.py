@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import lightning_zero.device
-from lightning_zero.engine.passes.gradients import BucketGrads, _put
+from lightning_zero.engine.passes.bucket_grads import BucketGrads, _put
 from tests.engine.support import (
     Model,
     Sharded,

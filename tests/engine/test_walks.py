@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 import lightning_zero
 from lightning_zero.comm.transports import DirectTransport
-from lightning_zero.engine.passes.gradients import BucketGrads, Reducer
+from lightning_zero.engine.passes.bucket_grads import BucketGrads
+from lightning_zero.engine.passes.gradients import Reducer
 from lightning_zero.engine.units.bucket import Bucket
 from tests.engine.support import Model, Sharded, language_loss, tokens
 from tests.harness import on_ranks
@@ -42,7 +43,7 @@ WALK_OF_A_GRADIENT = {
     "engine/torch_modes.py",
     "engine/passes/passes.py",
     "engine/passes/gradients.py",
-    "engine/units/bucket.py",
+    "engine/passes/bucket_grads.py",
     "engine/units/grad_store.py",
     "comm/communicator.py",
     "comm/transports.py",

@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, Phase, given, settings
 from lightning_zero.config import Precision
 from lightning_zero.engine import Engine
 from lightning_zero.engine.parameters.writes import Writes
+from lightning_zero.engine.passes.bucket_grads import BucketGrads
 from lightning_zero.engine.passes.gradient_sentinels import Sentinels
-from lightning_zero.engine.passes.gradients import BucketGrads
 from lightning_zero.engine.steps.after_step import AfterStep
 from lightning_zero.engine.whole import norms
 from tests.fuzz import programs as p

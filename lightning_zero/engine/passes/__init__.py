@@ -12,7 +12,7 @@
     progress            what each unit still waits for in it
     gather_order        the order of gathers, learned and then run ahead of
     saved_weights       weights that autograd has saved, and that go in between
-    gradients           gradients into buckets, over the ranks, into shards
+    gradients           gradients over the ranks, into shards; bucket_grads: those of one bucket before that
     issued              how many reductions all ranks have issued, as far as is known
     gradient_sentinels  what stands in ``param.grad``
     recompute           activation checkpointing by unit

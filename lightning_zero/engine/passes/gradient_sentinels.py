@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_zero.engine.passes.gradients import BucketGrads
+from lightning_zero.engine.passes.bucket_grads import BucketGrads
 from lightning_zero.engine.units.bucket import Bucket
 from lightning_zero.engine.units.param_info import ParamInfo
 

@@ -1,23 +1,19 @@
-"""Takes gradients from autograd into flat buffers, and reduces these over the ranks, in a fixed order, into shards.
+"""Takes gradients from autograd, and reduces buckets of them over the ranks, in a fixed order, into shards.
 
 ::
 
-    hook(p)      copies p.grad, divided by the number of ranks, into the bucket's local buffer and frees it;
-                 on a device: keeps p.grad, and the last of a bucket brings all of them there in one call
+    hook(p)      p.grad goes into the bucket's local buffer: bucket_grads.py
     bucket full  -> ready -> (all buckets before it in the order are issued) -> reduce_scatter / all_reduce
-    finish       adds the sum to bucket.grad, drops the local buffer
+    finish       adds the sum to the bucket's GradStore, drops the local buffer
 
 A bucket that got no gradient on this rank is reduced with zeros in its place of the order: other ranks may have some.
-Where gradients rest replicated (stages 0 and 1) the local buffer itself accumulates until a backward synchronizes.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -25,6 +21,7 @@ from torch import Tensor
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.profiling import profiled
 from lightning_zero.comm.reduction import Reduction, SpareBuffers
+from lightning_zero.engine.passes.bucket_grads import BucketGrads
 from lightning_zero.engine.passes.issued import IssuedReductions
 from lightning_zero.engine.torch_modes import outside_autograd, without_history
 from lightning_zero.engine.units.bucket import Bucket, Place
@@ -33,160 +30,6 @@ PATIENCE_S = 2.0  # for a reduction that is in the way of the next
 _POLL_S = 0.0002
 KEPT = 2  # buffers of the size of the largest bucket that are kept for the next reductions, on the host
 KEPT_NBYTES = 64 << 20  # at most
-
-
-@dataclass(slots=True, eq=False)
-class BucketGrads:
-    """The gradients that one bucket has received, and which of them are not reduced yet."""
-
-    bucket: Bucket
-    scale: float  # 1 / number of ranks (averages, as DDP does, before anything is added up) / scale of the loss
-    spare: SpareBuffers
-    local: Tensor | None = None  # [numel] unreduced gradient: reduce_dtype, or grad_dtype where it accumulates
-    written: set[int] = field(default_factory=set)  # slots of ``local`` that hold a gradient
-    together: bool = False  # gradients wait until the bucket has all, and go into ``local`` in one call
-    waiting: dict[int, Tensor] = field(default_factory=dict)  # those, by slot, as autograd has made them
-    arrived: set[int] = field(default_factory=set)  # slots with a gradient of this backward
-    reduced: frozenset[int] = frozenset()  # slots whose gradient of this backward was in the buffer that is reduced
-    issued: bool = False  # reduced in this backward
-    used: set[int] = field(default_factory=set)  # slots with a gradient on this rank since they were last cleared
-    agreed: set[int] = field(default_factory=set)  # ... on any rank, as far as gradients are reduced
-    partial: set[int] = field(default_factory=set)  # slots that lack some of a backward that has raised
-
-    @property
-    def accumulates(self) -> bool:
-        return self.bucket.plan.accumulates_locally
-
-    def take(self, slot: int, grad: Tensor) -> None:
-        """Move one parameter's gradient into the local buffer, or keep it until the others have come."""
-        if grad.layout is not torch.strided:
-            grad = grad.to_dense()  # sparse embedding gradients: shards are dense
-        if self.together:
-            if slot in self.waiting:
-                self.copy_in()
-            self.waiting[slot] = grad
-        else:
-            self._write(slot, grad)
-        self.used.add(slot)
-        self.arrived.add(slot)
-
-    def _allocate(self, device: torch.device) -> Tensor:
-        if self.local is None:
-            # Not zeros, which would be written twice: ``complete`` zeroes what no gradient has filled.
-            self.local = self.spare.take(self.bucket.layout.numel, self._local_dtype, device)
-        return self.local
-
-    def _write(self, slot: int, grad: Tensor) -> None:
-        view = self.bucket.part_of(self._allocate(grad.device), self.bucket.params[slot])
-        if slot in self.written:
-            view.add_(grad, alpha=self.scale)
-        else:
-            _put(view, grad, self.scale)
-        self.written.add(slot)
-
-    @property
-    def factor(self) -> float:
-        """What the sum over ranks is still to be multiplied by: ``scale``, where that gives what it gives before.
-
-        It does where the product is exact, and it costs less there, for a slice has fewer elements: by a power of two,
-        in a dtype of the range of fp32. (At the ends of that range, below 1e-38 and above 1e38, digits may differ.) It
-        is the same on all ranks, also on those that have no gradient.
-        """
-        wide = torch.float16 not in (self.bucket.dtypes.reduce, self._local_dtype)
-        return self.scale if self.together and wide and math.frexp(self.scale)[0] == 0.5 else 1.0
-
-    def set_scale(self, scale: float) -> None:
-        """Multiply the gradients of the next backwards by another ``scale``."""
-        if scale != self.scale:
-            before, self.scale = self.factor, scale
-            if self.local is not None and before != self.factor:
-                self.local.mul_(before / self.factor)
-
-    @property
-    def _local_dtype(self) -> torch.dtype:
-        return self.bucket.dtypes.grad if self.accumulates else self.bucket.dtypes.reduce
-
-    def copy_in(self) -> None:
-        """Move the gradients that wait into the local buffer, in one call for all."""
-        if not self.waiting:
-            return
-        bucket, waiting = self.bucket, self.waiting
-        self.waiting = {}
-        local = self._allocate(next(iter(waiting.values())).device)
-        now = 1.0 if self.factor != 1.0 else self.scale
-        views = {slot: bucket.part_of(local, bucket.params[slot]) for slot in waiting}
-        new = [slot for slot in waiting if slot not in self.written]
-        if now == 1.0 and new:
-            torch._foreach_copy_([views[slot] for slot in new], [waiting[slot] for slot in new])
-        else:
-            for slot in new:
-                _put(views[slot], waiting[slot], now)
-        if more := [slot for slot in waiting if slot in self.written]:
-            torch._foreach_add_([views[slot] for slot in more], [waiting[slot] for slot in more], alpha=now)
-        self.written.update(waiting)
-
-    def complete(self) -> Tensor:
-        """Hand out the local buffer to be reduced, with zeros wherever no gradient came."""
-        bucket = self.bucket
-        self.copy_in()
-        full = self.local
-        # No gradient on this rank: zeros take part all the same. Other ranks reduce the bucket, and would wait for it.
-        if full is None:
-            full = torch.zeros(bucket.layout.numel, dtype=bucket.dtypes.reduce, device=bucket.comm.device)
-        else:
-            empty = [full[low:high] for low, high in bucket.gaps]
-            for place in bucket.layout.slots:
-                if place.index not in self.written:
-                    empty.append(full[place.start : place.start + place.numel])
-            if empty:
-                torch._foreach_zero_(empty)
-        # Let go of: the reduction keeps the buffer as long as a stream reads it, and no longer.
-        self.local = None
-        self.written = set()
-        self.reduced = frozenset(self.arrived)
-        return full if full.dtype == bucket.dtypes.reduce else full.to(bucket.dtypes.reduce)
-
-    def forget(self, slots: Iterable[int]) -> None:
-        """Drop these parameters' gradients, because the user has cleared them."""
-        gone = set(slots) & (self.used | self.agreed)
-        if not gone:
-            return
-        self.partial -= gone
-        self.used -= gone
-        self.agreed -= gone
-        self.written -= gone
-        for slot in gone:
-            self.waiting.pop(slot, None)
-        if not self.written:
-            self.local = None  # else what is left in it would be reduced with the next backward
-        if self.agreed:
-            self._zero_reduced(gone)
-        else:
-            self.bucket.grad_store.clear()
-
-    def zero(self, slots: Iterable[int]) -> None:
-        """Zero these parameters' gradients, because the user did. They still count as gradients, unlike None."""
-        self.written -= set(slots)
-        self.partial -= set(slots)
-        self._zero_reduced(set(slots))
-
-    def _zero_reduced(self, slots: set[int]) -> None:
-        bucket = self.bucket
-        if slots and (grad := bucket.grad) is not None:  # in this order: the host may wait for a gradient
-            for fragment in bucket.owned_fragments():
-                if fragment.index in slots:
-                    grad[fragment.start : fragment.start + fragment.numel].zero_()
-
-
-def _put(view: Tensor, grad: Tensor, scale: float) -> None:
-    """Write ``grad * scale`` into ``view``: computed in the wider dtype of the two, and rounded to that of the view."""
-    exact = math.frexp(scale)[0] == 0.5 and grad.dtype is torch.bfloat16
-    if scale == 1.0:
-        view.copy_(grad)
-    elif grad.dtype == view.dtype or grad.itemsize > view.itemsize or exact:
-        torch.mul(grad, scale, out=view)
-    else:
-        view.copy_(grad).mul_(scale)  # a product rounded to the gradient's lower dtype would be inexact
 
 
 class Reducer:
