@@ -10,6 +10,7 @@ import itertools
 import random
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 import lightning_zero
 from lightning_zero.config import ConfigError
 from lightning_zero.engine import Engine
+from lightning_zero.engine.passes.gather_order import GatherOrder
 from lightning_zero.engine.steps.worker import StepJob, StepWorker
 from lightning_zero.tiers.nvme import NvmeTier
 from tests.engine.support import (
@@ -734,3 +736,42 @@ def test_random_delays_change_nothing(row: str, stage: int, precision: str, tmp_
     with delays(stage) as late:
         compare(row, stage, tmp_path, body, lambda: Model(depth=4), **settings)
     assert late >= ({"step", "stage_in", "stage_out"} if "nvme" in row else {"step"})
+
+
+NEVER = property(lambda _: False, lambda *_: None)
+
+
+class Repeats(Model):
+    """Calls its first block as often as it is told."""
+
+    times = 1
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in [*[self.blocks[0]] * self.times, *self.blocks[1:]]:
+            x = block(x)
+        return self.head(x)
+
+
+@on_ranks(2)
+def test_a_unit_is_used_again_while_the_next_awaits_its_step() -> None:
+    """It was to be dropped behind the next gather, and this is not the path of the passes before. Nothing is gathered
+    that would not be if it had been dropped at once."""
+
+    def found(side: Sharded) -> tuple[list[Tensor], Counter[tuple[str, str]]]:
+        losses = []
+        for step, times in enumerate((1, 1, 2, 1, 2, 2)):
+            side.module.times = times  # type: ignore[assignment]
+            losses += train(side, 1, first=step)
+        return losses, side.engine.comm.counts
+
+    both = []
+    for at_once in (False, True):
+        torch.manual_seed(3)
+        with (
+            mock.patch.object(GatherOrder, "holds_next", NEVER, create=True) if at_once else contextlib.nullcontext(),
+            Sharded(Repeats(), stage=3, offload="cpu") as side,
+        ):
+            both.append(found(side))
+    assert_equal(both[0][0], both[1][0])
+    assert both[0][1] == both[1][1]

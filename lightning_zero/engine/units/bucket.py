@@ -169,9 +169,8 @@ class Bucket:
 
     def _make_grad_store(self) -> None:
         self.grad_store = make_grad_store(
-            self.plan, self.label, self.owned_numel, self.dtypes.grad, self.own_shard_of_owned, self._tiers,
-            self.comm.streams,
-        )  # fmt: skip
+            self.plan, self.label, self.owned_numel, self.dtypes.grad, self._tiers, self.comm.streams
+        )
 
     def make_trainable(self) -> None:
         """Give a frozen bucket the roles that it lacks."""

@@ -84,10 +84,10 @@ class GradStore(Protocol):
         """Take it as it is now, for an offloaded step: it may be cleared before the step begins."""
 
     def norm(self, norm_type: float) -> Tensor | None:
-        """The norm of this rank's shard of it, found on its way: 0-d, on the device. None: look at ``value``."""
+        """Its norm, found on its way: 0-d, on the device. None: look at ``value``."""
 
     def all_finite(self) -> Tensor | None:
-        """Whether this rank's shard of it is finite, found on its way: 0-d bool. None: look at ``value``."""
+        """Whether all of it is finite, found on its way: 0-d bool. None: look at ``value``."""
 
     def scale_later(self, factor: Callable[[], Factor]) -> bool:
         """Have all of it, if it is there, multiplied before it is used. False: the caller has to multiply ``value``."""
@@ -150,14 +150,8 @@ class OnHost:
     whether all is finite). On the host each of these would be a pass over memory after the backward is over.
     """
 
-    def __init__(
-        self, tier: HostTier, label: str, numel: int, dtype: torch.dtype, landing: Landing, shard: slice
-    ) -> None:
-        """
-        Args:
-            shard: the part that this rank counts in sums over ranks.
-        """
-        self._landing, self._dtype, self._shard = landing, dtype, shard
+    def __init__(self, tier: HostTier, label: str, numel: int, dtype: torch.dtype, landing: Landing) -> None:
+        self._landing, self._dtype = landing, dtype
         self._streams = landing.streams
         self.memory: Tensor = tier.resident(tier.reserve([Wanted(f"{label} (gradient)", numel, dtype)])[0])
         self.is_there = False
@@ -195,8 +189,7 @@ class OnHost:
             return
         # On a GPU the cast is a kernel of its own: a copy to the host that casts too would make the host wait.
         source = reduced.to(self._dtype)
-        counted = source[self._shard]
-        norms, all_finite = self._landing.look(counted)
+        norms, all_finite = self._landing.look(source)
         with self._streams.on("d2h"):
             self.memory.copy_(source, non_blocking=True)
             self._arrival = self._streams.mark()
@@ -242,14 +235,11 @@ def _wait(streams: Streams, arrival: Any) -> None:
 
 
 def make_grad_store(
-    plan: BucketPlan, label: str, numel: int, dtype: torch.dtype, shard: slice, tiers: Tiers, streams: Streams
+    plan: BucketPlan, label: str, numel: int, dtype: torch.dtype, tiers: Tiers, streams: Streams
 ) -> GradStore:
-    """The store that ``plan`` asks for.
-
-    Args:
-        shard: of ``numel`` elements, those that this rank counts in sums over ranks.
-    """
+    """The store that ``plan`` asks for."""
     if plan.trainable and plan.grads_on_host:
         assert tiers.host is not None and tiers.landing is not None
-        return OnHost(tiers.host, label, numel, dtype, tiers.landing, shard)
+        assert plan.shards_master, "a norm that is found on the way is of elements that no other rank counts"
+        return OnHost(tiers.host, label, numel, dtype, tiers.landing)
     return OnDevice(dtype, streams)
