@@ -86,7 +86,7 @@ class KeptInMemory:
         for part in parts:
             self._spans.setdefault(id(part.whole), _Span(part.whole)).add(part)
         # Of whoever copies, or reads in place; and told of the end.
-        self._turn = threading.Condition()
+        self._turn = threading.Condition(threading.Lock())
         self._is_copied = self._is_over = False
         if at_once is not None and (span := self._spans.get(id(at_once))) is not None:
             self._copy_span(span)
