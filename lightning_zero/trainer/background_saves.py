@@ -92,11 +92,15 @@ class BackgroundSaves:
         self._background.do(run)
 
     def _parts(self, mail: Mailbox, waits: Waits | None) -> list[Any]:
-        def lost(missing: Sequence[int]) -> list[int]:
-            gone = waits.silent() if waits is not None else []
-            return [rank for rank in missing if rank in gone]
+        def give_up(missing: Sequence[int], quiet_s: float) -> str:
+            if waits is None or not self._hurry.is_set():  # a disk may be slow, and a rank that is gone ends the run
+                return ""
+            gone = waits.silent()
+            if any(rank in gone for rank in missing) or quiet_s > waits.stall_timeout_s:
+                return f"rank(s) {list(missing)} have ended, or do not answer, before they had written their part"
+            return ""
 
-        found = mail.collect(lost, self._hurry)
+        found = mail.collect(give_up)
         for rank, part in enumerate(found):
             if isinstance(part, _Failure):
                 raise RuntimeError(f"rank {rank}: {part}")
