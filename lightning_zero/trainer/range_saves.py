@@ -193,7 +193,7 @@ class RangeSave:
             leave(stack, error)
 
         assert self._behind is not None
-        self._behind(place.number, self._path, write, end, close)
+        self._behind(place.number, self._path, write, end, close, kept.snapshot.stage)
 
     def _begin(
         self,

@@ -98,6 +98,7 @@ class ShardedSaver:
             lambda: self._news(self._write(items, folder, target, snapshot)),
             lambda found: self._end(rest, folder, target, self._learn(found)),
             close,
+            snapshot.stage,
         )
 
     def _begin(self, stack: contextlib.ExitStack, target: Path, extra: Mapping[str, Any]) -> Part | None:

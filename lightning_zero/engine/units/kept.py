@@ -111,10 +111,15 @@ class KeptInMemory:
         if not (self._is_copied or self._is_over):
             if sum(span.values.nbytes for span in spans) > available_host_memory():
                 return False
-            with self._streams.on("d2h", after=self._made):
+            try:
+                with self._streams.on("d2h", after=self._made):
+                    for span in spans:
+                        self._copy_span(span)
+                    self._arrived = self._streams.mark()
+            except (MemoryError, RuntimeError):  # torch's, where the system gives no memory
                 for span in spans:
-                    self._copy_span(span)
-                self._arrived = self._streams.mark()
+                    span.copy = None
+                return False
             self._is_copied = True
         return True
 
