@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.overrides import TorchFunctionMode
 
-from lightning_zero.config import ConfigError
+from lightning_zero.config import ConfigError, ZeroConfig
 from lightning_zero.engine import engine_of
+from lightning_zero.trainer.averaging import EXCLUDES_FROZEN
 
 _SHOWN = 5  # names of a kind
 
@@ -55,6 +56,25 @@ def check_model(module: nn.Module, state: Mapping[str, Any], path: Any, *, stric
                 "Give a checkpoint of this model; where names alone differ, the LightningModule may set "
                 "strict_loading=False."
             ) from error
+
+
+def check_frozen(checkpoint: Mapping[str, Any], on_meta: Collection[str], path: Any, config: ZeroConfig) -> None:
+    """Refuse a checkpoint without frozen parameters for a module that has no values for them: its own initialisation
+    would stand in for what was trained before.
+
+    Args:
+        on_meta: parameters of the module that have no values.
+
+    Raises:
+        ConfigError: with the file and the names.
+    """
+    lacking = sorted(name for name in on_meta if name not in checkpoint["state_dict"])
+    if checkpoint.get(EXCLUDES_FROZEN) and lacking and config.init_from is None:
+        raise ConfigError(
+            f"ckpt_path: expected a module with values for its frozen parameters, which {path} leaves out "
+            f"(zero.checkpoint.exclude_frozen), got {_some(lacking)} on the meta device. Set zero.init_from to the "
+            "folder of the model, or build the module off meta."
+        )
 
 
 def _differences(own: Mapping[str, Any], state: Mapping[str, Any], strict: bool) -> list[str]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import pickle
 import re
 import warnings
 import zipfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeGuard
 
 import torch
@@ -16,7 +17,6 @@ from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.fabric.utilities.cloud_io import _is_local_file_protocol, get_filesystem
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
-from lightning_utilities.core.apply_func import apply_to_collection
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.serialization import get_unsafe_globals_in_checkpoint
@@ -84,8 +84,7 @@ _SMALL_NBYTES = MIB  # below this it is not worth a thought
 
 def _bring_to_memory(loaded: Mapping[str, Any]) -> None:
     storages: dict[int, Any] = {}
-
-    def bring(tensor: Tensor) -> Tensor:
+    for tensor in _tensors_in(loaded, set()):
         if tensor.layout is torch.strided:
             storage = tensor.untyped_storage()
             copy = storages.setdefault(
@@ -94,9 +93,24 @@ def _bring_to_memory(loaded: Mapping[str, Any]) -> None:
             tensor.data = torch.empty(0, dtype=tensor.dtype).set_(
                 copy, tensor.storage_offset(), tensor.shape, tensor.stride()
             )
-        return tensor
 
-    apply_to_collection(loaded, Tensor, bring)
+
+def _tensors_in(value: Any, seen: set[int]) -> Iterator[Tensor]:
+    """The tensors in mappings, sequences and dataclasses; these may be frozen, and hold themselves."""
+    if isinstance(value, Tensor):
+        yield value
+        return
+    inner: Iterable[Any] = ()
+    if isinstance(value, Mapping):
+        inner = value.values()
+    elif isinstance(value, list | tuple | set | frozenset):
+        inner = value
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        inner = vars(value).values() if hasattr(value, "__dict__") else ()
+    if id(value) not in seen:
+        seen.add(id(value))
+        for entry in inner:
+            yield from _tensors_in(entry, seen)
 
 
 def writes_files(io: CheckpointIO) -> TypeGuard[ZeroCheckpointIO]:
@@ -197,8 +211,9 @@ def wait_for_writes(io: CheckpointIO) -> None:
     if writer is not None:
         if writer._executor is not None:
             writer._executor.submit(lambda: None).result()
-        if writer._error is not None:
-            raise writer._error
+        if (error := writer._error) is not None:
+            writer._error = None  # said once: what follows is tried again, as without the plugin
+            raise error
 
 
 def after_writes(io: CheckpointIO, act: Callable[[], None]) -> None:

@@ -20,7 +20,7 @@ from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from lightning_utilities.core.rank_zero import rank_zero_warn
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zero.checkpoint.hugging_face.export import export
@@ -29,7 +29,7 @@ from lightning_zero.checkpoint.hugging_face.record import RECORD as HUGGING_FACE
 from lightning_zero.checkpoint.hugging_face.record import record_of
 from lightning_zero.checkpoint.sharded.save import ShardedSaver
 from lightning_zero.comm.agreements import ApartError, gather_objects, gather_rows, together
-from lightning_zero.config import CheckpointFormat, ZeroConfig, parse_bytes
+from lightning_zero.config import CheckpointFormat, ConfigError, ZeroConfig, parse_bytes
 from lightning_zero.device import accelerator_of
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.engine.whole.module_state import keeping_frozen
@@ -37,7 +37,7 @@ from lightning_zero.engine.whole.sharded_state import sharded_optimizer_state, s
 from lightning_zero.ranks.peers import PeerError
 from lightning_zero.ranks.waits import StallError, Waits
 from lightning_zero.trainer import averaging
-from lightning_zero.trainer.checkpoint_fits import check_model
+from lightning_zero.trainer.checkpoint_fits import check_frozen, check_model
 from lightning_zero.trainer.checkpoint_io import async_writer, load, remove_behind_writes, wait_for_writes, with_default
 from lightning_zero.trainer.interruptions import refuse_lonely_save
 from lightning_zero.trainer.random_numbers import KEY as RNG_KEY
@@ -148,16 +148,21 @@ class CheckpointingStrategy(ParallelStrategy):
         if self.config.checkpoint.exclude_frozen:
             checkpoint[averaging.EXCLUDES_FROZEN] = True
         if self._saves_folders:
-            with self._noting_failure():
+            if storage_options is not None:
+                raise ConfigError(
+                    "zero/checkpoint=sharded: expected no storage_options, which only plugins use, got "
+                    f"{storage_options!r}. Leave them out, or choose zero/checkpoint=full."
+                )
+            with self.noting_failure():
                 self._save_folder(checkpoint, filepath)
             return
         write = super().save_checkpoint
-        with self._noting_failure():
+        with self.noting_failure():
             if self.range_save is None or not self.range_save.write(checkpoint):
                 self.together("writing a checkpoint", lambda: write(checkpoint, filepath, storage_options))
 
     @contextlib.contextmanager
-    def _noting_failure(self) -> Generator[None, None, None]:
+    def noting_failure(self) -> Generator[None, None, None]:
         """Note that a save has failed, on all ranks alike: they can go on together."""
         try:
             yield
@@ -175,7 +180,7 @@ class CheckpointingStrategy(ParallelStrategy):
         """
         io = self.checkpoint_io
         if async_writer(io) is not None:
-            with self._noting_failure():
+            with self.noting_failure():
                 self.together("the save before this one", lambda: wait_for_writes(io))
 
     def _save_folder(self, checkpoint: Mapping[str, Any], filepath: Any) -> None:
@@ -232,7 +237,7 @@ class CheckpointingStrategy(ParallelStrategy):
             verify(
                 checkpoint_path,
                 self.global_rank,
-                lambda value: self._gather_objects(value, "checksums"),
+                lambda value: self.gather_objects(value, "checksums"),
                 lambda act: self.together("reading checksums", act),
             )
         self._loaded_from = checkpoint_path
@@ -271,6 +276,23 @@ class CheckpointingStrategy(ParallelStrategy):
         else:
             self._load_into_shards(engine, checkpoint, checkpoint["state_dict"], strict)
 
+    def _first_values(self, model: nn.Module) -> Mapping[str, Tensor] | None:
+        """The checkpoint that waits to be loaded, for a module that has no values of its own on some rank.
+
+        Raises:
+            ConfigError: the checkpoint has no frozen parameters, and nothing else has them either.
+        """
+        if self._to_load is None:
+            return None
+        on_meta = {name for name, p in model.named_parameters(remove_duplicate=False) if p.is_meta}
+        if not any(self.gather_objects(bool(on_meta), "whose module has no values")):
+            return None
+        checkpoint, _ = self._to_load
+        state = checkpoint["state_dict"]
+        check = partial(check_frozen, checkpoint, on_meta, self._loaded_from, self.config)
+        self.together("comparing a checkpoint with the module", check)
+        return {key: value for key, value in state.items() if isinstance(value, Tensor)}
+
     @staticmethod
     def _load_into_shards(
         engine: Engine, checkpoint: Mapping[str, Any], state: Mapping[str, Any], strict: bool
@@ -304,7 +326,7 @@ class CheckpointingStrategy(ParallelStrategy):
         waits = self._waits
         return row[None] if waits is None else gather_rows(dist.group.WORLD, row, waits, "states of random numbers")
 
-    def _gather_objects(self, value: Any, what: str) -> list[Any]:
+    def gather_objects(self, value: Any, what: str) -> list[Any]:
         waits = self._waits
         return [value] if waits is None else gather_objects(dist.group.WORLD, value, waits, what, patient=True)
 

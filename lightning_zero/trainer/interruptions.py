@@ -233,7 +233,7 @@ class Interruptions:
             if trainer.is_global_zero:
                 print(f"{what} step {trainer.global_step} in {path}", flush=True)
                 for older in Path(folder).glob("hpc_ckpt_*.ckpt"):  # each holds the whole state
-                    if str(older) != path:
+                    if os.path.realpath(older) != os.path.realpath(path):  # in "." they are written in two ways
                         strategy.remove_checkpoint(str(older))
         if self._save_every_s is not None:
             now = time.monotonic()

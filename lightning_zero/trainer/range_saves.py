@@ -40,8 +40,10 @@ from lightning_zero.engine import Engine, engine_of
 from lightning_zero.engine.whole.module_state import hollow_copy
 from lightning_zero.engine.whole.ranges import COPY, MASTER, Copies, Hollow, Range, Value
 from lightning_zero.trainer.checkpoint_io import ZeroCheckpointIO, writes_files
+from lightning_zero.trainer.interruptions import refuse_lonely_save
 
 T = TypeVar("T")
+Noting = Callable[[], contextlib.AbstractContextManager[None]]
 _HOOK = "on_save_checkpoint"
 _SAVE = "save_checkpoint"
 
@@ -71,11 +73,12 @@ class RangeSave:
         io: would write it otherwise.
         path: of the checkpoint.
         with_values: tensors have values when they are asked for.
+        noting: inside of it, what fails has failed on all ranks.
     """
 
-    def __init__(self, engine: Engine, io: ZeroCheckpointIO, path: Path, *, with_values: bool) -> None:
+    def __init__(self, engine: Engine, io: ZeroCheckpointIO, path: Path, *, with_values: bool, noting: Noting) -> None:
         self._engine, self._io = engine, io
-        self._path = path
+        self._path, self._noting = path, noting
         self._with_values = with_values
         self._hollow = Hollow()
 
@@ -128,7 +131,7 @@ class RangeSave:
             What is mapped.
         """
         begun: list[tuple[Part, Skeleton, list[Piece]]] = []
-        with contextlib.ExitStack() as stack:
+        with self._noting(), contextlib.ExitStack() as stack:
             begin = partial(self._begin, stack, content, hollow, keep, begun)
             place = self._broadcast(self._together("beginning a checkpoint", begin))
             assert place is not None
@@ -275,6 +278,9 @@ def _save_by_ranges(
     trainer: pl.Trainer, filepath: Any, weights_only: bool | None = None, storage_options: Any = None
 ) -> None:
     strategy: Any = trainer.strategy
+    engine = engine_of(trainer.lightning_module) if trainer.lightning_module is not None else None
+    if engine is not None:
+        refuse_lonely_save(engine)  # before the first message
     strategy.wait_for_writes()
     strategy.range_save = _choose(trainer, filepath) if storage_options is None else None
     try:
@@ -292,7 +298,9 @@ def _choose(trainer: pl.Trainer, filepath: Any) -> RangeSave | None:
     if engine is None or folders or not writes_files(io) or not _is_local_file_protocol(filepath):
         return None
     path = Path(get_filesystem(filepath)._strip_protocol(str(filepath)))
-    return RangeSave(engine, io, path, with_values=_may_be_read(trainer))
+    # A callback that rank 0 alone has would see no values, and the ranks would go different ways.
+    with_values = any(strategy.gather_objects(_may_be_read(trainer), "who has hooks that see a checkpoint"))
+    return RangeSave(engine, io, path, with_values=with_values, noting=strategy.noting_failure)
 
 
 def _may_be_read(trainer: pl.Trainer) -> bool:

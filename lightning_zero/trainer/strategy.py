@@ -123,6 +123,7 @@ class ZeroStrategy(CheckpointingStrategy):
         self._interruptions: Interruptions | None = None
         self._random_numbers: RandomNumbers | None = None
         self._evaluation_starts = False
+        self._has_values = False  # the module, which was trained before
         self._start_waits: Waits | None = None  # until there is an engine
         self._process_group_backend = process_group_backend
         self._timeout = timeout
@@ -311,6 +312,7 @@ class ZeroStrategy(CheckpointingStrategy):
         self.accelerator.setup(trainer)
         _refuse_callbacks(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
+        self._has_values = engine_of(self.model) is not None  # of a run before, whatever its settings
         if fitting and self._layer_sync:
             self.model = self._sync_layers(self.model)
         self.model = self._setup_model(self.model)
@@ -351,7 +353,14 @@ class ZeroStrategy(CheckpointingStrategy):
             engine = None
         if engine is None:
             sources = self._first_values(model)
-            engine = shard(model, config=wanted, device=self.root_device, node=self._node, sources=sources)
+            engine = shard(
+                model,
+                config=wanted,
+                device=self.root_device,
+                node=self._node,
+                sources=sources,
+                has_values=self._has_values,
+            )
             if self._start_waits is not None:
                 self._start_waits.close()
                 self._start_waits = None
@@ -367,12 +376,6 @@ class ZeroStrategy(CheckpointingStrategy):
             (checkpoint, strict), self._to_load = self._to_load, None
             self._load_into_shards(engine, checkpoint, checkpoint["state_dict"], strict)
         return model
-
-    def _first_values(self, model: Module) -> Mapping[str, Tensor] | None:
-        """The checkpoint that waits to be loaded, for a module that has no values of its own."""
-        if self._to_load is None or not any(p.is_meta for p in model.parameters()):
-            return None
-        return {key: value for key, value in self._to_load[0]["state_dict"].items() if isinstance(value, Tensor)}
 
     def _still_fits(self, engine: Engine, model: Module, wanted: ZeroConfig) -> bool:
         same_params = {id(p) for p in model.parameters()} == {id(i.param) for u in engine.units for i in u.infos()}

@@ -12,6 +12,7 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -201,6 +202,24 @@ def test_the_old_one_stays_when_the_new_one_fails(tmp_path: Path) -> None:
     dist.barrier()
     assert [p.name for p in tmp_path.glob("*.ckpt")] == ["step=4.ckpt"]
     assert fit("zero3", tmp_path).losses  # these processes can train again
+
+
+@on_ranks(2)
+def test_a_write_behind_training_that_failed_is_said_once(tmp_path: Path) -> None:
+    """The next save is tried again, as without the plugin."""
+    of = fit("zero3", tmp_path, plugins=[AsyncCheckpointIO()]).trainer
+
+    def full(*_: Any) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with mock.patch.object(os, "pwrite", full):
+        of.save_checkpoint(tmp_path / "a.ckpt")
+        with pytest.raises((OSError, RuntimeError), match=r"a\.ckpt: the file could not be written: .*No space left"):
+            of.save_checkpoint(tmp_path / "b.ckpt")
+    of.save_checkpoint(tmp_path / "c.ckpt")
+    of.strategy.finish_writes()
+    dist.barrier()
+    assert [p.name for p in tmp_path.iterdir()] == ["c.ckpt"]
 
 
 @on_ranks(2)

@@ -267,9 +267,22 @@ def test_saving_every_so_often(tmp_path: Path) -> None:
 
 
 @on_ranks(2)
+@mock.patch.object(interruptions, "SAVING_SHARE", 1e9)
+def test_saving_in_the_working_directory(tmp_path: Path) -> None:
+    """Which may be written in two ways; what was saved is not removed as an older one."""
+    os.chdir(tmp_path)
+    of = trainer("zero3", Path(), max_epochs=1)  # type: ignore[arg-type]
+    of.strategy.save_every_s = 1e-9
+    of.fit(seeded(Lit), loader())
+    dist.barrier()
+    assert [p.name for p in tmp_path.glob("hpc_ckpt_*")] == [f"hpc_ckpt_{EPOCH}.ckpt"]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("hooks", [False, True])
 @pytest.mark.parametrize("rank", [0, 1])
 @mock.patch.object(interruptions, "SAVING_SHARE", 1e9)
-def test_a_save_every_so_often_that_fails_warns(rank: int, tmp_path: Path) -> None:
+def test_a_save_every_so_often_that_fails_warns(rank: int, hooks: bool, tmp_path: Path) -> None:
     """And training goes on, with losses that know nothing of it; the next save is tried again."""
     settings: dict[str, Any] = {"max_epochs": 1, "limit_val_batches": 0}
     whole = fit("zero3", tmp_path, **settings)
@@ -288,6 +301,8 @@ def test_a_save_every_so_often_that_fails_warns(rank: int, tmp_path: Path) -> No
     of = trainer("zero3", tmp_path, **settings)
     of.strategy.save_every_s = 1e-9
     module = seeded(Frees)
+    if hooks:  # which are given values of a file
+        module.on_save_checkpoint = lambda checkpoint: None
     says = r"hpc_ckpt_1\.ckpt: the file could not be written: .*No space left on device.*Training goes on"
     warned = pytest.warns(UserWarning, match=says) if dist.get_rank() == 0 else contextlib.nullcontext()
     with mock.patch.object(os, "pwrite", full), warned:
