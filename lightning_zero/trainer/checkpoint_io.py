@@ -52,7 +52,8 @@ class ZeroCheckpointIO(TorchCheckpointIO):
             return map_location(storage if storage.nbytes() > _SMALL_NBYTES else storage.clone(), location)
 
         loaded: dict[str, Any] = torch.load(name, mapped, weights_only=weights_only, mmap=True)
-        _bring_to_memory({key: value for key, value in loaded.items() if key not in _COPIED_FROM})
+        if isinstance(loaded, dict):  # else it is no checkpoint, which who loads it says
+            _bring_to_memory({key: value for key, value in loaded.items() if key not in _COPIED_FROM})
         return loaded
 
     def remove_checkpoint(self, path: Any) -> None:

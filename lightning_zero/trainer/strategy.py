@@ -224,6 +224,7 @@ class ZeroStrategy(CheckpointingStrategy):
         global _FAILED
         _FAILED = False  # an exception of an earlier run was survived, by all ranks
         self._to_load = self._saved_rng = self._saver = None
+        self._waits_for_setup = True
         super().setup_environment()
         reset_seed()
         self.set_world_ranks()
@@ -321,6 +322,8 @@ class ZeroStrategy(CheckpointingStrategy):
             self._random_numbers = RandomNumbers(trainer, self.root_device, saved)
             self.setup_optimizers(trainer)
             self.precision_plugin.check_early_steps(trainer)
+        self._load_what_waits(trainer)
+        if fitting:
             averaging.average_shards(trainer, self.engine)
         self.setup_precision_plugin()
         self._interruptions = Interruptions(
@@ -372,9 +375,6 @@ class ZeroStrategy(CheckpointingStrategy):
             model.to(self.root_device)  # what is neither parameter nor buffer: module.device, states of metrics
         if (dtype := TRUE_DTYPES.get(self.precision_plugin.row)) is not None:
             model.__dict__["_dtype"] = dtype  # module.dtype
-        if self._to_load is not None:
-            (checkpoint, strict), self._to_load = self._to_load, None
-            self._load_into_shards(engine, checkpoint, checkpoint["state_dict"], strict)
         return model
 
     def _still_fits(self, engine: Engine, model: Module, wanted: ZeroConfig) -> bool:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from lightning_zero.checkpoint.durable import Part, written_aside
+from lightning_zero.checkpoint.durable import Part, cause_of, said, written_aside
 from lightning_zero.checkpoint.sharded.index import EXTRA, INDEX, make_index
 from lightning_zero.checkpoint.sharded.items import items_of
 from lightning_zero.checkpoint.sharded.write import Entry, write_items
@@ -71,7 +72,7 @@ class ShardedSaver:
                 "choose zero/checkpoint=full."
             )
         name = f"__{self._rank}_0{SUFFIX}"
-        items = items_of(state, self._rank)
+        items, outer = items_of(state, self._rank), sys.exception()
         if not items:
             return []
         try:
@@ -80,8 +81,9 @@ class ShardedSaver:
                 file.flush()
                 os.fsync(file.fileno())
         except Exception as error:
-            text = f"{target / name} could not be written: {type(error).__name__}: {error}"
-            raise OSError(error.errno, text) if isinstance(error, OSError) else RuntimeError(text) from error
+            cause = cause_of(error, outer)
+            text = f"{target / name} could not be written: {said(error, outer)}"
+            raise OSError(cause.errno, text) if isinstance(cause, OSError) else RuntimeError(text) from error
         return entries
 
     def _collect(self, entries: list[Entry]) -> list[list[Entry]]:
