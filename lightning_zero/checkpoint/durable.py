@@ -37,7 +37,6 @@ from typing import BinaryIO
 REST_S = 3600.0
 LINK_REST_S = 60.0
 _PART = re.compile(r"\.(?P<name>.+)\.(?P<host>[^.]+)\.\d+-\d+\.(?P<kind>part|old)")
-_OF_CHECKPOINTS = (".metadata", "meta.pt", "*.distcp")  # what a folder may hold that gives way to a new one
 _ROOM, _PLACE = "Free some space, or save to another disk.", "Save to a folder that can be written."
 _WAYS_OUT = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), _ROOM),
@@ -111,8 +110,6 @@ def aside(path: str | os.PathLike[str], *, folder: bool = False, keep: bool = Tr
         keep: else it gets no name, and is removed afterwards.
     """
     target = Path(path)
-    if keep:
-        _refuse_other_folder(target)
     _make_folder(target.parent)
     part = _open_part(target, folder)
     try:
@@ -145,17 +142,6 @@ def naming(target: Path, *, folder: bool = False) -> Iterator[None]:
         cause = cause_of(error, outer)
         text = f"{target}: the {'folder' if folder else 'file'} could not be written: {said(error, outer)}"
         raise OSError(cause.errno, text) if isinstance(cause, OSError) else RuntimeError(text) from error
-
-
-def _refuse_other_folder(target: Path) -> None:
-    """Refuse a folder that a checkpoint would take the place of, with all that is in it."""
-    if not _is_folder(target):
-        return
-    others = [p.name for p in target.iterdir() if not any(p.match(name) for name in _OF_CHECKPOINTS)]
-    if others:
-        raise IsADirectoryError(
-            errno.EISDIR, f"a folder with other things in it ({', '.join(sorted(others)[:3])}), which would be lost"
-        )
 
 
 def link(path: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:

@@ -10,6 +10,7 @@ import re
 import warnings
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, TypeGuard
 
 import torch
@@ -22,7 +23,8 @@ from torch import Tensor
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from lightning_zero.checkpoint.archive import write_archive
-from lightning_zero.checkpoint.durable import remove_whole, written_aside
+from lightning_zero.checkpoint.durable import naming, remove_whole, written_aside
+from lightning_zero.checkpoint.sharded.index import refuse_other_folder
 from lightning_zero.config import MIB, ConfigError
 
 
@@ -36,6 +38,8 @@ class ZeroCheckpointIO(TorchCheckpointIO):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
         name = get_filesystem(path)._strip_protocol(str(path))  # of file:///folder/last.ckpt too
+        with naming(Path(name)):
+            refuse_other_folder(Path(name))
         with written_aside(name) as part:
             write_archive(checkpoint, part.fd)
         self.look_at(checkpoint, name)

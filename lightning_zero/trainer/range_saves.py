@@ -34,6 +34,7 @@ from torch.optim import Optimizer
 from lightning_zero.checkpoint.archive import Hole, Skeleton, write_values
 from lightning_zero.checkpoint.crc import Piece
 from lightning_zero.checkpoint.durable import Part, aside, naming
+from lightning_zero.checkpoint.sharded.index import refuse_other_folder
 from lightning_zero.comm.agreements import broadcast_object, gather_objects, together
 from lightning_zero.config import CheckpointFormat
 from lightning_zero.engine import Engine, engine_of
@@ -155,6 +156,7 @@ class RangeSave:
     ) -> _Place | None:
         if self._engine.rank != 0:
             return None
+        refuse_other_folder(self._path)
         part = stack.enter_context(aside(self._path, keep=keep))
         skeleton = Skeleton(content, part.fd)
         begun.append((part, skeleton, skeleton.fill()))

@@ -6,6 +6,7 @@ plain values, are let in.
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 from collections.abc import Iterable
@@ -28,6 +29,7 @@ from lightning_zero.checkpoint.sharded.write import Entry
 from lightning_zero.config import ConfigError
 
 INDEX = ".metadata"
+SUFFIX = ".distcp"
 EXTRA = "meta.pt"  # Lightning's name for what is neither of a module nor of an optimizer
 _DCP = "torch.distributed.checkpoint"
 _SHARDED = "torch.distributed._shard.sharded_tensor.metadata"  # of older versions
@@ -109,6 +111,20 @@ def read_index(folder: Path) -> Metadata:
     _check_files(folder, index)
     _check_filled(folder, index)
     return index
+
+
+def refuse_other_folder(target: Path) -> None:
+    """Refuse to put a checkpoint in the place of a folder that is neither empty nor a checkpoint.
+
+    Raises:
+        IsADirectoryError: all that is in it would be lost.
+    """
+    if not target.is_dir() or target.is_symlink():
+        return
+    others = [p.name for p in target.iterdir() if p.name not in (INDEX, EXTRA) and p.suffix != SUFFIX]
+    if others:
+        shown = ", ".join(sorted(others)[:3])
+        raise IsADirectoryError(errno.EISDIR, f"a folder with other things in it ({shown}), which would be lost")
 
 
 def refusal(path: Path, cause: str) -> str:

@@ -12,15 +12,13 @@ from typing import Any
 
 import torch
 
-from lightning_zero.checkpoint.durable import Part, cause_of, said, written_aside
-from lightning_zero.checkpoint.sharded.index import EXTRA, INDEX, make_index
+from lightning_zero.checkpoint.durable import Part, cause_of, naming, said, written_aside
+from lightning_zero.checkpoint.sharded.index import EXTRA, INDEX, SUFFIX, make_index, refuse_other_folder
 from lightning_zero.checkpoint.sharded.items import items_of
 from lightning_zero.checkpoint.sharded.write import Entry, write_items
 from lightning_zero.comm.agreements import broadcast_object, collect_objects, together
 from lightning_zero.config import ConfigError
 from lightning_zero.ranks.waits import Waits
-
-SUFFIX = ".distcp"
 
 
 class ShardedSaver:
@@ -62,7 +60,11 @@ class ShardedSaver:
             self._together("its index", lambda: self._end(stack, folder, target, known, extra))
 
     def _begin(self, stack: contextlib.ExitStack, target: Path) -> Part | None:
-        return stack.enter_context(written_aside(target, folder=True)) if self._rank == 0 else None
+        if self._rank != 0:
+            return None
+        with naming(target, folder=True):
+            refuse_other_folder(target)
+        return stack.enter_context(written_aside(target, folder=True))
 
     def _write(self, state: Mapping[str, Any], folder: Path, target: Path) -> list[Entry]:
         if not folder.is_dir():
