@@ -11,8 +11,9 @@ from lightning.fabric.utilities.cloud_io import _is_local_file_protocol, get_fil
 from lightning.pytorch.utilities import rank_zero_info
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
+from lightning_zero.checkpoint.crc import Report
 from lightning_zero.checkpoint.sharded.index import INDEX
-from lightning_zero.checkpoint.verify import Report, check
+from lightning_zero.checkpoint.verify import check
 from lightning_zero.config import ConfigError
 
 

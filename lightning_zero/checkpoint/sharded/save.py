@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pickle
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 
 from lightning_zero.checkpoint.durable import Part, cause_of, naming, said, written_aside
-from lightning_zero.checkpoint.sharded.index import EXTRA, INDEX, SUFFIX, make_index, refuse_other_folder
+from lightning_zero.checkpoint.sharded.index import EXTRA, INDEX, SUFFIX, make_index, packed, refuse_other_folder
 from lightning_zero.checkpoint.sharded.items import items_of
 from lightning_zero.checkpoint.sharded.write import Entry, write_items
 from lightning_zero.comm.agreements import broadcast_object, collect_objects, together
@@ -110,8 +109,7 @@ class ShardedSaver:
         if self._rank == 0:
             torch.save(dict(extra), folder / EXTRA)
             index = make_index((entry for entries in known for entry in entries), str(target))
-            with (folder / INDEX).open("wb") as file:
-                pickle.dump(index, file)
+            (folder / INDEX).write_bytes(packed(index))
         stack.close()
 
     def _together(self, what: str, act: Callable[[], Any]) -> Any:
