@@ -6,6 +6,7 @@ folder one for every box.
 
 from __future__ import annotations
 
+import errno
 import os
 import zipfile
 import zlib
@@ -39,7 +40,15 @@ def check(path: str | os.PathLike[str], part: int = 0, parts: int = 1) -> Report
 
 def _parts_of_file(path: str | os.PathLike[str]) -> Iterator[Callable[[], Report]]:
     with open(path, "rb") as file:
-        for chunk in _chunks(records_of(file)):
+        try:
+            records = records_of(file)
+        except zipfile.BadZipFile:
+            raise
+        except Exception as error:  # of a damaged table, zipfile raises almost any
+            if isinstance(error, OSError) and error.errno != errno.EINVAL:  # which is a place outside of the file
+                raise
+            raise zipfile.BadZipFile(f"its table of records: {type(error).__name__}: {error}") from error
+        for chunk in _chunks(records):
             yield partial(_compare, file.fileno(), *chunk)
 
 
