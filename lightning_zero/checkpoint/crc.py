@@ -28,6 +28,23 @@ class Piece(NamedTuple):
     crc: int
 
 
+class Report(NamedTuple):
+    """What a comparison with checksums has found.
+
+    Attributes:
+        checked: bytes that have a checksum.
+        unknown: bytes that have none.
+        damage: the places that are not as they were written, in words.
+    """
+
+    checked: int
+    unknown: int
+    damage: list[str]
+
+    def __add__(self, other: Report) -> Report:  # type: ignore[override]
+        return Report(self.checked + other.checked, self.unknown + other.unknown, [*self.damage, *other.damage])
+
+
 def pieces(record: str, start: int, data: memoryview) -> Iterable[Piece]:
     """The checksums of ``data``, which begins at byte ``start`` of a record, cut where its chunks are."""
     low = 0

@@ -37,6 +37,11 @@ from typing import BinaryIO
 REST_S = 3600.0
 LINK_REST_S = 60.0
 _PART = re.compile(r"\.(?P<name>.+)\.(?P<host>[^.]+)\.\d+-\d+\.(?P<kind>part|old)")
+_ROOM, _PLACE = "Free some space, or save to another disk.", "Save to a folder that can be written."
+_WAYS_OUT = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), _ROOM),
+    **dict.fromkeys((errno.EROFS, errno.EACCES, errno.EPERM, errno.EEXIST, errno.ENOTDIR, errno.EISDIR), _PLACE),
+}
 _NAME_BYTES = 120  # of the target's name: file systems allow 255 in all
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EBADF)  # EBADF: of a folder, on NFS
 _EXCHANGE, _AT_FDCWD = 2, -100
@@ -143,8 +148,8 @@ def naming(target: Path, *, folder: bool = False) -> Iterator[None]:
     except Exception as error:
         if str(target) in str(error):
             raise
-        cause = _cause(error, outer)
-        text = f"{target}: the {'folder' if folder else 'file'} could not be written: {type(cause).__name__}: {cause}"
+        cause = cause_of(error, outer)
+        text = f"{target}: the {'folder' if folder else 'file'} could not be written: {said(error, outer)}"
         raise OSError(cause.errno, text) if isinstance(cause, OSError) else RuntimeError(text) from error
 
 
@@ -329,7 +334,14 @@ def sync_folder(folder: Path) -> None:
         os.close(fd)
 
 
-def _cause(error: BaseException, outer: BaseException | None) -> BaseException:
+def said(error: BaseException, outer: BaseException | None = None) -> str:
+    """What has failed, and what to do about it; ``outer``: what was raised already when it was tried."""
+    cause = cause_of(error, outer)
+    way_out = _WAYS_OUT.get(cause.errno or 0) if isinstance(cause, OSError) else None
+    return f"{type(cause).__name__}: {cause}{f'. {way_out}' if way_out else ''}"
+
+
+def cause_of(error: BaseException, outer: BaseException | None = None) -> BaseException:
     """The system's own error, under what ``torch.save`` makes of it while it unwinds."""
     found: BaseException | None = error
     while found is not None and found is not outer:

@@ -6,30 +6,18 @@ folder one for every box.
 
 from __future__ import annotations
 
+import errno
 import os
 import zipfile
 import zlib
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
 
 from lightning_zero.checkpoint.archive import Record, records_of
-from lightning_zero.checkpoint.crc import CHUNK_NBYTES
-from lightning_zero.checkpoint.sharded.verify import check_folder
+from lightning_zero.checkpoint.crc import CHUNK_NBYTES, Report
+from lightning_zero.checkpoint.sharded.verify import parts_of_folder
 from lightning_zero.config import ConfigError
-
-
-class Report(NamedTuple):
-    """What was found.
-
-    Attributes:
-        checked: bytes that have a checksum.
-        unknown: bytes that have none.
-        damage: the places that are not as they were written, in words.
-    """
-
-    checked: int
-    unknown: int
-    damage: list[str]
 
 
 def check(path: str | os.PathLike[str], part: int = 0, parts: int = 1) -> Report:
@@ -43,20 +31,33 @@ def check(path: str | os.PathLike[str], part: int = 0, parts: int = 1) -> Report
         OSError: the system's.
         zipfile.BadZipFile: it is no file of torch.save, or was cut off.
     """
-    if os.path.isdir(path):
-        return Report(*check_folder(path, part, parts))
-    checked, unknown, damage = 0, 0, list[str]()
+    total = Report(0, 0, [])
+    for number, compare in enumerate(parts_of_folder(Path(path)) if os.path.isdir(path) else _parts_of_file(path)):
+        if number % parts == part:
+            total += compare()
+    return total
+
+
+def _parts_of_file(path: str | os.PathLike[str]) -> Iterator[Callable[[], Report]]:
     with open(path, "rb") as file:
-        for number, (record, start, nbytes, crc) in enumerate(_chunks(records_of(file))):
-            if number % parts != part:
-                continue
-            if crc is None:
-                unknown += nbytes
-                continue
-            checked += nbytes
-            if _crc_of(file.fileno(), record.start + start, nbytes) != crc:
-                damage.append(f"bytes {record.start + start} to {record.start + start + nbytes} ({record.name})")
-    return Report(checked, unknown, damage)
+        try:
+            records = records_of(file)
+        except zipfile.BadZipFile:
+            raise
+        except Exception as error:  # of a damaged table, zipfile raises almost any
+            if isinstance(error, OSError) and error.errno != errno.EINVAL:  # which is a place outside of the file
+                raise
+            raise zipfile.BadZipFile(f"its table of records: {type(error).__name__}: {error}") from error
+        for chunk in _chunks(records):
+            yield partial(_compare, file.fileno(), *chunk)
+
+
+def _compare(fd: int, record: Record, start: int, nbytes: int, crc: int | None) -> Report:
+    if crc is None:
+        return Report(0, nbytes, [])
+    low = record.start + start
+    same = _crc_of(fd, low, nbytes) == crc
+    return Report(nbytes, 0, [] if same else [f"bytes {low} to {low + nbytes} ({record.name})"])
 
 
 def _chunks(records: list[Record]) -> Iterator[tuple[Record, int, int, int | None]]:

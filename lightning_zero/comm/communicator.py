@@ -220,9 +220,11 @@ class Communicator:
             return [value]
         return gather_on(self._groups.control, value, self.waits, what)
 
-    def together(self, what: str, act: Callable[[], T], undo: Callable[[T], Any] = lambda _: None) -> T:
+    def together(
+        self, what: str, act: Callable[[], T], undo: Callable[[T], Any] = lambda _: None, *, patient: bool = False
+    ) -> T:
         """See :func:`together`."""
-        return together(self._parent, self.waits, what, act, undo)
+        return together(self._parent, self.waits, what, act, undo, patient=patient)
 
     def sum_(self, tensor: Tensor) -> Tensor:
         """Blocking: sum a small tensor on its device over ranks, in place."""

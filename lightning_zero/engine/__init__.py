@@ -54,6 +54,7 @@ def shard(
     device: torch.device | str | None = None,
     node: str | None = None,
     sources: Mapping[str, Tensor] | None = None,
+    has_values: bool = False,
     **settings: Any,
 ) -> Engine:
     """Shard ``module`` over the ranks of a process group, in place.
@@ -67,6 +68,7 @@ def shard(
             for their order, counts and bytes, over torch's fake process group at any scale (``make bench-scale``).
         sources: first values by names of parameters and buffers, which may be in files. They count more than the folder
             ``init_from``.
+        has_values: an engine before has trained ``module``: the folder ``init_from`` counts for what is on meta only.
         node: names the node of this rank; default: its host, and the number that a launcher has given it.
 
     Raises:
@@ -76,7 +78,7 @@ def shard(
     if process_group is None and dist.is_available() and dist.is_initialized():
         process_group = dist.group.WORLD
     where = default_device() if device is None else with_index(torch.device(device))
-    return Engine(module, config, process_group, where, node or node_name(), sources)
+    return Engine(module, config, process_group, where, node or node_name(), sources, has_values=has_values)
 
 
 def node_name() -> str:

@@ -45,7 +45,7 @@ from lightning_zero.engine.steps.optimizer import ShardedOptimizer
 from lightning_zero.engine.steps.worker import default_threads
 from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units import capacity, describe
-from lightning_zero.engine.units.agreement import agree_on_model
+from lightning_zero.engine.units.agreement import agree_on_model, agree_on_sources
 from lightning_zero.engine.units.bucket import Bucket, Place
 from lightning_zero.engine.units.build import build_units
 from lightning_zero.engine.units.home import Tiers, opened
@@ -83,13 +83,15 @@ class Assembly:
         device: torch.device,
         node: str,
         sources: Mapping[str, Tensor] | None = None,
+        *,
+        has_values: bool = False,
     ) -> None:
         self.config = config
         self.precision = config.precision.name or Precision.fp32
         self._module = weakref.ref(module)
         self._group = group
         self.tiers = Tiers()
-        share = self._shard(module, group, device, node, sources)
+        share = self._shard(module, group, device, node, sources, has_values)
         self._places = {id(info.param): Place(b, info) for u in self.units for b in u.buckets for info in b.params}
         self.optimizers: list[ShardedOptimizer] = []
         self._put_together(share)
@@ -108,7 +110,13 @@ class Assembly:
         module.__dict__[ENGINE] = self
 
     def _shard(
-        self, module: nn.Module, group: Any, device: torch.device, node: str, sources: Mapping[str, Tensor] | None
+        self,
+        module: nn.Module,
+        group: Any,
+        device: torch.device,
+        node: str,
+        sources: Mapping[str, Tensor] | None,
+        has_values: bool,
     ) -> Share:
         """Check everything that can be refused, then make the units. Returns this rank's share of its machine."""
         config = self.config
@@ -117,8 +125,10 @@ class Assembly:
             groups = together(group, waits, "sharding a module", lambda: self._describe(module))
             agree_on_model(groups, group, waits)
             if config.init_from is not None and device.type != "meta":
-                find = partial(sources_from, config.init_from, module, warn=group is None or dist.get_rank(group) == 0)
+                warn = group is None or dist.get_rank(group) == 0
+                find = partial(sources_from, config.init_from, module, warn=warn, only_meta=has_values)
                 sources = {**together(group, waits, "finding first values", find), **(sources or {})}
+            agree_on_sources(sources or {}, group, waits)
             topology = capacity.find_topology(groups, config, group, device, node, waits)
             self.comm = Communicator(
                 group,

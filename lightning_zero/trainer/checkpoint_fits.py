@@ -4,22 +4,64 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import BaseFinetuning
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.overrides import TorchFunctionMode
 
-from lightning_zero.config import ConfigError
+from lightning_zero.config import ConfigError, ZeroConfig
 from lightning_zero.engine import engine_of
+from lightning_zero.trainer.averaging import EXCLUDES_FROZEN
 
+_HOOK = "on_fit_start"  # comes between configure_optimizers and the load of states
 _SHOWN = 5  # names of a kind
 
 
 class OtherModelError(ConfigError, RuntimeError):
     """A checkpoint of another model. A RuntimeError too, because torch and so DDP raise that."""
+
+
+class OnlyWeightsError(ConfigError, KeyError):
+    """A checkpoint without states to go on with. A KeyError too, because Lightning raises that."""
+
+    __str__ = Exception.__str__
+
+
+def of_lightning(loaded: Any, path: Any) -> dict[str, Any]:
+    """``loaded``, if it is a checkpoint of Lightning.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    if isinstance(loaded, dict) and isinstance(loaded.get("state_dict"), Mapping):
+        return loaded
+    what = f"a {type(loaded).__name__}"
+    if isinstance(loaded, Mapping):
+        what += f" with {_some(map(str, loaded))}" if loaded else " with nothing in it"
+    raise ConfigError(
+        f"ckpt_path: expected a checkpoint of Lightning, got {path}, which holds {what}. Give another ckpt_path; "
+        "weights alone can be loaded into the module before the run (load_state_dict)."
+    )
+
+
+def check_states(checkpoint: Mapping[str, Any], path: Any) -> None:
+    """
+    Raises:
+        OnlyWeightsError: the checkpoint has no states of optimizers.
+    """
+    if "optimizer_states" in checkpoint:
+        return
+    raise OnlyWeightsError(
+        f"ckpt_path: expected a checkpoint with the states of optimizers, got {path}, which has weights only "
+        "(save_weights_only=True of a ModelCheckpoint). Give another ckpt_path, or load its weights into the module "
+        "before the run (load_from_checkpoint)."
+    )
 
 
 class _WritesNothing(TorchFunctionMode):
@@ -55,6 +97,36 @@ def check_model(module: nn.Module, state: Mapping[str, Any], path: Any, *, stric
                 "Give a checkpoint of this model; where names alone differ, the LightningModule may set "
                 "strict_loading=False."
             ) from error
+
+
+def check_frozen(checkpoint: Mapping[str, Any], on_meta: Collection[str], path: Any, config: ZeroConfig) -> None:
+    """Refuse a checkpoint without frozen parameters for a module that has no values for them: its own initialisation
+    would stand in for what was trained before.
+
+    Args:
+        on_meta: parameters of the module that have no values.
+
+    Raises:
+        ConfigError: with the file and the names.
+    """
+    lacking = sorted(name for name in on_meta if name not in checkpoint["state_dict"])
+    if checkpoint.get(EXCLUDES_FROZEN) and lacking and config.init_from is None:
+        raise ConfigError(
+            f"ckpt_path: expected a module with values for its frozen parameters, which {path} leaves out "
+            f"(zero.checkpoint.exclude_frozen), got {_some(lacking)} on the meta device. Set zero.init_from to the "
+            "folder of the model, or build the module off meta."
+        )
+
+
+def may_change_optimizers(trainer: pl.Trainer) -> bool:
+    """Whether there are hooks that may give optimizers other param groups before the states of these are loaded."""
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    return is_overridden(_HOOK, trainer.lightning_module) or any(
+        isinstance(callback, BaseFinetuning)
+        or _HOOK in vars(callback)
+        or type(callback).on_fit_start.__module__.partition(".")[0] not in ("lightning", "pytorch_lightning")
+        for callback in callbacks
+    )
 
 
 def _differences(own: Mapping[str, Any], state: Mapping[str, Any], strict: bool) -> list[str]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import pickle
 import re
 import warnings
 import zipfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, TypeGuard
 
 import torch
@@ -16,13 +18,13 @@ from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.fabric.utilities.cloud_io import _is_local_file_protocol, get_filesystem
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
-from lightning_utilities.core.apply_func import apply_to_collection
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from lightning_zero.checkpoint.archive import write_archive
-from lightning_zero.checkpoint.durable import remove_whole, written_aside
+from lightning_zero.checkpoint.durable import naming, remove_whole, written_aside
+from lightning_zero.checkpoint.sharded.index import refuse_other_folder
 from lightning_zero.config import MIB, ConfigError
 
 
@@ -36,6 +38,8 @@ class ZeroCheckpointIO(TorchCheckpointIO):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
         name = get_filesystem(path)._strip_protocol(str(path))  # of file:///folder/last.ckpt too
+        with naming(Path(name)):
+            refuse_other_folder(Path(name))
         with written_aside(name) as part:
             write_archive(checkpoint, part.fd)
         self.look_at(checkpoint, name)
@@ -52,7 +56,8 @@ class ZeroCheckpointIO(TorchCheckpointIO):
             return map_location(storage if storage.nbytes() > _SMALL_NBYTES else storage.clone(), location)
 
         loaded: dict[str, Any] = torch.load(name, mapped, weights_only=weights_only, mmap=True)
-        _bring_to_memory({key: value for key, value in loaded.items() if key not in _COPIED_FROM})
+        if isinstance(loaded, dict):  # else it is no checkpoint, which who loads it says
+            _bring_to_memory({key: value for key, value in loaded.items() if key not in _COPIED_FROM})
         return loaded
 
     def remove_checkpoint(self, path: Any) -> None:
@@ -84,8 +89,7 @@ _SMALL_NBYTES = MIB  # below this it is not worth a thought
 
 def _bring_to_memory(loaded: Mapping[str, Any]) -> None:
     storages: dict[int, Any] = {}
-
-    def bring(tensor: Tensor) -> Tensor:
+    for tensor in _tensors_in(loaded, set()):
         if tensor.layout is torch.strided:
             storage = tensor.untyped_storage()
             copy = storages.setdefault(
@@ -94,9 +98,24 @@ def _bring_to_memory(loaded: Mapping[str, Any]) -> None:
             tensor.data = torch.empty(0, dtype=tensor.dtype).set_(
                 copy, tensor.storage_offset(), tensor.shape, tensor.stride()
             )
-        return tensor
 
-    apply_to_collection(loaded, Tensor, bring)
+
+def _tensors_in(value: Any, seen: set[int]) -> Iterator[Tensor]:
+    """The tensors in mappings, sequences and dataclasses; these may be frozen, and hold themselves."""
+    if isinstance(value, Tensor):
+        yield value
+        return
+    inner: Iterable[Any] = ()
+    if isinstance(value, Mapping):
+        inner = value.values()
+    elif isinstance(value, list | tuple | set | frozenset):
+        inner = value
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        inner = vars(value).values() if hasattr(value, "__dict__") else ()
+    if id(value) not in seen:
+        seen.add(id(value))
+        for entry in inner:
+            yield from _tensors_in(entry, seen)
 
 
 def writes_files(io: CheckpointIO) -> TypeGuard[ZeroCheckpointIO]:
@@ -188,8 +207,9 @@ def wait_for_writes(io: CheckpointIO) -> None:
     if writer is not None:
         if writer._executor is not None:
             writer._executor.submit(lambda: None).result()
-        if writer._error is not None:
-            raise writer._error
+        if (error := writer._error) is not None:
+            writer._error = None  # said once: what follows is tried again, as without the plugin
+            raise error
 
 
 def after_writes(io: CheckpointIO, act: Callable[[], None]) -> None:

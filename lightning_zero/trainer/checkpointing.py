@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import contextlib
 from abc import abstractmethod
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
+import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO
@@ -20,7 +21,7 @@ from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities import rank_zero_info
 from lightning_utilities.core.rank_zero import rank_zero_warn
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zero.checkpoint.hugging_face.export import export
@@ -29,7 +30,7 @@ from lightning_zero.checkpoint.hugging_face.record import RECORD as HUGGING_FACE
 from lightning_zero.checkpoint.hugging_face.record import record_of
 from lightning_zero.checkpoint.sharded.save import ShardedSaver
 from lightning_zero.comm.agreements import ApartError, gather_objects, gather_rows, together
-from lightning_zero.config import CheckpointFormat, ZeroConfig, parse_bytes
+from lightning_zero.config import CheckpointFormat, ConfigError, ZeroConfig, parse_bytes
 from lightning_zero.device import accelerator_of
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.engine.whole.module_state import keeping_frozen
@@ -38,9 +39,15 @@ from lightning_zero.ranks.peers import PeerError
 from lightning_zero.ranks.waits import StallError, Waits
 from lightning_zero.trainer import averaging
 from lightning_zero.trainer.background_saves import BackgroundSaves
-from lightning_zero.trainer.checkpoint_fits import check_model
+from lightning_zero.trainer.checkpoint_fits import (
+    check_frozen,
+    check_model,
+    check_states,
+    may_change_optimizers,
+    of_lightning,
+)
 from lightning_zero.trainer.checkpoint_io import after_writes, async_writer, load, remove, wait_for_writes, with_default
-from lightning_zero.trainer.interruptions import refuse_lonely_save
+from lightning_zero.trainer.interruptions import ON_ALL_RANKS, failed_on_all_ranks, refuse_lonely_save
 from lightning_zero.trainer.random_numbers import KEY as RNG_KEY
 from lightning_zero.trainer.random_numbers import RandomNumbers, Saved, saved_ranks
 from lightning_zero.trainer.range_saves import RangeSave
@@ -57,7 +64,6 @@ class CheckpointingStrategy(ParallelStrategy):
     Attributes:
         resumes_job: the checkpoint to go on from was written by an earlier start of this job; it is compared with its
             checksums, unless ``zero.checkpoint.verify`` is false.
-        failed_save: the last save that has failed, on all ranks.
         range_save: inside of ``Trainer.save_checkpoint``, where all ranks write one file.
         next_may_fail: training goes on where a save fails that is handed over to the background now.
     """
@@ -81,9 +87,9 @@ class CheckpointingStrategy(ParallelStrategy):
         self._saver: ShardedSaver | None = None
         super().__init__(checkpoint_io=checkpoint_io, **arguments)
         self.resumes_job = False
-        self.failed_save: Exception | None = None
         self.range_save: RangeSave | None = None
-        self._to_load: tuple[Mapping[str, Any], bool] | None = None  # what waits for the shards, and strict
+        self._to_load: tuple[Mapping[str, Any], bool] | None = None  # what waits for setup(), and strict
+        self._waits_for_setup = False
         self._loaded_from: Any = "the checkpoint"
         self._saved_rng: Saved | None = None  # of a checkpoint, until there is one who needs it
 
@@ -152,23 +158,28 @@ class CheckpointingStrategy(ParallelStrategy):
         if self.config.checkpoint.exclude_frozen:
             checkpoint[averaging.EXCLUDES_FROZEN] = True
         if self._saves_folders:
-            with self._noting_failure():
+            if storage_options is not None:
+                raise ConfigError(
+                    "zero/checkpoint=sharded: expected no storage_options, which only plugins use, got "
+                    f"{storage_options!r}. Leave them out, or choose zero/checkpoint=full."
+                )
+            with self.noting_failure():
                 self._save_folder(checkpoint, filepath)
             return
         write = super().save_checkpoint
-        with self._noting_failure():
+        with self.noting_failure():
             if self.range_save is None or not self.range_save.write(checkpoint):
                 self.together("writing a checkpoint", lambda: write(checkpoint, filepath, storage_options))
 
     @contextlib.contextmanager
-    def _noting_failure(self) -> Generator[None, None, None]:
-        """Note that a save has failed, on all ranks alike: they can go on together."""
+    def noting_failure(self) -> Generator[None, None, None]:
+        """Note on an exception that a save has failed on all ranks alike: they can go on together."""
         try:
             yield
         except (StallError, PeerError, ApartError):  # they cannot
             raise
         except Exception as error:
-            self.failed_save = error
+            error.__dict__[ON_ALL_RANKS] = True  # nobody keeps the exception, and with it what was to be saved
             raise
 
     @property
@@ -203,15 +214,16 @@ class CheckpointingStrategy(ParallelStrategy):
         if self._background.is_under_way:
             self._background.is_under_way = False
             try:
-                with self._noting_failure():
+                with self.noting_failure():
                     self.together("the save before this one", self._background.wait)
             except Exception as error:
-                if error is not self.failed_save or not self._background.may_fail:
+                self._saver = None  # rank 0 may not have heard what the others have written
+                if not failed_on_all_ranks(error) or not self._background.may_fail:
                     raise
                 rank_zero_warn(f"{error} Training goes on, and this is tried again later (save_minutes).")
         io = self.checkpoint_io
         if async_writer(io) is not None:
-            with self._noting_failure():
+            with self.noting_failure():
                 self.together("the save before this one", lambda: wait_for_writes(io))
 
     def _save_folder(self, checkpoint: Mapping[str, Any], filepath: Any) -> None:
@@ -274,13 +286,16 @@ class CheckpointingStrategy(ParallelStrategy):
             verify(
                 checkpoint_path,
                 self.global_rank,
-                lambda value: self._gather_objects(value, "checksums"),
+                lambda value: self.gather_objects(value, "checksums"),
                 lambda act: self.together("reading checksums", act),
             )
         self._loaded_from = checkpoint_path
-        read: Callable[[], dict[str, Any]] = partial(load, self.checkpoint_io, checkpoint_path, weights_only)
-        if is_folder(checkpoint_path):
-            read = partial(read_folder, checkpoint_path, weights_only)
+
+        def read() -> dict[str, Any]:
+            if is_folder(checkpoint_path):
+                return read_folder(checkpoint_path, weights_only)
+            return of_lightning(load(self.checkpoint_io, checkpoint_path, weights_only), checkpoint_path)
+
         checkpoint = self.together("reading a checkpoint", read)
         self._take_random_numbers(checkpoint.pop(RNG_KEY, None), checkpoint_path)
         return checkpoint
@@ -300,26 +315,72 @@ class CheckpointingStrategy(ParallelStrategy):
         """
         Raises:
             OtherModelError: on all ranks, with the file: these are not the weights of this model. Nothing is loaded.
+            OnlyWeightsError: a run would go on from a checkpoint of weights only; likewise.
         """
         module, state, path = self.lightning_module, checkpoint["state_dict"], self._loaded_from
         assert module is not None
         if checkpoint.get(averaging.EXCLUDES_FROZEN):
             state = keeping_frozen(module, state)
-        fits = partial(check_model, module, state, path, strict=strict)
-        self.together("comparing a checkpoint with the model", fits)
+
+        def check() -> None:
+            if self._waits_for_setup and self._goes_on:
+                check_states(checkpoint, path)
+            check_model(module, state, path, strict=strict)
+
+        self.together("comparing a checkpoint with the model", check)
         engine = engine_of(module)
-        if engine is None:
+        if engine is None or (self._waits_for_setup and self._goes_on):
             self._to_load = checkpoint, strict
         else:
             self._load_into_shards(engine, checkpoint, checkpoint["state_dict"], strict)
 
-    @staticmethod
+    @property
+    def _goes_on(self) -> bool:
+        """Whether this run takes the states of optimizers from a checkpoint that it is given."""
+        assert self.lightning_module is not None
+        return self.lightning_restore_optimizer and self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+
+    def _load_what_waits(self, trainer: pl.Trainer) -> None:
+        """Load the weights of a checkpoint, when there are shards; if its optimizers are those of this run, too.
+
+        Raises:
+            ConfigError: on all ranks: they are others. Nothing is loaded.
+        """
+        waits, self._to_load = self._to_load, None
+        self._waits_for_setup = False
+        if waits is None:
+            return
+        checkpoint, strict = waits
+        if self._goes_on and not may_change_optimizers(trainer):
+            self._check_optimizers(checkpoint["optimizer_states"])
+        self._load_into_shards(self.engine, checkpoint, checkpoint["state_dict"], strict)
+
+    def _first_values(self, model: nn.Module) -> Mapping[str, Tensor] | None:
+        """The checkpoint that waits to be loaded, for a module that has no values of its own on some rank.
+
+        Raises:
+            ConfigError: the checkpoint has no frozen parameters, and nothing else has them either.
+        """
+        if self._to_load is None:
+            return None
+        on_meta = {name for name, p in model.named_parameters(remove_duplicate=False) if p.is_meta}
+        if not any(self.gather_objects(bool(on_meta), "whose module has no values")):
+            return None
+        checkpoint, _ = self._to_load
+        state = checkpoint["state_dict"]
+        check = partial(check_frozen, checkpoint, on_meta, self._loaded_from, self.config)
+        self.together("comparing a checkpoint with the module", check)
+        return {key: value for key, value in state.items() if isinstance(value, Tensor)}
+
     def _load_into_shards(
-        engine: Engine, checkpoint: Mapping[str, Any], state: Mapping[str, Any], strict: bool
+        self, engine: Engine, checkpoint: Mapping[str, Any], state: Mapping[str, Any], strict: bool
     ) -> None:
         if checkpoint.get(averaging.EXCLUDES_FROZEN):
             state = keeping_frozen(engine.module, state)
-        engine.load_state_dict(state, strict=strict)
+        try:
+            engine.load_state_dict(state, strict=strict)
+        except OSError as error:
+            raise OSError(error.errno, f"{self._loaded_from}: the checkpoint could not be read: {error}") from error
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         states = checkpoint["optimizer_states"]
@@ -330,6 +391,13 @@ class CheckpointingStrategy(ParallelStrategy):
                 "without a state start anew. Give the optimizers it was saved with to go on as it was."
             )
         frozen = [bucket for bucket in self.engine.buckets if not bucket.trainable]
+        for optimizer, state in self._check_optimizers(states):
+            self.engine.load_optimizer_state(optimizer, state)
+        if any(bucket.trainable for bucket in frozen):  # weights of frozen buckets were rounded when they were loaded
+            self._load_into_shards(self.engine, checkpoint, averaging.current_weights(checkpoint), strict=False)
+
+    def _check_optimizers(self, states: Sequence[Mapping[str, Any]]) -> list[tuple[Optimizer, Mapping[str, Any]]]:
+        """Compare saved states with the optimizers that they belong to; returns the pairs."""
         pairs = [(o, s) for o, s in zip(self.optimizers, states, strict=False) if not isinstance(o, _MockOptimizer)]
 
         def check() -> None:
@@ -337,16 +405,13 @@ class CheckpointingStrategy(ParallelStrategy):
                 self.engine.check_optimizer_state(optimizer, state, f"ckpt_path: {self._loaded_from}")
 
         self.together("comparing a checkpoint with the optimizers", check)
-        for optimizer, state in pairs:
-            self.engine.load_optimizer_state(optimizer, state)
-        if any(bucket.trainable for bucket in frozen):  # weights of frozen buckets were rounded when they were loaded
-            self._load_into_shards(self.engine, checkpoint, averaging.current_weights(checkpoint), strict=False)
+        return pairs
 
     def _gather_rows(self, row: Tensor) -> Tensor | None:
         waits = self._waits
         return row[None] if waits is None else gather_rows(dist.group.WORLD, row, waits, "states of random numbers")
 
-    def _gather_objects(self, value: Any, what: str) -> list[Any]:
+    def gather_objects(self, value: Any, what: str) -> list[Any]:
         waits = self._waits
         return [value] if waits is None else gather_objects(dist.group.WORLD, value, waits, what, patient=True)
 

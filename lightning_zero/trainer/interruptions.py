@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import os
 import signal
 import subprocess
@@ -30,6 +31,7 @@ from lightning_zero.trainer.validations import Validations
 if TYPE_CHECKING:
     from lightning_zero.engine import Engine
 
+ON_ALL_RANKS = "_lightning_zero_on_all_ranks"  # on an exception: a save has raised it
 MEET_S = 10.0  # how long a rank that failed waits for the others to fail at the same place
 SAVING_SHARE = 0.05  # of the time, at most, that saving every so often may take
 TERMINATED = 128 + signal.SIGTERM  # exit code
@@ -226,12 +228,13 @@ class Interruptions:
         strategy.wait_for_writes()  # the next number follows from the files that are there
         folder = trainer.default_root_dir
         path = trainer.strategy.broadcast(str(trainer._checkpoint_connector.hpc_save_path(folder)))
-        strategy.next_may_fail = not leaving
+        failed, strategy.next_may_fail = False, not leaving
         try:
             trainer.save_checkpoint(path, weights_only=False)
         except Exception as error:
-            if leaving or error is not strategy.failed_save:
+            if leaving or not failed_on_all_ranks(error):
                 raise
+            failed = True
             rank_zero_warn(f"{error} Training goes on, and this is tried again later (save_minutes).")
         else:
             if leaving:
@@ -240,10 +243,14 @@ class Interruptions:
                 said = f"{what} step {trainer.global_step} in {path}"
                 strategy.after_writes(partial(print, said, flush=True))
                 for older in Path(folder).glob("hpc_ckpt_*.ckpt"):  # each holds the whole state
-                    if str(older) != path:
+                    if os.path.realpath(older) != os.path.realpath(path):  # in "." they are written in two ways
                         strategy.remove_checkpoint(str(older))
         finally:
             strategy.next_may_fail = False
+        if failed:
+            # The exception's frames, which refer to each other, hold what hooks were given: values of a file without a
+            # name, whose room the next try may need.
+            gc.collect()
         if self._save_every_s is not None:
             now = time.monotonic()
             self._next_save = now + max(self._save_every_s, (now - started) / SAVING_SHARE)
@@ -273,6 +280,11 @@ class Interruptions:
             self._validations.let_go()
         if self._main_thread and self._signum is not None:
             self._connector._original_handlers[self._signum] = self._before  # what Lightning puts back in a moment
+
+
+def failed_on_all_ranks(error: Exception) -> bool:
+    """Whether a save has raised ``error``, and failed on all ranks alike."""
+    return ON_ALL_RANKS in error.__dict__
 
 
 def refuse_lonely_save(engine: Engine) -> None:

@@ -12,8 +12,8 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
-from lightning_zero.checkpoint.durable import link, remove_leftovers, written_aside
-from lightning_zero.ranks.resume import files_of_job, job_name, note_file, note_job
+from lightning_zero.checkpoint.durable import link, naming, remove_leftovers, written_aside
+from lightning_zero.ranks.resume import FILES, files_of_job, job_name, note_file, note_job
 
 _LINK, _REMOVE, _SAVE = "_link_checkpoint", "_remove_checkpoint", "_save_checkpoint"
 _SHOULD_REMOVE = "_should_remove_checkpoint"
@@ -163,17 +163,27 @@ class NoteJob(Callback):
 
 
 def _save_noted(callback: ModelCheckpoint, run_dir: str, trainer: pl.Trainer, filepath: str) -> None:
-    if trainer.is_global_zero:
-        note_file(run_dir, callback.state_key, filepath)
+    _note(callback, run_dir, trainer, filepath)
     type(callback)._save_checkpoint(callback, trainer, filepath)
 
 
 def _link_noted(
     callback: ModelCheckpoint, run_dir: str, link: Any, trainer: pl.Trainer, filepath: str, linkpath: str
 ) -> None:
-    if trainer.is_global_zero:
-        note_file(run_dir, callback.state_key, linkpath)
+    _note(callback, run_dir, trainer, linkpath)
     link(trainer, filepath, linkpath)
+
+
+def _note(callback: ModelCheckpoint, run_dir: str, trainer: pl.Trainer, path: str) -> None:
+    """On all ranks, which raise together where the disk is full."""
+
+    def act() -> None:
+        if trainer.is_global_zero:
+            with naming(Path(run_dir) / FILES):
+                note_file(run_dir, callback.state_key, path)
+
+    strategy: Any = trainer.strategy
+    strategy.together("noting the name of a checkpoint", act)
 
 
 def _should_remove(callback: ModelCheckpoint, run_dir: str, trainer: pl.Trainer, previous: str, current: str) -> bool:

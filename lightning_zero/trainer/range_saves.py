@@ -36,6 +36,7 @@ from torch.optim import Optimizer
 from lightning_zero.checkpoint.archive import Hole, Skeleton, write_values
 from lightning_zero.checkpoint.crc import Piece
 from lightning_zero.checkpoint.durable import Part, aside, leave, naming
+from lightning_zero.checkpoint.sharded.index import refuse_other_folder
 from lightning_zero.comm.agreements import broadcast_object, gather_objects, together
 from lightning_zero.config import CheckpointFormat
 from lightning_zero.engine import Engine, engine_of
@@ -45,8 +46,10 @@ from lightning_zero.engine.whole.ranges import COPY, MASTER, Copies, Hollow, Ran
 from lightning_zero.ranks.mailbox import Mailbox
 from lightning_zero.trainer.background_saves import not_behind
 from lightning_zero.trainer.checkpoint_io import ZeroCheckpointIO, writes_files
+from lightning_zero.trainer.interruptions import refuse_lonely_save
 
 T = TypeVar("T")
+Noting = Callable[[], contextlib.AbstractContextManager[None]]
 _HOOK = "on_save_checkpoint"
 _SAVE = "save_checkpoint"
 
@@ -78,6 +81,7 @@ class RangeSave:
         io: would write it otherwise.
         path: of the checkpoint.
         with_values: tensors have values when they are asked for.
+        noting: inside of it, what fails has failed on all ranks.
         begin: hands what follows over to a thread; None: it is done at once.
     """
 
@@ -88,10 +92,11 @@ class RangeSave:
         path: Path,
         *,
         with_values: bool,
+        noting: Noting,
         begin: Callable[..., None] | None = None,
     ) -> None:
         self._engine, self._io, self._behind = engine, io, begin
-        self._path = path
+        self._path, self._noting = path, noting
         self._with_values = with_values
         self._hollow = Hollow()
 
@@ -142,7 +147,7 @@ class RangeSave:
             What is mapped.
         """
         begun: list[tuple[Part, Skeleton, list[Piece]]] = []
-        with contextlib.ExitStack() as stack:
+        with self._noting(), contextlib.ExitStack() as stack:
             begin = partial(self._begin, stack, content, hollow, keep, begun)
             place = self._broadcast(self._together("beginning a checkpoint", begin))
             assert place is not None
@@ -205,6 +210,7 @@ class RangeSave:
     ) -> _Place | None:
         if self._engine.rank != 0:
             return None
+        refuse_other_folder(self._path)
         part = stack.enter_context(aside(self._path, keep=keep))
         skeleton = Skeleton(content, part.fd)
         begun.append((part, skeleton, skeleton.fill()))
@@ -332,6 +338,9 @@ def _save_by_ranges(
     trainer: pl.Trainer, filepath: Any, weights_only: bool | None = None, storage_options: Any = None
 ) -> None:
     strategy: Any = trainer.strategy
+    engine = engine_of(trainer.lightning_module) if trainer.lightning_module is not None else None
+    if engine is not None:
+        refuse_lonely_save(engine)  # before the first message
     strategy.wait_for_writes()
     strategy.range_save = _choose(trainer, filepath) if storage_options is None else None
     try:
@@ -349,11 +358,14 @@ def _choose(trainer: pl.Trainer, filepath: Any) -> RangeSave | None:
     if engine is None or folders or not writes_files(io) or not _is_local_file_protocol(filepath):
         return None
     path = Path(get_filesystem(filepath)._strip_protocol(str(filepath)))
-    readers = _readers(trainer)
+    # A callback that rank 0 alone has would see no values, and the ranks would go different ways.
+    found = strategy.gather_objects(_readers(trainer), "who has hooks that see a checkpoint")
+    readers = [name for names in found for name in names]
     begin = strategy.begin_in_background
     if begin is not None and readers:
         not_behind(f"{readers[0]} reads what is saved")
-    return RangeSave(engine, io, path, with_values=bool(readers), begin=begin)
+    noting = strategy.noting_failure
+    return RangeSave(engine, io, path, with_values=bool(readers), noting=noting, begin=begin)
 
 
 def _readers(trainer: pl.Trainer) -> list[str]:

@@ -18,6 +18,7 @@ from typing import Any
 
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.fabric.utilities.cloud_io import _is_local_file_protocol, get_filesystem
+from torch import Tensor
 from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 
 from lightning_zero.checkpoint.sharded.index import EXTRA, refusal
@@ -27,7 +28,7 @@ from lightning_zero.engine.whole.sharded_state import TensorParts
 from lightning_zero.trainer.checkpoint_io import ZeroCheckpointIO, load, way_out
 
 MODULE, OPTIMIZERS = "state_dict", "optimizer_states"
-RECORD = "lightning_zero_sharded"  # in meta.pt: the number of optimizers
+RECORD = "lightning_zero_sharded"  # in meta.pt: the number of optimizers, and what of a module is no tensor
 _OPTIMIZER = re.compile(r"optimizer_(\d+)")
 
 
@@ -68,14 +69,21 @@ def divide(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any
     """What of a checkpoint goes into files of DCP, and what into ``meta.pt``."""
     state: dict[str, Any] = {}
     extra: dict[str, Any] = {}
+    record: dict[str, Any] = {}
     for key, value in checkpoint.items():
         if key == OPTIMIZERS:
             state |= {f"optimizer_{number}": entry for number, entry in enumerate(value)}
-            extra[RECORD] = {"optimizers": len(value)}
+            record["optimizers"] = len(value)
         elif key == MODULE or _has_parts(value):
             state[key] = value
+            # DCP takes mappings apart and makes text of their keys; what modules have of their own, extra states, is
+            # kept whole too.
+            if others := {name: other for name, other in value.items() if not isinstance(other, Tensor)}:
+                record.setdefault("others", {})[key] = others
         else:
             extra[key] = value
+    if record:
+        extra[RECORD] = record
     return state, extra
 
 
@@ -112,7 +120,11 @@ def read(path: Any, weights_only: bool | None) -> dict[str, Any]:
 def _values(folder: ShardedFolder, record: Mapping[str, Any] | None, weights_only: bool | None) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key in folder.keys:
-        flat[key] = folder.tensor(key) if folder.is_tensor(key) else _value(folder, key, weights_only)
+        if not folder.is_tensor(key):
+            flat[key] = _value(folder, key, weights_only)
+        else:
+            tensor = folder.tensor(key)
+            flat[key] = tensor if _is_copied_from(folder.path_of(key)) else tensor.whole()
     found = unflatten_state_dict(flat, {key: folder.path_of(key) for key in flat})
     result: dict[str, Any] = {}
     optimizers: dict[int, Any] = {}
@@ -121,11 +133,22 @@ def _values(folder: ShardedFolder, record: Mapping[str, Any] | None, weights_onl
             optimizers[int(match[1])] = _with_numbers({"state": {}, "param_groups": [], **value})
         else:
             result[MODULE if key == "model" else key] = value
+    record = record or {}
     result.setdefault(MODULE, {})
-    if optimizers or record is not None:
-        count = record["optimizers"] if record is not None else max(optimizers) + 1
+    for key, others in record.get("others", {}).items():
+        result[key] = {**result.get(key, {}), **others}
+    if optimizers or "optimizers" in record:
+        count = record.get("optimizers", max(optimizers, default=-1) + 1)
         result[OPTIMIZERS] = [optimizers.get(number, {}) for number in range(count)]
     return result
+
+
+def _is_copied_from(path: tuple[Any, ...]) -> bool:
+    """Whether values are copied out of a tensor when they are loaded; others (a learning rate, what is inside of extra
+    states) are used as they are, for longer perhaps than there is the folder."""
+    if _OPTIMIZER.fullmatch(str(path[0])):
+        return len(path) < 3 or path[1] == "state"
+    return len(path) < 3
 
 
 def _with_numbers(state: dict[str, Any]) -> dict[str, Any]:

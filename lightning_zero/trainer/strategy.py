@@ -123,6 +123,7 @@ class ZeroStrategy(CheckpointingStrategy):
         self._interruptions: Interruptions | None = None
         self._random_numbers: RandomNumbers | None = None
         self._evaluation_starts = False
+        self._has_values = False  # the module, which was trained before
         self._start_waits: Waits | None = None  # until there is an engine
         self._process_group_backend = process_group_backend
         self._timeout = timeout
@@ -223,6 +224,7 @@ class ZeroStrategy(CheckpointingStrategy):
         global _FAILED
         _FAILED = False  # an exception of an earlier run was survived, by all ranks
         self._to_load = self._saved_rng = self._saver = None
+        self._waits_for_setup = True
         super().setup_environment()
         reset_seed()
         self.set_world_ranks()
@@ -311,6 +313,7 @@ class ZeroStrategy(CheckpointingStrategy):
         self.accelerator.setup(trainer)
         _refuse_callbacks(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
+        self._has_values = engine_of(self.model) is not None  # of a run before, whatever its settings
         if fitting and self._layer_sync:
             self.model = self._sync_layers(self.model)
         self.model = self._setup_model(self.model)
@@ -319,6 +322,8 @@ class ZeroStrategy(CheckpointingStrategy):
             self._random_numbers = RandomNumbers(trainer, self.root_device, saved)
             self.setup_optimizers(trainer)
             self.precision_plugin.check_early_steps(trainer)
+        self._load_what_waits(trainer)
+        if fitting:
             averaging.average_shards(trainer, self.engine)
         self.setup_precision_plugin()
         self._interruptions = Interruptions(
@@ -351,7 +356,14 @@ class ZeroStrategy(CheckpointingStrategy):
             engine = None
         if engine is None:
             sources = self._first_values(model)
-            engine = shard(model, config=wanted, device=self.root_device, node=self._node, sources=sources)
+            engine = shard(
+                model,
+                config=wanted,
+                device=self.root_device,
+                node=self._node,
+                sources=sources,
+                has_values=self._has_values,
+            )
             if self._start_waits is not None:
                 self._start_waits.close()
                 self._start_waits = None
@@ -363,16 +375,7 @@ class ZeroStrategy(CheckpointingStrategy):
             model.to(self.root_device)  # what is neither parameter nor buffer: module.device, states of metrics
         if (dtype := TRUE_DTYPES.get(self.precision_plugin.row)) is not None:
             model.__dict__["_dtype"] = dtype  # module.dtype
-        if self._to_load is not None:
-            (checkpoint, strict), self._to_load = self._to_load, None
-            self._load_into_shards(engine, checkpoint, checkpoint["state_dict"], strict)
         return model
-
-    def _first_values(self, model: Module) -> Mapping[str, Tensor] | None:
-        """The checkpoint that waits to be loaded, for a module that has no values of its own."""
-        if self._to_load is None or not any(p.is_meta for p in model.parameters()):
-            return None
-        return {key: value for key, value in self._to_load[0]["state_dict"].items() if isinstance(value, Tensor)}
 
     def _still_fits(self, engine: Engine, model: Module, wanted: ZeroConfig) -> bool:
         same_params = {id(p) for p in model.parameters()} == {id(i.param) for u in engine.units for i in u.infos()}

@@ -5,15 +5,19 @@ from __future__ import annotations
 import os
 import zipfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from lightning.fabric.utilities.cloud_io import _is_local_file_protocol, get_filesystem
 from lightning.pytorch.utilities import rank_zero_info
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_zero.checkpoint.sharded.index import INDEX
-from lightning_zero.checkpoint.verify import Report, check
+from lightning_zero.checkpoint.crc import Report
+from lightning_zero.checkpoint.sharded.index import INDEX, refusal
+from lightning_zero.checkpoint.verify import check
 from lightning_zero.config import ConfigError
+
+_ZIP = b"PK\x03\x04"  # how a file of torch.save begins
 
 
 def verify(
@@ -61,7 +65,10 @@ def _checked(name: str, part: int, parts: int) -> Report:
         return Report(0, 0, [])
     try:
         report = check(name, part, parts)
-    except zipfile.BadZipFile:
+    except zipfile.BadZipFile as error:
+        with open(name, "rb") as file:
+            if file.read(len(_ZIP)) == _ZIP:  # torch might read it all the same, and take other bytes for tensors
+                raise ConfigError(refusal(Path(name), f"it cannot be read: {error}")) from error
         return Report(0, 1, [])  # an older format, or no checkpoint: likewise
     if report.damage:
         raise ConfigError(

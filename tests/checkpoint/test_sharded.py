@@ -6,6 +6,7 @@ import io
 import itertools
 import os
 import pickle
+import random
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_zero.checkpoint import durable
+from lightning_zero.checkpoint import durable, verify
 from lightning_zero.checkpoint.sharded.read import ShardedFolder
 from lightning_zero.checkpoint.sharded.save import ShardedSaver
 from lightning_zero.checkpoint.sharded.write import alone
@@ -115,6 +116,35 @@ def test_a_stored_tensor_reads_what_is_used() -> None:
     assert torch.equal(pickle.loads(pickle.dumps(stored)), target)
     with pytest.raises(RuntimeError, match="exclude_frozen"):
         KeptTensor((2,), torch.float32) + 1
+
+
+def test_no_flipped_bit_loads_other_values(tmp_path: Path) -> None:
+    """Not in the index either, which says what lies where; and each damage is said in words."""
+    path, generator = tmp_path / "a.ckpt", random.Random(4)
+    state = {"state_dict": {str(n): torch.arange(float(n * 9)).view(3, -1) for n in range(1, 5)}, "rate": 0.5}
+    parts = {k: parts_of(v, [4, 9], 0, 1) for k, v in state["state_dict"].items()}  # type: ignore[attr-defined]
+    ShardedSaver(0).save({**state, "state_dict": parts}, {"epoch": 3}, path, None, None)
+
+    def loaded() -> Any:
+        folder = ShardedFolder(path)
+        return [folder.tensor(k).whole().tolist() if folder.is_tensor(k) else folder.value(k) for k in folder.keys]
+
+    whole, found = loaded(), 0
+    for file in sorted(path.iterdir()):
+        data = file.read_bytes()
+        for _ in range(150):
+            at, bit = generator.randrange(len(data)), 1 << generator.randrange(8)
+            file.write_bytes(data[:at] + bytes([data[at] ^ bit]) + data[at + 1 :])
+            try:
+                if verify.check(path).damage:
+                    found += 1
+                else:
+                    assert loaded() == whole, (file, at, bit)
+            except ConfigError as error:
+                assert str(path) in str(error)
+                found += 1
+        file.write_bytes(data)
+    assert found > 150 and loaded() == whole
 
 
 def test_an_index_is_no_way_out_of_its_folder(tmp_path: Path) -> None:

@@ -215,6 +215,15 @@ def test_what_is_left_without_a_value_is_named() -> None:
         lightning_zero.shard(module, stage=3, device="cpu", summary=False)
 
 
+def test_what_was_built_off_meta_may_be_nan() -> None:
+    module = nn.Sequential(NoReset())
+    module[0].register_buffer("best", torch.tensor(torch.nan))
+    with torch.device("meta"):
+        module.append(nn.Linear(3, 2))
+    lightning_zero.shard(module, stage=3, device="cpu", summary=False).release()
+    assert module[0].best.isnan() and module[1].weight.isfinite().all()
+
+
 def test_a_model_of_transformers_needs_no_folder() -> None:
     """It makes its first values as it does off meta: norms of ones, small weights, rotary frequencies."""
     module, expected = make("llama", "meta"), make("llama")
@@ -249,12 +258,26 @@ DAMAGES: dict[str, tuple[Any, str]] = {
         r"expected model\.lm_head\.weight of shape \(64, 32\) in .*files, got \(32, 32\)",
     ),
     "another model": (lambda folder: _other_model(folder), r"expected tensors of this module in .*files, got none"),
+    "a quantised model": (
+        lambda folder: _quantised(folder),
+        r"expected model\.lm_head\.weight as floating-point numbers of 16 bits or more in .*files, got float8_e4m3fn",
+    ),
 }
 
 
 def _of_other_size(folder: Path) -> None:
     shutil.rmtree(folder)
     transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**SMALL, "vocab_size": 32})).save_pretrained(folder)
+
+
+def _quantised(folder: Path) -> None:
+    from safetensors.torch import save_file
+
+    shutil.rmtree(folder)
+    folder.mkdir()
+    values = make("llama").state_dict()
+    values["lm_head.weight"] = values["lm_head.weight"].to(torch.float8_e4m3fn)
+    save_file(values, folder / "model.safetensors")
 
 
 def _other_model(folder: Path) -> None:
@@ -276,6 +299,23 @@ def test_a_bad_folder_is_refused_on_all_ranks(damage: str, tmp_path: Path) -> No
     module = Wrapped(make("llama", "meta"))
     with pytest.raises(ConfigError, match=says):
         lightning_zero.shard(module, stage=3, init_from=str(tmp_path / "files"), device="cpu", summary=False)
+
+
+@on_ranks(2)
+def test_folders_that_differ_between_ranks_are_refused(tmp_path: Path) -> None:
+    """A node's copy that lacks a file: its ranks would wait for values that nobody sends."""
+    from safetensors.torch import save_file
+
+    folder = tmp_path / str(dist.get_rank())
+    folder.mkdir()
+    values = make("llama").state_dict()
+    if dist.get_rank() == 1:
+        del values["model.norm.weight"]
+    save_file(values, folder / "model.safetensors")
+    module = Wrapped(make("llama", "meta"))
+    says = r"got model\.model\.norm\.weight on rank 0 and none on rank 1\. Give a folder"
+    with pytest.raises(ConfigError, match=says):
+        lightning_zero.shard(module, stage=3, init_from=str(folder), device="cpu", summary=False, stall_timeout_s=20)
 
 
 @on_ranks(2)

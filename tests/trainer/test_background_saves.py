@@ -308,6 +308,35 @@ def test_one_by_the_clock_may_fail(tmp_path: Path) -> None:
     assert len(module.losses) == 6 and not list(tmp_path.iterdir())
 
 
+@on_ranks(2)
+@pytest.mark.parametrize("checkpoint", ["full", "sharded"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_save_after_one_that_failed_is_whole(rank: int, checkpoint: str, tmp_path: Path) -> None:
+    """What ranks have told each other in the failed one counts no more."""
+    with contextlib.ExitStack() as full:
+        full.enter_context(full_disk(rank))
+
+        class Empties(Callback):
+            def on_train_batch_end(self, of: Any, *_: Any) -> None:
+                if of.global_step == 2:
+                    of.strategy.next_may_fail = True
+                    of.save_checkpoint(tmp_path / "lost.ckpt")
+                    of.strategy.next_may_fail = False
+                if of.global_step == 3:
+                    of.strategy.wait_for_writes()
+                    full.close()
+
+        callbacks = [Empties(), SavesOnce(tmp_path / "a.ckpt", 5)]
+        fit(behind(tmp_path, checkpoint=checkpoint), tmp_path, seeded(Lit), max_epochs=1, callbacks=callbacks)
+    dist.barrier()
+    assert [path.name for path in tmp_path.iterdir()] == ["a.ckpt"]
+    assert verify.check(tmp_path / "a.ckpt").damage == []
+    callbacks = [SavesOnce(tmp_path / "b.ckpt", 5)]
+    with at_once():
+        fit(behind(tmp_path, checkpoint=checkpoint), tmp_path, seeded(Lit), max_epochs=1, callbacks=callbacks)
+    assert same(content(tmp_path / "a.ckpt"), content(tmp_path / "b.ckpt"))
+
+
 def says(text: str) -> contextlib.AbstractContextManager[Any]:
     """Rank 0 warns inside."""
     return pytest.warns(UserWarning, match=text) if dist.get_rank() == 0 else contextlib.nullcontext()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,8 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_zero import ZeroStrategy
 from lightning_zero.checkpoint import durable
+from lightning_zero.checkpoint.sharded import read
 from lightning_zero.config import ConfigError
+from lightning_zero.engine import engine_of
 from tests.harness import on_ranks
 from tests.trainer.toys import Lit, assert_weights, fit, loader, seeded, trainer, weights
 
@@ -113,6 +118,17 @@ LOADS: dict[str, tuple[Callable[[Path], Any], Callable[[], Any], str]] = {
         r"a\.ckpt: its optimizer has param groups of \[16\] parameters",
     ),
     "other states": (edit(other_state), Adam, r"a\.ckpt: its optimizer state 'exp_avg' of .* has shape \(3,\)"),
+    "weights only": (
+        edit(lambda checkpoint: checkpoint.pop("optimizer_states")),
+        Adam,
+        r"^ckpt_path: expected a checkpoint with the states of optimizers, got .*a\.ckpt, which has weights only",
+    ),
+    "a state dict": (
+        lambda path: torch.save(torch.load(path)["state_dict"], path),
+        Adam,
+        r"checkpoint of Lightning, got .*a\.ckpt, which holds a \w+ with first\.weight, .* and 11 more\. Give another",
+    ),
+    "a tensor": (lambda path: torch.save(torch.ones(2), path), Adam, r"a\.ckpt, which holds a Tensor\. Give another"),
 }
 
 
@@ -132,16 +148,49 @@ def test_what_cannot_be_loaded(case: str, tmp_path: Path) -> None:
     with pytest.raises((ConfigError, FileNotFoundError), match=says) as refused:
         of.fit(module, loader(), ckpt_path=path)
     same_on_all_ranks(str(refused.value))
-    if "optimizer" in case or "groups" in case or "states" in case:
-        assert not of.optimizers[0].state
-    else:
-        assert_weights(module.state_dict(), before, tolerance=0)
+    assert_weights(weights(of) if engine_of(module) else module.state_dict(), before, tolerance=0)
     dist.barrier()
     if dist.get_rank() == 0:
         path.rmdir() if path.is_dir() else path.unlink(missing_ok=True)
     dist.barrier()
     fit("zero3", tmp_path, seeded(Adam), max_epochs=1).trainer.save_checkpoint(path)  # ranks go on together
     assert fit("zero3", tmp_path, seeded(Adam), max_epochs=2, ckpt_path=path).losses
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(("make", "checkpoint"), [(Sgd, "full"), (TwoGroups, "sharded"), (Renamed, "full")])
+def test_what_was_trained_stays_when_a_checkpoint_is_refused(make: Any, checkpoint: str, tmp_path: Path) -> None:
+    """A module that is sharded already, by a run before; its optimizers are new in each run."""
+    strategy = partial(ZeroStrategy, "zero1", checkpoint=checkpoint, summary=False)
+    fit(strategy(), tmp_path, seeded(Adam), max_epochs=1).trainer.save_checkpoint(tmp_path / "a.ckpt")
+    module = seeded(make, seed=9)
+    before = fit(strategy(), tmp_path, module, max_epochs=1).weights
+    of = trainer(strategy(), tmp_path, max_epochs=2)
+    with pytest.raises(ConfigError, match=r"a\.ckpt") as refused:
+        of.fit(module, loader(), ckpt_path=tmp_path / "a.ckpt")
+    same_on_all_ranks(str(refused.value))
+    assert_weights(weights(of), before, tolerance=0)
+    assert of.current_epoch == 0 and not (of.optimizers and of.optimizers[0].state)
+
+
+class GroupsInHook(Adam):
+    """Gives its optimizer param groups where Lightning's fine-tuning callbacks do it too."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.blocks.parameters(), lr=0.1)
+
+    def on_fit_start(self) -> None:
+        rest = [*self.first.parameters(), *self.head.parameters()]
+        self.trainer.optimizers[0].add_param_group({"params": rest})
+
+
+@on_ranks(2)
+def test_optimizers_that_a_hook_completes_are_not_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+    whole = fit("zero3", tmp_path, seeded(GroupsInHook), max_epochs=2)
+    fit("zero3", tmp_path, seeded(GroupsInHook), max_epochs=1).trainer.save_checkpoint(path)
+    rest = fit("zero3", tmp_path, seeded(GroupsInHook, seed=9), max_epochs=2, ckpt_path=path)
+    assert rest.losses == whole.losses[-len(rest.losses) :]
 
 
 @on_ranks(2)
@@ -196,6 +245,40 @@ def test_where_nothing_can_be_saved(case: str, hooks: bool, tmp_path: Path) -> N
     assert not path.exists() and not list(tmp_path.glob("**/.*"))
     of.save_checkpoint(tmp_path / "b.ckpt")
     assert (tmp_path / "b.ckpt").exists()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("checkpoint", ["full", "sharded"])
+def test_a_folder_with_other_things_in_it_is_kept(checkpoint: str, tmp_path: Path) -> None:
+    strategy = ZeroStrategy("zero3", checkpoint=checkpoint, summary=False)
+    of = fit(strategy, tmp_path, seeded(Adam), max_epochs=1).trainer
+    results = tmp_path / "results"
+    for name in ("a.ckpt", "a.ckpt", "folder/b.ckpt"):  # one in the place of another; and of an empty folder
+        (results / "folder" / "b.ckpt").mkdir(parents=True, exist_ok=True)
+        of.save_checkpoint(results / name)
+    says = r"results: .*a folder with other things in it \(a\.ckpt, folder\)"
+    with pytest.raises((OSError, RuntimeError), match=says):
+        of.save_checkpoint(results)
+    dist.barrier()
+    assert sorted(p.name for p in results.iterdir()) == ["a.ckpt", "folder"] and (results / "folder/b.ckpt").exists()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_part_that_cannot_be_read_on_one_rank(rank: int, tmp_path: Path) -> None:
+    strategy = partial(ZeroStrategy, "zero1", checkpoint="sharded", summary=False)
+    path = tmp_path / "a.ckpt"
+    fit(strategy(), tmp_path, seeded(Adam), max_epochs=1).trainer.save_checkpoint(path)
+
+    def fails(*_: Any) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    broken = mock.patch.object(read, "_fill", fails) if dist.get_rank() == rank else contextlib.nullcontext()
+    of = trainer(strategy(), tmp_path, max_epochs=2)
+    with broken, pytest.raises((OSError, RuntimeError), match="Input/output error") as failed:
+        of.fit(seeded(Adam), loader(), ckpt_path=path)
+    if dist.get_rank() == rank:
+        assert f"{path}: the checkpoint could not be read: " in str(failed.value)
 
 
 @on_ranks(2)

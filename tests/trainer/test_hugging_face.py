@@ -188,6 +188,30 @@ def test_adapters_of_peft_in_trained_saved_and_out(tmp_path: Path) -> None:
     assert torch.equal(logits_of(found), expected)
 
 
+@on_ranks(2)
+def test_adapters_need_the_model_that_they_were_trained_with(tmp_path: Path) -> None:
+    """Without it the model's own initialisation would stand in for it, in silence."""
+    pytest.importorskip("peft")
+    saved("llama", tmp_path / "in")
+    settings: dict[str, Any] = {"checkpoint": {"name": "full", "exclude_frozen": True}}
+    of = fit(WithAdapters("llama"), tmp_path, 1, init_from=str(tmp_path / "in"), **settings)
+    of.save_checkpoint(tmp_path / "one.ckpt")
+    with pytest.raises(ConfigError, match=r"which .*one\.ckpt leaves out .* on the meta device\. Set zero\.init_from"):
+        fit(WithAdapters("llama"), tmp_path, 2, ckpt_path=tmp_path / "one.ckpt", **settings)
+
+
+@on_ranks(2)
+def test_a_second_run_keeps_what_the_first_has_trained(tmp_path: Path) -> None:
+    """The folder gives first values; a run with other settings, which shards anew, has others."""
+    saved("llama", tmp_path / "in")
+    module = Lit("llama")
+    trained = weights(fit(module, tmp_path, init_from=str(tmp_path / "in")))
+    for stage in ("zero1", "zero3"):
+        of = trainer(ZeroStrategy(stage, summary=False, init_from=str(tmp_path / "in")), tmp_path)
+        of.test(module, batches(), verbose=False)
+        assert_weights(weights(of), trained, tolerance=0)
+
+
 class Turned(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()

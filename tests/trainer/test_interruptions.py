@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import io
 import os
 import signal
@@ -20,6 +21,7 @@ from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnect
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_zero.app.jobs import decided
+from lightning_zero.checkpoint.archive import Skeleton
 from lightning_zero.ranks.verdict import VERDICT_VARIABLE
 from lightning_zero.trainer import interruptions
 from lightning_zero.trainer.interruptions import Interruptions
@@ -267,9 +269,22 @@ def test_saving_every_so_often(tmp_path: Path) -> None:
 
 
 @on_ranks(2)
+@mock.patch.object(interruptions, "SAVING_SHARE", 1e9)
+def test_saving_in_the_working_directory(tmp_path: Path) -> None:
+    """Which may be written in two ways; what was saved is not removed as an older one."""
+    os.chdir(tmp_path)
+    of = trainer("zero3", Path(), max_epochs=1)  # type: ignore[arg-type]
+    of.strategy.save_every_s = 1e-9
+    of.fit(seeded(Lit), loader())
+    dist.barrier()
+    assert [p.name for p in tmp_path.glob("hpc_ckpt_*")] == [f"hpc_ckpt_{EPOCH}.ckpt"]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("hooks", [False, True])
 @pytest.mark.parametrize("rank", [0, 1])
 @mock.patch.object(interruptions, "SAVING_SHARE", 1e9)
-def test_a_save_every_so_often_that_fails_warns(rank: int, tmp_path: Path) -> None:
+def test_a_save_every_so_often_that_fails_warns(rank: int, hooks: bool, tmp_path: Path) -> None:
     """And training goes on, with losses that know nothing of it; the next save is tried again."""
     settings: dict[str, Any] = {"max_epochs": 1, "limit_val_batches": 0}
     whole = fit("zero3", tmp_path, **settings)
@@ -288,6 +303,8 @@ def test_a_save_every_so_often_that_fails_warns(rank: int, tmp_path: Path) -> No
     of = trainer("zero3", tmp_path, **settings)
     of.strategy.save_every_s = 1e-9
     module = seeded(Frees)
+    if hooks:  # which are given values of a file
+        module.on_save_checkpoint = lambda checkpoint: None
     says = r"hpc_ckpt_1\.ckpt: the file could not be written: .*No space left on device.*Training goes on"
     warned = pytest.warns(UserWarning, match=says) if dist.get_rank() == 0 else contextlib.nullcontext()
     with mock.patch.object(os, "pwrite", full), warned:
@@ -295,6 +312,38 @@ def test_a_save_every_so_often_that_fails_warns(rank: int, tmp_path: Path) -> No
     assert module.losses == whole.losses
     dist.barrier()
     assert [p.name for p in tmp_path.iterdir()] == ["hpc_ckpt_2.ckpt"]
+
+
+@on_ranks(2)
+def test_a_save_that_failed_takes_no_room(tmp_path: Path) -> None:
+    """Hooks are given values of a file that has no name any more: the next save may need its room."""
+    finish, count = Skeleton.finish, [0]
+
+    def fails(*args: Any, **kwargs: Any) -> Any:
+        count[0] += 1
+        if count[0] > 1:  # the file of the weights is there
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return finish(*args, **kwargs)
+
+    class Looks(Lit):
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            pass
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            maps = Path("/proc/self/maps")
+            held.append(maps.exists() and str(tmp_path) in maps.read_text())
+            return super().training_step(batch, batch_idx)
+
+    held: list[bool] = []
+    of = trainer("zero3", tmp_path, max_steps=2, limit_val_batches=0)
+    of.strategy.save_every_s = 1e-9
+    gc.disable()
+    try:
+        with mock.patch.object(Skeleton, "finish", fails):
+            of.fit(seeded(lambda: Looks(optimizer="adamw")), loader())
+    finally:
+        gc.enable()
+    assert held == [False, False] and (count[0] > 1 or dist.get_rank())
 
 
 @on_ranks(1)

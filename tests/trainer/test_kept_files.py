@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -96,6 +98,19 @@ def test_what_may_be_somebody_elses_stays(other: str, tmp_path: Path) -> None:
     with job("two" if other == "job" else "one"):
         train(tmp_path, "1", folder="others" if other == "folder" else "checkpoints", **settings)
     assert {"step=2.ckpt", "step=6.ckpt"} <= names(folder)
+
+
+@on_ranks(2)
+def test_a_note_that_cannot_be_written_is_named_on_all_ranks(tmp_path: Path) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    says = r"job_checkpoints\.jsonl: the file could not be written: .*No space left"
+    broken = mock.patch.object(kept_files, "note_file", full)
+    with job("one"), broken, pytest.raises((OSError, RuntimeError), match=says):
+        train(tmp_path, "1")
+    dist.barrier()
+    assert not list(tmp_path.rglob("*.ckpt"))
 
 
 @on_ranks(2)

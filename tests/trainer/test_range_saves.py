@@ -8,6 +8,7 @@ import os
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -137,11 +138,13 @@ class ByCallback(Callback):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("who", ["module", "callback", "callback's own"])
+@pytest.mark.parametrize("who", ["module", "callback", "callback of rank 0", "callback's own"])
 def test_hooks_read_and_replace(who: str, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"max_epochs": 1}
     if who == "callback":
         settings["callbacks"] = [ByCallback()]
+    elif who == "callback of rank 0":  # as of a rank that writes logs
+        settings["callbacks"] = [] if dist.get_rank() else [ByCallback()]
     elif who == "callback's own":
         settings["callbacks"] = [callback := Callback()]
         callback.on_save_checkpoint = lambda trainer, module, c: Edits.on_save_checkpoint(module, c)  # type: ignore
@@ -250,6 +253,14 @@ def test_saved_values_are_those_of_the_moment(tmp_path: Path) -> None:
     assert weights(of)["first.weight"].sum().item() != 0
 
 
+@dataclass(frozen=True)
+class Settings:
+    """As people keep hyperparameters."""
+
+    number: int
+    tensor: Tensor
+
+
 @on_ranks(2)
 def test_what_is_loaded_is_mapped_and_what_is_kept_is_not(tmp_path: Path) -> None:
     from lightning_zero.trainer.checkpoint_io import ZeroCheckpointIO
@@ -258,8 +269,10 @@ def test_what_is_loaded_is_mapped_and_what_is_kept_is_not(tmp_path: Path) -> Non
     kept = big * 2
     saved = {"state_dict": {"w": big, "b": torch.ones(2)}, "kept": [{"w": kept, "w2": kept[5:], "s": torch.ones(3)}]}
     path = tmp_path / f"{dist.get_rank()}.ckpt"
-    ZeroCheckpointIO().save_checkpoint(saved, path)
-    found = ZeroCheckpointIO().load_checkpoint(path)
+    ZeroCheckpointIO().save_checkpoint(saved | {"frozen": Settings(5, kept * 3)}, path)
+    found = ZeroCheckpointIO().load_checkpoint(path, weights_only=False)
+    frozen = found.pop("frozen")
+    assert frozen.number == 5 and torch.equal(frozen.tensor, kept * 3)
     assert same(found, saved)
     lines = Path("/proc/self/maps").read_text().splitlines()
     spans = [tuple(int(n, 16) for n in line.split()[0].split("-")) for line in lines if str(path) in line]
@@ -269,5 +282,5 @@ def test_what_is_loaded_is_mapped_and_what_is_kept_is_not(tmp_path: Path) -> Non
 
     here = found["kept"][0]
     assert mapped(found["state_dict"]["w"])
-    assert not any(map(mapped, [found["state_dict"]["b"], *here.values()]))
+    assert not any(map(mapped, [found["state_dict"]["b"], *here.values(), frozen.tensor]))
     assert here["w2"].data_ptr() == here["w"].data_ptr() + 20

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -266,6 +267,19 @@ def test_of_replicas_one_writes(tmp_path: Path) -> None:
     run(4, _hybrid, tmp_path)
 
 
+@on_ranks(2)
+@pytest.mark.parametrize("checkpoint", ["full", "sharded"])
+def test_going_on_with_values_on_rank_0_alone(checkpoint: str, tmp_path: Path) -> None:
+    """As scripts do that load a model on one rank and send it to the others."""
+    strategy = partial(sharded, checkpoint=checkpoint, stall_timeout_s=20)
+    whole = fit(strategy(), tmp_path, seeded(Lit), max_epochs=3)
+    fit(strategy(), tmp_path, seeded(Lit), max_epochs=2).trainer.save_checkpoint(tmp_path / "two.ckpt")
+    with torch.device("meta" if dist.get_rank() else "cpu"):
+        module = Lit()
+    rest = fit(strategy(), tmp_path, module, max_epochs=3, ckpt_path=tmp_path / "two.ckpt")
+    assert rest.losses == whole.losses[-len(rest.losses) :]
+
+
 # -- what is in the folder --------------------------------------------------------------------------------------------
 
 
@@ -374,6 +388,49 @@ def test_hooks_that_want_values_are_told(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"no rank holds all of a tensor.*zero/checkpoint=full"):
         fit(sharded(), tmp_path, seeded(Reads)).trainer.save_checkpoint(tmp_path / "a.ckpt")
     assert not (tmp_path / "a.ckpt").exists()
+
+
+class OwnState(Lit):
+    def __init__(self, value: Any) -> None:
+        super().__init__()
+        self.value = value
+
+    def get_extra_state(self) -> Any:
+        return self.value
+
+    def set_extra_state(self, value: Any) -> None:
+        self.value = value
+
+
+@on_ranks(2)
+def test_what_modules_have_of_their_own_comes_back_as_it_was(tmp_path: Path) -> None:
+    for number, value in enumerate([{}, {0: torch.ones(2)}, {"a": [torch.ones(1), {}]}, (torch.ones(1), 2), None]):
+        path = tmp_path / f"{number}.ckpt"
+        fit(sharded(), tmp_path, seeded(lambda value=value: OwnState(value))).trainer.save_checkpoint(path)
+        module = seeded(lambda: OwnState("another"))
+        trainer(sharded(), tmp_path).test(module, loader(), ckpt_path=path, verbose=False)
+        assert str(module.value) == str(value)
+
+
+class RateInTensor(Lit):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=torch.tensor(0.01))
+
+
+@on_ranks(2)
+def test_nothing_is_read_when_all_is_loaded(tmp_path: Path) -> None:
+    """A job removes the folder it went on from."""
+
+    class Removes(RateInTensor):
+        def on_train_start(self) -> None:
+            dist.barrier()
+            shutil.rmtree(tmp_path / "two.ckpt", ignore_errors=True)
+
+    whole = fit(sharded(), tmp_path, seeded(RateInTensor), max_epochs=3)
+    fit(sharded(), tmp_path, seeded(RateInTensor), max_epochs=2).trainer.save_checkpoint(tmp_path / "two.ckpt")
+    rest = fit(sharded(), tmp_path, seeded(Removes, seed=4), max_epochs=3, ckpt_path=tmp_path / "two.ckpt")
+    assert rest.losses == whole.losses[-len(rest.losses) :]
+    assert_weights(rest.weights, whole.weights, tolerance=0)
 
 
 # -- when it is saved and removed -------------------------------------------------------------------------------------
@@ -598,5 +655,7 @@ def test_what_would_be_ignored_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=says):
         trainer(sharded(), tmp_path, plugins=[AsyncCheckpointIO()])
     of = fit(sharded(), tmp_path).trainer
+    with pytest.raises(ConfigError, match=r"expected no storage_options, .* got \{'a': 1\}"):
+        of.save_checkpoint(tmp_path / "a.ckpt", storage_options={"a": 1})
     with pytest.raises(ConfigError, match="a file system that is mounted, got s3://"):
         of.save_checkpoint("s3://bucket/a.ckpt")

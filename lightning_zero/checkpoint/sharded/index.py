@@ -6,8 +6,12 @@ plain values, are let in.
 
 from __future__ import annotations
 
+import errno
+import io
 import os
 import pickle
+import re
+import zlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -28,7 +32,10 @@ from lightning_zero.checkpoint.sharded.write import Entry
 from lightning_zero.config import ConfigError
 
 INDEX = ".metadata"
+SUFFIX = ".distcp"
 EXTRA = "meta.pt"  # Lightning's name for what is neither of a module nor of an optimizer
+_TRAILER, _TRAILER_NBYTES = b"\ncrc32 %08x", 15
+_TRAILER_FORM = re.compile(rb"\ncrc32 [0-9a-f]{8}")
 _DCP = "torch.distributed.checkpoint"
 _SHARDED = "torch.distributed._shard.sharded_tensor.metadata"  # of older versions
 ALLOWED = {
@@ -79,6 +86,12 @@ def make_index(entries: Iterable[Entry], folder: str) -> Metadata:
     return Metadata(state, paths, storage, StorageMeta(checkpoint_id=folder), CURRENT_DCP_VERSION)
 
 
+def packed(index: Metadata) -> bytes:
+    """What ``.metadata`` holds: a pickle, and behind its end, where nobody else reads on, its checksum."""
+    data = pickle.dumps(index)
+    return data + _TRAILER % zlib.crc32(data)
+
+
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         allowed = module in ALLOWED.get(name, ()) or (module == _SHARDED and name == "TensorProperties")
@@ -96,19 +109,41 @@ def read_index(folder: Path) -> Metadata:
     """
     path = folder / INDEX
     try:
-        with path.open("rb") as file:
-            index = _Unpickler(file).load()
+        data = path.read_bytes()
+        trailer = data[-_TRAILER_NBYTES:]
+        if _TRAILER_FORM.fullmatch(trailer) and trailer != _TRAILER % zlib.crc32(data[:-_TRAILER_NBYTES]):
+            raise ConfigError(refusal(path, "it was damaged since it was written"))
+        index = _Unpickler(io.BytesIO(data)).load()
     except FileNotFoundError as error:
         raise ConfigError(refusal(folder, f"it has no {INDEX}, which is written last")) from error
-    except OSError:
+    except (OSError, ConfigError):
         raise
     except Exception as error:  # unpickling what is no pickle raises almost anything
         raise ConfigError(refusal(path, f"it cannot be read: {type(error).__name__}: {error}")) from error
     if not isinstance(index, Metadata) or not isinstance(index.storage_data, dict):
         raise ConfigError(refusal(path, f"it holds no index but a {type(index).__name__}"))
-    _check_files(folder, index)
-    _check_filled(folder, index)
+    try:
+        _check_files(folder, index)
+        _check_filled(folder, index)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:  # entries that are not what they should be
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(refusal(path, f"it cannot be read: {type(error).__name__}: {error}")) from error
     return index
+
+
+def refuse_other_folder(target: Path) -> None:
+    """Refuse to put a checkpoint in the place of a folder that is neither empty nor a checkpoint.
+
+    Raises:
+        IsADirectoryError: all that is in it would be lost.
+    """
+    if not target.is_dir() or target.is_symlink():
+        return
+    others = [p.name for p in target.iterdir() if p.name not in (INDEX, EXTRA) and p.suffix != SUFFIX]
+    if others:
+        shown = ", ".join(sorted(others)[:3])
+        raise IsADirectoryError(errno.EISDIR, f"a folder with other things in it ({shown}), which would be lost")
 
 
 def refusal(path: Path, cause: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pickle
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from lightning_zero.checkpoint.durable import Part, leave, naming, written_aside
-from lightning_zero.checkpoint.sharded.index import EXTRA, INDEX, make_index
+from lightning_zero.checkpoint.durable import Part, cause_of, leave, naming, said, written_aside
+from lightning_zero.checkpoint.sharded.index import EXTRA, INDEX, SUFFIX, make_index, packed, refuse_other_folder
 from lightning_zero.checkpoint.sharded.items import Item, items_of
 from lightning_zero.checkpoint.sharded.write import Entry, keep, write_items
 from lightning_zero.comm.agreements import broadcast_object, collect_objects, together
@@ -23,7 +23,6 @@ from lightning_zero.engine.whole.snapshot import Snapshot
 from lightning_zero.ranks.mailbox import Mailbox
 from lightning_zero.ranks.waits import Waits
 
-SUFFIX = ".distcp"
 T = TypeVar("T")
 
 
@@ -104,6 +103,8 @@ class ShardedSaver:
     def _begin(self, stack: contextlib.ExitStack, target: Path, extra: Mapping[str, Any]) -> Part | None:
         if self._rank != 0:
             return None
+        with naming(target, folder=True):
+            refuse_other_folder(target)
         part = stack.enter_context(written_aside(target, folder=True))
         with naming(target, folder=True):
             torch.save(dict(extra), part.path / EXTRA)
@@ -121,6 +122,7 @@ class ShardedSaver:
         self, items: Sequence[Item], folder: Path, target: Path, snapshot: Snapshot | None = None
     ) -> list[Entry]:
         name = f"__{self._rank}_0{SUFFIX}"
+        outer = sys.exception()
         if not items:
             return []
         try:
@@ -129,8 +131,9 @@ class ShardedSaver:
                 file.flush()
                 os.fsync(file.fileno())
         except Exception as error:
-            text = f"{target / name} could not be written: {type(error).__name__}: {error}"
-            raise OSError(error.errno, text) if isinstance(error, OSError) else RuntimeError(text) from error
+            cause = cause_of(error, outer)
+            text = f"{target / name} could not be written: {said(error, outer)}"
+            raise OSError(cause.errno, text) if isinstance(cause, OSError) else RuntimeError(text) from error
         return entries
 
     def _collect(self, entries: list[Entry]) -> list[list[Entry]]:
@@ -154,8 +157,7 @@ class ShardedSaver:
     def _end(self, stack: contextlib.ExitStack, folder: Path, target: Path, known: list[list[Entry]]) -> None:
         if self._rank == 0:
             index = make_index((entry for entries in known for entry in entries), str(target))
-            with (folder / INDEX).open("wb") as file:
-                pickle.dump(index, file)
+            (folder / INDEX).write_bytes(packed(index))
         stack.close()
 
     def _together(self, what: str, act: Callable[[], Any], undo: Callable[[Any], Any] = lambda _: None) -> Any:

@@ -11,9 +11,10 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_zero.config import ConfigError
 from lightning_zero.engine.pretrained.folder import SafetensorsFolder
@@ -23,11 +24,12 @@ from lightning_zero.engine.units.stored import StoredTensor
 SHOWN = 5  # names in a message
 
 
-def sources_from(path: str, module: nn.Module, *, warn: bool) -> dict[str, StoredTensor]:
+def sources_from(path: str, module: nn.Module, *, warn: bool, only_meta: bool = False) -> dict[str, StoredTensor]:
     """The tensors of the folder ``path`` by names of parameters and buffers of ``module``.
 
     Args:
         warn: of tensors of either side that have no partner on the other one.
+        only_meta: leave those out that ``module`` has values for.
 
     Raises:
         ConfigError: there are no safetensors files, or a damaged one; no tensor, or one of another shape, belongs to
@@ -41,11 +43,19 @@ def sources_from(path: str, module: nn.Module, *, warn: bool) -> dict[str, Store
             f"{_some(folder.keys)}, here {_some([name for name, _ in module.named_parameters()])}. Give the folder of "
             "this model."
         )
+    if only_meta:
+        lacking = {name for name, value in _tensors_of(module) if value.is_meta}
+        return {name: source for name, source in found.sources.items() if name in lacking}
     if warn and found.missing:
         warnings.warn(f"zero.init_from={path} has no {_some(found.missing)}: these start anew.", stacklevel=2)
     if warn and found.unused:
         warnings.warn(f"zero.init_from={path} has {_some(found.unused)}, which the module has not.", stacklevel=2)
     return found.sources
+
+
+def _tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
 
 
 def _some(names: list[str]) -> str:

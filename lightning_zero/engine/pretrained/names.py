@@ -39,7 +39,7 @@ def match(module: nn.Module, folder: SafetensorsFolder) -> Match:
     """Find the partners of the folder's tensors in ``module``.
 
     Raises:
-        ConfigError: a partner has another shape.
+        ConfigError: a partner has another shape, or is quantised.
     """
     model, prefix = hugging_face_model(module)
     own = _names_of(model if model is not None else module)
@@ -58,7 +58,18 @@ def match(module: nn.Module, folder: SafetensorsFolder) -> Match:
                 f"zero.init_from: expected {names[key]} of shape {tuple(own[key].shape)} in {folder.path}, got "
                 f"{tuple(value.shape)}. Give the folder of this model, or build the module with its sizes."
             )
+        if key in own and _is_quantised(value, own[key]):
+            raise ConfigError(
+                f"zero.init_from: expected {names[key]} as floating-point numbers of 16 bits or more in {folder.path}, "
+                f"got {str(value.dtype).removeprefix('torch.')}: values of quantised models mean nothing without "
+                "their scales. Give a folder that is not quantised."
+            )
     return Match(sources, _missing(module, sources), [key for key in found if key not in own])
+
+
+def _is_quantised(value: Tensor, own: Tensor) -> bool:
+    small = value.dtype.itemsize == 1 or not value.is_floating_point()
+    return small and own.is_floating_point() and value.dtype is not own.dtype and not value.is_complex()
 
 
 def _names_in(model: nn.Module) -> list[str]:

@@ -1,9 +1,9 @@
-"""Checks that all ranks have the same model before anything is sharded: flat buffers know no names."""
+"""Checks that all ranks have the same model, and first values of the same, before anything is sharded."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -44,6 +44,27 @@ def agree_on_model(units: Sequence[UnitGroup], group: Any, waits: Waits) -> None
                 )
     for info, (_, _, strides) in zip(infos, table[0], strict=True):
         info.strides = strides
+
+
+def agree_on_sources(names: Iterable[str], group: Any, waits: Waits) -> None:
+    """Check that all ranks have first values of the same tensors. A node's copy of a folder may lack a file, and its
+    ranks would wait for values that nobody sends. On all ranks.
+
+    Raises:
+        ConfigError: with the first name that some rank lacks; on all ranks.
+    """
+    own = sorted(names)
+    digest = hashlib.sha256(repr(own).encode()).digest()
+    if len(set(gather_objects(group, digest, waits, "whether all ranks have the same first values"))) == 1:
+        return
+    table: list[list[str]] = gather_objects(group, own, waits, "where the first values of ranks differ")
+    rank = next(rank for rank, other in enumerate(table) if other != table[0])
+    name = min(set(table[0]) ^ set(table[rank]))
+    has, lacks = (0, rank) if name in table[0] else (rank, 0)
+    raise ConfigError(
+        f"zero.init_from: expected first values of the same tensors on all ranks, got {name} on rank {has} and none on "
+        f"rank {lacks}. Give a folder that is the same on all nodes."
+    )
 
 
 def _describe(unit: UnitGroup, info: ParamInfo) -> _Described:

@@ -31,7 +31,10 @@ def materialise(
     sources = sources or {}
     sourced = {id(p) for fqn, p in module.named_parameters(remove_duplicate=False) if fqn in sources}
     adapters: list[tuple[str, nn.Module]] = []
-    for name, inner in _own_modules(module, unit, units):
+    own = list(_own_modules(module, unit, units))
+    # What was built elsewhere may be NaN on purpose.
+    were_meta = {(name, key) for name, inner in own for key, tensor in _own_tensors(inner).items() if tensor.is_meta}
+    for name, inner in own:
         if hasattr(inner, ADAPTER) and any(p.is_meta and id(p) not in sourced for p in _adapter_params(inner)):
             adapters.append((name, inner))
         for key, buffer in inner.named_buffers(recurse=False):
@@ -42,8 +45,8 @@ def materialise(
             _reset(module, name, inner, lacking, device)
     for name, inner in adapters:
         reset_adapter(module, name, inner)
-    for name, inner in _own_modules(module, unit, units):
-        _refuse_without_values(name, inner, sources)
+    for name, inner in own:
+        _refuse_without_values(name, inner, {key for other, key in were_meta if other == name})
 
 
 def _reset(module: nn.Module, name: str, inner: nn.Module, lacking: Mapping[str, Tensor], device: torch.device) -> None:
@@ -68,8 +71,10 @@ def _reset(module: nn.Module, name: str, inner: nn.Module, lacking: Mapping[str,
         reset()
 
 
-def _refuse_without_values(name: str, inner: nn.Module, sources: Mapping[str, Tensor]) -> None:
+def _refuse_without_values(name: str, inner: nn.Module, were_meta: Collection[str]) -> None:
     for key, tensor in _own_tensors(inner).items():
+        if key not in were_meta:
+            continue
         if not tensor.is_meta and tensor.is_floating_point() and tensor.numel() and bool(tensor.isnan().all()):
             raise ConfigError(
                 f"{f'{name}.{key}' if name else key} was on the meta device, and {type(inner).__name__} has not "

@@ -122,13 +122,18 @@ class _CopyIntoShards(TorchFunctionMode):
     def __init__(self, engine: Assembly) -> None:
         super().__init__()
         self.engine = engine
+        self.failed: OSError | None = None  # what has kept a value from being read
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.copy_ and isinstance(args[1], KeptTensor):
             return args[0]
         if func is Tensor.copy_ and isinstance(args[0], nn.Parameter) and self.engine.owns(args[0]):
             place = self.engine.place_of(args[0])
-            write_param(place, args[1])
+            try:
+                write_param(place, args[1])
+            except OSError as error:
+                self.failed = error
+                raise
             return args[0]
         return func(*args, **(kwargs or {}))
 
@@ -146,8 +151,18 @@ def write_param(place: Place, value: Tensor) -> None:
 
 def load_whole(engine: Assembly, state: Mapping[str, Any], *, strict: bool = True) -> Any:
     """See ``Engine.load_state_dict``."""
-    with loading_into_shards(engine):
-        return engine.module.load_state_dict(state, strict=strict)
+    with loading_into_shards(engine) as copies:
+
+        def load() -> Any:
+            try:
+                return engine.module.load_state_dict(state, strict=strict)
+            except RuntimeError:  # torch's, of all that has failed
+                if copies.failed is not None:
+                    raise copies.failed from None
+                raise
+
+        # A rank that cannot read its part would leave the others waiting in what follows a load.
+        return engine.comm.together("loading a checkpoint", load, patient=True)
 
 
 def keeping_frozen(module: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -158,11 +173,11 @@ def keeping_frozen(module: nn.Module, state: Mapping[str, Any]) -> dict[str, Any
 
 
 @contextlib.contextmanager
-def loading_into_shards(engine: Assembly) -> Iterator[None]:
+def loading_into_shards(engine: Assembly) -> Iterator[_CopyIntoShards]:
     """Make ``module.load_state_dict`` write slices, inside. On all ranks, each with the same full values."""
     engine.settle()
     # Before the load: taken over later, what the user wrote earlier would replace what is loaded.
     engine.writes.take_all_over()
-    with engine.placeholders_allowed(), _CopyIntoShards(engine):
-        yield
+    with engine.placeholders_allowed(), _CopyIntoShards(engine) as copies:
+        yield copies
     engine.masters_changed()
