@@ -8,5 +8,6 @@
     sharded_state    both, with the parts of tensors that each rank holds
     ranges           whole values of which each rank gives its ranges
     norms            norms and clipping
+    restage          another stage or offload row, from shard to shard
     held_bytes       bytes that are held, beside those that were planned
 """
