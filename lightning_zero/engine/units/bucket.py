@@ -217,9 +217,9 @@ class Bucket:
         self._tiers = tiers
         if self.reshards and not plan.reshards:
             self.full.allocate()
-        before = self.owned_range
+        range_before = self.owned_range
         self._follow(plan)
-        if self.owned_range != before:  # of two plans with other ranges one does not reshard: the buffer has memory
+        if self.owned_range != range_before:  # one of the two plans does not reshard: the buffer has memory
             self._own_part = self.full.data[slice(*self.owned_range)]
         self.comm.streams.change()
         self._pushed = None

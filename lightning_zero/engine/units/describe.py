@@ -103,7 +103,8 @@ def refuse_cuda_graphs(module: nn.Module, config: ZeroConfig) -> None:
     Raises:
         ConfigError: parts of ``module`` are compiled with CUDA graphs, and parameters are to come and go.
     """
-    if STAGES[config.stage.name].compute_param is not Placement.sharded:
+    row = STAGES[config.stage.name]
+    if row.compute_param is not Placement.sharded:
         return
     for name, inner in module.named_modules():
         for value in (*vars(inner).values(), inner.forward):
