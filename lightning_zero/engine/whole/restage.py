@@ -70,7 +70,6 @@ class _Seen(NamedTuple):
     rows: tuple[Any, ...]
     changes: bool
     refusal: str | None
-    grads: tuple[bool, ...]  # of each bucket, whether there is one
 
 
 @outside_autograd
@@ -90,6 +89,7 @@ def restage(engine: Assembly, config: ZeroConfig, follow: Sequence[Follow] = ())
     engine.writes.take_all_over()
     engine.writes.confirm_if_any()
     engine.forget_zeroed()
+    _agree_on_grads(engine)
     comm.together("restaging: the model", partial(refuse_cuda_graphs, engine.module, config))
     share = share_of_machine(comm) if config.offload.name is not Offload.none else Share()
     tiers, plans = _make_tiers(engine, config, share)
@@ -131,9 +131,8 @@ def _agree(engine: Assembly, config: ZeroConfig) -> bool:
     Raises:
         ConfigError: on all ranks.
     """
-    grads = tuple(bucket.grad_store.is_there for bucket in engine.buckets)
     table: list[_Seen] = engine.comm.all_gather_objects(
-        _Seen(_rows(config), config != engine.config, _in_the_way(engine), grads), "restaging the module"
+        _Seen(_rows(config), config != engine.config, _in_the_way(engine)), "restaging the module"
     )
     for rank, seen in enumerate(table):
         if seen.refusal is not None:
@@ -143,12 +142,22 @@ def _agree(engine: Assembly, config: ZeroConfig) -> bool:
                 f"restage: expected the same rows on all ranks, got {_say(table[0].rows)} on rank 0 and "
                 f"{_say(seen.rows)} on rank {rank}. Call it with the same stage and offload on all ranks."
             )
-        if seen.grads != table[0].grads:
+    return any(seen.changes for seen in table)
+
+
+def _agree_on_grads(engine: Assembly) -> None:
+    """
+    Raises:
+        ConfigError: on all ranks: some have gradients that others have not, which then could not be gathered.
+    """
+    grads = [bucket.grad_store.is_there for bucket in engine.buckets]
+    table = engine.comm.all_gather_objects(grads, "restaging: gradients")
+    for rank, found in enumerate(table):
+        if found != table[0]:
             raise ConfigError(
                 f"restage: expected gradients of the same parameters on all ranks, got others on rank {rank} than on "
                 "rank 0. Clear them on all ranks or on none (optimizer.zero_grad()) before it."
             )
-    return any(seen.changes for seen in table)
 
 
 def _rows(config: ZeroConfig) -> tuple[Any, ...]:
