@@ -30,7 +30,7 @@ class Odd(Model):
     """With a frozen unit, a parameter that stays whole, tied weights and a buffer."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(depth=2)
         self.scale = nn.Parameter(torch.ones(()))
         self.blocks[1].requires_grad_(False)
         self.head.weight = self.embed.weight
@@ -245,6 +245,26 @@ def test_files_are_used_again_and_cut(tmp_path: Path) -> None:
         side.engine.restage(offload=offload_of("zero3 nvme", tmp_path / "other"))
         assert side.engine.tiers.nvme is not tier and not path_of(tmp_path).exists()
         assert path_of(tmp_path / "other").exists()
+        train(side, 1, "fp32")
+
+
+@on_ranks(2)
+def test_budgets_are_of_what_rests(tmp_path: Path) -> None:
+    """A budget of exactly the bytes of a row will do, whatever is held before it; one byte less will not."""
+    row = offload_of("zero3 optimizer_cpu_param_nvme", tmp_path)
+    with Sharded(Model(), stage=3, offload=row) as side:
+        train(side, 0, "fp32")
+        side.engine.settle()
+        assert side.engine.tiers.nvme is not None and side.engine.tiers.host is not None
+        held = torch.tensor([side.engine.tiers.nvme.nbytes, side.engine.tiers.host.nbytes])
+        budgets = dict(zip(("nvme_budget", "host_budget"), side.engine.comm.max_(held).tolist(), strict=True))
+    with Sharded(Model(), stage=3, offload=offload_of("zero3 nvme", tmp_path)) as side:
+        train(side, 0, "fp32")
+        for name, nbytes in budgets.items():
+            with pytest.raises(ConfigError, match=f"{name}: rank . needs"):
+                side.engine.restage(offload=row | budgets | {name: nbytes // 2})
+        side.engine.restage(offload=row | budgets)
+        assert side.engine.tiers.nvme is not None and side.engine.tiers.nvme.budget == budgets["nvme_budget"]
         train(side, 1, "fp32")
 
 
