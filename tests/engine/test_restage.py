@@ -314,12 +314,16 @@ def test_frozen_parameters_are_thawed_after_it() -> None:
 
 @on_ranks(2)
 def test_writes_of_users_and_graphs_of_before() -> None:
-    """What was written to parameters counts. A graph of before has lost its values, and says so."""
-    with Sharded(Model(), stage=2) as side:
+    """What was written since the last step counts. A graph of before has lost its weights, and says so."""
+    with Sharded(Model(), stage=2, offload="optimizer_cpu") as side:
         train(side, 0, "fp32")
         with torch.no_grad():
             side.module.head.bias.fill_(3.0)
+        loss = language_loss(side.module, tokens(1))
+        side.engine.passes.leave()
         side.engine.restage("zero3")
+        with pytest.raises(RuntimeError, match="modified by an inplace operation|storage of size 0"):
+            loss.backward()
         assert bool((side.engine.state_dict(only_rank_0=False)["head.bias"] == 3.0).all())
 
 

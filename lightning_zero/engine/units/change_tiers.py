@@ -79,16 +79,15 @@ def change_tiers(
     plans = placed(groups, rows, config, comm.shard_size)
     wanted = _sum(((plan, bucket.later) for plan, bucket in zip(plans, buckets, strict=True)), Moment.reduced)
     more = {tier: memory.on_tier(wanted, tier) - memory.on_tier(held, tier) for tier in Tier}
-    if accelerator.has_streams:
-        accelerator.release_cached()
-        passing = max((2 * plan.layout.numel * plan.itemsizes.master for plan in plans), default=0)
-        here = f"{machine()}, GPU of rank {comm.rank}"
+    on_device = more[Tier.device]
+    accelerator.release_cached()
+    if free := accelerator.free_nbytes():
+        on_device += max((2 * plan.layout.numel * plan.itemsizes.master for plan in plans), default=0)  # on its way
         check_room(
-            DEVICE_MEMORY, comm, here, more[Tier.device] + passing, None, held=0, available=accelerator.free_nbytes()
+            DEVICE_MEMORY, comm, f"{machine()}, GPU of rank {comm.rank}", on_device, None, held=0, available=free
         )
         on_device = 0
-    else:
-        on_device = more[Tier.device]  # it takes the memory of the host
+    # else it takes the memory of the host
     staging = Role.staging, Tier.host
     on_way = wanted[staging] - held[staging]
     resting = memory.on_tier(held, Tier.host) - held[staging]

@@ -95,6 +95,7 @@ def restage(engine: Assembly, config: ZeroConfig, follow: Sequence[Follow] = ())
     tiers, plans = _make_tiers(engine, config, share)
     known = [all_who_have_what(engine, sharded) for sharded in engine.optimizers]
     comm.streams.accelerator.synchronize()  # what rests may still be read
+    comm.streams.let_go()
     before = engine.tiers
     forget_before = engine.take_tiers(tiers)
     try:
