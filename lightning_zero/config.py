@@ -198,20 +198,28 @@ class OffloadConfig:
                 f"zero.offload.nvme_path: expected a folder on a local disk for zero/offload={self.name.name}, got "
                 "none. Set zero.offload.nvme_path=/path, or LIGHTNING_ZERO_NVME_PATH=/path for a preset string."
             )
-        of_nvme = ("nvme_path", "nvme_budget", "io_threads")
-        ignored = [k for k in of_nvme if getattr(self, k) is not None and not uses_nvme]
-        if self.name is not Offload.auto and self.device_budget is not None:
-            ignored.append("device_budget")
-        if self.name is Offload.none:
-            ignored += [k for k in ("host_budget", "threads") if getattr(self, k) is not None]
-            ignored += ["step_in_backward"] * self.step_in_backward
-        if self.name in (Offload.optimizer_nvme, Offload.nvme) and self.host_budget is not None:
-            ignored.append("host_budget")  # nothing but gradients rests on the host there
+        ignored = [
+            k for k in without_effect(self.name) if getattr(self, k) is not None and getattr(self, k) is not False
+        ]
         if ignored:
             raise ConfigError(
                 f"zero.offload.{ignored[0]} has no effect with zero/offload={self.name.name}. Drop it, or choose a row "
                 "of zero/offload that uses it."
             )
+
+
+def without_effect(row: Offload) -> list[str]:
+    """The settings of :class:`OffloadConfig` that have no effect with a row of ``zero/offload``."""
+    found = []
+    if "nvme" not in row.name and row is not Offload.auto:
+        found += ["nvme_path", "nvme_budget", "io_threads"]
+    if row is not Offload.auto:
+        found.append("device_budget")
+    if row is Offload.none:
+        found += ["host_budget", "threads", "step_in_backward"]
+    if row in (Offload.optimizer_nvme, Offload.nvme):
+        found.append("host_budget")  # nothing but gradients rests on the host there
+    return found
 
 
 @dataclass(kw_only=True, slots=True)
@@ -428,8 +436,41 @@ def make_config(base: ZeroConfig | None = None, **settings: Any) -> ZeroConfig:
 
 def offload_row(name: Offload) -> OffloadConfig:
     """A row of ``zero/offload`` given by name alone: its folder comes from the environment."""
-    path = os.environ.get("LIGHTNING_ZERO_NVME_PATH") if "nvme" in name.name else None
-    return OffloadConfig(name=name, nvme_path=path)
+    return OffloadConfig(name=name, nvme_path=offload_row_path(name))
+
+
+def offload_row_path(name: Offload) -> str | None:
+    """The folder for a row of ``zero/offload`` where no setting gives one."""
+    return os.environ.get("LIGHTNING_ZERO_NVME_PATH") if "nvme" in name.name else None
+
+
+def with_rows(
+    config: ZeroConfig, stage: Any = None, offload: Any = None, *, settings: OffloadConfig | None = None
+) -> ZeroConfig:
+    """``config`` with another row of ``zero/stage``, of ``zero/offload``, or both.
+
+    Args:
+        stage: a row's name, or a stage's number; ``None``: as it is.
+        offload: a row's name; or a mapping or :class:`OffloadConfig`, whose settings are all that count.
+        settings: where ``offload`` is a name: those that go with its row are kept; default: of ``config``.
+
+    Raises:
+        ConfigError: an unknown row, rows that do not go together, or a setting that has no effect with them.
+    """
+    if stage is None and offload is None:
+        raise ConfigError(
+            "restage: expected another stage, another offload, or both, got neither. Pass stage= or offload=."
+        )
+    changes = {} if stage is None else {"stage": stage}
+    if isinstance(offload, (str, Offload)):
+        row, given = choose("offload", offload), settings if settings is not None else config.offload
+        kept = {f.name: getattr(given, f.name) for f in fields(given) if f.name not in {"name", *without_effect(row)}}
+        if "nvme_path" in kept and kept["nvme_path"] is None:
+            kept["nvme_path"] = offload_row_path(row)
+        offload = OffloadConfig(name=row, **kept)
+    if offload is not None:
+        changes["offload"] = offload
+    return make_config(config, **changes)
 
 
 def _convert(key: str, value: Any) -> Any:

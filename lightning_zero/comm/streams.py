@@ -124,6 +124,10 @@ class Streams:
             with self.on("reduce", after=oldest):
                 pass
 
+    def let_go(self) -> None:
+        """Keep nothing any more: the host has waited for the device."""
+        self._held.clear()
+
     def to_host(self, number: Tensor) -> tuple[Tensor, Any]:
         """A copy of a 0-d tensor on the host, and the event of its arrival; the host goes on."""
         if not self.are_there:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import os
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -91,6 +91,7 @@ class Assembly:
         self._module = weakref.ref(module)
         self._group = group
         self.tiers = Tiers()
+        self._closing: Any = None  # what closes the tiers
         share = self._shard(module, group, device, node, sources, has_values)
         self._places = {id(info.param): Place(b, info) for u in self.units for b in u.buckets for info in b.params}
         self.optimizers: list[ShardedOptimizer] = []
@@ -214,10 +215,17 @@ class Assembly:
     def _make_tiers(self, groups: Sequence[describe.UnitGroup], share: Share) -> list[TierRow]:
         """Each unit's row of tiers."""
         taken = {other.tiers.nvme.instance for other in LIVE if other.tiers.nvme is not None}
-        self.tiers, rows = capacity.make_tiers(groups, self.config, self.comm, taken, share)
-        # Also at the end of the process. It is given the tiers and not the engine, which it would keep alive.
-        weakref.finalize(self, _close_tiers, self.tiers, os.getpid())
+        tiers, rows = capacity.make_tiers(groups, self.config, self.comm, taken, share)
+        self.take_tiers(tiers)
         return rows
+
+    def take_tiers(self, tiers: Tiers) -> Callable[[], object]:
+        """Have ``tiers``, and close them when the engine is gone. Those of before are closed then too, unless what this
+        returns is called."""
+        before, self.tiers = self._closing, tiers
+        # Also at the end of the process. It is given the tiers and not the engine, which it would keep alive.
+        self._closing = weakref.finalize(self, _close_tiers, tiers, os.getpid())
+        return before.detach if before is not None else lambda: None
 
     @property
     def module(self) -> nn.Module:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_zero.config import with_rows
 from lightning_zero.engine.assembly import LIVE, Assembly
 from lightning_zero.engine.parameters.classes import disown
 from lightning_zero.engine.passes.hooks import ENGINE
@@ -20,6 +21,8 @@ from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units import capacity
 from lightning_zero.engine.whole import module_state, optimizer_state, ranges
 from lightning_zero.engine.whole.ranges import Copies, Hollow, Range, Value
+from lightning_zero.engine.whole.restage import Follow
+from lightning_zero.engine.whole.restage import restage as restage_to
 from lightning_zero.engine.whole.snapshot import KeptRanges
 
 
@@ -81,6 +84,25 @@ class Engine(Assembly):
         self.comm.close()
         self.module.__dict__.pop(ENGINE, None)
         LIVE.discard(self)
+
+    def restage(self, stage: Any = None, offload: Any = None, *, follow: Sequence[Follow] = ()) -> None:
+        """Go on with another row of ``zero/stage``, of ``zero/offload``, or both: between two steps, on all ranks.
+
+        Values go from shard to shard, a bucket at a time: parameters, masters, gradients, and the state of optimizers,
+        which stay the same objects. Which ranks share shards stays as it is.
+
+        Args:
+            stage: a row's name, or the stage's number; ``None``: as it is.
+            offload: a row's name, which keeps the settings that go with it; or all settings of the group.
+            follow: called for each bucket before it moves, to move what somebody else holds of it.
+
+        Raises:
+            ConfigError: rows that do not go together or have no room, other rows on some ranks, or a step that is under
+                way; on all ranks, and nothing has changed.
+            Exception: while values moved. Every use of the engine raises from then on.
+        """
+        config = self.comm.together("restaging: its rows", lambda: with_rows(self.config, stage, offload))
+        restage_to(self, config, follow)
 
     # -- whole values -------------------------------------------------------------------------------------------------
 
@@ -191,7 +213,8 @@ class Engine(Assembly):
     def rest(self) -> None:
         """Come to rest between runs: end the open pass, and wait for steps and gathers in flight. On all ranks."""
         self.passes.leave()
-        self.settle()
+        if not self.after_step.has_failed:  # else whatever has failed has been raised
+            self.settle()
 
     # -- optimizers ---------------------------------------------------------------------------------------------------
 

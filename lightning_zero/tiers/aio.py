@@ -153,6 +153,13 @@ class DiskFile:
             ) from error
         self.nbytes = wanted
 
+    def shrink(self, nbytes: int) -> None:
+        """Give back what is behind ``nbytes`` (rounded up to pages), which nobody reads or writes."""
+        wanted = round_up(nbytes, PAGE)
+        if wanted < self.nbytes:
+            os.ftruncate(self._fd, wanted)
+            self.nbytes = wanted
+
     def free_nbytes(self) -> int:
         """Bytes that the file system can still give."""
         stat = os.statvfs(self._fd)

@@ -40,7 +40,7 @@ class HostTier:
         budget: int | None = None,
         available: Callable[[], int] = available_host_memory,
     ) -> None:
-        self.accelerator, self._budget, self._available = accelerator, budget, available
+        self.accelerator, self.budget, self._available = accelerator, budget, available
         self._held: dict[Extent, tuple[_Slab, Tensor]] = {}
         self._nbytes = 0
         self._lock = threading.Lock()
@@ -89,8 +89,8 @@ class HostTier:
         self.free(list(self._held))
 
     def _refuse_beyond_bounds(self, total: int) -> None:
-        if self._budget is not None and self._nbytes + total > self._budget:
-            raise _host_error(total, f"{self._budget - self._nbytes} of {self._budget} are left in the budget")
+        if self.budget is not None and self._nbytes + total > self.budget:
+            raise _host_error(total, f"{self.budget - self._nbytes} of {self.budget} are left in the budget")
         if (available := self._available()) < total:
             raise _host_error(total, f"{available} are available (in its cgroup, or on the machine)")
 

@@ -65,6 +65,8 @@ class NvmeTier:
         ConfigError: the folder is missing, read-only, no folder, full, or used by another live job.
 
     Attributes:
+        path: as given.
+        budget: bytes that this rank may hold there; None: no bound.
         ring: the staging buffers, all the host memory that this tier takes.
     """
 
@@ -81,8 +83,9 @@ class NvmeTier:
         syscalls: Syscalls | None = None,
     ) -> None:
         syscalls = syscalls if syscalls is not None else Syscalls()
-        self._budget = budget
-        self._folder = Path(path) / "lightning_zero"
+        self.budget = budget
+        self.path, self.threads = Path(path), threads
+        self._folder = self.path / "lightning_zero"
         self.instance = instance
         name = f"rank{rank:05d}" + (f".{instance}" if instance else "")
         self._claim = claim_file(Path(path), self._folder, name, syscalls)
@@ -122,10 +125,10 @@ class NvmeTier:
     def reserve(self, wanted: Sequence[Wanted]) -> list[Extent]:
         total = lay_out(wanted, 0, PAGE)[1]
         with self._lock:
-            if self._budget is not None and self._nbytes + total > self._budget:
+            if self.budget is not None and self._nbytes + total > self.budget:
                 raise ConfigError(
-                    f"zero.offload.nvme_budget: expected {total} more bytes, but {self._budget - self._nbytes} of "
-                    f"{self._budget} are left. Raise zero.offload.nvme_budget or choose a row of zero/offload that "
+                    f"zero.offload.nvme_budget: expected {total} more bytes, but {self.budget - self._nbytes} of "
+                    f"{self.budget} are left. Raise zero.offload.nvme_budget or choose a row of zero/offload that "
                     "keeps less on disk."
                 )
             extents, _ = lay_out(wanted, self._regions.take(total, self._ensure), PAGE)
@@ -152,6 +155,11 @@ class NvmeTier:
                 size = round_up(extent.nbytes, PAGE)
                 self._nbytes -= size
                 self._regions.give_back(extent.offset, extent.offset + size)
+
+    def trim(self) -> None:
+        """Give the end of the file back to the disk, where no extent is."""
+        with self._lock:
+            self._file.shrink(self._regions.end)
 
     def close(self) -> None:
         """Wait for what is in flight, and remove the file. Errors stay in their futures. May be called twice."""

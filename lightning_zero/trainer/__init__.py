@@ -11,6 +11,7 @@
     kept_files      last.ckpt, and what a dead run has left     checkpoint_fits  whether one is of this model
     validations     where a resume inside a validation goes on
     interruptions   SIGTERM and the requeue signal: all ranks leave at one step
+    restaging       another stage or offload row for a run that goes on
     averaging, finetuning, pruning  Lightning's callbacks that need to know of shards
     monitor         ZeroMonitor                  summary        what is shown at the start and at the end
 """

@@ -14,6 +14,7 @@ from itertools import chain
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
@@ -24,7 +25,9 @@ from lightning_zero.engine import Engine, engine_of
 from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units.home import ResidentHome, opened
 from lightning_zero.engine.whole.module_state import keeping_frozen, loading_into_shards
+from lightning_zero.engine.whole.restage import Follow, Move
 from lightning_zero.engine.whole.sharded_state import sharded_state_dict
+from lightning_zero.planning.placement import Tier
 
 EXCLUDES_FROZEN = "lightning_zero_excludes_frozen"  # in a checkpoint
 _WAITING = "_lightning_zero_checkpoint"  # a checkpoint that was loaded before there were shards
@@ -71,6 +74,7 @@ class ShardedAverage(AveragedModel):
         self.engine = engine
         self._strategy = strategy
         self._homes: list[ResidentHome] = []  # of the averages, as they were saved last
+        self._beside_masters = device is None
         self.swapped = False  # the model holds the averages, for a validation
         assert isinstance(self.module, _AveragedTensors)
         self.module.load = self._load
@@ -114,6 +118,18 @@ class ShardedAverage(AveragedModel):
                 self.exchange(swap=True)
         full = {f"module.{name}": value for name, value in state.items()}
         return {"n_averaged": self.n_averaged.clone(), **full} if full else {}
+
+    @outside_autograd
+    def follow(self, number: int, move: Move) -> None:
+        """Move the average of a bucket's masters with them, before they move."""
+        average = self.module.get_parameter(str(number))
+        device = average.device
+        if self._beside_masters:
+            device = self.engine.comm.device if move.plan.home_tier is Tier.device else torch.device("cpu")
+        values = move.of(average.detach()).to(device)
+        if values.untyped_storage().nbytes() != values.numel() * values.element_size():
+            values = values.clone()  # else a part would keep the memory of the whole
+        self.module.register_parameter(str(number), nn.Parameter(values, requires_grad=False))
 
     def _own_state(self, *, trainable_only: bool) -> dict[str, Any]:
         values = dict(zip(self.engine.buckets, self._make_homes(), strict=True))
@@ -192,6 +208,12 @@ def as_trained(trainer: pl.Trainer) -> Iterator[None]:
     for average in swapped:
         average.exchange(swap=True)
         average.swapped = True
+
+
+def followers(trainer: pl.Trainer, engine: Engine) -> list[Follow]:
+    """What moves the averages of callbacks when the module of ``engine`` is restaged."""
+    averages = (callback._average_model for callback in _averaging(trainer))
+    return [a.follow for a in averages if isinstance(a, ShardedAverage) and a.engine is engine]
 
 
 def let_go(trainer: pl.Trainer) -> None:

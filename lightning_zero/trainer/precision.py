@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from lightning_zero.config import ConfigError, Precision
+from lightning_zero.config import ConfigError, OffloadConfig, Precision
 from lightning_zero.engine import Engine
 from lightning_zero.engine.steps.loss_scale import LossScaler
 from lightning_zero.engine.units.describe import AUTOCAST_DTYPES, TRUE_DTYPES
@@ -166,15 +166,18 @@ class ZeroPrecision(LightningPrecision):
         self.scaler.update(overflowed=overflowed)
         return result
 
-    def check_early_steps(self, trainer: pl.Trainer) -> None:
+    def check_early_steps(self, trainer: pl.Trainer, later: OffloadConfig | None = None) -> None:
         """
+        Args:
+            later: settings that the engine is to have.
+
         Raises:
             ConfigError: ``zero.offload.step_in_backward`` is set, and this run cannot step inside the backward.
         """
         engine = self.strategy.engine
-        if not engine.config.offload.step_in_backward:
+        if not (later or engine.config.offload).step_in_backward:
             return
-        found = self._in_the_way(trainer) or _never_early(engine)
+        found = self._in_the_way(trainer) or _never_early(engine, moves=later is not None)
         if found is not None:
             why, change = found
             raise ConfigError(
@@ -234,12 +237,16 @@ _BETWEEN = (
 )
 
 
-def _never_early(engine: Engine) -> tuple[str, str] | None:
-    """Why no bucket would be stepped inside the backward, and what to change."""
+def _never_early(engine: Engine, *, moves: bool = False) -> tuple[str, str] | None:
+    """Why no bucket would be stepped inside the backward, and what to change.
+
+    Args:
+        moves: what rests where now does not count.
+    """
     if any(optimizer.never_early for optimizer in engine.optimizers):
         why = "the optimizer has a step of its own, or hooks before its step"
         return why, "Use an optimizer of torch's, and no register_step_pre_hook"
-    if not any(bucket.trainable and bucket.plan.may_step_in_backward for bucket in engine.buckets):
+    if not moves and not any(bucket.trainable and bucket.plan.may_step_in_backward for bucket in engine.buckets):
         return "no optimizer state of this run rests on the host", "Choose zero/offload=optimizer_cpu"
     return None
 

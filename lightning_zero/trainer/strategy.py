@@ -51,10 +51,10 @@ from lightning_zero.ranks.waits import Waits
 from lightning_zero.tiers.claims import check_folder
 from lightning_zero.trainer import averaging, finetuning, kept_files, pruning, range_saves, validations
 from lightning_zero.trainer.checkpoint_io import async_writer
-from lightning_zero.trainer.checkpointing import CheckpointingStrategy
 from lightning_zero.trainer.interruptions import Interruptions, Left
 from lightning_zero.trainer.precision import ZeroPrecision
 from lightning_zero.trainer.random_numbers import RandomNumbers
+from lightning_zero.trainer.restaging import RestagingStrategy
 from lightning_zero.trainer.summary import print_units
 
 EXIT_BARRIER_S = 20.0
@@ -62,7 +62,7 @@ T = TypeVar("T")
 OWN_RENDEZVOUS = frozenset({"mpi", "fake"})  # backends whose ranks need no store to find each other
 
 
-class ZeroStrategy(CheckpointingStrategy):
+class ZeroStrategy(RestagingStrategy):
     """ZeRO stages 0-3 as a Lightning strategy.
 
     Args:

@@ -56,6 +56,10 @@ class GatherOrder:
         self._guess: Cursor | None = None  # dynamic: the last pass, as a hint of what comes next
         self.holds_next = False  # the next gather was not issued ahead, because its unit awaits a step
 
+    def plans_changed(self) -> None:
+        """Other units are dropped after use from here on: what was learned of passes does not hold any more."""
+        self.plans, self._reductions, self._strays = {}, {}, {}
+
     def begin(self, key: str, *, cyclic: bool) -> None:
         """A pass starts. Passes of one ``key`` are expected to take the same path."""
         self._key, self._cyclic = key, cyclic

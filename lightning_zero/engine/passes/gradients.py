@@ -68,17 +68,13 @@ class Reducer:
         self.grads: dict[Bucket, BucketGrads] = {
             b: BucketGrads(b, 1.0 / comm.world_size, self.spare, together=together) for b in buckets
         }
-        self._gathers_in_backward = any(bucket.reshards for bucket in self.grads)
         self.unreduced = False  # a backward inside ``no_sync`` since the last that reduced: on all ranks alike
-        self.order: list[Bucket] = list(reversed(list(self.grads)))
         self.synchronize = True
         self.landed: Callable[[Bucket], None] | None = None
         self.completed: list[Bucket] = []  # in the order in which they got ready in this backward
-        self._orders: dict[str, list[Bucket]] = {}  # learned, by kind of pass
-        self._lagging: dict[str, set[Bucket]] = {}  # buckets that some rank completed only when its backward was over
         self._key = ""
         self._late: set[Bucket] = set()
-        self._ever_late: set[Bucket] = set()  # on any rank
+        self.plans_changed()
         self._next = 0
         self._ready: set[Bucket] = set()
         self._lagging_here: set[Bucket] = set()
@@ -86,6 +82,14 @@ class Reducer:
         self._second_half: list[tuple[Bucket, Reduction]] = []
         self._flying_nbytes = 0
         self._max_in_flight_nbytes = max_in_flight_nbytes
+
+    def plans_changed(self) -> None:
+        """Forget what was learned of backwards: buckets have other plans. Gradients that are there stay."""
+        self._gathers_in_backward = any(bucket.reshards for bucket in self.grads)
+        self.order: list[Bucket] = list(reversed(list(self.grads)))
+        self._orders: dict[str, list[Bucket]] = {}  # learned, by kind of pass
+        self._lagging: dict[str, set[Bucket]] = {}  # buckets that some rank completed only when its backward was over
+        self._ever_late: set[Bucket] = set()  # on any rank
 
     def begin(self, key: str, expected: Callable[[Bucket], int]) -> None:
         """A backward starts.

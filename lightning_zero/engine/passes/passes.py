@@ -207,12 +207,7 @@ class Passes:
     @outside_autograd
     def begin(self, key: str, *, evaluation: bool, owner: Unit | None = None) -> None:
         """Open a pass, and with it the root unit."""
-        if self.aborted:
-            self.aborted = False
-            # How many refreshes a rank has issued by now depends on its worker. ``resume`` compares the numbers of
-            # operations, so each rank issues all of its refreshes first: equal numbers must mean equal operations.
-            self.after_step.flush()
-            self.comm.resume()
+        self.recover()
         self.watch_trainable()
         # Training passes that follow one another in a step may take different paths, so each place in the step has a
         # plan of its own. Evaluations repeat one path, and do not count.
@@ -225,6 +220,15 @@ class Passes:
         if self.root.state is State.SHARDED:
             self.root.unshard_begin()
         self.root.unshard_wait()
+
+    def recover(self) -> None:
+        """Go on after an exception has ended a pass, if it has. On all ranks."""
+        if self.aborted:
+            self.aborted = False
+            # How many refreshes a rank has issued by now depends on its worker. ``resume`` compares the numbers of
+            # operations, so each rank issues all of its refreshes first: equal numbers must mean equal operations.
+            self.after_step.flush()
+            self.comm.resume()
 
     @outside_autograd
     def end(self) -> None:
@@ -295,6 +299,23 @@ class Passes:
             self.abort()  # an exception in a backward that the engine was not told of
         else:
             self.end()
+
+    def under_way(self) -> str | None:
+        """What is going on, in words, if a step is; None between steps."""
+        self.forget_failed()
+        if self._scope is not None:
+            return "inside a step (training_step, validation_step, or engine.step_scope())"
+        if self.in_backward:
+            return "inside a backward"
+        if self.key is not None and not self._open.unused:
+            return "between a forward and its backward"
+        return None
+
+    def plans_changed(self) -> None:
+        """Forget what was learned of passes: buckets have other plans."""
+        self.order.plans_changed()
+        self.reducer.plans_changed()
+        self.saved.plans_changed()
 
     def stepped(self) -> None:
         """Count passes anew after a step of the optimizer: the next pass is the first of its step."""

@@ -52,11 +52,12 @@ class SavedWeights:
     def __init__(self, units: Sequence[Unit], needed: Callable[[Unit], bool]) -> None:
         self._needed = needed
         self._units = units
-        self._find_storages()
+        self.plans_changed()
         for unit in units:
-            unit.has_other_memory = self._find_storages
+            unit.has_other_memory = self.plans_changed
 
-    def _find_storages(self) -> None:
+    def plans_changed(self) -> None:
+        """Find the memory of units that are dropped after use."""
         # By the storage object, which a buffer keeps when its memory goes. By address it would be wrong: freed memory
         # may be an activation's next.
         self._unit_of = {

@@ -34,7 +34,22 @@ class AfterStep:
         self._threads = threads
         self._numbers = {bucket: number for number, bucket in enumerate(b for unit in units for b in unit.buckets)}
         self._worker: StepWorker | None = None
+        self._failed: Exception | None = None
         self._stale: deque[tuple[Unit, list[Bucket]]] = deque()  # refreshes to be issued, in the order of units
+
+    def use_threads(self, threads: int) -> None:
+        """Run the steps that come with so many ``threads``, after those that are under way."""
+        if threads != self._threads:
+            self.close()
+            self._threads, self._worker = threads, None
+
+    def fail(self, error: Exception) -> None:
+        """Raise ``error`` wherever something waits for steps, or begins a pass, from here on."""
+        self._failed = error
+
+    @property
+    def has_failed(self) -> bool:
+        return self._failed is not None
 
     def submit(self, jobs: Sequence[StepJob]) -> None:
         """Queue the steps of offloaded buckets."""
@@ -68,6 +83,8 @@ class AfterStep:
         How many are issued at a time differs between ranks. Their order does not, and that is what gathers on one group
         need: so ``needed`` is never issued before the units that come first.
         """
+        if self._failed is not None:
+            raise self._failed
         behind = any(unit is needed for unit, _ in self._stale)
         while self._stale and (behind or self._stale[0][0].step_done):
             unit, buckets = self._stale[0]
@@ -80,6 +97,8 @@ class AfterStep:
 
     def wait_for_steps(self) -> None:
         """Wait for offloaded steps: until then they own the gradients that they were given."""
+        if self._failed is not None:
+            raise self._failed
         if self._worker is not None:
             self._worker.wait()
         # Also for buckets that have no job on this rank: which buckets await a step decides what is gathered ahead, and

@@ -105,6 +105,10 @@ class ShardedOptimizer:
         """The buckets whose masters this optimizer steps, in order."""
         return list(dict.fromkeys(place.bucket for group in self.places() for place in group))
 
+    def groups_of(self, bucket: Bucket) -> dict[int, int]:
+        """Slot -> param group, of the parameters of ``bucket`` that it steps."""
+        return self._group_of().get(bucket, {})
+
     def _group_of(self) -> dict[Bucket, dict[int, int]]:
         """For each bucket: slot -> param group."""
         result: dict[Bucket, dict[int, int]] = {}

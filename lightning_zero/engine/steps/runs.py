@@ -133,7 +133,7 @@ class Runs:
         result: dict[str, Any] = {}
         for name, value in states[id(first)].items():
             if not is_elementwise(name, value, first.tensor):
-                result[name] = value.clone() if isinstance(value, Tensor) else value
+                result[name] = _beside(value, first.tensor, target.tensor)
                 continue
             result[name] = torch.zeros_like(target.tensor, dtype=value.dtype)
             for low, high, source in pieces:
@@ -141,6 +141,42 @@ class Runs:
                 start = low - target.run.start
                 result[name][start : start + part.numel()].copy_(part)
         return result
+
+    # -- another plan of the bucket ---------------------------------------------------------------------------------
+
+    def has_stepped(self, bucket: Bucket) -> bool:
+        """Whether the optimizer has stepped any of the bucket's parameters: the same on all ranks."""
+        return any((bucket, info.slot) in self._steps for info in bucket.params)
+
+    def follow(self, bucket: Bucket) -> None:
+        """Move the runs of a bucket, with their state, to its new home. The old one is open, and is let go by then."""
+        present = self._runs.get(bucket)
+        if not present:
+            return
+        with opened(bucket.home) as master:
+            runs = []
+            for index, run in present:
+                tensor = master[run.run.start : run.run.start + run.tensor.numel()].detach()
+                runs.append((index, run._replace(tensor=tensor, base=bucket.master)))
+            self._hand_over(present, runs)
+            self._runs[bucket] = runs
+            self.adopt(bucket)
+
+    def forget(self, bucket: Bucket) -> None:
+        """Drop the runs of a bucket whose home is gone."""
+        for _, run in self._runs.pop(bucket, []):
+            self.optimizer.state.pop(run.tensor, None)
+
+    def reload(self, bucket: Bucket, groups: dict[int, int], states: ParamStates) -> None:
+        """Cut the runs of a bucket anew, because this rank owns another range of it; step counts stay.
+
+        Args:
+            states: of all that have any, with full tensors.
+        """
+        for _, run in self.grouped(bucket):
+            self.optimizer.state.pop(run.tensor, None)
+        self._runs[bucket] = []
+        self._load(bucket, groups, states)
 
     # -- state, keyed by parameter ----------------------------------------------------------------------------------
 
@@ -190,11 +226,14 @@ class Runs:
             if not bucket.trainable and any((bucket, slot) in states for slot in groups):
                 bucket.make_trainable()  # a fine-tuning callback had thawed it, and will again
             if bucket.trainable:
-                self.cut(bucket, groups)
-                with opened(bucket.home, changed=True):
-                    for run in self.of(bucket):
-                        self._fill_state(run, states)
-                    self.adopt(bucket)
+                self._load(bucket, groups, states)
+
+    def _load(self, bucket: Bucket, groups: dict[int, int], states: ParamStates) -> None:
+        self.cut(bucket, groups)
+        with opened(bucket.home, changed=True):
+            for run in self.of(bucket):
+                self._fill_state(run, states)
+            self.adopt(bucket)
 
     def _fill_state(self, run: FlatRun, states: ParamStates) -> None:
         first = states.get((run.bucket, run.run.fragments[0].index))
@@ -214,6 +253,14 @@ class Runs:
                 info.copy_part(whole, fragment.offset, flat[start : start + fragment.numel])
             state[name] = flat
         self.optimizer.state[run.tensor] = state
+
+
+def _beside(value: Any, source: Tensor, target: Tensor) -> Any:
+    """A copy of what is kept once for a run: beside the run where it was so before, else where it was."""
+    if not isinstance(value, Tensor):
+        return value
+    moves = value.device == source.device != target.device
+    return value.to(target.device, copy=True) if moves else value.clone()
 
 
 def _state_dtype(value: Tensor, tensor: Tensor) -> torch.dtype:

@@ -8,6 +8,7 @@
     agreement       that this is the same on all ranks
     build           units and filled buckets from it; materialise: from meta
     capacity        which tiers a unit rests on, and whether it fits
+    change_tiers    likewise, for a module that is sharded and is to rest elsewhere
     unit            a group of parameters that is gathered at once, and its states
     bucket          the parameters of one unit with equal dtypes and equal requires_grad, split by size: one flat buffer
     param_info      what is known of one parameter

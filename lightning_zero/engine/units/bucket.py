@@ -32,6 +32,7 @@ from lightning_zero.engine.units.param_info import ParamInfo
 from lightning_zero.engine.units.param_store import ParamStore, make_param_store
 from lightning_zero.planning.buckets import BucketPlan
 from lightning_zero.planning.layout import Fragment
+from lightning_zero.planning.placement import Tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,7 @@ class Bucket:
     """Parameters of one dtype in one flat buffer, with the roles that rest beside it.
 
     Attributes:
-        plan: what rests where. It changes once at most: when a frozen bucket is made trainable.
+        plan: what rests where. It changes when a frozen bucket is made trainable, and when the module is restaged.
         full: compute_param, [layout.numel] compute_dtype; has memory while gathered.
         home: of master_param, the owned range of the bucket in master_dtype, and of its optimizer state. A view of the
             full buffer where ``plan`` says that both are one memory.
@@ -84,17 +85,22 @@ class Bucket:
         self.is_plain = False  # inside gather(): parameters hold full masters
         self._values_here = True
         self._pushed: Any = None  # the end of the way of what the last step has changed
-        # Properties of the plan that every pass asks for, and that never change:
-        self.layout = layout = plan.layout
+        self.layout = plan.layout
+        self.gaps = self.layout.gaps()
+        self._placeholders: list[Tensor] = []
+        self._follow(plan)
+        self.full = FlatBuffer(self.layout.numel, dtypes.compute, comm.device)
+        self._make_views()
+
+    def _follow(self, plan: BucketPlan) -> None:
+        """Keep the properties of ``plan`` that every pass asks for."""
+        self.plan = plan
         self.reshards, self.gathers_after_step = plan.reshards, plan.gathers_after_step
         self._is_elsewhere = plan.tiers.leaves_device
-        self.owned_range = plan.owned_range(comm.shard_rank)
-        self.gaps = layout.gaps()
-        self.full = FlatBuffer(layout.numel, dtypes.compute, comm.device)
-        self._make_views()
-        may_be_absent = self.reshards or self.gathers_after_step
-        shapes = [info.shape for info in self.params]
-        self._placeholders = placeholders(shapes, dtypes.compute, comm.device) if may_be_absent else []
+        self.owned_range = plan.owned_range(self.comm.shard_rank)
+        if (self.reshards or self.gathers_after_step) and not self._placeholders:
+            shapes = [info.shape for info in self.params]
+            self._placeholders = placeholders(shapes, self.dtypes.compute, self.comm.device)
 
     def _make_views(self) -> None:
         # All views of the buffer are made here, while it has memory. They stay valid when the memory goes and comes
@@ -156,15 +162,21 @@ class Bucket:
 
     def _settle_in(self, values: Tensor) -> None:
         """Make the masters' home and the compute parameters' store, as the plan says, from ``values`` [owned numel]."""
-        plan, dtype = self.plan, self.dtypes.master if self.trainable else self.dtypes.compute
         self.comm.streams.change()
+        self._make_home(values)
+        self._make_grad_store()
+        self._make_param_store(values)
+
+    def _make_home(self, values: Tensor) -> None:
+        plan, dtype = self.plan, self.dtypes.master if self.trainable else self.dtypes.compute
         if plan.copies_master:
             self.home = make_home(plan.home_tier, self._tiers, self.label, values, dtype)  # waits for its copy
         else:
             self.home = ResidentHome(self._own_part, is_exposed=True)
-        self._make_grad_store()
+
+    def _make_param_store(self, values: Tensor) -> None:
         self.param_store = make_param_store(
-            plan, self.label, self.home, self._own_part, values, self._send, self._tiers, self.comm.streams
+            self.plan, self.label, self.home, self._own_part, values, self._send, self._tiers, self.comm.streams
         )
 
     def _make_grad_store(self) -> None:
@@ -183,6 +195,57 @@ class Bucket:
             values = master.clone()
         self.home.free()
         self._settle_in(values)
+
+    def is_on(self, tier: Tier, tiers: Tiers) -> bool:
+        """Whether what it has on ``tier`` is there among ``tiers`` too."""
+        return tier is Tier.device or getattr(self._tiers, tier.name) is getattr(tiers, tier.name)
+
+    def rest_as(
+        self, plan: BucketPlan, tiers: Tiers, values: Tensor, *, keeps_home: bool, grad: Tensor | None, keeps_grad: bool
+    ) -> None:
+        """Rest as another ``plan`` of the same layout says. Sends no message: :meth:`show_at_rest` is to follow.
+
+        The home of before, which is open, is left to the caller, and so is the state of optimizers.
+
+        Args:
+            tiers: those that ``plan`` asks for.
+            values: of the masters, in the range that is owned under ``plan``.
+            keeps_home: it is in its place already.
+            grad: the reduced gradient of that range, if there is one. [owned numel]
+            keeps_grad: it is in its place already.
+        """
+        self._tiers = tiers
+        if self.reshards and not plan.reshards:
+            self.full.allocate()
+        range_before = self.owned_range
+        self._follow(plan)
+        if self.owned_range != range_before:  # one of the two plans does not reshard: the buffer has memory
+            self._own_part = self.full.data[slice(*self.owned_range)]
+        self.comm.streams.change()
+        self._pushed = None
+        if not keeps_home:
+            self._make_home(values.to(self.comm.device) if plan.home_tier is Tier.device else values)
+        self.param_store.free()  # first: its place may be the new one's
+        self._make_param_store(values)
+        if not keeps_grad:
+            before = self.grad_store
+            self._make_grad_store()
+            if grad is not None:
+                self.grad_store.add(grad.to(self.comm.device))
+            before.free()
+
+    def show_at_rest(self, values: Tensor, *, came_whole: bool) -> None:
+        """Show what rests after :meth:`rest_as`. On all ranks.
+
+        Args:
+            values: as there.
+            came_whole: the full buffer has held all compute parameters since before it.
+        """
+        if not self.reshards and not came_whole:
+            self.share(values)
+        self.show(gathered=not self.reshards)
+        if self.reshards:
+            self.full.release()
 
     def push(self, *, later: bool = False) -> None:
         """Bring the compute parameters at rest up to date with the master, whose home is open.

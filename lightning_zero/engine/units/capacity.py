@@ -45,6 +45,7 @@ from lightning_zero.tiers.pinned import ReadAhead, Sender
 
 IO_THREADS = 4  # a disk wants several requests in flight
 LANDING_THREADS = 4  # keep up with a link: each adds a few GB/s
+_NONE = Tiers()
 
 
 def make_tiers(
@@ -60,13 +61,8 @@ def make_tiers(
         ConfigError: they cannot hold masters and parameters, or the folder for files cannot be used.
     """
     offload = config.offload
-    given = offload.nvme_path
-    path = comm.together("zero.offload.nvme_path", lambda: own_path(given, share, comm.rank)) if given else None
-    if offload.name is Offload.auto:
-        budgets = _budgets(offload, path, comm, share)
-        rows = split_by_budget(sizes_of(groups, config, comm.shard_size), budgets)
-    else:
-        rows = [OFFLOADS[offload.name]] * len(groups)
+    path = path_of(offload, comm, share)
+    rows = choose_rows(groups, config, comm, share, path)
     used = {tier for row in rows for tier in row}
     rest = _at_start(groups, rows, config, comm.shard_size)
     if used != {Tier.device}:
@@ -76,23 +72,66 @@ def make_tiers(
     host = HostTier(comm.streams.accelerator, budget=offload.host_budget) if Tier.host in used else None
     nvme = None
     if Tier.nvme in used:
-        make = partial(_files, str(path), offload, comm.rank, instances)
+        make = partial(make_files, str(path), offload, comm.rank, instances)
         nvme = comm.together("files for what is offloaded", make, undo=NvmeTier.close)
         try:
-            _check_files(comm, nvme, memory.on_tier(rest, Tier.nvme), offload.nvme_budget)
+            check_files(comm, nvme, memory.on_tier(rest, Tier.nvme), offload.nvme_budget)
         except BaseException:
             nvme.close()
             raise
-    landing = Landing(comm.streams, min(share.cpus, LANDING_THREADS)) if host is not None else None
-    sender = read_ahead = None
+    return with_ways(host, nvme, placed(groups, rows, config, comm.shard_size), comm, share), rows
+
+
+def path_of(offload: OffloadConfig, comm: Communicator, share: Share) -> str | None:
+    """The folder for files on this rank, as the settings give it. On all ranks."""
+    given = offload.nvme_path
+    return comm.together("zero.offload.nvme_path", lambda: own_path(given, share, comm.rank)) if given else None
+
+
+def choose_rows(
+    groups: Sequence[UnitGroup],
+    config: ZeroConfig,
+    comm: Communicator,
+    share: Share,
+    path: str | None,
+    held: memory.Bytes | None = None,
+) -> list[TierRow]:
+    """Each unit's row of tiers.
+
+    Args:
+        held: bytes that this rank holds, and that make room.
+    """
+    if config.offload.name is not Offload.auto:
+        return [OFFLOADS[config.offload.name]] * len(groups)
+    budgets = _budgets(config.offload, path, comm, share, held or Counter())
+    return split_by_budget(sizes_of(groups, config, comm.shard_size), budgets)
+
+
+def with_ways(
+    host: HostTier | None,
+    nvme: NvmeTier | None,
+    plans: Sequence[BucketPlan],
+    comm: Communicator,
+    share: Share,
+    before: Tiers = _NONE,
+) -> Tiers:
+    """Tiers, with what is on the way to them and from them.
+
+    Args:
+        before: whose parts are used again.
+    """
+    landing = sender = read_ahead = None
+    if host is not None:
+        landing = before.landing or Landing(comm.streams, min(share.cpus, LANDING_THREADS))
     if nvme is not None:
-        largest = max(map(memory.read_nbytes, _placed(groups, rows, config, comm.shard_size)))
         accelerator = comm.streams.accelerator
-        sender, read_ahead = Sender(accelerator) if comm.streams.are_there else None, ReadAhead(accelerator, largest)
-    return Tiers(host, nvme, landing, sender, read_ahead), rows
+        if comm.streams.are_there:
+            sender = before.sender or Sender(accelerator)
+        read_ahead = ReadAhead(accelerator, max(map(memory.read_nbytes, plans)))
+    return Tiers(host, nvme, landing, sender, read_ahead)
 
 
-def _files(path: str, offload: OffloadConfig, rank: int, instances: Collection[int]) -> NvmeTier:
+def make_files(path: str, offload: OffloadConfig, rank: int, instances: Collection[int]) -> NvmeTier:
     """
     Raises:
         ConfigError: the folder cannot be used.
@@ -131,7 +170,7 @@ def check_state_fits(
     if tiers.host is not None:
         check_host_memory(comm, needed(Tier.host), offload.host_budget, held=tiers.host.nbytes)
     if tiers.nvme is not None:
-        _check_files(comm, tiers.nvme, needed(Tier.nvme), offload.nvme_budget)
+        check_files(comm, tiers.nvme, needed(Tier.nvme), offload.nvme_budget)
 
 
 class _Kind(NamedTuple):
@@ -158,6 +197,14 @@ _FILES = _Kind(
 )
 
 
+DEVICE_MEMORY = _Kind(
+    "memory of the device",
+    "zero.offload.device_budget",
+    "free there",
+    "Choose a stage that shards more, a row of zero/offload that keeps less on the device, or use more ranks",
+)
+
+
 def check_host_memory(comm: Communicator, needed: int, budget: int | None, *, held: int, staging: int = 0) -> None:
     """Check that each host has what its ranks need together, and that each rank keeps to its budget. On all ranks.
 
@@ -169,15 +216,19 @@ def check_host_memory(comm: Communicator, needed: int, budget: int | None, *, he
         ConfigError: with needed and available bytes, and what to change; the same on every rank.
     """
     available = available_host_memory() - staging
-    _check_room(_MEMORY, comm, machine(), needed, budget, held=held, available=available)
+    check_room(_MEMORY, comm, machine(), needed, budget, held=held, available=available)
 
 
-def _check_files(comm: Communicator, nvme: NvmeTier, needed: int, budget: int | None) -> None:
+def check_files(
+    comm: Communicator, nvme: NvmeTier, needed: int, budget: int | None, *, held: int | None = None
+) -> None:
+    """Check that files find room, as :func:`check_host_memory` does for memory. ``held`` of what is there stays."""
     place = f"{machine()}, disk {nvme.disk}"
-    _check_room(_FILES, comm, place, needed, budget, held=nvme.nbytes, available=nvme.free_nbytes)
+    rests = nvme.nbytes if held is None else held
+    check_room(_FILES, comm, place, needed, budget, held=rests, available=nvme.free_nbytes)
 
 
-def _check_room(
+def check_room(
     kind: _Kind, comm: Communicator, place: str, needed: int, budget: int | None, *, held: int, available: int
 ) -> None:
     own = (place, needed, held, budget is not None and held + needed > budget, available)
@@ -203,23 +254,33 @@ def _at_start(
     groups: Sequence[UnitGroup], rows: Sequence[TierRow], config: ZeroConfig, world_size: int
 ) -> memory.Bytes:
     """Bytes that one rank takes at the start: for the ring, and for masters and parameters. State is made later."""
-    buckets = _placed(groups, rows, config, world_size)
+    buckets = placed(groups, rows, config, world_size)
     return memory.planned_bytes(buckets, state_tensors=0, moment=Moment.cleared)
 
 
-def _placed(
+def placed(
     groups: Sequence[UnitGroup], rows: Sequence[TierRow], config: ZeroConfig, world_size: int
 ) -> list[BucketPlan]:
-    row = STAGES[config.stage.name]
-    return [place(shape, row, rows[shape.unit], world_size) for shape in bucket_shapes(groups)]
+    """The plans of all buckets, in order.
+
+    Args:
+        rows: of each unit.
+        world_size: ranks that share shards.
+    """
+    row, alone = STAGES[config.stage.name], config.comm.even_alone
+    return [place(shape, row, rows[shape.unit], world_size, even_alone=alone) for shape in bucket_shapes(groups)]
 
 
-def _budgets(offload: OffloadConfig, path: str | None, comm: Communicator, share: Share) -> Budgets:
+def _budgets(offload: OffloadConfig, path: str | None, comm: Communicator, share: Share, held: memory.Bytes) -> Budgets:
     """Byte budgets, equal on all ranks: where they are derived from free memory, they are the least of all ranks."""
     # Equal, because units are split over tiers by them: ranks that split otherwise would issue other gathers.
     on_disk = ranks_on_disk(comm, path)
     disk = shutil.disk_usage(path).free // on_disk if path else 0
-    found = default_budgets(comm.streams.accelerator.free_nbytes(), available_host_memory(), disk, share.local_ranks)
+    device, host, files = (memory.on_tier(held, tier) for tier in (Tier.device, Tier.host, Tier.nvme))
+    free = comm.streams.accelerator.free_nbytes()
+    found = default_budgets(
+        free and free + device, available_host_memory() + host * share.local_ranks, disk + files, share.local_ranks
+    )
     least = (-comm.max_(-torch.tensor(found, dtype=torch.int64))).tolist()
     return Budgets(*least).with_given(offload.device_budget, offload.host_budget, offload.nvme_budget)
 

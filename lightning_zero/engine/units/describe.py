@@ -77,9 +77,7 @@ def describe_units(module: nn.Module, config: ZeroConfig, precision: Precision) 
     Raises:
         ConfigError: units that do not occur, DTensor parameters, or CUDA graphs over parameters that come and go.
     """
-    row = STAGES[config.stage.name]
-    if row.compute_param is Placement.sharded:
-        _refuse_cuda_graphs(module)
+    refuse_cuda_graphs(module, config)
     names = choose_units(module, config.unit)
     owners: dict[str, list[tuple[nn.Parameter, list[str]]]] = {name: [] for name in ["", *names]}
     known = set(names)
@@ -100,12 +98,19 @@ def describe_units(module: nn.Module, config: ZeroConfig, precision: Precision) 
     return [UnitGroup(name, _group(name, owners[name], fp32, config, precision)) for name in ["", *names]]
 
 
-def _refuse_cuda_graphs(module: nn.Module) -> None:
+def refuse_cuda_graphs(module: nn.Module, config: ZeroConfig) -> None:
+    """
+    Raises:
+        ConfigError: parts of ``module`` are compiled with CUDA graphs, and parameters are to come and go.
+    """
+    row = STAGES[config.stage.name]
+    if row.compute_param is not Placement.sharded:
+        return
     for name, inner in module.named_modules():
         for value in (*vars(inner).values(), inner.forward):
             ask = getattr(value, "get_compiler_config", None) if isinstance(value, FunctionType) else None
-            config = ask() if ask is not None else None
-            if isinstance(config, dict) and config.get("triton.cudagraphs"):
+            compiled = ask() if ask is not None else None
+            if isinstance(compiled, dict) and compiled.get("triton.cudagraphs"):
                 raise ConfigError(
                     f"{name or type(inner).__name__} is compiled with CUDA graphs (torch.compile with "
                     'mode="reduce-overhead" or "max-autotune"): a graph replays kernels on the addresses that it was '
@@ -168,7 +173,7 @@ def _group(
     groups: dict[tuple[Dtypes, bool, bool], list[ParamInfo]] = {}
     for param, fqns in members:
         dtypes = _dtypes(param, id(param) in fp32, config, precision)
-        whole = param.numel() <= 1 or not param.is_floating_point()
+        whole = stays_whole(param)
         dtype = dtypes.master if precision in TRUE_DTYPES else param.dtype
         if find_owner(param) is not None:
             raise ConfigError(f"parameter {fqns[0]} is sharded already, as part of another module. Shard it once.")
@@ -182,6 +187,11 @@ def _group(
                 info.slot = slot
             buckets.append(BucketGroup(part, dtypes, trainable, whole))
     return buckets
+
+
+def stays_whole(param: nn.Parameter) -> bool:
+    """Whether ``param`` is whole on the device at every stage: it could not be shown as a placeholder."""
+    return param.numel() <= 1 or not param.is_floating_point()
 
 
 def _split(infos: list[ParamInfo], itemsize: int, limit: int, *, is_root: bool) -> list[list[ParamInfo]]:

@@ -80,6 +80,9 @@ class GradStore(Protocol):
     def clear(self) -> None:
         """There is no gradient any more."""
 
+    def free(self) -> None:
+        """Give back what it holds on a tier; it is not used any more."""
+
     def claim(self) -> Claimed:
         """Take it as it is now, for an offloaded step: it may be cleared before the step begins."""
 
@@ -121,6 +124,9 @@ class OnDevice:
     def clear(self) -> None:
         self.value = None
 
+    def free(self) -> None:
+        self.clear()
+
     def claim(self) -> Claimed:
         return Claimed(self._streams, self.value, None, None)
 
@@ -153,7 +159,8 @@ class OnHost:
     def __init__(self, tier: HostTier, label: str, numel: int, dtype: torch.dtype, landing: Landing) -> None:
         self._landing, self._dtype = landing, dtype
         self._streams = landing.streams
-        self.memory: Tensor = tier.resident(tier.reserve([Wanted(f"{label} (gradient)", numel, dtype)])[0])
+        self._tier, self._extent = tier, tier.reserve([Wanted(f"{label} (gradient)", numel, dtype)])[0]
+        self.memory: Tensor = tier.resident(self._extent)
         self.is_there = False
         self._arrival: Any = None  # an event or a future; None: it has arrived
         self._factor: Factor | None = None
@@ -202,6 +209,10 @@ class OnHost:
         if isinstance(self._arrival, Future):
             _wait(self._streams, self._arrival)
         self.is_there, self._arrival, self._factor = False, None, None
+
+    def free(self) -> None:
+        self.clear()
+        self._tier.free([self._extent])
 
     def claim(self) -> Claimed:
         return Claimed(self._streams, self.memory if self.is_there else None, self._arrival, self._factor)

@@ -52,11 +52,22 @@ class Tiers:
     sender: Sender | None = None
     read_ahead: ReadAhead | None = None
 
-    def close(self) -> None:
-        # In the order of who uses whom.
-        for part in (self.landing, self.sender, self.host, self.nvme, self.read_ahead):
-            if part is not None:
+    def close(self, *, but: Tiers | None = None) -> None:
+        """End them, except for parts of ``but``. May be called twice."""
+        kept = () if but is None else but._parts()
+        for part in self._parts():
+            if part is not None and not any(part is other for other in kept):
                 part.close()
+
+    def _parts(self) -> tuple[Landing | Sender | HostTier | NvmeTier | ReadAhead | None, ...]:
+        return self.landing, self.sender, self.host, self.nvme, self.read_ahead  # in the order of who uses whom
+
+    def set_budgets(self, host: int | None, nvme: int | None) -> None:
+        """Bound the bytes that this rank may hold; None: no bound."""
+        if self.host is not None:
+            self.host.budget = host
+        if self.nvme is not None:
+            self.nvme.budget = nvme
 
 
 class Home(Protocol):

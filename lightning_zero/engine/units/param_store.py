@@ -47,6 +47,9 @@ class ParamStore(Protocol):
                 they are gathered next.
         """
 
+    def free(self) -> None:
+        """Give back what it holds on a tier; it is not used any more."""
+
     @property
     def memory(self) -> Tensor | None:
         """The memory that holds the parameters beside the full buffer and the home; None where there is none."""
@@ -69,6 +72,8 @@ class FullIsMaster:
 
     def update(self, master: Tensor, *, later: bool = False) -> None: ...
 
+    def free(self) -> None: ...
+
 
 class InHome:
     """The parameters are cast from the masters when they are asked for; frozen ones are in the home themselves."""
@@ -89,6 +94,8 @@ class InHome:
             self._home.copy_to(target)
 
     def update(self, master: Tensor, *, later: bool = False) -> None: ...
+
+    def free(self) -> None: ...
 
 
 class FullCopy(InHome):
@@ -129,6 +136,8 @@ class DeviceShard:
     def update(self, master: Tensor, *, later: bool = False) -> None:
         self._send(self.memory)
 
+    def free(self) -> None: ...
+
 
 class FileShard:
     """A shard in a file, apart from the masters."""
@@ -162,6 +171,10 @@ class FileShard:
         self._drop()  # what was read ahead is old now, and the next ``read`` would take it for the new values
         # Waited for: ``to`` returns the master itself where nothing is to be converted, and the next step changes that.
         self._tier.stage_out(self._extent, master.to("cpu", self._extent.dtype)).result()
+
+    def free(self) -> None:
+        self._drop()
+        self._tier.free([self._extent])
 
     def _drop(self) -> None:
         """Forget what was read, because the file may change."""

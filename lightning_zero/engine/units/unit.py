@@ -55,6 +55,10 @@ class Unit:
     has_other_memory: Callable[[], None] = lambda: None  # called when buffers have left their storages
 
     def __post_init__(self) -> None:
+        self.plans_changed()
+
+    def plans_changed(self) -> None:
+        """Take notice of the plans of the buckets."""
         self.resharded = [bucket for bucket in self.buckets if bucket.reshards]
 
     @property
@@ -83,6 +87,14 @@ class Unit:
         if (self.state, state) not in LEGAL:
             raise RuntimeError(f"unit {self.title}: illegal transition {self.state.name} -> {state.name}")
         self.state = state
+
+    def restaged(self) -> None:
+        """The buckets, at rest, have other plans."""
+        self.plans_changed()
+        # Set and not entered: it is no gather or drop that has led here.
+        self.state = State.SHARDED if self.reshards else State.GATHERED
+        for bucket in self.buckets[:1]:
+            bucket.comm.streams.give_back()
 
     def unshard_begin(self) -> None:
         """Issue the gathers of all buckets that are dropped after use; on a device's streams as one message.

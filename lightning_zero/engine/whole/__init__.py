@@ -9,5 +9,6 @@
     ranges           whole values of which each rank gives its ranges
     snapshot         what shards are now, for a thread that writes them later
     norms            norms and clipping
+    restage          another stage or offload row, from shard to shard
     held_bytes       bytes that are held, beside those that were planned
 """

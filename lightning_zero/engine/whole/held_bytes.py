@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from lightning_zero.engine.engine import Engine
+from lightning_zero.engine.assembly import Assembly
 from lightning_zero.engine.units.bucket import Bucket
 from lightning_zero.planning.buckets import RESTING, BucketPlan, Role
 from lightning_zero.planning.layout import round_up
@@ -15,7 +15,7 @@ from lightning_zero.planning.memory import FILE_PAGE_NBYTES, Bytes, Limits, Mome
 from lightning_zero.planning.placement import Tier
 
 
-def held_bytes(engine: Engine) -> Bytes:
+def held_bytes(engine: Assembly) -> Bytes:
     """Bytes of this rank now, by role and tier: every storage once, and files as their tier reserved them.
 
     Parameters that are gathered for a moment do not rest and do not count, nor do numbers that the optimizer keeps once
@@ -47,7 +47,7 @@ def held_bytes(engine: Engine) -> Bytes:
     return held
 
 
-def _in_files(engine: Engine, total: int) -> Bytes:
+def _in_files(engine: Assembly, total: int) -> Bytes:
     """Bytes in files by role. The tier knows their sum: what is neither master nor compute parameter is state."""
     held: Bytes = Counter()
     for bucket in engine.buckets:
@@ -58,7 +58,7 @@ def _in_files(engine: Engine, total: int) -> Bytes:
     return held
 
 
-def _state_tensors(engine: Engine, bucket: Bucket) -> Iterator[Tensor]:
+def _state_tensors(engine: Assembly, bucket: Bucket) -> Iterator[Tensor]:
     for sharded in engine.optimizers:
         for run in sharded.runs.of(bucket):
             # A list at once: a step may be under way in the worker, which adds entries.
@@ -66,12 +66,12 @@ def _state_tensors(engine: Engine, bucket: Bucket) -> Iterator[Tensor]:
             yield from (v for v in state if isinstance(v, Tensor) and v.shape == run.tensor.shape)
 
 
-def plan_of(engine: Engine) -> list[BucketPlan]:
+def plan_of(engine: Assembly) -> list[BucketPlan]:
     """The plans of all buckets, as :mod:`lightning_zero.planning.memory` needs them."""
     return [bucket.plan for bucket in engine.buckets]
 
 
-def state_tensors(engine: Engine) -> int:
+def state_tensors(engine: Assembly) -> int:
     """Elementwise tensors that the optimizers keep for each parameter, as far as they have stepped."""
     counts = [0]
     for bucket in engine.buckets:
@@ -80,7 +80,7 @@ def state_tensors(engine: Engine) -> int:
     return max(counts)
 
 
-def limits_of(engine: Engine, micro_batches: int = 1) -> Limits:
+def limits_of(engine: Assembly, micro_batches: int = 1) -> Limits:
     """The settings that bound the bytes that come and go."""
     config = engine.config
     return Limits(config.prefetch_bytes, config.keep_gathered_bytes, config.reduce_bucket_bytes, micro_batches)

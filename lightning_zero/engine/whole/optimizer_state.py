@@ -50,6 +50,7 @@ def whole_state(
 
 
 _Key = tuple[int, int]  # bucket, slot
+Entry = dict[str, Any]  # state of a parameter by name: a dtype stands for a sliced value, plain values for themselves
 
 
 def _full_states(
@@ -59,24 +60,16 @@ def _full_states(
     unless hollow tensors are asked for."""
     # A rank may own nothing of a parameter, or of a whole bucket, and so not know that there is state. It takes part in
     # the gathers all the same: they follow from what all ranks have told, by name and in one order (``sorted``).
-    buckets = engine.buckets
-    known: dict[_Key, dict[str, Any]] = {}
-    for contribution in engine.comm.all_gather_objects(_who_has_what(buckets, sharded), "optimizer state"):
-        for key, entry in contribution.items():
-            known.setdefault(key, {}).update(entry)
+    known = all_who_have_what(engine, sharded)
     result: dict[tuple[Bucket, int], dict[str, Any]] = {}
     index = engine.optimizers.index(sharded)
-    for i, bucket in enumerate(buckets):
-        slots = {slot: entry for (b, slot), entry in known.items() if b == i}
+    for i, bucket in enumerate(engine.buckets):
+        slots = known.get(i, {})
         if hollow is not None:
             whole = _hollow_part(hollow, bucket, i, index)
         else:
-            dtypes = {n: v for entry in slots.values() for n, v in entry.items() if isinstance(v, torch.dtype)}
-            with opened(bucket.home):
-                parts = local_parts(bucket, sharded)
-                whole = _part_of(
-                    {name: full_state(bucket, dtypes[name], parts.get(name, [])) for name in sorted(dtypes)}, bucket
-                )
+            full = full_states_of(bucket, sharded, slots)
+            whole = _part_of(full, bucket)
         if not wanted:
             continue
         for slot, entry in slots.items():
@@ -89,6 +82,18 @@ def _full_states(
     return result
 
 
+def full_states_of(bucket: Bucket, sharded: ShardedOptimizer, slots: Mapping[int, Entry]) -> dict[str, Tensor]:
+    """Gather each state of a whole bucket [layout.numel], by name: on all ranks, for the same ``slots``.
+
+    Args:
+        slots: of :func:`all_who_have_what`.
+    """
+    dtypes = {n: v for entry in slots.values() for n, v in entry.items() if isinstance(v, torch.dtype)}
+    with opened(bucket.home):
+        parts = local_parts(bucket, sharded)
+        return {name: full_state(bucket, dtypes[name], parts.get(name, [])) for name in sorted(dtypes)}
+
+
 def _hollow_part(hollow: Hollow, bucket: Bucket, number: int, index: int) -> Callable[[int, str, torch.dtype], Tensor]:
     return lambda slot, name, dtype: hollow.tensor(Value(number, slot, index, name), bucket.params[slot], dtype)
 
@@ -97,9 +102,18 @@ def _part_of(full: Mapping[str, Tensor], bucket: Bucket) -> Callable[[int, str, 
     return lambda slot, name, _: bucket.part_of(full[name], bucket.params[slot]).to("cpu", copy=True)
 
 
-def _who_has_what(buckets: list[Bucket], sharded: ShardedOptimizer) -> dict[_Key, dict[str, Any]]:
+def all_who_have_what(engine: Assembly, sharded: ShardedOptimizer) -> dict[int, dict[int, Entry]]:
+    """By number of the bucket and slot: the state of each parameter on any rank. On all ranks."""
+    known: dict[int, dict[int, Entry]] = {}
+    for contribution in engine.comm.all_gather_objects(_who_has_what(engine.buckets, sharded), "optimizer state"):
+        for (number, slot), entry in contribution.items():
+            known.setdefault(number, {}).setdefault(slot, {}).update(entry)
+    return known
+
+
+def _who_has_what(buckets: list[Bucket], sharded: ShardedOptimizer) -> dict[_Key, Entry]:
     """This rank's state by parameter: a dtype stands for a sliced value, plain values for themselves."""
-    local: dict[_Key, dict[str, Any]] = {}
+    local: dict[_Key, Entry] = {}
     for i, bucket in enumerate(buckets):
         for fragment, state in sharded.runs.fragment_states(bucket):
             entry = local.setdefault((i, fragment.index), {})

@@ -1,0 +1,296 @@
+"""Moves a module that is sharded to another row of ``zero/stage`` or ``zero/offload``, shard by shard, without a file.
+
+::
+
+    refuse ---> tiers ---> for each unit, for each bucket:   values, state, gradient   old place --> new place
+    (nothing has changed)                                    the old place is given back
+
+Layouts stay: which parameters share a bucket, and which ranks share shards, does not depend on the rows. So a value
+either stays in its place, or goes to another tier, or, where the owned range changes (a shard, or all of the bucket),
+is cut or gathered. Of one bucket the old and the new are there together, and of no more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_zero.comm.share import Share, share_of_machine
+from lightning_zero.config import ConfigError, Offload, ZeroConfig
+from lightning_zero.engine.assembly import LIVE, Assembly
+from lightning_zero.engine.steps.optimizer import ShardedOptimizer
+from lightning_zero.engine.steps.torch_optimizers import count_states
+from lightning_zero.engine.steps.worker import default_threads
+from lightning_zero.engine.torch_modes import outside_autograd
+from lightning_zero.engine.units.bucket import Bucket
+from lightning_zero.engine.units.change_tiers import Held, change_tiers
+from lightning_zero.engine.units.describe import BucketGroup, UnitGroup, refuse_cuda_graphs, stays_whole
+from lightning_zero.engine.units.home import Tiers, opened
+from lightning_zero.engine.whole.optimizer_state import Entry, all_who_have_what, full_states_of
+from lightning_zero.engine.whole.ranges import full_state
+from lightning_zero.planning.buckets import BucketPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """The way of what a rank holds of a bucket, from the range that it owns to the one that it is to own."""
+
+    bucket: Bucket
+    plan: BucketPlan
+
+    @property
+    def changes_range(self) -> bool:
+        """The same on all ranks."""
+        return self.bucket.comm.shard_size > 1 and self.bucket.plan.shards_master != self.plan.shards_master
+
+    def of(self, values: Tensor) -> Tensor:
+        """``values`` [owned numel] of the range that is to be owned; the same tensor, a view or a new one, anywhere.
+
+        On all ranks: where a whole bucket is to be owned it is gathered.
+        """
+        if not self.changes_range:
+            return values
+        if self.bucket.plan.shards_master:
+            return full_state(self.bucket, values.dtype, [(0, values.numel(), values)])
+        low, high = self.plan.owned_range(self.bucket.comm.shard_rank)
+        return values[low:high]
+
+
+Follow = Callable[[int, Move], None]  # takes the number of a bucket, and moves what somebody else holds of it
+
+
+class _Seen(NamedTuple):
+    """What a rank brings to a restage, to be compared."""
+
+    rows: tuple[Any, ...]
+    changes: bool
+    refusal: str | None
+
+
+@outside_autograd
+def restage(engine: Assembly, config: ZeroConfig, follow: Sequence[Follow] = ()) -> None:
+    """See ``Engine.restage``.
+
+    Args:
+        config: differs from that of ``engine`` in ``stage`` and ``offload`` only.
+        follow: is called for each bucket, before it moves. On all ranks.
+    """
+    if not _agree(engine, config):
+        return
+    passes, comm = engine.passes, engine.comm
+    passes.recover()
+    passes.leave()
+    engine.settle()
+    engine.writes.take_all_over()
+    engine.writes.confirm_if_any()
+    engine.forget_zeroed()
+    _agree_on_grads(engine)
+    comm.together("restaging: the model", partial(refuse_cuda_graphs, engine.module, config))
+    share = share_of_machine(comm) if config.offload.name is not Offload.none else Share()
+    tiers, plans = _make_tiers(engine, config, share)
+    known = [all_who_have_what(engine, sharded) for sharded in engine.optimizers]
+    comm.streams.accelerator.synchronize()  # what rests may still be read
+    comm.streams.let_go()
+    before = engine.tiers
+    forget_before = engine.take_tiers(tiers)
+    try:
+        # Budgets are of what rests, and not of what is between two places.
+        tiers.set_budgets(None, None)
+        _move_all(engine, plans, known, follow)
+        tiers.set_budgets(config.offload.host_budget, config.offload.nvme_budget)
+        if tiers.nvme is not None:
+            tiers.nvme.trim()
+        before.close(but=tiers)
+        forget_before()
+        engine.after_step.use_threads(config.offload.threads or default_threads(share.cpus))
+    except BaseException as error:
+        engine.after_step.fail(_partly_moved(error))
+        raise
+    engine.config = config
+    passes.plans_changed()
+
+
+def _partly_moved(error: BaseException) -> RuntimeError:
+    return RuntimeError(
+        f"the module was being restaged when this was raised: {type(error).__name__}: {error}\nSome of its values are "
+        "where they were and others where they are to be, so that training cannot go on. Build the module anew, and go "
+        "on from the last checkpoint."
+    )
+
+
+# -- before anything has changed --------------------------------------------------------------------------------------
+
+
+def _agree(engine: Assembly, config: ZeroConfig) -> bool:
+    """Compare what all ranks bring. It changes nothing. Returns whether there is anything to change, on any rank.
+
+    Raises:
+        ConfigError: on all ranks.
+    """
+    table: list[_Seen] = engine.comm.all_gather_objects(
+        _Seen(_rows(config), config != engine.config, _in_the_way(engine)), "restaging the module"
+    )
+    for rank, seen in enumerate(table):
+        if seen.refusal is not None:
+            raise ConfigError(f"restage: {seen.refusal} (So says rank {rank}.)")
+        if seen.rows != table[0].rows:
+            raise ConfigError(
+                f"restage: expected the same rows on all ranks, got {_say(table[0].rows)} on rank 0 and "
+                f"{_say(seen.rows)} on rank {rank}. Call it with the same stage and offload on all ranks."
+            )
+    return any(seen.changes for seen in table)
+
+
+def _agree_on_grads(engine: Assembly) -> None:
+    """
+    Raises:
+        ConfigError: on all ranks: some have gradients that others have not, which then could not be gathered.
+    """
+    grads = [bucket.grad_store.is_there for bucket in engine.buckets]
+    table = engine.comm.all_gather_objects(grads, "restaging: gradients")
+    for rank, found in enumerate(table):
+        if found != table[0]:
+            raise ConfigError(
+                f"restage: expected gradients of the same parameters on all ranks, got others on rank {rank} than on "
+                "rank 0. Clear them on all ranks or on none (optimizer.zero_grad()) before it."
+            )
+
+
+def _rows(config: ZeroConfig) -> tuple[Any, ...]:
+    """What must be alike; a node may have a folder and threads of its own."""
+    offload = config.offload
+    budgets = offload.device_budget, offload.host_budget, offload.nvme_budget
+    return config.stage.name.name, offload.name.name, *budgets, offload.step_in_backward
+
+
+def _say(rows: tuple[Any, ...]) -> str:
+    stage, offload, *budgets, _ = rows
+    return f"stage {stage} with offload {offload}" + (f" and budgets {budgets}" if any(budgets) else "")
+
+
+def _in_the_way(engine: Assembly) -> str | None:
+    """Why this rank cannot restage now."""
+    if (what := engine.passes.under_way()) is not None:
+        return (
+            f"expected to be called between steps, got a call {what}. Call it in on_train_batch_end, "
+            "on_train_epoch_end, or between two fits."
+        )
+    if engine.shown:
+        return (
+            "expected to be called outside of gather(), got a call inside of it. Leave the "
+            "`with lightning_zero.gather(...)` block first."
+        )
+    return None
+
+
+def _make_tiers(engine: Assembly, config: ZeroConfig, share: Share) -> tuple[Tiers, list[BucketPlan]]:
+    groups = [
+        UnitGroup(
+            unit.name,
+            [BucketGroup(b.params, b.dtypes, b.trainable, stays_whole(b.params[0].param)) for b in unit.buckets],
+        )
+        for unit in engine.units
+    ]
+    counts = {sharded: count_states(sharded.optimizer) for sharded in engine.optimizers}
+    owners = {sharded: set(sharded.buckets()) for sharded in engine.optimizers}
+    held = []
+    for bucket in engine.buckets:
+        own = [sharded for sharded in engine.optimizers if bucket in owners[sharded]]
+        later = sum(counts[sharded] for sharded in own)
+        held.append(Held(bucket.plan, sum(counts[s] for s in own if s.runs.has_stepped(bucket)), later))
+    taken = {other.tiers.nvme.instance for other in LIVE if other.tiers.nvme is not None}
+    return change_tiers(groups, config, engine.comm, taken, share, engine.tiers, held)
+
+
+# -- the move ---------------------------------------------------------------------------------------------------------
+
+
+def _move_all(
+    engine: Assembly,
+    plans: Sequence[BucketPlan],
+    known: Sequence[dict[int, dict[int, Entry]]],
+    follow: Sequence[Follow],
+) -> None:
+    number = 0
+    for unit in engine.units:
+        for bucket in unit.buckets:
+            move = Move(bucket, plans[number])
+            if move.plan != bucket.plan or move.plan.tiers.leaves_device:
+                for other in follow:
+                    other(number, move)
+                engine.comm.place = f"restaging {bucket.label}"
+                _move(engine, move, [own.get(number, {}) for own in known])
+            number += 1
+        unit.restaged()
+    engine.comm.streams.accelerator.synchronize()
+    engine.comm.place = "between passes"
+
+
+def _move(engine: Assembly, move: Move, known: Sequence[dict[int, Entry]]) -> None:
+    """
+    Args:
+        known: of each optimizer, who has what of the bucket's state.
+    """
+    bucket, plan, tiers, comm = move.bucket, move.plan, engine.tiers, engine.comm
+    keeps_home, keeps_grad = _keeps_home(move, tiers), _keeps_grad(move, tiers)
+    home, came_whole = bucket.home, not bucket.reshards
+    with opened(home) as master:
+        # Messages first: what follows may fail on one rank alone.
+        values = move.of(master)
+        states = [
+            full_states_of(bucket, sharded, slots) if move.changes_range else {}
+            for sharded, slots in zip(engine.optimizers, known, strict=True)
+        ]
+        grad = None if keeps_grad or bucket.grad is None else move.of(bucket.grad)
+
+        def settle_in() -> None:
+            bucket.rest_as(plan, tiers, values, keeps_home=keeps_home, grad=grad, keeps_grad=keeps_grad)
+            if not keeps_home:
+                for sharded, slots, full in zip(engine.optimizers, known, states, strict=True):
+                    _move_state(move, sharded, slots, full, changes_range)
+
+        changes_range = move.changes_range  # before the bucket has the new plan
+        comm.together(f"restaging {bucket.label}", settle_in)
+        bucket.show_at_rest(values, came_whole=came_whole)
+    if not keeps_home:
+        comm.streams.accelerator.synchronize()
+        home.free()
+
+
+def _keeps_home(move: Move, tiers: Tiers) -> bool:
+    """Whether masters and state are in their place already."""
+    old, new = move.bucket.plan, move.plan
+    same = old.copies_master == new.copies_master and old.home_tier is new.home_tier
+    return same and not move.changes_range and move.bucket.is_on(new.home_tier, tiers)
+
+
+def _keeps_grad(move: Move, tiers: Tiers) -> bool:
+    same = move.bucket.plan.grads_on_host == move.plan.grads_on_host
+    return same and not move.changes_range and move.bucket.is_on(move.plan.tiers.grad, tiers)
+
+
+def _move_state(
+    move: Move, sharded: ShardedOptimizer, slots: dict[int, Entry], full: dict[str, Tensor], changes_range: bool
+) -> None:
+    bucket = move.bucket
+    if not changes_range:
+        sharded.runs.follow(bucket)
+        return
+    groups = sharded.groups_of(bucket)
+    if not sharded.runs.has_stepped(bucket) or not groups or not bucket.trainable:
+        sharded.runs.forget(bucket)
+        return
+
+    def values(slot: int, name: str, value: Any) -> Any:
+        return bucket.part_of(full[name], bucket.params[slot]) if isinstance(value, torch.dtype) else value
+
+    states = {
+        (bucket, slot): {name: values(slot, name, value) for name, value in entry.items()}
+        for slot, entry in slots.items()
+    }
+    sharded.runs.reload(bucket, groups, states)

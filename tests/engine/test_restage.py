@@ -1,0 +1,386 @@
+"""Another stage or offload row between two steps: the numbers of a run that has never changed it."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_zero.config import ConfigError, Offload
+from lightning_zero.engine.passes import passes
+from lightning_zero.engine.whole.held_bytes import held_bytes, plan_of, state_tensors
+from lightning_zero.engine.whole.restage import Move
+from lightning_zero.planning.fit import allowed_rows
+from lightning_zero.planning.memory import Moment, planned_bytes
+from lightning_zero.planning.placement import OFFLOADS, Tier
+from tests.engine.support import Model, Sharded, adamw, autocast, language_loss, pairwise_selection, sgd, tokens
+from tests.harness import on_ranks, run
+
+ROWS = [f"{stage.name} {row.name}" for stage, row in allowed_rows() if row is not Offload.auto]
+OPTIMIZERS = {"sgd": sgd, "adamw": adamw}
+
+
+class Odd(Model):
+    """With a frozen unit, a parameter that stays whole, tied weights and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__(depth=2)
+        self.scale = nn.Parameter(torch.ones(()))
+        self.blocks[1].requires_grad_(False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, batch: Tensor) -> Tensor:
+        if self.training:
+            self.calls += 1
+        return super().forward(batch) * self.scale
+
+
+def offload_of(row: str, folder: Path) -> dict[str, Any]:
+    name = row.split()[1]
+    return {"name": name, "nvme_path": str(folder)} if "nvme" in name else {"name": name}
+
+
+def train(side: Sharded, step: int, precision: str, restage: Callable[[], None] = lambda: None) -> Tensor:
+    """A step, in which ``restage`` is called at one of four places."""
+    place = step % 4
+    if place == 0:
+        restage()
+    with autocast(precision):
+        loss = language_loss(side.module, tokens(step))
+        side.backward(loss)
+    if place == 1:
+        restage()  # the gradient waits for the step
+    side.clip(0.5)
+    if place == 2:
+        restage()
+    side.step()
+    side.optimizer.param_groups[0]["lr"] *= 0.9
+    if place == 3:
+        restage()  # while an offloaded step is under way
+    side.optimizer.zero_grad(set_to_none=step % 3 == 0)
+    return loss.detach().clone()
+
+
+def values(side: Sharded) -> dict[str, Any]:
+    engine = side.engine
+    state = engine.optimizer_state(side.optimizer, only_rank_0=False)
+    return {"weights": engine.state_dict(only_rank_0=False), "state": state}
+
+
+def assert_equal(found: Any, expected: Any, what: str = "") -> None:
+    if isinstance(expected, Tensor):
+        assert found.dtype == expected.dtype and torch.equal(found, expected), what
+    elif isinstance(expected, dict):
+        assert found.keys() == expected.keys(), what
+        for key in expected:
+            assert_equal(found[key], expected[key], f"{what} {key}")
+    elif isinstance(expected, (list, tuple)):
+        assert len(found) == len(expected), what
+        for i, (one, other) in enumerate(zip(found, expected, strict=True)):
+            assert_equal(one, other, f"{what} {i}")
+    else:
+        assert found == expected, what
+
+
+class Case(NamedTuple):
+    world: int
+    precision: str
+    optimizer: str
+    part: int  # of all ways from row to row; -1: all of them
+
+    def __str__(self) -> str:
+        return "-".join(map(str, self))
+
+
+def all_ways(rows: Sequence[str]) -> list[str]:
+    """Rows one after the other, so that every way from one to another occurs once (Hierholzer's circuit)."""
+    left = {row: [other for other in reversed(rows) if other != row] for row in rows}
+    walk: list[str] = []
+    stack = [rows[0]]
+    while stack:
+        if left[stack[-1]]:
+            stack.append(left[stack[-1]].pop())
+        else:
+            walk.append(stack.pop())
+    return walk[::-1]
+
+
+WALK = all_ways(ROWS)
+VALUES: dict[str, Sequence[Any]] = {
+    "world": (1, 2, 3),
+    "precision": ("fp32", "bf16", "bf16_true"),
+    "optimizer": ("sgd", "adamw"),
+}
+MATRIX = [Case(*values, -1) for values in itertools.product(*VALUES.values())]
+# All ways once, each with some of the other settings.
+SELECTED = [case._replace(part=part) for part, case in enumerate(pairwise_selection(MATRIX))]
+PARTS = len(SELECTED)
+
+
+def check_held(side: Sharded, what: str) -> None:
+    engine = side.engine
+    engine.settle()
+    engine.forget_zeroed()
+    states = state_tensors(engine)
+    gone = not any(bucket.grad_store.is_there for bucket in engine.buckets)
+    moment = Moment.cleared if gone else Moment.reduced
+    planned = planned_bytes(plan_of(engine), engine.rank, state_tensors=states, moment=moment)
+    assert held_bytes(engine) == planned, what
+
+
+def _check(case: Case, folder: Path) -> None:
+    size = -(-(len(WALK) - 1) // PARTS)
+    rows = WALK if case.part < 0 else WALK[case.part * size : (case.part + 1) * size + 1]
+    settings = {"precision": case.precision, "optimizer": OPTIMIZERS[case.optimizer]}
+    torch.manual_seed(3)
+    with Sharded(Odd(), stage="zero3", **settings) as plain:
+        losses = [train(plain, step, case.precision) for step in range(len(rows))]
+        expected = values(plain)
+    torch.manual_seed(3)
+    with Sharded(Odd(), stage=rows[0].split()[0], offload=offload_of(rows[0], folder), **settings) as side:
+        optimizer, groups = side.optimizer, side.engine.comm._groups
+        train(side, 0, case.precision)
+        for step, row in enumerate(rows[1:], 1):
+
+            def restage(row: str = row) -> None:
+                side.engine.restage(row.split()[0], offload_of(row, folder))
+                check_held(side, row)
+
+            loss = train(side, step, case.precision, restage)
+            check_held(side, row)
+            assert_equal(loss, losses[step], f"loss {step}, after {rows[step - 1]} -> {row}")
+        assert side.optimizer is optimizer and side.engine.comm._groups is groups
+        assert_equal(values(side), expected)
+    assert not list(folder.rglob("*"))
+
+
+def test_the_walk_has_every_way_once() -> None:
+    ways = list(itertools.pairwise(WALK))
+    assert sorted(ways) == sorted(itertools.permutations(ROWS, 2))
+
+
+@pytest.mark.parametrize("case", SELECTED, ids=str)
+def test_every_way_from_row_to_row(case: Case, tmp_path: Path) -> None:
+    run(case.world, _check, case, tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", MATRIX, ids=str)
+def test_every_way_with_every_precision_and_optimizer(case: Case, tmp_path: Path) -> None:
+    run(case.world, _check, case, tmp_path, timeout=300)
+
+
+# -- the move itself --------------------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("zero3 none", "zero1 none"), ("zero1 none", "zero3 cpu"), ("zero0 none", "zero2 optimizer_cpu")],
+)
+def test_one_bucket_is_in_two_places_at_a_time(before: str, after: str) -> None:
+    """What is held between two buckets is never more than the larger plan and one bucket's worth."""
+    torch.manual_seed(3)
+    with Sharded(Model(depth=6), stage=before.split()[0], offload=before.split()[1]) as side:
+        train(side, 0, "fp32")
+        engine = side.engine
+        held: list[int] = []
+        watch = MoveWatch(engine, held)
+        side.engine.restage(*after.split(), follow=[watch])
+        whole = max(4 * b.layout.numel * 4 for b in engine.buckets)
+        assert len(held) == len(engine.buckets)
+        assert max(held) <= max(held[0], sum(held_bytes(engine).values())) + whole
+
+
+class MoveWatch:
+    def __init__(self, engine: Any, held: list[int]) -> None:
+        self.engine, self.held = engine, held
+
+    def __call__(self, number: int, move: Move) -> None:
+        self.held.append(sum(held_bytes(self.engine).values()))
+
+
+def hooks_of(module: nn.Module) -> list[int]:
+    tables = (table for inner in module.modules() for name, table in vars(inner).items() if "_hooks" in name)
+    return [len(table) for table in tables if isinstance(table, dict)]
+
+
+@on_ranks(2)
+def test_nothing_is_left_of_the_rows_before(tmp_path: Path) -> None:
+    """No hook is there twice; files, locks and threads of rows that are over are gone."""
+    with Sharded(Odd(), stage=3, activation_checkpointing="blocks") as side:
+        train(side, 0, "fp32")
+        hooks, threads = hooks_of(side.module), threading.active_count()
+        for step, row in enumerate(("zero3 nvme", "zero1 optimizer_nvme", "zero3 cpu", "zero0 none", "zero3 none"), 1):
+            side.engine.restage(row.split()[0], offload_of(row, tmp_path))
+            train(side, step, "fp32")
+            assert hooks_of(side.module) == hooks, row
+            files = list(tmp_path.rglob(f"rank{dist.get_rank():05d}*"))
+            assert bool(files) == ("nvme" in row), row
+        side.engine.settle()
+        # Nothing but the thread of offloaded steps is left, which waits for more.
+        assert threading.active_count() <= threads + 1
+
+
+@on_ranks(2)
+def test_files_are_used_again_and_cut(tmp_path: Path) -> None:
+    with Sharded(Model(), stage=3, offload=offload_of("zero3 nvme", tmp_path)) as side:
+        train(side, 0, "fp32")
+        side.engine.settle()
+        tier = side.engine.tiers.nvme
+        assert tier is not None
+        size = path_of(tmp_path).stat().st_size
+        side.engine.restage(offload=offload_of("zero3 optimizer_cpu_param_nvme", tmp_path))
+        assert side.engine.tiers.nvme is tier and tier.nbytes <= path_of(tmp_path).stat().st_size < size
+        side.engine.restage(offload=offload_of("zero3 nvme", tmp_path))
+        assert path_of(tmp_path).stat().st_size <= size
+        (tmp_path / "other").mkdir(exist_ok=True)
+        side.engine.restage(offload=offload_of("zero3 nvme", tmp_path / "other"))
+        assert side.engine.tiers.nvme is not tier and not path_of(tmp_path).exists()
+        assert path_of(tmp_path / "other").exists()
+        train(side, 1, "fp32")
+
+
+@on_ranks(2)
+def test_budgets_are_of_what_rests(tmp_path: Path) -> None:
+    """A budget of exactly the bytes of a row will do, whatever is held before it; one byte less will not."""
+    row = offload_of("zero3 optimizer_cpu_param_nvme", tmp_path)
+    with Sharded(Model(), stage=3, offload=row) as side:
+        train(side, 0, "fp32")
+        side.engine.settle()
+        assert side.engine.tiers.nvme is not None and side.engine.tiers.host is not None
+        held = torch.tensor([side.engine.tiers.nvme.nbytes, side.engine.tiers.host.nbytes])
+        budgets = dict(zip(("nvme_budget", "host_budget"), side.engine.comm.max_(held).tolist(), strict=True))
+    with Sharded(Model(), stage=3, offload=offload_of("zero3 nvme", tmp_path)) as side:
+        train(side, 0, "fp32")
+        for name, nbytes in budgets.items():
+            with pytest.raises(ConfigError, match=f"{name}: rank . needs"):
+                side.engine.restage(offload=row | budgets | {name: nbytes // 2})
+        side.engine.restage(offload=row | budgets)
+        assert side.engine.tiers.nvme is not None and side.engine.tiers.nvme.budget == budgets["nvme_budget"]
+        train(side, 1, "fp32")
+
+
+def path_of(folder: Path) -> Path:
+    found = list((folder / "lightning_zero").glob(f"rank{dist.get_rank():05d}*.bin"))
+    return found[0] if found else folder / "lightning_zero" / "none"
+
+
+@on_ranks(2)
+def test_rows_by_budgets() -> None:
+    """``auto`` counts what the module itself holds as room."""
+
+    def losses(restage: bool) -> list[Tensor]:
+        torch.manual_seed(3)
+        with Sharded(Model(), stage=2) as side:
+            found = [train(side, 0, "fp32")]
+            if restage:
+                side.engine.restage(3, {"name": "auto", "device_budget": 20_000, "host_budget": 10**6})
+                rows = {bucket.plan.tiers for bucket in side.engine.buckets}
+                assert rows == {
+                    OFFLOADS[Offload.none],
+                    OFFLOADS[Offload.optimizer_cpu]._replace(compute_param=Tier.device),
+                }
+                check_held(side, "auto")
+            return found + [train(side, step, "fp32") for step in range(1, 4)]
+
+    assert_equal(losses(True), losses(False))
+
+
+@on_ranks(2)
+def test_frozen_parameters_are_thawed_after_it() -> None:
+    def history(restage: bool) -> Any:
+        torch.manual_seed(3)
+        with Sharded(Odd(), stage=3, precision="bf16") as side:
+            found = [train(side, 0, "bf16")]
+            if restage:
+                side.engine.restage(1, "optimizer_cpu")
+            side.module.blocks[1].requires_grad_(True)
+            found += [train(side, step, "bf16") for step in (1, 2)]
+            if restage:
+                side.engine.restage(0, "none")
+            found.append(train(side, 4, "bf16"))
+            return found, values(side)
+
+    assert_equal(history(True), history(False))
+
+
+@on_ranks(2)
+def test_writes_of_users_and_graphs_of_before() -> None:
+    """What was written since the last step counts. A graph of before has lost its weights, and says so."""
+    with Sharded(Model(), stage=2, offload="optimizer_cpu") as side:
+        train(side, 0, "fp32")
+        with torch.no_grad():
+            side.module.head.bias.fill_(3.0)
+        loss = language_loss(side.module, tokens(1))
+        side.engine.passes.leave()
+        side.engine.restage("zero3")
+        with pytest.raises(RuntimeError, match="modified by an inplace operation|storage of size 0"):
+            loss.backward()
+        assert bool((side.engine.state_dict(only_rank_0=False)["head.bias"] == 3.0).all())
+
+
+@on_ranks(2)
+def test_after_an_exception_it_works() -> None:
+    """Also where ranks have come to different places, so that messages of some are missing."""
+
+    class Broken(Model):
+        fails_at = -1
+
+        def forward(self, batch: Tensor) -> Tensor:
+            x = self.embed(batch)
+            for i, block in enumerate(self.blocks):
+                if i == self.fails_at:
+                    raise ValueError("broken")
+                x = block(x)
+            out: Tensor = self.head(x)
+            return out
+
+    def history(restage: bool) -> Any:
+        torch.manual_seed(3)
+        with Sharded(Broken(), stage=3) as side:
+            found = [train(side, 0, "fp32")]
+            side.module.fails_at = 1 + dist.get_rank()
+            with pytest.raises(ValueError, match="broken"):
+                train(side, 1, "fp32")
+            side.module.fails_at = -1
+            if restage:
+                side.engine.restage(1)
+            return [*found, train(side, 2, "fp32"), values(side)]
+
+    before, passes.ABANDON_S = passes.ABANDON_S, 0.2
+    try:
+        assert_equal(history(True), history(False))
+    finally:
+        passes.ABANDON_S = before
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("settings", [{"keep_gathered_bytes": 100}, {"dynamic": True}], ids=str)
+def test_settings_that_belong_to_a_row_refuse_others(settings: dict[str, Any]) -> None:
+    with Sharded(Model(), stage=3, **settings) as side:
+        with pytest.raises(ConfigError, match=f"zero.{next(iter(settings))}: expected"):
+            side.engine.restage(2)
+        train(side, 0, "fp32")
+        side.engine.restage(offload="cpu")
+        train(side, 1, "fp32")
+
+
+@on_ranks(2)
+def test_gradients_on_some_ranks_only_are_refused() -> None:
+    with Sharded(Model(), stage=3) as side:
+        side.backward(language_loss(side.module, tokens(0)))
+        if dist.get_rank() == 1:
+            side.zero_grad()
+        with pytest.raises(ConfigError, match="expected gradients of the same parameters on all ranks"):
+            side.engine.restage(0)
+        side.zero_grad()
+        side.engine.restage(0)
