@@ -269,11 +269,14 @@ class CheckpointConfig:
         exclude_frozen: leave frozen parameters out (adapters); a run that goes on keeps those it has.
         verify: compare a checkpoint with its checksums before it is loaded. ``None``: where a job that was started
             again goes on from it.
+        background: training goes on while a checkpoint is written. What changes meanwhile is copied to host memory
+            first.
     """
 
     name: CheckpointFormat = CheckpointFormat.full
     exclude_frozen: bool = False
     verify: bool | None = None
+    background: bool = False
 
 
 @dataclass(kw_only=True, slots=True)

@@ -121,6 +121,15 @@ def aside(path: str | os.PathLike[str], *, folder: bool = False, keep: bool = Tr
     remove_leftovers(target.parent)
 
 
+def leave(stack: contextlib.ExitStack, error: BaseException | None) -> None:
+    """Leave what ``stack`` has entered as after ``error``, which takes an unfinished file away."""
+    if error is None:
+        stack.close()
+        return
+    with contextlib.suppress(BaseException):  # the error itself, or with more words
+        stack.__exit__(type(error), error, error.__traceback__)
+
+
 @contextlib.contextmanager
 def naming(target: Path, *, folder: bool = False) -> Iterator[None]:
     """Have what is raised inside name what could not be written, and the cause.

@@ -20,6 +20,7 @@ from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units import capacity
 from lightning_zero.engine.whole import module_state, optimizer_state, ranges
 from lightning_zero.engine.whole.ranges import Copies, Hollow, Range, Value
+from lightning_zero.engine.whole.snapshot import KeptRanges
 
 
 def engine_of(module: nn.Module) -> Engine | None:
@@ -135,6 +136,11 @@ class Engine(Assembly):
         found = ranges.gathered_ranges(self, wanted, copies) if gathered else ranges.own_ranges(self, wanted, copies)
         for part in found:
             visit(part)
+
+    @outside_autograd
+    def keep_ranges(self, wanted: Mapping[Value, torch.dtype], copies: Copies) -> KeptRanges:
+        """As :meth:`visit_ranges`, for a thread that asks for the values later, while training goes on."""
+        return KeptRanges(self, wanted, copies)
 
     def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         """On all ranks, each with the same full ``state``, as a plain optimizer's ``state_dict()`` gives it: each rank

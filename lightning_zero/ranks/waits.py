@@ -177,6 +177,11 @@ class Waits:
         if self._watchdog is not None:
             self._watchdog.peers.forget()
 
+    def silent(self) -> list[int]:
+        """The ranks that have ended or hang, this one apart. It takes a few seconds."""
+        found = self._watchdog.places_and_silent() if self._watchdog is not None else None
+        return found[1] if found is not None else [rank for rank in range(self.world_size) if rank != self.rank]
+
     def missing_here(self, timeout_s: float) -> list[int]:
         """The ranks that do not call this too, after the same number of operations, within ``timeout_s``.
 

@@ -22,7 +22,7 @@ from torch.optim.swa_utils import AveragedModel
 from lightning_zero.config import CheckpointFormat
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.engine.torch_modes import outside_autograd
-from lightning_zero.engine.units.home import opened
+from lightning_zero.engine.units.home import ResidentHome, opened
 from lightning_zero.engine.whole.module_state import keeping_frozen, loading_into_shards
 from lightning_zero.engine.whole.sharded_state import sharded_state_dict
 
@@ -70,12 +70,14 @@ class ShardedAverage(AveragedModel):
             super().__init__(_AveragedTensors(engine), device=device, use_buffers=use_buffers, **kwargs)  # type: ignore[no-untyped-call]
         self.engine = engine
         self._strategy = strategy
+        self._homes: list[ResidentHome] = []  # of the averages, as they were saved last
         self.swapped = False  # the model holds the averages, for a validation
         assert isinstance(self.module, _AveragedTensors)
         self.module.load = self._load
 
     @outside_autograd
     def update_parameters(self, model: nn.Module) -> None:
+        self._begin_to_change()
         with _masters(self.engine):
             current = _Tensors(self.engine)
             for average, now in zip(self.module.parameters(), current.parameters(), strict=True):
@@ -85,6 +87,7 @@ class ShardedAverage(AveragedModel):
     @outside_autograd
     def exchange(self, *, swap: bool) -> None:
         """Put the averages into the model; with ``swap`` also the model's values into the averages."""
+        self._begin_to_change()
         with _masters(self.engine, changed=True):
             current = _Tensors(self.engine)
             tensors = (chain(t.parameters(), t.buffers()) for t in (self.module, current))
@@ -102,7 +105,7 @@ class ShardedAverage(AveragedModel):
         if settings.name is CheckpointFormat.sharded:
             state = self._own_state(trainable_only=settings.exclude_frozen)
         elif save is not None:
-            state = self._with_own_buffers(save.copy_of_masters([p.detach() for p in self.module.parameters()]))
+            state = self._with_own_buffers(save.copy_of_masters(self._make_homes()))
         else:
             self.exchange(swap=True)
             try:
@@ -113,9 +116,18 @@ class ShardedAverage(AveragedModel):
         return {"n_averaged": self.n_averaged.clone(), **full} if full else {}
 
     def _own_state(self, *, trainable_only: bool) -> dict[str, Any]:
-        averages = dict(zip(self.engine.buckets, self.module.parameters(), strict=True))
-        values = {bucket: average.detach() for bucket, average in averages.items()}
+        values = dict(zip(self.engine.buckets, self._make_homes(), strict=True))
         return self._with_own_buffers(sharded_state_dict(self.engine, values, trainable_only=trainable_only))
+
+    def _make_homes(self) -> list[ResidentHome]:
+        self._homes = [ResidentHome(average.detach()) for average in self.module.parameters()]
+        return self._homes
+
+    def _begin_to_change(self) -> None:
+        """Let who saves in the background copy the averages first."""
+        for home in self._homes:
+            home.open(to_write=True)
+        self._homes = []
 
     def _with_own_buffers(self, state: dict[str, Any]) -> dict[str, Any]:
         for name, buffer in self.module.named_buffers():

@@ -178,15 +178,6 @@ def _classes(path: Any) -> list[str]:
         return []
 
 
-def remove_behind_writes(io: CheckpointIO, path: Any) -> None:
-    """Remove a checkpoint after all earlier ones in the writer's queue are written; keep it if one of them failed.
-
-    AsyncCheckpointIO would remove at once, and a process that is killed then has neither the old nor the new one. A
-    removal that fails only warns: training can go on.
-    """
-    after_writes(io, lambda: _remove(io, path))
-
-
 def wait_for_writes(io: CheckpointIO) -> None:
     """Wait until what is in the writer's queue is done: each save in it holds a whole checkpoint.
 
@@ -204,7 +195,8 @@ def wait_for_writes(io: CheckpointIO) -> None:
 def after_writes(io: CheckpointIO, act: Callable[[], None]) -> None:
     """Do this when all earlier writes in the writer's queue are done; not at all if one of them failed.
 
-    The executor of AsyncCheckpointIO has one thread, which takes what it is given in order.
+    Removals, for one: AsyncCheckpointIO would remove at once, and a process that is killed then has neither the old
+    checkpoint nor the new one. The executor of AsyncCheckpointIO has one thread, which takes what it is given in order.
     """
     writer = async_writer(io)
     executor = writer._executor if writer is not None else None
@@ -221,7 +213,8 @@ def async_writer(io: CheckpointIO | None) -> AsyncCheckpointIO | None:
     return io if isinstance(io, AsyncCheckpointIO) else None
 
 
-def _remove(io: CheckpointIO, path: Any) -> None:
+def remove(io: CheckpointIO, path: Any) -> None:
+    """Remove a checkpoint. Where that fails it only warns: training can go on."""
     try:
         io.remove_checkpoint(path)
     except Exception as error:

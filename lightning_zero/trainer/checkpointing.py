@@ -17,7 +17,7 @@ import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.core.optimizer import LightningOptimizer, _MockOptimizer
 from lightning.pytorch.strategies.parallel import ParallelStrategy
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities import rank_zero_info
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
@@ -37,8 +37,9 @@ from lightning_zero.engine.whole.sharded_state import sharded_optimizer_state, s
 from lightning_zero.ranks.peers import PeerError
 from lightning_zero.ranks.waits import StallError, Waits
 from lightning_zero.trainer import averaging
+from lightning_zero.trainer.background_saves import BackgroundSaves
 from lightning_zero.trainer.checkpoint_fits import check_model
-from lightning_zero.trainer.checkpoint_io import async_writer, load, remove_behind_writes, wait_for_writes, with_default
+from lightning_zero.trainer.checkpoint_io import after_writes, async_writer, load, remove, wait_for_writes, with_default
 from lightning_zero.trainer.interruptions import refuse_lonely_save
 from lightning_zero.trainer.random_numbers import KEY as RNG_KEY
 from lightning_zero.trainer.random_numbers import RandomNumbers, Saved, saved_ranks
@@ -58,6 +59,7 @@ class CheckpointingStrategy(ParallelStrategy):
             checksums, unless ``zero.checkpoint.verify`` is false.
         failed_save: the last save that has failed, on all ranks.
         range_save: inside of ``Trainer.save_checkpoint``, where all ranks write one file.
+        next_may_fail: training goes on where a save fails that is handed over to the background now.
     """
 
     config: ZeroConfig
@@ -74,6 +76,8 @@ class CheckpointingStrategy(ParallelStrategy):
         self.config = config
         refuse_writer(checkpoint_io, config.checkpoint)
         self._saves_folders = config.checkpoint.name is CheckpointFormat.sharded
+        self._background = BackgroundSaves()
+        self.next_may_fail = False
         self._saver: ShardedSaver | None = None
         super().__init__(checkpoint_io=checkpoint_io, **arguments)
         self.resumes_job = False
@@ -167,12 +171,44 @@ class CheckpointingStrategy(ParallelStrategy):
             self.failed_save = error
             raise
 
+    @property
+    def begin_in_background(self) -> Callable[..., None] | None:
+        """Hands over what is left of a save, where training goes on behind it."""
+        module = self.lightning_module
+        if not self.config.checkpoint.background or module is None or module._trainer is None:
+            return None
+        state = module.trainer.state
+        if state.fn != TrainerFn.FITTING or state.status != TrainerStatus.RUNNING:
+            return None
+        return partial(self._background.begin, self._waits, may_fail=self.next_may_fail)
+
+    def after_writes(self, act: Callable[[], Any]) -> None:
+        """Do this when all saves that were begun are on the disk; not at all if one of them fails."""
+        if self._background.is_under_way:
+            self._background.then(act)
+        else:
+            after_writes(self.checkpoint_io, act)
+
+    @property
+    def has_failed_write(self) -> bool:
+        """Whether this rank knows that a save in the background has failed. Nothing is waited for."""
+        return self._background.has_failed
+
     def wait_for_writes(self) -> None:
         """On all ranks, before a save: one at a time is in flight.
 
         Raises:
-            Exception: on all ranks: the last one has failed.
+            Exception: on all ranks: the last one has failed, and training was not to go on then.
         """
+        if self._background.is_under_way:
+            self._background.is_under_way = False
+            try:
+                with self._noting_failure():
+                    self.together("the save before this one", self._background.wait)
+            except Exception as error:
+                if error is not self.failed_save or not self._background.may_fail:
+                    raise
+                rank_zero_warn(f"{error} Training goes on, and this is tried again later (save_minutes).")
         io = self.checkpoint_io
         if async_writer(io) is not None:
             with self._noting_failure():
@@ -186,7 +222,9 @@ class CheckpointingStrategy(ParallelStrategy):
         if self._saver is None:
             self._saver = ShardedSaver(self.global_rank)
         group = dist.group.WORLD if waits is not None else None
-        self._saver.save(*divide(checkpoint), path, group, waits)
+        begin = self.begin_in_background
+        streams = self.engine.comm.streams if begin is not None else None
+        self._saver.save(*divide(checkpoint), path, group, waits, behind=begin, streams=streams)
 
     def export(self, path: Any, *, dtype: str | torch.dtype | None = None, shard_size: str | int = "5GB") -> None:
         """Write the model to a new folder as Hugging Face's ``from_pretrained`` loads it. On all ranks, each its part.
@@ -207,7 +245,7 @@ class CheckpointingStrategy(ParallelStrategy):
 
     def remove_checkpoint(self, filepath: Any) -> None:
         if self.is_global_zero:
-            remove_behind_writes(self.checkpoint_io, filepath)
+            self.after_writes(partial(remove, self.checkpoint_io, filepath))
 
     def finish_writes(self) -> None:
         """On all ranks: what was handed over for writing behind training is written.
@@ -215,6 +253,8 @@ class CheckpointingStrategy(ParallelStrategy):
         Raises:
             Exception: on all ranks, with file and cause: it could not be written.
         """
+        if self._background.is_under_way:
+            self.wait_for_writes()
         if (writer := async_writer(self.checkpoint_io)) is not None:  # a wrapper around it does not pass this on
             self.together("the last writes of checkpoints", writer.teardown)
 
@@ -226,6 +266,8 @@ class CheckpointingStrategy(ParallelStrategy):
                 whole checkpoint.
             OSError: the system's, as a RuntimeError on other ranks: another try may not meet it.
         """
+        if self._background.is_under_way:
+            self.wait_for_writes()
         accelerator_of(self.root_device).release_cached()
         wanted = self.config.checkpoint.verify
         if self.resumes_job if wanted is None else wanted:

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -144,8 +145,11 @@ class Interruptions:
             Left: on all ranks.
         """
         due = self._trainer.is_global_zero and time.monotonic() > self._next_save and not last
-        noted = max(self._noted, _SAVE if due else _NOTHING)
-        asked = int(self._comm.max_(torch.tensor([noted], dtype=torch.int64)).item())
+        strategy = cast(Any, self._trainer.strategy)
+        noted = max(self._noted, _SAVE if due else _NOTHING), strategy.has_failed_write
+        asked, failed = self._comm.max_(torch.tensor(noted, dtype=torch.int64)).tolist()
+        if failed:
+            strategy.wait_for_writes()
         if not asked:
             return
         at = contextlib.nullcontext() if last else self._as_lightning_saves()
@@ -218,9 +222,11 @@ class Interruptions:
         trainer = self._trainer
         for logger in trainer.loggers:
             logger.save()
+        strategy = cast(Any, trainer.strategy)
+        strategy.wait_for_writes()  # the next number follows from the files that are there
         folder = trainer.default_root_dir
         path = trainer.strategy.broadcast(str(trainer._checkpoint_connector.hpc_save_path(folder)))
-        strategy = cast(Any, trainer.strategy)
+        strategy.next_may_fail = not leaving
         try:
             trainer.save_checkpoint(path, weights_only=False)
         except Exception as error:
@@ -231,10 +237,13 @@ class Interruptions:
             if leaving:
                 strategy.finish_writes()  # a requeue ends these processes
             if trainer.is_global_zero:
-                print(f"{what} step {trainer.global_step} in {path}", flush=True)
+                said = f"{what} step {trainer.global_step} in {path}"
+                strategy.after_writes(partial(print, said, flush=True))
                 for older in Path(folder).glob("hpc_ckpt_*.ckpt"):  # each holds the whole state
                     if str(older) != path:
                         strategy.remove_checkpoint(str(older))
+        finally:
+            strategy.next_may_fail = False
         if self._save_every_s is not None:
             now = time.monotonic()
             self._next_save = now + max(self._save_every_s, (now - started) / SAVING_SHARE)

@@ -14,7 +14,6 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 from lightning_zero.checkpoint.durable import link, remove_leftovers, written_aside
 from lightning_zero.ranks.resume import files_of_job, job_name, note_file, note_job
-from lightning_zero.trainer.checkpoint_io import after_writes
 
 _LINK, _REMOVE, _SAVE = "_link_checkpoint", "_remove_checkpoint", "_save_checkpoint"
 _SHOULD_REMOVE = "_should_remove_checkpoint"
@@ -56,7 +55,7 @@ def _link_behind_writes(held: list[str], trainer: pl.Trainer, filepath: str, lin
 
     def act() -> None:
         if trainer.is_global_zero and os.path.abspath(filepath) != os.path.abspath(linkpath):
-            after_writes(strategy.checkpoint_io, partial(_link, linkpath, filepath))
+            strategy.after_writes(partial(_link, linkpath, filepath))
 
     strategy.together(f"linking {linkpath}", act)
     while held:

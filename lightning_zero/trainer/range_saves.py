@@ -11,6 +11,8 @@ Hooks may read and replace what is saved. So where there are some, tensors have 
 and has no name any more. No memory holds them, but the disk must have room for both files.
 
 Where a rank does not see rank 0's folder, rank 0 writes all, one bucket at a time.
+
+In the background (``background_saves.py``) threads write the ranges; what is hollow is kept as it is (``kept.py``).
 """
 
 from __future__ import annotations
@@ -33,12 +35,15 @@ from torch.optim import Optimizer
 
 from lightning_zero.checkpoint.archive import Hole, Skeleton, write_values
 from lightning_zero.checkpoint.crc import Piece
-from lightning_zero.checkpoint.durable import Part, aside, naming
+from lightning_zero.checkpoint.durable import Part, aside, leave, naming
 from lightning_zero.comm.agreements import broadcast_object, gather_objects, together
 from lightning_zero.config import CheckpointFormat
 from lightning_zero.engine import Engine, engine_of
+from lightning_zero.engine.units.home import Home
 from lightning_zero.engine.whole.module_state import hollow_copy
 from lightning_zero.engine.whole.ranges import COPY, MASTER, Copies, Hollow, Range, Value
+from lightning_zero.ranks.mailbox import Mailbox
+from lightning_zero.trainer.background_saves import not_behind
 from lightning_zero.trainer.checkpoint_io import ZeroCheckpointIO, writes_files
 
 T = TypeVar("T")
@@ -53,11 +58,13 @@ class _Place(NamedTuple):
         part: the file.
         identity: of the file.
         holes: of each value, as many as there are tensors of it, with their dtypes.
+        number: of the mailbox, where they are written behind training.
     """
 
     part: str
     identity: tuple[int, int]
     holes: dict[Value, list[tuple[Hole, torch.dtype]]]
+    number: int
 
     @property
     def dtypes(self) -> dict[Value, torch.dtype]:
@@ -71,10 +78,19 @@ class RangeSave:
         io: would write it otherwise.
         path: of the checkpoint.
         with_values: tensors have values when they are asked for.
+        begin: hands what follows over to a thread; None: it is done at once.
     """
 
-    def __init__(self, engine: Engine, io: ZeroCheckpointIO, path: Path, *, with_values: bool) -> None:
-        self._engine, self._io = engine, io
+    def __init__(
+        self,
+        engine: Engine,
+        io: ZeroCheckpointIO,
+        path: Path,
+        *,
+        with_values: bool,
+        begin: Callable[..., None] | None = None,
+    ) -> None:
+        self._engine, self._io, self._behind = engine, io, begin
         self._path = path
         self._with_values = with_values
         self._hollow = Hollow()
@@ -85,10 +101,10 @@ class RangeSave:
         without_frozen = self._engine.config.checkpoint.exclude_frozen
         return self._of(lambda hollow: self._engine.state_dict(hollow=hollow, trainable_only=without_frozen))
 
-    def copy_of_masters(self, tensors: Sequence[Tensor]) -> dict[str, Any]:
-        """The module's state with a copy of the masters, ``[owned numel]`` for each bucket, in the place of these."""
+    def copy_of_masters(self, homes: Sequence[Home]) -> dict[str, Any]:
+        """The module's state with a copy of the masters, in a home for each bucket, in the place of these."""
         without_frozen = self._engine.config.checkpoint.exclude_frozen
-        return self._of(lambda hollow: hollow_copy(self._engine, hollow, tensors, trainable_only=without_frozen))
+        return self._of(lambda hollow: hollow_copy(self._engine, hollow, homes, trainable_only=without_frozen))
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         return self._of(lambda hollow: self._engine.optimizer_state(optimizer, hollow=hollow))
@@ -112,8 +128,6 @@ class RangeSave:
         if self._with_values:
             return False
         self._write(checkpoint, self._hollow, keep=True)
-        if self._engine.rank == 0:
-            self._io.look_at(checkpoint, str(self._path))
         return True
 
     # -- writing --------------------------------------------------------------------------------------------------
@@ -135,12 +149,50 @@ class RangeSave:
             fd = _open(place)
             if fd is not None:
                 stack.callback(os.close, fd)
-            if all(self._gather(fd is not None, "who sees the folder of a checkpoint")):
+            shared = all(self._gather(fd is not None, "who sees the folder of a checkpoint"))
+            if keep and self._behind is not None and shared:
+                assert fd is not None
+                self._hand_over(stack.pop_all(), fd, place, hollow.copies, begun, content)
+                return {}
+            if shared:
                 done = self._together("writing a checkpoint", partial(self._write_own, fd, place, hollow.copies))
             else:
+                if self._behind is not None:
+                    not_behind(f"not all ranks see {self._path.parent}, so rank 0 writes what the others send")
                 done = self._write_all(fd, place, hollow.copies)
-            found = [piece for pieces in self._gather(done, "checksums of a checkpoint") for piece in pieces]
-            return self._together("ending a checkpoint", partial(self._end, stack, begun, place, found, keep))
+            found = self._gather(done, "checksums of a checkpoint")
+            return self._together("ending a checkpoint", partial(self._end, stack, begun, place, content, found, keep))
+
+    def _hand_over(
+        self,
+        stack: contextlib.ExitStack,
+        fd: int,
+        place: _Place,
+        copies: Copies,
+        begun: list[tuple[Part, Skeleton, list[Piece]]],
+        content: Any,
+    ) -> None:
+        with contextlib.ExitStack() as undo:
+            undo.push(stack)
+            kept = self._together("keeping values", partial(self._engine.keep_ranges, place.dtypes, copies))
+            undo.pop_all()
+
+        def write() -> list[Piece]:
+            done: list[Piece] = []
+            for part in kept:
+                _write_range(fd, place, done, part)
+            os.fsync(fd)
+            return done
+
+        def end(found: Sequence[list[Piece]]) -> None:
+            self._end(stack, begun, place, content, found, True)
+
+        def close(error: BaseException | None) -> None:
+            kept.snapshot.close()
+            leave(stack, error)
+
+        assert self._behind is not None
+        self._behind(place.number, self._path, write, end, close)
 
     def _begin(
         self,
@@ -160,7 +212,7 @@ class RangeSave:
             hole = skeleton.holes.get(tensor.untyped_storage()._cdata)
             if hole is not None:  # a state_dict of the user's may have left it out
                 holes.setdefault(value, []).append((hole, tensor.dtype))
-        return _Place(str(part.path), _identity(part.fd), holes)
+        return _Place(str(part.path), _identity(part.fd), holes, Mailbox.new_number())
 
     def _write_own(self, fd: int | None, place: _Place, copies: Copies) -> list[Piece]:
         assert fd is not None
@@ -191,10 +243,12 @@ class RangeSave:
         stack: contextlib.ExitStack,
         begun: list[tuple[Part, Skeleton, list[Piece]]],
         place: _Place,
-        done: list[Piece],
+        content: Any,
+        found: Sequence[list[Piece]],
         keep: bool,
     ) -> dict[int, Tensor]:
         values: dict[int, Tensor] = {}
+        done = [piece for pieces in found for piece in pieces]
         for part, skeleton, filled in begun:
             # A state that an optimizer has for some elements of a parameter only is zero for the others.
             states = {
@@ -207,6 +261,8 @@ class RangeSave:
             if not keep:
                 values = torch.load(part.path, mmap=True, weights_only=True)
         stack.close()  # gives the file its name, or takes it away
+        if keep and self._engine.rank == 0:
+            self._io.look_at(content, str(self._path))
         return values
 
     # -- agreements: a rank on which something fails lets no other wait ---------------------------------------------
@@ -292,17 +348,17 @@ def _choose(trainer: pl.Trainer, filepath: Any) -> RangeSave | None:
     if engine is None or folders or not writes_files(io) or not _is_local_file_protocol(filepath):
         return None
     path = Path(get_filesystem(filepath)._strip_protocol(str(filepath)))
-    return RangeSave(engine, io, path, with_values=_may_be_read(trainer))
+    readers = _readers(trainer)
+    begin = strategy.begin_in_background
+    if begin is not None and readers:
+        not_behind(f"{readers[0]} reads what is saved")
+    return RangeSave(engine, io, path, with_values=bool(readers), begin=begin)
 
 
-def _may_be_read(trainer: pl.Trainer) -> bool:
-    """Whether there are hooks that see what is saved."""
+def _readers(trainer: pl.Trainer) -> list[str]:
+    """Hooks that see what is saved."""
     harmless = (Callback.on_save_checkpoint, WeightAveraging.on_save_checkpoint)  # these read no values
-    return (
-        is_overridden(_HOOK, trainer.lightning_module)
-        or (trainer.datamodule is not None and is_overridden(_HOOK, trainer.datamodule))  # type: ignore[attr-defined]
-        or any(
-            type(callback).on_save_checkpoint not in harmless or _HOOK in vars(callback)
-            for callback in trainer.callbacks  # type: ignore[attr-defined]
-        )
-    )
+    data: Any = trainer.datamodule  # type: ignore[attr-defined]
+    found = [part for part in (trainer.lightning_module, data) if part is not None and is_overridden(_HOOK, part)]
+    found += [c for c in trainer.callbacks if type(c).on_save_checkpoint not in harmless or _HOOK in vars(c)]  # type: ignore[attr-defined]
+    return [f"{type(part).__name__}.{_HOOK}" for part in found]

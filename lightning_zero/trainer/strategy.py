@@ -488,7 +488,9 @@ class ZeroStrategy(CheckpointingStrategy):
             yield
 
     def _end_writing(self) -> None:
-        if not _FAILED:
+        if _FAILED:
+            self._background.wait_alone()
+        else:
             self.finish_writes()
         try:
             if (writer := async_writer(self.checkpoint_io)) is not None:

@@ -10,7 +10,9 @@ from torch import Tensor
 from torch.distributed.checkpoint import DefaultSavePlanner
 
 from lightning_zero.engine.units.home import Home
+from lightning_zero.engine.units.kept import Sliced
 from lightning_zero.engine.whole.sharded_state import Lone, Part, TensorParts
+from lightning_zero.engine.whole.snapshot import Snapshot
 from lightning_zero.planning.boxes import Box, boxes, memory_order
 
 Path = tuple[Any, ...]  # of names and list places, from the top of the checkpoint
@@ -32,13 +34,22 @@ class Item(NamedTuple):
         """What has to be open while :meth:`tensor` is called and its result is used."""
         return self.source.home if isinstance(self.source, Part) else None
 
-    def tensor(self) -> Tensor:
-        """The box, [box.sizes], where it rests."""
+    @property
+    def slice(self) -> Sliced | None:
+        """What of ``home`` the box is."""
+        if not isinstance(self.source, Part) or (source := self.source.source) is None:
+            return None
+        return source._replace(start=source.start + self.box.start - self.source.start, numel=self.box.numel)
+
+    def tensor(self, snapshot: Snapshot | None = None) -> Tensor:
+        """The box, [box.sizes], where it rests, or as it was when ``snapshot`` was made."""
         if not isinstance(self.source, Part):
             value: Tensor = self.source
             return value
-        start = self.box.start - self.source.start
-        flat = self.source.values()[start : start + self.box.numel]
+        if snapshot is not None and self.home is not None and self.slice is not None:
+            flat = snapshot.read(self.home, self.slice)
+        else:
+            flat = self.source.values()[self.box.start - self.source.start :][: self.box.numel]
         return unflattened(flat, self.box.sizes, self.order)
 
 

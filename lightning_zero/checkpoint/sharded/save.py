@@ -5,21 +5,26 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-from lightning_zero.checkpoint.durable import Part, written_aside
+from lightning_zero.checkpoint.durable import Part, leave, naming, written_aside
 from lightning_zero.checkpoint.sharded.index import EXTRA, INDEX, make_index
-from lightning_zero.checkpoint.sharded.items import items_of
-from lightning_zero.checkpoint.sharded.write import Entry, write_items
+from lightning_zero.checkpoint.sharded.items import Item, items_of
+from lightning_zero.checkpoint.sharded.write import Entry, keep, write_items
 from lightning_zero.comm.agreements import broadcast_object, collect_objects, together
+from lightning_zero.comm.streams import Streams
 from lightning_zero.config import ConfigError
+from lightning_zero.engine.whole.snapshot import Snapshot
+from lightning_zero.ranks.mailbox import Mailbox
 from lightning_zero.ranks.waits import Waits
 
 SUFFIX = ".distcp"
+T = TypeVar("T")
 
 
 class ShardedSaver:
@@ -39,6 +44,9 @@ class ShardedSaver:
         path: str | os.PathLike[str],
         group: Any,
         waits: Waits | None,
+        *,
+        behind: Callable[..., None] | None = None,
+        streams: Streams | None = None,
     ) -> None:
         """Save ``state`` in the folder ``path``. On all ranks.
 
@@ -47,6 +55,8 @@ class ShardedSaver:
             extra: what goes into ``meta.pt``; rank 0's counts.
             group: of all ranks.
             waits: for the other ranks; None: there are none.
+            behind: hands writing over to a thread; None: it is done here.
+            streams: of the engine whose values are kept until then.
 
         Raises:
             Exception: on all ranks, with folder and cause: it could not be written. What had the name has it still.
@@ -54,29 +64,65 @@ class ShardedSaver:
         self._group, self._waits = group, waits
         target = Path(path)
         with contextlib.ExitStack() as stack:
-            part = self._together("a folder", lambda: self._begin(stack, target))
-            folder = Path(self._broadcast(str(part.path) if part is not None else ""))
-            entries = self._together("this rank's file", lambda: self._write(state, folder, target))
-            known = self._collect(entries)
-            self._together("its index", lambda: self._end(stack, folder, target, known, extra))
+            part = self._together("a folder", lambda: self._begin(stack, target, extra))
+            made = self._broadcast((str(part.path), Mailbox.new_number()) if part is not None else ("", 0))
+            folder, number = Path(made[0]), made[1]
+            self._together("seeing its folder", lambda: self._check(folder))
+            if behind is not None and streams is not None:
+                self._hand_over(stack, state, folder, target, partial(behind, number), streams)
+                return
+            write = partial(self._write, items_of(state, self._rank), folder, target)
+            known = self._collect(self._together("this rank's file", write))
+            self._together("its index", lambda: self._end(stack, folder, target, known))
 
-    def _begin(self, stack: contextlib.ExitStack, target: Path) -> Part | None:
-        return stack.enter_context(written_aside(target, folder=True)) if self._rank == 0 else None
+    def _hand_over(
+        self,
+        stack: contextlib.ExitStack,
+        state: Mapping[str, Any],
+        folder: Path,
+        target: Path,
+        begin: Callable[..., None],
+        streams: Streams,
+    ) -> None:
+        items, snapshot = self._together("keeping values", lambda: keep(items_of(state, self._rank), streams))
+        rest = stack.pop_all()
 
-    def _write(self, state: Mapping[str, Any], folder: Path, target: Path) -> list[Entry]:
+        def close(error: BaseException | None) -> None:
+            snapshot.close()
+            leave(rest, error)
+
+        begin(
+            target,
+            lambda: self._news(self._write(items, folder, target, snapshot)),
+            lambda found: self._end(rest, folder, target, self._learn(found)),
+            close,
+        )
+
+    def _begin(self, stack: contextlib.ExitStack, target: Path, extra: Mapping[str, Any]) -> Part | None:
+        if self._rank != 0:
+            return None
+        part = stack.enter_context(written_aside(target, folder=True))
+        with naming(target, folder=True):
+            torch.save(dict(extra), part.path / EXTRA)
+        return part
+
+    def _check(self, folder: Path) -> None:
         if not folder.is_dir():
             raise ConfigError(
                 f"zero/checkpoint=sharded: expected a folder that all ranks see, got {folder.parent}, where rank "
                 f"{self._rank} does not see what rank 0 has made. Save to a file system that all nodes share, or "
                 "choose zero/checkpoint=full."
             )
+
+    def _write(
+        self, items: Sequence[Item], folder: Path, target: Path, snapshot: Snapshot | None = None
+    ) -> list[Entry]:
         name = f"__{self._rank}_0{SUFFIX}"
-        items = items_of(state, self._rank)
         if not items:
             return []
         try:
             with (folder / name).open("wb") as file:
-                entries = write_items(items, file, name)
+                entries = write_items(items, file, name, snapshot)
                 file.flush()
                 os.fsync(file.fileno())
         except Exception as error:
@@ -85,26 +131,25 @@ class ShardedSaver:
         return entries
 
     def _collect(self, entries: list[Entry]) -> list[list[Entry]]:
-        """On rank 0, what each rank has written. Ranks that have written the same things as before say only that."""
-        same, self._own = entries == self._own, entries
+        """On rank 0, what each rank has written."""
         if self._waits is None:
             return [entries]
-        found = collect_objects(self._group, None if same else entries, self._waits, "saving a checkpoint: its index")
+        what = "saving a checkpoint: its index"
+        return self._learn(collect_objects(self._group, self._news(entries), self._waits, what))
+
+    def _news(self, entries: list[Entry]) -> list[Entry] | None:
+        """What rank 0 is told; None: the same as last time."""
+        same, self._own = entries == self._own, entries
+        return None if same else entries
+
+    def _learn(self, found: Sequence[list[Entry] | None] | None) -> list[list[Entry]]:
         if found is not None:
             old = self._known or [[] for _ in found]
             self._known = [now if now is not None else before for now, before in zip(found, old, strict=True)]
         return self._known
 
-    def _end(
-        self,
-        stack: contextlib.ExitStack,
-        folder: Path,
-        target: Path,
-        known: list[list[Entry]],
-        extra: Mapping[str, Any],
-    ) -> None:
+    def _end(self, stack: contextlib.ExitStack, folder: Path, target: Path, known: list[list[Entry]]) -> None:
         if self._rank == 0:
-            torch.save(dict(extra), folder / EXTRA)
             index = make_index((entry for entries in known for entry in entries), str(target))
             with (folder / INDEX).open("wb") as file:
                 pickle.dump(index, file)
@@ -115,5 +160,5 @@ class ShardedSaver:
             return act()
         return together(self._group, self._waits, f"saving a checkpoint: {what}", act, patient=True)
 
-    def _broadcast(self, value: str) -> str:
+    def _broadcast(self, value: T) -> T:
         return value if self._waits is None else broadcast_object(self._group, value, 0, self._waits)

@@ -7,7 +7,9 @@ where it rests, and what rests in files is read one bucket at a time.
 from __future__ import annotations
 
 import contextlib
+import copy
 import ctypes
+import itertools
 from collections.abc import Sequence
 from typing import BinaryIO, NamedTuple
 
@@ -15,8 +17,11 @@ import torch
 from torch import Tensor
 
 from lightning_zero.checkpoint.sharded.items import Item, Path
+from lightning_zero.comm.streams import Streams
 from lightning_zero.engine.units.home import Home, opened
+from lightning_zero.engine.units.kept import Sliced
 from lightning_zero.engine.units.param_info import strides_of
+from lightning_zero.engine.whole.snapshot import Snapshot
 
 
 class Entry(NamedTuple):
@@ -33,27 +38,45 @@ class Entry(NamedTuple):
     length: int
 
 
-def write_items(items: Sequence[Item], file: BinaryIO, name: str) -> list[Entry]:
-    """Write ``items`` to ``file``, which will be found under ``name`` in the folder of the checkpoint."""
+def keep(items: Sequence[Item], streams: Streams) -> tuple[list[Item], Snapshot]:
+    """``items`` whose values do not change any more, for a thread that writes them later."""
+    wanted: dict[Home, list[Sliced]] = {}
+    kept: list[Item] = []
+    for item in items:
+        if item.home is None:
+            source = item.source
+            value = source.to("cpu", copy=True) if isinstance(source, Tensor) else copy.deepcopy(source)
+            kept.append(item._replace(source=value))
+        else:
+            assert item.slice is not None
+            wanted.setdefault(item.home, []).append(item.slice)
+            kept.append(item)
+    return kept, Snapshot(wanted, streams)
+
+
+def write_items(items: Sequence[Item], file: BinaryIO, name: str, snapshot: Snapshot | None = None) -> list[Entry]:
+    """Write ``items`` to ``file``, which will be found under ``name`` in the folder of the checkpoint.
+
+    Args:
+        snapshot: of :func:`keep`.
+    """
     entries: list[Entry] = []
-    with contextlib.ExitStack() as stack:
-        home: Home | None = None
-        for item in items:
-            if item.home is not home:
-                stack.close()
-                home = item.home
-                if home is not None:
-                    stack.enter_context(opened(home))
-            start = file.tell()
-            torch.save(item.source if item.dtype is None else alone(item.tensor()), file)
-            box = item.box
-            entries.append(
-                Entry(
-                    item.keys, item.paths, item.dtype, item.shape, box.offsets, box.sizes, name, start,
-                    file.tell() - start,
-                )
-            )  # fmt: skip
+    if snapshot is not None:
+        snapshot.stage()
+    for home, own in itertools.groupby(items, key=lambda item: item.home):
+        with opened(home) if home is not None and snapshot is None else contextlib.nullcontext():
+            entries += [_write(item, file, name, snapshot) for item in own]
+        if home is not None and snapshot is not None:
+            snapshot.done_with(home)
     return entries
+
+
+def _write(item: Item, file: BinaryIO, name: str, snapshot: Snapshot | None) -> Entry:
+    start, box = file.tell(), item.box
+    torch.save(item.source if item.dtype is None else alone(item.tensor(snapshot)), file)
+    return Entry(
+        item.keys, item.paths, item.dtype, item.shape, box.offsets, box.sizes, name, start, file.tell() - start
+    )
 
 
 def alone(tensor: Tensor) -> Tensor:

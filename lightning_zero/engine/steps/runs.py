@@ -15,22 +15,10 @@ from torch.optim import Optimizer
 from lightning_zero.engine.steps.torch_optimizers import PER_TENSOR, is_elementwise
 from lightning_zero.engine.units.bucket import Bucket
 from lightning_zero.engine.units.home import opened
+from lightning_zero.engine.units.kept import Sliced
 from lightning_zero.planning.layout import Fragment, Run, cut_runs
 
 ParamStates = Mapping[tuple[Bucket, int], dict[str, Any]]  # state of the parameter at a slot of a bucket
-
-
-class Sliced(NamedTuple):
-    """The part of a state tensor that belongs to one fragment. The tensor may rest in a file."""
-
-    whole: Tensor  # of the run
-    start: int
-    numel: int
-
-    @property
-    def tensor(self) -> Tensor:
-        """The values [fragment.numel]; the bucket's home is open."""
-        return self.whole[self.start : self.start + self.numel]
 
 
 class FlatRun(NamedTuple):

@@ -12,7 +12,7 @@
     bucket          the parameters of one unit with equal dtypes and equal requires_grad, split by size: one flat buffer
     param_info      what is known of one parameter
     stored          tensors in files, of which the parts are read that somebody needs
-    home            where a bucket's masters and optimizer state rest
+    home            where a bucket's masters and optimizer state rest; kept: what they were, for a later reader
     param_store     where its compute parameters are between uses
     grad_store      where its reduced gradient is; landing: how it comes to the host
     awaited_step    an offloaded step of the bucket that was asked for

@@ -161,7 +161,7 @@ class Bucket:
         if plan.copies_master:
             self.home = make_home(plan.home_tier, self._tiers, self.label, values, dtype)  # waits for its copy
         else:
-            self.home = ResidentHome(self._own_part)
+            self.home = ResidentHome(self._own_part, is_exposed=True)
         self._make_grad_store()
         self.param_store = make_param_store(
             plan, self.label, self.home, self._own_part, values, self._send, self._tiers, self.comm.streams

@@ -23,6 +23,9 @@ import torch
 from torch import Tensor
 
 from lightning_zero.comm.profiling import profiled
+from lightning_zero.comm.streams import Streams
+from lightning_zero.config import ConfigError
+from lightning_zero.engine.units.kept import Kept, KeptInFiles, KeptInMemory, Sliced
 from lightning_zero.engine.units.landing import Landing
 from lightning_zero.planning.placement import Tier
 from lightning_zero.tiers.extents import Extent, Wanted
@@ -89,6 +92,10 @@ class Home(Protocol):
         """Wait until the tensors of a closed home are at rest."""
         ...
 
+    def keep(self, parts: Sequence[Sliced], streams: Streams) -> Kept:
+        """Keep the values of ``parts``, slices of the home's tensors, as they are now. The home is closed."""
+        ...
+
     def adopt(self, owner: object, states: Sequence[Tensor]) -> None:
         """Take ``states`` as the state tensors of ``owner``, an optimizer's runs; the home is open.
 
@@ -116,12 +123,32 @@ def opened(home: Home, *, changed: bool = False) -> Iterator[Tensor]:
 class ResidentHome:
     """Always readable, in device memory; state that an optimizer makes lies beside its parameter."""
 
-    def __init__(self, master: Tensor) -> None:
+    _copied_ahead = True  # by who reads what is kept
+
+    def __init__(self, master: Tensor, *, is_exposed: bool = False) -> None:
+        """
+        Args:
+            is_exposed: users' code may change the master itself, without ``open``.
+        """
         self.master = master
+        self._is_exposed = is_exposed
+        self._kept: KeptInMemory | None = None
 
     def begin_open(self) -> None: ...
 
-    def open(self, *, to_write: bool = False) -> None: ...
+    def open(self, *, to_write: bool = False) -> None:
+        if to_write:
+            self._secure()
+
+    def keep(self, parts: Sequence[Sliced], streams: Streams) -> Kept:
+        at_once = self.master if self._is_exposed else None
+        self._kept = KeptInMemory(parts, streams, eager=self._copied_ahead, at_once=at_once)
+        return self._kept
+
+    def _secure(self) -> None:
+        if self._kept is not None:
+            self._kept.secure()
+            self._kept = None
 
     def copy_to(self, target: Tensor) -> None:
         copy_cast(self.master, target)
@@ -140,6 +167,8 @@ class ResidentHome:
 class HostHome(ResidentHome):
     """Always readable, in slabs of the host tier. It holds copies, also where the device is the host."""
 
+    _copied_ahead = False
+
     def __init__(self, tier: HostTier, label: str, values: Tensor, dtype: torch.dtype) -> None:
         self._tier, self._label = tier, label
         self._states: dict[int, list[tuple[Tensor, Any]]] = {}  # of each owner, with their extents
@@ -151,6 +180,7 @@ class HostHome(ResidentHome):
         self._reads: Any = None  # the end of the last copy to the device
 
     def open(self, *, to_write: bool = False) -> None:
+        super().open(to_write=to_write)
         # The slabs are pinned: a copy to the device may go on long after it was queued.
         if to_write and self._reads is not None:
             self._tier.accelerator.wait_on_host(self._reads)
@@ -164,6 +194,7 @@ class HostHome(ResidentHome):
         wanted = {id(state): state for state in states}
         held = self._states.get(id(owner), [])
         if gone := [extent for state, extent in held if id(state) not in wanted]:
+            self._secure()
             self._tier.free(gone)
         held = self._states[id(owner)] = [(state, extent) for state, extent in held if id(state) in wanted]
         known = {id(state) for state, _ in held}
@@ -180,6 +211,7 @@ class HostHome(ResidentHome):
             held.append((state, extent))
 
     def free(self) -> None:
+        self._secure()
         self._tier.free([self._extent, *(extent for held in self._states.values() for _, extent in held)])
         self._states = {}
 
@@ -228,6 +260,7 @@ class FileHome:
         self._changed = False
         self._phase = Phase.OPEN
         self._moving: list[Future[Any]] = []  # reads or writes
+        self._kept: KeptInFiles | None = None
         # The worker brings a home to rest after its step is over, and the main thread may open it from then on.
         self._lock = threading.RLock()
         self._place([master])
@@ -274,6 +307,7 @@ class FileHome:
         if self._opens:
             return
         if self._changed:
+            self._leave_kept_extents()
             self._move(self._tier.stage_out)
             self._changed = False
             self._enter(Phase.WRITING)
@@ -285,6 +319,28 @@ class FileHome:
         if self._phase is Phase.WRITING:
             self._wait()
             self._rest()
+
+    @_by_one_thread
+    def keep(self, parts: Sequence[Sliced], streams: Streams) -> Kept:
+        assert not self._opens, "what is in memory may be newer than what is in the file"
+        self._kept = KeptInFiles(self._tier, dict(zip(self._tensors, self._extents, strict=True)))
+        return self._kept
+
+    def _leave_kept_extents(self) -> None:
+        """Have other extents, undefined as yet, where somebody still reads these."""
+        kept, self._kept = self._kept, None
+        if kept is None or kept.is_over:
+            return
+        try:
+            others = self._tier.reserve([Wanted(self._label, e.numel, e.dtype) for e in self._extents])
+        except (ConfigError, OSError):  # there is no room for both
+            kept.wait()
+            return
+        unread = self._extents if kept.take_extents() else others
+        if unread is others:
+            self._tier.free(others)
+        else:
+            self._extents = others
 
     def _move(self, operation: Callable[[Extent, Tensor], Future[Any]]) -> None:
         self._moving = [operation(extent, tensor) for extent, tensor in zip(self._extents, self._tensors, strict=True)]
@@ -310,6 +366,7 @@ class FileHome:
 
     def _place(self, tensors: Sequence[Tensor]) -> None:
         """Give each of ``tensors`` an extent; extents that the home has are used again where their size is right."""
+        self._leave_kept_extents()
         spare = list(self._extents)
         self._extents, self._tensors = [], list(tensors)
         for tensor in self._tensors:
@@ -328,7 +385,8 @@ class FileHome:
 
     @_by_one_thread
     def free(self) -> None:
-        self._tier.free(self._extents)
+        if self._kept is None or not self._kept.take_extents():
+            self._tier.free(self._extents)
         self._extents, self._tensors = [], []
 
 

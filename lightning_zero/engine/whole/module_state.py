@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_zero.engine.assembly import Assembly
 from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units.bucket import Place
+from lightning_zero.engine.units.home import Home
 from lightning_zero.engine.units.param_info import ParamInfo, values_changed
 from lightning_zero.engine.units.stored import KeptTensor, StoredTensor
 from lightning_zero.engine.whole.ranges import COPY, Hollow, Value
@@ -46,15 +47,15 @@ def hollow_parameters(engine: Assembly, hollow: Hollow, *, trainable_only: bool 
 
 
 def hollow_copy(
-    engine: Assembly, hollow: Hollow, tensors: Sequence[Tensor], *, trainable_only: bool = False
+    engine: Assembly, hollow: Hollow, homes: Sequence[Home], *, trainable_only: bool = False
 ) -> dict[str, Any]:
     """``module.state_dict()`` on rank 0, nothing on others, with hollow tensors for a copy of the masters.
 
     Args:
-        tensors: the copy of each bucket, ``[owned numel]``.
+        homes: of the copy of each bucket's.
     """
     name = f"copy {len(hollow.copies)}"
-    hollow.copies[name] = tensors
+    hollow.copies[name] = homes
     values = _hollow(engine, hollow, trainable_only, {"optimizer": COPY, "name": name})
     return {} if engine.rank else state_dict_with(engine, values, trainable_only=trainable_only)
 

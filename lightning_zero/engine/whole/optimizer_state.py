@@ -13,10 +13,10 @@ from torch.optim import Optimizer
 from lightning_zero.config import ConfigError
 from lightning_zero.engine.assembly import Assembly
 from lightning_zero.engine.steps.optimizer import ShardedOptimizer
-from lightning_zero.engine.steps.runs import Sliced
 from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units.bucket import Bucket, Place
 from lightning_zero.engine.units.home import opened
+from lightning_zero.engine.units.kept import Sliced
 from lightning_zero.engine.whole.ranges import Hollow, Value, full_state, local_parts
 
 

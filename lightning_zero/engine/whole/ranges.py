@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightning_zero.engine.assembly import Assembly
 from lightning_zero.engine.steps.optimizer import ShardedOptimizer
-from lightning_zero.engine.steps.runs import Sliced
 from lightning_zero.engine.units.bucket import Bucket
-from lightning_zero.engine.units.home import opened
+from lightning_zero.engine.units.home import Home, opened
+from lightning_zero.engine.units.kept import Sliced
 from lightning_zero.engine.units.param_info import ParamInfo
 from lightning_zero.planning.layout import Fragment
 
@@ -34,7 +34,7 @@ class Hollow:
 
     Attributes:
         made: each of them with what it stands for.
-        copies: of the masters of all buckets, each ``[owned numel]``; by name.
+        copies: of the masters of all buckets, each in a home; by name.
     """
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class Hollow:
 
         self._mode = FakeTensorMode()
         self.made: list[tuple[Value, Tensor]] = []
-        self.copies: dict[str, Sequence[Tensor]] = {}
+        self.copies: dict[str, Sequence[Home]] = {}
 
     def tensor(self, value: Value, info: ParamInfo, dtype: torch.dtype) -> Tensor:
         """A tensor for ``value``, with the strides that the parameter has in its flat buffer."""
@@ -52,7 +52,7 @@ class Hollow:
         return made
 
 
-Copies = Mapping[str, Sequence[Tensor]]
+Copies = Mapping[str, Sequence[Home]]
 
 
 class Range(NamedTuple):
@@ -63,32 +63,56 @@ class Range(NamedTuple):
     values: Tensor  # [n], wherever they rest; to be read before the next one is asked for
 
 
+class OwnPart(NamedTuple):
+    """A :class:`Range` whose values are still where they rest."""
+
+    value: Value
+    start: int
+    values: Sliced
+
+
 def own_ranges(engine: Assembly, wanted: Container[Value], copies: Copies) -> Iterator[Range]:
     """What this rank is to give of ``wanted``: together the ranks give every element once.
 
     No message is sent. What rests in files is in memory a bucket at a time.
     """
+    for home, parts in own_parts(engine, wanted, copies):
+        with opened(home):
+            for value, start, part in parts:
+                yield Range(value, start, part.tensor)
+
+
+def own_parts(engine: Assembly, wanted: Container[Value], copies: Copies) -> Iterator[tuple[Home, list[OwnPart]]]:
+    """Where that is: each home once, if it has any of it."""
     if engine.comm.replica:  # another node has the same
         return
     for number, bucket in enumerate(engine.buckets):
-        keep = bucket.own_shard_of_owned
-        with opened(bucket.home) as master:
-            for fragment in bucket.owned_fragments():
-                value = Value(number, fragment.index)
-                if (part := _within(fragment, keep)) is None:
-                    continue
+        found = [*_of_masters(bucket, number, bucket.home, {}), *_of_states(engine, bucket, number)]
+        by_home = [(bucket.home, found)]
+        for name, homes in copies.items():
+            kind = {"optimizer": COPY, "name": name}
+            by_home.append((homes[number], list(_of_masters(bucket, number, homes[number], kind))))
+        for home, parts in by_home:
+            if parts := [part for part in parts if part.value in wanted]:
+                yield home, parts
+
+
+def _of_masters(bucket: Bucket, number: int, home: Home, kind: Mapping[str, Any]) -> Iterator[OwnPart]:
+    for fragment in bucket.owned_fragments():
+        if (part := _within(fragment, bucket.own_shard_of_owned)) is not None:
+            start, low, high = part
+            yield OwnPart(
+                Value(number, fragment.index, **kind), start, Sliced(home.master, fragment.start + low, high - low)
+            )
+
+
+def _of_states(engine: Assembly, bucket: Bucket, number: int) -> Iterator[OwnPart]:
+    for index, sharded in enumerate(engine.optimizers):
+        for fragment, name, state in _states(bucket, sharded):
+            if (part := _within(fragment, bucket.own_shard_of_owned)) is not None:
                 start, low, high = part
-                if value in wanted:
-                    yield Range(value, start, master[fragment.start + low : fragment.start + high])
-                for name, tensors in copies.items():
-                    if (copy := value._replace(optimizer=COPY, name=name)) in wanted:
-                        yield Range(copy, start, tensors[number][fragment.start + low : fragment.start + high])
-            for index, sharded in enumerate(engine.optimizers):
-                for fragment, name, state in _states(bucket, sharded):
-                    value = Value(number, fragment.index, index, name)
-                    if value in wanted and (part := _within(fragment, keep)) is not None:
-                        start, low, high = part
-                        yield Range(value, start, state[low:high])
+                values = Sliced(state.whole, state.start + low, high - low)
+                yield OwnPart(Value(number, fragment.index, index, name), start, values)
 
 
 def _within(fragment: Fragment, keep: slice) -> tuple[int, int, int] | None:
@@ -98,11 +122,11 @@ def _within(fragment: Fragment, keep: slice) -> tuple[int, int, int] | None:
     return (fragment.offset + low, low, high) if low < high else None
 
 
-def _states(bucket: Bucket, sharded: ShardedOptimizer) -> Iterator[tuple[Fragment, str, Tensor]]:
+def _states(bucket: Bucket, sharded: ShardedOptimizer) -> Iterator[tuple[Fragment, str, Sliced]]:
     for fragment, state in sharded.runs.fragment_states(bucket):
         for name, value in state.items():
             if isinstance(value, Sliced) and value.numel:
-                yield fragment, name, value.tensor
+                yield fragment, name, value
 
 
 def gathered_ranges(engine: Assembly, wanted: Mapping[Value, torch.dtype], copies: Copies) -> Iterator[Range]:
@@ -117,7 +141,7 @@ def gathered_ranges(engine: Assembly, wanted: Mapping[Value, torch.dtype], copie
             if name == MASTER:
                 full = bucket.full_master()
             elif index == COPY:
-                copy = copies[name][number]
+                copy = copies[name][number].master
                 full = full_state(bucket, copy.dtype, [(0, copy.numel(), copy)])
             else:
                 with opened(bucket.home):
@@ -134,7 +158,7 @@ def local_parts(bucket: Bucket, sharded: ShardedOptimizer) -> dict[str, list[tup
     """This rank's slices of a bucket's state: name -> (start in the owned range, numel, values)."""
     parts: dict[str, list[tuple[int, int, Tensor]]] = {}
     for fragment, name, values in _states(bucket, sharded):
-        parts.setdefault(name, []).append((fragment.start, fragment.numel, values))
+        parts.setdefault(name, []).append((fragment.start, fragment.numel, values.tensor))
     return parts
 
 

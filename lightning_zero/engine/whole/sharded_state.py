@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_zero.engine.assembly import Assembly
-from lightning_zero.engine.steps.runs import Sliced
 from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units.bucket import Bucket
 from lightning_zero.engine.units.home import Home
+from lightning_zero.engine.units.kept import Sliced
 from lightning_zero.engine.whole.module_state import state_dict_with
 from lightning_zero.engine.whole.optimizer_state import sharded_optimizer
 from lightning_zero.planning.layout import Fragment
@@ -30,6 +30,7 @@ class Part(NamedTuple):
     numel: int
     values: Callable[[], Tensor]  # [numel], on any device; called while ``home`` is open
     home: Home | None
+    source: Sliced | None = None  # what of ``home`` they are
 
 
 class TensorParts(Tensor):
@@ -91,12 +92,12 @@ def own_fragments(bucket: Bucket) -> list[tuple[Fragment, int]]:
 
 @outside_autograd
 def sharded_state_dict(
-    engine: Assembly, values: Mapping[Bucket, Tensor] | None = None, *, trainable_only: bool = False
+    engine: Assembly, values: Mapping[Bucket, Home] | None = None, *, trainable_only: bool = False
 ) -> dict[str, Any]:
     """On all ranks: ``module.state_dict()``, with :class:`TensorParts` for parameters, in the dtypes of the masters.
 
     Args:
-        values: [owned numel] of each bucket, to save in place of the masters.
+        values: of each bucket the home of a copy of the masters, which is saved in their place.
         trainable_only: leave parameters out that are frozen.
     """
     engine.settle()
@@ -104,18 +105,18 @@ def sharded_state_dict(
     engine.writes.confirm_if_any()
     found: dict[int, Tensor] = {}
     for bucket in engine.buckets:
+        home = bucket.home if values is None else values[bucket]
         parts: dict[int, list[Part]] = {}
         for fragment, start in own_fragments(bucket):
-            read = _reader(bucket, values[bucket] if values is not None else None, start, fragment.numel)
-            parts.setdefault(fragment.index, []).append(Part(fragment.offset, fragment.numel, read, bucket.home))
-        dtype = bucket.master.dtype if values is None else values[bucket].dtype
+            part = _part(fragment.offset, Sliced(home.master, start, fragment.numel), home)
+            parts.setdefault(fragment.index, []).append(part)
         for info in bucket.params:
-            found[id(info.param)] = TensorParts(info.shape, dtype, parts.get(info.slot, ()), info.order)
+            found[id(info.param)] = TensorParts(info.shape, home.master.dtype, parts.get(info.slot, ()), info.order)
     return state_dict_with(engine, found, trainable_only=trainable_only)
 
 
-def _reader(bucket: Bucket, values: Tensor | None, start: int, numel: int) -> Callable[[], Tensor]:
-    return lambda: (bucket.master if values is None else values)[start : start + numel]
+def _part(offset: int, source: Sliced, home: Home) -> Part:
+    return Part(offset, source.numel, lambda: source.tensor, home, source)
 
 
 @outside_autograd
@@ -159,12 +160,8 @@ def _bucket_state(states: Any, bucket: Bucket) -> dict[int, dict[str, Any]]:
                 if not offset:
                     entry[name] = Lone(value)
                 continue
-            parts = [] if low >= high else [_sliced_part(value, offset, low - fragment.start, high - low, bucket.home)]
+            mine = Sliced(value.whole, value.start + low - fragment.start, high - low)
+            parts = [] if low >= high else [_part(offset, mine, bucket.home)]
             before = entry[name].parts if name in entry else ()
             entry[name] = TensorParts(info.shape, value.whole.dtype, (*before, *parts), info.order)
     return found
-
-
-def _sliced_part(value: Sliced, offset: int, skip: int, numel: int, home: Home) -> Part:
-    start = value.start + skip
-    return Part(offset, numel, lambda: value.whole[start : start + numel], home)

@@ -1,0 +1,191 @@
+"""Values of a home as they are at one moment, for a reader who comes to them later: a save in the background.
+
+::
+
+    main, step : save | forward, backward ..... | step 0 | step 1
+    reader     :      | copies 0, 1, 2 .. | writes 0, 1, 2 ..........
+
+Whoever is about to change what a home holds first makes sure of what is kept, and waits for that home only:
+
+    it rests     the reader               before a change
+    on a device  copies all homes first   that copy, which is made now if the reader has not come to it
+    on the host  reads it where it lies   a copy is made of what has not been read
+    in files     reads it where it lies   nothing: what has changed goes to another place in the file
+
+Where there is no room for that, the change waits until the reader has been here.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from lightning_zero.comm.streams import Streams
+from lightning_zero.tiers.extents import Extent
+from lightning_zero.tiers.limits import available_host_memory
+from lightning_zero.tiers.nvme import NvmeTier
+
+
+class Sliced(NamedTuple):
+    """Adjacent elements of a flat tensor that a home holds: of a fragment, say. The tensor may rest in a file."""
+
+    whole: Tensor
+    start: int
+    numel: int
+
+    @property
+    def tensor(self) -> Tensor:
+        """The values [numel]; the home is open."""
+        return self.whole[self.start : self.start + self.numel]
+
+
+class Kept(Protocol):
+    """What is kept of one home. ``stage`` and ``read`` are the reader's, and ``release`` ends it."""
+
+    def stage(self) -> None:
+        """Copy what is sure to change soon."""
+
+    def read(self, part: Sliced) -> Tensor:
+        """The values of a part as they were, [numel] on the host. They are not changed until ``release``."""
+
+    def release(self) -> None:
+        """Nothing is read any more; may be called twice."""
+
+
+class _Span:
+    """The range of one tensor that is kept."""
+
+    def __init__(self, whole: Tensor) -> None:
+        self.whole = whole
+        self.start, self.stop = whole.numel(), 0
+        self.copy: Tensor | None = None
+
+    def add(self, part: Sliced) -> None:
+        self.start, self.stop = min(self.start, part.start), max(self.stop, part.start + part.numel)
+
+    @property
+    def values(self) -> Tensor:
+        return self.whole[self.start : self.stop]
+
+
+class KeptInMemory:
+    """Of a home on the device, or on the host."""
+
+    def __init__(self, parts: Iterable[Sliced], streams: Streams, *, eager: bool, at_once: Tensor | None) -> None:
+        """
+        Args:
+            eager: :meth:`stage` copies.
+            at_once: the tensor of which the copy is made now, because it may change without a word.
+        """
+        self._streams, self._eager = streams, eager
+        self._spans: dict[int, _Span] = {}
+        for part in parts:
+            self._spans.setdefault(id(part.whole), _Span(part.whole)).add(part)
+        # Of whoever copies, or reads in place; and told of the end.
+        self._turn = threading.Condition()
+        self._is_copied = self._is_over = False
+        if at_once is not None and (span := self._spans.get(id(at_once))) is not None:
+            self._copy_span(span)
+        self._made = streams.mark()  # behind what has made the values
+        self._arrived = self._made
+
+    def stage(self) -> None:
+        if self._eager:
+            with self._turn:
+                self._copy()
+
+    def secure(self) -> None:
+        """The values change in a moment: those that follow on the current stream, or in this thread."""
+        with self._turn:
+            while not (self._is_copied or self._is_over or self._copy()):
+                self._turn.wait()
+        self._streams.wait(self._arrived)
+
+    def _copy(self) -> bool:
+        """Make the copies, if there is room for them. Returns whether they are made."""
+        spans = [span for span in self._spans.values() if span.copy is None]
+        if not (self._is_copied or self._is_over):
+            if sum(span.values.nbytes for span in spans) > available_host_memory():
+                return False
+            with self._streams.on("d2h", after=self._made):
+                for span in spans:
+                    self._copy_span(span)
+                self._arrived = self._streams.mark()
+            self._is_copied = True
+        return True
+
+    def _copy_span(self, span: _Span) -> None:
+        values = span.values
+        if values.device.type == "cpu":
+            span.copy = values.detach().clone()
+        else:
+            span.copy = self._streams.accelerator.host_memory(values.shape, values.dtype)
+            span.copy.copy_(values, non_blocking=True)
+
+    def read(self, part: Sliced) -> Tensor:
+        span = self._spans[id(part.whole)]
+        accelerator = self._streams.accelerator
+        with self._turn:
+            if span.copy is None:
+                with self._streams.on("d2h", after=self._made):
+                    host = part.tensor.detach().to("cpu", copy=True)
+                    accelerator.wait_on_host(self._streams.mark())
+                return host
+        accelerator.wait_on_host(self._arrived)
+        return span.copy[part.start - span.start :][: part.numel]
+
+    def release(self) -> None:
+        with self._turn:
+            self._is_over = True
+            self._spans = {}
+            self._turn.notify_all()
+
+
+class KeptInFiles:
+    """Of a home in files. It reads extents, of which the home has others as soon as values have changed."""
+
+    def __init__(self, tier: NvmeTier, extents: Mapping[Tensor, Extent]) -> None:
+        self._tier = tier
+        self._extents = {id(tensor): extent for tensor, extent in extents.items()}
+        self._tensors = list(extents)  # so that no other object gets the id of one
+        self._read: dict[int, Tensor] = {}  # what has been read of this home
+        self._owns = False
+        self._over = threading.Event()
+        self._lock = threading.Lock()
+
+    def stage(self) -> None: ...
+
+    def read(self, part: Sliced) -> Tensor:
+        key = id(part.whole)
+        if key not in self._read:
+            extent = self._extents[key]
+            values = torch.empty(extent.numel, dtype=extent.dtype)
+            self._tier.stage_in(extent, values).result()
+            self._read[key] = values
+        return self._read[key][part.start : part.start + part.numel]
+
+    def take_extents(self) -> bool:
+        """Make them this object's, which frees them. Returns False where nothing is read any more: they are not."""
+        with self._lock:
+            self._owns = not self._over.is_set()
+            return self._owns
+
+    def wait(self) -> None:
+        """Wait until nothing is read any more."""
+        self._over.wait()
+
+    @property
+    def is_over(self) -> bool:
+        return self._over.is_set()
+
+    def release(self) -> None:
+        with self._lock:
+            if self._owns:
+                self._tier.free(self._extents.values())
+                self._owns = False
+            self._over.set()
+        self._read = {}

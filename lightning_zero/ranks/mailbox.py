@@ -1,0 +1,68 @@
+"""Messages to rank 0 that need nobody to wait: threads post them to the store while the ranks train."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+from lightning_zero.ranks.watchdog import connection_of_its_own
+
+EVERY_S = 0.05
+_numbers = itertools.count(1)
+
+
+class Mailbox:
+    """For one message of each rank.
+
+    Args:
+        number: tells it from all others, and is the same on all ranks: :meth:`new_number` of rank 0.
+    """
+
+    def __init__(self, number: int, rank: int, world_size: int) -> None:
+        self._rank, self._world_size = rank, world_size
+        self._store = None
+        if world_size > 1:
+            self._store = connection_of_its_own(dist.distributed_c10d._get_default_store())
+        self._prefix = f"lightning_zero/mail/{number}"
+        self._own: Any = None
+
+    @staticmethod
+    def new_number() -> int:
+        return next(_numbers)
+
+    def post(self, value: Any) -> None:
+        """Send this rank's message, anything picklable."""
+        if self._rank == 0:
+            self._own = value
+        elif self._store is not None:
+            self._store.set(f"{self._prefix}/{self._rank}", pickle.dumps(value))
+
+    def collect(self, lost: Callable[[list[int]], list[int]], hurry: threading.Event) -> list[Any]:
+        """On rank 0, wait for the messages of all ranks, in rank order.
+
+        Args:
+            lost: of these ranks, those whose message will never come.
+            hurry: ask for that now and then.
+
+        Raises:
+            RuntimeError: ranks are lost; names them.
+        """
+        found: dict[int, Any] = {0: self._own}
+        missing = list(range(1, self._world_size))
+        while missing:
+            assert self._store is not None
+            for rank in [rank for rank in missing if self._store.check([f"{self._prefix}/{rank}"])]:
+                found[rank] = pickle.loads(self._store.get(f"{self._prefix}/{rank}"))
+                self._store.delete_key(f"{self._prefix}/{rank}")
+                missing.remove(rank)
+            if missing and hurry.is_set() and (gone := lost(missing)):
+                raise RuntimeError(f"rank(s) {gone} have ended before they had written their part")
+            if missing:
+                time.sleep(EVERY_S)
+        return [found[rank] for rank in range(self._world_size)]

@@ -1,0 +1,382 @@
+"""Saves behind training: what is written is what was there when the save began, whoever comes first."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, ModelCheckpoint
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from torch import Tensor
+
+from lightning_zero import ZeroStrategy
+from lightning_zero.checkpoint import verify
+from lightning_zero.checkpoint.sharded.read import ShardedFolder
+from lightning_zero.config import ConfigError
+from lightning_zero.engine.units import kept
+from lightning_zero.engine.whole.snapshot import Snapshot
+from lightning_zero.tiers.nvme import NvmeTier
+from lightning_zero.trainer import background_saves
+from lightning_zero.trainer.checkpointing import CheckpointingStrategy
+from tests.harness import on_ranks
+from tests.pairwise import pairwise_places
+from tests.trainer.test_range_saves import Model, same
+from tests.trainer.toys import Lit, fit, loader, seeded, trainer
+
+CASES = [
+    {"stage": stage, "offload": offload, "precision": precision, "checkpoint": checkpoint, "first": first}
+    for stage, offload, precision, checkpoint, first in itertools.product(
+        ("zero0", "zero1", "zero2", "zero3"),
+        ("none", "optimizer_cpu", "cpu", "nvme"),
+        ("32-true", "bf16-mixed"),
+        ("full", "sharded"),
+        ("reader", "step", "any"),
+    )
+    if (offload == "none" or stage != "zero0") and (stage == "zero3" or offload in ("none", "optimizer_cpu"))
+]
+CASES = [CASES[place] for place in pairwise_places(CASES)]
+
+
+def behind(root: Path, stage: str = "zero3", offload: Any = "none", checkpoint: str = "full") -> ZeroStrategy:
+    if offload == "nvme":
+        (root / "nvme").mkdir(exist_ok=True)
+        offload = {"name": "nvme", "nvme_path": str(root / "nvme")}
+    saves = {"name": checkpoint, "background": True}
+    return ZeroStrategy(stage, offload=offload, checkpoint=saves, summary=False, stall_timeout_s=30)
+
+
+def at_once() -> contextlib.AbstractContextManager[Any]:
+    return mock.patch.object(CheckpointingStrategy, "begin_in_background", None)
+
+
+def content(path: Path) -> Any:
+    if not path.is_dir():
+        return torch.load(path)
+    folder = ShardedFolder(path)
+    return {key: folder.tensor(key).whole() for key in folder.keys if folder.is_tensor(key)}
+
+
+class Saves(Callback):
+    """Saves the same twice after a step: at once, and behind training."""
+
+    def __init__(self, root: Path, then: Callable[[Any], None] = lambda _: None) -> None:
+        self.root, self.then = root, then
+        self.step = 3
+
+    def on_train_batch_end(self, of: Any, *_: Any) -> None:
+        if of.global_step == self.step:
+            with at_once():
+                of.save_checkpoint(self.root / "now.ckpt")
+            of.save_checkpoint(self.root / "behind.ckpt")
+            self.then(of)
+
+
+class Gate:
+    """Lets the reader in, in every thread of this rank, before or after the next step."""
+
+    def __init__(self, first: str) -> None:
+        self.first, self.opened, self.passed = first, threading.Event(), threading.Event()
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        stage, close = Snapshot.stage, Snapshot.close
+
+        def staged(snapshot: Snapshot) -> None:
+            if self.first == "step":
+                assert self.opened.wait(20)
+            stage(snapshot)
+
+        def closed(snapshot: Snapshot) -> None:
+            close(snapshot)
+            self.passed.set()
+
+        with mock.patch.object(Snapshot, "stage", staged), mock.patch.object(Snapshot, "close", closed):
+            yield
+
+    def saved(self, of: Any) -> None:
+        if self.first == "reader":
+            assert self.passed.wait(20)
+
+
+class Opens(Callback):
+    """Lets the reader in after one more step, which is over then."""
+
+    def __init__(self, gate: Gate) -> None:
+        self.gate = gate
+
+    def on_train_batch_end(self, of: Any, *_: Any) -> None:
+        if of.global_step == 5:
+            of.strategy.engine.settle()
+            self.gate.opened.set()
+
+
+class Writes(Model):
+    """Changes its parameters by itself, before the next step."""
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        if self.trainer.global_step == 3 and self.trainer.strategy.config.stage.name == "zero0":
+            self.first.weight.data.add_(1.0)
+
+
+@on_ranks(2, full=(1, 3))
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(case.values()))
+def test_it_is_what_was_there(case: dict[str, Any], tmp_path: Path) -> None:
+    gate = Gate(case["first"])
+    settings = {"max_epochs": 1, "precision": case["precision"]}
+    strategy = behind(tmp_path, case["stage"], case["offload"], case["checkpoint"])
+    with gate.watched():
+        callbacks = [Saves(tmp_path, gate.saved), Opens(gate)]
+        run = fit(strategy, tmp_path, seeded(Writes), callbacks=callbacks, **settings)
+    assert gate.passed.is_set()
+    found, expected = (content(tmp_path / f"{name}.ckpt") for name in ("behind", "now"))
+    assert same(found, expected)
+    assert verify.check(tmp_path / "behind.ckpt").damage == []
+    tiers = held(strategy)
+    with at_once():
+        other = behind(tmp_path, case["stage"], case["offload"])
+        plain = fit(other, tmp_path, seeded(Writes), **settings)
+    assert run.losses == plain.losses and tiers == held(other)
+
+
+def held(strategy: ZeroStrategy) -> list[int]:
+    tiers = strategy.engine.tiers
+    return [tier.nbytes for tier in (tiers.host, tiers.nvme) if tier is not None]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("offload", ["none", "cpu", "nvme"])
+def test_without_room_for_copies_a_step_waits(offload: str, tmp_path: Path) -> None:
+    reserve = NvmeTier.reserve
+
+    def full(tier: NvmeTier, wanted: Any) -> Any:
+        if any(extent for extent in tier._last):
+            raise ConfigError("full")
+        return reserve(tier, wanted)
+
+    stage = Snapshot.stage
+
+    def late(snapshot: Snapshot) -> None:
+        time.sleep(0.5)
+        no_room = mock.patch.object(kept, "available_host_memory", lambda: 0)
+        with no_room, mock.patch.object(NvmeTier, "reserve", full):
+            stage(snapshot)
+            assert waiting.wait(10)
+            time.sleep(0.3)  # the step is there, and does not go on
+
+    waiting = threading.Event()
+
+    class Waits(Callback):
+        def on_before_optimizer_step(self, of: Any, *_: Any) -> None:
+            if of.global_step == 3:
+                waiting.set()
+
+    with mock.patch.object(Snapshot, "stage", late):
+        fit(
+            behind(tmp_path, offload=offload),
+            tmp_path,
+            seeded(Model),
+            max_epochs=1,
+            callbacks=[Saves(tmp_path), Waits()],
+        )
+    assert same(*(content(tmp_path / f"{name}.ckpt") for name in ("behind", "now")))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("checkpoint", ["full", "sharded"])
+def test_training_goes_on_while_the_disk_stands_still(checkpoint: str, tmp_path: Path) -> None:
+    on, fsync = threading.Event(), os.fsync
+
+    def stuck(fd: int) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            assert on.wait(20)
+        fsync(fd)
+
+    class Ends(Callback):
+        def on_train_end(self, of: Any, *_: Any) -> None:
+            assert not (tmp_path / "a.ckpt").exists()
+            on.set()
+
+    class Begins(Callback):
+        def on_train_batch_end(self, of: Any, *_: Any) -> None:
+            if of.global_step == 2:
+                of.save_checkpoint(tmp_path / "a.ckpt")
+
+    with mock.patch.object(os, "fsync", stuck):
+        run = fit(
+            behind(tmp_path, checkpoint=checkpoint), tmp_path, seeded(Lit), max_epochs=1, callbacks=[Begins(), Ends()]
+        )
+    assert len(run.losses) == 6 and verify.check(tmp_path / "a.ckpt").damage == []
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.ckpt"]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("checkpoint", ["full", "sharded"])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_averages(precision: Any, checkpoint: str, tmp_path: Path) -> None:
+    gate = Gate("step")
+    callbacks = [EMAWeightAveraging(use_buffers=True), Saves(tmp_path), Opens(gate)]
+    with gate.watched():
+        strategy = behind(tmp_path, checkpoint=checkpoint)
+        fit(strategy, tmp_path, seeded(Model), max_epochs=1, callbacks=callbacks, precision=precision)
+    found, expected = (content(tmp_path / f"{name}.ckpt") for name in ("behind", "now"))
+    assert same(found, expected) and any("current_model_state" in key for key in found)
+
+
+# -- what goes wrong --------------------------------------------------------------------------------------------------
+
+
+def full_disk(thread: int) -> Any:
+    """The threads of one rank find the disk full."""
+    pwrite, fsync = os.pwrite, os.fsync
+
+    def failing(original: Any) -> Any:
+        def call(*args: Any) -> Any:
+            if dist.get_rank() == thread and threading.current_thread() is not threading.main_thread():
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return original(*args)
+
+        return call
+
+    stack = contextlib.ExitStack()
+    stack.enter_context(mock.patch.object(os, "pwrite", failing(pwrite)))
+    stack.enter_context(mock.patch.object(os, "fsync", failing(fsync)))
+    return stack
+
+
+class SavesOnce(Callback):
+    def __init__(self, path: Path, step: int = 2) -> None:
+        self.path, self.step, self.steps = path, step, 0
+
+    def on_train_batch_end(self, of: Any, *_: Any) -> None:
+        self.steps = of.global_step
+        if of.global_step == self.step:
+            of.save_checkpoint(self.path)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("checkpoint", ["full", "sharded"])
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("step", [2, 6])
+def test_a_failure_reaches_all_ranks(step: int, rank: int, checkpoint: str, tmp_path: Path) -> None:
+    """At a step that follows; at the end, where none follows. What had the name has it still."""
+    path = tmp_path / "a.ckpt"
+    fit(behind(tmp_path, checkpoint=checkpoint), tmp_path, seeded(Lit), max_epochs=1, callbacks=[SavesOnce(path)])
+    before = content(path)
+    saves = SavesOnce(path, step)
+    with (
+        full_disk(rank),
+        pytest.raises((OSError, RuntimeError), match=r"a\.ckpt.* could not be written: .*No space left"),
+    ):
+        fit(
+            behind(tmp_path, checkpoint=checkpoint),
+            tmp_path,
+            seeded(Lit),
+            max_epochs=400,
+            callbacks=[saves],
+            max_steps=1000 if step == 2 else 6,
+        )
+    assert saves.steps < 1000
+    assert same(content(path), before)
+    dist.barrier()
+    assert [found.name for found in tmp_path.iterdir()] == ["a.ckpt"]
+
+
+@on_ranks(2)
+def test_one_by_the_clock_may_fail(tmp_path: Path) -> None:
+    strategy = behind(tmp_path)
+    strategy.save_every_s = 1e-9
+    of, module = trainer(strategy, tmp_path, max_epochs=1), seeded(Lit)
+    with full_disk(1), says(r"hpc_ckpt_1\.ckpt.*No space left.* Training goes on"):
+        of.fit(module, loader())
+    assert len(module.losses) == 6 and not list(tmp_path.iterdir())
+
+
+def says(text: str) -> contextlib.AbstractContextManager[Any]:
+    """Rank 0 warns inside."""
+    return pytest.warns(UserWarning, match=text) if dist.get_rank() == 0 else contextlib.nullcontext()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("checkpoint", ["full", "sharded"])
+def test_an_exception_of_training_ends_no_save(checkpoint: str, tmp_path: Path) -> None:
+    class Fails(Lit):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            if batch_idx == 3:
+                raise ValueError("mine")
+            return super().training_step(batch, batch_idx)
+
+    gate = Gate("any")
+    with gate.watched(), pytest.raises(ValueError, match="mine"):
+        fit(
+            behind(tmp_path, checkpoint=checkpoint),
+            tmp_path,
+            seeded(Fails),
+            max_epochs=1,
+            callbacks=[SavesOnce(tmp_path / "a.ckpt", 3)],
+        )
+    dist.barrier()
+    assert verify.check(tmp_path / "a.ckpt").damage == []
+    assert [found.name for found in tmp_path.iterdir()] == ["a.ckpt"]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("checkpoint", ["full", "sharded"])
+def test_old_ones_go_and_links_lead_when_new_ones_are_there(checkpoint: str, tmp_path: Path) -> None:
+    seen: list[list[str]] = []
+    fsync = os.fsync
+
+    def look(fd: int) -> None:
+        time.sleep(0.02)
+        if threading.current_thread() is not threading.main_thread():
+            seen.append(
+                sorted(path.name for path in tmp_path.iterdir() if path.exists() and not path.name.startswith("."))
+            )
+        fsync(fd)
+
+    save = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=1, filename="{step}", save_last="link")
+    with mock.patch.object(os, "fsync", look):
+        fit(
+            behind(tmp_path, checkpoint=checkpoint),
+            tmp_path,
+            seeded(Lit),
+            max_epochs=1,
+            callbacks=[save],
+            enable_checkpointing=True,
+        )
+    dist.barrier()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["last.ckpt", "step=6.ckpt"]
+    assert (tmp_path / "last.ckpt").resolve().name == "step=6.ckpt"
+    whole = [names for names in seen if names]
+    assert whole and all("last.ckpt" in names for names in whole[2:])
+
+
+class Looks(Lit):
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if dist.get_rank() == 0:
+            checkpoint["norm"] = checkpoint["state_dict"]["first.weight"].norm()
+
+
+@on_ranks(2)
+def test_hooks_have_their_values_and_training_waits(tmp_path: Path) -> None:
+    background_saves._SAID.clear()
+    of = trainer(behind(tmp_path), tmp_path, max_epochs=1, callbacks=[SavesOnce(tmp_path / "a.ckpt")])
+    with says(r"training waits for this save, because Looks\.on_save_checkpoint reads"):
+        of.fit(seeded(Looks), loader())
+    found = content(tmp_path / "a.ckpt")
+    assert found["norm"] == found["state_dict"]["first.weight"].norm()
+
+
+def test_a_plugin_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"zero\.checkpoint\.background=true: expected no CheckpointIO, got AsyncChe"):
+        ZeroStrategy("zero3", checkpoint={"background": True}, checkpoint_io=AsyncCheckpointIO())
