@@ -23,7 +23,7 @@ from torch import Tensor
 from lightning_zero import ZeroStrategy
 from lightning_zero.checkpoint import verify
 from lightning_zero.checkpoint.sharded.read import ShardedFolder
-from lightning_zero.config import ConfigError
+from lightning_zero.config import ConfigError, Stage
 from lightning_zero.engine.units import kept
 from lightning_zero.engine.whole.snapshot import Snapshot
 from lightning_zero.tiers.nvme import NvmeTier
@@ -125,7 +125,7 @@ class Writes(Model):
     """Changes its parameters by itself, before the next step."""
 
     def on_train_batch_start(self, *_: Any) -> None:
-        if self.trainer.global_step == 3 and self.trainer.strategy.config.stage.name == "zero0":
+        if self.trainer.global_step == 3 and self.trainer.strategy.config.stage.name is Stage.zero0:
             self.first.weight.data.add_(1.0)
 
 
@@ -157,38 +157,36 @@ def held(strategy: ZeroStrategy) -> list[int]:
 @on_ranks(2)
 @pytest.mark.parametrize("offload", ["none", "cpu", "nvme"])
 def test_without_room_for_copies_a_step_waits(offload: str, tmp_path: Path) -> None:
-    reserve = NvmeTier.reserve
-
-    def full(tier: NvmeTier, wanted: Any) -> Any:
-        if any(extent for extent in tier._last):
-            raise ConfigError("full")
-        return reserve(tier, wanted)
-
-    stage = Snapshot.stage
+    stage, close, reserve = Snapshot.stage, Snapshot.close, NvmeTier.reserve
+    stepping, is_full = threading.Event(), threading.Event()
 
     def late(snapshot: Snapshot) -> None:
-        time.sleep(0.5)
-        no_room = mock.patch.object(kept, "available_host_memory", lambda: 0)
-        with no_room, mock.patch.object(NvmeTier, "reserve", full):
-            stage(snapshot)
-            assert waiting.wait(10)
-            time.sleep(0.3)  # the step is there, and does not go on
+        stage(snapshot)
+        assert stepping.wait(20)
+        time.sleep(0.3)  # the step is there, and does not go on
 
-    waiting = threading.Event()
+    def over(snapshot: Snapshot) -> None:
+        close(snapshot)
+        is_full.clear()
+
+    def full(tier: NvmeTier, wanted: Any) -> Any:
+        if is_full.is_set():
+            raise ConfigError("full")
+        return reserve(tier, wanted)
 
     class Waits(Callback):
         def on_before_optimizer_step(self, of: Any, *_: Any) -> None:
             if of.global_step == 3:
-                waiting.set()
+                stepping.set()
 
-    with mock.patch.object(Snapshot, "stage", late):
-        fit(
-            behind(tmp_path, offload=offload),
-            tmp_path,
-            seeded(Model),
-            max_epochs=1,
-            callbacks=[Saves(tmp_path), Waits()],
-        )
+    with (
+        mock.patch.object(kept, "available_host_memory", lambda: 0),
+        mock.patch.object(NvmeTier, "reserve", full),
+        mock.patch.object(Snapshot, "stage", late),
+        mock.patch.object(Snapshot, "close", over),
+    ):
+        callbacks = [Saves(tmp_path, lambda _: is_full.set()), Waits()]
+        fit(behind(tmp_path, offload=offload), tmp_path, seeded(Model), max_epochs=1, callbacks=callbacks)
     assert same(*(content(tmp_path / f"{name}.ckpt") for name in ("behind", "now")))
 
 
