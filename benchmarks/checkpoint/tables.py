@@ -42,6 +42,7 @@ def row_of(turns: Sequence[Turn]) -> dict[str, Any]:
         "ranks": len(turns[0].found),
         "side": first.side,
         "parameters": first.numel,
+        "call_s": median(figure["call_s"] for figure in timed),
         "first_s": median(_saves(turn)[0]["stall_s"] for turn in turns),
         **{key: median(figure[key] for figure in timed) for key in ("stall_s", "durable_s", "load_s")},
         "nbytes": first.saves[-1].nbytes,
@@ -76,6 +77,7 @@ def _saves(turn: Turn) -> list[dict[str, float]]:
         found.append(
             {
                 "stall_s": max(_stall(s, turn.found[0].step_s) for s in on_ranks),
+                "call_s": max(s.call_s for s in on_ranks),
                 "durable_s": durable_s,
                 "load_s": max(s.load_s for s in on_ranks),
                 "of_disk": save.nbytes / durable_s / plain,
