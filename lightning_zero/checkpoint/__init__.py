@@ -8,6 +8,7 @@
     verify    compares checkpoints with their checksums
     hugging_face  folders of Hugging Face, out
     sharded   folders in the format of torch.distributed.checkpoint
+    background  writes that go on while a rank trains
     rng       random number generators of all ranks
     __main__  python -m lightning_zero.checkpoint
 """

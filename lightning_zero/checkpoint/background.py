@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
 
+NICENESS = 15  # a thirtieth of a core that training could use too: writes have time
+
 
 class Background:
-    """A thread that does what it is given, one after the other; what comes behind a failed write is not done."""
+    """Does what it is given, one after the other; what comes behind a failed write is not done."""
 
     def __init__(self) -> None:
-        self._pool: ThreadPoolExecutor | None = None
+        self._copies: ThreadPoolExecutor | None = None
+        self._writes: ThreadPoolExecutor | None = None
         self._last: Future[None] | None = None
         self._error: BaseException | None = None
 
@@ -26,11 +32,17 @@ class Background:
     def is_idle(self) -> bool:
         return self._last is None or self._last.done()
 
-    def do(self, act: Callable[[], Any]) -> None:
-        """Do this behind what was given before."""
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(1, "lightning_zero-saves")
-        self._last = self._pool.submit(self._run, act)
+    def do(self, act: Callable[[], Any], copy: Callable[[], Any] | None = None) -> None:
+        """Do this behind what was given before.
+
+        Args:
+            copy: is done first, and at once. Training may soon wait for it.
+        """
+        if self._copies is None or self._writes is None:
+            self._copies = ThreadPoolExecutor(1, "lightning_zero-copies", _only_thread)
+            self._writes = ThreadPoolExecutor(1, "lightning_zero-saves", _patient_thread)
+        copied = self._copies.submit(copy) if copy is not None else None
+        self._last = self._writes.submit(self._run, act, copied)
 
     def then(self, act: Callable[[], Any]) -> None:
         """Do this when all that was given before is done: here and now if it is."""
@@ -39,11 +51,12 @@ class Background:
         else:
             self.do(act)
 
-    def _run(self, act: Callable[[], Any]) -> None:
+    def _run(self, act: Callable[[], Any], copied: Future[Any] | None) -> None:
         if self._error is not None:
             return
-        torch.set_num_threads(1)  # of this thread: the others are for those that train
         try:
+            if copied is not None:
+                copied.exception()  # what has not been copied is read where it is
             act()
         except BaseException as error:
             self._error = error
@@ -52,7 +65,7 @@ class Background:
         """Wait for all that was given.
 
         Raises:
-            Exception: of the first that has failed; it is forgotten then.
+            BaseException: of the first that has failed; it is forgotten then.
         """
         if self._last is not None:
             self._last.result()
@@ -60,3 +73,13 @@ class Background:
         if self._error is not None:
             error, self._error = self._error, None
             raise error
+
+
+def _only_thread() -> None:
+    torch.set_num_threads(1)  # of this thread: the others are for those that train
+
+
+def _patient_thread() -> None:
+    _only_thread()
+    with contextlib.suppress(OSError, AttributeError):  # on Linux each thread has a niceness of its own
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + NICENESS)

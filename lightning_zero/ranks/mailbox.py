@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import pickle
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -43,26 +42,28 @@ class Mailbox:
         elif self._store is not None:
             self._store.set(f"{self._prefix}/{self._rank}", pickle.dumps(value))
 
-    def collect(self, lost: Callable[[list[int]], list[int]], hurry: threading.Event) -> list[Any]:
+    def collect(self, give_up: Callable[[list[int], float], str]) -> list[Any]:
         """On rank 0, wait for the messages of all ranks, in rank order.
 
         Args:
-            lost: of these ranks, those whose message will never come.
-            hurry: ask for that now and then.
+            give_up: is asked now and then, with the ranks that are missing and the seconds without news. Why to wait no
+                longer; or nothing.
 
         Raises:
-            RuntimeError: ranks are lost; names them.
+            RuntimeError: ``give_up`` has said so.
         """
         found: dict[int, Any] = {0: self._own}
         missing = list(range(1, self._world_size))
+        news = time.monotonic()
         while missing:
             assert self._store is not None
             for rank in [rank for rank in missing if self._store.check([f"{self._prefix}/{rank}"])]:
                 found[rank] = pickle.loads(self._store.get(f"{self._prefix}/{rank}"))
                 self._store.delete_key(f"{self._prefix}/{rank}")
                 missing.remove(rank)
-            if missing and hurry.is_set() and (gone := lost(missing)):
-                raise RuntimeError(f"rank(s) {gone} have ended before they had written their part")
+                news = time.monotonic()
+            if missing and (why := give_up(missing, time.monotonic() - news)):
+                raise RuntimeError(why)
             if missing:
                 time.sleep(EVERY_S)
         return [found[rank] for rank in range(self._world_size)]

@@ -6,6 +6,7 @@
     precision       its precision plugin         registration    names for Trainer(strategy=), without importing it
     checkpoint_io   files, written whole or not at all      random_numbers  generators of all ranks, in checkpoints
     sharded_checkpoints  the same as folders, written by all ranks
+    background_saves     saves of either kind that go on behind training
     range_saves     saves of one file by all ranks          verified_loads  checksums, before a checkpoint is loaded
     kept_files      last.ckpt, and what a dead run has left     checkpoint_fits  whether one is of this model
     validations     where a resume inside a validation goes on

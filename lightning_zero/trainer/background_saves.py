@@ -2,10 +2,10 @@
 
 ::
 
-    main thread                                       a thread of each rank
+    main thread                                       threads of each rank
     save: names, small values; holes or a folder
           what is kept of each home (kept.py)
-    train                                             its ranges, or its file, to the disk
+    train                                             copies; its ranges, or its file, to the disk
     train                                             rank 0, when all have: checksums or the index, the name
     train                                             rank 0: last.ckpt leads there, an older one is removed
     the next step, save or end: an error, on all ranks
@@ -61,6 +61,7 @@ class BackgroundSaves:
         write: Callable[[], T],
         end: Callable[[Sequence[T]], Any],
         close: Callable[[BaseException | None], Any],
+        copy: Callable[[], Any],
         *,
         may_fail: bool,
     ) -> None:
@@ -71,6 +72,7 @@ class BackgroundSaves:
             write: this rank's part; rank 0 gets what it returns.
             end: is called on rank 0 with what all ranks have returned, in rank order.
             close: is called at the end in any case, with the error that has kept it from being written.
+            copy: is done before ``write``, for steps that follow soon.
         """
         rank, world_size = (waits.rank, waits.world_size) if waits is not None else (0, 1)
         mail = Mailbox(number, rank, world_size)
@@ -89,14 +91,18 @@ class BackgroundSaves:
 
         self.is_under_way, self.may_fail = True, may_fail
         self._hurry.clear()
-        self._background.do(run)
+        self._background.do(run, copy)
 
     def _parts(self, mail: Mailbox, waits: Waits | None) -> list[Any]:
-        def lost(missing: Sequence[int]) -> list[int]:
-            gone = waits.silent() if waits is not None else []
-            return [rank for rank in missing if rank in gone]
+        def give_up(missing: Sequence[int], quiet_s: float) -> str:
+            if waits is None or not self._hurry.is_set():  # a disk may be slow, and a rank that is gone ends the run
+                return ""
+            gone = waits.silent()
+            if any(rank in gone for rank in missing) or quiet_s > waits.stall_timeout_s:
+                return f"rank(s) {list(missing)} have ended, or do not answer, before they had written their part"
+            return ""
 
-        found = mail.collect(lost, self._hurry)
+        found = mail.collect(give_up)
         for rank, part in enumerate(found):
             if isinstance(part, _Failure):
                 raise RuntimeError(f"rank {rank}: {part}")

@@ -174,7 +174,8 @@ class RangeSave:
     ) -> None:
         with contextlib.ExitStack() as undo:
             undo.push(stack)
-            kept = self._together("keeping values", partial(self._engine.keep_ranges, place.dtypes, copies))
+            keep = partial(self._engine.keep_ranges, place.dtypes, copies)
+            kept = self._together("keeping values", keep, undo=lambda kept: kept.snapshot.close())
             undo.pop_all()
 
         def write() -> list[Piece]:
@@ -192,7 +193,7 @@ class RangeSave:
             leave(stack, error)
 
         assert self._behind is not None
-        self._behind(place.number, self._path, write, end, close)
+        self._behind(place.number, self._path, write, end, close, kept.snapshot.stage)
 
     def _begin(
         self,
@@ -267,12 +268,12 @@ class RangeSave:
 
     # -- agreements: a rank on which something fails lets no other wait ---------------------------------------------
 
-    def _together(self, what: str, act: Callable[[], T]) -> T:
+    def _together(self, what: str, act: Callable[[], T], undo: Callable[[T], Any] = lambda _: None) -> T:
         def named() -> T:
             with naming(self._path):
                 return act()
 
-        return together(dist.group.WORLD, self._engine.comm.waits, what, named, patient=True)
+        return together(dist.group.WORLD, self._engine.comm.waits, what, named, undo, patient=True)
 
     def _gather(self, value: T, what: str) -> list[T]:
         return gather_objects(dist.group.WORLD, value, self._engine.comm.waits, what, patient=True)

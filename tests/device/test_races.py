@@ -15,6 +15,7 @@ from torch import nn
 
 import lightning_zero
 from lightning_zero.engine.whole import norms
+from lightning_zero.engine.whole.ranges import Hollow
 from tests.device.simulate import MIXED, Case, Found, Step, loss_of, train_step
 
 Trained = Callable[..., Found]
@@ -193,6 +194,36 @@ def steps_twice(engine: Any, model: nn.Module, optimizer: Any) -> None:
     train_step(Step(), engine, model, optimizer)
 
 
+def is_saved_behind_a_step(engine: Any, model: nn.Module, optimizer: Any) -> None:
+    _is_saved(engine, model, optimizer, ["step", "read"])
+
+
+def is_saved_before_a_step(engine: Any, model: nn.Module, optimizer: Any) -> None:
+    _is_saved(engine, model, optimizer, ["read", "step"])
+
+
+def is_copied_before_a_step(engine: Any, model: nn.Module, optimizer: Any) -> None:
+    _is_saved(engine, model, optimizer, ["copy", "step", "read"])
+
+
+def _is_saved(engine: Any, model: nn.Module, optimizer: Any, order: list[str]) -> None:
+    hollow = Hollow()
+    engine.state_dict(hollow=hollow)
+    engine.optimizer_state(optimizer, hollow=hollow)
+    kept = engine.keep_ranges({value: tensor.dtype for value, tensor in hollow.made}, {})
+    for act in order:
+        if act == "step":
+            train_step(Step(), engine, model, optimizer)
+        elif act == "copy":
+            kept.snapshot.stage()
+        else:
+            for part in kept:
+                assert part.values.device.type == "cpu"
+                part.values + 1
+            kept.snapshot.close()
+    train_step(Step(), engine, model, optimizer)
+
+
 def serves_others(engine: Any, model: nn.Module, optimizer: Any) -> None:
     """Another rank needs a unit whose gather is under way here."""
     for unit in engine.units[1:]:
@@ -214,6 +245,9 @@ ACTS = [
     raises_in_forward,
     raises_in_backward,
     steps_twice,
+    is_saved_behind_a_step,
+    is_saved_before_a_step,
+    is_copied_before_a_step,
     serves_others,
 ]
 ROWS = [(1, "none"), (3, "none"), (1, "optimizer_cpu"), (3, "optimizer_cpu")]

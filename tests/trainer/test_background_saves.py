@@ -25,9 +25,11 @@ from lightning_zero.checkpoint import verify
 from lightning_zero.checkpoint.sharded.read import ShardedFolder
 from lightning_zero.config import ConfigError, Stage
 from lightning_zero.engine.units import kept
+from lightning_zero.engine.units.home import ResidentHome
 from lightning_zero.engine.whole.snapshot import Snapshot
 from lightning_zero.tiers.nvme import NvmeTier
 from lightning_zero.trainer import background_saves
+from lightning_zero.trainer.background_saves import BackgroundSaves
 from lightning_zero.trainer.checkpointing import CheckpointingStrategy
 from tests.harness import on_ranks
 from tests.pairwise import pairwise_places
@@ -179,8 +181,14 @@ def test_without_room_for_copies_a_step_waits(offload: str, tmp_path: Path) -> N
             if of.global_step == 3:
                 stepping.set()
 
+    def no_memory(*_: Any) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    no_room = mock.patch.object(kept, "available_host_memory", lambda: 0)
+    if dist.get_rank():  # or the system has none in spite of what it says
+        no_room = mock.patch.object(kept.KeptInMemory, "_copy_span", no_memory)
     with (
-        mock.patch.object(kept, "available_host_memory", lambda: 0),
+        no_room,
         mock.patch.object(NvmeTier, "reserve", full),
         mock.patch.object(Snapshot, "stage", late),
         mock.patch.object(Snapshot, "close", over),
@@ -378,3 +386,45 @@ def test_hooks_have_their_values_and_training_waits(tmp_path: Path) -> None:
 def test_a_plugin_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"zero\.checkpoint\.background=true: expected no CheckpointIO, got AsyncChe"):
         ZeroStrategy("zero3", checkpoint={"background": True}, checkpoint_io=AsyncCheckpointIO())
+
+
+@on_ranks(2)
+def test_a_rank_that_is_gone_is_not_waited_for(tmp_path: Path) -> None:
+    """As its process would be: nothing comes from it, and it answers no call."""
+    strategy = behind(tmp_path)
+    fit(strategy, tmp_path, seeded(Lit), max_epochs=1)
+    waits = strategy.engine.comm.waits
+    saves = BackgroundSaves()
+    if dist.get_rank() == 0:
+        with mock.patch.object(type(waits), "silent", lambda _: [1]):
+            acts: list[Any] = [lambda: 1, lambda _: None, lambda _: None, lambda: None]
+            saves.begin(waits, 10**6, tmp_path / "a.ckpt", *acts, may_fail=False)
+            with says(r"a\.ckpt: the file could not be written: .*rank\(s\) \[1\] have ended"):
+                saves.wait_alone()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("checkpoint", ["full", "sharded"])
+def test_values_that_cannot_be_kept_fail_on_all_ranks(checkpoint: str, tmp_path: Path) -> None:
+    """And those that were kept on other ranks are let go: no step waits for who never reads them."""
+    released: list[int] = []
+    close = Snapshot.close
+
+    def kept_here(home: Any, parts: Any, streams: Any) -> Any:
+        raise MemoryError("no memory")
+
+    def closed(snapshot: Snapshot) -> None:
+        released.append(1)
+        close(snapshot)
+
+    fails = mock.patch.object(ResidentHome, "keep", kept_here) if dist.get_rank() else contextlib.nullcontext()
+    callbacks = [SavesOnce(tmp_path / "a.ckpt")]
+    with (
+        fails,
+        mock.patch.object(Snapshot, "close", closed),
+        pytest.raises((MemoryError, RuntimeError), match="no memory"),
+    ):
+        fit(behind(tmp_path, checkpoint=checkpoint), tmp_path, seeded(Lit), max_epochs=1, callbacks=callbacks)
+    assert released
+    dist.barrier()
+    assert not list(tmp_path.iterdir())

@@ -84,7 +84,9 @@ class ShardedSaver:
         begin: Callable[..., None],
         streams: Streams,
     ) -> None:
-        items, snapshot = self._together("keeping values", lambda: keep(items_of(state, self._rank), streams))
+        items, snapshot = self._together(
+            "keeping values", lambda: keep(items_of(state, self._rank), streams), undo=lambda kept: kept[1].close()
+        )
         rest = stack.pop_all()
 
         def close(error: BaseException | None) -> None:
@@ -96,6 +98,7 @@ class ShardedSaver:
             lambda: self._news(self._write(items, folder, target, snapshot)),
             lambda found: self._end(rest, folder, target, self._learn(found)),
             close,
+            snapshot.stage,
         )
 
     def _begin(self, stack: contextlib.ExitStack, target: Path, extra: Mapping[str, Any]) -> Part | None:
@@ -155,10 +158,10 @@ class ShardedSaver:
                 pickle.dump(index, file)
         stack.close()
 
-    def _together(self, what: str, act: Callable[[], Any]) -> Any:
+    def _together(self, what: str, act: Callable[[], Any], undo: Callable[[Any], Any] = lambda _: None) -> Any:
         if self._waits is None:
             return act()
-        return together(self._group, self._waits, f"saving a checkpoint: {what}", act, patient=True)
+        return together(self._group, self._waits, f"saving a checkpoint: {what}", act, undo, patient=True)
 
     def _broadcast(self, value: T) -> T:
         return value if self._waits is None else broadcast_object(self._group, value, 0, self._waits)

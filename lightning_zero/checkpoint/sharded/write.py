@@ -62,8 +62,6 @@ def write_items(items: Sequence[Item], file: BinaryIO, name: str, snapshot: Snap
         snapshot: of :func:`keep`.
     """
     entries: list[Entry] = []
-    if snapshot is not None:
-        snapshot.stage()
     for home, own in itertools.groupby(items, key=lambda item: item.home):
         with opened(home) if home is not None and snapshot is None else contextlib.nullcontext():
             entries += [_write(item, file, name, snapshot) for item in own]

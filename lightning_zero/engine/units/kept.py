@@ -86,7 +86,7 @@ class KeptInMemory:
         for part in parts:
             self._spans.setdefault(id(part.whole), _Span(part.whole)).add(part)
         # Of whoever copies, or reads in place; and told of the end.
-        self._turn = threading.Condition()
+        self._turn = threading.Condition(threading.Lock())
         self._is_copied = self._is_over = False
         if at_once is not None and (span := self._spans.get(id(at_once))) is not None:
             self._copy_span(span)
@@ -111,10 +111,15 @@ class KeptInMemory:
         if not (self._is_copied or self._is_over):
             if sum(span.values.nbytes for span in spans) > available_host_memory():
                 return False
-            with self._streams.on("d2h", after=self._made):
+            try:
+                with self._streams.on("d2h", after=self._made):
+                    for span in spans:
+                        self._copy_span(span)
+                    self._arrived = self._streams.mark()
+            except (MemoryError, RuntimeError):  # torch's, where the system gives no memory
                 for span in spans:
-                    self._copy_span(span)
-                self._arrived = self._streams.mark()
+                    span.copy = None
+                return False
             self._is_copied = True
         return True
 

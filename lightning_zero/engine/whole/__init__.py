@@ -7,6 +7,7 @@
     optimizer_state  an optimizer's, likewise
     sharded_state    both, with the parts of tensors that each rank holds
     ranges           whole values of which each rank gives its ranges
+    snapshot         what shards are now, for a thread that writes them later
     norms            norms and clipping
     held_bytes       bytes that are held, beside those that were planned
 """

@@ -16,7 +16,7 @@ PIECE_NUMEL = 1 << 22  # what is read at a time: a step may wait for that
 
 
 class Snapshot:
-    """The values of homes as they are when this is made. Everything else is for the thread that reads them."""
+    """The values of homes as they are when this is made. Everything else is for threads that read them."""
 
     def __init__(self, wanted: Mapping[Home, Sequence[Sliced]], streams: Streams) -> None:
         self._kept: dict[int, Kept] = {}
@@ -54,7 +54,6 @@ class KeptRanges:
         self.snapshot = Snapshot(parts, engine.comm.streams)
 
     def __iter__(self) -> Iterator[Range]:
-        self.snapshot.stage()
         for home, parts in self._parts:
             for value, start, (whole, low, numel) in parts:
                 for done in range(0, numel, PIECE_NUMEL):
