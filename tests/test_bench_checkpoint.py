@@ -92,7 +92,7 @@ def _hold(rank: int, world: int, nbytes: int) -> tuple[float, Window]:
     ranks.trim()
     before = ranks.time.perf_counter()
     held = bytearray(os.urandom(1)) * nbytes
-    ranks.trim()
+    ranks.time.sleep(0.5)
     window = Window("held", before, ranks.time.perf_counter())
     del held
     return before, window

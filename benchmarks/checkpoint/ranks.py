@@ -24,6 +24,7 @@ import torch.multiprocessing as mp
 from benchmarks.bench import start_process, stop_process
 
 SAMPLE_S = 0.004
+SETTLE_S = 0.1  # in which a busy machine takes a sample too
 INDEX = ".metadata"  # which DCP writes last
 # Once, and not by every rank when it first uses them.
 IMPORTED = (
@@ -141,4 +142,4 @@ def trim() -> None:
     """Give back what the C library keeps of freed memory, and wait until a sample has seen that."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
-    time.sleep(5 * SAMPLE_S)
+    time.sleep(SETTLE_S)
