@@ -1,6 +1,7 @@
 # make train    the main job: a small GPT on real text under ZeRO stage 3
 # make test     the tests (make test-full: with the full matrices; make test-slurm: real jobs)
 # make gpu-check  what one GPU tells, in nine minutes (docs/benchmarks.md); also: python -m benchmarks.gpu
+# make bench    speed beside DDP and FSDP2 (also bench-offload, bench-scale, bench-checkpoint: docs/benchmarks.md)
 # make fuzz     random programs for an hour, with a new seed (ARGS="--minutes 5 --seed 7")
 # make image    an image of the main job (see docker/README.md; make image-test: builds one for CPUs and tries it)
 #
@@ -36,11 +37,11 @@ STAMP := $(VENV)/.installed-$(CHOICE)
 DEV_STAMP := $(VENV)/.installed-dev-$(CHOICE)
 SLURM_STAMP := $(VENV)/.installed-slurm-$(CHOICE)
 
-.PHONY: help install train test test-full test-slurm fuzz bench bench-offload bench-scale gpu-check image image-test structure lint format clean
+.PHONY: help install train test test-full test-slurm fuzz bench bench-offload bench-scale bench-checkpoint gpu-check image image-test structure lint format clean
 .DEFAULT_GOAL := help
 
 help:
-	@sed -n 's/^# \{0,1\}//p' Makefile | head -10
+	@sed -n 's/^# \{0,1\}//p' Makefile | head -11
 
 install: $(STAMP)
 
@@ -87,6 +88,9 @@ bench-offload: $(STAMP)
 
 bench-scale: $(STAMP)
 	$(PY) -m benchmarks.bench_scale $(ARGS)
+
+bench-checkpoint: $(STAMP)
+	$(PY) -m benchmarks.checkpoint $(ARGS)
 
 gpu-check: $(STAMP)
 	$(PY) -m benchmarks.gpu $(ARGS)

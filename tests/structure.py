@@ -7,6 +7,7 @@ in ``docs/one_step.md``.
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 import statistics
 from collections.abc import Iterator
@@ -25,9 +26,15 @@ def name_of(path: Path) -> str:
     return ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
 
 
+@functools.cache
+def nodes(text: str) -> tuple[ast.AST, ...]:
+    """All of a module: many rules look at each."""
+    return tuple(ast.walk(ast.parse(text)))
+
+
 def imports_of(path: Path) -> Iterator[str]:
     """Names of imported modules, those imported inside of functions and for type checking included."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path.read_text()):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -56,7 +63,7 @@ def functions(paths: list[Path]) -> dict[str, int]:
     return {
         f"{name_of(path)}.{node.name}:{node.lineno}": (node.end_lineno or 0) - node.lineno + 1
         for path in paths
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in nodes(path.read_text())
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     }
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.structure import PACKAGE, circle, functions, imports_of, modules, name_of
+from tests.structure import PACKAGE, circle, functions, imports_of, modules, name_of, nodes
 
 LAYERS = ["config", "planning", "device", "tiers", "ranks", "comm", "engine", "checkpoint", "trainer", "app"]
 DOORS = {"train", "plan", "submit"}
@@ -37,7 +37,7 @@ def layer_of(name: str) -> str | None:
 
 def calls_of(path: Path) -> Iterator[tuple[str, str]]:
     """Calls as (what it is called on, name)."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path.read_text()):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             yield ast.unparse(node.func.value), node.func.attr
 
@@ -124,7 +124,7 @@ def test_one_file_calls_cuda(path: Path) -> None:
     """So that a test can put another accelerator in its place."""
     if name_of(path) == "device.cuda":
         return
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path.read_text()):
         if isinstance(node, ast.Attribute):
             assert not re.match(r"torch\.(cuda|cpu|accelerator)\b", ast.unparse(node)), ast.unparse(node)
             assert node.attr not in {"is_cuda", "pin_memory", "record_stream"}, ast.unparse(node)
@@ -146,7 +146,7 @@ def test_the_engine_asks_for_placements_and_not_for_stages(path: Path) -> None:
     source = path.read_text()
     code = ast.unparse(ast.parse(source))
     assert not re.search(r"Stage\.zero\d|['\"]zero[0-3]['\"]", code)
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes(source):
         if isinstance(node, ast.Compare):
             text = ast.unparse(node)
             assert not re.search(r"\bstage\b", text), f"{name_of(path)} asks: {text}"

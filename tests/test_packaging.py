@@ -84,6 +84,7 @@ def test_make_targets_are_there_and_install_by_themselves() -> None:
             "test-full",
             "test-slurm",
             "bench",
+            "bench-checkpoint",
             "lint",
             "clean",
             "ARGS=seed=7",
@@ -98,7 +99,7 @@ def test_make_targets_are_there_and_install_by_themselves() -> None:
     assert "-m lightning_zero.train seed=7" in done.stdout
     assert "-m pytest" in done.stdout
     assert "tests/slurm/lab.sh install" in done.stdout and "-e '.[test,slurm]'" in done.stdout
-    assert "-m benchmarks.bench" in done.stdout
+    assert "-m benchmarks.bench" in done.stdout and "-m benchmarks.checkpoint" in done.stdout
 
 
 @pytest.mark.parametrize(

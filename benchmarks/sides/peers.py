@@ -41,7 +41,8 @@ def _ddp_zero1(model: nn.Module, precision: str) -> Side:
     return Side("ddp+zero1", lambda tokens: train_step(wrapped, optimizer, tokens, precision == "bf16"))
 
 
-def _fsdp2(model: nn.Module, precision: str) -> Side:
+def shard_fsdp2(model: nn.Module, precision: str) -> None:
+    """Each block and the root, as its documentation advises."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -54,6 +55,10 @@ def _fsdp2(model: nn.Module, precision: str) -> Side:
         if isinstance(module, Block):
             fully_shard(module, **options)
     fully_shard(model, **options)
+
+
+def _fsdp2(model: nn.Module, precision: str) -> Side:
+    shard_fsdp2(model, precision)
     optimizer = make_adamw(model)
     return Side("fsdp2", lambda tokens: train_step(model, optimizer, tokens, False))
 

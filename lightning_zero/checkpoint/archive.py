@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from lightning_zero.checkpoint.crc import CHUNK_NBYTES, Piece, add_up, pieces, whole
+from lightning_zero.checkpoint.durable import write_at
 
 RECORD = "lightning_zero/crc32"
 _LOCAL_HEADER = struct.Struct("<4s22xHH")  # of a record: the signature, and the lengths of its name and its extra field
@@ -144,15 +145,9 @@ def write_values(fd: int, hole: Hole, start: int, values: Tensor, dtype: torch.d
         # Not by numpy(): that would keep the tensor's memory, which rests in a file between uses, from being resized.
         data = memoryview((ctypes.c_char * (part.numel() * size)).from_address(part.data_ptr())).cast("B")
         offset = start + low * size
-        _write_all(fd, data, hole.start + offset)
+        write_at(fd, data, hole.start + offset)
         done += pieces(hole.record, offset, data)
     return done
-
-
-def _write_all(fd: int, data: memoryview, offset: int) -> None:
-    written = 0
-    while written < len(data):
-        written += os.pwrite(fd, data[written:], offset + written)
 
 
 def _packed(chunks: Mapping[str, tuple[int, ...]]) -> bytes:

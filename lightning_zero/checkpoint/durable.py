@@ -45,6 +45,8 @@ _WAYS_OUT = {
 _NAME_BYTES = 120  # of the target's name: file systems allow 255 in all
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EBADF)  # EBADF: of a folder, on NFS
 _EXCHANGE, _AT_FDCWD = 2, -100
+_SYNC_WRITE = 2  # of sync_file_range: begin to write what is not being written yet
+_LIBC = ctypes.CDLL(None)
 _numbers = itertools.count(1)
 _LOCKED: set[int] = set()  # descriptors of what this process writes
 
@@ -332,6 +334,25 @@ def sync_folder(folder: Path) -> None:
             raise
     finally:
         os.close(fd)
+
+
+def write_at(fd: int, data: memoryview, offset: int) -> None:
+    """Write all of ``data``, a view of bytes, at ``offset``, and have the disk begin with it."""
+    written = 0
+    while written < len(data):
+        written += os.pwrite(fd, data[written:], offset + written)
+    begin_sync(fd, offset, len(data))
+
+
+def begin_sync(fd: int, start: int, nbytes: int) -> None:
+    """Have the disk begin with what was written to this range, where the system can (Linux). Nobody waits for it.
+
+    Otherwise the disk would rest until the last byte is there, while checksums are computed. The ``fsync`` at the end
+    waits for all of it, and tells of errors.
+    """
+    begin = getattr(_LIBC, "sync_file_range", None)
+    if begin is not None:
+        begin(fd, ctypes.c_int64(start), ctypes.c_int64(nbytes), _SYNC_WRITE)
 
 
 def said(error: BaseException, outer: BaseException | None = None) -> str:

@@ -169,6 +169,7 @@ def test_the_machine_at_hand(command: Any, tmp_path: Path) -> None:
     assert document["machine"]["nvme"] == 0
 
 
+@pytest.mark.full  # tests/test_bench_scale.py builds models of that size on meta too
 def test_seventy_billion_parameters_take_seconds_and_no_memory(tmp_path: Path) -> None:
     code = (
         "import resource, sys; from lightning_zero import plan; plan.main();"

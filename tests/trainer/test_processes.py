@@ -21,7 +21,7 @@ from torch import Tensor
 from lightning_zero import ZeroStrategy
 from lightning_zero.ranks import rendezvous
 from tests.harness import on_ranks
-from tests.trainer.toys import SAMPLES, Lit, assert_weights, fit, loader, seeded, some_of, trainer, weights
+from tests.trainer.toys import SAMPLES, Lit, assert_weights, fit, loader, seeded, trainer, weights
 
 ROOT = Path(__file__).parents[2]
 
@@ -92,12 +92,14 @@ def failed_exit(root: Path, strategy: str, failing: int) -> None:
     assert seconds < 60, output
 
 
-@pytest.mark.parametrize("strategy", some_of(("zero1", "zero3"), "zero3"))
+@pytest.mark.full  # tests/app/test_train.py sees both of the main job, always
+@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
 def test_a_clean_exit_is_0(strategy: str, tmp_path: Path) -> None:
     clean_exit(tmp_path, strategy)
 
 
-@pytest.mark.parametrize("failing", [pytest.param(0, marks=pytest.mark.full), 1])
+@pytest.mark.full
+@pytest.mark.parametrize("failing", [0, 1])
 def test_an_exception_on_one_rank_ends_all(failing: int, tmp_path: Path) -> None:
     failed_exit(tmp_path, "zero3", failing)
 

@@ -31,6 +31,7 @@ from tests.trainer.toys import (
     loader,
     optimizer_states,
     seeded,
+    some_of,
     trainer,
     weights,
 )
@@ -134,13 +135,10 @@ def _mean_over_ranks(losses: list[float]) -> Tensor:
     return mean / dist.get_world_size()
 
 
-WAYS = [
-    (("zero3", 2), ("zero1", 3)),
+WAYS = [  # each row of stage or offload once
     (("zero1", 3), ("zero3_nvme", 2)),
     (("zero3_nvme", 2), ("zero2_offload", 1)),
-    (("zero3_offload", 3), ("zero0", 2)),
-    (("zero0", 2), ("zero3", 3)),
-    (("zero2", 1), ("zero3_offload", 3)),
+    (("zero0", 2), ("zero3_offload", 3)),
     (("ddp", 2), ("zero3", 3)),
     (("zero3 full", 2), ("zero2", 3)),
     (("zero3", 3), ("zero3 full", 2)),
@@ -168,7 +166,7 @@ def test_training_goes_on_with_other_settings_on_other_ranks(
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed", "bf16-true"])
+@pytest.mark.parametrize("precision", some_of(("bf16-mixed", "16-mixed", "bf16-true"), "16-mixed"))
 def test_precisions(precision: Any, tmp_path: Path) -> None:
     """The loss scale goes on too, and another precision loads."""
     settings: dict[str, Any] = {"precision": precision}

@@ -21,6 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_zero.checkpoint.durable import write_at
 from lightning_zero.config import ConfigError
 from lightning_zero.engine.pretrained.folder import DTYPES, INDEX, SINGLE
 from lightning_zero.planning.layout import round_up
@@ -155,10 +156,7 @@ class Writer:
             part = values[low : low + CHUNK].detach().to(device="cpu", dtype=dtype).contiguous()
             # Not ``numpy()``: under a storage that NumPy has seen, memory cannot be given back.
             data = memoryview((ctypes.c_char * part.nbytes).from_address(part.data_ptr())).cast("B")
-            offset = place.start + (start + low) * dtype.itemsize
-            done = 0
-            while done < len(data):
-                done += os.pwrite(self._open[place.file], data[done:], offset + done)
+            write_at(self._open[place.file], data, place.start + (start + low) * dtype.itemsize)
 
     def write_whole(self, name: str, value: Tensor) -> None:
         """Write a tensor that is all here."""

@@ -16,6 +16,7 @@ from typing import BinaryIO, NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_zero.checkpoint.durable import begin_sync
 from lightning_zero.checkpoint.sharded.items import Item, Path
 from lightning_zero.comm.streams import Streams
 from lightning_zero.engine.units.home import Home, opened
@@ -72,9 +73,10 @@ def write_items(items: Sequence[Item], file: BinaryIO, name: str, snapshot: Snap
 def _write(item: Item, file: BinaryIO, name: str, snapshot: Snapshot | None) -> Entry:
     start, box = file.tell(), item.box
     torch.save(item.source if item.dtype is None else alone(item.tensor(snapshot)), file)
-    return Entry(
-        item.keys, item.paths, item.dtype, item.shape, box.offsets, box.sizes, name, start, file.tell() - start
-    )
+    length = file.tell() - start
+    file.flush()
+    begin_sync(file.fileno(), start, length)
+    return Entry(item.keys, item.paths, item.dtype, item.shape, box.offsets, box.sizes, name, start, length)
 
 
 def alone(tensor: Tensor) -> Tensor:

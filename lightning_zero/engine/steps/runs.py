@@ -85,6 +85,24 @@ class Runs:
 
     def cut(self, bucket: Bucket, groups: dict[int, int], active: set[int] | None = None) -> None:
         """Cut a bucket's fragments into runs by param group, step count and whether they are used now."""
+        present, wanted = self._runs.get(bucket, []), self._cuts(bucket, groups, active)
+        # ``runs`` are plain tuples of integers, so this comparison is the whole check of whether the cuts have changed.
+        # The next line finds masters that have become another tensor, which the runs would go on to miss.
+        same_cuts = [(g, r.run) for g, r in present] == wanted
+        if same_cuts and all(r.base is bucket.master for _, r in present):
+            return
+        # Open, because state is copied from the old runs to the new ones: in files it has no memory otherwise.
+        with opened(bucket.home):
+            runs: list[tuple[int, FlatRun]] = []
+            for group, run in wanted:
+                stop = run.fragments[-1].start + run.fragments[-1].numel if self._per_fragment else run.stop
+                tensor = bucket.master[run.start : stop].detach()
+                runs.append((group, FlatRun(bucket, run, tensor, bucket.master)))
+            self._hand_over(present, runs)
+            self._runs[bucket] = runs
+            self.adopt(bucket)
+
+    def _cuts(self, bucket: Bucket, groups: dict[int, int], active: set[int] | None) -> list[tuple[int, Run]]:
         fragments = bucket.owned_fragments()
         keys: list[object] = []
         for fragment in fragments:
@@ -95,23 +113,7 @@ class Runs:
             own = slot if self._per_fragment else -1
             used_now = active is None or slot in active
             keys.append((groups[slot], self._steps.get((bucket, slot), 0), used_now, own))
-        wanted = cut_runs(fragments, keys)
-        present = self._runs.get(bucket, [])
-        # ``runs`` are plain tuples of integers, so this comparison is the whole check of whether the cuts have changed.
-        # The next line finds masters that have become another tensor, which the runs would go on to miss.
-        same_cuts = [(g, r.run) for g, r in present] == [(key[0], run) for key, run in wanted]  # type: ignore[index]
-        if same_cuts and all(r.base is bucket.master for _, r in present):
-            return
-        # Open, because state is copied from the old runs to the new ones: in files it has no memory otherwise.
-        with opened(bucket.home):
-            runs: list[tuple[int, FlatRun]] = []
-            for key, run in wanted:
-                stop = run.fragments[-1].start + run.fragments[-1].numel if self._per_fragment else run.stop
-                tensor = bucket.master[run.start : stop].detach()
-                runs.append((key[0], FlatRun(bucket, run, tensor, bucket.master)))  # type: ignore[index]
-            self._hand_over(present, runs)
-            self._runs[bucket] = runs
-            self.adopt(bucket)
+        return [(key[0], run) for key, run in cut_runs(fragments, keys)]  # type: ignore[index]
 
     def _hand_over(self, old: Sequence[tuple[int, FlatRun]], new: Sequence[tuple[int, FlatRun]]) -> None:
         """Give the new runs their parts of the old runs' state."""
@@ -176,7 +178,8 @@ class Runs:
         for _, run in self.grouped(bucket):
             self.optimizer.state.pop(run.tensor, None)
         self._runs[bucket] = []
-        self._load(bucket, groups, states)
+        self.cut(bucket, groups)
+        self._fill(bucket, states, {})
 
     # -- state, keyed by parameter ----------------------------------------------------------------------------------
 
@@ -218,24 +221,33 @@ class Runs:
         return []
 
     def load(self, states: ParamStates, groups_of: Mapping[Bucket, dict[int, int]]) -> None:
-        """Replace all state. ``states``: for a parameter, its full tensors (any shape of its numel) or plain values."""
-        self.optimizer.state.clear()
-        self._runs.clear()
+        """Replace all state. ``states``: for a parameter, its full tensors (any shape of its numel) or plain values.
+
+        Tensors that are there, for the same elements, get the new values: a second set would be in memory for a while.
+        """
         self._steps = {key: steps_in(state) for key, state in states.items()}
         for bucket, groups in groups_of.items():
             if not bucket.trainable and any((bucket, slot) in states for slot in groups):
                 bucket.make_trainable()  # a fine-tuning callback had thawed it, and will again
-            if bucket.trainable:
-                self._load(bucket, groups, states)
+        kept = [bucket for bucket in groups_of if bucket.trainable]
+        for bucket in self.buckets():
+            present = [(group, run.run) for group, run in self.grouped(bucket)]
+            if bucket not in kept or present != self._cuts(bucket, groups_of[bucket], None):
+                self.drop(bucket)
+        for bucket in kept:
+            self.cut(bucket, groups_of[bucket])
+        held = {run.tensor: self.optimizer.state.get(run.tensor, {}) for bucket in kept for run in self.of(bucket)}
+        self.optimizer.state.clear()
+        for bucket in kept:
+            self._fill(bucket, states, held)
 
-    def _load(self, bucket: Bucket, groups: dict[int, int], states: ParamStates) -> None:
-        self.cut(bucket, groups)
+    def _fill(self, bucket: Bucket, states: ParamStates, held: dict[Tensor, dict[str, Any]]) -> None:
         with opened(bucket.home, changed=True):
             for run in self.of(bucket):
-                self._fill_state(run, states)
+                self._fill_state(run, states, held.pop(run.tensor, {}))
             self.adopt(bucket)
 
-    def _fill_state(self, run: FlatRun, states: ParamStates) -> None:
+    def _fill_state(self, run: FlatRun, states: ParamStates, held: Mapping[str, Any]) -> None:
         first = states.get((run.bucket, run.run.fragments[0].index))
         if not first:
             return
@@ -246,7 +258,7 @@ class Runs:
                 # Fused kernels want the step count on the device; on the host it is there already.
                 state[name] = value.to(run.tensor.device, copy=True) if isinstance(value, Tensor) else value
                 continue
-            flat = torch.zeros(run.tensor.numel(), dtype=_state_dtype(value, run.tensor), device=run.tensor.device)
+            flat = _zeros(run.tensor, _state_dtype(value, run.tensor), held.get(name))
             for fragment in run.run.fragments:
                 info, whole = run.bucket.params[fragment.index], states[run.bucket, fragment.index][name]
                 start = fragment.start - run.run.start
@@ -261,6 +273,13 @@ def _beside(value: Any, source: Tensor, target: Tensor) -> Any:
         return value
     moves = value.device == source.device != target.device
     return value.to(target.device, copy=True) if moves else value.clone()
+
+
+def _zeros(like: Tensor, dtype: torch.dtype, held: Any) -> Tensor:
+    """Zeros for the elements of ``like``: in ``held``, if that is such a tensor."""
+    if isinstance(held, Tensor) and (held.shape, held.dtype, held.device) == (like.shape, dtype, like.device):
+        return held.zero_()
+    return torch.zeros(like.numel(), dtype=dtype, device=like.device)
 
 
 def _state_dtype(value: Tensor, tensor: Tensor) -> torch.dtype:

@@ -14,7 +14,7 @@ from lightning_zero.engine.parameters.classes import Classes
 from lightning_zero.engine.units.stored import StoredTensor
 from lightning_zero.planning.boxes import memory_order
 
-READ_CHUNK = 1 << 22  # elements of a file in memory at a time
+READ_CHUNK = 1 << 20  # elements of a file in memory at a time
 
 
 @dataclass(slots=True, eq=False)
