@@ -48,6 +48,9 @@ class BackgroundSaves:
         may_fail: training goes on if it fails.
     """
 
+    def __reduce__(self) -> Any:
+        return type(self), ()  # a copy of a strategy has saves of its own
+
     def __init__(self) -> None:
         self._background = Background()
         self._hurry = threading.Event()

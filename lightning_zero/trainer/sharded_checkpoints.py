@@ -78,7 +78,8 @@ def divide(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any
             state[key] = value
             # DCP takes mappings apart and makes text of their keys; what modules have of their own, extra states, is
             # kept whole too.
-            if others := {name: other for name, other in value.items() if not isinstance(other, Tensor)}:
+            others = {n: v for n, v in value.items() if not isinstance(v, Tensor) and not _has_parts(v)}
+            if others:
                 record.setdefault("others", {})[key] = others
         else:
             extra[key] = value
