@@ -11,13 +11,13 @@ no figures, and the exit status is 1.
 
 | column | meaning |
 |---|---|
-| stall s | the call, and by how much the step after it is longer than those that follow |
+| stall s | the call, and what steps wait for copies of what they change |
 | durable s | from the call until the checkpoint has its name and is on the disk |
 | x DCP | of ``durable s`` of ``dcp.save``, or in the background of ``dcp.async_save``; median of the rounds' ratios |
 | first s | the stall of the first save of a process |
 | of disk | bytes per second of the file over those of plain large writes beside it, by as many processes |
 | MiB, B/param | memory beyond what was held before, of the rank that took most; per parameter of the model |
-| steps beside | speed of steps that begin and end beside a write, of that without one |
+| steps beside | mean speed of the steps that begin and end beside a write and its copies, of that without one |
 | unit + 64 MiB | what a save or load is to take at most: the largest unit in fp32, and 64 MiB |
 """
 

@@ -84,6 +84,7 @@ class Save:
     path: str
     started: float
     call_s: float = 0.0
+    waited_s: float = 0.0  # by steps beside the write
     ended: float = 0.0  # of the call, and of the steps beside the write
     steps: list[tuple[float, float]] = field(default_factory=list)  # beside the write: start and end of each
     load_s: float = 0.0
@@ -143,11 +144,13 @@ def _program(side: Side, job: Job, found: Found, rank: int, world: int) -> Itera
         rest()
         save = Save(path, time.perf_counter())
         found.saves.append(save)
+        waited_s = side.waited_s
         side.save(path)
         save.call_s = time.perf_counter() - save.started
         found.windows.append(Window("save", save.started, save.started + save.call_s))
         if side.background:
             yield from _steps_until_durable(save, rank)
+            save.waited_s = side.waited_s - waited_s
             found.windows.append(Window("steps beside a save", save.started + save.call_s, save.ended))
             side.finish()
         yield  # or values would be those of the save anyway

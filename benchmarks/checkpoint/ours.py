@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -17,6 +18,7 @@ from benchmarks.bench import batch
 from benchmarks.checkpoint.sides import Side
 from benchmarks.sides.side import loss_of, make_adamw
 from lightning_zero.engine.units.home import opened
+from lightning_zero.engine.units.kept import KeptInMemory
 from lightning_zero.engine.whole.ranges import local_parts
 
 
@@ -37,6 +39,17 @@ class Ours(Side):
         self._module = _Module(model, self.losses)
         self._strategy = ZeroStrategy("zero3", checkpoint=checkpoint, summary=False)
         self._trainer: Any = None
+        self._count_waits()
+
+    def _count_waits(self) -> None:
+        secure = KeptInMemory.secure
+
+        def timed(kept: KeptInMemory) -> None:
+            started = time.perf_counter()
+            secure(kept)
+            self.waited_s += time.perf_counter() - started
+
+        KeptInMemory.secure = timed  # type: ignore[method-assign]  # of this process, which has one side
 
     def run(self, program: Iterator[None]) -> None:
         self._trainer = pl.Trainer(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
@@ -24,9 +25,11 @@ class Side(ABC):
     Attributes:
         background: a save goes on behind the steps that follow.
         losses: of each step.
+        waited_s: seconds that steps have waited for copies of what they change.
     """
 
     background = False
+    waited_s = 0.0
 
     def __init__(self) -> None:
         self.losses: list[float] = []
@@ -162,8 +165,10 @@ class DcpStager(DcpAsync):
 
     def before_optimizer(self) -> None:
         if self._copied is not None:
+            started = time.perf_counter()
             self._copied.result()
             self._copied = None
+            self.waited_s += time.perf_counter() - started
 
 
 class DdpFile(TorchSide):

@@ -76,7 +76,7 @@ def _saves(turn: Turn) -> list[dict[str, float]]:
         plain = 12 * turn.found[0].numel / plain_s
         found.append(
             {
-                "stall_s": max(_stall(s, turn.found[0].step_s) for s in on_ranks),
+                "stall_s": max(s.call_s + s.waited_s for s in on_ranks),
                 "call_s": max(s.call_s for s in on_ranks),
                 "durable_s": durable_s,
                 "load_s": max(s.load_s for s in on_ranks),
@@ -87,23 +87,18 @@ def _saves(turn: Turn) -> list[dict[str, float]]:
     return found
 
 
-def _stall(save: Save, step_s: Sequence[float]) -> float:
-    """The call, and by how much the next step is longer than those after it."""
-    if not save.steps:
-        return save.call_s
-    first, *others = (end - start for start, end in save.steps)
-    return save.call_s + max(0.0, first - statistics.median(others or step_s))
-
-
 def _step_speed(turn: Turn) -> float | None:
-    """The speed of steps beside a write over that of steps alone; None: no step has begun and ended beside it."""
+    """The speed of steps beside a write over that of steps alone; None: no step has begun and ended beside it.
+
+    The first save of a process is left out: it makes what later ones use again.
+    """
     beside = [
         end - start
-        for save in turn.found[0].saves
-        for start, end in save.steps[1:]  # the first one may wait for the copy, which is in the stall
+        for save in turn.found[0].saves[1:]
+        for start, end in save.steps
         if end <= turn.durable.get(save.path, 0.0)
     ]
-    return statistics.median(turn.found[0].step_s) / statistics.median(beside) if beside else None
+    return statistics.median(turn.found[0].step_s) / statistics.mean(beside) if beside else None
 
 
 def _extra(turn: Turn, what: str) -> int:

@@ -134,8 +134,6 @@ def opened(home: Home, *, changed: bool = False) -> Iterator[Tensor]:
 class ResidentHome:
     """Always readable, in device memory; state that an optimizer makes lies beside its parameter."""
 
-    _copied_ahead = True  # by who reads what is kept
-
     def __init__(self, master: Tensor, *, is_exposed: bool = False) -> None:
         """
         Args:
@@ -144,6 +142,7 @@ class ResidentHome:
         self.master = master
         self._is_exposed = is_exposed
         self._kept: KeptInMemory | None = None
+        self._spare: list[Tensor] | None = []  # for copies of what is kept
 
     def begin_open(self) -> None: ...
 
@@ -153,7 +152,7 @@ class ResidentHome:
 
     def keep(self, parts: Sequence[Sliced], streams: Streams) -> Kept:
         at_once = self.master if self._is_exposed else None
-        self._kept = KeptInMemory(parts, streams, eager=self._copied_ahead, at_once=at_once)
+        self._kept = KeptInMemory(parts, streams, at_once=at_once, spare=self._spare)
         return self._kept
 
     def _secure(self) -> None:
@@ -178,8 +177,6 @@ class ResidentHome:
 class HostHome(ResidentHome):
     """Always readable, in slabs of the host tier. It holds copies, also where the device is the host."""
 
-    _copied_ahead = False
-
     def __init__(self, tier: HostTier, label: str, values: Tensor, dtype: torch.dtype) -> None:
         self._tier, self._label = tier, label
         self._states: dict[int, list[tuple[Tensor, Any]]] = {}  # of each owner, with their extents
@@ -188,6 +185,7 @@ class HostHome(ResidentHome):
         # The host waits: nothing tells whoever reads or writes the masters next that a copy is still under way.
         copy_cast(values, master, wait=True)
         super().__init__(master)
+        self._spare = None  # what is kept is mostly read where it lies
         self._reads: Any = None  # the end of the last copy to the device
 
     def open(self, *, to_write: bool = False) -> None:

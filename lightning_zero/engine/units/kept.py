@@ -76,13 +76,16 @@ class _Span:
 class KeptInMemory:
     """Of a home on the device, or on the host."""
 
-    def __init__(self, parts: Iterable[Sliced], streams: Streams, *, eager: bool, at_once: Tensor | None) -> None:
+    def __init__(
+        self, parts: Iterable[Sliced], streams: Streams, *, at_once: Tensor | None, spare: list[Tensor] | None
+    ) -> None:
         """
         Args:
-            eager: :meth:`stage` copies.
             at_once: the tensor of which the copy is made now, because it may change without a word.
+            spare: memory of the copies that were made last, and afterwards of these: new memory takes as long again.
+                :meth:`stage` copies then. None: copies are seldom needed.
         """
-        self._streams, self._eager = streams, eager
+        self._streams, self._spare = streams, spare
         self._spans: dict[int, _Span] = {}
         for part in parts:
             self._spans.setdefault(id(part.whole), _Span(part.whole)).add(part)
@@ -95,7 +98,7 @@ class KeptInMemory:
         self._arrived = self._made
 
     def stage(self) -> None:
-        if self._eager:
+        if self._spare is not None:
             with self._turn:
                 self._copy()
 
@@ -125,14 +128,18 @@ class KeptInMemory:
         return True
 
     def _copy_span(self, span: _Span) -> None:
-        values = span.values
+        values = span.values.detach()
+        span.copy = self._memory_for(values)
+        span.copy.copy_(values, non_blocking=True)
+
+    def _memory_for(self, values: Tensor) -> Tensor:
+        for place, memory in enumerate(self._spare or ()):
+            if (memory.shape, memory.dtype) == (values.shape, values.dtype):
+                return self._spare.pop(place)  # type: ignore[union-attr]
         if values.device.type == "cpu":
-            # Of its own, in large pages: filling these takes half the time, and the system has them back at once.
-            span.copy = HostPages(values.nbytes).tensor(0, values.dtype, values.numel())
-            span.copy.copy_(values.detach())
-        else:
-            span.copy = self._streams.accelerator.host_memory(values.shape, values.dtype)
-            span.copy.copy_(values, non_blocking=True)
+            # In large pages: to fill these takes half the time.
+            return HostPages(values.nbytes).tensor(0, values.dtype, values.numel())
+        return self._streams.accelerator.host_memory(values.shape, values.dtype)
 
     def read(self, part: Sliced) -> Tensor:
         span = self._spans[id(part.whole)]
@@ -149,6 +156,8 @@ class KeptInMemory:
     def release(self) -> None:
         with self._turn:
             self._is_over = True
+            if self._spare is not None and self._spans:
+                self._spare[:] = [span.copy for span in self._spans.values() if span.copy is not None]
             self._spans = {}
             self._turn.notify_all()
 
