@@ -239,6 +239,30 @@ def test_averages(precision: Any, checkpoint: str, tmp_path: Path) -> None:
     assert same(found, expected) and any("current_model_state" in key for key in found)
 
 
+@on_ranks(2)
+def test_copies_take_what_changes_and_are_used_again(tmp_path: Path) -> None:
+    made: list[int] = []
+    pages = kept.HostPages
+
+    def counted(nbytes: int) -> Any:
+        made.append(nbytes)
+        return pages(nbytes)
+
+    class SavesOften(Callback):
+        def on_train_batch_end(self, of: Any, *_: Any) -> None:
+            of.save_checkpoint(tmp_path / f"{of.global_step}.ckpt")
+
+    strategy = behind(tmp_path)
+    with mock.patch.object(kept, "HostPages", counted):
+        fit(strategy, tmp_path, seeded(Lit), max_epochs=1, callbacks=[SavesOften()])
+    total = torch.tensor([sum(made)])
+    dist.all_reduce(total)
+    buckets = strategy.engine.buckets
+    least = 8 * sum(info.numel for bucket in buckets for info in bucket.params)  # a master, and SGD's momentum
+    assert least <= total.item() <= 8 * sum(bucket.layout.numel for bucket in buckets)
+    assert len({verify.check(path).damage == [] for path in tmp_path.glob("*.ckpt")}) == 1
+
+
 # -- what goes wrong --------------------------------------------------------------------------------------------------
 
 
