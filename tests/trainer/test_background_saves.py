@@ -436,6 +436,15 @@ def test_hooks_have_their_values_and_training_waits(tmp_path: Path) -> None:
     assert found["norm"] == found["state_dict"]["first.weight"].norm()
 
 
+@on_ranks(2)
+def test_what_is_not_on_a_mounted_file_system_is_waited_for(tmp_path: Path) -> None:
+    background_saves._SAID.clear()
+    of = trainer(behind(tmp_path), tmp_path, max_epochs=1, callbacks=[SavesOnce(tmp_path)])
+    of.callbacks[0].path = "memory://a.ckpt"  # type: ignore[attr-defined]
+    with says("training waits for this save, because rank 0 writes all of a file that is not on a mounted"):
+        of.fit(seeded(Lit), loader())
+
+
 def test_a_plugin_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"zero\.checkpoint\.background=true: expected no CheckpointIO, got AsyncChe"):
         ZeroStrategy("zero3", checkpoint={"background": True}, checkpoint_io=AsyncCheckpointIO())
