@@ -9,8 +9,10 @@ Enums have members named as users type them (``zero/stage=zero3``): OmegaConf ma
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any
@@ -76,6 +78,13 @@ class Transport(Enum):
     auto = "auto"
     plain = "plain"
     direct = "direct"
+
+
+def nearest(given: str, known: Iterable[str]) -> str | None:
+    """The name among ``known`` that ``given`` is a misspelling of, if one is near."""
+    by_case = {name.lower(): name for name in sorted(known)}
+    found = difflib.get_close_matches(given.lower(), by_case, n=1)
+    return by_case[found[0]] if found else None
 
 
 def _positive(key: str, value: float, *, zero_ok: bool = False) -> None:
@@ -228,9 +237,10 @@ class UnitConfig:
 
     Attributes:
         classes: class names of the modules that become units. Empty: found from the model (``_no_split_modules``
-            of Hugging Face models, else repeated blocks in ModuleList and Sequential, else by size).
+            of Hugging Face models, else repeated blocks in ModuleList and Sequential; where these hold less than half
+            of a model of more than 1 MiB, the rest by size: modules of an eighth of it, or less).
         min_bytes: a module with fewer bytes of its own (in the parameters' original dtype) stays with its parent.
-        max_bytes: units found by themselves that hold more bytes are divided into their children.
+        max_bytes: units found by themselves that hold more bytes are divided into their children, where they can be.
     """
 
     classes: list[str] = field(default_factory=list)
@@ -412,8 +422,9 @@ def choose(group: str, name: Any) -> Any:
         text = f"zero{text}"
     if text in enum.__members__:
         return enum[text]
-    known = ", ".join(enum.__members__)
-    raise ConfigError(f"zero/{group}: expected one of {known}, got {text!r}. Change zero/{group}.")
+    known, close = ", ".join(enum.__members__), nearest(text, enum.__members__)
+    change = f"Write zero/{group}={close}" if close else f"Change zero/{group}"
+    raise ConfigError(f"zero/{group}: expected one of {known}, got {text!r}. {change}.")
 
 
 def make_config(base: ZeroConfig | None = None, **settings: Any) -> ZeroConfig:
@@ -429,7 +440,11 @@ def make_config(base: ZeroConfig | None = None, **settings: Any) -> ZeroConfig:
     known = {f.name: getattr(base, f.name) for f in fields(ZeroConfig)}
     for key, value in settings.items():
         if key not in known:
-            raise ConfigError(f"zero.{key}: no such setting; there are {', '.join(sorted(known))}.")
+            close = nearest(key, known)
+            raise ConfigError(
+                f"zero.{key}: no such setting; there are {', '.join(sorted(known))}."
+                f"{f' Did you mean {close}?' if close else ''}"
+            )
         known[key] = _convert(key, value)
     return ZeroConfig(**known)
 

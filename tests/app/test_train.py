@@ -175,6 +175,29 @@ def test_a_model_of_ones_own_whose_mistake_keeps_its_traceback(tmp_path: Path) -
     assert time.monotonic() - start < 60, "the other rank did not end promptly"
 
 
+def test_a_model_that_expects_other_batches_is_told_what_a_batch_is(tmp_path: Path) -> None:
+    (tmp_path / "users_model.py").write_text(OWN_MODEL.replace("if self.global_rank", "x, y = batch\n        if self"))
+    overrides = ("experiment=tiny", "debug=fast", "trainer.accelerator=cpu", "model._target_=users_model.Lit")
+    done = run(tmp_path, *overrides, "hydra.run.dir=run")
+    assert done.returncode == 1
+    assert "x, y = batch" in done.stderr and "ValueError: too many values to unpack" in done.stderr
+    assert "A batch of data._target_=lightning_zero.data.text.TextData, the default, is one tensor of" in done.stderr
+    assert "[4, 65], int64 from 0 to 255" in done.stderr
+
+
+def test_a_path_with_nothing_there_is_refused_before_anything_large_is_imported(tmp_path: Path) -> None:
+    code = (
+        "import sys; from lightning_zero.train import main\n"
+        "sys.argv[1:] = ['data.path=nowhere.txt']\n"
+        "try: main()\n"
+        "finally: print('large:', sorted({'torch', 'lightning', 'numpy'} & set(sys.modules)))"
+    )
+    done = run(tmp_path, module=("-c", code))
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith("error: data.path: expected a file, a folder or a glob of text, got 'nowhere.txt'")
+    assert done.stdout == "large: []\n"
+
+
 def test_one_process_without_logs_and_callbacks(tmp_path: Path) -> None:
     (tmp_path / "users_model.py").write_text(OWN_MODEL)
     (tmp_path / "words.txt").write_text("some words of text\n" * 500)
