@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_zero.comm.agreements import gather_on, open_waits, together
+from lightning_zero.comm.agreements import gather_objects, gather_on, open_waits, together
 from lightning_zero.comm.groups import GROUP_POOL, GroupKind, Groups, backend_for
 from lightning_zero.comm.reduction import LATE, Pending, Reduction
 from lightning_zero.comm.streams import Streams
@@ -219,6 +219,10 @@ class Communicator:
         if self._groups is None:
             return [value]
         return gather_on(self._groups.control, value, self.waits, what)
+
+    def meet(self, value: Any, what: str) -> list[Any]:
+        """As :meth:`all_gather_objects`, where other ranks may be at any other call: see :func:`gather_objects`."""
+        return gather_objects(self._parent, value, self.waits, what)
 
     def together(
         self, what: str, act: Callable[[], T], undo: Callable[[T], Any] = lambda _: None, *, patient: bool = False

@@ -4,7 +4,7 @@
 
     hooks ---> passes ---> order        gathers, in one order on all ranks
                       ---> reducer      gradients, over the ranks into shards
-                      ---> sentinels    what users see of gradients
+                      ---> sentinels    what users see of gradients; grad_norms
                       ---> after_step   offloaded steps, and the gathers that follow steps
     optimizers ---> around_step ---> all of these
 """
@@ -31,6 +31,7 @@ from lightning_zero.engine.parameters.classes import make_plain
 from lightning_zero.engine.parameters.fence import Fence
 from lightning_zero.engine.parameters.writes import Writes
 from lightning_zero.engine.passes.gather_order import GatherOrder
+from lightning_zero.engine.passes.grad_norms import GradNorms
 from lightning_zero.engine.passes.gradient_sentinels import Sentinels
 from lightning_zero.engine.passes.gradients import Reducer
 from lightning_zero.engine.passes.hooks import ENGINE
@@ -163,8 +164,9 @@ class Assembly:
             dynamic=config.dynamic,
         )
         self.reducer = Reducer(self.buckets, self.comm, issued, config.reduce_bucket_bytes, dynamic=config.dynamic)
-        self.sentinels = Sentinels(self.reducer.grads)
-        self.after_step = AfterStep(
+        self.grad_norms = GradNorms(self.reducer, self.comm)
+        self.sentinels = sentinels = Sentinels(self.reducer.grads, self.grad_norms)
+        self.after_step = after_step = AfterStep(
             self.units, self.comm.streams, config.offload.threads or default_threads(share.cpus)
         )
         self.writes = Writes(self.buckets, self.comm)
@@ -178,6 +180,13 @@ class Assembly:
             writes=self.writes,
             precision=self.precision,
         )
+
+        def settle_gradients() -> None:
+            passes.forget_failed()
+            after_step.wait_for_steps()
+            sentinels.forget_zeroed()
+
+        self._settle_gradients = self.grad_norms.settle = settle_gradients
         self.around_step = AroundStep(
             self.units,
             self.place_of,
@@ -294,9 +303,7 @@ class Assembly:
 
     def forget_zeroed(self) -> None:
         """Drop the gradients that the user has cleared, and zero those zeroed, since the last backward."""
-        self.passes.forget_failed()
-        self.after_step.wait_for_steps()
-        self.sentinels.forget_zeroed()
+        self._settle_gradients()
 
     def check_reduced(self, params: Iterable[nn.Parameter]) -> None:
         """Raise, on all ranks, where gradients of ``params`` wait for a backward that reduces them.

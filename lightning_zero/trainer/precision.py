@@ -160,6 +160,7 @@ class ZeroPrecision(LightningPrecision):
             self._after_closure(model, optimizer)
             return result
         overflowed = norms.overflowed(self.strategy.engine, self.main_params(optimizer))
+        self.strategy.engine.reducer.unscale(self.main_params(optimizer))
         self._after_closure(model, optimizer)
         if not overflowed:
             optimizer.step(**kwargs)

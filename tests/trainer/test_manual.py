@@ -243,23 +243,6 @@ def test_step_with_a_closure(tmp_path: Path) -> None:
         assert_same(fit(stage, tmp_path, seeded(ClosureByHand)), expected, what=stage)
 
 
-class ReadsNorm(Manual):
-    """Measures the norm by Lightning's helper."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        from lightning.pytorch.utilities import grad_norm
-
-        self.manual_backward(self.loss(batch))
-        self.log_dict(grad_norm(self, norm_type=2))
-
-
-@on_ranks(2)
-def test_lightnings_grad_norm_names_ours(tmp_path: Path) -> None:
-    for stage in STAGES:
-        with pytest.raises(RuntimeError, match=r"lightning_zero\.grad_norm"):
-            fit(stage, tmp_path, seeded(ReadsNorm))
-
-
 class TorchClips(Manual):
     def training_step(self, batch: Any, batch_idx: int) -> None:
         self.manual_backward(self.loss(batch))

@@ -119,8 +119,8 @@ class Access:
             elif self._passes.key is None:
                 raise RuntimeError(
                     f"{place.info.fqn} is sharded, and between steps its values are on no rank, so {operation!r} would "
-                    "read or write a placeholder. Do this inside `with lightning_zero.gather(module):`, on all ranks, "
-                    "or inside a step (training_step, or engine.step_scope())."
+                    "read or write a placeholder. Do this inside `with lightning_zero.gather(model):`, on all ranks, "
+                    "or inside a step (training_step, or trainer.strategy.step_scope())."
                 )
             elif not place.bucket.shows_values:
                 self._passes.borrow(unit)

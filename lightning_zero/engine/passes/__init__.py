@@ -14,7 +14,7 @@
     saved_weights       weights that autograd has saved, and that go in between
     gradients           gradients over the ranks, into shards; bucket_grads: those of one bucket before that
     issued              how many reductions all ranks have issued, as far as is known
-    gradient_sentinels  what stands in ``param.grad``
+    gradient_sentinels  what stands in ``param.grad``; grad_norms: what of gradients it gives
     recompute           activation checkpointing by unit
     containers          tensors in any container that a module returns
     explain_dtypes      torch's errors about dtypes, with the setting that they come from

@@ -68,6 +68,11 @@ class BucketGrads:
         info = self.bucket.params[slot]
         return local.as_strided(info.shape, info.strides, self.bucket.layout.slots[slot].start)
 
+    def local_parts(self) -> dict[int, Tensor]:
+        """What is not reduced yet, by slot: gradients as autograd has made them, times ``scale / factor``."""
+        self.copy_in()
+        return {} if self.local is None else {slot: self._place(self.local, slot) for slot in sorted(self.written)}
+
     def _write(self, slot: int, grad: Tensor) -> None:
         view = self._place(self._allocate(grad.device), slot)
         if slot in self.written:

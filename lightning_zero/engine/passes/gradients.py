@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.profiling import profiled
@@ -70,6 +70,8 @@ class Reducer:
         }
         self.unreduced = False  # a backward inside ``no_sync`` since the last that reduced: on all ranks alike
         self.synchronize = True
+        self.loss_scale = 1.0
+        self._unscaled: set[int] = set()  # ids of parameters
         self.landed: Callable[[Bucket], None] | None = None
         self.completed: list[Bucket] = []  # in the order in which they got ready in this backward
         self._key = ""
@@ -120,8 +122,17 @@ class Reducer:
 
     def set_loss_scale(self, scale: float) -> None:
         """The loss of the next backwards is multiplied by ``scale``: gradients are divided by it as they arrive."""
+        self.loss_scale, self._unscaled = scale, set()
         for grads in self.grads.values():
             grads.set_scale(1.0 / (self.comm.world_size * scale))
+
+    def unscale(self, params: Iterable[nn.Parameter]) -> None:
+        """Show the gradients of ``params`` from here on without the scale of the loss, up to the next backward."""
+        self._unscaled |= {id(param) for param in params}
+
+    def shown_scale(self, param_id: int) -> float:
+        """What users' code finds a gradient multiplied by, as under DDP. Gradients here rest without it."""
+        return 1.0 if param_id in self._unscaled else self.loss_scale
 
     @without_history
     def take(self, bucket: Bucket, slot: int, grad: Tensor) -> None:
@@ -199,10 +210,7 @@ class Reducer:
         """
         places = list(places)
         if any(place.info.slot in self.grads[place.bucket].partial for place in places):
-            raise RuntimeError(
-                "a backward has raised before its end, and the gradients that were there before it, or came in it, are "
-                "not whole. Clear them (optimizer.zero_grad()), and run all backwards of the step again."
-            )
+            self._refuse_partial()
         if self.unreduced:
             waiting = any(place.info.slot in self.grads[place.bucket].written for place in places)
             if self.comm.max_(torch.tensor([waiting], dtype=torch.uint8)).item():
@@ -211,6 +219,18 @@ class Reducer:
                     "backward before a step, a norm, clipping or gather(grads=True) outside of no_sync() "
                     "(sync_grad=True)."
                 )
+
+    def refuse_partial(self) -> None:
+        """Raise where any gradient lacks some of a backward that has raised."""
+        if any(grads.partial for grads in self.grads.values()):
+            self._refuse_partial()
+
+    @staticmethod
+    def _refuse_partial() -> None:
+        raise RuntimeError(
+            "a backward has raised before its end, and the gradients that were there before it, or came in it, are "
+            "not whole. Clear them (optimizer.zero_grad()), and run all backwards of the step again."
+        )
 
     def _agree(self, reduced: Sequence[Bucket], flag: bool) -> tuple[list[Bucket], bool]:
         """Agree, by one maximum over ranks, on what any rank has used, must reduce again, or has raised its flag for.

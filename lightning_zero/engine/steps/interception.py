@@ -183,13 +183,13 @@ def keeps_own_step(optimizer: Optimizer, *, declared_elementwise: bool) -> bool:
 
 def state_dict(self: Optimizer) -> dict[str, Any]:
     raise RuntimeError(
-        "optimizer.state_dict() would give this rank's slices only. Call trainer.strategy.optimizer_state("
-        "optimizer) or engine.optimizer_state(optimizer) on all ranks, or save with trainer.save_checkpoint()."
+        "optimizer.state_dict() would give this rank's slices only. Save with trainer.save_checkpoint(path), or call "
+        "trainer.strategy.optimizer_state(optimizer) (without a Trainer engine.optimizer_state), on all ranks."
     )
 
 
 def load_state_dict(self: Optimizer, state_dict: dict[str, Any]) -> None:
     raise RuntimeError(
-        "optimizer.load_state_dict() cannot load into slices. Call engine.load_optimizer_state(optimizer, "
-        "state) on all ranks, or resume with trainer.fit(ckpt_path=)."
+        "optimizer.load_state_dict() cannot load into slices. Go on with trainer.fit(model, ckpt_path=path) (without a "
+        "Trainer engine.load_optimizer_state(optimizer, state), on all ranks)."
     )

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero.engine.engine import Engine
+from lightning_zero.engine.passes.grad_norms import alike, norms_of
 from lightning_zero.engine.units.bucket import Bucket
 from lightning_zero.engine.units.grad_store import Factor, GradStore
 from lightning_zero.planning.layout import cut_runs
@@ -79,19 +80,8 @@ def _norms_of(shards: Sequence[_Shard], norm_type: float, device: torch.device) 
     """The norm of each, in order, wherever they rest: [len(shards)] fp64 on ``device``."""
     norms = {place: shard.found.double() for place, shard in enumerate(shards) if shard.found is not None}
     left = {place: shard.grad for place, shard in enumerate(shards) if shard.grad is not None}
-    for same in _alike(left).values():
-        wide = torch.promote_types(left[same[0]].dtype, torch.float32)
-        found = torch._foreach_norm([left[place] for place in same], norm_type, dtype=wide)
-        norms |= zip(same, torch.stack(found).double().to(device).unbind(), strict=True)
+    norms |= norms_of(left, norm_type, device)
     return torch.stack([norms[place] for place in range(len(shards))])
-
-
-def _alike(grads: Mapping[int, Tensor]) -> dict[object, list[int]]:
-    """Places of gradients by device and dtype: torch's operations on many tensors take them together."""
-    places: dict[object, list[int]] = {}
-    for place, grad in grads.items():
-        places.setdefault((grad.device, grad.dtype), []).append(place)
-    return places
 
 
 def _wide_dtype(engine: Engine, params: Sequence[nn.Parameter]) -> torch.dtype:
@@ -114,7 +104,7 @@ def scale_grads(engine: Engine, params: Iterable[nn.Parameter], factor: Tensor) 
         return len(slots_of[bucket]) == len(bucket.params) and bucket.grad_store.scale_later(on_host)
 
     grads = dict(enumerate(_views({b: slots for b, slots in slots_of.items() if not scales_itself(b)})))
-    for places in _alike(grads).values():
+    for places in alike(grads).values():
         same = [grads[place] for place in places]
         torch._foreach_mul_(same, factor.to(same[0].device))
 
@@ -128,6 +118,7 @@ def owned_grads(engine: Engine, params: Iterable[nn.Parameter]) -> list[Tensor]:
 def _wait_for_steps(engine: Engine) -> None:
     # Steps under way own their gradients until they are over, and callers change them in place.
     engine.after_step.wait_for_steps()
+    engine.grad_norms.changed()
 
 
 def _views(slots_of: Mapping[Bucket, set[int]]) -> list[Tensor]:
@@ -181,7 +172,7 @@ def overflowed(engine: Engine, params: Iterable[nn.Parameter]) -> bool:
     shards = _shards(engine, params, lambda store: store.all_finite())
     finite = [shard.found for shard in shards if shard.found is not None]
     left = {place: shard.grad for place, shard in enumerate(shards) if shard.grad is not None}
-    checks = [torch.stack([torch.isfinite(left[p]).all() for p in places]).all() for places in _alike(left).values()]
+    checks = [torch.stack([torch.isfinite(left[p]).all() for p in places]).all() for places in alike(left).values()]
     checks += [torch.stack(finite).all()] if finite else []
     found = not all(map(bool, checks))  # on a GPU the host waits for each of these, so there are few
     # All ranks skip the step or none does. A rank that decided by its own shards would step apart from the others.

@@ -1,0 +1,198 @@
+"""``param.grad.norm()`` of sharded gradients: true values, one exchange, and no rank that waits for ever."""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import lightning_zero
+from lightning_zero.comm.agreements import ApartError
+from lightning_zero.comm.communicator import Communicator
+from lightning_zero.ranks.waits import StallError
+from tests.engine.support import Model, Sharded, Twin, language_work
+from tests.engine.test_offload import offload
+from tests.engine.test_values import trained
+from tests.harness import on_ranks
+
+STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
+TYPES = (0.0, 0.5, 1.0, 2.0, 3.0, 8.0, math.inf)
+
+
+@contextmanager
+def exchanges() -> Iterator[list[str]]:
+    """What ranks met for, inside."""
+    found: list[str] = []
+    meet = Communicator.meet
+
+    def counted(self: Communicator, value: object, what: str) -> list[object]:
+        found.append(what)
+        return meet(self, value, what)
+
+    with mock.patch.object(Communicator, "meet", counted):
+        yield found
+
+
+def assert_norms(sharded: Sharded, twin: Twin, norm_type: float) -> None:
+    for (name, own), other in zip(sharded.module.named_parameters(), twin.masters, strict=True):
+        grad = twin.grads.get(other)
+        assert (own.grad is None) == (grad is None), name
+        if grad is not None:
+            assert own.grad is not None
+            expected = torch.linalg.vector_norm(grad.double(), norm_type).float()
+            torch.testing.assert_close(
+                own.grad.norm(norm_type),
+                expected,
+                rtol=1e-5,
+                atol=1e-12,
+                msg=lambda m, n=name: f"{n}, {norm_type}: {m}",
+            )
+
+
+@on_ranks(1, 2, 3)
+@STAGES
+def test_norms_are_true(stage: int) -> None:
+    sharded, twin = trained(stage=stage)
+    with sharded:
+        for norm_type in TYPES:
+            assert_norms(sharded, twin, norm_type)
+        for low in (-1.0, -math.inf, math.nan):
+            with pytest.raises(ValueError, match="norm type of 0 or more"):
+                sharded.module.head.weight.grad.norm(low)
+
+
+@on_ranks(2)
+def test_all_stages_and_rows_agree_to_the_bit(tmp_path: Path) -> None:
+    def norms(stage: int, row: str = "none") -> list[torch.Tensor]:
+        torch.manual_seed(3)
+        with Sharded(Model(), stage=stage, **offload(row, tmp_path)) as side:
+            language_work(side, 0)
+            return [p.grad.norm(p=t) for p in side.module.parameters() for t in (1, 2)]
+
+    expected = norms(3)
+    places = [(stage, "none") for stage in range(3)] + [(2, "optimizer_nvme"), (3, "cpu")]
+    for place in places:
+        assert all(map(torch.equal, norms(*place), expected)), place
+
+
+@on_ranks(2)
+def test_one_exchange_until_gradients_change() -> None:
+    sharded, twin = trained(stage=3)
+    module, head = sharded.module, sharded.module.head
+    with sharded, exchanges() as met:
+        assert_norms(sharded, twin, 2.0)
+        assert_norms(sharded, twin, 2.0)
+        assert len(met) == 1
+        head.weight.grad.norm(1)
+        assert len(met) == 2
+        before = head.bias.grad.norm()
+
+        norm = lightning_zero.clip_grad_norm_(module, 1e-3)
+        torch.testing.assert_close(head.bias.grad.norm(), before * 1e-3 / norm)
+        assert len(met) == 3
+        head.bias.grad.zero_()
+        assert head.bias.grad.norm() == 0.0 and head.weight.grad.norm() > 0.0
+        assert len(met) == 4
+        with lightning_zero.gather(module, grads=True):
+            head.bias.grad.fill_(2.0)
+        assert head.bias.grad.norm() == pytest.approx(2.0 * head.bias.numel() ** 0.5)
+        sharded.step()
+        assert head.bias.grad.norm() == pytest.approx(2.0 * head.bias.numel() ** 0.5)
+        assert len(met) == 5
+        sharded.zero_grad()
+        twin.zero_grad()
+        with lightning_zero.gather(module):
+            twin.module.load_state_dict(module.state_dict())
+        for side in (sharded, twin):
+            language_work(side, 7)
+        assert_norms(sharded, twin, 2.0)
+        assert len(met) == 6
+
+
+@on_ranks(2)
+def test_replicated_gradients_need_no_other_rank() -> None:
+    sharded, _ = trained(stage=0)
+    with sharded, exchanges() as met:
+        if dist.get_rank() == 0:
+            assert sharded.module.head.weight.grad.norm() > 0
+        assert not met
+
+
+@on_ranks(2)
+@STAGES
+def test_other_reads_are_refused_in_words(stage: int) -> None:
+    sharded, _ = trained(stage=stage)
+    grad = sharded.module.head.weight.grad
+    with sharded:
+        for use in (
+            lambda: grad.norm(dim=0),
+            lambda: grad.abs().max(),
+            lambda: grad.data.clone(),
+            lambda: grad.mean(),
+            lambda: torch.isnan(grad),
+            lambda: setattr(grad, "data", torch.zeros_like(sharded.module.head.bias)),
+        ):
+            with pytest.raises(RuntimeError, match=r"gradient of head\.weight is sharded") as caught:
+                use()
+            assert not re.search(r"aten|_copy|default", str(caught.value))
+
+
+@on_ranks(2)
+def test_a_rank_that_asks_alone_gets_an_error() -> None:
+    """And so does the other one, which goes on to its step and its next backward."""
+    own = dist.new_group()  # in which a message is lost
+    side = Sharded(Model(), stage=3, stall_timeout_s=3.0, process_group=own)
+    language_work(side, 0)
+    started = time.monotonic()
+    with pytest.raises((StallError, ApartError)) as caught:
+        if dist.get_rank() == 0:
+            side.module.head.weight.grad.norm()
+        else:
+            side.step()
+            side.zero_grad()
+            language_work(side, 1)
+    assert time.monotonic() - started < 20.0
+    if dist.get_rank() == 0:
+        assert "norms of gradients" in str(caught.value)
+    else:
+        assert "norm()" in str(caught.value)
+    side.engine.comm.waits.close()  # messages were lost: there is no release
+
+
+@on_ranks(2)
+def test_ranks_that_ask_for_other_types() -> None:
+    side = Sharded(Model(), stage=3, stall_timeout_s=3.0)
+    language_work(side, 0)
+    norm_type = 2 if dist.get_rank() == 0 else 1
+    with pytest.raises(ApartError, match=r"norms of gradients, of type 2\n.*norms of gradients, of type 1"):
+        side.module.head.weight.grad.norm(norm_type)
+    assert side.module.head.weight.grad.norm() > 0  # nothing was lost
+    side.engine.release()
+
+
+@on_ranks(2)
+def test_gradients_that_lack_some_of_a_backward_have_no_norm() -> None:
+    side = Sharded(Model(), stage=3)
+
+    def fails(_: object) -> None:
+        raise ZeroDivisionError
+
+    with side:
+        language_work(side, 0)
+        handle = side.module.blocks[1].up.weight.register_hook(fails)
+        with pytest.raises(ZeroDivisionError):
+            language_work(side, 1)
+        handle.remove()
+        with pytest.raises(RuntimeError, match="a backward has raised before its end"):
+            side.module.head.weight.grad.norm()
+        side.zero_grad()
+        language_work(side, 2)
+        assert side.module.head.weight.grad.norm() > 0
