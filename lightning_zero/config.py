@@ -74,6 +74,11 @@ class CheckpointFormat(Enum):
     sharded = "sharded"
 
 
+class Compile(Enum):
+    none = "none"
+    blocks = "blocks"
+
+
 class Transport(Enum):
     auto = "auto"
     plain = "plain"
@@ -297,6 +302,56 @@ class CheckpointConfig:
     background: bool = False
 
 
+# Modes of torch.compile, and whether they record CUDA graphs.
+_MODES = {
+    "default": False,
+    "max-autotune-no-cudagraphs": False,
+    "reduce-overhead": True,
+    "max-autotune": True,
+}
+
+
+@dataclass(kw_only=True, slots=True)
+class CompileConfig:
+    """Group ``zero/compile``: what ``torch.compile`` is applied to.
+
+    Attributes:
+        name: ``blocks`` compiles the forward of every unit but the root, one graph for all blocks of a class. Modules
+            that the user has compiled stay as they are, under ``none`` too.
+        backend: of ``torch.compile``; ``inductor`` needs a C++ compiler on every node.
+        mode: of ``inductor``. ``reduce-overhead`` and ``max-autotune`` record CUDA graphs, which stage 3 refuses.
+        dynamic: whether graphs are for any sizes of inputs. ``None``: from when sizes are found to change.
+    """
+
+    name: Compile = Compile.none
+    backend: str = "inductor"
+    mode: str | None = None
+    dynamic: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.mode is not None and self.mode not in _MODES:
+            raise ConfigError(
+                f"zero.compile.mode: expected one of {', '.join(_MODES)}, got {self.mode!r}. Change zero.compile.mode."
+            )
+        if self.name is Compile.none:
+            given = [k for k in ("mode", "dynamic") if getattr(self, k) is not None]
+            given += ["backend"] * (self.backend != "inductor")
+            if given:
+                raise ConfigError(
+                    f"zero.compile.{given[0]} has no effect with zero/compile=none. Drop it, or choose "
+                    "zero/compile=blocks."
+                )
+        if self.mode is not None and self.backend != "inductor":
+            raise ConfigError(
+                f"zero.compile.mode: expected none with zero.compile.backend={self.backend} (modes are those of "
+                f"inductor), got {self.mode!r}. Drop zero.compile.mode."
+            )
+
+    @property
+    def records_cuda_graphs(self) -> bool:
+        return _MODES[self.mode or "default"]
+
+
 @dataclass(kw_only=True, slots=True)
 class OptimizerConfig:
     """Settings of the sharded optimizer step.
@@ -337,6 +392,7 @@ class ZeroConfig:
     comm: CommConfig = field(default_factory=CommConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    compile: CompileConfig = field(default_factory=CompileConfig)
     prefetch_bytes: int = 256 * MIB
     keep_gathered_bytes: int = 0
     reduce_bucket_bytes: int = 256 * MIB
@@ -362,6 +418,12 @@ class ZeroConfig:
             raise ConfigError(
                 "zero.dynamic: expected false (only stage 3 gathers along the path of the model), got true with "
                 f"zero/stage={self.stage.name.name}. Choose zero/stage=zero3 or drop zero.dynamic."
+            )
+        if self.compile.records_cuda_graphs and self.stage.name is Stage.zero3:
+            raise ConfigError(
+                "zero.compile.mode: expected default or max-autotune-no-cudagraphs at stage 3 (a CUDA graph replays "
+                "kernels on fixed addresses, and gathered parameters are somewhere else each time), got "
+                f"{self.compile.mode!r}. Change zero.compile.mode, or choose zero/stage=zero2."
             )
         if self.offload.step_in_backward:
             self._check_step_in_backward()
@@ -405,6 +467,7 @@ _GROUPS = {
     "precision": (PrecisionConfig, Precision),
     "offload": (OffloadConfig, Offload),
     "checkpoint": (CheckpointConfig, CheckpointFormat),
+    "compile": (CompileConfig, Compile),
 }
 
 
@@ -430,8 +493,8 @@ def choose(group: str, name: Any) -> Any:
 def make_config(base: ZeroConfig | None = None, **settings: Any) -> ZeroConfig:
     """A :class:`ZeroConfig` from keyword settings, as :class:`~lightning_zero.ZeroStrategy` takes them.
 
-    ``stage``, ``precision``, ``offload`` and ``checkpoint`` may be row names (or stage numbers); ``unit``, ``comm`` and
-    ``optimizer`` may be mappings; everything else is a field of :class:`ZeroConfig`.
+    ``stage``, ``precision``, ``offload``, ``checkpoint`` and ``compile`` may be row names (or stage numbers); ``unit``,
+    ``comm`` and ``optimizer`` may be mappings; everything else is a field of :class:`ZeroConfig`.
 
     Raises:
         ConfigError: an unknown setting or a bad value.

@@ -13,6 +13,7 @@
     validations     where a resume inside a validation goes on
     interruptions   SIGTERM and the requeue signal: all ranks leave at one step
     restaging       another stage or offload row for a run that goes on
+    compiled        LightningModules that torch.compile has made
     averaging, finetuning, pruning  Lightning's callbacks that need to know of shards
     monitor         ZeroMonitor                  summary        what is shown at the start and at the end
 """

@@ -43,13 +43,14 @@ from lightning_zero.config import ConfigError, ZeroConfig, make_config
 from lightning_zero.device import accelerator_of
 from lightning_zero.device.cuda import default_device
 from lightning_zero.engine import Engine, engine_of, shard
+from lightning_zero.engine.passes.compiled import check_compiler
 from lightning_zero.engine.units.describe import TRUE_DTYPES
 from lightning_zero.ranks import rendezvous
 from lightning_zero.ranks.allocation import check_allocation
 from lightning_zero.ranks.environments import own_environment
 from lightning_zero.ranks.waits import Waits
 from lightning_zero.tiers.claims import check_folder
-from lightning_zero.trainer import averaging, finetuning, kept_files, pruning, range_saves, validations
+from lightning_zero.trainer import averaging, compiled, finetuning, kept_files, pruning, range_saves, validations
 from lightning_zero.trainer.checkpoint_io import async_writer
 from lightning_zero.trainer.interruptions import Interruptions, Left
 from lightning_zero.trainer.precision import ZeroPrecision
@@ -69,6 +70,7 @@ class ZeroStrategy(RestagingStrategy):
         stage: a row of ``zero/stage`` (``"zero0"`` .. ``"zero3"``, or 0 .. 3); default ``zero3``.
         offload: a row of ``zero/offload``.
         checkpoint: a row of ``zero/checkpoint``.
+        compile: a row of ``zero/compile``, or its settings.
         config: a whole :class:`ZeroConfig`; other arguments are set on top of it.
         settings: fields of :class:`ZeroConfig`, such as ``prefetch_bytes`` or ``unit={"classes": ["Block"]}``.
         timeout: of the process group; ``None``: torch's, and ``stall_timeout_s`` where only the hosts wait (gloo).
@@ -92,6 +94,7 @@ class ZeroStrategy(RestagingStrategy):
         *,
         offload: str | None = None,
         checkpoint: str | Mapping[str, Any] | None = None,
+        compile: str | Mapping[str, Any] | None = None,
         config: ZeroConfig | None = None,
         accelerator: pl.accelerators.Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
@@ -102,8 +105,9 @@ class ZeroStrategy(RestagingStrategy):
         timeout: timedelta | None = None,
         **settings: Any,
     ) -> None:
-        rows = {"stage": stage, "offload": offload, "checkpoint": checkpoint}
+        rows = {"stage": stage, "offload": offload, "checkpoint": checkpoint, "compile": compile}
         config = make_config(config, **{k: v for k, v in rows.items() if v is not None}, **settings)
+        check_compiler(config.compile)
         path = config.offload.nvme_path
         if path is not None and "$" not in path:  # variables are those of the ranks
             check_folder(os.path.expanduser(path))
@@ -506,6 +510,8 @@ class ZeroStrategy(RestagingStrategy):
 
 
 _FAILED = False
+
+compiled.accept(ZeroStrategy)
 
 
 def _refuse_callbacks(trainer: pl.Trainer) -> None:

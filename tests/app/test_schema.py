@@ -61,7 +61,7 @@ def config_of(*overrides: str) -> TrainConfig:
 def test_all_groups_are_there() -> None:
     groups = {o.partition("=")[0] for o in ALL_OPTIONS}
     assert groups == {
-        *("zero/stage", "zero/precision", "zero/offload", "zero/comm", "zero/checkpoint"),
+        *("zero/stage", "zero/precision", "zero/offload", "zero/comm", "zero/checkpoint", "zero/compile"),
         *("model", "data", "optimizer", "trainer", "callbacks", "logger", "experiment", "debug"),
         *("cluster", "machine"),
     }

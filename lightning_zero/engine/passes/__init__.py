@@ -16,6 +16,7 @@
     issued              how many reductions all ranks have issued, as far as is known
     gradient_sentinels  what stands in ``param.grad``; grad_norms: what of gradients it gives
     recompute           activation checkpointing by unit
+    compiled            torch.compile, of what units compute
     containers          tensors in any container that a module returns
     explain_dtypes      torch's errors about dtypes, with the setting that they come from
 """

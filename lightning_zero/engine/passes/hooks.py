@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero.config import Precision
+from lightning_zero.engine.passes.compiled import COMPILED
 from lightning_zero.engine.passes.containers import find_tensors, map_tensors
 from lightning_zero.engine.passes.events import PassEvents
 from lightning_zero.engine.passes.explain_dtypes import explain_dtypes
@@ -40,6 +41,7 @@ from lightning_zero.engine.units.unit import Unit
 
 ENGINE = "_lightning_zero_engine"  # where a sharded module keeps its engine
 _PATCHES = ("_apply", "__deepcopy__", "__reduce_ex__")  # methods of guarded modules that are replaced on the instance
+_LIFTED = (*_PATCHES, ENGINE, "compile")  # what a copy is not to have
 _TAKES_ONE_DTYPE = (nn.Bilinear,)  # modules whose kernels refuse inputs of another dtype than their weights
 
 
@@ -104,6 +106,8 @@ class Hooks:
         def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             self._post_forward(unit, args, kwargs, output)
 
+        # torch.compile is not to look into our hooks: traced into a graph, they would run once and never again.
+        before, after = torch.compiler.disable(before), torch.compiler.disable(after)
         self._handles.append(target.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
         # Always called: a forward that raises must take its packing hooks off too, or all that follows in this thread
         # would go on to pack what it saves.
@@ -195,8 +199,9 @@ class Hooks:
         attributes: list[tuple[nn.Module, dict[str, Any]]] = []
         tables: list[tuple[dict[int, Any], list[tuple[int, Any]]]] = []
         for module in list(self._touched):
-            wrapped = hasattr(module.__dict__.get("forward"), WRAPPED)
-            names = [name for name in (*_PATCHES, ENGINE) if name in module.__dict__] + ["forward"] * wrapped
+            forward = module.__dict__.get("forward")
+            ours_too = hasattr(forward, WRAPPED) or hasattr(forward, COMPILED)
+            names = [name for name in _LIFTED if name in module.__dict__] + ["forward"] * ours_too
             attributes.append((module, {name: module.__dict__.pop(name) for name in names}))
             for name, table in vars(module).items():
                 if (name.endswith("_hooks") or "_hooks_" in name) and ours & set(table):
