@@ -99,6 +99,8 @@ class Case(NamedTuple):
     def possible(self) -> bool:
         if (self.form == "setting" and not self.later) or (self.form == "wrapped" and self.later):
             return False
+        if self.form == "forwards" and self.later and self.recompute != "none":
+            return False  # what is compiled then is the checkpoint, not what it computes
         return self.offload == "none" or self.stage == 3 or (self.offload == "optimizer_cpu" and self.stage > 0)
 
 

@@ -72,7 +72,7 @@ def test_a_compiled_module_trains_as_the_plain_one(tmp_path: Path, stage: int, o
     def strategy() -> ZeroStrategy:
         return ZeroStrategy(stage, offload=offload, summary=False)
 
-    settings: dict[str, Any] = {"accumulate_grad_batches": 2, "max_epochs": 1}
+    settings: dict[str, Any] = {"accumulate_grad_batches": 2, "max_epochs": 1, "limit_val_batches": 1}
     plain = fit(strategy(), tmp_path / "plain", seeded(Lit if "block" in form else Quiet), **settings)
     module = FORMS[form]()
     of = trainer(strategy(), tmp_path, **settings)
@@ -107,6 +107,7 @@ def test_without_a_compiler_nothing_starts() -> None:
     assert "zero/compile=blocks: expected a C++ compiler" in found.stderr
 
 
+@pytest.mark.full
 @on_ranks(1)
 def test_without_a_compiler_it_is_refused() -> None:
     def missing() -> str:
@@ -129,3 +130,29 @@ def test_without_a_compiler_a_compiled_module_is_refused_before_a_process_starts
     )
     assert "torch.compile: expected a C++ compiler" in found.stderr, found.stderr
     assert "Initializing distributed" not in found.stderr
+
+
+class Manual(Quiet):
+    """Backward and optimizer are called inside of the compiled step."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [3, pytest.param(1, marks=pytest.mark.full)])
+def test_manual_optimization_in_a_compiled_step(tmp_path: Path, stage: int) -> None:
+    torch._dynamo.reset()
+    COUNT.graphs.clear()
+    plain = fit(ZeroStrategy(stage, summary=False), tmp_path / "plain", seeded(Manual), max_epochs=1)
+    of = trainer(ZeroStrategy(stage, summary=False), tmp_path, max_epochs=1)
+    of.fit(torch.compile(seeded(Manual), backend="counting"), loader(), loader())
+    assert_same(record(of, of.lightning_module), plain, tolerance=0.0)
+    assert COUNT.blocks() == 2

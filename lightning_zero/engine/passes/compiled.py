@@ -11,14 +11,20 @@ are called around it as always::
     zero.compile=blocks                as if each unit but the root had been compiled
 
 Under activation checkpointing the forward that is computed again is the compiled one.
+
+The engine's own functions are called in the middle of what is compiled: a backward inside of a compiled step calls our
+hooks. torch looks into no file of the engine but those that are part of what modules compute.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib
 import inspect
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from pkgutil import iter_modules
 from typing import Any, NamedTuple
 
 import torch
@@ -27,8 +33,10 @@ from torch import nn
 from lightning_zero.config import Compile as Blocks
 from lightning_zero.config import CompileConfig, ConfigError
 from lightning_zero.engine.passes.recompute import WRAPPED
+from lightning_zero.engine.torch_modes import outside_graphs
 
 COMPILED = "_lightning_zero_compiled"  # marks a forward that was compiled here
+_TRACED = ("containers", "output_dtypes")  # files that are part of what modules compute
 _CALL = "_compiled_call_impl"  # where ``nn.Module.compile`` keeps the compiled call of a module
 
 
@@ -134,6 +142,23 @@ def find_compiler(what: str, way_out: str) -> None:
         ) from error
 
 
+@functools.cache
+def keep_out() -> None:
+    """Have torch.compile make no graphs of the engine's functions, and end those that lead to them."""
+    from torch._dynamo import trace_rules
+
+    import lightning_zero.engine.passes as passes
+
+    engine = importlib.import_module(passes.__name__.rpartition(".")[0])
+    names = [
+        module.name for package in (engine, passes) for module in iter_modules(package.__path__, f"{package.__name__}.")
+    ]
+    layers = [f"lightning_zero.{layer}" for layer in ("comm", "ranks", "tiers", "device", "planning")]
+    for name in (*names, *layers):
+        if name != passes.__name__ and name.rpartition(".")[2] not in _TRACED:
+            trace_rules.add(name)
+
+
 class CompiledModules:
     """What is compiled of the units of one sharded module, and of the modules around them.
 
@@ -148,6 +173,7 @@ class CompiledModules:
     def __init__(
         self, module: nn.Module, units: Sequence[str], blocks: Compile | None, refuse: Callable[[Any, str], None]
     ) -> None:
+        keep_out()
         self._refuse = refuse
         self._units = {name: module.get_submodule(name) for name in units}
         self._around: dict[nn.Module, list[nn.Module]] = {}  # modules around units -> the units inside, innermost too
@@ -207,7 +233,7 @@ class CompiledModules:
                 self._compile_unit(unit, how)
             # The graphs around it end where it is called, and torch would go on to compile what is inside of the call:
             # our hooks, and ``nn.Module._call_impl``, which is one function for all modules, with few graphs allowed.
-            vars(unit)[_CALL] = torch.compiler.disable(unit._call_impl)
+            vars(unit)[_CALL] = outside_graphs(unit._call_impl)
 
     def _compile_unit(self, module: nn.Module, how: Compile) -> None:
         """Compile the forward of a unit, or compile it otherwise than before."""

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_zero.config import ConfigError, Recompute
 from lightning_zero.engine.passes.containers import copy_containers, find_tensors
 from lightning_zero.engine.passes.events import PassEvents
+from lightning_zero.engine.torch_modes import outside_graphs
 from lightning_zero.engine.units.unit import Unit
 
 WRAPPED = "_lightning_zero_recompute"  # marks a forward that was wrapped here, and changes the one inside of it
@@ -83,7 +84,7 @@ def _wrap(
             module.__dict__["forward"] = own
 
     # A graph around the unit may not lead through here: a backward would not find the unit's weights.
-    outer = torch.compiler.disable(forward)
+    outer = outside_graphs(forward)
     setattr(outer, WRAPPED, replace)
     module.__dict__["forward"] = outer
     return undo
