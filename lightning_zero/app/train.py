@@ -311,7 +311,11 @@ def validated(trainer: Trainer, model: LightningModule, data: LightningDataModul
 def _quieten() -> None:
     logging.getLogger("lightning").handlers.clear()  # Hydra's are there already: every line would come twice
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(lambda r: "Tip:" not in r.getMessage())
-    for message in (r".*isinstance\(treespec, LeafSpec\)", r".*Using `DistributedSampler` with the dataloaders"):
+    for message in (
+        r".*isinstance\(treespec, LeafSpec\)",
+        r".*Using `DistributedSampler` with the dataloaders",
+        r"The `srun` command is available",
+    ):
         warnings.filterwarnings("ignore", message=message)
 
 

@@ -7,7 +7,7 @@ import contextlib
 import os
 import socket
 import sys
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -83,6 +83,7 @@ class ZeroStrategy(RestagingStrategy):
         saves_on_sigterm: a run that gets SIGTERM saves ``hpc_ckpt_*.ckpt`` in ``default_root_dir`` before it leaves; on
             SLURM it always does.
         save_every_s: a run saves it every so many seconds too.
+        command_to_go_on: given a checkpoint, says how a run goes on from it that was interrupted.
 
     Raises:
         ConfigError: a setting that cannot work; the message names the key to change.
@@ -123,6 +124,7 @@ class ZeroStrategy(RestagingStrategy):
         self.run_settings: Mapping[str, Any] = {}
         self.saves_on_sigterm = False
         self.save_every_s: float | None = None
+        self.command_to_go_on: Callable[[str], str] = call_to_go_on
         self._num_nodes = 1
         self._interruptions: Interruptions | None = None
         self._random_numbers: RandomNumbers | None = None
@@ -512,6 +514,11 @@ class ZeroStrategy(RestagingStrategy):
 _FAILED = False
 
 compiled.accept(ZeroStrategy)
+
+
+def call_to_go_on(path: str) -> str:
+    """How a run of a script of the user's own goes on from the checkpoint ``path``."""
+    return f"trainer.fit(..., ckpt_path={path!r})"
 
 
 def _refuse_callbacks(trainer: pl.Trainer) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_zero.engine import Engine
 from lightning_zero.engine.units.flat_buffer import FlatBuffer
+from lightning_zero.trainer.summary import large_unit
 from tests.engine.support import Sharded, Side, check, floats
 from tests.harness import on_ranks
 
@@ -119,3 +120,19 @@ def test_a_part_is_gathered_at_a_time(kind: type[nn.Module]) -> None:
             # The root, a unit, and the last one of the forward, which stays; the next one, when they change over.
             assert most[0] <= sizes[0] + sum(sorted(sizes[1:])[-3:]), (most, sizes)
             assert most[0] < 0.75 * sum(sizes)
+
+
+@on_ranks(2)
+def test_the_table_says_where_most_of_a_model_is_one_unit() -> None:
+    with Sharded(nn.Sequential(nn.GRU(64, 400), nn.Linear(400, 10)), stage=3) as side:
+        assert large_unit(side.engine) == (
+            "99 % of the parameters are gathered at once, as 0; it holds no modules that could be units"
+        )
+    with Sharded(nn.Sequential(nn.GRU(64, 400), nn.Linear(400, 10)), stage=2) as side:
+        assert large_unit(side.engine) is None
+    with Sharded(UNet(), stage=3) as side:
+        assert large_unit(side.engine) is None
+    with Sharded(UNet(), stage=3, unit={"min_bytes": 10**9}) as side:
+        said = large_unit(side.engine)
+        assert said is not None and said.startswith("100 % of the parameters are gathered at once, as (root)")
+        assert "zero.unit.classes divides it: it has Conv2d, ConvTranspose2d, Down, " in said
