@@ -28,6 +28,11 @@ MACHINE = ("machine.gpus=8", "machine.gpu_memory=80GB", "machine.host_memory=512
 LARGE = ("model.n_layer=80", "model.d_model=8192", "model.n_head=64", "model.vocab_size=131072")
 
 
+@pytest.fixture(autouse=True)
+def wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+
+
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
     """Runs the command in this process, in an empty folder: (exit code, stdout, stderr)."""
