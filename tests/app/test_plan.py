@@ -30,7 +30,7 @@ LARGE = ("model.n_layer=80", "model.d_model=8192", "model.n_head=64", "model.voc
 
 @pytest.fixture(autouse=True)
 def wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.setenv("COLUMNS", "120")
 
 
 @pytest.fixture
