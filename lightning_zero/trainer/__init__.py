@@ -3,6 +3,7 @@
 ::
 
     strategy        every hook of a Lightning strategy; checkpointing: those for checkpoints
+    processes       how they meet, wait and end; launchers: how they are started, in a notebook too
     precision       its precision plugin         registration    names for Trainer(strategy=), without importing it
     checkpoint_io   files, written whole or not at all      random_numbers  generators of all ranks, in checkpoints
     sharded_checkpoints  the same as folders, written by all ranks

@@ -35,7 +35,8 @@ def _register_now() -> bool:
         return False
     for name, row in PRESETS.items():
         if name not in registry:
-            registry.register(name, _factory(name), description=f"ZeRO: stage={row.stage}, offload={row.offload}")
+            text = f"ZeRO: stage={row.stage}, offload={row.offload}, start_method={row.start_method}"
+            registry.register(name, _factory(name), description=text)
     return True
 
 
@@ -46,7 +47,7 @@ def _factory(name: str) -> Callable[[], ZeroStrategy]:
         from lightning_zero.trainer.strategy import ZeroStrategy
 
         row = PRESETS[name]
-        return ZeroStrategy(row.stage, offload=row.offload)
+        return ZeroStrategy(row.stage, offload=row.offload, start_method=row.start_method)
 
     return make_strategy
 
