@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Generator, Mapping
-from dataclasses import replace
 from datetime import timedelta
 from typing import Any, ClassVar
 
@@ -22,12 +20,10 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.nn import Module, SyncBatchNorm
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lightning_zero.config import ConfigError, ZeroConfig, make_config
+from lightning_zero.config import ConfigError, ZeroConfig
 from lightning_zero.engine import Engine, engine_of, shard
-from lightning_zero.engine.passes.compiled import check_compiler
 from lightning_zero.engine.units.describe import TRUE_DTYPES
 from lightning_zero.ranks.environments import own_environment
-from lightning_zero.tiers.claims import check_folder
 from lightning_zero.trainer import (
     averaging,
     compiled,
@@ -45,6 +41,7 @@ from lightning_zero.trainer.precision import ZeroPrecision
 from lightning_zero.trainer.processes import Processes
 from lightning_zero.trainer.random_numbers import RandomNumbers
 from lightning_zero.trainer.restaging import RestagingStrategy
+from lightning_zero.trainer.settings import settings_of, with_precision
 from lightning_zero.trainer.summary import print_units
 
 
@@ -93,11 +90,7 @@ class ZeroStrategy(Processes, RestagingStrategy):
         **settings: Any,
     ) -> None:
         rows = {"stage": stage, "offload": offload, "checkpoint": checkpoint, "compile": compile}
-        config = make_config(config, **{k: v for k, v in rows.items() if v is not None}, **settings)
-        check_compiler(config.compile)
-        path = config.offload.nvme_path
-        if path is not None and "$" not in path:  # variables are those of the ranks
-            check_folder(os.path.expanduser(path))
+        config = settings_of(config, rows, settings)
         self._asked_precision = config.precision.name
         super().__init__(
             config,
@@ -141,13 +134,7 @@ class ZeroStrategy(Processes, RestagingStrategy):
         if plugin is None:
             self._precision_plugin = None
             return
-        ours = ZeroPrecision.from_plugin(plugin)
-        if self._asked_precision is not None and ours.row is not self._asked_precision:
-            raise ConfigError(
-                f"trainer.precision: expected {self._asked_precision.value!r}, which "
-                f"zero/precision={self._asked_precision.name} means, got {ours.precision!r}. Set "
-                f"Trainer(precision={self._asked_precision.value!r}), or drop zero.precision.name."
-            )
+        ours = ZeroPrecision.from_plugin(plugin, self._asked_precision)
         ours.attach(self)
         self._precision_plugin = ours
 
@@ -259,7 +246,7 @@ class ZeroStrategy(Processes, RestagingStrategy):
 
     def _setup_model(self, model: Module) -> Module:
         """Shard the module; one that is sharded already, by an earlier run, stays so if nothing has changed."""
-        wanted = self._engine_config()
+        wanted = with_precision(self.config, self.precision_plugin.row)
         engine = engine_of(model)
         if engine is not None and not self._still_fits(engine, model, wanted):
             engine.release()
@@ -288,10 +275,6 @@ class ZeroStrategy(Processes, RestagingStrategy):
     def _still_fits(self, engine: Engine, model: Module, wanted: ZeroConfig) -> bool:
         same_params = {id(p) for p in model.parameters()} == {id(i.param) for u in engine.units for i in u.infos()}
         return same_params and engine.config == wanted and engine.comm.device == self.root_device
-
-    def _engine_config(self) -> ZeroConfig:
-        row = replace(self.config.precision, name=self.precision_plugin.row)
-        return make_config(self.config, precision=row)
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         self.engine.drop_optimizers()
