@@ -76,7 +76,7 @@ class ZeroFabricStrategy(Processes, Checkpoints, ParallelStrategy):
         self.config = settings_of(config, rows, settings)
         _refuse_settings_of_the_trainer(self.config)
         self._asked_precision = self.config.precision.name
-        self._engines: weakref.WeakSet[Engine] = weakref.WeakSet()
+        self._set_up: list[weakref.ref[Engine]] = []  # in one order on all ranks
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -153,7 +153,7 @@ class ZeroFabricStrategy(Processes, Checkpoints, ParallelStrategy):
             device=self.root_device,
             node=self.node,
         )
-        self._engines.add(engine)
+        self._set_up.append(weakref.ref(engine))
         with engine.placeholders_allowed():
             module.to(self.root_device)  # what is neither parameter nor buffer: states of metrics
         if self.config.summary and self.is_global_zero:
@@ -201,8 +201,14 @@ class ZeroFabricStrategy(Processes, Checkpoints, ParallelStrategy):
         If none has, they notice by themselves."""
         if isinstance(module, ZeroModule):
             return [module.engine]
-        found = [engine for engine in engines() if engine in self._engines]
+        found = self._engines
         return found if len(found) == 1 else [engine for engine in found if engine.has_open_pass]
+
+    @property
+    def _engines(self) -> list[Engine]:
+        """Of the modules that were set up and are sharded still, in the order in which they were set up."""
+        live = set(engines())
+        return [engine for reference in self._set_up if (engine := reference()) is not None and engine in live]
 
     def backward(self, tensor: Tensor, module: Module | None, *args: Any, **kwargs: Any) -> None:
         self.precision.backward(tensor, module, *args, **kwargs)
@@ -234,7 +240,7 @@ class ZeroFabricStrategy(Processes, Checkpoints, ParallelStrategy):
 
     def teardown(self) -> None:
         """Shards stay where they are."""
-        for engine in list(self._engines):
+        for engine in self._engines:
             engine.rest()
         super().teardown()
 

@@ -25,9 +25,16 @@ class _Registry(NamedTuple):
     strategy: str
 
 
-_TRAINER = _Registry("StrategyRegistry", "lightning_zero.trainer.strategy", "ZeroStrategy")
-_FABRIC = _Registry("STRATEGY_REGISTRY", "lightning_zero.fabric.strategy", "ZeroFabricStrategy")
-_REGISTRIES = {"lightning.pytorch.strategies": _TRAINER, "lightning.fabric.strategies": _FABRIC}
+def _registries(of_trainer: str, of_fabric: str, package: str) -> dict[str, _Registry]:
+    return {
+        f"{of_trainer}.strategies": _Registry("StrategyRegistry", f"{package}.trainer.strategy", "ZeroStrategy"),
+        f"{of_fabric}.strategies": _Registry("STRATEGY_REGISTRY", f"{package}.fabric.strategy", "ZeroFabricStrategy"),
+    }
+
+
+_REGISTRIES = _registries("lightning.pytorch", "lightning.fabric", "lightning_zero") | _registries(
+    "pytorch_lightning", "lightning_fabric", "lightning_zero.pytorch_lightning"
+)
 
 
 def register_presets() -> None:
