@@ -14,7 +14,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from lightning_zero.pytorch_lightning.mirror import mirror
+from lightning_zero.pytorch_lightning.mirror import install
 
 if TYPE_CHECKING:
     from lightning_zero.fabric.strategy import ZeroFabricStrategy as ZeroFabricStrategy
@@ -31,7 +31,7 @@ _HOMES = {
 
 __all__ = ["ZeroFabricStrategy", "ZeroMonitor", "ZeroPrecision", "ZeroStrategy"]
 
-mirror(__name__)
+install(__name__)
 
 
 def __getattr__(name: str) -> Any:

@@ -28,15 +28,15 @@ TWICE = ("ranks.environments", "ranks.allocation", "ranks.rendezvous")  # and th
 _LIGHTNING = {"lightning.pytorch": "pytorch_lightning", "lightning.fabric": "lightning_fabric"}
 
 
-def mirror(package: str) -> None:
+def install(package: str) -> None:
     """Have ``package.trainer.strategy`` found, and the like."""
     if not any(isinstance(finder, _Finder) and finder.package == package for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder(package))
 
 
 def is_twice(name: str) -> bool:
-    """Whether a module, by its name below our package, is loaded twice."""
-    return name.split(".")[0] in _FOLDERS or name in TWICE
+    """Whether a module, or what is in one, is loaded twice, by its name below our package."""
+    return name.split(".")[0] in _FOLDERS or any(f"{name}.".startswith(f"{other}.") for other in TWICE)
 
 
 class _Finder(MetaPathFinder):

@@ -53,7 +53,8 @@ def test_the_file_is_that_of_ddp(preset: str, tmp_path: Path) -> None:
     assert ours["optimizer"]["state"].keys() == theirs["optimizer"]["state"].keys()
     for number, state in theirs["optimizer"]["state"].items():
         for key, value in state.items():
-            assert torch.equal(ours["optimizer"]["state"][number][key], value), (number, key)
+            # A fused step rounds the last elements of a tensor otherwise.
+            torch.testing.assert_close(ours["optimizer"]["state"][number][key], value, rtol=1e-6, atol=1e-9)
     assert (ours["epoch"], ours["lr"], ours["part"].tolist()) == (3, [0.1], [1, 1])
 
 
