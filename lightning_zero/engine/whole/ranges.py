@@ -43,7 +43,7 @@ class Hollow:
     def __init__(self, last: Hollow | None = None) -> None:
         from torch._subclasses.fake_tensor import FakeTensorMode
 
-        self._mode = last._mode if last is not None else FakeTensorMode()
+        self._mode: Any = last._mode if last is not None else FakeTensorMode()
         self._kept = {(value, made.dtype): made for value, made in last.made} if last is not None else {}
         self.made: list[tuple[Value, Tensor]] = []
         self.copies: dict[str, Sequence[Home]] = {}
