@@ -19,7 +19,7 @@ from lightning_zero.engine.steps.optimizer import ShardedOptimizer
 from lightning_zero.engine.steps.torch_optimizers import count_states
 from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units import capacity
-from lightning_zero.engine.whole import module_state, optimizer_state, ranges
+from lightning_zero.engine.whole import host_copy, module_state, optimizer_state, ranges
 from lightning_zero.engine.whole.ranges import Copies, Hollow, Range, Value
 from lightning_zero.engine.whole.restage import Follow
 from lightning_zero.engine.whole.restage import restage as restage_to
@@ -45,6 +45,13 @@ class Engine(Assembly):
         optimizers: the optimizers that step this engine's shards.
     """
 
+    # A module that is whole holds its engine, and a copy or a pickle of it is a plain module.
+    def __deepcopy__(self, memo: Any) -> None:
+        return None
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
+
     # -- the model ----------------------------------------------------------------------------------------------------
 
     @outside_autograd
@@ -59,6 +66,7 @@ class Engine(Assembly):
         Raises:
             RuntimeError: ranks have written different values to parameters since the last backward.
         """
+        self.hide_whole()
         # After an exception messages of some ranks may be missing, for which an agreement would wait.
         agrees = not self.passes.aborted
         self.abort()
@@ -103,6 +111,14 @@ class Engine(Assembly):
         """
         config = self.comm.together("restaging: its rows", lambda: with_rows(self.config, stage, offload))
         restage_to(self, config, follow)
+
+    def show_whole(self) -> bool:
+        """See :func:`~lightning_zero.engine.whole.host_copy.show_whole`."""
+        return host_copy.show_whole(self)
+
+    def hide_whole(self) -> None:
+        """See :func:`~lightning_zero.engine.whole.host_copy.hide_whole`."""
+        host_copy.hide_whole(self)
 
     # -- whole values -------------------------------------------------------------------------------------------------
 

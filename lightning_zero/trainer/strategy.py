@@ -123,6 +123,7 @@ class ZeroStrategy(RestagingStrategy):
         self._interruptions: Interruptions | None = None
         self._random_numbers: RandomNumbers | None = None
         self._evaluation_starts = False
+        self._left = False  # on a signal, in a hurry
         self._has_values = False  # the module, which was trained before
         self._start_waits: Waits | None = None  # until there is an engine
         self._process_group_backend = process_group_backend
@@ -222,6 +223,7 @@ class ZeroStrategy(RestagingStrategy):
 
     def setup_environment(self) -> None:
         global _FAILED
+        self._left = False
         _FAILED = False  # an exception of an earlier run was survived, by all ranks
         self._to_load = self._saved_rng = self._saver = None
         self._waits_for_setup = True
@@ -313,6 +315,8 @@ class ZeroStrategy(RestagingStrategy):
         self.accelerator.setup(trainer)
         _refuse_callbacks(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
+        if (engine := engine_of(self.model)) is not None:
+            engine.hide_whole()
         self._has_values = engine_of(self.model) is not None  # of a run before, whatever its settings
         if fitting and self._layer_sync:
             self.model = self._sync_layers(self.model)
@@ -405,6 +409,8 @@ class ZeroStrategy(RestagingStrategy):
             engine = engine_of(module)
             if engine is not None:
                 engine.rest()
+                if not _FAILED and not self._left:
+                    engine.show_whole()
             if module._trainer is not None:
                 averaging.let_go(module.trainer)
                 finetuning.let_go(module.trainer)
@@ -424,6 +430,7 @@ class ZeroStrategy(RestagingStrategy):
         """No collective here: the other ranks may be gone."""
         global _FAILED
         if isinstance(exception, Left):  # between two steps, on all ranks
+            self._left = True
             return
         _FAILED = True
         module = self.lightning_module

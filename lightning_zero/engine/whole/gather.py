@@ -14,6 +14,7 @@ from lightning_zero.engine.units.bucket import Bucket
 from lightning_zero.engine.units.home import opened
 from lightning_zero.engine.units.param_info import values_changed
 from lightning_zero.engine.units.unit import State
+from lightning_zero.engine.whole.host_copy import hide_whole
 
 
 @contextlib.contextmanager
@@ -26,6 +27,7 @@ def show_full(
     names the one whose values count. Where all parameters of the module are shown, the module is plain inside: it is
     without our hooks.
     """
+    hide_whole(engine)
     wanted = {engine.place_of(p).bucket for p in params}
     if (from_rank is not None or grads) and wanted & set(engine.shown):
         raise RuntimeError(
