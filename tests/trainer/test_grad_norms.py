@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lightning_zero import ZeroPrecision, ZeroStrategy, presets
 from tests.harness import on_ranks
-from tests.trainer.toys import ALL_STAGES, Block, Lit, assert_same, fit, seeded
+from tests.trainer.toys import ALL_STAGES, Block, Lit, assert_same, fit, loader, seeded, trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*has no O_DIRECT:RuntimeWarning")
 
@@ -148,6 +148,22 @@ def test_norms_have_the_dtype_that_ddps_have(flag: str, tmp_path: Path) -> None:
     expected = fit("ddp", tmp_path, seeded(Dtypes), precision=flag, max_steps=1).module.found
     for stage in ("zero1", "zero3"):
         assert fit(stage, tmp_path, seeded(Dtypes), precision=flag, max_steps=1).module.found == expected, stage
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", ["zero1", "zero3"])
+def test_another_run_begins_with_the_gradients_of_the_last_step(stage: str, tmp_path: Path) -> None:
+    """They are there as long as nobody clears them, when the module is moved to its device again."""
+    seen = []
+    for strategy in (DDP, stage):
+        module, of = seeded(Watches), trainer(strategy, tmp_path, max_epochs=1)
+        of.fit(module, loader())  # no validation, which would clear them
+        assert all(p.grad is not None for p in module.head.parameters())
+        of.test(module, loader(), verbose=False)
+        of.fit_loop.max_epochs = 2
+        of.fit(module, loader())
+        seen.append(module.seen)
+    assert_seen(seen[1], seen[0])
 
 
 @on_ranks(2)

@@ -63,7 +63,8 @@ class GradSentinel(Tensor):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        raise _refusal(self.info.fqn)
+        if value is not self:  # else Module.to, for the device where it is
+            raise _refusal(self.info.fqn)
 
     def detach(self) -> Tensor:
         return self
