@@ -1,14 +1,8 @@
-# make train    the main job: a small GPT on real text under ZeRO stage 3
-# make test     the tests (make test-full: with the full matrices; make test-slurm: real jobs)
-# make gpu-check  what one GPU tells, in nine minutes (docs/benchmarks.md); also: python -m benchmarks.gpu
-# make bench    speed beside DDP and FSDP2 (also bench-offload, bench-scale, bench-checkpoint: docs/benchmarks.md)
-# make fuzz     random programs for an hour, with a new seed (ARGS="--minutes 5 --seed 7")
-# make image    an image of the main job (see docker/README.md; make image-test: builds one for CPUs and tries it)
-#
 # Each target makes the virtual environment and installs what is missing. Overrides:
 #   PYTHON=python3.12  VENV=path  TORCH_VERSION=2.12.0  TORCH_INDEX_URL=an index with builds of torch
-#   ARGS="trainer.max_steps=50"  for make train, or options of pytest for make test
+#   ARGS="trainer.max_steps=50"  for make train, or options of pytest, of a benchmark, of make fuzz
 #   JOBS=2   processes of pytest for make test (default: 2 without ARGS, else 0: the one that was started)
+#   KIND=cpu|cuda  BASE=image  TAG=name  for make image, which needs no virtual environment
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -40,10 +34,12 @@ SLURM_STAMP := $(VENV)/.installed-slurm-$(CHOICE)
 .PHONY: help install train test test-full test-slurm fuzz bench bench-offload bench-scale bench-checkpoint gpu-check image image-test structure lint format clean
 .DEFAULT_GOAL := help
 
-help:
-	@sed -n 's/^# \{0,1\}//p' Makefile | head -11
+help: ## this list
+	@awk -F ':.* ## ' '/^[a-z-]+:.* ## / { printf "  make %-17s %s\n", $$1, $$2 }' Makefile
+	@echo
+	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
 
-install: $(STAMP)
+install: $(STAMP) ## the virtual environment, with this package and torch
 
 $(STAMP): pyproject.toml constraints-cpu.txt
 	@test -x $(PY) || $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "needs Python 3.11: PYTHON=...")'
@@ -56,23 +52,23 @@ $(DEV_STAMP): $(STAMP)
 	$(PY) -m pip install --quiet --disable-pip-version-check $(TORCH) -e '.[test,dev]'
 	@touch $@
 
-train: $(STAMP)
+train: $(STAMP) ## the main job: a small GPT on real text under ZeRO stage 3
 	$(PY) -m lightning_zero.train $(ARGS)
 
 # Many tests wait, for a process that starts or a timeout, so two at a time are faster also on two cores.
 JOBS ?= $(if $(ARGS),0,2)
 
-test: $(STAMP)
+test: $(STAMP) ## the tests, in minutes
 	$(PY) -m pytest -n $(JOBS) --dist worksteal $(ARGS)
 
-test-full: $(STAMP)
+test-full: $(STAMP) ## with the full matrices
 	$(PY) -m pytest -m 'not slurm$(if $(GPU),, and not gpu)' --timeout=1800 $(ARGS)
 
-fuzz: $(STAMP)
+fuzz: $(STAMP) ## random programs for an hour, with a new seed
 	$(PY) -m tests.fuzz $(ARGS)
 
 # On a SLURM of two virtual nodes that is started for it; the packages are installed if they are missing (as root).
-test-slurm: $(SLURM_STAMP)
+test-slurm: $(SLURM_STAMP) ## real jobs on a SLURM of two virtual nodes
 	tests/slurm/lab.sh install
 	$(PY) -m pytest -m slurm tests/slurm $(ARGS)
 
@@ -80,46 +76,45 @@ $(SLURM_STAMP): $(STAMP)
 	$(PY) -m pip install --quiet --disable-pip-version-check $(TORCH) -e '.[test,slurm]'
 	@touch $@
 
-bench: $(STAMP)
+bench: $(STAMP) ## speed beside DDP and FSDP2 (docs/benchmarks.md)
 	$(PY) -m benchmarks.bench $(ARGS)
 
-bench-offload: $(STAMP)
+bench-offload: $(STAMP) ## what offload costs
 	$(PY) -m benchmarks.bench_offload $(ARGS)
 
-bench-scale: $(STAMP)
+bench-scale: $(STAMP) ## one rank of up to 4096
 	$(PY) -m benchmarks.bench_scale $(ARGS)
 
-bench-checkpoint: $(STAMP)
+bench-checkpoint: $(STAMP) ## saves and loads beside FSDP2
 	$(PY) -m benchmarks.checkpoint $(ARGS)
 
-gpu-check: $(STAMP)
+gpu-check: $(STAMP) ## what one GPU tells, in nine minutes
 	$(PY) -m benchmarks.gpu $(ARGS)
 
-# KIND is cpu or cuda, BASE the image to build on, TAG the name of the result. Needs no virtual environment.
 KIND ?= $(if $(GPU),cuda,cpu)
 BASE ?=
 TAG ?=
 IMAGE_ARGS = $(if $(BASE),--base '$(BASE)') $(if $(TORCH_INDEX_URL),--torch-index-url '$(TORCH_INDEX_URL)')
 
-image:
+image: ## an image of the main job (docker/README.md)
 	$(PYTHON) docker/image.py --kind $(KIND) $(if $(TAG),--tag '$(TAG)') $(IMAGE_ARGS) $(ARGS)
 
-image-test:
+image-test: ## build an image for CPUs and try it
 	$(PYTHON) docker/check_image.py $(IMAGE_ARGS) $(ARGS)
 
-structure: $(STAMP)
+structure: $(STAMP) ## figures of the package
 	$(PY) -m tests.structure
 
-lint: $(DEV_STAMP)
+lint: $(DEV_STAMP) ## ruff, mypy, hadolint
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 	$(VENV)/bin/hadolint docker/Dockerfile.cpu docker/Dockerfile.cuda
 
-format: $(DEV_STAMP)
+format: $(DEV_STAMP) ## let ruff mend what it can
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
-clean:
+clean: ## remove the virtual environment and all outputs
 	rm -rf $(VENV) build dist outputs multirun *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -9,8 +9,10 @@ Enums have members named as users type them (``zero/stage=zero3``): OmegaConf ma
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any
@@ -72,10 +74,22 @@ class CheckpointFormat(Enum):
     sharded = "sharded"
 
 
+class Compile(Enum):
+    none = "none"
+    blocks = "blocks"
+
+
 class Transport(Enum):
     auto = "auto"
     plain = "plain"
     direct = "direct"
+
+
+def nearest(given: str, known: Iterable[str]) -> str | None:
+    """The name among ``known`` that ``given`` is a misspelling of, if one is near."""
+    by_case = {name.lower(): name for name in sorted(known)}
+    found = difflib.get_close_matches(given.lower(), by_case, n=1)
+    return by_case[found[0]] if found else None
 
 
 def _positive(key: str, value: float, *, zero_ok: bool = False) -> None:
@@ -228,9 +242,10 @@ class UnitConfig:
 
     Attributes:
         classes: class names of the modules that become units. Empty: found from the model (``_no_split_modules``
-            of Hugging Face models, else repeated blocks in ModuleList and Sequential, else by size).
+            of Hugging Face models, else repeated blocks in ModuleList and Sequential; where these hold less than half
+            of a model of more than 1 MiB, the rest by size: modules of an eighth of it, or less).
         min_bytes: a module with fewer bytes of its own (in the parameters' original dtype) stays with its parent.
-        max_bytes: units found by themselves that hold more bytes are divided into their children.
+        max_bytes: units found by themselves that hold more bytes are divided into their children, where they can be.
     """
 
     classes: list[str] = field(default_factory=list)
@@ -287,6 +302,56 @@ class CheckpointConfig:
     background: bool = False
 
 
+# Modes of torch.compile, and whether they record CUDA graphs.
+_MODES = {
+    "default": False,
+    "max-autotune-no-cudagraphs": False,
+    "reduce-overhead": True,
+    "max-autotune": True,
+}
+
+
+@dataclass(kw_only=True, slots=True)
+class CompileConfig:
+    """Group ``zero/compile``: what ``torch.compile`` is applied to.
+
+    Attributes:
+        name: ``blocks`` compiles the forward of every unit but the root, one graph for all blocks of a class. Modules
+            that the user has compiled stay as they are, under ``none`` too.
+        backend: of ``torch.compile``; ``inductor`` needs a C++ compiler on every node.
+        mode: of ``inductor``. ``reduce-overhead`` and ``max-autotune`` record CUDA graphs, which stage 3 refuses.
+        dynamic: whether graphs are for any sizes of inputs. ``None``: from when sizes are found to change.
+    """
+
+    name: Compile = Compile.none
+    backend: str = "inductor"
+    mode: str | None = None
+    dynamic: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.mode is not None and self.mode not in _MODES:
+            raise ConfigError(
+                f"zero.compile.mode: expected one of {', '.join(_MODES)}, got {self.mode!r}. Change zero.compile.mode."
+            )
+        if self.name is Compile.none:
+            given = [k for k in ("mode", "dynamic") if getattr(self, k) is not None]
+            given += ["backend"] * (self.backend != "inductor")
+            if given:
+                raise ConfigError(
+                    f"zero.compile.{given[0]} has no effect with zero/compile=none. Drop it, or choose "
+                    "zero/compile=blocks."
+                )
+        if self.mode is not None and self.backend != "inductor":
+            raise ConfigError(
+                f"zero.compile.mode: expected none with zero.compile.backend={self.backend} (modes are those of "
+                f"inductor), got {self.mode!r}. Drop zero.compile.mode."
+            )
+
+    @property
+    def records_cuda_graphs(self) -> bool:
+        return _MODES[self.mode or "default"]
+
+
 @dataclass(kw_only=True, slots=True)
 class OptimizerConfig:
     """Settings of the sharded optimizer step.
@@ -337,6 +402,7 @@ class ZeroConfig:
     comm: CommConfig = field(default_factory=CommConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    compile: CompileConfig = field(default_factory=CompileConfig)
     prefetch_bytes: int = 256 * MIB
     keep_gathered_bytes: int = 0
     reduce_bucket_bytes: int = 256 * MIB
@@ -363,6 +429,12 @@ class ZeroConfig:
             raise ConfigError(
                 "zero.dynamic: expected false (only stage 3 gathers along the path of the model), got true with "
                 f"zero/stage={self.stage.name.name}. Choose zero/stage=zero3 or drop zero.dynamic."
+            )
+        if self.compile.records_cuda_graphs and self.stage.name is Stage.zero3:
+            raise ConfigError(
+                "zero.compile.mode: expected default or max-autotune-no-cudagraphs at stage 3 (a CUDA graph replays "
+                "kernels on fixed addresses, and gathered parameters are somewhere else each time), got "
+                f"{self.compile.mode!r}. Change zero.compile.mode, or choose zero/stage=zero2."
             )
         if self.offload.step_in_backward:
             self._check_step_in_backward()
@@ -406,6 +478,7 @@ _GROUPS = {
     "precision": (PrecisionConfig, Precision),
     "offload": (OffloadConfig, Offload),
     "checkpoint": (CheckpointConfig, CheckpointFormat),
+    "compile": (CompileConfig, Compile),
 }
 
 
@@ -423,15 +496,16 @@ def choose(group: str, name: Any) -> Any:
         text = f"zero{text}"
     if text in enum.__members__:
         return enum[text]
-    known = ", ".join(enum.__members__)
-    raise ConfigError(f"zero/{group}: expected one of {known}, got {text!r}. Change zero/{group}.")
+    known, close = ", ".join(enum.__members__), nearest(text, enum.__members__)
+    change = f"Write zero/{group}={close}" if close else f"Change zero/{group}"
+    raise ConfigError(f"zero/{group}: expected one of {known}, got {text!r}. {change}.")
 
 
 def make_config(base: ZeroConfig | None = None, **settings: Any) -> ZeroConfig:
     """A :class:`ZeroConfig` from keyword settings, as :class:`~lightning_zero.ZeroStrategy` takes them.
 
-    ``stage``, ``precision``, ``offload`` and ``checkpoint`` may be row names (or stage numbers); ``unit``, ``comm`` and
-    ``optimizer`` may be mappings; everything else is a field of :class:`ZeroConfig`.
+    ``stage``, ``precision``, ``offload``, ``checkpoint`` and ``compile`` may be row names (or stage numbers); ``unit``,
+    ``comm`` and ``optimizer`` may be mappings; everything else is a field of :class:`ZeroConfig`.
 
     Raises:
         ConfigError: an unknown setting or a bad value.
@@ -440,7 +514,11 @@ def make_config(base: ZeroConfig | None = None, **settings: Any) -> ZeroConfig:
     known = {f.name: getattr(base, f.name) for f in fields(ZeroConfig)}
     for key, value in settings.items():
         if key not in known:
-            raise ConfigError(f"zero.{key}: no such setting; there are {', '.join(sorted(known))}.")
+            close = nearest(key, known)
+            raise ConfigError(
+                f"zero.{key}: no such setting; there are {', '.join(sorted(known))}."
+                f"{f' Did you mean {close}?' if close else ''}"
+            )
         known[key] = _convert(key, value)
     return ZeroConfig(**known)
 

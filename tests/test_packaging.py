@@ -102,6 +102,16 @@ def test_make_targets_are_there_and_install_by_themselves() -> None:
     assert "-m benchmarks.bench" in done.stdout and "-m benchmarks.checkpoint" in done.stdout
 
 
+def test_make_help_lists_every_target() -> None:
+    done = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    (phony,) = re.findall(r"^\.PHONY: (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    listed = re.findall(r"^  make (\S+) +\S", done.stdout, re.MULTILINE)
+    assert sorted(listed) == sorted(phony.split())
+    assert all(f"{name}=" in done.stdout for name in ("PYTHON", "VENV", "TORCH_VERSION", "TORCH_INDEX_URL", "ARGS"))
+    assert max(map(len, done.stdout.splitlines())) <= 120
+
+
 @pytest.mark.parametrize(
     ("variables", "expected"),
     [

@@ -78,7 +78,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--sides", type=lambda text: text.split(";"), default=list(SIDES), help=";".join(SIDES))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--saves", type=int, default=1, help="timed ones in a turn, behind one that warms up")
-    parser.add_argument("--steps", type=int, default=4, help="with nothing beside them, for comparison")
+    parser.add_argument("--steps", type=int, default=12, help="with nothing beside them; fewer show less of their peak")
     parser.add_argument("--folder", default=tempfile.gettempdir(), help="on the disk that is to be measured")
     parser.add_argument("--only", choices=PARTS, help="default: both")
     parser.add_argument("--out", type=Path, help="a file for the lines of JSON")

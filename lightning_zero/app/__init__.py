@@ -6,4 +6,5 @@
     plan         what a run needs of a machine   instantiate  objects from groups, with errors that name the key
     submit       a run as a job                  jobs         a run as a job of a cluster
     slurm        scripts and sweeps for SLURM     convert      checkpoints in another form
+    overrides    mistakes on the command line     progress     how long it will take, and the last validation
 """

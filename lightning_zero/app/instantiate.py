@@ -11,7 +11,7 @@ import inspect
 from functools import partial
 from typing import Any
 
-from lightning_zero.config import ConfigError
+from lightning_zero.config import ConfigError, nearest
 from lightning_zero.ranks.started_by import launched
 
 
@@ -95,9 +95,11 @@ def build(
         unknown = [k for k in arguments if k not in accepted]
         refused = [k for k in unknown if k not in droppable]
         if refused:
+            close = nearest(refused[0], accepted)
+            change = f"Write {key}.{close}" if close else f"Change {key}.{refused[0]}"
             raise ConfigError(
                 f"{key}.{refused[0]}: {node['_target_']} takes no such argument; it takes "
-                f"{', '.join(sorted(accepted)) or 'none'}. Change {key}.{refused[0]}."
+                f"{', '.join(sorted(accepted)) or 'none'}. {change}."
             )
         for k in unknown:
             del arguments[k]

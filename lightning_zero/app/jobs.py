@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
+import shlex
 import signal
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -139,7 +143,22 @@ def keep_work(config: TrainConfig, trainer: Trainer) -> None:
     if saves_nothing(config) is None:
         strategy = cast("ZeroStrategy", trainer.strategy)
         strategy.saves_on_sigterm = True
+        strategy.command_to_go_on = partial(command_to_go_on, sys.argv[1:])
         strategy.save_every_s = 60 * config.save_minutes if config.save_minutes is not None else None
+
+
+def command_to_go_on(arguments: Sequence[str], path: str) -> str:
+    """What to type to go on from the checkpoint ``path``.
+
+    Args:
+        arguments: of this run.
+    """
+    quoted = path if re.fullmatch(r"[\w./:+-]+", path) else "'" + path.replace("\\", "\\\\").replace("'", "\\'") + "'"
+    given = [a for a in arguments if re.split(r"[=@]", a.lstrip("+"))[0] != "ckpt_path"]
+    place = launched()
+    if job_name() is not None or (place is not None and place.by != "plain"):
+        return f"start the same command again, with {shlex.quote(f'ckpt_path={quoted}')}"
+    return shlex.join(["python", "-m", "lightning_zero.train", *given, f"ckpt_path={quoted}"])
 
 
 def checkpoint_to_resume(config: TrainConfig, trainer: Trainer) -> str | None:

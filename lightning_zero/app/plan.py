@@ -11,15 +11,19 @@ import json
 import os
 import shutil
 import sys
+import textwrap
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import hydra
 from omegaconf import DictConfig, OmegaConf
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from lightning_zero.app import train
 from lightning_zero.app.jobs import fit_trainer
+from lightning_zero.app.overrides import check_keys
 from lightning_zero.app.schema import MachineConfig, TrainConfig
 from lightning_zero.config import ConfigError, Offload, OffloadConfig, Precision, ZeroConfig
 from lightning_zero.planning.buckets import Role
@@ -29,6 +33,7 @@ from lightning_zero.planning.placement import Tier
 from lightning_zero.trainer.summary import human_bytes
 
 WIDTH = 120  # columns, where the output is no terminal
+WIDE = 118  # columns that one table of all takes at most
 EXTRA_KEYS = ("machine", "json", "optimizer_states")
 
 TIER_NAMES = {Tier.device: "GPU", Tier.host: "host", Tier.nvme: "disk"}
@@ -38,6 +43,7 @@ ROLE_COLUMNS = {
     "grads": (Role.grad,),
     "optimizer": (Role.master_param, Role.optim_state),
 }
+PEAK_COLUMNS = ("peak/GPU", "peak/host", "disk", "fits")
 
 
 # -- what is planned --------------------------------------------------------------------------------------------------
@@ -210,31 +216,60 @@ def machine_line(machine: Machine) -> str:
     return what if machine.nodes == 1 else f"{machine.nodes} hosts, each with {what}"
 
 
-def table_of(model: Model, machine: Machine, rows: list[Row], config: TrainConfig) -> Table:
+def title_of(model: Model, machine: Machine, config: TrainConfig) -> str:
     count = sum(shape.numel for shape in model.shapes)
-    title = f"{count:,} parameters, {precision_row(config).name}; {machine_line(machine)}"
-    table = Table(title=title, title_justify="left", pad_edge=False)
+    return f"{count:,} parameters, {precision_row(config).name}; {machine_line(machine)}"
+
+
+def _roles(row: Row) -> list[str]:
+    return [_cell(row, roles) for roles in ROLE_COLUMNS.values()]
+
+
+def _peaks(row: Row) -> list[str]:
+    peaks = (row.per_rank[Tier.device], row.per_host[Tier.host], row.per_host[Tier.nvme])
+    missing = "no: " + ", ".join(TIER_NAMES[s.tier] for s in row.shortages)
+    fits = "yes" if row.fits else "no: budgets" if row.refused else missing
+    return [*(short_bytes(nbytes) if nbytes else "-" for nbytes in peaks), fits]
+
+
+def tables_of(rows: list[Row], config: TrainConfig, width: int) -> list[Table]:
+    """One table, or two where ``width`` columns do not hold it: what fits, and what rests where."""
+    rest, peaks = (_roles, tuple(ROLE_COLUMNS)), (_peaks, PEAK_COLUMNS)
+    if width >= WIDE:
+        return [_table(rows, config, None, [rest, peaks])]
+    return [_table(rows, config, box.SIMPLE_HEAD, [part]) for part in (peaks, rest)]
+
+
+def _table(
+    rows: list[Row],
+    config: TrainConfig,
+    lines: box.Box | None,
+    parts: Sequence[tuple[Callable[[Row], list[str]], tuple[str, ...]]],
+) -> Table:
+    """
+    Args:
+        lines: the frame; ``None``: rich's own, which takes two more columns of text for each column.
+        parts: groups of columns.
+    """
+    style: dict[str, Any] = {} if lines is None else {"box": lines, "padding": 0, "show_edge": False}
+    table = Table(pad_edge=False, **style)
     for name in ("", "stage", "offload"):
         table.add_column(name, no_wrap=True)
-    for name in ROLE_COLUMNS:
-        table.add_column(name, justify="right", no_wrap=True)
-    for name in ("peak/GPU", "peak/host", "disk", "fits"):
-        table.add_column(name, justify="right", no_wrap=True)
+    for _, names in parts:
+        for name in names:
+            table.add_column(name, justify="right", no_wrap=True)
     previous = None
     for row in rows:
         if previous is not None and row.stage is not previous:
             table.add_section()
         previous = row.stage
-        missing = "no: " + ", ".join(TIER_NAMES[s.tier] for s in row.shortages)
-        peaks = (row.per_rank[Tier.device], row.per_host[Tier.host], row.per_host[Tier.nvme])
+        chosen = _is_chosen(row, config.zero)
         table.add_row(
-            ">" if _is_chosen(row, config.zero) else "",
+            ">" if chosen else "",
             row.stage.value,
             row.offload.value,
-            *(_cell(row, roles) for roles in ROLE_COLUMNS.values()),
-            *(short_bytes(nbytes) if nbytes else "-" for nbytes in peaks),
-            "yes" if row.fits else "no: budgets" if row.refused else missing,
-            style="bold" if _is_chosen(row, config.zero) else None,
+            *(cell for cells, _ in parts for cell in cells(row)),
+            style="bold" if chosen else None,
         )
     return table
 
@@ -273,16 +308,29 @@ def _first_to_try(rows: list[Row]) -> str:
     return f"Try first: zero/stage={first.stage.value} zero/offload={first.offload.value}"
 
 
+def legend(model: Model) -> list[str]:
+    """What the columns mean."""
+    several = model.limits.micro_batches > 1
+    stage_1 = "still whole, and in slices once they are reduced" if several else "in slices, and whole until then"
+    return [
+        f"params, grads, optimizer: of one rank, at rest {'between micro-batches' if several else 'before the step'}; "
+        f"h: on the host, d: on disk. At zero1 gradients are {stage_1}.",
+        "peak/host, disk: of all ranks of a host. Activations are not counted. K, M, G, T: powers of 1024.",
+    ]
+
+
 def show(model: Model, machine: Machine, rows: list[Row], advices: list[Advice], config: TrainConfig) -> None:
-    console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
-    console.print(table_of(model, machine, rows, config))
-    waiting = "between micro-batches" if model.limits.micro_batches > 1 else "before the step"
-    print(
-        f"params, grads, optimizer: of one rank, at rest {waiting}; h: on the host, d: on disk.\n"
-        "peak/host, disk: of all ranks of a host. Activations are not counted. K, M, G, T: powers of 1024."
-    )
-    for line in advice_lines(machine, rows, advices):
-        print(line)
+    width = shutil.get_terminal_size((WIDTH, 0)).columns  # COLUMNS counts too
+    console = Console(width=width, highlight=False)
+
+    def say(text: str) -> None:
+        print(textwrap.fill(text, width, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False))
+
+    say(title_of(model, machine, config))
+    for table in tables_of(rows, config, width):
+        console.print(table)
+    for line in (*legend(model), *advice_lines(machine, rows, advices)):
+        say(line)
 
 
 # -- the command ------------------------------------------------------------------------------------------------------
@@ -313,7 +361,7 @@ def _budgets(config: TrainConfig, offload: Offload) -> OffloadConfig:
 def _task(cfg: DictConfig) -> None:
     with train.refusals():
         OmegaConf.set_struct(cfg, False)
-        train.check_keys(cfg.machine, "machine.")
+        check_keys(cfg.machine, "machine.")
         asked = OmegaConf.to_object(cfg.machine)
         assert isinstance(asked, MachineConfig)
         as_json, states = bool(cfg["json"]), cfg["optimizer_states"]
@@ -323,4 +371,4 @@ def _task(cfg: DictConfig) -> None:
 
 
 def main() -> None:
-    train.start(_task)
+    train.start(_task, "plan")

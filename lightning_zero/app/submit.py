@@ -25,6 +25,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from lightning_zero.app import plan, train
 from lightning_zero.app.jobs import check_saves, fit_trainer
+from lightning_zero.app.overrides import check_keys
 from lightning_zero.app.schema import MachineConfig, TrainConfig
 from lightning_zero.app.slurm import script
 from lightning_zero.app.slurm.cluster import ClusterConfig, ClusterName
@@ -221,7 +222,7 @@ def run(config: TrainConfig, asked: MachineConfig, *, arguments: list[str], run_
 def _task(cfg: DictConfig) -> None:
     with train.refusals():
         OmegaConf.set_struct(cfg, False)
-        train.check_keys(cfg.machine, "machine.")
+        check_keys(cfg.machine, "machine.")
         asked: Any = OmegaConf.to_object(cfg.machine)
         dry_run = bool(cfg["dry_run"])
         for key in EXTRA_KEYS:
@@ -245,4 +246,4 @@ def main() -> None:
             file=sys.stderr,
         )
         raise SystemExit(2)
-    train.start(_task)
+    train.start(_task, "submit")

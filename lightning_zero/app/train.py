@@ -11,13 +11,15 @@ import logging
 import os
 import re
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -32,9 +34,18 @@ from lightning_zero.app.jobs import (
     keep_work,
     slurm_plugins,
 )
+from lightning_zero.app.overrides import (
+    FULL_ERROR,
+    check_arguments,
+    check_keys,
+    explain,
+    hydra_prints,
+    hydra_raises,
+)
 from lightning_zero.app.schema import TrainConfig, TrainerConfig, register_schema, trainer_precision
 from lightning_zero.app.slurm.sweeps import check_launcher, register_launcher
-from lightning_zero.config import ConfigError, choose
+from lightning_zero.config import ConfigError
+from lightning_zero.data.sources import check_path
 from lightning_zero.ranks.started_by import launched
 from lightning_zero.ranks.verdict import REFUSED, give_verdict
 
@@ -43,11 +54,8 @@ if TYPE_CHECKING:
 
 CPU_PROCESSES = 2  # where there is no GPU and no number of devices is given
 BITS_PER_BYTE = "val_bits_per_byte"
+TEXT_DATA = "lightning_zero.data.text.TextData"
 PRECISION_ALIASES = {"32": "32-true", "64": "64-true", "bf16": "bf16-mixed", "16": "16-mixed"}
-
-# Groups that must have a file, and values that Hydra does not take for the name of one (it ends in a traceback).
-GROUPS = ("zero/comm", "cluster", "model", "data", "optimizer", "trainer", "callbacks", "logger")
-NOT_A_NAME = r"[\d.]*|null|true|false"
 
 _entered = False  # Hydra has composed the configuration and called us
 
@@ -156,6 +164,7 @@ def build_trainer(config: TrainConfig, plugins: list[Any] | None = None) -> Trai
     from lightning.pytorch import Trainer
     from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 
+    from lightning_zero.app.progress import AnnounceTime, LastValidation
     from lightning_zero.ranks.allocation import check_srun
     from lightning_zero.trainer.kept_files import NoteJob
     from lightning_zero.trainer.strategy import ZeroStrategy
@@ -164,7 +173,9 @@ def build_trainer(config: TrainConfig, plugins: list[Any] | None = None) -> Trai
     values |= {"devices": local_devices(config.trainer), "num_nodes": number_of_nodes(config.trainer)}
     values |= {"precision": agreed_precision(config)}
     check_srun()
-    callbacks = [*build_all("callbacks", config.callbacks), NoteJob(config.run_dir)]
+    callbacks = [*build_all("callbacks", config.callbacks), NoteJob(config.run_dir), LastValidation()]
+    if config.trainer.enable_progress_bar is not False:
+        callbacks.append(AnnounceTime())
     for wanted, kind in (
         (config.trainer.enable_progress_bar, ProgressBar),
         (config.trainer.enable_checkpointing, Checkpoint),
@@ -209,6 +220,42 @@ def check_checkpoint(path: str | None) -> None:
         raise ConfigError(f"ckpt_path: expected a checkpoint, got {path!r}: there is nothing. Change ckpt_path.")
 
 
+def check_text(config: TrainConfig) -> None:
+    """
+    Raises:
+        ConfigError: there is nothing at the path of the default data.
+    """
+    path = config.data.get("path")
+    if config.data.get("_target_") == TEXT_DATA and isinstance(path, str):
+        check_path(path)
+
+
+@contextlib.contextmanager
+def batches_explained(model: LightningModule, data: LightningDataModule) -> Iterator[None]:
+    """Say what a batch of the default data is where the code of a model of the user's own fails."""
+    from lightning_zero.data.text import TextData
+    from lightning_zero.models.gpt import LitGPT
+
+    try:
+        yield
+    except Exception as error:
+        foreign = not type(error).__module__.startswith("lightning_zero")
+        if foreign and type(data) is TextData and type(model) is not LitGPT and fails_in(model, error):
+            error.add_note(
+                f"A batch of data._target_={TEXT_DATA}, the default, is {data.batch}. If "
+                f"{type(model).__qualname__} expects other batches, give data._target_= a LightningDataModule of your "
+                "own."
+            )
+        raise
+
+
+def fails_in(model: LightningModule, error: Exception) -> bool:
+    """Whether ``error`` comes from code in a file of the model's own classes."""
+    own = {cls.__module__ for cls in type(model).__mro__ if cls.__module__.split(".")[0] not in ("lightning", "torch")}
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    return any(frame.f_globals.get("__name__") in own - {"builtins"} for frame in frames)
+
+
 def run(config: TrainConfig) -> None:
     """Build everything, train, validate, and say what came out."""
     explicit = explicit_keys()
@@ -216,7 +263,9 @@ def run(config: TrainConfig) -> None:
     check_inside(config.cluster)
     check_checkpoint(config.ckpt_path)
     check_saves(config, explicit)
-    agreed_precision(config)  # a contradiction is found before torch is imported, which takes seconds
+    # What can be found before torch is imported, which takes many seconds.
+    agreed_precision(config)
+    check_text(config)
     from lightning.pytorch import seed_everything
 
     from lightning_zero.data.text import TextData
@@ -234,23 +283,39 @@ def run(config: TrainConfig) -> None:
     ckpt_path = checkpoint_to_resume(config, trainer)
     trainer.strategy.run_settings = {**asdict(config), "ckpt_path": ckpt_path}  # type: ignore[attr-defined]
 
-    with decided(trainer, ckpt_path):
+    with decided(trainer, ckpt_path), batches_explained(model, data):
         trainer.fit(model, datamodule=data, ckpt_path=ckpt_path, weights_only=config.weights_only)
     if trainer.is_global_zero and trainer.checkpoint_callback is not None:
         last = getattr(trainer.checkpoint_callback, "last_model_path", "")
         print(f"checkpoint: {last}" if last else "no checkpoint was written")
-    with decided(trainer, None):  # the weights that are there
-        results = trainer.validate(model, datamodule=data, verbose=False) if trainer.enable_validation else []
+    metrics = validated(trainer, model, data)
     if config.zero.summary and trainer.is_global_zero:
         print_held(trainer.strategy.engine, config.trainer.accumulate_grad_batches)  # type: ignore[attr-defined]
     if trainer.is_global_zero:
-        report({k: v for result in results for k, v in result.items()}, config.run_dir)
+        report(metrics, config.run_dir)
+
+
+def validated(trainer: Trainer, model: LightningModule, data: LightningDataModule) -> dict[str, float]:
+    """What a validation behind the last step logs: one that has been, else one more. On all ranks."""
+    from lightning_zero.app.progress import LastValidation
+
+    (last,) = (c for c in trainer.callbacks if isinstance(c, LastValidation))  # type: ignore[attr-defined]
+    found: dict[str, float] | None = last.at_the_end(trainer)
+    if found is None:
+        with decided(trainer, None):  # the weights that are there
+            results = trainer.validate(model, datamodule=data, verbose=False) if trainer.enable_validation else []
+        found = {k: v for result in results for k, v in result.items()}
+    return found
 
 
 def _quieten() -> None:
     logging.getLogger("lightning").handlers.clear()  # Hydra's are there already: every line would come twice
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(lambda r: "Tip:" not in r.getMessage())
-    for message in (r".*isinstance\(treespec, LeafSpec\)", r".*Using `DistributedSampler` with the dataloaders"):
+    for message in (
+        r".*isinstance\(treespec, LeafSpec\)",
+        r".*Using `DistributedSampler` with the dataloaders",
+        r"The `srun` command is available",
+    ):
         warnings.filterwarnings("ignore", message=message)
 
 
@@ -287,6 +352,7 @@ def refusals() -> Iterator[None]:
     """Around all that Hydra calls: a mistake in the configuration ends in a sentence and exit code 2."""
     global _entered
     _entered = True
+    hydra_prints()
     try:
         yield
     except ConfigError as error:
@@ -304,68 +370,27 @@ def _refuse(message: str, *, final: bool = True) -> None:
     raise SystemExit(2)
 
 
-def check_keys(node: Any, path: str = "") -> None:
-    """Refuse what a ``+`` on the command line, or a file, has added to a typed part.
+def start(task: Callable[[], None], config_name: str = "train") -> None:
+    """Compose the configuration and call ``task``, a function that :func:`hydra.main` has wrapped.
 
-    Raises:
-        ConfigError: a key that the schema does not have, or that is a misspelt group.
+    Args:
+        config_name: the file of ``conf`` that it composes.
     """
-    if not isinstance(node, DictConfig):
-        return
-    kind = OmegaConf.get_type(node)
-    known = {f.name for f in fields(kind)} if is_dataclass(kind) else None
-    for key in map(str, node):
-        full = f"{path}{key}"
-        if "/" in key:
-            raise ConfigError(f"{full}: there is no such group; --help lists them. Change {full}.")
-        if known is not None and key not in known:
-            raise ConfigError(f"{full}: no such setting; there are {', '.join(sorted(known))}. Change {full}.")
-        if not OmegaConf.is_interpolation(node, key) and not OmegaConf.is_missing(node, key):
-            check_keys(node[key], f"{full}.")
-
-
-def check_arguments(arguments: list[str]) -> None:
-    """What Hydra itself would answer with a traceback or with a name of its own.
-
-    Raises:
-        ConfigError: a row of a group that is not there yet, or that is written as a number or null.
-    """
-    for argument in arguments:
-        if argument in ("experiment=null", "debug=null"):
-            raise ConfigError(f"{argument}: this is the default, and Hydra cannot read it here. Drop {argument}.")
-        match = re.fullmatch(rf"({'|'.join(GROUPS)})=({NOT_A_NAME})", argument)
-        if match is not None:
-            none = " (none switches it off)" if match[1] in ("callbacks", "logger") else ""
-            raise ConfigError(
-                f"{match[1]}: expected the name of a file of the group{none}, got {match[2]}. Change {match[1]}."
-            )
-        match = re.fullmatch(r"\+?zero/(stage|precision|offload|checkpoint)(?:@[\w.]+)?=([^,]*)", argument)
-        if match is None:
-            continue
-        group, value = match.groups()
-        row = choose(group, value).name if _hydra_cannot_read(value) else value
-        if row != value:
-            raise ConfigError(f"zero/{group}: write zero/{group}={row}, got zero/{group}={value}.")
-
-
-def _hydra_cannot_read(value: str) -> bool:
-    """Whether only we can say what is wrong; files of a user's own in the group are Hydra's affair."""
-    return re.fullmatch(NOT_A_NAME, value) is not None
-
-
-def start(task: Callable[[], None]) -> None:
-    """Compose the configuration and call ``task``, a function that :func:`hydra.main` has wrapped."""
     register_schema()  # also where the Hydra plugin is not found
     try:
         check_arguments(sys.argv[1:])
         check_launcher(sys.argv[1:])
         register_launcher()
-        task()
+        with hydra_raises():
+            task()
     except ConfigError as error:
         _refuse(str(error))
+    except (HydraException, OmegaConfBaseException) as error:  # an unknown key or group, a wrong type
+        if _entered or FULL_ERROR in os.environ:
+            raise
+        _refuse(explain(error, config_name, sys.argv[1:]))
     except SystemExit as stop:
-        # Hydra's own errors (an unknown key or group, a wrong type) end with 1, as a failed training does.
-        if stop.code == 1 and not _entered:
+        if stop.code == 1 and not _entered:  # Hydra's own refusals end as a failed training does
             give_verdict(REFUSED)
             raise SystemExit(2) from None
         raise SystemExit(stop.code) from None

@@ -10,15 +10,12 @@ The files are joined once into a flat file of bytes in a cache folder, which eve
 from __future__ import annotations
 
 import contextlib
-import glob
 import hashlib
 import os
 import shutil
-import sysconfig
 import tempfile
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,87 +25,12 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_zero.config import ConfigError
 from lightning_zero.data.resumable import ResumableLoader
+from lightning_zero.data.sources import Source, find_sources, open_source
 from lightning_zero.device.cuda import gpu_count
 
 FORMAT = 1  # of the cache file; part of its name
 SEGMENT_CHUNKS = 16
 MIN_SEGMENTS = 50  # a short text has shorter segments
-HEAD_NBYTES = 8192  # a file of a folder is text if there is no NUL in so many bytes
-SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "__pycache__"})
-
-
-class Source(NamedTuple):
-    path: Path
-    nbytes: int
-    mtime_ns: int
-
-
-def find_sources(path: str | None) -> list[Source]:
-    """The files that ``data.path`` stands for, sorted; ``None`` is the standard library of this interpreter.
-
-    Raises:
-        ConfigError: nothing is there, or nothing that can be read.
-    """
-    if path is None:
-        return _stat(_standard_library())
-    text = os.path.expanduser(path)
-    if os.path.isfile(text):
-        files: Iterable[Path] = [Path(text)]
-    elif os.path.isdir(text):
-        files = [f for f in _walk(Path(text)) if _looks_like_text(f)]
-    else:
-        files = [Path(f) for f in glob.glob(text, recursive=True) if os.path.isfile(f)]
-        if not files:
-            what = "the pattern matches no file" if glob.has_magic(text) else "there is nothing"
-            raise ConfigError(
-                f"data.path: expected a file, a folder or a glob of text, got {path!r}: {what} "
-                f"(seen from {os.getcwd()}). Change data.path."
-            )
-    sources = _stat(files)
-    if not sources:
-        raise ConfigError(f"data.path: expected files of text in the folder {path!r}, found none. Change data.path.")
-    return sources
-
-
-def _standard_library() -> list[Path]:
-    root = sysconfig.get_path("stdlib")
-    files: list[Path] = []
-    for folder, inside, names in os.walk(root):
-        inside[:] = [name for name in inside if name not in SKIPPED_FOLDERS]  # not entered: some are large
-        files += [Path(folder, name) for name in names if name.endswith(".py")]
-    if not files:
-        raise ConfigError(
-            f"data.path: the interpreter has no Python sources in {root}. "
-            "Give data.path=a file, folder or glob of text."
-        )
-    return files
-
-
-def _walk(folder: Path) -> list[Path]:
-    found = (f for f in folder.rglob("*") if not any(p.startswith(".") for p in f.relative_to(folder).parts))
-    return [f for f in found if f.is_file()]
-
-
-def _looks_like_text(path: Path) -> bool:
-    with _open(path) as file:
-        return b"\0" not in file.read(HEAD_NBYTES)
-
-
-def _open(path: Path) -> BinaryIO:
-    try:
-        return path.open("rb")
-    except OSError as error:
-        raise ConfigError(f"data.path: cannot read {path}: {error.strerror}. Change data.path.") from error
-
-
-def _stat(files: Iterable[Path]) -> list[Source]:
-    found = []
-    for file in sorted({f.absolute() for f in files}):
-        if not os.access(file, os.R_OK):
-            raise ConfigError(f"data.path: cannot read {file}: permission denied. Change data.path.")
-        stat = file.stat()
-        found.append(Source(file, stat.st_size, stat.st_mtime_ns))
-    return found
 
 
 class Split(NamedTuple):
@@ -212,6 +134,12 @@ class TextData(LightningDataModule):
                 f"{len(self.sources)} files. Give more text by data.path, or lower data.batch_size or data.block_size."
             )
 
+    @property
+    def batch(self) -> str:
+        """What a batch is, in words."""
+        shape = [self.batch_size, self.block_size + 1]
+        return f"one tensor of tokens {shape}, int64 from 0 to 255: each a byte, and the target of the one before it"
+
     def split(self) -> Split:
         return split_chunks((self.n_tokens - 1) // self.block_size, self.val_fraction, self.split_seed)
 
@@ -299,7 +227,7 @@ def _join(sources: list[Source], target: Path, expected_nbytes: int) -> None:
     try:
         with os.fdopen(handle, "wb") as out:
             for source in sources:
-                with _open(source.path) as file:
+                with open_source(source.path) as file:
                     shutil.copyfileobj(file, out)
                 out.write(b"\0")
             written = out.tell()

@@ -30,6 +30,7 @@ from lightning_zero.engine.parameters.access import Access
 from lightning_zero.engine.parameters.classes import make_plain
 from lightning_zero.engine.parameters.fence import Fence
 from lightning_zero.engine.parameters.writes import Writes
+from lightning_zero.engine.passes.compiled import CompiledModules, check_compiled_blocks, check_compiler, from_settings
 from lightning_zero.engine.passes.gather_order import GatherOrder
 from lightning_zero.engine.passes.grad_norms import GradNorms
 from lightning_zero.engine.passes.gradient_sentinels import Sentinels
@@ -98,12 +99,19 @@ class Assembly:
         self._places = {id(info.param): Place(b, info) for u in self.units for b in u.buckets for info in b.params}
         self.optimizers: list[ShardedOptimizer] = []
         self._put_together(share)
+        self._compiled = CompiledModules(
+            module,
+            [unit.name for unit in self.units],
+            from_settings(config.compile),
+            lambda function, name: describe.refuse_cuda_graph(function, name, self.config),
+        )
         self._undo = recompute_blocks(
             [(unit, module.get_submodule(unit.name)) for unit in self.units[1:]],
             config.activation_checkpointing,
             self.passes,
             pin_memory=self.comm.streams.are_there,
         )
+        self._undo.append(self._compiled.undo)
         self._buffer_sync = BufferSync(module, self.comm)
         self._register_hooks(module)
         for unit in self.units:
@@ -218,8 +226,10 @@ class Assembly:
                 "torch.distributed.init_process_group first, or set zero.comm.even_alone=false."
             )
         check_rounding(self.config.precision.stochastic_rounding, self.precision)
+        check_compiler(self.config.compile)
         groups = describe.describe_units(module, self.config, self.precision)
         check_blocks(groups[1:], self.config.activation_checkpointing)
+        check_compiled_blocks(groups[1:], self.config.compile)
         return groups
 
     def _make_tiers(self, groups: Sequence[describe.UnitGroup], share: Share) -> list[TierRow]:

@@ -35,6 +35,12 @@ def outside_autograd(method: Callable[P, R]) -> Callable[P, R]:
     return wrapped
 
 
+def outside_graphs(method: Callable[P, R]) -> Callable[P, R]:
+    """Decorate what users may call inside of a compiled function: ``torch.compile`` makes no graphs of what it does."""
+    disabled: Callable[P, R] = torch.compiler.disable(method)
+    return disabled
+
+
 def without_history(method: Callable[P, R]) -> Callable[P, R]:
     """Decorate engine work on tensors that are no parameters, which comes for each of them in a backward.
 

@@ -80,9 +80,15 @@ class Report:
     last: int = 0
     last_s: float = 0.0
 
-    def lines(self, where: str, shared: Mapping[str, Mapping[str, str]]) -> list[str]:
-        """One line for each thing that was looked at."""
+    def lines(self, where: str, shared: Mapping[str, Mapping[str, str]], *, details: bool = True) -> list[str]:
+        """One line for each thing that was looked at.
+
+        Args:
+            details: also on one machine, whose ranks have one clock, one address and the same files.
+        """
         expected = len(self.guests)
+        if not details and len({guest.host for guest in self.guests.values()}) == 1:
+            return [f"ranks: {expected} of {expected} on {places(self.guests.values())}"]
         late = f"; the last, rank {self.last}, came {self.last_s:.1f} s after the first" if expected > 1 else ""
         same = ", ".join(f"{name} {version}" for name, version in shared["versions"].items())
         return [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import platform
 import socket
@@ -194,7 +195,8 @@ def join(
     except (dist.DistError, RuntimeError) as error:
         raise StartError(_no_connection(error, where, backend)) from error
     if report is not None:
-        for line in report.lines(f"{where}, {backend}", shared):
+        details = logging.getLogger("lightning_zero").isEnabledFor(logging.DEBUG)  # hydra.verbose=lightning_zero
+        for line in report.lines(f"{where}, {backend}", shared, details=details):
             rank_zero_info(line)
 
 

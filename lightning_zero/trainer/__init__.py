@@ -9,9 +9,11 @@
     background_saves     saves of either kind that go on behind training
     range_saves     saves of one file by all ranks          verified_loads  checksums, before a checkpoint is loaded
     kept_files      last.ckpt, and what a dead run has left     checkpoint_fits  whether one is of this model
+    overruled       settings of optimizers that a checkpoint overrules
     validations     where a resume inside a validation goes on
     interruptions   SIGTERM and the requeue signal: all ranks leave at one step
     restaging       another stage or offload row for a run that goes on
+    compiled        LightningModules that torch.compile has made
     averaging, finetuning, pruning  Lightning's callbacks that need to know of shards
     monitor         ZeroMonitor                  summary        what is shown at the start and at the end
 """

@@ -48,6 +48,7 @@ from lightning_zero.trainer.checkpoint_fits import (
 )
 from lightning_zero.trainer.checkpoint_io import after_writes, async_writer, load, remove, wait_for_writes, with_default
 from lightning_zero.trainer.interruptions import ON_ALL_RANKS, failed_on_all_ranks, refuse_lonely_save
+from lightning_zero.trainer.overruled import warn_of_overruled
 from lightning_zero.trainer.random_numbers import KEY as RNG_KEY
 from lightning_zero.trainer.random_numbers import RandomNumbers, Saved, saved_ranks
 from lightning_zero.trainer.range_saves import RangeSave
@@ -391,7 +392,10 @@ class CheckpointingStrategy(ParallelStrategy):
                 "without a state start anew. Give the optimizers it was saved with to go on as it was."
             )
         frozen = [bucket for bucket in self.engine.buckets if not bucket.trainable]
-        for optimizer, state in self._check_optimizers(states):
+        pairs = self._check_optimizers(states)
+        scheduled = [config.scheduler.optimizer for config in self.lr_scheduler_configs]
+        warn_of_overruled(pairs, scheduled, self._loaded_from)
+        for optimizer, state in pairs:
             self.engine.load_optimizer_state(optimizer, state)
         if any(bucket.trainable for bucket in frozen):  # weights of frozen buckets were rounded when they were loaded
             self._load_into_shards(self.engine, checkpoint, averaging.current_weights(checkpoint), strict=False)

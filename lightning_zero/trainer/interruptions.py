@@ -192,7 +192,8 @@ class Interruptions:
         self._noted = _NOTHING  # a note that came in the meantime is for the next boundary
         with at:
             if saves:
-                self._save("saved" if asked == _SAVE else "interrupted: saved", leaving=asked != _SAVE)
+                what = "saved" if asked == _SAVE else "interrupted: saved"
+                self._save(what, leaving=asked != _SAVE, requeues=asked == _REQUEUE)
             elif self._trainer.is_global_zero:
                 what = "SIGTERM" if asked == _TERM else "requeue"
                 print(f"interrupted at step {self._trainer.global_step}: {what}", flush=True)
@@ -219,7 +220,7 @@ class Interruptions:
         loop._batches_that_stepped += ahead
         loop.batch_progress = progress
 
-    def _save(self, what: str, *, leaving: bool) -> None:
+    def _save(self, what: str, *, leaving: bool, requeues: bool = False) -> None:
         started = time.monotonic()
         trainer = self._trainer
         for logger in trainer.loggers:
@@ -241,6 +242,8 @@ class Interruptions:
                 strategy.finish_writes()  # a requeue ends these processes
             if trainer.is_global_zero:
                 said = f"{what} step {trainer.global_step} in {path}"
+                if leaving and not requeues:
+                    said += f"\nTo go on: {strategy.command_to_go_on(path)}"
                 strategy.after_writes(partial(print, said, flush=True))
                 for older in Path(folder).glob("hpc_ckpt_*.ckpt"):  # each holds the whole state
                     if os.path.realpath(older) != os.path.realpath(path):  # in "." they are written in two ways

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from lightning_zero.config import ConfigError, OffloadConfig, Precision
 from lightning_zero.engine import Engine
 from lightning_zero.engine.steps.loss_scale import LossScaler
+from lightning_zero.engine.torch_modes import outside_graphs
 from lightning_zero.engine.units.describe import AUTOCAST_DTYPES, TRUE_DTYPES
 from lightning_zero.engine.whole import norms
 
@@ -135,6 +136,7 @@ class ZeroPrecision(LightningPrecision):
             tensor = tensor * self.scaler.scale
         return super().pre_backward(tensor, module)
 
+    @outside_graphs
     def backward(  # type: ignore[override]
         self, tensor: Tensor, model: pl.LightningModule, optimizer: Any, *args: Any, **kwargs: Any
     ) -> None:
@@ -145,6 +147,7 @@ class ZeroPrecision(LightningPrecision):
         with engine.backward_scope():
             super().backward(tensor, model, optimizer, *args, **kwargs)
 
+    @outside_graphs
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Any, model: pl.LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:

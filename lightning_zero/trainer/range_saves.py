@@ -355,13 +355,17 @@ def _choose(trainer: pl.Trainer, filepath: Any) -> RangeSave | None:
     engine = engine_of(module) if module is not None else None
     io = strategy.checkpoint_io
     folders = strategy.config.checkpoint.name is CheckpointFormat.sharded
-    if engine is None or folders or not writes_files(io) or not _is_local_file_protocol(filepath):
+    if engine is None or folders or not writes_files(io):
+        return None
+    begin = strategy.begin_in_background
+    if not _is_local_file_protocol(filepath):
+        if begin is not None:
+            not_behind("rank 0 writes all of a file that is not on a mounted file system")
         return None
     path = Path(get_filesystem(filepath)._strip_protocol(str(filepath)))
     # A callback that rank 0 alone has would see no values, and the ranks would go different ways.
     found = strategy.gather_objects(_readers(trainer), "who has hooks that see a checkpoint")
     readers = [name for names in found for name in names]
-    begin = strategy.begin_in_background
     if begin is not None and readers:
         not_behind(f"{readers[0]} reads what is saved")
     noting = strategy.noting_failure

@@ -7,7 +7,7 @@ import contextlib
 import os
 import socket
 import sys
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -43,13 +43,14 @@ from lightning_zero.config import ConfigError, ZeroConfig, make_config
 from lightning_zero.device import accelerator_of
 from lightning_zero.device.cuda import default_device
 from lightning_zero.engine import Engine, engine_of, shard
+from lightning_zero.engine.passes.compiled import check_compiler
 from lightning_zero.engine.units.describe import TRUE_DTYPES
 from lightning_zero.ranks import rendezvous
 from lightning_zero.ranks.allocation import check_allocation
 from lightning_zero.ranks.environments import own_environment
 from lightning_zero.ranks.waits import Waits
 from lightning_zero.tiers.claims import check_folder
-from lightning_zero.trainer import averaging, finetuning, kept_files, pruning, range_saves, validations
+from lightning_zero.trainer import averaging, compiled, finetuning, kept_files, pruning, range_saves, validations
 from lightning_zero.trainer.checkpoint_io import async_writer
 from lightning_zero.trainer.interruptions import Interruptions, Left
 from lightning_zero.trainer.precision import ZeroPrecision
@@ -69,6 +70,7 @@ class ZeroStrategy(RestagingStrategy):
         stage: a row of ``zero/stage`` (``"zero0"`` .. ``"zero3"``, or 0 .. 3); default ``zero3``.
         offload: a row of ``zero/offload``.
         checkpoint: a row of ``zero/checkpoint``.
+        compile: a row of ``zero/compile``, or its settings.
         config: a whole :class:`ZeroConfig`; other arguments are set on top of it.
         settings: fields of :class:`ZeroConfig`, such as ``prefetch_bytes`` or ``unit={"classes": ["Block"]}``.
         timeout: of the process group; ``None``: torch's, and ``stall_timeout_s`` where only the hosts wait (gloo).
@@ -81,6 +83,7 @@ class ZeroStrategy(RestagingStrategy):
         saves_on_sigterm: a run that gets SIGTERM saves ``hpc_ckpt_*.ckpt`` in ``default_root_dir`` before it leaves; on
             SLURM it always does.
         save_every_s: a run saves it every so many seconds too.
+        command_to_go_on: given a checkpoint, says how a run goes on from it that was interrupted.
 
     Raises:
         ConfigError: a setting that cannot work; the message names the key to change.
@@ -92,6 +95,7 @@ class ZeroStrategy(RestagingStrategy):
         *,
         offload: str | None = None,
         checkpoint: str | Mapping[str, Any] | None = None,
+        compile: str | Mapping[str, Any] | None = None,
         config: ZeroConfig | None = None,
         accelerator: pl.accelerators.Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
@@ -102,8 +106,9 @@ class ZeroStrategy(RestagingStrategy):
         timeout: timedelta | None = None,
         **settings: Any,
     ) -> None:
-        rows = {"stage": stage, "offload": offload, "checkpoint": checkpoint}
+        rows = {"stage": stage, "offload": offload, "checkpoint": checkpoint, "compile": compile}
         config = make_config(config, **{k: v for k, v in rows.items() if v is not None}, **settings)
+        check_compiler(config.compile)
         path = config.offload.nvme_path
         if path is not None and "$" not in path:  # variables are those of the ranks
             check_folder(os.path.expanduser(path))
@@ -119,6 +124,7 @@ class ZeroStrategy(RestagingStrategy):
         self.run_settings: Mapping[str, Any] = {}
         self.saves_on_sigterm = False
         self.save_every_s: float | None = None
+        self.command_to_go_on: Callable[[str], str] = call_to_go_on
         self._num_nodes = 1
         self._interruptions: Interruptions | None = None
         self._random_numbers: RandomNumbers | None = None
@@ -513,6 +519,13 @@ class ZeroStrategy(RestagingStrategy):
 
 
 _FAILED = False
+
+compiled.accept(ZeroStrategy)
+
+
+def call_to_go_on(path: str) -> str:
+    """How a run of a script of the user's own goes on from the checkpoint ``path``."""
+    return f"trainer.fit(..., ckpt_path={path!r})"
 
 
 def _refuse_callbacks(trainer: pl.Trainer) -> None:

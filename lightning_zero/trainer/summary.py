@@ -54,6 +54,21 @@ def _where(unit: Unit) -> str:
     return f"parameters {row.compute_param.name}, gradients {row.grad.name}, optimizer {row.master.name}"
 
 
+def large_unit(engine: Engine) -> str | None:
+    """Says it where most of the model is one unit, which stage 3 gathers at once; else ``None``."""
+    sizes = {unit: sum(b.full.nbytes for b in unit.buckets if b.reshards) for unit in engine.units}
+    total, largest = sum(sizes.values()), max(sizes, key=lambda unit: sizes[unit])
+    if 2 * sizes[largest] <= total or total == 0:
+        return None
+    module = engine.module.get_submodule(largest.name)
+    inner = sorted(
+        {type(m).__name__ for m in module.modules() if m is not module and any(True for _ in m.parameters())}
+    )
+    classes = ", ".join(inner[:6]) + (", ..." if len(inner) > 6 else "")
+    way = f"zero.unit.classes divides it: it has {classes}" if inner else "it holds no modules that could be units"
+    return f"{100 * sizes[largest] // total} % of the parameters are gathered at once, as {largest.title}; {way}"
+
+
 def print_units(engine: Engine) -> None:
     """The table of units."""
     precision = engine.precision.name
@@ -64,6 +79,7 @@ def print_units(engine: Engine) -> None:
         table.add_column(column, justify="left" if column in ("unit", "tier") else "right")
     for row in unit_rows(engine):
         table.add_row(*row)
+    table.caption, table.caption_justify = large_unit(engine), "left"
     Console(stderr=True).print(table)
 
 

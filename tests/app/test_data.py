@@ -19,7 +19,8 @@ from torch.utils.data import DistributedSampler
 
 from lightning_zero.config import ConfigError
 from lightning_zero.data import text as module
-from lightning_zero.data.text import TextData, find_sources, split_chunks
+from lightning_zero.data.sources import find_sources
+from lightning_zero.data.text import TextData, split_chunks
 
 
 @pytest.fixture

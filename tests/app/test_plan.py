@@ -28,6 +28,11 @@ MACHINE = ("machine.gpus=8", "machine.gpu_memory=80GB", "machine.host_memory=512
 LARGE = ("model.n_layer=80", "model.d_model=8192", "model.n_head=64", "model.vocab_size=131072")
 
 
+@pytest.fixture(autouse=True)
+def wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+
+
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
     """Runs the command in this process, in an empty folder: (exit code, stdout, stderr)."""
@@ -92,6 +97,32 @@ def test_the_table(command: Any, tmp_path: Path) -> None:
     for stage, offload in allowed_rows():
         assert any(stage.value in line and f" {offload.value} " in line for line in out.splitlines())
     assert list(tmp_path.iterdir()) == []  # nothing is left behind
+
+
+@pytest.mark.parametrize("columns", [80, 100])
+def test_a_narrow_terminal(command: Any, monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+    """Nothing is cut off: long sizes, what is split over tiers, and what lacks everywhere."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    small = ("machine.gpus=1024", "machine.gpu_memory=12MB", "machine.host_memory=400MB", "machine.nvme=1MB")
+    budgets = ("zero/offload=auto", "zero.offload.device_budget=300000", "zero.offload.nvme_path=/tmp")
+    for machine in ((*small, *LARGE), (*MACHINE, *budgets)):
+        code, out, err = command(*machine)
+        assert code == 0, err
+        lines = out.splitlines()
+        assert max(map(len, lines)) <= columns, out
+        assert "\N{HORIZONTAL ELLIPSIS}" not in out
+        for stage, offload in allowed_rows():
+            found = [line for line in lines if re.match(rf"\W*{stage.value}\W+{offload.value} ", line)]
+            assert len(found) == 2 and re.search(r"\b(yes|no: (GPU|host|disk|budgets).*)\W*$", found[0]), out
+
+
+def test_the_legend_says_when_gradients_of_stage_1_are_whole(command: Any) -> None:
+    document = [json.loads(command("json=true", *MACHINE, f"trainer.accumulate_grad_batches={n}")[1]) for n in (1, 2)]
+    sliced, whole = (row_of(d, "zero1", "none")["at_rest"]["device"]["grad"] for d in document)
+    assert whole > 7 * sliced
+    said = [" ".join(command(*MACHINE, f"trainer.accumulate_grad_batches={n}")[1].split()) for n in (1, 2)]
+    assert "at rest before the step" in said[0] and "At zero1 gradients are in slices, and whole until then" in said[0]
+    assert "at rest between micro-batches" in said[1] and "At zero1 gradients are still whole" in said[1]
 
 
 def test_what_does_not_fit_says_what_would(command: Any) -> None:

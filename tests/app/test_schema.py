@@ -61,7 +61,7 @@ def config_of(*overrides: str) -> TrainConfig:
 def test_all_groups_are_there() -> None:
     groups = {o.partition("=")[0] for o in ALL_OPTIONS}
     assert groups == {
-        *("zero/stage", "zero/precision", "zero/offload", "zero/comm", "zero/checkpoint"),
+        *("zero/stage", "zero/precision", "zero/offload", "zero/comm", "zero/checkpoint", "zero/compile"),
         *("model", "data", "optimizer", "trainer", "callbacks", "logger", "experiment", "debug"),
         *("cluster", "machine"),
     }
@@ -300,16 +300,28 @@ def command_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.
     ("overrides", "parts"),
     [
         # a typo in a key
-        ("trainer.max_step=3", ["max_step", "TrainerConfig"]),
-        ("zero.prefetch=3", ["prefetch", "ZeroConfig"]),
-        ("model.n_layers=3", ["n_layers"]),
-        ("data.pth=x", ["pth"]),
-        ("sed=3", ["sed", "TrainConfig"]),
+        ("trainer.max_step=3", ["got trainer.max_step=3", "Write trainer.max_steps=3."]),
+        ("zero.prefetch=3", ["no such setting in zero, got zero.prefetch=3", "Write zero.prefetch_bytes=3."]),
+        ("model.n_layers=3", ["got model.n_layers=3", "Write model.n_layer=3."]),
+        ("data.pth=x", ["data.pth", "Write data.path=x."]),
+        ("sed=3", ["sed: no such setting, got sed=3", "Write seed=3."]),
+        ("zero.lr=3", ["zero.lr", "Write optimizer.lr=3."]),
+        ("qwertz=3", ["qwertz: no such setting, got qwertz=3", "there are", "ckpt_path", "Change qwertz."]),
+        ("~zero.prefetch", ["zero.prefetch", "prefetch_bytes"]),
+        # a group for a setting, and the other way round
+        (
+            "zero.stage=zero2",
+            ["zero/stage: expected the file of a group", "zero.stage=zero2", "Write zero/stage=zero2."],
+        ),
+        ("zero.offload=nvm", ["got zero.offload=nvm", "Write zero/offload=nvme."]),
+        ("stage=zero2", ["got stage=zero2", "Write zero/stage=zero2."]),
+        ("zero/prefetch_bytes=3", ["got zero/prefetch_bytes=3", "write zero.prefetch_bytes=3."]),
+        ("zero.unit=3", ["zero.unit", "got zero.unit=3", "zero.unit.classes"]),
         # behind a plus
         ("+trainer.max_step=3", ["trainer.max_step", "max_steps"]),
-        ("+zero.prefetch=3", ["zero.prefetch", "prefetch_bytes"]),
+        ("+zero.prefetch=3", ["zero.prefetch", "Write zero.prefetch_bytes."]),
         ("+zero.unit.clases=[]", ["zero.unit.clases", "classes"]),
-        ("+model.n_layers=3", ["model.n_layers", "n_layer"]),
+        ("+model.n_layers=3", ["model.n_layers", "Write model.n_layer."]),
         ("+data.pth=x", ["data.pth", "path"]),
         ("+optimizer.learning_rate=3", ["optimizer.learning_rate", "lr"]),
         ("+callbacks.sample.promt=x", ["callbacks.sample.promt", "prompt"]),
@@ -317,10 +329,13 @@ def command_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.
         ("+zero/stge=zero3", ["zero/stge"]),
         ("+modell=gpt", ["modell", "model"]),
         # in a group or its file
-        ("zero/stge=zero3", ["zero/stge"]),
-        ("zero/stage=zero4", ["zero/stage", "zero4", "zero3"]),
-        ("zero/precision=bf17", ["zero/precision", "bf17", "bf16_true"]),
-        ("optimizer=adam", ["optimizer/adam", "adamw"]),
+        ("zero/stge=zero3", ["zero/stge: no such group", "Write zero/stage=zero3."]),
+        ("zero/stage=zero4", ["zero/stage: expected one of zero0, ", "got 'zero4'", "Write zero/stage=zero3."]),
+        (
+            "zero/precision=bf17",
+            ["zero/precision: expected one of", "got 'bf17'", "bf16_true", "Write zero/precision=bf16."],
+        ),
+        ("optimizer=adam", ["optimizer/adam", "Write optimizer=adamw."]),
         ("experiment=huge", ["experiment/huge", "tiny"]),
         # what Hydra itself would end in a traceback
         ("zero/stage=3", ["zero/stage=zero3", "zero/stage=3"]),
@@ -337,12 +352,17 @@ def command_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.
         ("zero/offload=cpu zero.offload.nvme_path=/tmp", ["zero.offload.nvme_path", "zero/offload=cpu", "no effect"]),
         ("zero.offload.host_budget=100", ["zero.offload.host_budget", "zero/offload=none", "no effect"]),
         ("zero/offload=cpu zero.offload.io_threads=2", ["zero.offload.io_threads", "no effect"]),
-        ("zero/offload=gpu", ["zero/offload", "gpu", "optimizer_cpu"]),
+        ("zero/offload=gpu", ["zero/offload: expected one of", "'gpu'", "optimizer_cpu"]),
         # a value
-        ("zero.stage.name=zero9", ["zero9", "zero3"]),
-        ("zero.comm.transport=pigeon", ["pigeon", "direct"]),
-        ("zero.prefetch_bytes=lots", ["lots", "zero.prefetch_bytes"]),
-        ("trainer.max_steps=many", ["many", "trainer.max_steps"]),
+        (
+            "zero.stage.name=zero9",
+            ["zero.stage.name: expected one of zero0", "'zero9'", "Write zero.stage.name=zero3."],
+        ),
+        ("zero.comm.transport=pigeon", ["zero.comm.transport: expected one of auto, plain, direct, got 'pigeon'"]),
+        ("zero.prefetch_bytes=lots", ["zero.prefetch_bytes: expected a whole number", "268435456", "got 'lots'"]),
+        ("zero.prefetch_bytes=64MiB", ["got '64MiB'", "Write zero.prefetch_bytes=67108864."]),
+        ("zero.dynamic=perhaps", ["zero.dynamic: expected true or false", "'perhaps'"]),
+        ("trainer.max_steps=many", ["trainer.max_steps: expected a whole number", "'many'"]),
         ("trainer.accelerator=abacus", ["abacus", "trainer"]),
         ("model.n_layer=two", ["model.n_layer", "two"]),
         ("optimizer.lr=fast", ["optimizer", "AdamW"]),
@@ -380,8 +400,23 @@ def test_a_mistake_ends_in_a_sentence(command_line: Any, overrides: str, parts: 
     code, said = command_line(*overrides.split())
     assert code == 2, said
     assert "Traceback" not in said
+    assert said.startswith("error: ") and said.count("\n") == 1, said
+    assert "append" not in said and "Config'" not in said and "full_key" not in said  # Hydra's words, and bad advice
     for part in parts:
         assert part in said
+
+
+def test_what_hydra_says_of_an_override_that_it_cannot_read_is_kept(command_line: Any) -> None:
+    code, said = command_line("zero.prefetch_bytes=a=b")
+    assert code == 2 and said.startswith("error: ") and "zero.prefetch_bytes" in said and "Traceback" not in said
+
+
+def test_a_group_of_ones_own_is_listed(command_line: Any, tmp_path: Path) -> None:
+    (tmp_path / "conf" / "zero" / "stage").mkdir(parents=True)
+    (tmp_path / "conf" / "zero" / "stage" / "mine.yaml").write_text("name: zero1\n")
+    code, said = command_line("--config-dir", str(tmp_path / "conf"), "zero/stage=mime")
+    assert code == 2
+    assert "got 'mime'" in said and "Write zero/stage=mine." in said
 
 
 def test_a_sweep_whose_jobs_start_processes_is_refused(command_line: Any) -> None:

@@ -5,16 +5,20 @@ from __future__ import annotations
 import csv
 import os
 import re
+import shlex
 import subprocess
 import sys
 import time
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import lightning.pytorch  # noqa: F401  here, because it sets environment variables
 import pytest
 import torch
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
+from lightning_zero.app import jobs, progress
 from lightning_zero.config import ConfigError
 from lightning_zero.models.gpt import GPT, LitGPT, decay_groups, warmup_cosine
 from lightning_zero.models.sample import SampleText
@@ -99,6 +103,7 @@ def test_logs_are_csv(finished: tuple[Path, subprocess.CompletedProcess[str]]) -
     assert losses[-1] < losses[0] - 0.5
     assert all(float(r["tokens_per_s"]) > 0 for r in rows if r.get("tokens_per_s"))
     bits = [float(r["val_bits_per_byte"]) for r in rows if r["val_bits_per_byte"]]
+    assert len(bits) == 2  # every ten steps: that of the last one is what is said at the end
     assert bits[-1] == pytest.approx(bits_per_byte(finished[1].stdout), abs=1e-4)
 
 
@@ -173,6 +178,29 @@ def test_a_model_of_ones_own_whose_mistake_keeps_its_traceback(tmp_path: Path) -
     assert "users_model.py" in done.stderr
     assert "RuntimeError: my own mistake" in done.stderr
     assert time.monotonic() - start < 60, "the other rank did not end promptly"
+
+
+def test_a_model_that_expects_other_batches_is_told_what_a_batch_is(tmp_path: Path) -> None:
+    (tmp_path / "users_model.py").write_text(OWN_MODEL.replace("if self.global_rank", "x, y = batch\n        if self"))
+    overrides = ("experiment=tiny", "debug=fast", "trainer.accelerator=cpu", "model._target_=users_model.Lit")
+    done = run(tmp_path, *overrides, "hydra.run.dir=run")
+    assert done.returncode == 1
+    assert "x, y = batch" in done.stderr and "ValueError: too many values to unpack" in done.stderr
+    assert "A batch of data._target_=lightning_zero.data.text.TextData, the default, is one tensor of" in done.stderr
+    assert "[4, 65], int64 from 0 to 255" in done.stderr
+
+
+def test_a_path_with_nothing_there_is_refused_before_anything_large_is_imported(tmp_path: Path) -> None:
+    code = (
+        "import sys; from lightning_zero.train import main\n"
+        "sys.argv[1:] = ['data.path=nowhere.txt']\n"
+        "try: main()\n"
+        "finally: print('large:', sorted({'torch', 'lightning', 'numpy'} & set(sys.modules)))"
+    )
+    done = run(tmp_path, module=("-c", code))
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith("error: data.path: expected a file, a folder or a glob of text, got 'nowhere.txt'")
+    assert done.stdout == "large: []\n"
 
 
 def test_one_process_without_logs_and_callbacks(tmp_path: Path) -> None:
@@ -274,3 +302,48 @@ def test_learning_rate_rises_and_falls() -> None:
 def test_sample_refuses(key: str, value: object) -> None:
     with pytest.raises(ConfigError, match=f"callbacks.sample.{key}"):
         SampleText(**{key: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "path", "expected"),
+    [
+        ((), "/a/b.ckpt", "python -m lightning_zero.train ckpt_path=/a/b.ckpt"),
+        (
+            ("zero/stage=zero2", "ckpt_path=/old.ckpt", "data.path='x y'"),
+            "/a/b.ckpt",
+            """python -m lightning_zero.train zero/stage=zero2 'data.path='"'"'x y'"'"'' ckpt_path=/a/b.ckpt""",
+        ),
+        (("+ckpt_path=x",), "/a b/c=d.ckpt", """python -m lightning_zero.train 'ckpt_path='"'"'/a b/c=d.ckpt'"'"''"""),
+    ],
+)
+def test_the_command_to_go_on(
+    arguments: tuple[str, ...], path: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jobs, "launched", lambda: None)
+    monkeypatch.setattr(jobs, "job_name", lambda: None)
+    said = jobs.command_to_go_on(arguments, path)
+    assert said == expected
+    parsed = OverridesParser.create().parse_overrides(shlex.split(said)[3:])
+    assert parsed[-1].key_or_group == "ckpt_path" and parsed[-1].value() in (path, f"'{path}'")
+
+
+def test_the_time_is_announced_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    now = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    trainer = SimpleNamespace(is_global_zero=True, global_step=0, estimated_stepping_batches=100)
+    callback = progress.AnnounceTime()
+    callback.on_train_start(trainer, None)  # type: ignore[arg-type]
+    for step in range(1, 30):
+        trainer.global_step, now[0] = step, 40.0 + 3 * step  # the first step took long
+        if step == 3:
+            callback.on_validation_start(trainer, None)  # type: ignore[arg-type]
+        callback.on_train_batch_end(trainer, None, None, None, 0)  # type: ignore[arg-type]
+    assert capsys.readouterr().out == "\nabout 4.7 minutes of training left: 94 steps at 0.33 a second\n"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(5, "5 seconds"), (89, "89 seconds"), (90, "1.5 minutes"), (700, "12 minutes"), (86400 * 3, "3 days")],
+)
+def test_durations(seconds: float, text: str) -> None:
+    assert progress.duration(seconds) == text

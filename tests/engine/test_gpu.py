@@ -13,8 +13,10 @@ import json
 import multiprocessing
 import socket
 import tempfile
+import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,7 @@ from torch import Tensor, nn
 import lightning_zero
 from benchmarks.gpu import trace
 from lightning_zero.engine.whole.held_bytes import limits_of, plan_of
+from lightning_zero.engine.whole.ranges import Hollow, Range, Value
 from lightning_zero.planning import memory
 from lightning_zero.planning.placement import Tier
 
@@ -139,6 +142,63 @@ def no_growth(rank: int, ranks: int, stage: str, offload: str) -> None:
             reserved.append(torch.cuda.memory_reserved())
     assert reserved[1] <= reserved[0]
     engine.release()
+
+
+def kept_is_what_was_there(rank: int, ranks: int, stage: str, offload: str) -> None:
+    """What a thread reads beside steps is what was there before them."""
+    model = Model(width=1024)
+    engine = lightning_zero.shard(model, stage=stage, offload=offload, device=DEVICE)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    engine.add_optimizer(optimizer)
+
+    def step(number: int) -> None:
+        engine.backward(loss_of(model, batch(number, ranks)))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def wanted() -> dict[Any, torch.dtype]:
+        hollow = Hollow()
+        engine.state_dict(hollow=hollow)
+        engine.optimizer_state(optimizer, hollow=hollow)
+        return {value: tensor.dtype for value, tensor in hollow.made}
+
+    step(0)
+    for first in ("reader", "copies", "step"):
+        values = wanted()
+        expected, found = Taken(), Taken()
+        engine.visit_ranges(values, {}, expected)
+        kept = engine.keep_ranges(values, {})
+        reads = partial(found.all, kept)
+        thread = threading.Thread(target=reads if first != "copies" else kept.snapshot.stage)
+        if first != "step":
+            thread.start()
+        for number in range(1, 4):
+            step(number)
+        if first == "step":
+            thread.start()
+        thread.join()
+        if first == "copies":
+            reads()
+        kept.snapshot.close()
+        assert found.values.keys() == expected.values.keys()
+        for value, own in found.values.items():
+            assert torch.equal(own, expected.values[value]), (first, value)
+    engine.release()
+
+
+class Taken:
+    """Ranges of one rank that has all, put together."""
+
+    def __init__(self) -> None:
+        self.values: dict[Value, Tensor] = {}
+
+    def __call__(self, part: Range) -> None:
+        own = part.values.detach().to("cpu", copy=True)
+        self.values[part.value] = torch.cat([self.values[part.value], own]) if part.start else own
+
+    def all(self, parts: Iterable[Range]) -> None:
+        for part in parts:
+            self(part)
 
 
 def peak_is_planned(rank: int, ranks: int, precision: str, offload: str, alone: bool) -> None:
@@ -352,6 +412,14 @@ def test_parity_of_one_rank_that_sends_nothing(stage: str, precision: str) -> No
 @pytest.mark.parametrize("stage", STAGES)
 def test_parity_of_two_ranks(stage: str, precision: str) -> None:
     on_gpu(2, "gloo", compare_with_twin, stage, precision, "none")
+
+
+@pytest.mark.parametrize(
+    ("stage", "offload"),
+    [("zero0", "none"), ("zero1", "none"), ("zero3", "none"), ("zero1", "optimizer_cpu"), ("zero3", "cpu")],
+)
+def test_what_is_kept_is_what_was_there(stage: str, offload: str) -> None:
+    on_gpu(1, "nccl", kept_is_what_was_there, stage, offload)
 
 
 @pytest.mark.parametrize(("stage", "offload"), [("zero1", "none"), ("zero3", "none"), ("zero3", "cpu")])

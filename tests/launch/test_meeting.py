@@ -78,6 +78,14 @@ def test_all_come_and_rank_0_says_so_in_lines() -> None:
     assert lines[1] == "address: node0:1, gloo"
     assert lines[2] == f"same on all ranks: torch 2.13; configuration {digest(SHARED['settings'])}"
     assert len(lines) == 3
+    assert report.lines("node0:1, gloo", SHARED, details=False) == lines
+
+
+def test_on_one_machine_there_is_little_to_say() -> None:
+    guests = {rank: Guest(rank=rank, world_size=2, host="here", pid=rank) for rank in range(2)}
+    report = Report(guests=guests, last=1, last_s=0.3)
+    assert report.lines("here:1, gloo", SHARED, details=False) == ["ranks: 2 of 2 on 1 node (here: 0-1)"]
+    assert len(report.lines("here:1, gloo", SHARED)) == 3
 
 
 def test_a_rank_that_does_not_come_is_named_to_all() -> None:

@@ -92,6 +92,54 @@ def test_a_large_model_without_blocks_is_divided_by_size() -> None:
     assert choose(model, max_bytes=100) == ["0", "1"]
 
 
+def wide(into: int, out: int) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(into, out), nn.ReLU(), nn.Linear(out, into))
+
+
+def test_a_model_without_repeated_blocks_is_divided_by_size() -> None:
+    """A GAN: two networks of different classes, of which none is a block."""
+
+    class Generator(nn.Sequential):
+        pass
+
+    model = nn.Module()
+    model.generator = Generator(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 1024), nn.ReLU(), nn.Linear(1024, 784))
+    model.critic = nn.Sequential(nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 1))
+    assert choose(model) == ["generator.0", "generator.2", "generator.4", "critic.0", "critic.2"]
+    assert choose(model, min_bytes=10**6) == ["generator.2", "generator.4", "critic.0"]
+    with pytest.raises(ConfigError):
+        choose(model, classes=["Block"])
+
+
+def test_where_repeated_blocks_are_the_smaller_part_the_rest_is_divided_too() -> None:
+    model = nn.Module()
+    model.stem = wide(64, 4096)
+    model.blocks = nn.ModuleList(Block() for _ in range(2))
+    model.tower = nn.ModuleDict({"a": wide(64, 8192), "b": wide(64, 8192)})
+    assert choose(model) == ["stem.0", "stem.2", "blocks.0", "blocks.1"] + [
+        f"tower.{name}.{i}" for name in "ab" for i in (0, 2)
+    ]
+
+
+def test_most_of_a_model_in_repeated_blocks_and_small_models_stay_as_they_are() -> None:
+    large = nn.ModuleDict({"embed": nn.Embedding(4096, 256), "blocks": nn.ModuleList(Block(512) for _ in range(4))})
+    assert choose(large) == [f"blocks.{i}" for i in range(4)]
+    assert choose(nn.Sequential(nn.Linear(64, 512), nn.Linear(512, 64))) == []
+
+
+def test_what_two_modules_share_stays_with_the_root() -> None:
+    model = nn.Module()
+    model.embed, model.middle, model.head = nn.Embedding(2000, 256), wide(256, 1024), nn.Linear(256, 2000, bias=False)
+    assert choose(model) == ["embed", "middle.0", "middle.2", "head"]
+    model.head.weight = model.embed.weight
+    assert choose(model) == ["middle.0", "middle.2"]
+
+
+def test_a_module_that_cannot_be_divided_is_one_unit() -> None:
+    model = nn.Sequential(nn.GRU(128, 256, num_layers=3), nn.Linear(256, 10))
+    assert choose(model) == ["0", "1"]
+
+
 def test_containers_that_are_never_called_are_no_units() -> None:
     model = nn.Module()
     model.parts = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 8)})

@@ -239,6 +239,30 @@ def test_averages(precision: Any, checkpoint: str, tmp_path: Path) -> None:
     assert same(found, expected) and any("current_model_state" in key for key in found)
 
 
+@on_ranks(2)
+def test_copies_take_what_changes_and_are_used_again(tmp_path: Path) -> None:
+    made: list[int] = []
+    pages = kept.HostPages
+
+    def counted(nbytes: int) -> Any:
+        made.append(nbytes)
+        return pages(nbytes)
+
+    class SavesOften(Callback):
+        def on_train_batch_end(self, of: Any, *_: Any) -> None:
+            of.save_checkpoint(tmp_path / f"{of.global_step}.ckpt")
+
+    strategy = behind(tmp_path)
+    with mock.patch.object(kept, "HostPages", counted):
+        fit(strategy, tmp_path, seeded(Lit), max_epochs=1, callbacks=[SavesOften()])
+    total = torch.tensor([sum(made)])
+    dist.all_reduce(total)
+    buckets = strategy.engine.buckets
+    least = 8 * sum(info.numel for bucket in buckets for info in bucket.params)  # a master, and SGD's momentum
+    assert least <= total.item() <= 8 * sum(bucket.layout.numel for bucket in buckets)
+    assert len({verify.check(path).damage == [] for path in tmp_path.glob("*.ckpt")}) == 1
+
+
 # -- what goes wrong --------------------------------------------------------------------------------------------------
 
 
@@ -410,6 +434,15 @@ def test_hooks_have_their_values_and_training_waits(tmp_path: Path) -> None:
         of.fit(seeded(Looks), loader())
     found = content(tmp_path / "a.ckpt")
     assert found["norm"] == found["state_dict"]["first.weight"].norm()
+
+
+@on_ranks(2)
+def test_what_is_not_on_a_mounted_file_system_is_waited_for(tmp_path: Path) -> None:
+    background_saves._SAID.clear()
+    of = trainer(behind(tmp_path), tmp_path, max_epochs=1, callbacks=[SavesOnce(tmp_path)])
+    of.callbacks[0].path = "memory://a.ckpt"  # type: ignore[attr-defined]
+    with says("training waits for this save, because rank 0 writes all of a file that is not on a mounted"):
+        of.fit(seeded(Lit), loader())
 
 
 def test_a_plugin_is_refused() -> None:

@@ -92,22 +92,6 @@ def test_an_optimizer_of_other_parameters(tmp_path: Path) -> None:
 
 
 @on_ranks(2)
-def test_a_compiled_lightning_module_is_refused_and_compiled_blocks_are_not(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match=r"compiled model is incompatible .*ZeroStrategy"):
-        fit("zero3", tmp_path, torch.compile(seeded(Lit), backend="eager"))
-
-    def with_compiled_blocks() -> Lit:
-        module: Lit = seeded(Lit)
-        for block in module.blocks:
-            block.forward = torch.compile(block.forward, backend="eager")
-        return module
-
-    expected = fit("ddp", tmp_path)
-    for stage in ("zero1", "zero3"):
-        assert_same(fit(stage, tmp_path, with_compiled_blocks()), expected, what=stage)
-
-
-@on_ranks(2)
 def test_what_would_see_placeholders(tmp_path: Path) -> None:
     module = seeded(Lit)
     of = fit("zero3", tmp_path, module).trainer

@@ -16,6 +16,8 @@
     issued              how many reductions all ranks have issued, as far as is known
     gradient_sentinels  what stands in ``param.grad``; grad_norms: what of gradients it gives
     recompute           activation checkpointing by unit
+    compiled            torch.compile, of what units compute
+    output_dtypes       modules that give back the dtype that they were given
     containers          tensors in any container that a module returns
     explain_dtypes      torch's errors about dtypes, with the setting that they come from
 """

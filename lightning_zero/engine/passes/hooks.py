@@ -30,28 +30,20 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero.config import Precision
-from lightning_zero.engine.passes.containers import find_tensors, map_tensors
+from lightning_zero.engine.passes.compiled import COMPILED
+from lightning_zero.engine.passes.containers import find_tensors
 from lightning_zero.engine.passes.events import PassEvents
 from lightning_zero.engine.passes.explain_dtypes import explain_dtypes
 from lightning_zero.engine.passes.gradient_sentinels import GradSentinel
+from lightning_zero.engine.passes.output_dtypes import dtype_hooks
 from lightning_zero.engine.passes.recompute import WRAPPED
+from lightning_zero.engine.torch_modes import outside_graphs
 from lightning_zero.engine.units.bucket import Bucket
 from lightning_zero.engine.units.unit import Unit
 
 ENGINE = "_lightning_zero_engine"  # where a sharded module keeps its engine
 _PATCHES = ("_apply", "__deepcopy__", "__reduce_ex__")  # methods of guarded modules that are replaced on the instance
-_TAKES_ONE_DTYPE = (nn.Bilinear,)  # modules whose kernels refuse inputs of another dtype than their weights
-
-
-def _float_dtype_of(args: Any, kwargs: Any) -> torch.dtype | None:
-    return next((t.dtype for t in find_tensors((args, kwargs)) if t.is_floating_point()), None)
-
-
-def _in_fp32(args: Any, kwargs: Any) -> Any:
-    def wide(tensor: Tensor) -> Tensor:
-        return tensor.float() if tensor.is_floating_point() else tensor
-
-    return map_tensors(args, wide), map_tensors(kwargs, wide)
+_LIFTED = (*_PATCHES, ENGINE, "compile")  # what a copy is not to have
 
 
 class _Running(NamedTuple):
@@ -105,10 +97,11 @@ class Hooks:
         def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             self._post_forward(unit, args, kwargs, output)
 
-        self._handles.append(target.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+        # torch.compile is not to look into our hooks: traced into a graph, they would run once and never again.
+        self._handles.append(target.register_forward_pre_hook(outside_graphs(before), prepend=True, with_kwargs=True))
         # Always called: a forward that raises must take its packing hooks off too, or all that follows in this thread
         # would go on to pack what it saves.
-        self._handles.append(target.register_forward_hook(after, with_kwargs=True, always_call=True))
+        self._handles.append(target.register_forward_hook(outside_graphs(after), with_kwargs=True, always_call=True))
 
     def watch_grad(self, unit: Unit, bucket: Bucket, slot: int) -> None:
         """Take a parameter's gradient as soon as autograd has accumulated it. The parameter must require grad."""
@@ -144,21 +137,8 @@ class Hooks:
 
     def keep_output_dtype(self, module: nn.Module) -> None:
         """A module that computes in fp32 among lower precision gives back the dtype that it was given."""
-        takes_one = isinstance(module, _TAKES_ONE_DTYPE)
-        before_cast: torch.dtype | None = None  # torch shows hooks after a call what those before it have made
-
-        def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            nonlocal before_cast
-            before_cast = _float_dtype_of(args, kwargs)
-            return _in_fp32(args, kwargs)
-
-        def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-            given = before_cast if takes_one else _float_dtype_of(args, kwargs)
-            if given is None:
-                return None
-            return map_tensors(output, lambda t: t.to(given) if t.is_floating_point() and t.dtype != given else t)
-
-        if takes_one:
+        before, after = dtype_hooks(module)
+        if before is not None:
             self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
         self._handles.append(module.register_forward_hook(after, with_kwargs=True))
         self._touched.add(module)
@@ -199,8 +179,10 @@ class Hooks:
         attributes: list[tuple[nn.Module, dict[str, Any]]] = []
         tables: list[tuple[dict[int, Any], list[tuple[int, Any]]]] = []
         for module in list(self._touched):
-            wrapped = hasattr(module.__dict__.get("forward"), WRAPPED)
-            names = [name for name in (*_PATCHES, ENGINE) if name in module.__dict__ and not (keep_engine and name == ENGINE)] + ["forward"] * wrapped
+            forward = module.__dict__.get("forward")
+            ours_too = hasattr(forward, WRAPPED) or hasattr(forward, COMPILED)
+            lifted = [name for name in _LIFTED if not (keep_engine and name == ENGINE)]
+            names = [name for name in lifted if name in module.__dict__] + ["forward"] * ours_too
             attributes.append((module, {name: module.__dict__.pop(name) for name in names}))
             for name, table in vars(module).items():
                 if (name.endswith("_hooks") or "_hooks_" in name) and ours & set(table):

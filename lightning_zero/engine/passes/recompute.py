@@ -20,9 +20,10 @@ from torch.utils.checkpoint import checkpoint
 from lightning_zero.config import ConfigError, Recompute
 from lightning_zero.engine.passes.containers import copy_containers, find_tensors
 from lightning_zero.engine.passes.events import PassEvents
+from lightning_zero.engine.torch_modes import outside_graphs
 from lightning_zero.engine.units.unit import Unit
 
-WRAPPED = "_lightning_zero_recompute"  # marks a forward that was wrapped here
+WRAPPED = "_lightning_zero_recompute"  # marks a forward that was wrapped here, and changes the one inside of it
 
 
 def check_blocks(blocks: Sequence[object], how: Recompute) -> None:
@@ -57,10 +58,11 @@ def _wrap(
         offload_inputs: the inputs that are kept wait in host memory.
         pin_memory: ... which is pinned (there is an accelerator).
     """
-    inner = module.forward
+    inner, own = module.forward, module.__dict__.get("forward")
     passes_ref = ref(passes)
 
-    @functools.wraps(inner)
+    # Without the attributes of a compiled forward, by which torch.compile would find a way past this one.
+    @functools.wraps(inner, updated=())
     def forward(*args: Any, **kwargs: Any) -> Any:
         passes = passes_ref()
         if passes is None or not torch.is_grad_enabled():
@@ -72,9 +74,20 @@ def _wrap(
         with save_on_cpu(pin_memory=pin_memory):
             return checkpoint(call, *given, use_reentrant=False, **named)
 
-    setattr(forward, WRAPPED, True)
-    module.__dict__["forward"] = forward
-    return lambda: module.__dict__.pop("forward", None)
+    def replace(change: Callable[[Any], Any]) -> None:
+        nonlocal inner
+        inner = change(inner)
+
+    def undo() -> None:
+        del module.__dict__["forward"]
+        if own is not None:
+            module.__dict__["forward"] = own
+
+    # A graph around the unit may not lead through here: a backward would not find the unit's weights.
+    outer = outside_graphs(forward)
+    setattr(outer, WRAPPED, replace)
+    module.__dict__["forward"] = outer
+    return undo
 
 
 class _Call:

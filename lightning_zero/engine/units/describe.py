@@ -103,20 +103,28 @@ def refuse_cuda_graphs(module: nn.Module, config: ZeroConfig) -> None:
     Raises:
         ConfigError: parts of ``module`` are compiled with CUDA graphs, and parameters are to come and go.
     """
+    for name, inner in module.named_modules():
+        for value in (*vars(inner).values(), inner.forward):
+            refuse_cuda_graph(value, name or type(inner).__name__, config)
+
+
+def refuse_cuda_graph(function: object, name: str, config: ZeroConfig) -> None:
+    """
+    Raises:
+        ConfigError: ``function``, of ``name``, is compiled with CUDA graphs, and parameters are to come and go.
+    """
     row = STAGES[config.stage.name]
     if row.compute_param is not Placement.sharded:
         return
-    for name, inner in module.named_modules():
-        for value in (*vars(inner).values(), inner.forward):
-            ask = getattr(value, "get_compiler_config", None) if isinstance(value, FunctionType) else None
-            compiled = ask() if ask is not None else None
-            if isinstance(compiled, dict) and compiled.get("triton.cudagraphs"):
-                raise ConfigError(
-                    f"{name or type(inner).__name__} is compiled with CUDA graphs (torch.compile with "
-                    'mode="reduce-overhead" or "max-autotune"): a graph replays kernels on the addresses that it was '
-                    "recorded with, and gathered parameters are somewhere else each time. Compile with "
-                    'mode="default" or "max-autotune-no-cudagraphs", or choose zero/stage=zero2.'
-                )
+    ask = getattr(function, "get_compiler_config", None) if isinstance(function, FunctionType) else None
+    compiled = ask() if ask is not None else None
+    if isinstance(compiled, dict) and compiled.get("triton.cudagraphs"):
+        raise ConfigError(
+            f"{name} is compiled with CUDA graphs (torch.compile with "
+            'mode="reduce-overhead" or "max-autotune"): a graph replays kernels on the addresses that it was '
+            "recorded with, and gathered parameters are somewhere else each time. Compile with "
+            'mode="default" or "max-autotune-no-cudagraphs", or choose zero/stage=zero2.'
+        )
 
 
 def bucket_shapes(units: Sequence[UnitGroup]) -> list[BucketShape]:

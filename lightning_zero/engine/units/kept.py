@@ -113,7 +113,8 @@ class KeptInMemory:
         """Make the copies, if there is room for them. Returns whether they are made."""
         spans = [span for span in self._spans.values() if span.copy is None]
         if not (self._is_copied or self._is_over):
-            if sum(span.values.nbytes for span in spans) > available_host_memory():
+            there = sum(memory.nbytes for memory in self._spare or ())
+            if sum(span.values.nbytes for span in spans) - there > available_host_memory():
                 return False
             try:
                 with self._streams.on("d2h", after=self._made):

@@ -1,0 +1,102 @@
+"""The files that ``data.path`` stands for. Without torch, whose import takes seconds: a wrong path is refused first."""
+
+from __future__ import annotations
+
+import glob
+import os
+import sysconfig
+from collections.abc import Iterable
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+from lightning_zero.config import ConfigError
+
+HEAD_NBYTES = 8192  # a file of a folder is text if there is no NUL in so many bytes
+SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "__pycache__"})
+
+
+class Source(NamedTuple):
+    path: Path
+    nbytes: int
+    mtime_ns: int
+
+
+def check_path(path: str | None) -> None:
+    """Refuse a path under which there is nothing. No file is read.
+
+    Raises:
+        ConfigError: says where it was looked for.
+    """
+    if path is None:
+        return
+    text = os.path.expanduser(path)
+    if os.path.isfile(text) or os.path.isdir(text) or any(map(os.path.isfile, glob.iglob(text, recursive=True))):
+        return
+    what = "the pattern matches no file" if glob.has_magic(text) else "there is nothing"
+    raise ConfigError(
+        f"data.path: expected a file, a folder or a glob of text, got {path!r}: {what} "
+        f"(seen from {os.getcwd()}). Change data.path."
+    )
+
+
+def find_sources(path: str | None) -> list[Source]:
+    """The files that ``data.path`` stands for, sorted; ``None`` is the standard library of this interpreter.
+
+    Raises:
+        ConfigError: nothing is there, or nothing that can be read.
+    """
+    if path is None:
+        return _stat(_standard_library())
+    check_path(path)
+    text = os.path.expanduser(path)
+    if os.path.isfile(text):
+        files: Iterable[Path] = [Path(text)]
+    elif os.path.isdir(text):
+        files = [f for f in _walk(Path(text)) if _looks_like_text(f)]
+    else:
+        files = [Path(f) for f in glob.glob(text, recursive=True) if os.path.isfile(f)]
+    sources = _stat(files)
+    if not sources:
+        raise ConfigError(f"data.path: expected files of text in the folder {path!r}, found none. Change data.path.")
+    return sources
+
+
+def _standard_library() -> list[Path]:
+    root = sysconfig.get_path("stdlib")
+    files: list[Path] = []
+    for folder, inside, names in os.walk(root):
+        inside[:] = [name for name in inside if name not in SKIPPED_FOLDERS]  # not entered: some are large
+        files += [Path(folder, name) for name in names if name.endswith(".py")]
+    if not files:
+        raise ConfigError(
+            f"data.path: the interpreter has no Python sources in {root}. "
+            "Give data.path=a file, folder or glob of text."
+        )
+    return files
+
+
+def _walk(folder: Path) -> list[Path]:
+    found = (f for f in folder.rglob("*") if not any(p.startswith(".") for p in f.relative_to(folder).parts))
+    return [f for f in found if f.is_file()]
+
+
+def _looks_like_text(path: Path) -> bool:
+    with open_source(path) as file:
+        return b"\0" not in file.read(HEAD_NBYTES)
+
+
+def open_source(path: Path) -> BinaryIO:
+    try:
+        return path.open("rb")
+    except OSError as error:
+        raise ConfigError(f"data.path: cannot read {path}: {error.strerror}. Change data.path.") from error
+
+
+def _stat(files: Iterable[Path]) -> list[Source]:
+    found = []
+    for file in sorted({f.absolute() for f in files}):
+        if not os.access(file, os.R_OK):
+            raise ConfigError(f"data.path: cannot read {file}: permission denied. Change data.path.")
+        stat = file.stat()
+        found.append(Source(file, stat.st_size, stat.st_mtime_ns))
+    return found

@@ -1,0 +1,341 @@
+"""torch.compile over sharded modules: every form gives what the twin gives, with one graph for a class of block."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo import register_backend
+from torch.fx import GraphModule
+
+import lightning_zero
+from lightning_zero.config import ConfigError, make_config
+from lightning_zero.engine.passes.compiled import COMPILED
+from tests.engine.support import (
+    Model,
+    Sharded,
+    Twin,
+    assert_same,
+    autocast,
+    language_loss,
+    pairwise_selection,
+    sgd,
+    tokens,
+)
+from tests.harness import on_ranks, run
+
+DEPTH = 4
+
+
+class Counting:
+    """A backend that runs graphs as they are, and keeps them."""
+
+    def __init__(self) -> None:
+        self.graphs: list[GraphModule] = []
+
+    def __call__(self, graph: GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
+        self.graphs.append(graph)
+        return graph.forward
+
+    def blocks(self) -> int:
+        """Graphs that hold the work of a block."""
+        return sum(any("tanh" in str(node.target) for node in graph.graph.nodes) for graph in self.graphs)
+
+
+def _each_block(module: nn.Module, **settings: Any) -> None:
+    for block in module.blocks:
+        block.compile(**settings)
+
+
+def _each_forward(module: nn.Module, **settings: Any) -> None:
+    for block in module.blocks:
+        block.forward = torch.compile(block.forward, **settings)
+
+
+def _wrapped(module: nn.Module, **settings: Any) -> None:
+    module.blocks = nn.ModuleList(torch.compile(block, **settings) for block in module.blocks)
+
+
+def _root(module: nn.Module, **settings: Any) -> None:
+    module.compile(**settings)
+
+
+COUNT = Counting()
+
+
+@register_backend(name="counting")
+def counting(graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    """For settings, where a backend is a name."""
+    return COUNT(graph, inputs)
+
+
+FORMS: dict[str, Callable[..., None]] = {
+    "blocks": _each_block,
+    "forwards": _each_forward,
+    "wrapped": _wrapped,
+    "root": _root,
+}
+
+
+class Case(NamedTuple):
+    form: str
+    later: bool  # after sharding
+    fullgraph: bool
+    stage: int
+    offload: str
+    precision: str
+    recompute: str
+
+    def __str__(self) -> str:
+        return "-".join(map(str, self))
+
+    @property
+    def possible(self) -> bool:
+        if (self.form == "setting" and not self.later) or (self.form == "wrapped" and self.later):
+            return False
+        if self.form == "forwards" and self.later and self.recompute != "none":
+            return False  # what is compiled then is the checkpoint, not what it computes
+        return self.offload == "none" or self.stage == 3 or (self.offload == "optimizer_cpu" and self.stage > 0)
+
+
+VALUES: dict[str, Sequence[Any]] = {
+    "form": (*FORMS, "setting"),
+    "later": (False, True),
+    "fullgraph": (False, True),
+    "stage": (0, 1, 2, 3),
+    "offload": ("none", "optimizer_cpu", "cpu"),
+    "precision": ("fp32", "bf16", "bf16_true"),
+    "recompute": ("none", "blocks"),
+}
+MATRIX = [case for case in (Case(*values) for values in itertools.product(*VALUES.values())) if case.possible]
+# Those with the most that could go wrong.
+SELECTED = [
+    Case("blocks", False, False, 3, "none", "fp32", "none"),
+    Case("blocks", True, True, 3, "cpu", "bf16", "blocks"),
+    Case("wrapped", False, True, 3, "none", "bf16", "blocks"),
+    Case("root", False, False, 3, "optimizer_cpu", "bf16", "blocks"),
+    Case("root", True, True, 2, "none", "fp32", "none"),
+    Case("setting", True, False, 3, "none", "bf16_true", "blocks"),
+    Case("forwards", False, True, 1, "optimizer_cpu", "fp32", "blocks"),
+]
+
+
+def _fresh() -> Counting:
+    torch._dynamo.reset()
+    COUNT.graphs.clear()
+    return COUNT
+
+
+def _side(module: nn.Module, case: Case, count: Counting) -> Sharded:
+    """``module`` sharded and compiled as ``case`` says."""
+    settings: dict[str, Any] = {"offload": case.offload, "activation_checkpointing": case.recompute}
+    if case.form == "setting":
+        settings["compile"] = {"name": "blocks", "backend": "counting"}
+    elif not case.later:
+        FORMS[case.form](module, backend=count, fullgraph=case.fullgraph)
+    sharded = Sharded(module, stage=case.stage, precision=case.precision, **settings)
+    if case.later and case.form != "setting":
+        FORMS[case.form](module, backend=count, fullgraph=case.fullgraph)
+    return sharded
+
+
+def _check(case: Case) -> None:
+    count = _fresh()
+    torch.manual_seed(3)
+    module = Model(depth=DEPTH)
+    twin = Twin(module, precision=case.precision, each=case.stage >= 2)
+    with _side(module, case, count) as sharded:
+        found = []
+        for step in range(3):
+            for micro in range(2):
+                losses = []
+                for side in (sharded, twin):
+                    with autocast(case.precision), nullcontext() if micro else side.no_sync():
+                        loss = language_loss(side.module, tokens(step, micro))
+                        side.backward(loss)
+                    losses.append(loss.detach())
+                assert torch.equal(*losses), (step, micro, losses)
+            with torch.no_grad(), autocast(case.precision):
+                assert torch.equal(*(language_loss(side.module, tokens(step, 5)) for side in (sharded, twin)))
+            for side in (sharded, twin):
+                side.step()
+                side.zero_grad()
+            assert_same(sharded, twin, what=f"step {step}: ")
+            found.append(len(count.graphs))
+        assert count.blocks() == 2  # one for all blocks with gradients, and one without
+        assert found[1:] == found[:1] * 2, found
+
+
+@pytest.mark.parametrize("case", SELECTED, ids=str)
+def test_compiled_training_equals_the_plain_twin(case: Case) -> None:
+    run(2, _check, case)
+
+
+PAIRS = [case for case in pairwise_selection(MATRIX) if case not in SELECTED]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", PAIRS, ids=str)
+def test_compiled_training_equals_the_plain_twin_in_every_pair_of_settings(case: Case) -> None:
+    run(2, _check, case)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_unfreezing_makes_one_more_graph(stage: int) -> None:
+    count = _fresh()
+    torch.manual_seed(3)
+    module = Model(depth=DEPTH)
+    for param in module.blocks[:2].parameters():
+        param.requires_grad_(False)
+    twin = Twin(module, each=stage >= 2)
+    with _side(module, Case("setting", True, False, stage, "none", "fp32", "none"), count) as sharded:
+        found = []
+        for step in range(6):
+            if step == 3:
+                for side in (sharded, twin):
+                    for param in side.module.parameters():
+                        param.requires_grad_(True)
+            for side in (sharded, twin):
+                side.backward(language_loss(side.module, tokens(step)))
+                side.step()
+                side.zero_grad()
+            found.append(count.blocks())
+            assert_same(sharded, twin, what=f"step {step}: ")
+        # The first block is given no gradient to compute for what it gets, the second and the third are.
+        assert found == [2, 2, 2, found[3], found[3], found[3]] and found[3] <= 4, found
+
+
+class OfTorch(nn.Module):
+    """Blocks whose class is torch's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(16, 2, 24, dropout=0.0) for _ in range(10))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@on_ranks(1)
+@pytest.mark.parametrize("form", ["blocks", "root", "setting"])
+def test_many_blocks_of_a_class_of_torch_share_a_graph(form: str) -> None:
+    count = _fresh()
+    module = OfTorch()
+    plain = OfTorch()
+    plain.load_state_dict(module.state_dict())
+    x = torch.randn(3, 2, 16, requires_grad=True)  # or the first block would have a graph of its own
+    with _side(module, Case(form, False, False, 3, "cpu", "fp32", "none"), count) as sharded:
+        for _ in range(2):
+            out = module(x)
+            assert torch.equal(out, plain(x))
+            sharded.backward(out.sum())
+    assert len(count.graphs) == 1
+
+
+@on_ranks(2)
+def test_a_compiled_function_around_the_model() -> None:
+    count = _fresh()
+    torch.manual_seed(3)
+    module = Model(depth=DEPTH)
+    twin = Twin(module)
+    loss_of = {True: torch.compile(language_loss, backend=count), False: language_loss}
+    with Sharded(module, stage=3) as sharded:
+        for step in range(3):
+            for side in (sharded, twin):
+                side.backward(loss_of[side is sharded](side.module, tokens(step)))
+                side.step()
+                side.zero_grad()
+            assert_same(sharded, twin, what=f"step {step}: ")
+    assert count.blocks() >= 1
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("recompute", ["none", "blocks"])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.full), 3])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.full)])
+def test_graphs_with_a_backward_of_their_own(backend: str, stage: int, recompute: str) -> None:
+    """A compiled backward reads weights that its forward has saved, after they were dropped in between."""
+    torch._dynamo.reset()
+    torch.manual_seed(3)
+    module = Model(depth=3)
+    twin = Twin(module, optimizer=sgd)
+    for block in twin.module.blocks:
+        block.compile(backend=backend)
+    config: dict[str, Any] = {"compile": {"name": "blocks", "backend": backend}, "activation_checkpointing": recompute}
+    with Sharded(module, stage=stage, optimizer=sgd, **config) as sharded:
+        for step in range(3):
+            for side in (sharded, twin):
+                side.backward(language_loss(side.module, tokens(step)))
+                side.step()
+                side.zero_grad()
+            assert_same(sharded, twin, tolerance=1e-6 if backend == "inductor" else 0.0, what=f"step {step}: ")
+
+
+@on_ranks(1)
+@pytest.mark.parametrize("later", [False, True])
+def test_release_gives_the_modules_back_as_they_were(later: bool) -> None:
+    count = _fresh()
+    module = Model(depth=2)
+    if not later:
+        module.blocks[0].compile(backend=count)
+    side = Sharded(module, stage=3, activation_checkpointing="blocks")
+    if later:
+        module.blocks[0].compile(backend=count)
+    with pytest.raises(TypeError):
+        module.blocks[1].compile(unknown=True)
+    assert module.blocks[0]._compiled_call_impl is None
+    side.engine.release()
+    assert module.blocks[0]._compiled_call_impl is not None
+    for block in module.blocks:
+        assert not {"forward", "compile"} & set(vars(block))
+    assert module.blocks[1]._compiled_call_impl is None
+    module(tokens(0))
+    assert count.blocks() == 1
+
+
+@on_ranks(1)
+def test_a_copy_is_plain() -> None:
+    count = _fresh()
+    module = Model(depth=2)
+    with _side(module, Case("setting", True, False, 3, "cpu", "fp32", "none"), count):
+        with lightning_zero.gather(module):
+            copied = copy.deepcopy(module)
+            expected = language_loss(module, tokens(0))
+        made = len(count.graphs)
+        assert torch.equal(language_loss(copied, tokens(0)), expected)
+        assert len(count.graphs) == made
+        assert all(not {"forward", "compile"} & set(vars(block)) for block in copied.blocks)
+
+
+@on_ranks(2)
+def test_cuda_graphs_are_refused_where_parameters_come_and_go() -> None:
+    module = Model(depth=2)
+    with Sharded(module, stage=3):
+        for target in (module, module.blocks[1]):
+            with pytest.raises(ConfigError, match="compiled with CUDA graphs.*max-autotune-no-cudagraphs"):
+                target.compile(mode="reduce-overhead")
+        assert not hasattr(vars(module.blocks[1]).get("forward"), COMPILED)
+    with pytest.raises(ConfigError, match=r"zero\.compile\.mode: .*fixed addresses.*'max-autotune'"):
+        lightning_zero.shard(Model(), compile={"name": "blocks", "mode": "max-autotune"})
+
+
+@on_ranks(1)
+def test_what_has_no_effect_is_refused() -> None:
+    for settings, says in (
+        ({"dynamic": True}, r"zero\.compile\.dynamic has no effect with zero/compile=none"),
+        ({"name": "blocks", "mode": "fast"}, r"zero\.compile\.mode: expected one of default"),
+        ({"name": "blocks", "backend": "eager", "mode": "default"}, r"zero\.compile\.mode: expected none"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            make_config(compile=settings)
+    with pytest.raises(ConfigError, match=r"zero/compile=blocks: the model has no blocks"):
+        lightning_zero.shard(nn.Linear(3, 3), compile={"name": "blocks", "backend": "eager"}, device="cpu")
