@@ -45,6 +45,7 @@ from lightning_zero.device.cuda import default_device
 from lightning_zero.engine import Engine, engine_of, shard
 from lightning_zero.engine.passes.compiled import check_compiler
 from lightning_zero.engine.units.describe import TRUE_DTYPES
+from lightning_zero.engine.whole.host_copy import check_room
 from lightning_zero.ranks import rendezvous
 from lightning_zero.ranks.allocation import check_allocation
 from lightning_zero.ranks.environments import own_environment
@@ -322,7 +323,7 @@ class ZeroStrategy(RestagingStrategy):
         _refuse_callbacks(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
         if (engine := engine_of(self.model)) is not None:
-            engine.hide_whole()
+            engine.hide_whole(keep=not fitting)  # a step changes all values
         self._has_values = engine_of(self.model) is not None  # of a run before, whatever its settings
         if fitting and self._layer_sync:
             self.model = self._sync_layers(self.model)
@@ -379,6 +380,7 @@ class ZeroStrategy(RestagingStrategy):
                 self._start_waits = None
             if self.config.summary and self.is_global_zero:
                 print_units(engine)
+            check_room(engine)
         else:
             engine.comm.waits.forget_failures()
         with engine.placeholders_allowed():
@@ -415,8 +417,7 @@ class ZeroStrategy(RestagingStrategy):
             engine = engine_of(module)
             if engine is not None:
                 engine.rest()
-                if not _FAILED and not self._left:
-                    engine.show_whole()
+                self._show_whole(engine)
             if module._trainer is not None:
                 averaging.let_go(module.trainer)
                 finetuning.let_go(module.trainer)
@@ -431,6 +432,15 @@ class ZeroStrategy(RestagingStrategy):
         self.precision_plugin.teardown()
         self.accelerator.teardown()
         self._end_writing()
+
+    def _show_whole(self, engine: Engine) -> None:
+        if self._left:
+            return
+        alone = engine.world_size == 1 and not engine.after_step.has_failed
+        if not _FAILED or alone:
+            engine.show_whole()
+        else:
+            engine.show_again()
 
     def on_exception(self, exception: BaseException) -> None:
         """No collective here: the other ranks may be gone."""

@@ -385,7 +385,7 @@ class Bucket:
         """As :meth:`show_plain`, with the next of ``values`` for each parameter."""
         self.is_plain = True
         self._values_are(here=True)
-        for info, value in zip(self.params, values, strict=False):
+        for info, value in zip(self.params, values, strict=False):  # it goes on behind the last of the parameters
             set_values(info.param, value, info.classes.plain, info.classes)
 
     def hide_plain(self, *, gathered: bool) -> None:
