@@ -23,7 +23,6 @@ from lightning.fabric.utilities.distributed import (
 )
 from lightning.fabric.utilities.init import _EmptyInit
 from lightning.fabric.utilities.seed import reset_seed
-from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.core.optimizer import _MockOptimizer
 from lightning.pytorch.plugins.precision import Precision as LightningPrecision
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
@@ -51,7 +50,16 @@ from lightning_zero.ranks.allocation import check_allocation
 from lightning_zero.ranks.environments import own_environment
 from lightning_zero.ranks.waits import Waits
 from lightning_zero.tiers.claims import check_folder
-from lightning_zero.trainer import averaging, compiled, finetuning, kept_files, pruning, range_saves, validations
+from lightning_zero.trainer import (
+    averaging,
+    compiled,
+    finetuning,
+    kept_files,
+    pruning,
+    range_saves,
+    stochastic_averaging,
+    validations,
+)
 from lightning_zero.trainer.checkpoint_io import async_writer
 from lightning_zero.trainer.interruptions import Interruptions, Left
 from lightning_zero.trainer.precision import ZeroPrecision
@@ -249,6 +257,7 @@ class ZeroStrategy(RestagingStrategy):
             self._start_waits.place = "the start of the run (prepare_data and setup hooks)"
         if self.lightning_module is not None:
             averaging.attach(self.lightning_module.trainer)
+            stochastic_averaging.attach(self.lightning_module.trainer)
             finetuning.attach(self.lightning_module.trainer)
             pruning.attach(self.lightning_module.trainer)
             kept_files.attach(self.lightning_module.trainer)
@@ -320,7 +329,6 @@ class ZeroStrategy(RestagingStrategy):
     def setup(self, trainer: pl.Trainer) -> None:
         assert self.accelerator is not None and self.model is not None
         self.accelerator.setup(trainer)
-        _refuse_callbacks(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
         if (engine := engine_of(self.model)) is not None:
             engine.hide_whole(keep=not fitting)  # a step changes all values
@@ -336,6 +344,7 @@ class ZeroStrategy(RestagingStrategy):
         self._load_what_waits(trainer)
         if fitting:
             averaging.average_shards(trainer, self.engine)
+            stochastic_averaging.average_shards(trainer, self.engine)
         self.setup_precision_plugin()
         self._interruptions = Interruptions(
             trainer,
@@ -420,6 +429,7 @@ class ZeroStrategy(RestagingStrategy):
                 self._show_whole(engine)
             if module._trainer is not None:
                 averaging.let_go(module.trainer)
+                stochastic_averaging.let_go(module.trainer)
                 finetuning.let_go(module.trainer)
                 pruning.let_go(module.trainer)
                 kept_files.let_go(module.trainer)
@@ -536,15 +546,6 @@ compiled.accept(ZeroStrategy)
 def call_to_go_on(path: str) -> str:
     """How a run of a script of the user's own goes on from the checkpoint ``path``."""
     return f"trainer.fit(..., ckpt_path={path!r})"
-
-
-def _refuse_callbacks(trainer: pl.Trainer) -> None:
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, StochasticWeightAveraging):
-            raise ConfigError(
-                "StochasticWeightAveraging copies parameters one by one and would average placeholders. Use "
-                "lightning.pytorch.callbacks.WeightAveraging, whose copy is kept on shards."
-            )
 
 
 def _destroy_process_group() -> None:
