@@ -386,6 +386,13 @@ class Bucket:
         for info in self.params:
             set_values(info.param, self.part_of(full, info), info.classes.plain, info.classes)
 
+    def show_values_of(self, values: Iterator[Tensor]) -> None:
+        """As :meth:`show_plain`, with the next of ``values`` for each parameter."""
+        self.is_plain = True
+        self._values_are(here=True)
+        for info, value in zip(self.params, values, strict=False):  # it goes on behind the last of the parameters
+            set_values(info.param, value, info.classes.plain, info.classes)
+
     def hide_plain(self, *, gathered: bool) -> None:
         """Back to gathered values or placeholders."""
         self.is_plain = False
