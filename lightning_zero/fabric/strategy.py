@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from lightning_zero.config import ConfigError, ZeroConfig
+from lightning_zero.config import AfterFit, ConfigError, ZeroConfig
 from lightning_zero.engine import Engine, engine_of, shard
 from lightning_zero.engine.engine import engines
 from lightning_zero.engine.whole import norms
@@ -268,6 +268,11 @@ def _refuse_settings_of_the_trainer(config: ZeroConfig) -> None:
         raise ConfigError(
             "zero.checkpoint.background: expected false with Fabric, whose save returns when a checkpoint is written, "
             "got true. Drop zero.checkpoint.background."
+        )
+    if config.after_fit is AfterFit.whole:
+        raise ConfigError(
+            "zero.after_fit: expected auto or sharded with Fabric, where no call ends a run, got whole. Drop "
+            "zero.after_fit, and use `with lightning_zero.gather(model):`."
         )
     if config.offload.step_in_backward:
         raise ConfigError(

@@ -12,7 +12,6 @@ import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.init import _EmptyInit
 from lightning.fabric.utilities.seed import reset_seed
-from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.core.optimizer import _MockOptimizer
 from lightning.pytorch.plugins.precision import Precision as LightningPrecision
 from lightning.pytorch.trainer.states import TrainerFn
@@ -20,9 +19,10 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.nn import Module, SyncBatchNorm
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lightning_zero.config import ConfigError, ZeroConfig
+from lightning_zero.config import ZeroConfig
 from lightning_zero.engine import Engine, engine_of, shard
 from lightning_zero.engine.units.describe import TRUE_DTYPES
+from lightning_zero.engine.whole.host_copy import check_room
 from lightning_zero.ranks.environments import own_environment
 from lightning_zero.trainer import (
     averaging,
@@ -32,6 +32,7 @@ from lightning_zero.trainer import (
     processes,
     pruning,
     range_saves,
+    stochastic_averaging,
     validations,
 )
 from lightning_zero.trainer.checkpoint_io import async_writer
@@ -109,6 +110,7 @@ class ZeroStrategy(Processes, RestagingStrategy):
         self._interruptions: Interruptions | None = None
         self._random_numbers: RandomNumbers | None = None
         self._evaluation_starts = False
+        self._left = False  # on a signal, in a hurry
         self._has_values = False  # the module, which was trained before
 
     launchers: ClassVar = TRAINERS
@@ -169,6 +171,7 @@ class ZeroStrategy(Processes, RestagingStrategy):
     # -- processes ------------------------------------------------------------------------------------------------
 
     def setup_environment(self) -> None:
+        self._left = False
         self._to_load = self._saved_rng = self._saver = None
         self._waits_for_setup = True
         super().setup_environment()
@@ -176,6 +179,7 @@ class ZeroStrategy(Processes, RestagingStrategy):
         self.join_ranks()
         if self.lightning_module is not None:
             averaging.attach(self.lightning_module.trainer)
+            stochastic_averaging.attach(self.lightning_module.trainer)
             finetuning.attach(self.lightning_module.trainer)
             pruning.attach(self.lightning_module.trainer)
             kept_files.attach(self.lightning_module.trainer)
@@ -208,8 +212,9 @@ class ZeroStrategy(Processes, RestagingStrategy):
     def setup(self, trainer: pl.Trainer) -> None:
         assert self.accelerator is not None and self.model is not None
         self.accelerator.setup(trainer)
-        _refuse_callbacks(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
+        if (engine := engine_of(self.model)) is not None:
+            engine.hide_whole(keep=not fitting)  # a step changes all values
         self._has_values = engine_of(self.model) is not None  # of a run before, whatever its settings
         if fitting and self._layer_sync:
             self.model = self._sync_layers(self.model)
@@ -222,6 +227,7 @@ class ZeroStrategy(Processes, RestagingStrategy):
         self._load_what_waits(trainer)
         if fitting:
             averaging.average_shards(trainer, self.engine)
+            stochastic_averaging.average_shards(trainer, self.engine)
         self.setup_precision_plugin()
         self._interruptions = Interruptions(
             trainer,
@@ -264,6 +270,7 @@ class ZeroStrategy(Processes, RestagingStrategy):
             self._start_is_over()
             if self.config.summary and self.is_global_zero:
                 print_units(engine)
+            check_room(engine)
         else:
             engine.comm.waits.forget_failures()
         with engine.placeholders_allowed():
@@ -291,8 +298,10 @@ class ZeroStrategy(Processes, RestagingStrategy):
             engine = engine_of(module)
             if engine is not None:
                 engine.rest()
+                self._show_whole(engine)
             if module._trainer is not None:
                 averaging.let_go(module.trainer)
+                stochastic_averaging.let_go(module.trainer)
                 finetuning.let_go(module.trainer)
                 pruning.let_go(module.trainer)
                 kept_files.let_go(module.trainer)
@@ -306,9 +315,19 @@ class ZeroStrategy(Processes, RestagingStrategy):
         self.accelerator.teardown()
         self._end_writing()
 
+    def _show_whole(self, engine: Engine) -> None:
+        if self._left:
+            return
+        alone = engine.world_size == 1 and not engine.after_step.has_failed
+        if not processes.has_failed() or alone:
+            engine.show_whole()
+        else:
+            engine.show_again()
+
     def on_exception(self, exception: BaseException) -> None:
         """No collective here: the other ranks may be gone."""
         if isinstance(exception, Left):  # between two steps, on all ranks
+            self._left = True
             return
         processes.fail()
         module = self.lightning_module
@@ -396,12 +415,3 @@ compiled.accept(ZeroStrategy)
 def call_to_go_on(path: str) -> str:
     """How a run of a script of the user's own goes on from the checkpoint ``path``."""
     return f"trainer.fit(..., ckpt_path={path!r})"
-
-
-def _refuse_callbacks(trainer: pl.Trainer) -> None:
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, StochasticWeightAveraging):
-            raise ConfigError(
-                "StochasticWeightAveraging copies parameters one by one and would average placeholders. Use "
-                "lightning.pytorch.callbacks.WeightAveraging, whose copy is kept on shards."
-            )

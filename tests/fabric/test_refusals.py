@@ -21,6 +21,8 @@ def test_settings_that_only_the_trainer_follows() -> None:
         ZeroFabricStrategy("zero3", checkpoint={"background": True})
     with pytest.raises(ConfigError, match=r"zero\.offload\.step_in_backward: expected false with Fabric"):
         ZeroFabricStrategy("zero3", offload={"name": "optimizer_cpu", "step_in_backward": True})
+    with pytest.raises(ConfigError, match=r"zero\.after_fit: expected auto or sharded with Fabric"):
+        ZeroFabricStrategy("zero3", after_fit="whole")
     with pytest.raises(ConfigError, match="fabric.precision: expected 'bf16-mixed'"):
         config = ZeroConfig(precision=PrecisionConfig(name=Precision.bf16))
         Fabric(strategy=ZeroFabricStrategy(config=config), accelerator="cpu", devices=2)
