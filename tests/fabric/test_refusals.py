@@ -70,6 +70,7 @@ def test_loss_scaling_skips_steps_on_all_ranks() -> None:
     run = train("zero3", plugins=FabricPrecision("16-mixed", LossScaler(init_scale=64.0)), clip={"max_norm": 1.0})
     scaler = run.fabric.strategy.precision.scaler
     assert scaler.scale == 64.0 and run.losses[-1] < run.losses[0]
+    torch.testing.assert_close(run.norms, train("ddp", clip={"max_norm": 1.0}).norms, rtol=0.05, atol=0.01)
     before = run.fabric.strategy.get_module_state_dict(run.model._forward_module)
     x, y = next(iter(loader()))
     scale = float("inf") if run.fabric.global_rank else 1.0
