@@ -247,6 +247,11 @@ class Assembly:
         return before.detach if before is not None else lambda: None
 
     @property
+    def is_compiled(self) -> bool:
+        """Whether ``torch.compile`` has a part in what the module computes."""
+        return self._compiled.are_there
+
+    @property
     def module(self) -> nn.Module:
         module = self._module()
         assert module is not None, "the module that was sharded is gone: keep a reference to it"

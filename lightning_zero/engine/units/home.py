@@ -25,6 +25,7 @@ from torch import Tensor
 from lightning_zero.comm.profiling import profiled
 from lightning_zero.comm.streams import Streams
 from lightning_zero.config import ConfigError
+from lightning_zero.device import recording
 from lightning_zero.engine.units.kept import Kept, KeptInFiles, KeptInMemory, Sliced
 from lightning_zero.engine.units.landing import Landing
 from lightning_zero.planning.placement import Tier
@@ -355,7 +356,7 @@ class FileHome:
         self._moving = [operation(extent, tensor) for extent, tensor in zip(self._extents, self._tensors, strict=True)]
 
     def _wait(self) -> None:
-        with profiled("transfer", self._label):
+        with profiled("transfer", self._label), recording.stands("disk", self._label, on_host=True):
             for future in self._moving:
                 future.result()
         self._moving = []  # not where one has failed: then whoever waits next gets its error too
