@@ -63,6 +63,11 @@ class Tiers:
     def _parts(self) -> tuple[Landing | Sender | HostTier | NvmeTier | ReadAhead | None, ...]:
         return self.landing, self.sender, self.host, self.nvme, self.read_ahead  # in the order of who uses whom
 
+    @property
+    def staging_nbytes(self) -> int:
+        """Host memory of what is on the way between tiers, beside the ring of the files."""
+        return sum(part.nbytes for part in (self.landing, self.sender, self.read_ahead) if part is not None)
+
     def set_budgets(self, host: int | None, nvme: int | None) -> None:
         """Bound the bytes that this rank may hold; None: no bound."""
         if self.host is not None:
