@@ -32,6 +32,11 @@ class ComputeLane:
             self._calls.pop()
             self._switch(recorder, self._calls[-1] if self._calls else None, recorder.moment())
 
+    def backward_begins(self) -> None:
+        """What comes now is a backward."""
+        if (recorder := recording.keeper()) is not None:
+            self._switch(recorder, None, recorder.moment())
+
     def needs(self, what: str) -> None:
         """A backward comes to a unit."""
         if (recorder := recording.keeper()) is not None and (self._bar is None or self._bar[0] != what):
@@ -41,7 +46,7 @@ class ComputeLane:
         """A gradient of a unit has been computed."""
         if (recorder := recording.keeper()) is None:
             return
-        if self._bar is not None and self._bar[0] != what and self._last is not None:
+        if (self._bar is None or self._bar[0] != what) and self._last is not None:
             self._switch(recorder, what, self._last)
         self._last = recorder.moment()
 

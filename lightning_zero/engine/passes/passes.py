@@ -449,6 +449,7 @@ class Passes:
         else:
             self.watch_trainable()  # some may have been unfrozen since the pass began, by a forward that led nowhere
         self.hooks.come_last()
+        self.lane.backward_begins()
         self._enter(Phase.TOLD if explicit else Phase.NOTICED)
         self.explicit_backwards += explicit
         # Steps under way still read the gradients that this backward replaces or adds to.
