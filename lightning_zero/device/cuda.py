@@ -97,6 +97,11 @@ def gpu_count() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
+def is_in_use() -> bool:
+    """Whether this process has begun to use CUDA, which one that is forked from it cannot go on with."""
+    return torch.cuda.is_initialized()
+
+
 def gpu_nbytes() -> int:
     """All memory of the first."""
     return int(torch.cuda.get_device_properties(0).total_memory)

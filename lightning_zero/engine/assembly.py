@@ -251,6 +251,11 @@ class Assembly:
         self._closing = weakref.finalize(self, _close_tiers, tiers, os.getpid())
         return before.detach if before is not None else lambda: None
 
+    def close_tiers(self) -> None:
+        """Close the tiers at the end of the process that has made them; nothing can be asked of the engine then."""
+        if self._closing is not None:
+            self._closing()
+
     @property
     def is_compiled(self) -> bool:
         """Whether ``torch.compile`` has a part in what the module computes."""

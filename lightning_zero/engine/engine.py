@@ -251,6 +251,11 @@ class Engine(Assembly):
         """Let backwards inside accumulate without reducing, where gradients rest replicated (stages 0 and 1)."""
         return self.reducer.no_sync()
 
+    @property
+    def has_open_pass(self) -> bool:
+        """Whether a forward has come whose backward, or end, has not."""
+        return self.passes.key is not None
+
     def abort(self) -> None:
         """Bring every unit to rest after an exception. Starts no collective, and waits a bounded time for others."""
         self.passes.abort()

@@ -3,7 +3,9 @@
 ::
 
     strategy        every hook of a Lightning strategy; checkpointing: those for checkpoints
-    precision       its precision plugin         registration    names for Trainer(strategy=), without importing it
+    processes       how they meet, wait and end; launchers: how they are started, in a notebook too
+    precision       its precision plugin; precision_row, settings: what Fabric's strategy has in common with this one
+    registration    names for Trainer(strategy=) and Fabric(strategy=), without importing it
     checkpoint_io   files, written whole or not at all      random_numbers  generators of all ranks, in checkpoints
     sharded_checkpoints  the same as folders, written by all ranks
     background_saves     saves of either kind that go on behind training
