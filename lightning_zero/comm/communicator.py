@@ -384,6 +384,7 @@ class Communicator:
     def _count(self, kind: str, label: str) -> None:
         if self._groups is not None:
             self.counts[kind, label] += 1
+            self.waits.note(label)
             self._note(kind, label)
 
     def _note(self, kind: str, label: str) -> None:

@@ -2,8 +2,8 @@
 
 ::
 
-    wait_work            the others come within zero.stall_timeout_s, or StallError names ranks and places;
-                         where a connection breaks, PeerError names the rank that is gone
+    wait_work            the others come within zero.stall_timeout_s, or StallError names ranks and places, at once
+                         where ranks wait for each other; where a connection breaks, PeerError names the rank that is gone
     ... patient=True     as long as any rank is at work (one that downloads, others in a barrier): only when all wait,
                          for things that differ, nothing will ever come
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import Counter
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -19,6 +20,8 @@ import torch.distributed as dist
 
 from lightning_zero.ranks.peers import PeerError, is_broken_connection
 from lightning_zero.ranks.watchdog import Watchdog, connection_of_its_own
+
+ASK_S = 5.0  # of a wait, until the other ranks' waits are looked at; then twice as long, and so on
 
 
 class StallError(RuntimeError):
@@ -44,6 +47,7 @@ class Waits:
         place: what this rank is doing, in words; posted for the others' error messages.
         issued: operations asked for so far; a number that grows shows that this rank is not stuck.
         waited_s: seconds that the host has spent waiting for messages.
+        asked: messages that this rank has sent, or waited for, by their names.
     """
 
     def __init__(self, group: Any, *, stall_timeout_s: float) -> None:
@@ -57,6 +61,8 @@ class Waits:
         self.place = "starting"
         self.issued = 0
         self.waited_s = 0.0
+        self.asked: Counter[str] = Counter()
+        self._counted: set[str] = set()
         self._watchdog: Watchdog | None = None
 
     def watch(self, number: int, *, hears_ends: bool) -> None:
@@ -68,6 +74,11 @@ class Waits:
         """
         store = connection_of_its_own(dist.distributed_c10d._get_default_store())
         self._watchdog = Watchdog(self, store, number=number, hears_ends=hears_ends)
+
+    def note(self, label: str) -> None:
+        """A message of this name is sent; the host may wait for it later, or never."""
+        self._counted.add(label)
+        self.asked[label] += 1
 
     @property
     def waiting(self) -> str:
@@ -99,6 +110,8 @@ class Waits:
             if work.is_completed():
                 work.wait()  # not left out: a message that has failed is complete too, and raises its error here
                 return
+            if label not in self._counted:
+                self.asked[label] += 1
             _wait_of_process = _Wait(_wait_of_process.number + 1, label, work)
             try:
                 self._wait(work, label, patient=patient)
@@ -119,15 +132,22 @@ class Waits:
             raise StallError(self._stall_message(label, waited)) from error
 
     def _wait(self, work: Any, label: str, *, patient: bool) -> None:
-        limit = timedelta(seconds=self.stall_timeout_s)
+        deadline, ask_s = time.monotonic() + self.stall_timeout_s, ASK_S
         said = False
         while True:
             # Only the wait ends after ``limit``. The message goes on, since its group has a longer timeout
-            # (``comm/groups.py``), so a patient wait may wait for it again.
+            # (``comm/groups.py``), so it may be waited for again.
+            left = deadline - time.monotonic()
+            asks = left > ask_s + 1 and self._watchdog is not None
+            limit, began = ask_s if asks else max(left, 0.001) if not said else self.stall_timeout_s, time.monotonic()
             try:
-                work.wait(limit)
+                work.wait(timedelta(seconds=limit))
                 return
             except RuntimeError:
+                if asks and time.monotonic() - began > 0.9 * limit:
+                    ask_s *= 2
+                    self._refuse_waiting_for_each_other(label)
+                    continue
                 if not patient or self._watchdog is None:
                     raise
                 if self._watchdog.all_wait() and not work.is_completed():
@@ -135,6 +155,20 @@ class Waits:
             if not said:
                 said = True
                 print(self._stall_message(label, self.stall_timeout_s), file=sys.stderr, flush=True)
+
+    def _refuse_waiting_for_each_other(self, label: str) -> None:
+        assert self._watchdog is not None
+        waits = self._watchdog.waits_for_each_other()
+        if waits is None:
+            return
+        places = self._watchdog.places()
+        lines = "\n".join(f"  rank {r}: {place}, waits for {waits[r]!r}" for r, place in enumerate(places))
+        raise StallError(
+            f"rank {self.rank} waits for {label!r}, which not all ranks have come to, and they wait for something that "
+            f"others have not come to:\n{lines}\nAll ranks must call this: gather(), the module, saves, state_dicts and "
+            "norms take all ranks. Look for a call that only some ranks make (under `if rank == 0`, say). If ranks take "
+            "different paths through the model, set zero.dynamic=true."
+        )
 
     def _stall_message(self, label: str, waited: float) -> str:
         asked = self._watchdog.places_and_silent() if self._watchdog is not None else None

@@ -19,11 +19,12 @@ from __future__ import annotations
 import atexit
 import builtins
 import contextlib
+import json
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from multiprocessing.util import Finalize
 from typing import Any, Protocol, TypeVar
 from weakref import WeakSet, finalize, ref
@@ -49,6 +50,7 @@ class Watched(Protocol):
     place: str  # what it is doing, in words
     issued: int  # operations
     stall_timeout_s: float
+    asked: Mapping[str, int]  # messages by their names
 
     @property
     def waiting(self) -> str:
@@ -139,6 +141,7 @@ class Watchdog:
 
     def _run(self) -> None:
         posted: tuple[str, str] | None = None
+        stuck = ""  # the wait whose counts are posted
         while not self._stop.wait(self._every_s if self.peers.knows_holder else 0.1):
             watched = self._watched()
             if watched is None and self._gone is None:
@@ -148,6 +151,9 @@ class Watchdog:
                     posted = watched.place, watched.waiting
                     self._store.set(self._key(self._rank), posted[0])
                     self._store.set(f"{self._key(self._rank)}/waits", posted[1])
+                elif watched is not None and posted is not None and posted[1] not in ("", stuck):
+                    stuck = posted[1]  # it waits for longer than a beat
+                    self._store.set(f"{self._key(self._rank)}/stuck", json.dumps([stuck, dict(watched.asked)]))
                 self.peers.answer()
                 self._listen()
             except Exception:  # the store is gone with its server
@@ -271,6 +277,43 @@ class Watchdog:
             key = f"{self._key(rank)}/waits"
             found.append(self._store.get(key).decode() if self._store.check([key]) else "")
         return found if all(found) else None
+
+    def waits_for_each_other(self) -> list[str] | None:
+        """What each rank waits for, where each waits for a message that some other has not sent and that one waits too:
+        none of them will ever come. ``None`` where that is not so, or not known (yet)."""
+        if self._world_size > RANKS_AT_THIS_PACE:
+            return None
+
+        def ask() -> list[str] | None:
+            with contextlib.suppress(Exception):  # the store is gone with its server
+                before = self._stuck()
+                if before is None:
+                    return None
+                time.sleep(2 * self._every_s + STILL_S)
+                return before if before == self._stuck() else None
+            return None
+
+        return within(2 * self._every_s + STILL_S + ANSWER_S, ask, None)
+
+    def _stuck(self) -> list[str] | None:
+        """The message that each rank waits for, if for every one of them some rank has sent fewer of its name."""
+        waits = self._waits()
+        if waits is None:
+            return None
+        labels, counts = [], []
+        for rank, wait in enumerate(waits):
+            key = f"{self._key(rank)}/stuck"
+            if not self._store.check([key]):
+                return None
+            found, asked = json.loads(self._store.get(key))
+            if found != wait:  # of an earlier wait
+                return None
+            labels.append(wait.partition(": ")[2])
+            counts.append(asked)
+        for asked, label in zip(counts, labels, strict=True):
+            if all(other.get(label, 0) >= asked.get(label, 0) for other in counts):
+                return None  # all have sent it: it is on its way
+        return labels
 
     def missing(self, place: str, timeout_s: float) -> list[int]:
         """Ranks that do not post ``place`` in time."""

@@ -26,6 +26,8 @@ def show_full(
     names the one whose values count. Where all parameters of the module are shown, the module is plain inside: it is
     without our hooks.
     """
+    # On a group of its own, before any message that a rank which is elsewhere could take for another of its own.
+    engine.comm.together("gather(), which all ranks must enter", lambda: None)
     wanted = {engine.place_of(p).bucket for p in params}
     if (from_rank is not None or grads) and wanted & set(engine.shown):
         raise RuntimeError(
