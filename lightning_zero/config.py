@@ -364,6 +364,14 @@ class OptimizerConfig:
     elementwise: bool = False
 
 
+class AfterFit(Enum):
+    """What a module is between runs."""
+
+    auto = "auto"
+    whole = "whole"
+    sharded = "sharded"
+
+
 @dataclass(kw_only=True, slots=True)
 class DebugConfig:
     """What a run tells of itself.
@@ -409,6 +417,8 @@ class ZeroConfig:
             of a module on the meta device need no others. A checkpoint that is loaded counts more.
         stall_timeout_s: seconds that a rank waits for others before it raises, naming unit, ranks and places; at the
             start of a run, the ranks that have not come.
+        after_fit: after fit, test or predict the module is ``whole`` again, one copy per host, or stays ``sharded``;
+            ``auto``: whole where all hosts have room.
         summary: print the table of units at the start and, at the end of the main job, that of bytes at rest.
     """
 
@@ -428,6 +438,7 @@ class ZeroConfig:
     dynamic: bool = False
     init_from: str | None = None
     stall_timeout_s: float = 300.0
+    after_fit: AfterFit = AfterFit.auto
     summary: bool = True
 
     def __post_init__(self) -> None:
@@ -586,6 +597,8 @@ def _convert(key: str, value: Any) -> Any:
         return _GROUPS[key][0](name=choose(key, value))
     if key == "activation_checkpointing" and isinstance(value, str):
         return _member(Recompute, "zero.activation_checkpointing", value)
+    if key == "after_fit" and isinstance(value, str):
+        return _member(AfterFit, "zero.after_fit", value)
     classes = {k: c for k, (c, _) in _GROUPS.items()} | {
         "unit": UnitConfig,
         "comm": CommConfig,

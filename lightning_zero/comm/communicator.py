@@ -221,9 +221,9 @@ class Communicator:
             return [value]
         return gather_on(self._groups.control, value, self.waits, what)
 
-    def meet(self, value: Any, what: str) -> list[Any]:
+    def meet(self, value: Any, what: str, *, patient: bool = False) -> list[Any]:
         """As :meth:`all_gather_objects`, where other ranks may be at any other call: see :func:`gather_objects`."""
-        return gather_objects(self._parent, value, self.waits, what)
+        return gather_objects(self._parent, value, self.waits, what, patient=patient)
 
     def together(
         self, what: str, act: Callable[[], T], undo: Callable[[T], Any] = lambda _: None, *, patient: bool = False

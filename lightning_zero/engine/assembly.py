@@ -95,6 +95,7 @@ class Assembly:
         self._group = group
         self.tiers = Tiers()
         self._closing: Any = None  # what closes the tiers
+        self.host_copy: Any = None  # of whole/host_copy.py
         share = self._shard(module, group, device, node, sources, has_values)
         self._places = {id(info.param): Place(b, info) for u in self.units for b in u.buckets for info in b.params}
         self.optimizers: list[ShardedOptimizer] = []

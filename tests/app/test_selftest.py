@@ -35,6 +35,7 @@ def test_all_is_well(only: str, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.full
 def test_time_that_is_over_is_a_failure(tmp_path: Path) -> None:
     done = run(tmp_path, "--only", "zero1", "--timeout", "0.1")
     assert done.returncode == 1, done.stdout + done.stderr

@@ -63,8 +63,15 @@ class AroundStep:
             stepped: buckets that were stepped in the closure's backward.
 
         Raises:
-            RuntimeError: parameters are shown by ``gather()``, or gradients wait for a backward that reduces them.
+            RuntimeError: parameters are shown by ``gather()``, or are whole between runs, or gradients wait for a
+                backward that reduces them.
         """
+        if self._passes.hooks.idle:
+            raise RuntimeError(
+                "optimizer.step() between runs: the module is whole, each rank has a copy of its own, and this "
+                "optimizer steps the shards that ranks have together. Train with trainer.fit(), or make an optimizer "
+                "of your own now: what it writes, on all ranks alike, is what the next fit starts from."
+            )
         if any(bucket.is_plain for unit in self._units for bucket in unit.buckets):
             raise RuntimeError(
                 "optimizer.step() inside gather(): what is written to the shown parameters would replace the step's "

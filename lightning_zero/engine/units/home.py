@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -35,6 +36,7 @@ from lightning_zero.tiers.nvme import NvmeTier
 from lightning_zero.tiers.pinned import ReadAhead, Sender
 
 CAST_CHUNK = 1 << 22  # elements: few enough to need little memory, and enough to keep a link busy
+_CHANGES = itertools.count()  # see :attr:`Home.changes`
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +83,11 @@ class Home(Protocol):
 
     Attributes:
         master: [owned numel]; readable while open.
+        changes: another number whenever the master may have got other values; of all homes of the process.
     """
 
     master: Tensor
+    changes: int
 
     def begin_open(self) -> None:
         """Start bringing the tensors into memory."""
@@ -146,6 +150,7 @@ class ResidentHome:
             is_exposed: users' code may change the master itself, without ``open``.
         """
         self.master = master
+        self.changes = next(_CHANGES)
         self._is_exposed = is_exposed
         self._kept: KeptInMemory | None = None
         self._spare: list[Tensor] | None = []  # for copies of what is kept
@@ -154,6 +159,7 @@ class ResidentHome:
 
     def open(self, *, to_write: bool = False) -> None:
         if to_write:
+            self.changes = next(_CHANGES)
             self._secure()
 
     def keep(self, parts: Sequence[Sliced], streams: Streams) -> Kept:
@@ -268,6 +274,7 @@ class FileHome:
         self._tier, self._sender = tier, sender
         self._label = label
         self.master = master
+        self.changes = next(_CHANGES)
         self._states: dict[int, list[Tensor]] = {}  # of each owner
         self._tensors: list[Tensor] = []
         self._extents: list[Any] = []
@@ -318,6 +325,8 @@ class FileHome:
     @_by_one_thread
     def close(self, *, changed: bool) -> None:
         self._changed |= changed
+        if changed:
+            self.changes = next(_CHANGES)
         self._opens -= 1
         if self._opens:
             return
@@ -405,15 +414,19 @@ class FileHome:
         self._extents, self._tensors = [], []
 
 
-def make_home(tier: Tier, tiers: Tiers, label: str, values: Tensor, dtype: torch.dtype) -> Home:
-    """A home on ``tier`` for ``values`` [owned numel], in ``dtype``."""
+def make_home(tier: Tier, tiers: Tiers, label: str, values: Tensor, dtype: torch.dtype, *, taken: bool = False) -> Home:
+    """A home on ``tier`` for ``values`` [owned numel], in ``dtype``.
+
+    Args:
+        taken: nobody else has ``values``, which may become the home.
+    """
     if tier is Tier.host:
         assert tiers.host is not None
         return HostHome(tiers.host, label, values, dtype)
     if tier is Tier.nvme:
         assert tiers.nvme is not None
         return FileHome(tiers.nvme, label, values.to("cpu", dtype, copy=True), tiers.sender)
-    return ResidentHome(values.to(dtype, copy=True))
+    return ResidentHome(values.to(dtype, copy=not taken))
 
 
 def copy_cast(source: Tensor, target: Tensor, *, wait: bool = False) -> None:
