@@ -271,8 +271,8 @@ def _refuse_settings_of_the_trainer(config: ZeroConfig) -> None:
         )
     if config.after_fit is AfterFit.whole:
         raise ConfigError(
-            "zero.after_fit: expected auto or sharded with Fabric, where no call ends a run, got whole. Drop "
-            "zero.after_fit, and use `with lightning_zero.gather(model):`."
+            "zero.after_fit: expected auto or sharded with Fabric, where a strategy does not know when a run ends, got "
+            "whole. Drop zero.after_fit, and read values inside `with lightning_zero.gather(model):`."
         )
     if config.offload.step_in_backward:
         raise ConfigError(

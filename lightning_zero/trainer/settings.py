@@ -9,6 +9,7 @@ from typing import Any
 
 from lightning_zero.config import Precision, ZeroConfig, make_config
 from lightning_zero.engine.passes.compiled import check_compiler
+from lightning_zero.engine.timeline.record import check_timeline
 from lightning_zero.tiers.claims import check_folder
 
 
@@ -20,6 +21,7 @@ def settings_of(config: ZeroConfig | None, rows: Mapping[str, Any], settings: Ma
     """
     config = make_config(config, **{key: row for key, row in rows.items() if row is not None}, **settings)
     check_compiler(config.compile)
+    check_timeline(config.debug)
     path = config.offload.nvme_path
     if path is not None and "$" not in path:  # variables are those of the ranks
         check_folder(os.path.expanduser(path))
