@@ -373,6 +373,33 @@ class AfterFit(Enum):
 
 
 @dataclass(kw_only=True, slots=True)
+class DebugConfig:
+    """What a run tells of itself.
+
+    Attributes:
+        timeline: a folder for a timeline of some steps: a trace for Perfetto, a page, and a PNG where matplotlib is
+            installed.
+        timeline_after: steps of the optimizer before the first that is recorded. ``None``: 5.
+        timeline_steps: how many are recorded. ``None``: 2.
+    """
+
+    timeline: str | None = None
+    timeline_after: int | None = None
+    timeline_steps: int | None = None
+
+    def __post_init__(self) -> None:
+        for key in ("timeline_after", "timeline_steps"):
+            value = getattr(self, key)
+            if value is not None:
+                _positive(f"zero.debug.{key}", value)
+                if self.timeline is None:
+                    raise ConfigError(
+                        f"zero.debug.{key} has no effect without zero.debug.timeline. Drop it, or give "
+                        "zero.debug.timeline=FOLDER."
+                    )
+
+
+@dataclass(kw_only=True, slots=True)
 class ZeroConfig:
     """All settings of the strategy: the group ``zero``.
 
@@ -403,6 +430,7 @@ class ZeroConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     compile: CompileConfig = field(default_factory=CompileConfig)
+    debug: DebugConfig = field(default_factory=DebugConfig)
     prefetch_bytes: int = 256 * MIB
     keep_gathered_bytes: int = 0
     reduce_bucket_bytes: int = 256 * MIB
@@ -505,7 +533,7 @@ def make_config(base: ZeroConfig | None = None, **settings: Any) -> ZeroConfig:
     """A :class:`ZeroConfig` from keyword settings, as :class:`~lightning_zero.ZeroStrategy` takes them.
 
     ``stage``, ``precision``, ``offload``, ``checkpoint`` and ``compile`` may be row names (or stage numbers); ``unit``,
-    ``comm`` and ``optimizer`` may be mappings; everything else is a field of :class:`ZeroConfig`.
+    ``comm``, ``optimizer`` and ``debug`` may be mappings; everything else is a field of :class:`ZeroConfig`.
 
     Raises:
         ConfigError: an unknown setting or a bad value.
@@ -575,6 +603,7 @@ def _convert(key: str, value: Any) -> Any:
         "unit": UnitConfig,
         "comm": CommConfig,
         "optimizer": OptimizerConfig,
+        "debug": DebugConfig,
     }
     if key in classes and isinstance(value, dict):
         allowed = {f.name for f in fields(classes[key])}

@@ -258,8 +258,10 @@ class Engine(Assembly):
     def rest(self) -> None:
         """Come to rest between runs: end the open pass, and wait for steps and gathers in flight. On all ranks."""
         self.passes.leave()
-        if not self.after_step.has_failed:  # else whatever has failed has been raised
+        whole = not self.after_step.has_failed  # else whatever has failed has been raised
+        if whole:
             self.settle()
+        self.timeline.run_ends(together=whole and not self.passes.aborted)
 
     # -- optimizers ---------------------------------------------------------------------------------------------------
 

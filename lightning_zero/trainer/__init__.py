@@ -15,5 +15,6 @@
     restaging       another stage or offload row for a run that goes on
     compiled        LightningModules that torch.compile has made
     averaging, stochastic_averaging, finetuning, pruning  Lightning's callbacks that need to know of shards
-    monitor         ZeroMonitor                  summary        what is shown at the start and at the end
+    monitor         ZeroMonitor                  flops          floating-point operations of a batch
+    summary         what is shown at the start and at the end
 """

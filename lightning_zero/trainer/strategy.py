@@ -43,6 +43,7 @@ from lightning_zero.device import accelerator_of
 from lightning_zero.device.cuda import default_device
 from lightning_zero.engine import Engine, engine_of, shard
 from lightning_zero.engine.passes.compiled import check_compiler
+from lightning_zero.engine.timeline.record import check_timeline
 from lightning_zero.engine.units.describe import TRUE_DTYPES
 from lightning_zero.engine.whole.host_copy import check_room
 from lightning_zero.ranks import rendezvous
@@ -118,6 +119,7 @@ class ZeroStrategy(RestagingStrategy):
         rows = {"stage": stage, "offload": offload, "checkpoint": checkpoint, "compile": compile}
         config = make_config(config, **{k: v for k, v in rows.items() if v is not None}, **settings)
         check_compiler(config.compile)
+        check_timeline(config.debug)
         path = config.offload.nvme_path
         if path is not None and "$" not in path:  # variables are those of the ranks
             check_folder(os.path.expanduser(path))

@@ -48,6 +48,7 @@ class AroundStep:
         self._sentinels = sentinels
         self._writes = writes
         self._after_step = after_step
+        self.stepped: Callable[[], None] = lambda: None  # called behind every step, on all ranks
         self.early_steps = EarlySteps(passes, reducer, writes)
 
     def closure(self, landed: Callable[[Bucket], None]) -> contextlib.AbstractContextManager[None]:
@@ -108,6 +109,7 @@ class AroundStep:
         self._passes.stepped()
         values_changed(self.place_of(param).info for param in params)
         self.masters_changed(changed)
+        self.stepped()
 
     def masters_changed(self, changed: set[Bucket]) -> None:
         """Bring replicated compute parameters up to date by gathers, unit by unit. On all ranks.

@@ -26,6 +26,7 @@ from torch import Tensor
 from lightning_zero.comm.profiling import profiled
 from lightning_zero.comm.streams import Streams
 from lightning_zero.config import ConfigError
+from lightning_zero.device import recording
 from lightning_zero.engine.units.kept import Kept, KeptInFiles, KeptInMemory, Sliced
 from lightning_zero.engine.units.landing import Landing
 from lightning_zero.planning.placement import Tier
@@ -63,6 +64,11 @@ class Tiers:
 
     def _parts(self) -> tuple[Landing | Sender | HostTier | NvmeTier | ReadAhead | None, ...]:
         return self.landing, self.sender, self.host, self.nvme, self.read_ahead  # in the order of who uses whom
+
+    @property
+    def staging_nbytes(self) -> int:
+        """Host memory of what is on the way between tiers, beside the ring of the files."""
+        return sum(part.nbytes for part in (self.landing, self.sender, self.read_ahead) if part is not None)
 
     def set_budgets(self, host: int | None, nvme: int | None) -> None:
         """Bound the bytes that this rank may hold; None: no bound."""
@@ -364,7 +370,7 @@ class FileHome:
         self._moving = [operation(extent, tensor) for extent, tensor in zip(self._extents, self._tensors, strict=True)]
 
     def _wait(self) -> None:
-        with profiled("transfer", self._label):
+        with profiled("transfer", self._label), recording.stands("disk", self._label, on_host=True):
             for future in self._moving:
                 future.result()
         self._moving = []  # not where one has failed: then whoever waits next gets its error too
@@ -408,15 +414,19 @@ class FileHome:
         self._extents, self._tensors = [], []
 
 
-def make_home(tier: Tier, tiers: Tiers, label: str, values: Tensor, dtype: torch.dtype) -> Home:
-    """A home on ``tier`` for ``values`` [owned numel], in ``dtype``."""
+def make_home(tier: Tier, tiers: Tiers, label: str, values: Tensor, dtype: torch.dtype, *, taken: bool = False) -> Home:
+    """A home on ``tier`` for ``values`` [owned numel], in ``dtype``.
+
+    Args:
+        taken: nobody else has ``values``, which may become the home.
+    """
     if tier is Tier.host:
         assert tiers.host is not None
         return HostHome(tiers.host, label, values, dtype)
     if tier is Tier.nvme:
         assert tiers.nvme is not None
         return FileHome(tiers.nvme, label, values.to("cpu", dtype, copy=True), tiers.sender)
-    return ResidentHome(values.to(dtype, copy=True))
+    return ResidentHome(values.to(dtype, copy=not taken))
 
 
 def copy_cast(source: Tensor, target: Tensor, *, wait: bool = False) -> None:
