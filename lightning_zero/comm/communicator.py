@@ -417,13 +417,13 @@ class Communicator:
     def _count(self, kind: str, label: str, full: Tensor) -> None:
         if self._groups is not None:
             self.counts[kind, label] += 1
+            self.waits.note(label)
             # What one rank receives, by whatever messages: every slice but its own, once for each half.
             nbytes = full.nbytes - full.nbytes // self.shard_size
             if kind != "all_gather":
                 recording.moved("reduce", nbytes)
             if kind != "reduce_scatter":
                 recording.moved("gather" if kind == "all_gather" else "reduce", nbytes)
-            self.waits.note(label)
             self._note(kind, label)
 
     def _note(self, kind: str, label: str) -> None:
