@@ -83,7 +83,7 @@ class RangeSave:
         path: of the checkpoint.
         with_values: tensors have values when they are asked for.
         noting: inside of it, what fails has failed on all ranks.
-        hollow: makes the tensors.
+        hollow: makes the tensors that have no values.
         begin: hands what follows over to a thread; None: it is done at once.
     """
 
@@ -95,13 +95,13 @@ class RangeSave:
         *,
         with_values: bool,
         noting: Noting,
-        hollow: Hollow,
+        hollow: Hollow | None = None,
         begin: Callable[..., None] | None = None,
     ) -> None:
         self._engine, self._io, self._behind = engine, io, begin
         self._path, self._noting = path, noting
         self._with_values = with_values
-        self._hollow = hollow
+        self._hollow = hollow if hollow is not None else Hollow()
 
     # -- what Lightning asks for ----------------------------------------------------------------------------------
 
