@@ -39,7 +39,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
 from tests.lightning_table.bench import Bench, Records, checkpoint
-from tests.lightning_table.table import Refusal, feature
+from tests.lightning_table.table import feature
 from tests.trainer.toys import Block, Lit, seeded
 
 
@@ -194,10 +194,7 @@ def accumulation_scheduler(bench: Bench) -> Any:
     return bench.fit(max_epochs=3, callbacks=[GradientAccumulationScheduler({0: 3, 1: 1, 2: 2})]).seen
 
 
-@feature(
-    "StochasticWeightAveraging",
-    refused=Refusal("`StochasticWeightAveraging`", "WeightAveraging"),
-)
+@feature("StochasticWeightAveraging")
 def stochastic_weight_averaging(bench: Bench) -> Any:
     """Losses, metrics, weights, rates"""
     ran = bench.fit(max_epochs=4, callbacks=[StochasticWeightAveraging(0.02, swa_epoch_start=1, annealing_epochs=1)])
@@ -402,7 +399,9 @@ class Writer(BasePredictionWriter):
         super().__init__("batch_and_epoch")
         self.bench = bench
 
-    def write_on_batch_end(self, trainer: Any, module: Any, prediction: Any, indices: Any, batch: Any, idx: int, *_: Any) -> None:  # fmt: skip
+    def write_on_batch_end(
+        self, trainer: Any, module: Any, prediction: Any, indices: Any, batch: Any, idx: int, *_: Any
+    ) -> None:
         torch.save((indices, prediction), self.bench.root / f"batch{trainer.global_rank}-{idx}.pt")
 
     def write_on_epoch_end(self, trainer: Any, module: Any, predictions: Any, indices: Any) -> None:

@@ -119,7 +119,7 @@ def by_iterator(bench: Bench) -> Any:
 
     class Takes(Lit):
         def training_step(self, dataloader_iter: Any) -> Any:
-            batch, batch_idx, _ = next(dataloader_iter)
+            batch, _, _ = next(dataloader_iter)
             loss = self.loss(batch)
             self.losses.append(loss.item())
             return loss

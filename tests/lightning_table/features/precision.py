@@ -63,7 +63,7 @@ def scaled(bench: Bench) -> Any:
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             loss = super().training_step(batch, batch_idx)
-            scales.append(float(plugin.scaler.get_scale()))
+            scales.append(float(self.trainer.precision_plugin.scaler.get_scale()))
             return loss * float("inf") if self.trainer.fit_loop.total_batch_idx == 2 else loss
 
     scales: list[float] = []

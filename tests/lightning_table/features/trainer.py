@@ -172,9 +172,9 @@ class Norm(Lit):
         self.head = nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 1))
 
 
-@feature("sync_batchnorm")
+@feature("sync_batchnorm", ddp_raises="SyncBatchNorm")
 def sync_batchnorm(bench: Bench) -> Any:
-    """Losses, metrics, weights and statistics of the batches of all ranks"""
+    """On GPUs only"""
 
     return bench.fit(seeded(Norm), sync_batchnorm=True, count=8).seen
 
