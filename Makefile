@@ -31,7 +31,7 @@ STAMP := $(VENV)/.installed-$(CHOICE)
 DEV_STAMP := $(VENV)/.installed-dev-$(CHOICE)
 SLURM_STAMP := $(VENV)/.installed-slurm-$(CHOICE)
 
-.PHONY: help install train test test-full test-slurm fuzz bench bench-offload bench-scale bench-checkpoint gpu-check image image-test structure lint format clean
+.PHONY: help install train test test-full test-slurm fuzz bench bench-offload bench-scale bench-checkpoint gpu-check lightning-table image image-test structure lint format clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -63,6 +63,9 @@ test: $(STAMP) ## the tests, in minutes
 
 test-full: $(STAMP) ## with the full matrices
 	$(PY) -m pytest -m 'not slurm$(if $(GPU),, and not gpu)' --timeout=1800 $(ARGS)
+
+lightning-table: $(STAMP) ## all of Lightning's features beside DDP (docs/lightning.md), in minutes
+	$(PY) -m tests.lightning_table $(ARGS)
 
 fuzz: $(STAMP) ## random programs for an hour, with a new seed
 	$(PY) -m tests.fuzz $(ARGS)

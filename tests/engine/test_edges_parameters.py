@@ -43,6 +43,13 @@ def mean_square(side: Side, step: int, *, width: int = 19) -> Tensor:
     return loss
 
 
+@on_ranks(1)
+def test_libraries_know_parameters_by_the_name_of_their_class() -> None:
+    """As tensorboardX does, for histograms of weights: by the letters "torch"."""
+    module = lightning_zero.shard(Model(), stage=3, comm={"even_alone": True}).module
+    assert all("torch" in str(type(p)) and type(p) is not nn.Parameter for p in module.parameters() if p.numel() > 1)
+
+
 # -- tied -------------------------------------------------------------------------------------------------------------
 
 

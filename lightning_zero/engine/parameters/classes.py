@@ -188,8 +188,10 @@ def classes_of(param: nn.Parameter) -> Classes:
         if plain.__torch_function__ is not nn.Parameter.__torch_function__:  # type: ignore[attr-defined]
             _CLASSES[plain] = Classes(plain, plain, plain)
         else:
-            present = type("PresentParameter", (_Owned, plain), {})
-            absent = type("AbsentParameter", (_Absent, present), {})
+            # tensorboardX takes for a tensor what has "torch" in the name of its class.
+            of = f"[{plain.__module__}.{plain.__qualname__}]"
+            present = type("PresentParameter", (_Owned, plain), {"__qualname__": f"PresentParameter{of}"})
+            absent = type("AbsentParameter", (_Absent, present), {"__qualname__": f"AbsentParameter{of}"})
             _CLASSES[plain] = Classes(plain, present, absent)
             _PLAIN.update({present: plain, absent: plain})
     return _CLASSES[plain]

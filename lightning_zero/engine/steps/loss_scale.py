@@ -55,6 +55,14 @@ class LossScaler:
             scaler.get_growth_interval() if scaler.is_enabled() else 2000,
         )
 
+    def get_scale(self) -> float:
+        """The scale, by the name that ``torch.amp.GradScaler`` has for it: callbacks log it."""
+        return self.scale
+
+    def is_enabled(self) -> bool:
+        """Always, as a ``torch.amp.GradScaler`` says that scales."""
+        return True
+
     def update(self, *, overflowed: bool) -> None:
         """A step was made, or skipped because of an overflow."""
         if overflowed:

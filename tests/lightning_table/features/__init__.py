@@ -1,0 +1,1 @@
+"""The features of the table; each module is one of its headings."""

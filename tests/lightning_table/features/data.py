@@ -1,0 +1,127 @@
+"""Loaders and data modules."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningDataModule
+from lightning.pytorch.utilities import CombinedLoader
+from torch.utils.data import DataLoader, IterableDataset
+
+from tests.lightning_table.bench import Bench, Ran
+from tests.lightning_table.table import feature
+from tests.trainer.toys import Lit, Samples, seeded
+
+
+class Nested(Lit):
+    """Batches of several loaders, nested or in turn."""
+
+    def loss(self, batch: Any) -> Any:
+        if isinstance(batch, dict):
+            parts = [super(Nested, self).loss(part) for part in batch.values() if part is not None]
+            return torch.stack(parts).mean()
+        return super().loss(batch)
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self._evaluate(batch)
+
+
+for _mode in ("min_size", "max_size_cycle", "max_size"):
+
+    def _combined(bench: Bench, mode: str = _mode) -> Any:
+        data = CombinedLoader({"a": bench.loader(2), "b": bench.loader(1)}, mode)
+        return bench.fit(seeded(Nested), data).seen
+
+    _combined.__doc__ = "Losses, metrics, weights"
+    feature(f'CombinedLoader(mode="{_mode}")')(_combined)
+
+
+@feature("nested loaders, several loaders of validation")
+def several(bench: Bench) -> Any:
+    """Losses, metrics by loader, weights"""
+    data = {"a": bench.loader(2), "b": bench.loader(1)}
+    return bench.fit(seeded(Nested), data, val=[bench.loader(2), bench.loader(1)]).seen
+
+
+@feature("LightningDataModule")
+def data_module(bench: Bench) -> Any:
+    """Losses, metrics, weights; what it saves and finds again"""
+
+    class Data(LightningDataModule):
+        def __init__(self, batch_size: int = 2) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+            self.loaded: Any = None
+
+        def train_dataloader(self) -> Any:
+            return bench.loader(self.hparams["batch_size"])
+
+        val_dataloader = test_dataloader = predict_dataloader = train_dataloader
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"seen": self.trainer.global_step}
+
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            self.loaded = state_dict
+
+    module, of = seeded(Lit), bench.trainer(max_epochs=1)
+    of.fit(module, datamodule=Data())
+    results = of.test(module, datamodule=Data(1), verbose=False), of.predict(module, datamodule=Data())
+    of.save_checkpoint(bench.root / "a.ckpt")
+    data, of = Data(), bench.trainer()
+    of.fit(module, datamodule=data, ckpt_path=bench.root / "a.ckpt")
+    again = Data.load_from_checkpoint(bench.root / "a.ckpt", weights_only=False)
+    return results, data.loaded, dict(again.hparams), Ran(of, module).seen
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter([Samples()[index] for index in range(dist.get_rank(), 12, 2)])
+
+
+@feature("IterableDataset")
+def iterable(bench: Bench) -> Any:
+    """Losses, metrics, weights"""
+    data = DataLoader(Stream(), batch_size=2)
+    return bench.fit(data=data, val=data, use_distributed_sampler=True).seen
+
+
+@feature("batches of dicts, and of nested lists")
+def nested_batches(bench: Bench) -> Any:
+    """Losses, metrics, weights"""
+
+    class Dicts(Lit):
+        def loss(self, batch: Any) -> Any:
+            assert batch["more"][1] == ["text"] * 2
+            return super().loss((batch["x"], batch["more"][0]))
+
+    def collate(rows: Any) -> Any:
+        x, y = torch.utils.data.default_collate(rows)
+        return {"x": x, "more": [y, ["text"] * len(rows)]}
+
+    data = DataLoader(Samples(8), batch_size=2, collate_fn=collate)
+    return bench.fit(seeded(Dicts), data, val=data, use_distributed_sampler=True).seen
+
+
+@feature("a loader with workers")
+def workers(bench: Bench) -> Any:
+    """Losses, metrics, weights"""
+    data = bench.loader()
+    data = DataLoader(data.dataset, batch_size=2, sampler=data.sampler, num_workers=1, persistent_workers=True)
+    return bench.fit(data=data, val=False).seen
+
+
+@feature("steps by dataloader_iter")
+def by_iterator(bench: Bench) -> Any:
+    """Losses, weights"""
+
+    class Takes(Lit):
+        def training_step(self, dataloader_iter: Any) -> Any:
+            batch, _, _ = next(dataloader_iter)
+            loss = self.loss(batch)
+            self.losses.append(loss.item())
+            return loss
+
+    return bench.fit(seeded(Takes)).seen

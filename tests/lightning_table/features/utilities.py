@@ -1,0 +1,230 @@
+"""Utilities, profilers, the tuner, torch.compile, the CLI."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import random
+import sys
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.throughput import measure_flops
+from lightning.pytorch.profilers import AdvancedProfiler, PyTorchProfiler, SimpleProfiler
+from lightning.pytorch.tuner import Tuner
+from lightning.pytorch.utilities import grad_norm
+from lightning.pytorch.utilities.model_summary import summarize
+from torch import nn
+
+from tests.lightning_table.bench import Bench, Ran
+from tests.lightning_table.table import feature
+from tests.trainer.toys import Lit, _quiet, seeded
+
+
+@feature("self.all_gather")
+def all_gather(bench: Bench) -> Any:
+    """Tensors, dicts, numbers; losses and weights where gradients go through it"""
+
+    class Contrasts(Lit):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            out = self(batch[0])
+            found.append(self.all_gather({"a": out.detach(), "b": [torch.tensor(self.global_rank), 1.5]}))
+            every = self.all_gather(out, sync_grads=True)
+            loss = nn.functional.mse_loss(out, batch[1]) + every.square().mean()
+            self.losses.append(loss.item())
+            return loss
+
+    found: list[Any] = []
+    return bench.fit(seeded(Contrasts)).seen, found
+
+
+@feature("trainer.strategy.barrier, broadcast, reduce, reduce_boolean_decision, all_gather")
+def collectives(bench: Bench) -> Any:
+    """What each rank gets, before and after a fit too"""
+    found: list[Any] = []
+
+    class Talks(Lit):
+        def on_train_epoch_end(self) -> None:
+            of = self.trainer.strategy
+            rank = self.global_rank
+            of.barrier("here")
+            found.append(of.broadcast({"rank": rank, "t": torch.ones(2) * rank}, src=1))
+            found.append([of.reduce(torch.tensor(rank + 1.0), reduce_op=op) for op in ("mean", "sum")])
+            found.append([of.reduce_boolean_decision(rank == 0, all=every) for every in (True, False)])
+            found.append(of.all_gather(torch.tensor([rank])))
+            found.append(
+                (of.reduce(1.5), of.global_rank, of.local_rank, of.node_rank, of.world_size, of.is_global_zero)
+            )
+
+    ran = bench.fit(seeded(Talks))
+    ran.trainer.strategy.barrier()
+    found.append(ran.trainer.strategy.broadcast(dist.get_rank(), 1))
+    return found
+
+
+@feature("seed_everything(workers=True)")
+def seeds(bench: Bench) -> Any:
+    """Dropout's losses, random numbers of torch, numpy and random in steps and workers"""
+
+    class Draws(Lit):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            drawn.append((float(torch.rand(())), float(np.random.rand()), random.random()))
+            return super().training_step((nn.functional.dropout(batch[0], 0.5), batch[1]), batch_idx)
+
+    drawn: list[Any] = []
+    pl.seed_everything(11, workers=True, verbose=False)
+    ran = bench.fit(Draws())
+    return drawn, ran.seen
+
+
+@feature("grad_norm")
+def norms(bench: Bench) -> Any:
+    """What is logged of it"""
+
+    class Logs(Lit):
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            self.log_dict(grad_norm(self, norm_type=2))
+
+    return bench.fit(seeded(Logs)).seen
+
+
+@feature("summarize, measure_flops, self.example_input_array")
+def summaries(bench: Bench) -> Any:
+    """Sizes and counts in on_fit_start, FLOPs in setup"""
+
+    class Looks(Lit):
+        def setup(self, stage: str) -> None:
+            found.append(measure_flops(self, lambda: self(torch.ones(2, 4)), lambda y: y.sum()))
+
+        def on_fit_start(self) -> None:
+            found.append(str(summarize(self, max_depth=-1)))
+
+    found: list[Any] = []
+    bench.fit(seeded(Looks))
+    return found
+
+
+@feature("SimpleProfiler")
+def simple(bench: Bench) -> Any:
+    """Names of actions and their numbers"""
+    profiler = SimpleProfiler(bench.root, "out")
+    ran = bench.fit(profiler=profiler)
+    actions = {_strategy_out(name): len(times) for name, times in profiler.recorded_durations.items()}
+    return ran.seen, dict(sorted(actions.items())), bench.files("out*")
+
+
+def _strategy_out(name: str) -> str:
+    """Actions of a strategy have its class in their name."""
+    return name.replace("[Strategy]DDPStrategy", "[Strategy]").replace("[Strategy]ZeroStrategy", "[Strategy]")
+
+
+@feature("AdvancedProfiler")
+def advanced(bench: Bench) -> Any:
+    """Names of actions, files"""
+    profiler = AdvancedProfiler(bench.root, "out")
+    ran = bench.fit(profiler=profiler)
+    return ran.seen, sorted(map(_strategy_out, profiler.profiled_actions)), bench.files("out*")
+
+
+@feature("PyTorchProfiler", slow=True)
+def pytorch_profiler(bench: Bench) -> Any:
+    """Losses, weights; that operations and steps are in what it says, files"""
+    profiler = PyTorchProfiler(bench.root, "out", export_to_chrome=True, schedule=None)
+    ran = bench.fit(profiler=profiler, max_epochs=1)
+    dist.barrier()
+    texts = [path.read_text() for path in sorted(bench.root.glob("fit-out*.txt"))]
+    said = [[word in text for word in ("aten::addmm", "optimizer_step", "training_step")] for text in texts]
+    assert said and all(any(words) for words in said)
+    return ran.seen, said
+
+
+class Tuned(Lit):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lr, self.batch_size = 0.05, 2
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
+
+
+@feature("Tuner.lr_find")
+def lr_find(bench: Bench) -> Any:
+    """Rates, losses, the suggestion; losses and weights after it"""
+    module, of = seeded(Tuned), bench.trainer()
+    with contextlib.redirect_stderr(io.StringIO()):
+        found = Tuner(of).lr_find(module, bench.loader(count=96), num_training=16, update_attr=True)
+    assert found is not None
+    return dict(found.results), found.suggestion(), bench.fit(module).seen
+
+
+@feature("Tuner.scale_batch_size", ddp_raises="distributed")
+def scale_batch_size(bench: Bench) -> Any:
+    """Lightning finds a batch size on one rank only"""
+    return Tuner(bench.trainer()).scale_batch_size(seeded(Tuned), bench.loader())
+
+
+@feature("torch.compile(module)", slow=True)
+def compiled(bench: Bench) -> Any:
+    """Weights"""
+
+    class Quiet(Lit):
+        """Nothing is logged: that fails inside of a graph, under DDP too."""
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.loss(batch)
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.loss(batch)
+
+    torch._dynamo.reset()
+    module = seeded(Quiet)
+    of = bench.trainer(max_epochs=1)
+    of.fit(torch.compile(module), bench.loader(), bench.loader())
+
+    return Ran(of, module).seen
+
+
+@feature("LightningCLI", needs=("jsonargparse",))
+def cli(bench: Bench) -> Any:
+    """Losses, weights, its config file"""
+    from lightning.pytorch.cli import LightningCLI
+
+    class Loads(Lit):
+        def train_dataloader(self) -> Any:
+            return bench.loader()
+
+    pl.seed_everything(3, verbose=False)
+    silent = ["logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"]
+    args = ["fit", "--trainer.max_epochs=1", "--trainer.accelerator=cpu", "--trainer.devices=2"]
+    args += [f"--trainer.strategy={bench.row}", f"--trainer.default_root_dir={bench.root}", "--seed_everything=3"]
+    args += [f"--trainer.{name}=false" for name in silent] + ["--model.width=6", "--model.lr=0.02"]
+    before, sys.argv = sys.argv, ["script"]
+    try:
+        ran = LightningCLI(Loads, args=args)
+    finally:
+        sys.argv = before
+
+    config = (bench.root / "config.yaml").read_text().replace(bench.row, "ROW").replace(str(bench.root), "ROOT")
+    return Ran(ran.trainer, ran.model).seen, config
+
+
+@feature("the strategy by its name")
+def by_name(bench: Bench) -> Any:
+    """Losses, metrics, weights with Trainer(strategy="zero3")"""
+
+    settings: dict[str, Any] = {"devices": 2, "accelerator": "cpu", "max_epochs": 2, "logger": False}
+    _quiet()
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        of = pl.Trainer(
+            strategy=bench.row,
+            enable_progress_bar=False,
+            enable_checkpointing=False,
+            use_distributed_sampler=False,
+            **settings,
+        )
+        module = seeded(Lit)
+        of.fit(module, bench.loader(), bench.loader())
+    return Ran(of, module).seen

@@ -1,0 +1,85 @@
+"""docs/lightning.md holds the table, and its cells are true."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch.callbacks as callbacks
+import pytest
+import torch
+
+from tests.harness import run
+from tests.lightning_table.table import EQUAL, ROWS, Table, all_features, differences, outcomes
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*has no O_DIRECT:RuntimeWarning")
+
+DOCS = Path(__file__).parents[2] / "docs"
+FEATURES = all_features()
+EVERY = 3  # of so many features one is run by each run of the tests, under one row
+
+
+def _cases() -> list[Any]:
+    cases = []
+    for number, what in enumerate(FEATURES.values()):
+        for place, row in enumerate(ROWS):
+            chosen = number % EVERY == 0 and place == number // EVERY % len(ROWS) and not what.slow
+            cases.append(
+                pytest.param(what.name, row, marks=[] if chosen else pytest.mark.full, id=f"{what.name}-{row}")
+            )
+    return cases
+
+
+@pytest.mark.parametrize(("name", "row"), _cases())
+def test_cell(name: str, row: str, tmp_path: Path) -> None:
+    what = FEATURES[name]
+    if what.missing:
+        pytest.skip(f"needs {', '.join(what.missing)}")
+    for rank, found in enumerate(run(2, outcomes, name, [row], tmp_path, timeout=240)):
+        assert found == {row: what.cell(row)}, f"rank {rank}"
+
+
+def test_the_page_holds_the_table() -> None:
+    page = (DOCS / "lightning.md").read_text()
+    assert str(Table()).strip() in page, "python -m tests.lightning_table --claimed prints the table"
+
+
+def test_refusals_are_documented() -> None:
+    refused = (DOCS / "refused.md").read_text()
+    for what in FEATURES.values():
+        if what.refused is not None:
+            assert f"| {what.refused.entry}" in refused, what.name
+
+
+def test_every_callback_of_lightning_is_in_the_table() -> None:
+    words = set(re.findall(r"\w+", " ".join(FEATURES)))
+    bases = {"Callback", "Checkpoint", "ProgressBar"}
+    assert set(callbacks.__all__) - bases <= words
+
+
+def test_all_rows_occur_in_each_run() -> None:
+    assert {case.values[1] for case in _cases() if not case.marks} == set(ROWS)
+
+
+def test_differences() -> None:
+    def differ(found: Any, expected: Any) -> bool:
+        return bool(list(differences(found, expected, 1e-5)))
+
+    same = {"a": [1.0, float("nan"), torch.ones(2)], "b": ("x", None, 1)}
+    assert not differ(same, same) and not differ({"a": 1.0 + 1e-7}, {"a": 1.0})
+    other: list[tuple[Any, Any]] = [
+        ({"a": 1.0}, {"a": 1.1}),
+        ({"a": 1}, {"b": 1}),
+        ({"a": 1, "b": 2}, {"b": 2, "a": 1}),
+        ([1, 2], [1]),
+        (1, 1.0),
+        (torch.ones(2), torch.ones(2).double()),
+        (torch.ones(2), torch.ones(2, 1)),
+        (torch.ones(2), torch.tensor([1.0, float("nan")])),
+        ("a", "b"),
+        (None, [1]),
+    ]
+    for found, expected in other:
+        assert differ(found, expected), (found, expected)
+    assert EQUAL == "equal"
