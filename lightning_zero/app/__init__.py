@@ -7,4 +7,5 @@
     submit       a run as a job                  jobs         a run as a job of a cluster
     slurm        scripts and sweeps for SLURM     convert      checkpoints in another form
     overrides    mistakes on the command line     progress     how long it will take, and the last validation
+    tasks        fit, validate, test, predict     sweep        runs of a sweep on this machine, and their table
 """

@@ -20,7 +20,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from lightning_zero.app import jobs, progress
 from lightning_zero.config import ConfigError
-from lightning_zero.models.gpt import GPT, LitGPT, decay_groups, warmup_cosine
+from lightning_zero.models.gpt import GPT, LitGPT
+from lightning_zero.models.language_model import decay_groups, warmup_cosine
 from lightning_zero.models.sample import SampleText
 
 ROOT = Path(__file__).parent.parent.parent
