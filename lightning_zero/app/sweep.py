@@ -7,6 +7,7 @@ takes no other with it.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import os
@@ -22,10 +23,26 @@ from hydra.core.utils import JobReturn, JobStatus
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from lightning_zero.config import ConfigError
+
 RESULTS = "results.json"  # what app/tasks.py writes
 OF_THE_SWEEP = r"hydra/launcher|hydra/sweeper|hydra\.(sweep|sweeper|launcher|mode|run|callbacks)\b"
 
 failed: list[int] = []  # jobs of this process
+
+
+def check_search(arguments: Sequence[str]) -> None:
+    """Refuse optuna where it is not installed: Hydra would say that there is no such file.
+
+    Raises:
+        ConfigError: says what to install.
+    """
+    asked = any(a.lstrip("+") in ("hparams_search=optuna", "hydra/sweeper=optuna") for a in arguments)
+    if asked and importlib.util.find_spec("hydra_plugins.hydra_optuna_sweeper") is None:
+        raise ConfigError(
+            "hparams_search=optuna: expected the package hydra-optuna-sweeper, which is not installed. pip install "
+            "'lightning-zero[search]', or choose hparams_search=grid."
+        )
 
 
 def job_command(overrides: Sequence[str], hydra_overrides: Sequence[str], folder: Path) -> list[str]:

@@ -209,8 +209,8 @@ def check_launch(trainer: Trainer) -> None:
     if HydraConfig.get().mode == RunMode.MULTIRUN and starts_processes:
         raise ConfigError(
             f"--multirun: expected jobs of one process, or processes started from outside, got {trainer.world_size} "
-            "processes that Lightning would start for each job (each would run the whole sweep again). Give "
-            "trainer.devices=1, run each job under torchrun, or choose hydra/launcher=submitit_slurm."
+            "processes that Lightning would start for each job (each would run the whole sweep again). Drop "
+            "hydra/launcher=basic, give trainer.devices=1, or choose hydra/launcher=submitit_slurm."
         )
 
 
@@ -289,7 +289,7 @@ def run(config: TrainConfig) -> float | None:
     from lightning_zero.data.synthetic import SyntheticData
     from lightning_zero.data.text import TextData
 
-    _quieten()
+    _quieten(config.task)
     seed_everything(config.seed, workers=True, verbose=False)
     data = build_data(config, explicit)
     model = build_model(config, explicit)
@@ -308,7 +308,7 @@ def run(config: TrainConfig) -> float | None:
     return optimized(config, metrics)
 
 
-def _quieten() -> None:
+def _quieten(task: Task) -> None:
     logging.getLogger("lightning").handlers.clear()  # Hydra's are there already: every line would come twice
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(lambda r: "Tip:" not in r.getMessage())
     for message in (
@@ -317,6 +317,8 @@ def _quieten() -> None:
         r"The `srun` command is available",
     ):
         warnings.filterwarnings("ignore", message=message)
+    if task is not Task.fit:  # the run folder is another one, and nothing is saved there
+        warnings.filterwarnings("ignore", message=r"The dirpath has changed from")
 
 
 @hydra.main(version_base="1.3", config_path="pkg://lightning_zero.conf", config_name="train")
@@ -371,6 +373,7 @@ def start(task: Callable[[], Any], config_name: str = "train") -> None:
     try:
         check_arguments(sys.argv[1:])
         check_launcher(sys.argv[1:])
+        sweep.check_search(sys.argv[1:])
         register_launcher()
         with hydra_raises():
             task()

@@ -92,7 +92,7 @@ class SyntheticData(LightningDataModule):
         )
 
     def val_dataloader(self) -> DataLoader[Tensor]:
-        return DataLoader(self.val_data, self.batch_size, **self._options())
+        return DataLoader(self.val_data, batch_size=self.batch_size, **self._options())
 
     def test_dataloader(self) -> DataLoader[Tensor]:
         return self.val_dataloader()

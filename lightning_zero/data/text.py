@@ -247,7 +247,7 @@ class TextData(LightningDataModule):
         }
         if train:
             return ResumableLoader(data, self.batch_size, trainer=self.trainer, **options)
-        return DataLoader(data, self.batch_size, **options)  # Lightning gives it a distributed sampler
+        return DataLoader(data, batch_size=self.batch_size, **options)  # Lightning gives it a distributed sampler
 
 
 def check_whole_number(key: str, value: object, least: int) -> None:
