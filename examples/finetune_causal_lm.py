@@ -46,7 +46,7 @@ class CausalLM(LightningModule):
 def main(folder: Path, out: Path) -> None:
     seed_everything(0, verbose=False)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    data = pieces(tokenizer.encode(TEXT.read_text()[:300_000]), length=64)
+    data = pieces(tokenizer.encode(TEXT[:300_000]), length=64)
     trainer = Trainer(
         strategy=ZeroStrategy("zero3", init_from=str(folder)),
         accelerator="auto",

@@ -10,7 +10,7 @@ from lightning.pytorch import LightningModule, Trainer, seed_everything
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import lightning_zero  # noqa: F401  makes zero0, zero1, zero2 and zero3 known to Lightning
+from lightning_zero import ZeroStrategy
 
 
 def network(n_in: int, n_out: int, width: int = 64) -> nn.Sequential:
@@ -68,7 +68,7 @@ def main() -> None:
     angle = 2 * torch.pi * torch.rand(8192, 1)
     circle = TensorDataset(torch.cat([angle.cos(), angle.sin()], dim=1))
     trainer = Trainer(
-        strategy="zero3",
+        strategy=ZeroStrategy("zero3", unit={"classes": ["Sequential"]}),
         accelerator="auto",
         devices="auto" if torch.cuda.is_available() else 2,
         max_epochs=4,

@@ -30,7 +30,7 @@ class LoRA(CausalLM):
 
 def main(folder: Path, out: Path) -> None:
     seed_everything(0, verbose=False)
-    data = pieces(AutoTokenizer.from_pretrained(folder).encode(TEXT.read_text()[:200_000]), length=64)
+    data = pieces(AutoTokenizer.from_pretrained(folder).encode(TEXT[:200_000]), length=64)
     strategy = ZeroStrategy("zero3", init_from=str(folder), checkpoint={"exclude_frozen": True})
     trainer = Trainer(
         strategy=strategy,

@@ -5,15 +5,15 @@ python examples/tiny_llama.py FOLDER
 """
 
 import sys
-import sysconfig
 from pathlib import Path
+from pydoc_data.topics import topics
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-TEXT = Path(sysconfig.get_path("stdlib"), "pydoc_data", "topics.py")  # English, and on every machine
+TEXT = "\n".join(topics[name] for name in sorted(topics))  # of Python's help: English, and on every machine
 
 
 def make_folder(folder: Path) -> None:
@@ -22,7 +22,7 @@ def make_folder(folder: Path) -> None:
     inner.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=1024, initial_alphabet=alphabet, show_progress=False)
-    inner.train([str(TEXT)], trainer)
+    inner.train_from_iterator([TEXT], trainer)
     torch.manual_seed(0)
     sizes = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "num_attention_heads": 4}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=1024, max_position_embeddings=128, **sizes))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -24,6 +25,8 @@ _REGISTRY_HOME = "lightning.pytorch.strategies"
 
 def register_presets() -> None:
     """Register every preset now, or as soon as Lightning's registry is there."""
+    # Lightning's own code, by torch 2.13: nobody who sees this can change it, and every rank says it.
+    warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated", FutureWarning)
     if not _register_now() and not any(isinstance(f, _RegistrationFinder) for f in sys.meta_path):
         sys.meta_path.insert(0, _RegistrationFinder())
 
