@@ -50,6 +50,9 @@ def _fit(
     if trainer.is_global_zero and trainer.checkpoint_callback is not None:
         last = getattr(trainer.checkpoint_callback, "last_model_path", "")
         print(f"checkpoint: {os.path.relpath(last)}" if last else "no checkpoint was written")
+        for callback in trainer.checkpoint_callbacks:
+            if getattr(callback, "monitor", None) and getattr(callback, "best_model_path", None):
+                print(f"best checkpoint: {os.path.relpath(callback.best_model_path)}, by {callback.monitor}")
     metrics = _validated(trainer, model, data)
     if config.zero.summary and trainer.is_global_zero:
         print_held(trainer.strategy.engine, config.trainer.accumulate_grad_batches)  # type: ignore[attr-defined]

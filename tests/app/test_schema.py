@@ -339,7 +339,7 @@ def command_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.
             "zero/precision=bf17",
             ["zero/precision: expected one of", "got 'bf17'", "bf16_true", "Write zero/precision=bf16."],
         ),
-        ("optimizer=adamv", ["optimizer/adamv", "Write optimizer=adamw."]),
+        ("optimizer=adamv", ["optimizer/adamv", "Write optimizer=adam."]),
         ("experiment=huge", ["experiment/huge", "tiny"]),
         # what Hydra itself would end in a traceback
         ("zero/stage=3", ["zero/stage=zero3", "zero/stage=3"]),
