@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.callbacks import BasePredictionWriter, Callback
+from lightning.pytorch.callbacks import BasePredictionWriter, Callback, ModelCheckpoint
 
 from lightning_zero.app.jobs import decided
 from lightning_zero.app.progress import LastValidation
@@ -51,7 +51,7 @@ def _fit(
         last = getattr(trainer.checkpoint_callback, "last_model_path", "")
         print(f"checkpoint: {os.path.relpath(last)}" if last else "no checkpoint was written")
         for callback in trainer.checkpoint_callbacks:
-            if getattr(callback, "monitor", None) and getattr(callback, "best_model_path", None):
+            if isinstance(callback, ModelCheckpoint) and callback.monitor and callback.best_model_path:
                 print(f"best checkpoint: {os.path.relpath(callback.best_model_path)}, by {callback.monitor}")
     metrics = _validated(trainer, model, data)
     if config.zero.summary and trainer.is_global_zero:

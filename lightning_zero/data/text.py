@@ -123,7 +123,7 @@ class TextData(LightningDataModule):
         self._find()
         self.tokenizer = Tokenizer(tokenizer) if tokenizer is not None else None
         self.vocab_size = self.tokenizer.vocab_size if self.tokenizer is not None else 256
-        self.dtype = np.dtype(np.uint8)
+        self.dtype: np.dtype[Any] = np.dtype(np.uint8)
         self.bytes_per_token = 1.0
         self._count(_cache_folder(cache_dir))
         self.check(world_size=1)

@@ -52,16 +52,16 @@ class LitCausalLM(LanguageModel):
             return
         from transformers import AutoModelForCausalLM
 
+        auto: Any = AutoModelForCausalLM  # has no types
         dtype = torch.get_default_dtype()  # of Trainer(precision=), whatever the file has
         if self._shards():
             with torch.device("meta"):
-                self.model = AutoModelForCausalLM.from_config(self.config, dtype=dtype)
+                self.model = auto.from_config(self.config, dtype=dtype)
         elif self.path is not None:
-            self.model = AutoModelForCausalLM.from_pretrained(
-                self.path, config=self.config, dtype=dtype, local_files_only=True
-            )
+            self.model = auto.from_pretrained(self.path, config=self.config, dtype=dtype, local_files_only=True)
         else:
-            self.model = AutoModelForCausalLM.from_config(self.config, dtype=dtype)
+            self.model = auto.from_config(self.config, dtype=dtype)
+        assert self.model is not None
         self.model.train()  # from_pretrained leaves it in eval mode
 
     def _shards(self) -> bool:
