@@ -19,6 +19,10 @@ class Cuda(Accelerator):
     def __init__(self, device: torch.device) -> None:
         super().__init__(with_index(device))
 
+    @property
+    def name(self) -> str:
+        return torch.cuda.get_device_name(self.device)
+
     def new_stream(self) -> Any:
         # Copies and messages that are ready should not wait behind kernels that fill the GPU.
         return torch.cuda.Stream(self.device, priority=-1)
@@ -43,6 +47,14 @@ class Cuda(Accelerator):
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
+
+    def moment(self) -> Any:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(self.current_stream())
+        return event
+
+    def seconds(self, begin: Any, end: Any) -> float:
+        return float(begin.elapsed_time(end)) / 1000
 
     def host_memory(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, pin_memory=True)

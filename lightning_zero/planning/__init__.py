@@ -11,5 +11,6 @@
     buckets     what rests where: the plan of one bucket
     memory      bytes by role, tier and moment
     speed       the least time of a step        timeline  the time of a schedule
+    peaks       what GPUs can do at most        clocks    how the clocks of ranks differ
     fit         whether a plan fits a machine, and what would make it fit
 """

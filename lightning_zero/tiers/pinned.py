@@ -26,6 +26,11 @@ class PinnedPair:
         self._accelerator = accelerator
         self._pages: HostPages | None = None
 
+    @property
+    def nbytes(self) -> int:
+        """Memory that is taken now."""
+        return 0 if self._pages is None else self._pages.nbytes
+
     def buffer(self, turn: int, dtype: torch.dtype, numel: int) -> Tensor:
         """The buffer of the ``turn``-th piece: [numel], at most ``PAIR_NBYTES``."""
         if self._pages is None:
@@ -46,6 +51,11 @@ class Sender:
         self._pair = PinnedPair(accelerator)
         self._sent: list[Any] = [None, None]  # the ends of the last copies out of the buffers
         self._lock = threading.Lock()
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that is taken now."""
+        return self._pair.nbytes
 
     def send(self, source: Tensor, target: Tensor) -> None:
         """Copy ``source`` [n] into ``target`` [n] on the current stream. ``source`` has been read when this returns."""
@@ -80,6 +90,11 @@ class ReadAhead:
         self._pages: HostPages | None = None
         self._free: list[tuple[int, Any]] = [(place, None) for place in range(READ_AHEAD)]
         self._lock = threading.Lock()
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that is taken now, for places."""
+        return 0 if self._pages is None else self._pages.nbytes
 
     def take(self, dtype: torch.dtype, numel: int) -> tuple[Tensor, Callable[[Any], None]]:
         """Memory [numel] to read into, and what to call, with the event of its copy, when that has been queued.

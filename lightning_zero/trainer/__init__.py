@@ -14,6 +14,7 @@
     interruptions   SIGTERM and the requeue signal: all ranks leave at one step
     restaging       another stage or offload row for a run that goes on
     compiled        LightningModules that torch.compile has made
-    averaging, finetuning, pruning  Lightning's callbacks that need to know of shards
-    monitor         ZeroMonitor                  summary        what is shown at the start and at the end
+    averaging, stochastic_averaging, finetuning, pruning  Lightning's callbacks that need to know of shards
+    monitor         ZeroMonitor                  flops          floating-point operations of a batch
+    summary         what is shown at the start and at the end
 """

@@ -23,7 +23,6 @@ from lightning.fabric.utilities.distributed import (
 )
 from lightning.fabric.utilities.init import _EmptyInit
 from lightning.fabric.utilities.seed import reset_seed
-from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.core.optimizer import _MockOptimizer
 from lightning.pytorch.plugins.precision import Precision as LightningPrecision
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
@@ -44,13 +43,24 @@ from lightning_zero.device import accelerator_of
 from lightning_zero.device.cuda import default_device
 from lightning_zero.engine import Engine, engine_of, shard
 from lightning_zero.engine.passes.compiled import check_compiler
+from lightning_zero.engine.timeline.record import check_timeline
 from lightning_zero.engine.units.describe import TRUE_DTYPES
+from lightning_zero.engine.whole.host_copy import check_room
 from lightning_zero.ranks import rendezvous
 from lightning_zero.ranks.allocation import check_allocation
 from lightning_zero.ranks.environments import own_environment
 from lightning_zero.ranks.waits import Waits
 from lightning_zero.tiers.claims import check_folder
-from lightning_zero.trainer import averaging, compiled, finetuning, kept_files, pruning, range_saves, validations
+from lightning_zero.trainer import (
+    averaging,
+    compiled,
+    finetuning,
+    kept_files,
+    pruning,
+    range_saves,
+    stochastic_averaging,
+    validations,
+)
 from lightning_zero.trainer.checkpoint_io import async_writer
 from lightning_zero.trainer.interruptions import Interruptions, Left
 from lightning_zero.trainer.precision import ZeroPrecision
@@ -109,6 +119,7 @@ class ZeroStrategy(RestagingStrategy):
         rows = {"stage": stage, "offload": offload, "checkpoint": checkpoint, "compile": compile}
         config = make_config(config, **{k: v for k, v in rows.items() if v is not None}, **settings)
         check_compiler(config.compile)
+        check_timeline(config.debug)
         path = config.offload.nvme_path
         if path is not None and "$" not in path:  # variables are those of the ranks
             check_folder(os.path.expanduser(path))
@@ -129,6 +140,7 @@ class ZeroStrategy(RestagingStrategy):
         self._interruptions: Interruptions | None = None
         self._random_numbers: RandomNumbers | None = None
         self._evaluation_starts = False
+        self._left = False  # on a signal, in a hurry
         self._has_values = False  # the module, which was trained before
         self._start_waits: Waits | None = None  # until there is an engine
         self._process_group_backend = process_group_backend
@@ -228,6 +240,7 @@ class ZeroStrategy(RestagingStrategy):
 
     def setup_environment(self) -> None:
         global _FAILED
+        self._left = False
         _FAILED = False  # an exception of an earlier run was survived, by all ranks
         self._to_load = self._saved_rng = self._saver = None
         self._waits_for_setup = True
@@ -246,6 +259,7 @@ class ZeroStrategy(RestagingStrategy):
             self._start_waits.place = "the start of the run (prepare_data and setup hooks)"
         if self.lightning_module is not None:
             averaging.attach(self.lightning_module.trainer)
+            stochastic_averaging.attach(self.lightning_module.trainer)
             finetuning.attach(self.lightning_module.trainer)
             pruning.attach(self.lightning_module.trainer)
             kept_files.attach(self.lightning_module.trainer)
@@ -317,8 +331,9 @@ class ZeroStrategy(RestagingStrategy):
     def setup(self, trainer: pl.Trainer) -> None:
         assert self.accelerator is not None and self.model is not None
         self.accelerator.setup(trainer)
-        _refuse_callbacks(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
+        if (engine := engine_of(self.model)) is not None:
+            engine.hide_whole(keep=not fitting)  # a step changes all values
         self._has_values = engine_of(self.model) is not None  # of a run before, whatever its settings
         if fitting and self._layer_sync:
             self.model = self._sync_layers(self.model)
@@ -331,6 +346,7 @@ class ZeroStrategy(RestagingStrategy):
         self._load_what_waits(trainer)
         if fitting:
             averaging.average_shards(trainer, self.engine)
+            stochastic_averaging.average_shards(trainer, self.engine)
         self.setup_precision_plugin()
         self._interruptions = Interruptions(
             trainer,
@@ -375,6 +391,7 @@ class ZeroStrategy(RestagingStrategy):
                 self._start_waits = None
             if self.config.summary and self.is_global_zero:
                 print_units(engine)
+            check_room(engine)
         else:
             engine.comm.waits.forget_failures()
         with engine.placeholders_allowed():
@@ -411,8 +428,10 @@ class ZeroStrategy(RestagingStrategy):
             engine = engine_of(module)
             if engine is not None:
                 engine.rest()
+                self._show_whole(engine)
             if module._trainer is not None:
                 averaging.let_go(module.trainer)
+                stochastic_averaging.let_go(module.trainer)
                 finetuning.let_go(module.trainer)
                 pruning.let_go(module.trainer)
                 kept_files.let_go(module.trainer)
@@ -426,10 +445,20 @@ class ZeroStrategy(RestagingStrategy):
         self.accelerator.teardown()
         self._end_writing()
 
+    def _show_whole(self, engine: Engine) -> None:
+        if self._left:
+            return
+        alone = engine.world_size == 1 and not engine.after_step.has_failed
+        if not _FAILED or alone:
+            engine.show_whole()
+        else:
+            engine.show_again()
+
     def on_exception(self, exception: BaseException) -> None:
         """No collective here: the other ranks may be gone."""
         global _FAILED
         if isinstance(exception, Left):  # between two steps, on all ranks
+            self._left = True
             return
         _FAILED = True
         module = self.lightning_module
@@ -519,15 +548,6 @@ compiled.accept(ZeroStrategy)
 def call_to_go_on(path: str) -> str:
     """How a run of a script of the user's own goes on from the checkpoint ``path``."""
     return f"trainer.fit(..., ckpt_path={path!r})"
-
-
-def _refuse_callbacks(trainer: pl.Trainer) -> None:
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, StochasticWeightAveraging):
-            raise ConfigError(
-                "StochasticWeightAveraging copies parameters one by one and would average placeholders. Use "
-                "lightning.pytorch.callbacks.WeightAveraging, whose copy is kept on shards."
-            )
 
 
 def _destroy_process_group() -> None:

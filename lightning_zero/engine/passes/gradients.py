@@ -158,6 +158,12 @@ class Reducer:
             self._pump()
 
     @property
+    def flying_nbytes(self) -> int:
+        """Bytes of the buffers whose reductions are not over, second halves of all-reduces among them."""
+        second = (b.layout.numel * b.dtypes.reduce.itemsize for b, _ in self._second_half)
+        return self._flying_nbytes + sum(second)
+
+    @property
     def has_arrivals(self) -> bool:
         return any(grads.arrived for grads in self.grads.values())
 

@@ -23,6 +23,7 @@ from torch.autograd.graph import increment_version
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.profiling import profiled
 from lightning_zero.comm.reduction import Pending
+from lightning_zero.device import recording
 from lightning_zero.engine.parameters.classes import set_values
 from lightning_zero.engine.units.awaited_step import AwaitedStep
 from lightning_zero.engine.units.flat_buffer import FlatBuffer, placeholders
@@ -33,6 +34,8 @@ from lightning_zero.engine.units.param_store import ParamStore, make_param_store
 from lightning_zero.planning.buckets import BucketPlan
 from lightning_zero.planning.layout import Fragment
 from lightning_zero.planning.placement import Tier
+
+_AT_ONCE = contextlib.nullcontext()
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,20 +160,25 @@ class Bucket:
                 self.comm.all_gather(self.full.data, f"{self.label} (first values)").wait()
 
     def fill(self, values: Tensor) -> None:
-        """Take initial values: ``values`` [owned numel] in master_dtype."""
-        self._settle_in(values)
+        """Take initial values: ``values`` [owned numel] in master_dtype, which nobody else has."""
+        self._settle_in(values, taken=True)
 
-    def _settle_in(self, values: Tensor) -> None:
-        """Make the masters' home and the compute parameters' store, as the plan says, from ``values`` [owned numel]."""
+    def _settle_in(self, values: Tensor, *, taken: bool = False) -> None:
+        """Make the masters' home and the compute parameters' store, as the plan says, from ``values`` [owned numel].
+
+        Args:
+            taken: they may be the masters from now on.
+        """
         self.comm.streams.change()
-        self._make_home(values)
+        self._make_home(values, taken=taken)
         self._make_grad_store()
         self._make_param_store(values)
 
-    def _make_home(self, values: Tensor) -> None:
+    def _make_home(self, values: Tensor, *, taken: bool = False) -> None:
         plan, dtype = self.plan, self.dtypes.master if self.trainable else self.dtypes.compute
         if plan.copies_master:
-            self.home = make_home(plan.home_tier, self._tiers, self.label, values, dtype)  # waits for its copy
+            home = make_home(plan.home_tier, self._tiers, self.label, values, dtype, taken=taken)
+            self.home = home  # a copy in it is complete
         else:
             self.home = ResidentHome(self._own_part, is_exposed=True)
 
@@ -266,10 +274,18 @@ class Bucket:
         # current stream has queued by now, but for the event of when the step was asked for. And on another stream:
         # gathers of other buckets, which may be needed sooner, would queue behind it.
         streams = self.comm.streams
-        with streams.on("push", after=self.awaited_step.event):
+        with streams.on("push", after=self.awaited_step.event), self._moves("h2d", target):
             self.home.copy_to(target)
             self._pushed = streams.mark()
         self.home.read_until(self._pushed)
+
+    @contextlib.contextmanager
+    def _moves(self, lane: str, target: Tensor) -> Iterator[None]:
+        """Around the queueing of a copy between the tiers, to ``target``. Off a device the host makes it, and waits."""
+        recording.moved(lane, target.nbytes)
+        waits = not self.comm.streams.are_there
+        with recording.span(lane, self.label), recording.stands("transfer", self.label) if waits else _AT_ONCE:
+            yield
 
     def own_compute_params(self) -> Tensor:
         """Compute parameters of the owned range as they rest, which a gather takes from this rank. [owned numel]"""
@@ -332,7 +348,8 @@ class Bucket:
         # The gather is issued from the stream of copies to the device, and so waits for the copies of the last step and
         # for those of ``prepare``. Issued from compute it would send the shard before these have arrived.
         with profiled("transfer", self.label), self._transfers(into_free_memory=self.reshards):
-            self.param_store.prepare(self._own_part)
+            with self._moves("h2d", self._own_part):
+                self.param_store.prepare(self._own_part)
             self.home.read_until(self.comm.streams.mark())
             return self.comm.all_gather(self.full.data, self.label)
 
@@ -380,6 +397,13 @@ class Bucket:
         self._values_are(here=True)
         for info in self.params:
             set_values(info.param, self.part_of(full, info), info.classes.plain, info.classes)
+
+    def show_values_of(self, values: Iterator[Tensor]) -> None:
+        """As :meth:`show_plain`, with the next of ``values`` for each parameter."""
+        self.is_plain = True
+        self._values_are(here=True)
+        for info, value in zip(self.params, values, strict=False):  # it goes on behind the last of the parameters
+            set_values(info.param, value, info.classes.plain, info.classes)
 
     def hide_plain(self, *, gathered: bool) -> None:
         """Back to gathered values or placeholders."""

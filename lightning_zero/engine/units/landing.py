@@ -88,6 +88,11 @@ class Landing:
             self.streams.accelerator.wait_on_host(arrived)
             target.add_(buffer)  # added before it is rounded, as on the device
 
+    @property
+    def nbytes(self) -> int:
+        """Host memory that is taken now."""
+        return self._pair.nbytes
+
     def close(self) -> None:
         """End the thread, after what it was given."""
         if self._pool is not None:

@@ -82,6 +82,11 @@ def values_changed(infos: Iterable[ParamInfo]) -> None:
         info.version += 1
 
 
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether two flat tensors of one dtype and device are equal to the bit, NaN and all."""
+    return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+
+
 def strides_of(param: Tensor) -> tuple[int, ...]:
     """Strides of ``param`` where its memory has neither gaps nor overlaps, else those of a contiguous tensor."""
     expected = 1

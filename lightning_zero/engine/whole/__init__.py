@@ -3,6 +3,7 @@
 ::
 
     gather           parameters show whole masters for a while
+    host_copy        the module whole between runs, in memory that the ranks of a host share
     module_state     the module's state dict, out of shards and into them
     optimizer_state  an optimizer's, likewise
     sharded_state    both, with the parts of tensors that each rank holds
@@ -10,5 +11,5 @@
     snapshot         what shards are now, for a thread that writes them later
     norms            norms and clipping
     restage          another stage or offload row, from shard to shard
-    held_bytes       bytes that are held, beside those that were planned
+    held_bytes       bytes that are held: at rest, beside those that were planned, and at any instant
 """
