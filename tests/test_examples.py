@@ -32,7 +32,8 @@ def value(done: subprocess.CompletedProcess[str], name: str) -> float:
     found = re.findall(rf"^{name}: (\S+)$", done.stdout, re.MULTILINE)
     assert len(found) == 1, done.stdout
     said = [line for line in done.stderr.splitlines() if re.search("warn|deprecat|recommend|does not have", line, re.I)]
-    assert not [line for line in said if "srun" not in line], done.stderr
+    # Of a machine with SLURM, and of what peft asks of transformers.
+    assert not [line for line in said if not re.search(r"srun|is_gradient_checkpointing|warn\($", line)], done.stderr
     assert "FLOPs" not in done.stdout + done.stderr
     return float(found[0])
 

@@ -157,8 +157,10 @@ def test_a_checkpoint_is_tested_and_predicted_from(
 @pytest.mark.slow
 def test_a_sweep_of_runs_of_two_ranks_ends_in_a_table(tmp_path: Path) -> None:
     """One of the three fails, which the others do not mind."""
-    overrides = ("-m", "seed=1,2,-1", "hydra.sweep.dir=sweep", "optimized_metric=val_bits_per_byte")
-    done = run(tmp_path, *SMALL, *overrides, "trainer.max_steps=4", "callbacks.sample=null", "data.val_fraction=0.002")
+    overrides = ("seed=1,2,-1", "hydra.sweep.dir=sweep", "optimized_metric=val_bits_per_byte")
+    done = run(
+        tmp_path, "-m", *SMALL, *overrides, "trainer.max_steps=4", "callbacks.sample=null", "data.val_fraction=0.002"
+    )
     assert done.returncode == 1, done.stdout + done.stderr
     assert done.stdout.count("validation bits per byte") == 2 and "run 2 has failed" in done.stdout
     table = done.stdout[done.stdout.index("sweep: sweep") :]
