@@ -377,8 +377,6 @@ def start(task: Callable[[], Any], config_name: str = "train") -> None:
         register_launcher()
         with hydra_raises():
             task()
-        if sweep.failed:
-            raise SystemExit(1)
     except ConfigError as error:
         _refuse(str(error))
     except (HydraException, OmegaConfBaseException) as error:  # an unknown key or group, a wrong type
@@ -390,6 +388,8 @@ def start(task: Callable[[], Any], config_name: str = "train") -> None:
             give_verdict(REFUSED)
             raise SystemExit(2) from None
         raise SystemExit(stop.code) from None
+    if sweep.failed:
+        raise SystemExit(1)
 
 
 def main() -> None:
