@@ -41,10 +41,10 @@ class Net(LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
-def make_loader(n_points: int, seed: int) -> DataLoader[tuple[Tensor, ...]]:
+def make_data(n_points: int, seed: int) -> TensorDataset:
     points = torch.randn(n_points, 2, generator=torch.Generator().manual_seed(seed))
     side = (points[:, 1] > torch.sin(2 * points[:, 0])).long()
-    return DataLoader(TensorDataset(points, side), batch_size=64, shuffle=True)
+    return TensorDataset(points, side)
 
 
 def main() -> None:
@@ -55,12 +55,12 @@ def main() -> None:
         max_epochs=3,
         logger=False,
         enable_checkpointing=False,
+        enable_model_summary=False,  # the table of units says more
     )
-    model = Net()
-    trainer.fit(model, make_loader(8192, seed=0))
-    result = trainer.validate(model, make_loader(1024, seed=1), verbose=False)
+    train_loader = DataLoader(make_data(8192, seed=0), batch_size=64, shuffle=True)
+    trainer.fit(Net(), train_loader, DataLoader(make_data(1024, seed=1), batch_size=64))
     if trainer.is_global_zero:
-        print(f"validation accuracy: {result[0]['val_accuracy']:.3f}")
+        print(f"validation accuracy: {trainer.callback_metrics['val_accuracy']:.3f}")
 
 
 if __name__ == "__main__":

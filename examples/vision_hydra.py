@@ -22,11 +22,9 @@ def main(cfg: DictConfig) -> None:
         sys.exit(f"error: {error}")
     seed_everything(cfg.seed, verbose=False)
     trainer = instantiate(cfg.trainer, strategy=ZeroStrategy(config=zero))
-    model, data = instantiate(cfg.model), instantiate(cfg.data)
-    trainer.fit(model, datamodule=data)
-    result = trainer.validate(model, datamodule=data, verbose=False)
+    trainer.fit(instantiate(cfg.model), datamodule=instantiate(cfg.data))
     if trainer.is_global_zero:
-        print(f"validation accuracy: {result[0]['val_accuracy']:.3f}")
+        print(f"validation accuracy: {trainer.callback_metrics['val_accuracy']:.3f}")
 
 
 if __name__ == "__main__":

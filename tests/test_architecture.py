@@ -16,7 +16,7 @@ LAYERS += ["trainer", "fabric", "pytorch_lightning", "app"]
 DOORS = {"train", "plan", "submit", "env", "selftest"}
 # Modules of the root that are no layer of their own; the rest are found by their folder.
 TOP_LEVEL = {"config": "config", "presets": "config"} | dict.fromkeys(DOORS, "app")
-USES_HYDRA = {"app.train", "app.plan", "app.submit", "app.schema", "app.overrides", "app.slurm.sweeps"}
+USES_HYDRA = {"app.train", "app.plan", "app.submit", "app.schema", "app.overrides", "app.slurm.sweeps", "app.sweep"}
 MAX_IN_ROOT = 10
 LONGEST = 60  # lines of a function
 SPEAK_LIGHTNING = {"ranks.environments", "ranks.allocation", "ranks.rendezvous"}

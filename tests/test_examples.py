@@ -26,11 +26,20 @@ def run(folder: Path, name: str, *overrides: str) -> subprocess.CompletedProcess
     )
 
 
-def accuracy(done: subprocess.CompletedProcess[str]) -> float:
+def value(done: subprocess.CompletedProcess[str], name: str) -> float:
+    """What rank 0 alone has printed at the end; nothing else is said that a reader would have to think about."""
     assert done.returncode == 0, done.stderr
-    found = re.findall(r"^validation accuracy: (\S+)$", done.stdout, re.MULTILINE)
-    assert len(found) == 1, done.stdout  # rank 0 alone
+    found = re.findall(rf"^{name}: (\S+)$", done.stdout, re.MULTILINE)
+    assert len(found) == 1, done.stdout
+    said = [line for line in done.stderr.splitlines() if re.search("warn|deprecat|recommend|does not have", line, re.I)]
+    # Of a machine with SLURM, and of what peft asks of transformers.
+    assert not [line for line in said if not re.search(r"srun|is_gradient_checkpointing|warn\($", line)], done.stderr
+    assert "FLOPs" not in done.stdout + done.stderr
     return float(found[0])
+
+
+def accuracy(done: subprocess.CompletedProcess[str]) -> float:
+    return value(done, "validation accuracy")
 
 
 def test_minimal(tmp_path: Path) -> None:
@@ -54,6 +63,52 @@ def test_vision_with_hydra_refuses_in_our_words(tmp_path: Path) -> None:
     assert done.returncode != 0
     assert "error: zero.prefetch_bytes: expected a number >= 0, got -1" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_mixture_of_experts(tmp_path: Path) -> None:
+    assert value(run(tmp_path, "mixture_of_experts.py"), "validation error") < 0.05
+
+
+@pytest.mark.slow
+def test_vit(tmp_path: Path) -> None:
+    assert accuracy(run(tmp_path, "vit.py")) > 0.85
+
+
+@pytest.mark.slow
+def test_gan(tmp_path: Path) -> None:
+    assert value(run(tmp_path, "gan.py"), "distance from the circle") < 0.5
+
+
+@pytest.mark.slow
+def test_one_gpu(tmp_path: Path) -> None:
+    assert value(run(tmp_path, "one_gpu.py", "--width", "64", "--depth", "2"), "training loss") < 2.3
+    files = tmp_path / "files"
+    files.mkdir()
+    sizes = ("--width", "64", "--depth", "2")
+    assert value(run(tmp_path, "one_gpu.py", *sizes, "--nvme", str(files)), "training loss") < 2.3
+    assert not list(files.iterdir())
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("llama") / "tiny"
+    assert run(folder.parent, "tiny_llama.py", str(folder)).returncode == 0
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {f.name for f in folder.iterdir()}
+    return folder
+
+
+def test_finetuning_a_folder(llama: Path, tmp_path: Path) -> None:
+    done = run(tmp_path, "finetune_causal_lm.py", str(llama))
+    assert value(done, "validation loss") < 6.0  # at the start ln(1024) = 6.9
+    assert "The statement" in done.stdout.splitlines()[-1] + done.stdout
+    assert {"config.json", "tokenizer.json"} <= {f.name for f in (tmp_path / "outputs" / "finetuned").iterdir()}
+
+
+@pytest.mark.slow
+def test_lora(llama: Path, tmp_path: Path) -> None:
+    assert value(run(tmp_path, "lora.py", str(llama)), "validation loss") < 6.5
+    files = {f.name for f in (tmp_path / "outputs" / "adapters").iterdir()}
+    assert "adapter_model.safetensors" in files and "model.safetensors" not in files
 
 
 def test_every_example_has_a_test() -> None:

@@ -8,4 +8,5 @@
     slurm        scripts and sweeps for SLURM     convert      checkpoints in another form
     env          what a bug report needs         selftest     every stage and tier on this machine
     overrides    mistakes on the command line     progress     how long it will take, and the last validation
+    tasks        fit, validate, test, predict     sweep        runs of a sweep on this machine, and their table
 """

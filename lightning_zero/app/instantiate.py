@@ -51,12 +51,18 @@ def accepted_arguments(target: Any) -> set[str] | None:
     for cls in target.__mro__:
         if "__init__" in cls.__dict__ and cls is not object:
             own = inspect.signature(cls.__dict__["__init__"]).parameters.values()
+            if cls is target and _is_library(cls) and any(p.kind is p.VAR_KEYWORD for p in own):
+                return None  # it hands them on: wandb.init(**kwargs)
             names |= {p.name for p in own if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)} - {"self"}
             if not any(p.kind is p.VAR_KEYWORD for p in own):
                 return names
-            if cls.__module__.split(".")[0] in ("torch", "lightning"):
+            if _is_library(cls):
                 return names or None  # a base that takes anything is no reason to pass anything
     return names
+
+
+def _is_library(target: Any) -> bool:
+    return str(getattr(target, "__module__", None)).split(".")[0] in ("torch", "lightning", "pytorch_lightning")
 
 
 def _names(function: Any) -> set[str] | None:
@@ -116,7 +122,18 @@ def build(
     if node.get("_partial_"):
         return partial(target, **arguments)
     _check_complete(key, node["_target_"], target, arguments)
-    return target(**arguments)
+    if not _is_library(target):
+        return target(**arguments)  # whose exceptions keep their traceback
+    try:
+        return target(**arguments)
+    except ModuleNotFoundError as error:
+        said = str(error).splitlines()[0].rstrip(".")
+        raise ConfigError(f"{key}: {node['_target_']} needs a package that is not installed: {said}.") from error
+    except Exception as error:
+        if not isinstance(error, (ValueError, TypeError)) and type(error).__name__ != "MisconfigurationException":
+            raise
+        said = " ".join(str(error).split()).rstrip(".")
+        raise ConfigError(f"{key}: {node['_target_']} refuses these settings: {said}. Change {key}.*.") from error
 
 
 def build_all(key: str, nodes: dict[str, Any]) -> list[Any]:

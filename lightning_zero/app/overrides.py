@@ -72,7 +72,7 @@ def check_arguments(arguments: list[str]) -> None:
         ConfigError: a row of a group that is not there yet, or that is written as a number or null.
     """
     for argument in arguments:
-        if argument in ("experiment=null", "debug=null"):
+        if argument in ("experiment=null", "debug=null", "hparams_search=null"):
             raise ConfigError(f"{argument}: this is the default, and Hydra cannot read it here. Drop {argument}.")
         match = re.fullmatch(rf"({'|'.join(GROUPS)})=({NOT_A_NAME})", argument)
         if match is not None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from datetime import datetime
+from enum import Enum
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
@@ -85,6 +86,15 @@ def _at_least(key: str, value: float | None, bound: int) -> None:
         raise ConfigError(f"trainer.{key}: expected a number >= {bound}, got {value}. Change trainer.{key}.")
 
 
+class Task(Enum):
+    """What a run does."""
+
+    fit = "fit"
+    validate = "validate"
+    test = "test"
+    predict = "predict"
+
+
 @dataclass(kw_only=True, slots=True)
 class TrainConfig:
     """Everything in ``conf/train.yaml``. Groups that may hold a user's own class are plain mappings."""
@@ -97,6 +107,9 @@ class TrainConfig:
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     callbacks: dict[str, Any] = field(default_factory=dict)
     logger: dict[str, Any] = field(default_factory=dict)
+    task: Task = Task.fit
+    tags: list[str] = field(default_factory=list)
+    optimized_metric: str | None = None
     seed: int = 0
     ckpt_path: str | None = None
     weights_only: bool = True
@@ -170,5 +183,8 @@ def register_schema() -> None:
     submit = {"machine": MachineConfig, "dry_run": BooleanNode(False)}
     store.store(name=SUBMIT_SCHEMA, node=submit, provider="lightning_zero")
     store.store(group="zero", name="schema", node=ZeroConfig, provider="lightning_zero")
+    # Jobs of a sweep, each by processes of its own: lightning_zero/app/sweep.py.
+    processes = {"_target_": "hydra_plugins.lightning_zero_plugin.ProcessLauncher"}
+    store.store(group="hydra/launcher", name="processes", node=processes, provider="lightning_zero")
     OmegaConf.register_new_resolver(RUN_NAME_RESOLVER, run_name, replace=True, use_cache=True)
     OmegaConf.register_new_resolver(PRECISION_RESOLVER, trainer_precision, replace=True)

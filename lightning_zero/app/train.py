@@ -15,6 +15,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import hydra
@@ -24,12 +25,12 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from lightning_zero.app import sweep
 from lightning_zero.app.instantiate import accepted_arguments, build, build_all
 from lightning_zero.app.jobs import (
     check_inside,
     check_saves,
     checkpoint_to_resume,
-    decided,
     fit_trainer,
     keep_work,
     slurm_plugins,
@@ -42,7 +43,7 @@ from lightning_zero.app.overrides import (
     hydra_prints,
     hydra_raises,
 )
-from lightning_zero.app.schema import TrainConfig, TrainerConfig, register_schema, trainer_precision
+from lightning_zero.app.schema import Task, TrainConfig, TrainerConfig, register_schema, trainer_precision
 from lightning_zero.app.slurm.sweeps import check_launcher, register_launcher
 from lightning_zero.config import ConfigError
 from lightning_zero.data.sources import check_path
@@ -53,7 +54,6 @@ if TYPE_CHECKING:
     from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 
 CPU_PROCESSES = 2  # where there is no GPU and no number of devices is given
-BITS_PER_BYTE = "val_bits_per_byte"
 TEXT_DATA = "lightning_zero.data.text.TextData"
 PRECISION_ALIASES = {"32": "32-true", "64": "64-true", "bf16": "bf16-mixed", "16": "16-mixed"}
 
@@ -165,6 +165,7 @@ def build_trainer(config: TrainConfig, plugins: list[Any] | None = None) -> Trai
     from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 
     from lightning_zero.app.progress import AnnounceTime, LastValidation
+    from lightning_zero.app.tasks import LogSettings, WritePredictions
     from lightning_zero.ranks.allocation import check_srun
     from lightning_zero.trainer.kept_files import NoteJob
     from lightning_zero.trainer.strategy import ZeroStrategy
@@ -174,6 +175,9 @@ def build_trainer(config: TrainConfig, plugins: list[Any] | None = None) -> Trai
     values |= {"precision": agreed_precision(config)}
     check_srun()
     callbacks = [*build_all("callbacks", config.callbacks), NoteJob(config.run_dir), LastValidation()]
+    callbacks.append(LogSettings(asdict(config)))
+    if config.task is Task.predict:
+        callbacks.append(WritePredictions(Path(config.run_dir, "predictions")))
     if config.trainer.enable_progress_bar is not False:
         callbacks.append(AnnounceTime())
     for wanted, kind in (
@@ -205,8 +209,8 @@ def check_launch(trainer: Trainer) -> None:
     if HydraConfig.get().mode == RunMode.MULTIRUN and starts_processes:
         raise ConfigError(
             f"--multirun: expected jobs of one process, or processes started from outside, got {trainer.world_size} "
-            "processes that Lightning would start for each job (each would run the whole sweep again). Give "
-            "trainer.devices=1, run each job under torchrun, or choose hydra/launcher=submitit_slurm."
+            "processes that Lightning would start for each job (each would run the whole sweep again). Drop "
+            "hydra/launcher=basic, give trainer.devices=1, or choose hydra/launcher=submitit_slurm."
         )
 
 
@@ -218,6 +222,18 @@ def _started_externally(trainer: Trainer) -> bool:
 def check_checkpoint(path: str | None) -> None:
     if path is not None and not os.path.exists(path):
         raise ConfigError(f"ckpt_path: expected a checkpoint, got {path!r}: there is nothing. Change ckpt_path.")
+
+
+def check_task(config: TrainConfig) -> None:
+    """
+    Raises:
+        ConfigError: untrained values would be evaluated.
+    """
+    if config.task is not Task.fit and config.ckpt_path is None and config.zero.init_from is None:
+        raise ConfigError(
+            f"ckpt_path: expected a checkpoint for task={config.task.value}, got none. Set ckpt_path, or give "
+            "model=hf the folder of a model."
+        )
 
 
 def check_text(config: TrainConfig) -> None:
@@ -256,59 +272,43 @@ def fails_in(model: LightningModule, error: Exception) -> bool:
     return any(frame.f_globals.get("__name__") in own - {"builtins"} for frame in frames)
 
 
-def run(config: TrainConfig) -> None:
-    """Build everything, train, validate, and say what came out."""
+def run(config: TrainConfig) -> float | None:
+    """Build everything, do what ``task`` says, and say what came out. Returns the value that a sweep looks at."""
     explicit = explicit_keys()
     fit_trainer(config)
     check_inside(config.cluster)
     check_checkpoint(config.ckpt_path)
+    check_task(config)
     check_saves(config, explicit)
     # What can be found before torch is imported, which takes many seconds.
     agreed_precision(config)
     check_text(config)
     from lightning.pytorch import seed_everything
 
+    from lightning_zero.app.tasks import check_vocabulary, optimized, perform, report
+    from lightning_zero.data.synthetic import SyntheticData
     from lightning_zero.data.text import TextData
-    from lightning_zero.trainer.summary import print_held
 
-    _quieten()
+    _quieten(config.task)
     seed_everything(config.seed, workers=True, verbose=False)
     data = build_data(config, explicit)
     model = build_model(config, explicit)
     trainer = build_trainer(config)
     check_launch(trainer)
     keep_work(config, trainer)
-    if isinstance(data, TextData):
+    if isinstance(data, (TextData, SyntheticData)) and config.task is Task.fit:
         data.check(trainer.world_size)
-    ckpt_path = checkpoint_to_resume(config, trainer)
+    check_vocabulary(model, data)
+    ckpt_path = checkpoint_to_resume(config, trainer) if config.task is Task.fit else config.ckpt_path
     trainer.strategy.run_settings = {**asdict(config), "ckpt_path": ckpt_path}  # type: ignore[attr-defined]
-
-    with decided(trainer, ckpt_path), batches_explained(model, data):
-        trainer.fit(model, datamodule=data, ckpt_path=ckpt_path, weights_only=config.weights_only)
-    if trainer.is_global_zero and trainer.checkpoint_callback is not None:
-        last = getattr(trainer.checkpoint_callback, "last_model_path", "")
-        print(f"checkpoint: {last}" if last else "no checkpoint was written")
-    metrics = validated(trainer, model, data)
-    if config.zero.summary and trainer.is_global_zero:
-        print_held(trainer.strategy.engine, config.trainer.accumulate_grad_batches)  # type: ignore[attr-defined]
+    with batches_explained(model, data):
+        metrics = perform(config, trainer, model, data, ckpt_path)
     if trainer.is_global_zero:
-        report(metrics, config.run_dir)
+        report(config, metrics, list(HydraConfig.get().overrides.task))
+    return optimized(config, metrics)
 
 
-def validated(trainer: Trainer, model: LightningModule, data: LightningDataModule) -> dict[str, float]:
-    """What a validation behind the last step logs: one that has been, else one more. On all ranks."""
-    from lightning_zero.app.progress import LastValidation
-
-    (last,) = (c for c in trainer.callbacks if isinstance(c, LastValidation))  # type: ignore[attr-defined]
-    found: dict[str, float] | None = last.at_the_end(trainer)
-    if found is None:
-        with decided(trainer, None):  # the weights that are there
-            results = trainer.validate(model, datamodule=data, verbose=False) if trainer.enable_validation else []
-        found = {k: v for result in results for k, v in result.items()}
-    return found
-
-
-def _quieten() -> None:
+def _quieten(task: Task) -> None:
     logging.getLogger("lightning").handlers.clear()  # Hydra's are there already: every line would come twice
     logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(lambda r: "Tip:" not in r.getMessage())
     for message in (
@@ -317,22 +317,15 @@ def _quieten() -> None:
         r"The `srun` command is available",
     ):
         warnings.filterwarnings("ignore", message=message)
-
-
-def report(metrics: dict[str, float], run_dir: str) -> None:
-    """The last lines of a run, on rank 0."""
-    print(f"logs: {os.path.relpath(run_dir)}")
-    for name, value in metrics.items():
-        if name != BITS_PER_BYTE:
-            print(f"{name}: {value:.4f}")
-    if BITS_PER_BYTE in metrics:
-        print(f"validation bits per byte: {metrics[BITS_PER_BYTE]:.4f}", flush=True)
+    if task is not Task.fit:  # the run folder is another one, and nothing is saved there
+        warnings.filterwarnings("ignore", message=r"The dirpath has changed from")
 
 
 @hydra.main(version_base="1.3", config_path="pkg://lightning_zero.conf", config_name="train")
-def _task(cfg: DictConfig) -> None:
+def _task(cfg: DictConfig) -> float | None:
     with refusals():
-        run(train_config(cfg))
+        return run(train_config(cfg))
+    return None
 
 
 def train_config(cfg: DictConfig) -> TrainConfig:
@@ -370,7 +363,7 @@ def _refuse(message: str, *, final: bool = True) -> None:
     raise SystemExit(2)
 
 
-def start(task: Callable[[], None], config_name: str = "train") -> None:
+def start(task: Callable[[], Any], config_name: str = "train") -> None:
     """Compose the configuration and call ``task``, a function that :func:`hydra.main` has wrapped.
 
     Args:
@@ -380,6 +373,7 @@ def start(task: Callable[[], None], config_name: str = "train") -> None:
     try:
         check_arguments(sys.argv[1:])
         check_launcher(sys.argv[1:])
+        sweep.check_search(sys.argv[1:])
         register_launcher()
         with hydra_raises():
             task()
@@ -394,6 +388,8 @@ def start(task: Callable[[], None], config_name: str = "train") -> None:
             give_verdict(REFUSED)
             raise SystemExit(2) from None
         raise SystemExit(stop.code) from None
+    if sweep.failed:
+        raise SystemExit(1)
 
 
 def main() -> None:

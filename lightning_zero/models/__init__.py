@@ -1,1 +1,7 @@
-"""The default model of the main job."""
+"""The models of the main job.
+
+::
+
+    gpt             the default one            language_model  what they have in common
+    hugging_face    causal LMs of transformers  sample          text that is written when training ends
+"""

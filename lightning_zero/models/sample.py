@@ -33,7 +33,10 @@ class SampleText(Callback):
         generate = getattr(pl_module, "generate", None)
         if generate is None or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
-        tokens = torch.tensor([list(self.prompt.encode())], device=pl_module.device)
+        data = getattr(trainer, "datamodule", None)
+        encode = getattr(data, "encode", lambda text: list(text.encode()))
+        decode = getattr(data, "decode", lambda tokens: bytes(tokens).decode("utf-8", "replace"))
+        tokens = torch.tensor([encode(self.prompt)], device=pl_module.device)
         training = pl_module.training
         pl_module.eval()
         try:
@@ -42,7 +45,7 @@ class SampleText(Callback):
         finally:
             pl_module.train(training)
         if trainer.is_global_zero:
-            text = bytes(tokens[0].tolist()).decode("utf-8", "replace")
+            text = decode(tokens[0].tolist())
             print(f"\n--- sample of generated text ---\n{text}\n--------------------------------", flush=True)
 
 

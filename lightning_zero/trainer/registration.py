@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -39,6 +40,8 @@ _REGISTRIES = _registries("lightning.pytorch", "lightning.fabric", "lightning_ze
 
 def register_presets() -> None:
     """Register every preset now, or as soon as a registry of Lightning's is there."""
+    # Lightning's own code, by torch 2.13: nobody who sees this can change it, and every rank says it.
+    warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated", FutureWarning)
     _fill_those_there()
     if _waiting() and not any(isinstance(f, _RegistrationFinder) for f in sys.meta_path):
         sys.meta_path.insert(0, _RegistrationFinder())

@@ -10,7 +10,7 @@ import pytest
 from tests.device.machine import Wait
 from tests.device.main_job import EVERY, STEPS, run
 
-SHOWN = Wait("models/gpt.py: LitGPT.on_train_batch_end", "a copy")
+SHOWN = Wait("models/language_model.py: LanguageModel.on_train_batch_end", "a copy")
 LOGGED = Wait(
     "trainer/interruptions.py: Interruptions._advance_from_boundary", "a value"
 )  # Lightning, called from there

@@ -1,0 +1,155 @@
+"""Sweeps on this machine: every job by a command of its own, and a table of all at the end.
+
+Hydra's basic launcher runs jobs inside of one process, where ranks that Lightning starts would run the whole sweep
+again. Here each job is the command that one would type for it, so it may have any number of ranks, and one that fails
+takes no other with it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra.core.utils import JobReturn, JobStatus
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from lightning_zero.config import ConfigError
+
+RESULTS = "results.json"  # what app/tasks.py writes
+OF_THE_SWEEP = r"hydra/launcher|hydra/sweeper|hydra\.(sweep|sweeper|launcher|mode|run|callbacks)\b"
+
+failed: list[int] = []  # jobs of this process
+
+
+def check_search(arguments: Sequence[str]) -> None:
+    """Refuse optuna where it is not installed: Hydra would say that there is no such file.
+
+    Raises:
+        ConfigError: says what to install.
+    """
+    asked = any(a.lstrip("+") in ("hparams_search=optuna", "hydra/sweeper=optuna") for a in arguments)
+    if asked and importlib.util.find_spec("hydra_plugins.hydra_optuna_sweeper") is None:
+        raise ConfigError(
+            "hparams_search=optuna: expected the package hydra-optuna-sweeper, which is not installed. pip install "
+            "'lightning-zero[search]', or choose hparams_search=grid."
+        )
+
+
+def job_command(overrides: Sequence[str], hydra_overrides: Sequence[str], folder: Path) -> list[str]:
+    """The command of one job.
+
+    Args:
+        overrides: of the job, its swept values among them.
+        hydra_overrides: what was given of ``hydra.*``; those of the sweep itself are left out.
+        folder: of the run.
+    """
+    kept = [o for o in hydra_overrides if not re.match(OF_THE_SWEEP, o.lstrip("+~"))]
+    own = ["hydra.mode=RUN", f"hydra.run.dir={quoted(str(folder))}"]
+    return [sys.executable, "-m", "lightning_zero.train", *overrides, *kept, *own]
+
+
+def quoted(value: str) -> str:
+    """``value`` as that of an override."""
+    if re.fullmatch(r"[\w./:+-]+", value):
+        return value
+    return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
+
+
+def run_jobs(config: DictConfig, loader: Any, jobs: Sequence[Sequence[str]], first: int) -> list[JobReturn]:
+    """Run jobs one after the other.
+
+    Args:
+        config: of the sweep.
+        loader: Hydra's, which composes the configuration of a job.
+        first: number of the first job.
+    """
+    returns = []
+    for number, overrides in enumerate(jobs, start=first):
+        job = loader.load_sweep_config(config, list(overrides))
+        with open_dict(job):
+            job.hydra.job.id = job.hydra.job.num = number
+        folder = Path(str(job.hydra.sweep.dir), str(job.hydra.sweep.subdir))
+        print(f"\n=== run {number}: {shlex.join(overrides)}", flush=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / RESULTS).unlink(missing_ok=True)
+        environ = {k: v for k, v in os.environ.items() if k != "HYDRA_FULL_ERROR"}
+        command = job_command(overrides, list(config.hydra.overrides.hydra), folder.absolute())
+        status = subprocess.run(command, env=environ, check=False).returncode
+        if status:
+            failed.append(number)
+            print(f"=== run {number} has failed, with exit status {status}", flush=True)
+        name = OmegaConf.select(config, "optimized_metric")
+        value = read_results(folder).get("metrics", {}).get(name, math.nan)
+        result = JobReturn(overrides=list(overrides), cfg=job, hydra_cfg=job, status=JobStatus.COMPLETED)
+        result.return_value = value  # not a number for a job that has failed: the others go on
+        returns.append(result)
+    return returns
+
+
+def read_results(folder: Path) -> dict[str, Any]:
+    """What a run has written at its end; nothing where it did not come so far."""
+    try:
+        found: dict[str, Any] = json.loads((folder / RESULTS).read_text())
+    except (FileNotFoundError, ValueError):
+        return {}
+    return found
+
+
+class SweepTable(Callback):
+    """Prints, at the end of a sweep, what was swept and the metrics of each run: the best one first."""
+
+    def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
+        folder = Path(str(config.hydra.sweep.dir))
+        runs = [
+            f for f in sorted(folder.glob("*"), key=_by_number) if (f / ".hydra").is_dir() or (f / RESULTS).is_file()
+        ]
+        if runs:
+            metric = OmegaConf.select(config, "optimized_metric")
+            print_table(folder, runs, metric, str(OmegaConf.select(config, "hydra.sweeper.direction") or "minimize"))
+
+
+def _by_number(path: Path) -> tuple[int, str]:
+    return (int(path.name), "") if path.name.isdigit() else (sys.maxsize, path.name)
+
+
+def overrides_of(run: Path) -> list[str]:
+    file = run / ".hydra" / "overrides.yaml"
+    return [str(o) for o in OmegaConf.load(file)] if file.is_file() else []
+
+
+def print_table(folder: Path, runs: Sequence[Path], metric: str | None, direction: str) -> None:
+    """
+    Args:
+        metric: by which runs are sorted; ``None``: they keep their order.
+        direction: ``minimize`` or ``maximize``.
+    """
+    from rich.console import Console
+    from rich.table import Table
+
+    found = [(run, overrides_of(run), read_results(run).get("metrics")) for run in runs]
+    everywhere = set.intersection(*(set(overrides) for _, overrides, _ in found))
+    names = sorted({name for _, _, metrics in found for name in metrics or ()}, key=lambda name: (name != metric, name))
+    if metric is not None:
+        sign = -1 if direction == "maximize" else 1
+        found.sort(key=lambda row: sign * row[2][metric] if row[2] and metric in row[2] else math.inf)
+    table = Table(title=f"sweep: {os.path.relpath(folder)}", title_justify="left")
+    table.add_column("run", justify="right")
+    table.add_column("overrides", overflow="fold")
+    for name in names:
+        table.add_column(name, justify="right", overflow="fold")
+    for run, overrides, metrics in found:
+        swept = [o for o in overrides if o not in everywhere]
+        values = ["-" if metrics is None or n not in metrics else f"{metrics[n]:.4f}" for n in names]
+        failure = [] if metrics is not None else ["(failed)"]
+        table.add_row(run.name, " ".join([*swept, *failure]), *values)
+    Console(width=None if sys.stdout.isatty() else 120).print(table)

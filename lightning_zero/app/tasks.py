@@ -1,0 +1,176 @@
+"""What a run does: ``task=fit``, ``validate``, ``test`` or ``predict``; and the lines and files that it ends with."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import BasePredictionWriter, Callback, ModelCheckpoint
+
+from lightning_zero.app.jobs import decided
+from lightning_zero.app.progress import LastValidation
+from lightning_zero.app.schema import Task, TrainConfig
+from lightning_zero.config import ConfigError
+from lightning_zero.trainer.summary import print_held
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+RESULTS = "results.json"  # in the run folder
+SPOKEN = {"val_bits_per_byte": "validation bits per byte", "test_bits_per_byte": "test bits per byte"}
+
+
+def perform(
+    config: TrainConfig, trainer: Trainer, model: LightningModule, data: LightningDataModule, ckpt_path: str | None
+) -> dict[str, float]:
+    """Do what ``task`` says, and return the metrics at its end. On all ranks."""
+    if config.task is Task.fit:
+        return _fit(config, trainer, model, data, ckpt_path)
+    settings: dict[str, Any] = {"datamodule": data, "ckpt_path": ckpt_path, "weights_only": config.weights_only}
+    with decided(trainer, ckpt_path):
+        if config.task is Task.predict:
+            trainer.predict(model, return_predictions=False, **settings)
+            return {}
+        evaluate = trainer.validate if config.task is Task.validate else trainer.test
+        results = evaluate(model, verbose=False, **settings)
+    return {name: value for result in results for name, value in result.items()}
+
+
+def _fit(
+    config: TrainConfig, trainer: Trainer, model: LightningModule, data: LightningDataModule, ckpt_path: str | None
+) -> dict[str, float]:
+    with decided(trainer, ckpt_path):
+        trainer.fit(model, datamodule=data, ckpt_path=ckpt_path, weights_only=config.weights_only)
+    if trainer.is_global_zero and trainer.checkpoint_callback is not None:
+        last = getattr(trainer.checkpoint_callback, "last_model_path", "")
+        print(f"checkpoint: {os.path.relpath(last)}" if last else "no checkpoint was written")
+        for callback in trainer.checkpoint_callbacks:
+            if isinstance(callback, ModelCheckpoint) and callback.monitor and callback.best_model_path:
+                print(f"best checkpoint: {os.path.relpath(callback.best_model_path)}, by {callback.monitor}")
+    metrics = _validated(trainer, model, data)
+    if config.zero.summary and trainer.is_global_zero:
+        print_held(trainer.strategy.engine, config.trainer.accumulate_grad_batches)  # type: ignore[attr-defined]
+    return metrics
+
+
+def _validated(trainer: Trainer, model: LightningModule, data: LightningDataModule) -> dict[str, float]:
+    """What a validation behind the last step logs: one that has been, else one more."""
+    (last,) = (c for c in trainer.callbacks if isinstance(c, LastValidation))  # type: ignore[attr-defined]
+    found: dict[str, float] | None = last.at_the_end(trainer)
+    if found is None:
+        with decided(trainer, None):  # the weights that are there
+            results = trainer.validate(model, datamodule=data, verbose=False) if trainer.enable_validation else []
+        found = {k: v for result in results for k, v in result.items()}
+    return found
+
+
+def check_vocabulary(model: LightningModule, data: LightningDataModule) -> None:
+    """
+    Raises:
+        ConfigError: the data has tokens that the model does not know.
+    """
+    known, there = getattr(model, "vocab_size", None), getattr(data, "vocab_size", None)
+    if isinstance(known, int) and isinstance(there, int) and known < there:
+        raise ConfigError(
+            f"model: expected a vocabulary of at least {there} tokens, which the data has, got {known}. Change "
+            "model.vocab_size (model.config.vocab_size of a model of transformers), or data.tokenizer."
+        )
+
+
+class WritePredictions(BasePredictionWriter):
+    """Writes ``rank-<rank>.pt``: a list of pairs (indices of items of the data, what ``predict_step`` returned).
+
+    Args:
+        folder: is made.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__("batch")
+        self.folder = folder
+        self._written: list[tuple[Sequence[int] | None, Any]] = []
+
+    def write_on_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        prediction: Any,
+        batch_indices: Sequence[int] | None,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int,
+    ) -> None:
+        from lightning_utilities.core.apply_func import apply_to_collection
+
+        on_host = apply_to_collection(prediction, torch.Tensor, lambda t: t.detach().cpu())
+        self._written.append((list(batch_indices) if batch_indices is not None else None, on_host))
+
+    def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = self.folder / f"rank-{trainer.global_rank}.pt"
+        aside = path.with_suffix(".part")
+        torch.save(self._written, aside)
+        aside.replace(path)
+        if trainer.is_global_zero:
+            print(f"predictions: {os.path.relpath(self.folder)}", flush=True)
+        self._written = []
+
+
+class LogSettings(Callback):
+    """Gives all settings of a run to its loggers, beside what Lightning gives them of model and data."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self.settings = plain(settings)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        for logger in trainer.loggers:
+            logger.log_hyperparams(self.settings)
+
+
+def plain(value: Any) -> Any:
+    """A configuration as loggers take it: rows by their names."""
+    if isinstance(value, Enum):
+        return value.name
+    if isinstance(value, Mapping):
+        return {key: plain(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(inner) for inner in value]
+    return value
+
+
+def report(config: TrainConfig, metrics: dict[str, float], overrides: list[str]) -> None:
+    """The last lines of a run and :data:`RESULTS`, by rank 0."""
+    folder = Path(config.run_dir)
+    print(f"logs: {os.path.relpath(folder)}")
+    for name, value in metrics.items():
+        if name not in SPOKEN:
+            print(f"{name}: {value:.4f}")
+    for name, words in SPOKEN.items():
+        if name in metrics:
+            print(f"{words}: {metrics[name]:.4f}", flush=True)
+    if folder.is_dir():
+        result = {"task": config.task.value, "tags": config.tags, "overrides": overrides, "metrics": metrics}
+        aside = folder / f".{RESULTS}"
+        aside.write_text(json.dumps(result, indent=2) + "\n")
+        aside.replace(folder / RESULTS)
+
+
+def optimized(config: TrainConfig, metrics: dict[str, float]) -> float | None:
+    """The value that a sweep looks at.
+
+    Raises:
+        ConfigError: no metric of this name was logged.
+    """
+    if config.optimized_metric is None:
+        return None
+    if config.optimized_metric not in metrics:
+        raise ConfigError(
+            f"optimized_metric: expected one of {', '.join(sorted(metrics)) or '(nothing was logged)'}, got "
+            f"{config.optimized_metric!r}. Change optimized_metric."
+        )
+    return metrics[config.optimized_metric]

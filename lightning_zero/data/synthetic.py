@@ -1,0 +1,108 @@
+"""Tokens that are made up, and can be learned: ``data=synthetic``. Nothing is read and nothing is written."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch import LightningDataModule
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_zero.config import ConfigError
+from lightning_zero.data.resumable import ResumableLoader
+from lightning_zero.data.text import check_whole_number
+from lightning_zero.device.cuda import gpu_count
+
+BRANCHES = 4  # tokens that may follow a token
+
+
+class Walks(Dataset[Tensor]):
+    """Items ``[block_size + 1] int64``: random walks on a graph where each token has :data:`BRANCHES` followers. So the
+    best model needs log2(4) = 2 bits for a token. An item follows from the seed and its number alone."""
+
+    def __init__(self, n_items: int, first: int, block_size: int, vocab_size: int, seed: int) -> None:
+        self.n_items, self.first, self.block_size, self.seed = n_items, first, block_size, seed
+        self.followers = np.random.default_rng(seed).integers(vocab_size, size=(vocab_size, BRANCHES))
+
+    def __len__(self) -> int:
+        return self.n_items
+
+    def __getitem__(self, index: int) -> Tensor:
+        if not 0 <= index < self.n_items:
+            raise IndexError(index)
+        random = np.random.default_rng([self.seed, self.first + index])
+        token = int(random.integers(len(self.followers)))
+        tokens = [token]
+        for branch in random.integers(BRANCHES, size=self.block_size):
+            token = int(self.followers[token, branch])
+            tokens.append(token)
+        return torch.tensor(tokens)
+
+
+class SyntheticData(LightningDataModule):
+    """Batches as those of :class:`lightning_zero.data.text.TextData`, of made-up tokens.
+
+    Args:
+        vocab_size: tokens that there are.
+        block_size: tokens that the model sees at once; a batch is ``[batch_size, block_size + 1]``.
+        batch_size: items per process.
+        n_train, n_val: items of training and of validation.
+        seed: of the graph and of all walks.
+        num_workers: processes that load data, for each training process.
+    """
+
+    def __init__(
+        self,
+        *,
+        vocab_size: int = 256,
+        block_size: int = 256,
+        batch_size: int = 4,
+        n_train: int = 100_000,
+        n_val: int = 256,
+        seed: int = 0,
+        num_workers: int = 0,
+    ) -> None:
+        super().__init__()
+        sizes = {"vocab_size": vocab_size, "block_size": block_size, "batch_size": batch_size}
+        for key, value in (sizes | {"n_train": n_train, "n_val": n_val}).items():
+            check_whole_number(key, value, 1)
+        check_whole_number("seed", seed, 0)
+        check_whole_number("num_workers", num_workers, 0)
+        self.vocab_size, self.block_size, self.batch_size = vocab_size, block_size, batch_size
+        self.n_train, self.n_val, self.num_workers = n_train, n_val, num_workers
+        self.train_data = Walks(n_train, n_val, block_size, vocab_size, seed)
+        self.val_data = Walks(n_val, 0, block_size, vocab_size, seed)
+
+    def check(self, world_size: int) -> None:
+        """
+        Raises:
+            ConfigError: there is no full batch of training for every process.
+        """
+        if self.n_train < self.batch_size * world_size:
+            raise ConfigError(
+                f"data.n_train: expected at least a batch for each of {world_size} processes "
+                f"({self.batch_size * world_size}), got {self.n_train}. Change data.n_train or data.batch_size."
+            )
+
+    def train_dataloader(self) -> DataLoader[Tensor]:
+        return ResumableLoader(
+            self.train_data, self.batch_size, trainer=self.trainer, drop_last=True, **self._options()
+        )
+
+    def val_dataloader(self) -> DataLoader[Tensor]:
+        return DataLoader(self.val_data, batch_size=self.batch_size, **self._options())
+
+    def test_dataloader(self) -> DataLoader[Tensor]:
+        return self.val_dataloader()
+
+    def predict_dataloader(self) -> DataLoader[Tensor]:
+        return self.val_dataloader()
+
+    def _options(self) -> dict[str, Any]:
+        return {
+            "num_workers": self.num_workers,
+            "pin_memory": gpu_count() > 0,
+            "persistent_workers": self.num_workers > 0,
+        }

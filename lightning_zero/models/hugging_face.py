@@ -1,0 +1,139 @@
+"""Causal language models of transformers in the main job: ``model=hf``, from a folder or from a configuration."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_zero.config import ConfigError, nearest
+from lightning_zero.models.language_model import LanguageModel, MakeOptimizer
+
+
+class LitCausalLM(LanguageModel):
+    """Any ``AutoModelForCausalLM``, trained as :class:`LanguageModel` says.
+
+    Under ``ZeroStrategy`` it is built on the meta device, and each rank reads its shards of the folder
+    (``zero.init_from``, which the group file sets): no rank holds the whole model. Without it the folder is read by
+    ``from_pretrained``.
+
+    Args:
+        path: a folder with ``config.json`` and safetensors files, as ``save_pretrained`` writes it. Nothing is
+            downloaded.
+        config: settings of the model's configuration: those that differ from ``path``'s, or without a ``path`` all of
+            them, with ``model_type`` (``llama``, ``gpt2``).
+        optimizer, warmup_steps, min_lr_ratio: see :class:`LanguageModel`.
+
+    Raises:
+        ConfigError: no such folder, no such kind of model, or a setting that its configuration does not have.
+    """
+
+    def __init__(
+        self,
+        *,
+        path: str | None = None,
+        config: dict[str, Any] | None = None,
+        optimizer: MakeOptimizer | None = None,
+        warmup_steps: int = 20,
+        min_lr_ratio: float = 0.1,
+    ) -> None:
+        super().__init__(optimizer, warmup_steps, min_lr_ratio)
+        self.save_hyperparameters(ignore=["optimizer"])
+        self.path = path
+        self.config = read_config(path, dict(config or {}))
+        self.model: nn.Module | None = None
+        self.vocab_size = int(self.config.vocab_size)
+        self.context = getattr(self.config, "max_position_embeddings", None)
+
+    def configure_model(self) -> None:
+        if self.model is not None:
+            return
+        from transformers import AutoModelForCausalLM
+
+        auto: Any = AutoModelForCausalLM  # has no types
+        dtype = torch.get_default_dtype()  # of Trainer(precision=), whatever the file has
+        if self._shards():
+            with torch.device("meta"):
+                self.model = auto.from_config(self.config, dtype=dtype)
+        elif self.path is not None:
+            self.model = auto.from_pretrained(self.path, config=self.config, dtype=dtype, local_files_only=True)
+        else:
+            self.model = auto.from_config(self.config, dtype=dtype)
+        assert self.model is not None
+        self.model.train()  # from_pretrained leaves it in eval mode
+
+    def _shards(self) -> bool:
+        """Whether someone gives the parameters their values, or nobody needs any (a plan of memory)."""
+        from lightning_zero.trainer.strategy import ZeroStrategy
+
+        if torch.get_default_device().type == "meta":
+            return True
+        strategy = self._trainer.strategy if self._trainer is not None else None
+        if not isinstance(strategy, ZeroStrategy):
+            return False
+        if self.path is not None and strategy.config.init_from is None:
+            raise ConfigError(
+                f"zero.init_from: expected model.path ({self.path}), from which the model gets its first values, got "
+                "null. Set zero.init_from to the same folder."
+            )
+        return True
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        assert self.model is not None, "configure_model comes first"
+        logits: Tensor = self.model(input_ids=tokens, use_cache=False).logits
+        return logits
+
+
+def read_config(path: str | None, settings: dict[str, Any]) -> Any:
+    """The configuration of a model.
+
+    Raises:
+        ConfigError: as :class:`LitCausalLM` says.
+    """
+    try:
+        from transformers import AutoConfig
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            "model: expected the package transformers, which is not installed. pip install it."
+        ) from error
+    if path is not None:
+        folder = Path(path).expanduser()
+        if not (folder / "config.json").is_file():
+            raise ConfigError(
+                f"model.path: expected a folder with a config.json, as save_pretrained writes it, got {path!r}. Change "
+                "model.path."
+            )
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        _check_settings(config, settings)
+        for key, value in settings.items():
+            setattr(config, key, value)
+        return config
+    kind = settings.pop("model_type", None)
+    if kind is None:
+        raise ConfigError(
+            "model.path: expected a folder with a model of transformers, or model.config with a model_type, got "
+            "neither. Set model.path=/folder, or choose model=llama."
+        )
+    try:
+        config = AutoConfig.for_model(kind)
+    except ValueError as error:
+        raise ConfigError(
+            f"model.config.model_type: expected a kind of model that transformers knows (llama, gpt2, ...), got "
+            f"{kind!r}. Change model.config.model_type."
+        ) from error
+    _check_settings(config, settings)
+    try:
+        return AutoConfig.for_model(kind, **settings)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"model.config: {type(config).__name__} refuses these settings: {error}.") from error
+
+
+def _check_settings(config: Any, settings: dict[str, Any]) -> None:
+    """transformers keeps what it does not know, and never looks at it."""
+    for key in settings:
+        if not hasattr(config, key):
+            close = nearest(key, set(config.to_dict()))
+            change = f"Write model.config.{close}" if close else f"Change model.config.{key}"
+            raise ConfigError(f"model.config.{key}: {type(config).__name__} has no such setting. {change}.")

@@ -1,0 +1,308 @@
+"""What the files of the groups make: each is built as a run would build it, and a wrong value is named by its key."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from torch import nn
+
+from lightning_zero.app import train
+from lightning_zero.app.instantiate import build_all
+from lightning_zero.app.overrides import check_arguments
+from lightning_zero.app.sweep import check_search, job_command, overrides_of, print_table, read_results
+from lightning_zero.app.tasks import check_vocabulary, optimized, plain
+from lightning_zero.config import ConfigError
+from lightning_zero.data.synthetic import BRANCHES, SyntheticData
+from lightning_zero.data.text import TextData
+from lightning_zero.models.hugging_face import LitCausalLM
+from tests.app.test_schema import CONF, config_of
+
+PACKAGES = {"tensorboard": "tensorboard", "many": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
+
+
+def files(group: str) -> list[str]:
+    return sorted(f.stem for f in (CONF / group).glob("*.yaml"))
+
+
+def installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+@pytest.mark.parametrize("name", files("logger"))
+def test_loggers(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where its package is missing, the sentence says so."""
+    monkeypatch.chdir(tmp_path)
+    config = config_of(f"logger={name}", "tags=[first,wide]")
+    for node in config.logger.values():
+        node |= {k: str(tmp_path) for k in ("save_dir",) if k in node}
+    package = PACKAGES.get(name)
+    if package and not installed(package):
+        with pytest.raises(ConfigError, match=rf"logger\.\w+: lightning\S+ needs a package that is .*{package}"):
+            build_all("logger", config.logger)
+        return
+    loggers = build_all("logger", config.logger)
+    assert len(loggers) == {"none": 0, "many": 2}.get(name, 1)
+    if name == "many":
+        assert isinstance(loggers[0], CSVLogger)
+    if name == "wandb":
+        assert config.logger["wandb"]["tags"] == ["first", "wide"]
+
+
+@pytest.mark.parametrize("name", files("callbacks"))
+def test_callbacks(name: str) -> None:
+    callbacks = build_all("callbacks", config_of(f"callbacks={name}").callbacks)
+    saving = [c for c in callbacks if isinstance(c, ModelCheckpoint)]
+    stopping = [c for c in callbacks if isinstance(c, EarlyStopping)]
+    best = name in ("best", "early_stopping")
+    assert [c.monitor for c in saving] == ([] if name == "none" else [None, *["val_bits_per_byte"] * best])
+    assert [(c.monitor, c.mode) for c in stopping] == [("val_bits_per_byte", "min")] * (name == "early_stopping")
+
+
+def test_one_key_changes_what_is_monitored_and_which_way_is_better() -> None:
+    overrides = ("callbacks.best.monitor=val_accuracy", "callbacks.best.mode=max")
+    callbacks = build_all("callbacks", config_of("callbacks=early_stopping", *overrides).callbacks)
+    found = [(c.monitor, c.mode) for c in callbacks if isinstance(c, (ModelCheckpoint, EarlyStopping))]
+    assert found[1:] == [("val_accuracy", "max")] * 2
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("callbacks.early_stopping.mode=up", "callbacks.early_stopping"),
+        ("callbacks.best.mode=up", "callbacks.best"),
+        (
+            "+callbacks.early_stopping.patient=3",
+            "callbacks.early_stopping.patient: .* Write callbacks.early_stopping.patience",
+        ),
+    ],
+)
+def test_a_value_that_a_callback_refuses_is_named(override: str, key: str) -> None:
+    config = config_of("callbacks=early_stopping", override)
+    with pytest.raises(ConfigError, match=key):
+        build_all("callbacks", config.callbacks)
+
+
+@pytest.mark.parametrize("name", files("optimizer"))
+def test_optimizers_step_slices(name: str) -> None:
+    """Each is one of those that the engine knows to be element-wise."""
+    from lightning_zero.engine.steps.torch_optimizers import check_supported
+
+    weight = nn.Parameter(torch.ones(4))
+    optimizer = train.build_optimizer(config_of(f"optimizer={name}"))([weight])
+    check_supported(optimizer, declared_elementwise=False, stochastic_rounding=False)
+    weight.grad = torch.ones(4)
+    optimizer.step()
+    assert (weight < 1).all()
+
+
+@pytest.mark.parametrize("name", ["gpt", "llama"])
+def test_models_take_what_the_data_gives(name: str, tmp_path: Path) -> None:
+    if name != "gpt":
+        pytest.importorskip("transformers")
+    config = config_of("experiment=tiny", f"model={name}", "data=synthetic")
+    data, model = train.build_data(config, set()), train.build_model(config, set())
+    check_vocabulary(model, data)
+    model.configure_model()
+    batch = next(iter(data.val_dataloader()))
+    assert model(batch[:, :-1]).shape == (4, 64, 256)
+    tokens = model.generate(batch[:1, :3], 5)
+    assert tokens.shape == (1, 8) and (tokens[:, :3] == batch[:1, :3]).all()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        (["model=hf"], "model.path: expected a folder with a model"),
+        (["model=hf", "model.path=/nowhere"], "model.path: expected a folder with a config.json"),
+        (["model=llama", "model.config.model_type=lama"], "model.config.model_type: .* got 'lama'"),
+        (["model=llama", "+model.config.num_layer=3"], "model.config.num_layer: LlamaConfig has no such setting"),
+    ],
+)
+def test_models_of_transformers_that_cannot_be(overrides: list[str], key: str) -> None:
+    pytest.importorskip("transformers")
+    with pytest.raises(ConfigError, match=key):
+        train.build_model(config_of(*overrides), set())
+
+
+def test_a_folder_is_read_without_the_strategy_and_left_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the strategy from_pretrained reads it; with it nobody does, and zero.init_from names the folder."""
+    monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)  # no thread
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    there = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=300, **sizes))
+    there.save_pretrained(tmp_path)
+    config = config_of("model=hf", f"model.path={tmp_path}", "+model.config.attention_dropout=0.5")
+    assert config.zero.init_from == str(tmp_path)
+    model = train.build_model(config, set())
+    assert isinstance(model, LitCausalLM) and model.config.attention_dropout == 0.5 and model.vocab_size == 300
+    model.configure_model()
+    assert all(torch.equal(a, b) for a, b in zip(model.model.parameters(), there.parameters(), strict=True))  # type: ignore
+    with torch.device("meta"):
+        planned = train.build_model(config, set())
+        planned.configure_model()
+    assert all(p.is_meta for p in planned.parameters())
+
+
+def test_a_vocabulary_that_is_too_small_is_refused() -> None:
+    config = config_of("data=synthetic", "data.vocab_size=500")
+    data, model = train.build_data(config, set()), train.build_model(config_of("experiment=tiny"), set())
+    with pytest.raises(ConfigError, match=r"model: expected a vocabulary of at least 500 tokens.*got 256"):
+        check_vocabulary(model, data)
+
+
+# -- data ---------------------------------------------------------------------------------------------------------
+
+
+def test_made_up_tokens_are_the_same_again_and_can_be_learned() -> None:
+    one, other = (SyntheticData(n_train=64, n_val=8, block_size=32, seed=3) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(one.train_data, other.train_data, strict=True))
+    assert not torch.equal(one.train_data[0], one.val_data[0])
+    followers: dict[int, set[int]] = {}
+    for walk in one.train_data:
+        for token, following in zip(walk[:-1].tolist(), walk[1:].tolist(), strict=True):
+            followers.setdefault(token, set()).add(following)
+    assert max(map(len, followers.values())) <= BRANCHES
+    with pytest.raises(ConfigError, match=r"data\.n_train: expected at least a batch"):
+        SyntheticData(n_train=7, batch_size=4).check(world_size=2)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tokenizer of pairs of bytes."""
+    tokenizers, transformers = pytest.importorskip("tokenizers"), pytest.importorskip("transformers")
+    inner = tokenizers.Tokenizer(tokenizers.models.BPE())
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<end>"],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    inner.train_from_iterator([WORDS], trainer)
+    folder = tmp_path_factory.mktemp("tokenizer")
+    transformers.PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<end>").save_pretrained(folder)
+    return folder
+
+
+WORDS = "the quick brown fox jumps over the lazy dog; " * 40
+
+
+def text_data(folder: Path, **settings: Any) -> TextData:
+    if not (folder / "texts").is_dir():
+        (folder / "texts").mkdir()
+        for name in ("a", "b"):
+            (folder / "texts" / f"{name}.txt").write_text(WORDS)
+    small = {"block_size": 8, "batch_size": 2, "cache_dir": str(folder / "cache")}
+    return TextData(str(folder / "texts"), **{**small, **settings})
+
+
+def test_text_by_a_tokenizer(tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = text_data(tmp_path, tokenizer=str(tokenizer))
+    assert "reading 2 files into" in capsys.readouterr().out
+    again = text_data(tmp_path, tokenizer=str(tokenizer))
+    assert capsys.readouterr().out == "" and again.cache_file == data.cache_file  # written once
+    end = data.tokenizer.inner.eos_token_id  # type: ignore[union-attr]
+    expected = [*data.encode(WORDS), end] * 2
+    assert again.n_tokens == len(expected) < 2 * len(WORDS) / 3
+    assert again.bytes_per_token == pytest.approx(2 * len(WORDS) / len(expected))
+    again.setup("fit")
+    chunk = again.train_data[0]
+    start = int(again.train_data.chunks[0]) * 8
+    assert chunk.dtype == torch.int64 and chunk.tolist() == expected[start : start + 9]
+    assert again.decode(again.encode("lazy fox")) == "lazy fox"
+    assert f"from 0 to {again.vocab_size - 1}" in again.batch
+    assert text_data(tmp_path).cache_file != data.cache_file  # bytes
+
+
+def test_a_tokenizer_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"data\.tokenizer: expected a folder with the files of a tokenizer"):
+        text_data(tmp_path, tokenizer=str(tmp_path))
+
+
+def test_a_dataset_on_disk(tokenizer: Path, tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    from lightning_zero.data.dataset import DatasetText
+
+    rows = datasets.Dataset.from_dict({"story": [WORDS, "and so on"], "stars": [1, 2]})
+    datasets.DatasetDict({"train": rows, "test": rows}).save_to_disk(tmp_path / "set")
+    settings: dict[str, Any] = {"block_size": 8, "batch_size": 2, "cache_dir": str(tmp_path / "cache")}
+    data = DatasetText(str(tmp_path / "set"), column="story", **settings)
+    assert data.cache_file.read_bytes() == WORDS.encode() + b"\0and so on\0"
+    tokens = DatasetText(str(tmp_path / "set"), split="test", column="story", tokenizer=str(tokenizer), **settings)
+    assert tokens.n_tokens == len(tokens.encode(WORDS)) + len(tokens.encode("and so on")) + 2
+    with pytest.raises(ConfigError, match=r"data\.column: expected one of story, stars, got 'text'"):
+        DatasetText(str(tmp_path / "set"), **settings)
+    with pytest.raises(ConfigError, match=r"data\.column: expected a column of text, got int in 'stars'"):
+        DatasetText(str(tmp_path / "set"), column="stars", **settings)
+    with pytest.raises(ConfigError, match=r"data\.split: expected one of train, test, got 'dev'"):
+        DatasetText(str(tmp_path / "set"), split="dev", column="story", **settings)
+
+
+def test_a_dataset_that_is_none(tmp_path: Path) -> None:
+    from lightning_zero.data.dataset import DatasetText
+
+    with pytest.raises(ConfigError, match=r"data\.path: expected the folder of a dataset"):
+        DatasetText(str(tmp_path))
+    if not installed("datasets"):
+        (tmp_path / "state.json").write_text("{}")
+        with pytest.raises(ConfigError, match=r"pip install 'lightning-zero\[data\]'"):
+            DatasetText(str(tmp_path))
+
+
+# -- tasks and sweeps ---------------------------------------------------------------------------------------------
+
+
+def test_evaluating_takes_a_checkpoint() -> None:
+    with pytest.raises(ConfigError, match="ckpt_path: expected a checkpoint for task=test, got none"):
+        train.check_task(config_of("task=test"))
+    train.check_task(config_of("task=test", "model=hf", "model.path=/there"))
+    with pytest.raises(ConfigError, match="optimized_metric: expected one of loss, got 'bits'"):
+        optimized(config_of("optimized_metric=bits"), {"loss": 1.0})
+    assert plain(config_of().zero.stage.name) == "zero3"
+
+
+def test_rows_of_new_groups_are_checked_before_hydra_reads_them() -> None:
+    with pytest.raises(ConfigError, match="hparams_search=null: this is the default"):
+        check_arguments(["hparams_search=null"])
+
+
+def test_optuna_that_is_missing_is_said_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    check_search(["hparams_search=grid"])
+    with pytest.raises(ConfigError, match=r"pip install 'lightning-zero\[search\]'"):
+        check_search(["hparams_search=optuna"])
+
+
+def test_the_command_of_a_job_of_a_sweep() -> None:
+    given = ["hydra/launcher=processes", "hydra.sweep.dir=x", "hydra.verbose=true", "hydra.mode=MULTIRUN"]
+    command = job_command(["experiment=tiny", "seed=3"], given, Path("/a b/0"))
+    assert command[1:] == [
+        *("-m", "lightning_zero.train", "experiment=tiny", "seed=3", "hydra.verbose=true"),
+        *("hydra.mode=RUN", "hydra.run.dir='/a b/0'"),
+    ]
+
+
+@pytest.mark.parametrize(("direction", "order"), [("minimize", ["1", "0", "2"]), ("maximize", ["0", "1", "2"])])
+def test_the_table_of_a_sweep(
+    direction: str, order: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number, metrics in enumerate(['{"bits": 2.5, "loss": 9}', '{"bits": 2.25, "loss": 8}', None]):
+        run = tmp_path / str(number)
+        (run / ".hydra").mkdir(parents=True)
+        (run / ".hydra" / "overrides.yaml").write_text(f"- seed=1\n- optimizer.lr={number}\n")
+        if metrics is not None:
+            (run / "results.json").write_text(f'{{"metrics": {metrics}}}')
+    runs = sorted(tmp_path.iterdir())
+    assert overrides_of(runs[1]) == ["seed=1", "optimizer.lr=1"] and read_results(runs[2]) == {}
+    print_table(tmp_path, runs, "bits", direction)
+    lines = [line for line in capsys.readouterr().out.splitlines() if "optimizer.lr=" in line]
+    assert [line.strip("│ ").split(" ")[0] for line in lines] == order
+    assert "optimizer.lr=2 (failed)" in lines[-1] and "seed=1" not in "".join(lines)
+    assert "2.2500" in lines[order.index("1")] and "8.0000" in lines[order.index("1")]

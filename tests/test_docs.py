@@ -1,0 +1,177 @@
+"""What the documentation names is there: settings, files of groups, objects, examples, links, and messages."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_module
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
+from omegaconf import OmegaConf
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+import lightning_zero
+from lightning_zero.app.schema import register_schema
+from lightning_zero.presets import PRESETS
+from tests.structure import modules
+
+ROOT = Path(__file__).parent.parent
+CONF = ROOT / "conf"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+GROUPS = {f.parent.relative_to(CONF).as_posix() for f in CONF.rglob("*.yaml")} - {"."}
+by_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+
+
+@functools.cache
+def settings() -> frozenset[str]:
+    """Every setting, with dots, of a run, a plan and a submission."""
+    register_schema()
+    found: set[str] = set()
+
+    def walk(node: object, path: str) -> None:
+        for key, inner in node.items() if isinstance(node, dict) else ():
+            found.add(f"{path}{key}")
+            walk(inner, f"{path}{key}.")
+
+    with initialize_config_module("lightning_zero.conf", version_base="1.3"):
+        for name in ("train", "plan", "submit"):
+            walk(OmegaConf.to_container(compose(name), resolve=False), "")
+        walk(OmegaConf.to_container(compose("train", ["callbacks=early_stopping", "logger=many"]), resolve=False), "")
+        for model in ("hf", "llama"):
+            walk(OmegaConf.to_container(compose("train", [f"model={model}"]), resolve=False), "")
+        walk(OmegaConf.to_container(compose("train", ["data=dataset"]), resolve=False), "")
+    return frozenset(found)
+
+
+def code_of(page: Path) -> list[str]:
+    """What is set as code, without what belongs to others: paths, outputs, the changelog's history."""
+    return re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL))
+
+
+@by_page
+def test_settings_are_there(page: Path) -> None:
+    roots = "|".join(sorted({name.split(".")[0] for name in settings() if "." in name}))
+    named = {m for code in code_of(page) for m in re.findall(rf"(?<![\w./`@])\+?((?:{roots})(?:\.[a-z_]\w*)+)", code)}
+    mine = {n for n in named if n.startswith(("zero.", "cluster.", "machine.", "data.", "trainer."))}
+    assert {n for n in mine if n != "zero.x" and not _is_object(n)} <= settings()
+
+
+def _is_object(name: str) -> bool:
+    """``trainer.save_checkpoint`` and the like: attributes of Python objects, not settings."""
+    first, attribute = name.split(".")[:2]
+    return first == "trainer" and (attribute == "should_stop" or hasattr(Trainer, attribute))
+
+
+@by_page
+def test_files_of_groups_are_there(page: Path) -> None:
+    text = page.read_text()
+    for group, value in re.findall(r"(?<![\w/.])((?:zero/)?[a-z_]+)=([a-z][a-z0-9_]*)\b(?![\w.(/'\"])", text):
+        if group in GROUPS and not re.search(rf"got {group}={value}", text):
+            assert (CONF / group / f"{value}.yaml").is_file(), f"{page.name}: {group}={value}"
+
+
+@by_page
+def test_objects_and_commands_are_there(page: Path) -> None:
+    text = page.read_text()
+    for name in set(re.findall(r"\blightning_zero\.(\w+)\(", text)) | set(
+        re.findall(r"`lightning_zero\.([A-Z]\w+)`", text)
+    ):
+        assert hasattr(lightning_zero, name), f"{page.name}: lightning_zero.{name}"
+    for name in set(re.findall(r"python -m (lightning_zero[\w.]*)", text)):
+        spec = importlib.util.find_spec(name)
+        assert spec is not None and (
+            spec.submodule_search_locations is None or importlib.util.find_spec(f"{name}.__main__")
+        )
+    for name in set(re.findall(r"`(zero\d\w*)`", text)):
+        assert name in PRESETS or (CONF / "zero" / "stage" / f"{name}.yaml").is_file() or "notebook" in name, name
+    for file in set(re.findall(r"`((?:examples|conf|docs|lightning_zero|tests|benchmarks)/[\w/.]+\.\w+)`", text)):
+        assert (ROOT / file).is_file(), f"{page.name}: {file}"
+
+
+def anchors(page: Path) -> set[str]:
+    """As the usual renderers make them of headings."""
+    found = set()
+    for heading in re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE):
+        plain = re.sub(r"[^\w\- ]", "", re.sub(r"\[([^\]]+)\]\([^)]*\)", r"\1", heading).lower())
+        found.add(plain.replace(" ", "-"))
+    return found
+
+
+@by_page
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)]+)\)", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)):
+        if re.match(r"https?:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        assert file.exists(), f"{page.name}: {target}"
+        if anchor and file.suffix == ".md":
+            assert anchor in anchors(file), f"{page.name}: {target}"
+
+
+# -- coming from elsewhere ----------------------------------------------------------------------------------------
+
+
+def test_every_argument_of_fsdp_is_answered() -> None:
+    page = (ROOT / "docs" / "from_fsdp.md").read_text()
+    kinds = (FSDPStrategy.__init__, ModelParallelStrategy.__init__, FullyShardedDataParallel.__init__, fully_shard)
+    for kind in kinds:
+        for name in set(inspect.signature(kind).parameters) - {"self"}:
+            assert re.search(rf"\b{name}\b", page), name
+
+
+def test_every_argument_of_deepspeeds_strategy_is_answered() -> None:
+    page = (ROOT / "docs" / "from_deepspeed.md").read_text()
+    for name in set(inspect.signature(DeepSpeedStrategy.__init__).parameters) - {"self"}:
+        assert re.search(rf"\b{name}\b", page), name
+
+
+def test_every_strategy_name_of_others_is_answered() -> None:
+    from lightning.pytorch.strategies import StrategyRegistry
+
+    pages = {name: (ROOT / "docs" / f"from_{name}.md").read_text() for name in ("deepspeed", "fsdp")}
+    for name in StrategyRegistry.available_strategies():
+        for other, page in pages.items():
+            if name.startswith(other):
+                assert f"`{name}`" in page or f'"{name}"' in page, name
+
+
+# -- messages -----------------------------------------------------------------------------------------------------
+
+OF_OTHERS = (  # messages that are not ours
+    "CUDA out of memory",
+    "one of the variables needed for gradient computation has been modified by an inplace operation",
+)
+
+
+@functools.cache
+def said() -> str:
+    """All texts of the package, each in a line; what is filled in is ``...``."""
+    found = []
+    for path in modules():
+        tree = ast.parse(path.read_text())
+        inner = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in ast.walk(node)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.JoinedStr):
+                parts = [str(v.value) if isinstance(v, ast.Constant) else "..." for v in node.values]
+                found.append("".join(parts))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in inner:
+                found.append(node.value)
+    return "\n".join(found)
+
+
+def test_messages_of_troubleshooting_are_those_of_the_package() -> None:
+    headings = re.findall(r"^### (.+)$", (ROOT / "docs" / "troubleshooting.md").read_text(), re.MULTILINE)
+    assert len(headings) > 30
+    for heading in headings:
+        for message in re.findall(r"`([^`]+)`", heading):
+            if message in OF_OTHERS:
+                continue
+            pieces = [p.strip() for p in message.split("...") if len(p.strip(" :,.")) > 3]
+            assert pieces and all(piece in said() for piece in pieces), message
