@@ -86,6 +86,7 @@ class Communicator:
         self.observers: list[Callable[[str, str], None]] = []
         self._groups: Groups | None = None
         self.waits = waits if waits is not None else open_waits(group, device, stall_timeout_s)
+        self.waits.all_take_part = len(self.topology.shard_groups) == 1
         self.streams = Streams(accelerator_of(device))
         if self.world_size > 1 or (even_alone and group is not None):
             backend = backend_for(group, device)
@@ -264,6 +265,7 @@ class Communicator:
             # Given back before the pool is asked: the pool then sees that the counts differ, and leaves these alone.
             self._groups.user = lambda: None
             self._groups = GROUP_POOL.take(self._parent, self, self._kind, self.waits)
+        self.waits.count_anew()
 
     def close(self) -> None:
         """End the threads and give the groups back."""
@@ -415,6 +417,7 @@ class Communicator:
     def _count(self, kind: str, label: str, full: Tensor) -> None:
         if self._groups is not None:
             self.counts[kind, label] += 1
+            self.waits.note(label)
             # What one rank receives, by whatever messages: every slice but its own, once for each half.
             nbytes = full.nbytes - full.nbytes // self.shard_size
             if kind != "all_gather":

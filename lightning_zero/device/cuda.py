@@ -107,6 +107,11 @@ def gpu_nbytes() -> int:
     return int(torch.cuda.get_device_properties(0).total_memory)
 
 
+def nccl_version() -> tuple[int, ...]:
+    """Of the NCCL that torch has."""
+    return tuple(torch.cuda.nccl.version())
+
+
 def with_index(device: torch.device) -> torch.device:
     """``device``, as tensors name it: a GPU that has no number is the current one. Threads are bound to a number."""
     if device.type == "cuda" and device.index is None:

@@ -214,7 +214,19 @@ class Processes:
         return obj if waits is None else broadcast_object(dist.group.WORLD, obj, src, waits)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op) if isinstance(tensor, Tensor) else tensor
+        if not isinstance(tensor, Tensor):
+            return tensor
+        with self._elsewhere("a reduction of Lightning's (self.log(sync_dist=True), ...)", group):
+            return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        with self._elsewhere("all_gather of Lightning", group):
+            return super().all_gather(tensor, group, sync_grads)  # type: ignore[misc, no-any-return]
+
+    def _elsewhere(self, what: str, group: Any) -> contextlib.AbstractContextManager[None]:
+        """Around a wait of Lightning's for all ranks: one that waits for this rank meanwhile hears of it."""
+        waits = self._waits if group is None or group is dist.group.WORLD else None
+        return waits.elsewhere(what) if waits is not None else contextlib.nullcontext()
 
 
 _failed = False

@@ -273,6 +273,7 @@ class ZeroStrategy(Processes, RestagingStrategy):
             check_room(engine)
         else:
             engine.comm.waits.forget_failures()
+        engine.passes.calls_meet = True
         with engine.placeholders_allowed():
             model.to(self.root_device)  # what is neither parameter nor buffer: module.device, states of metrics
         if (dtype := TRUE_DTYPES.get(self.precision_plugin.row)) is not None:

@@ -21,6 +21,8 @@ def test_settings_that_only_the_trainer_follows() -> None:
         ZeroFabricStrategy("zero3", checkpoint={"background": True})
     with pytest.raises(ConfigError, match=r"zero\.offload\.step_in_backward: expected false with Fabric"):
         ZeroFabricStrategy("zero3", offload={"name": "optimizer_cpu", "step_in_backward": True})
+    with pytest.raises(ConfigError, match=r"zero\.after_fit: expected auto or sharded with Fabric"):
+        ZeroFabricStrategy("zero3", after_fit="whole")
     with pytest.raises(ConfigError, match="fabric.precision: expected 'bf16-mixed'"):
         config = ZeroConfig(precision=PrecisionConfig(name=Precision.bf16))
         Fabric(strategy=ZeroFabricStrategy(config=config), accelerator="cpu", devices=2)
@@ -68,6 +70,7 @@ def test_loss_scaling_skips_steps_on_all_ranks() -> None:
     run = train("zero3", plugins=FabricPrecision("16-mixed", LossScaler(init_scale=64.0)), clip={"max_norm": 1.0})
     scaler = run.fabric.strategy.precision.scaler
     assert scaler.scale == 64.0 and run.losses[-1] < run.losses[0]
+    torch.testing.assert_close(run.norms, train("ddp", clip={"max_norm": 1.0}).norms, rtol=0.05, atol=0.01)
     before = run.fabric.strategy.get_module_state_dict(run.model._forward_module)
     x, y = next(iter(loader()))
     scale = float("inf") if run.fabric.global_rank else 1.0

@@ -136,6 +136,8 @@ class Passes:
         lane: what is computed, for who records it.
         explicit_backwards: how many backwards the engine has been told of so far.
         aborted: an exception has ended a pass, and none has begun since.
+        calls_meet: steps are told by scopes. A call of a module outside of them may be one rank's alone, and its
+            gathers would be matched with others of ranks that are in a step; so all come together before it.
     """
 
     def __init__(
@@ -171,6 +173,7 @@ class Passes:
         self._noticed: ReferenceType[_End] | None = None  # of the backward that was noticed last
         self._needed: Unit | None = None  # the last unit whose weights a backward has read
         self.aborted = False
+        self.calls_meet = False
 
     @property
     def root(self) -> Unit:
@@ -332,6 +335,8 @@ class Passes:
         """The module of ``unit`` is called."""
         self.forget_failed()
         if self.key is None:
+            if self._scope is None and self.calls_meet and any(unit.reshards for unit in self.units):
+                self.comm.meet(None, "a call of the module outside of a step, which all ranks must make")
             key, evaluation = self._scope or _Scope("call", not torch.is_grad_enabled())
             self.begin(key, evaluation=evaluation, owner=None if self._scope else unit)
         if unit.index:

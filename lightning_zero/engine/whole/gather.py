@@ -27,6 +27,8 @@ def show_full(
     names the one whose values count. Where all parameters of the module are shown, the module is plain inside: it is
     without our hooks.
     """
+    # On a group of its own, before any message that a rank which is elsewhere could take for another of its own.
+    engine.comm.meet(None, "gather(), which all ranks must enter")
     with set_aside(engine):
         yield from _shown(engine, params, from_rank, grads)
 
