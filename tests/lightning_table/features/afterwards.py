@@ -135,7 +135,7 @@ def reads_in_steps(bench: Bench) -> Any:
 @feature(
     "weights read between steps, in hooks",
     refused=Refusal(
-        "reading or writing a parameter of stage 3 between steps", "is sharded", ("zero3", "zero3_offload")
+        "reading or writing a parameter of stage 3 between the steps of a run", "is sharded", ("zero3", "zero3_offload")
     ),
 )
 def reads_between(bench: Bench) -> Any:
