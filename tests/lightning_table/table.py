@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import math
-import pkgutil
 import re
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -79,11 +79,11 @@ _REGISTRY: dict[str, Feature] = {}
 
 
 def feature(name: str, **how: Any) -> Callable[[Body], Body]:
-    """Registers a function; its docstring says what is compared, the name of its module the group."""
+    """Registers a function; its docstring says what is compared, its module the group."""
 
     def register(body: Body) -> Body:
         assert body.__doc__ is not None and name not in _REGISTRY, name
-        group = body.__module__.rpartition(".")[2].replace("_", " ").capitalize()
+        group = features.HEADINGS[body.__module__.rpartition(".")[2]]
         compared = " ".join(body.__doc__.split()).rstrip(".")
         _REGISTRY[name] = Feature(group, name, compared, body, **how)
         return body
@@ -93,9 +93,10 @@ def feature(name: str, **how: Any) -> Callable[[Body], Body]:
 
 def all_features() -> dict[str, Feature]:
     """By name, in the order of the table."""
-    for found in pkgutil.iter_modules(features.__path__):
-        importlib.import_module(f"{features.__name__}.{found.name}")
-    return _REGISTRY
+    for name in features.HEADINGS:
+        importlib.import_module(f"{features.__name__}.{name}")
+    groups = list(features.HEADINGS.values())
+    return dict(sorted(_REGISTRY.items(), key=lambda item: groups.index(item[1].group)))
 
 
 # -- what a run finds ---------------------------------------------------------------------------------------------

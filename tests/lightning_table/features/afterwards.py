@@ -1,0 +1,158 @@
+"""What users do with the module before and after fit, without the Trainer."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import lightning_zero
+from tests.lightning_table.bench import Bench, Ran
+from tests.lightning_table.table import Refusal, feature
+from tests.trainer.toys import Lit, seeded
+
+
+def _state(module: nn.Module) -> dict[str, Any]:
+    return {name: value.detach().clone() for name, value in module.state_dict().items()}
+
+
+@feature("model.state_dict() after fit, on one rank alone")
+def state_dict(bench: Bench) -> Any:
+    """Keys, values, order"""
+    module = bench.fit().module
+    found = _state(module) if dist.get_rank() == 0 else {"rank": 1}
+    dist.barrier()
+    return found
+
+
+@feature("torch.save(model.state_dict()), load_state_dict into another model")
+def save_state(bench: Bench) -> Any:
+    """What the other model gives"""
+    module = bench.fit().module
+    if dist.get_rank() == 0:
+        torch.save(module.state_dict(), bench.root / "weights.pt")
+    dist.barrier()
+    other = seeded(Lit, 5)
+    other.load_state_dict(torch.load(bench.root / "weights.pt"))
+    return other(torch.ones(2, 4)).detach()
+
+
+@feature("model(x), model.eval() and no_grad after fit, on one rank alone")
+def call(bench: Bench) -> Any:
+    """Outputs"""
+    module = bench.fit().module
+    module.eval()
+    with torch.no_grad():
+        found = module(torch.ones(2, 4)) if dist.get_rank() == 1 else "none"
+    dist.barrier()
+    return found
+
+
+@feature("copy.deepcopy(model) after fit")
+def deepcopy(bench: Bench) -> Any:
+    """Outputs and gradients of the copy"""
+    ran = bench.fit()
+    ran.module.trainer = None
+    own = copy.deepcopy(ran.module)
+    own(torch.ones(2, 4)).sum().backward()
+    return own(torch.ones(2, 4)).detach(), [p.grad for p in own.parameters()]
+
+
+@feature("weights changed between two fits")
+def changed(bench: Bench) -> Any:
+    """Losses, metrics, weights of the second"""
+    module = bench.fit(max_epochs=1).module
+    with torch.no_grad():
+        module.head.weight.mul_(0.5)
+    module.load_state_dict({**module.state_dict(), "head.bias": torch.ones(1)})
+    nn.init.ones_(module.blocks[0].norm.weight)
+    return bench.fit(module).seen
+
+
+@feature("a pretrained part loaded in __init__, in setup and in configure_model")
+def pretrained(bench: Bench) -> Any:
+    """Losses, metrics, weights"""
+    given = {name: torch.full_like(value, 0.1) for name, value in seeded(Lit).head.state_dict().items()}
+
+    class Loads(Lit):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first.load_state_dict({n: v + 0.1 for n, v in self.first.state_dict().items()})
+
+        def setup(self, stage: str) -> None:
+            self.head.load_state_dict(given)
+
+        def configure_model(self) -> None:
+            nn.init.constant_(self.blocks[0].up.bias, 0.3)
+
+    return bench.fit(seeded(Loads)).seen
+
+
+@feature("validate and test of a module that was trained before")
+def evaluated(bench: Bench) -> Any:
+    """Metrics, and the same again after weights were changed"""
+    ran = bench.fit()
+    found = [bench.trainer().test(ran.module, bench.loader(), verbose=False)]
+    with torch.no_grad():
+        ran.module.head.bias.add_(1)
+    of = bench.trainer()
+    found.append(of.test(ran.module, bench.loader(), verbose=False))
+    assert found[0] != found[1]
+    return found, Ran(of, ran.module).weights
+
+
+class Reads(Lit):
+    """Notes norms of weights at the end of its validations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[Any] = []
+
+    def on_validation_epoch_end(self) -> None:
+        self.kept.append({name: float(p.detach().norm()) for name, p in self.named_parameters()})
+
+
+@feature("weights read in steps")
+def reads_in_steps(bench: Bench) -> Any:
+    """Losses, weights, with a penalty of weights in the loss; norms that a step of validation logs"""
+
+    class Penalty(Lit):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            return loss + 0.01 * sum(p.square().sum() for p in self.blocks.parameters())
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            super().validation_step(batch, batch_idx)
+            self.log_dict({name: p.norm() for name, p in self.named_parameters()})
+
+    return bench.fit(seeded(Penalty)).seen
+
+
+@feature(
+    "weights read between steps, in hooks",
+    refused=Refusal(
+        "reading or writing a parameter of stage 3 between the steps of a run", "is sharded", ("zero3", "zero3_offload")
+    ),
+)
+def reads_between(bench: Bench) -> Any:
+    """Norms of all weights at the end of validations"""
+    ran = bench.fit(seeded(Reads))
+    return ran.seen, ran.module.kept
+
+
+@feature("the same inside of lightning_zero.gather(self)")
+def reads_gathered(bench: Bench) -> Any:
+    """Norms of all weights at the end of validations; a weight that is changed there"""
+
+    class Gathers(Reads):
+        def on_validation_epoch_end(self) -> None:
+            with lightning_zero.gather(self) if not bench.is_ddp else contextlib.nullcontext(), torch.no_grad():
+                super().on_validation_epoch_end()
+                self.head.weight.mul_(0.9)
+
+    ran = bench.fit(seeded(Gathers))
+    return ran.seen, ran.module.kept
