@@ -14,9 +14,9 @@ ZeRO's 16P/N of stage 3 has bf16 gradients and a bf16 shard beside the master. H
 as it is gathered, and kept only where the master rests on another tier.
 
 Memory that two roles share (in fp32, where both rest on one tier) counts once, for ``compute_param``; parameters that
-are frozen have no other role. Padding counts: these are the bytes of buffers. Not counted are activations, what a
-library needs inside (the allocator's rounding, a transport's own buffers, temporaries of an optimizer without a fused
-kernel) and optimizer state that is one number for a tensor.
+are frozen have no other role. Padding counts: these are the bytes of buffers. Not counted are activations
+(``activations.py`` adds them), what a library needs inside (the allocator's rounding, a transport's own buffers,
+temporaries of an optimizer without a fused kernel) and optimizer state that is one number for a tensor.
 """
 
 from __future__ import annotations
@@ -138,12 +138,23 @@ def gathered_peaks(nbytes: Sequence[int], limits: Limits) -> tuple[int, int]:
     Args:
         nbytes: gathered bytes of each unit that is dropped after use; the root, which stays for the whole pass, first.
     """
+    peaks = [nbytes[0] if nbytes else 0] * 2
+    for _, backward, held in gathered_along(nbytes, limits):
+        peaks[backward] = max(peaks[backward], held)
+    return peaks[0], peaks[1]
+
+
+def gathered_along(nbytes: Sequence[int], limits: Limits) -> Iterator[tuple[int, bool, int]]:
+    """Unit, whether it is the backward, and bytes of gathered units: at each use of a unit, in order.
+
+    Args:
+        nbytes: as for :func:`gathered_peaks`.
+    """
     units = [unit for unit, size in enumerate(nbytes) if unit and size]
     history = units + units[::-1]
     cursor = Cursor(compile_plan(history, nbytes, limits.keep_gathered_bytes))
     held: set[int] = set()
     ahead: list[int] = []
-    peaks = [nbytes[0] if nbytes else 0] * 2
 
     def admit(unit: int) -> bool:
         if unit in held or not may_come_ahead(nbytes[unit], [nbytes[u] for u in ahead], limits.prefetch_bytes):
@@ -158,11 +169,9 @@ def gathered_peaks(nbytes: Sequence[int], limits: Limits) -> tuple[int, int]:
         if unit in ahead:
             ahead.remove(unit)
         cursor.ahead(admit)
-        phase = event // len(units)
-        peaks[phase] = max(peaks[phase], nbytes[0] + sum(nbytes[u] for u in held))
+        yield unit, event >= len(units), nbytes[0] + sum(nbytes[u] for u in held)
         if cursor.used(unit):
             held.discard(unit)
-    return peaks[0], peaks[1]
 
 
 def peak_bytes(
@@ -182,7 +191,7 @@ def peak_bytes(
         return planned_bytes(buckets, rank, state_tensors=state_tensors, moment=moment)
 
     total = {Phase.forward: rest(waiting), Phase.backward: rest(waiting), Phase.step: rest(Moment.reduced)}
-    forward, backward = gathered_peaks(_by_unit(buckets, lambda b: b.full_nbytes * b.reshards), limits)
+    forward, backward = gathered_peaks(by_unit(buckets, lambda b: b.full_nbytes * b.reshards), limits)
     total[Phase.forward][Role.gathered, Tier.device] = forward
     total[Phase.backward][Role.gathered, Tier.device] = backward
     total[Phase.backward][Role.reducing, Tier.device] = _reducing_nbytes(buckets, limits)
@@ -191,7 +200,8 @@ def peak_bytes(
     return {phase: +held for phase, held in total.items()}
 
 
-def _by_unit(buckets: Iterable[BucketPlan], size: Callable[[BucketPlan], int]) -> list[int]:
+def by_unit(buckets: Iterable[BucketPlan], size: Callable[[BucketPlan], int]) -> list[int]:
+    """Sums over the buckets of each unit, in the order of units."""
     sums: dict[int, int] = {}
     for bucket in buckets:
         sums[bucket.unit] = sums.get(bucket.unit, 0) + size(bucket)
@@ -216,7 +226,7 @@ def _reducing_nbytes(buckets: Sequence[BucketPlan], limits: Limits) -> int:
     brought = [b.layout.world_size for b in trainable if more and b.shards_master and b.layout.world_size > 1]
     shards = under_way // min(brought) if brought else 0
     filling = max(
-        _by_unit(trainable, lambda b: b.layout.numel * max(b.itemsizes.reduce, b.itemsizes.compute) * apart(b)),
+        by_unit(trainable, lambda b: b.layout.numel * max(b.itemsizes.reduce, b.itemsizes.compute) * apart(b)),
         default=0,
     )
     own = [size for size, bucket in zip(sizes, trainable, strict=True) if apart(bucket)]

@@ -1,0 +1,172 @@
+"""Bytes of activations along a forward and a backward, and the peaks of all bytes together. Arithmetic on integers.
+
+Peaks of different roles come at different moments: activations have theirs where the forward turns into the backward,
+gradients that are reduced near the end of it. So the bytes are added up stretch by stretch, and the largest sum counts.
+
+::
+
+    forward  = rest + gradients of the last step + gathered + activations
+    backward = rest + gathered + filling, under way, landed + activations      of the stretch
+    step     = as without activations
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from lightning_zero.planning import memory
+from lightning_zero.planning.buckets import BucketPlan, Role
+from lightning_zero.planning.memory import ADAM_STATES, Bytes, Limits, Moment, Phase
+from lightning_zero.planning.placement import Tier
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """A part of a pass in which one unit runs.
+
+    Attributes:
+        unit: its number; 0: the root, or code between units.
+        backward: in the backward.
+        nbytes: the most bytes at any moment of it beside parameters, the batch, and gradients of parameters.
+        begun, done: numbers of the buckets of which a gradient, or all gradients, have come by its end.
+    """
+
+    unit: int
+    backward: bool
+    nbytes: int
+    begun: frozenset[int] = frozenset()
+    done: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Activations:
+    """What one micro-batch needs beside what the engine holds.
+
+    Attributes:
+        stretches: of the forward, then of the backward, in order.
+        saved: bytes of what autograd keeps for the backward, parameters and buffers not counted.
+        batch: bytes of the batch.
+        flops: floating-point operations of matrix products, of the forward and the backward.
+    """
+
+    stretches: tuple[Stretch, ...]
+    saved: int
+    batch: int
+    flops: float
+
+    def peak(self, *, backward: bool) -> int:
+        """The most bytes in the forward, or in the backward."""
+        return max((s.nbytes for s in self.stretches if s.backward is backward), default=0)
+
+
+@dataclass(frozen=True, slots=True)
+class ByBatchSize:
+    """Activations of two sizes of a micro-batch; those of any other follow, because bytes are affine in the size.
+
+    Attributes:
+        sizes: samples. Equal ones where the model refuses another size.
+    """
+
+    sizes: tuple[int, int]
+    measured: tuple[Activations, Activations]
+
+    @property
+    def scales(self) -> bool:
+        """Whether other sizes are known."""
+        return self.sizes[0] != self.sizes[1]
+
+    def of(self, size: int) -> Activations:
+        """Activations of ``size`` samples.
+
+        Raises:
+            ValueError: only one size was measured, and this is another one.
+        """
+        (few, many), (small, large) = self.sizes, self.measured
+        if size == few:
+            return small
+        if not self.scales:
+            raise ValueError(f"activations are known for {few} samples only, not for {size}")
+
+        def at(low: float, high: float) -> int:
+            return max(0, -int(-(low + (high - low) * (size - few) / (many - few)) // 1))  # rounded up
+
+        stretches = tuple(
+            replace(a, nbytes=at(a.nbytes, b.nbytes)) for a, b in zip(small.stretches, large.stretches, strict=True)
+        )
+        return Activations(
+            stretches, at(small.saved, large.saved), at(small.batch, large.batch), at(small.flops, large.flops)
+        )
+
+
+def peaks_with(
+    buckets: Sequence[BucketPlan],
+    limits: Limits,
+    activations: Activations,
+    rank: int = 0,
+    *,
+    state_tensors: int = ADAM_STATES,
+) -> dict[Phase, Bytes]:
+    """Bytes of one rank at the worst moment of each phase, as :func:`memory.peak_bytes`, with activations."""
+    bounds = memory.peak_bytes(buckets, limits, rank, state_tensors=state_tensors)
+    worst = {Phase.step: bounds[Phase.step]}
+    several = limits.micro_batches > 1
+    resting = Moment.accumulating if several else Moment.cleared
+    rest = memory.planned_bytes(buckets, rank, state_tensors=state_tensors, moment=resting)
+    gathered = list(_gathered(buckets, limits, activations.stretches))
+    for stretch, in_use in zip(activations.stretches, gathered, strict=True):
+        phase = Phase.backward if stretch.backward else Phase.forward
+        if stretch.backward and not several:
+            held = Counter(rest)
+            held[Role.staging, Tier.host] += bounds[phase][Role.staging, Tier.host] - rest[Role.staging, Tier.host]
+            for (role, tier), nbytes in _gradients(buckets, limits, stretch, activations.stretches):
+                held[role, tier] += nbytes
+        else:
+            held = Counter(bounds[phase])
+        held[Role.gathered, Tier.device] = in_use
+        held[Role.activation, Tier.device] = stretch.nbytes + activations.batch
+        if phase not in worst or _size(held) > _size(worst[phase]):
+            worst[phase] = +held
+    return {phase: worst.get(phase, bounds[phase]) for phase in Phase}
+
+
+def _size(held: Bytes) -> tuple[int, int]:
+    """The device's bytes first: the rest hardly changes."""
+    return memory.on_tier(held, Tier.device), sum(held.values())
+
+
+def _gathered(buckets: Sequence[BucketPlan], limits: Limits, stretches: Sequence[Stretch]) -> Iterator[int]:
+    """Bytes of gathered units in each stretch."""
+    nbytes = memory.by_unit(buckets, lambda b: b.full_nbytes * b.reshards)
+    at: dict[tuple[int, bool], int] = {}
+    for unit, backward, held in memory.gathered_along(nbytes, limits):
+        at[unit, backward] = max(at.get((unit, backward), 0), held)
+    root = nbytes[0] if nbytes else 0
+    own = [at.get((s.unit, s.backward)) for s in stretches]
+    for index, held_by_unit in enumerate(own):
+        if held_by_unit is not None:
+            yield held_by_unit
+        else:  # between units: what the one before has left, or what comes ahead
+            yield max([root, *(held for held in own[max(0, index - 1) : index + 2] if held is not None)])
+
+
+def _gradients(
+    buckets: Sequence[BucketPlan], limits: Limits, stretch: Stretch, stretches: Sequence[Stretch]
+) -> Iterable[tuple[tuple[Role, Tier], int]]:
+    """Gradients in a stretch of a backward: filling, under way up to the bound, and landed."""
+    order = [n for s in stretches for n in sorted(s.done)]
+    done = [n for n in dict.fromkeys(order) if n in stretch.done]
+    room = limits.reduce_bucket_bytes
+    device = (Role.reducing, Tier.device)
+    for count, number in enumerate(reversed(done)):  # the last ones are under way
+        bucket = buckets[number]
+        size = bucket.layout.numel * bucket.itemsizes.reduce
+        room -= size
+        if room >= 0 or not count:
+            yield device, size
+        elif not bucket.grads_on_host:  # else its place is kept
+            yield (Role.grad, Tier.device), bucket.owned_numel * bucket.itemsizes.grad
+    for number in stretch.begun - stretch.done:
+        bucket = buckets[number]
+        yield device, bucket.layout.numel * max(bucket.itemsizes.reduce, bucket.itemsizes.compute)
