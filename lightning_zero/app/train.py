@@ -269,7 +269,6 @@ def run(config: TrainConfig) -> None:
     from lightning.pytorch import seed_everything
 
     from lightning_zero.data.text import TextData
-    from lightning_zero.trainer.summary import print_held
 
     _quieten()
     seed_everything(config.seed, workers=True, verbose=False)
@@ -281,6 +280,7 @@ def run(config: TrainConfig) -> None:
     if isinstance(data, TextData):
         data.check(trainer.world_size)
     ckpt_path = checkpoint_to_resume(config, trainer)
+    plan_of_run(config, trainer)
     trainer.strategy.run_settings = {**asdict(config), "ckpt_path": ckpt_path}  # type: ignore[attr-defined]
 
     with decided(trainer, ckpt_path), batches_explained(model, data):
@@ -289,10 +289,27 @@ def run(config: TrainConfig) -> None:
         last = getattr(trainer.checkpoint_callback, "last_model_path", "")
         print(f"checkpoint: {last}" if last else "no checkpoint was written")
     metrics = validated(trainer, model, data)
-    if config.zero.summary and trainer.is_global_zero:
-        print_held(trainer.strategy.engine, config.trainer.accumulate_grad_batches)  # type: ignore[attr-defined]
     if trainer.is_global_zero:
         report(metrics, config.run_dir)
+
+
+def plan_of_run(config: TrainConfig, trainer: Trainer) -> None:
+    """What the strategy is to know of the run: for the decision on ``zero/stage=auto``, and for its last table."""
+    from lightning_zero.app.plan_model import describe, optimizer_states
+
+    strategy: Any = trainer.strategy
+    strategy.planned_states = optimizer_states(config)
+    strategy.measures_peak = config.zero.summary and config.trainer.profiler is None
+
+    def activations() -> Any:
+        try:
+            found = describe(config, None, activations=True, both_ways=False).model.activations
+        except ConfigError:
+            return None
+        return None if found is None else found.measured[0]
+
+    if config.data.get("_target_") == TEXT_DATA:  # other data would have to be asked for a batch once more
+        strategy.activations_of_run = activations
 
 
 def validated(trainer: Trainer, model: LightningModule, data: LightningDataModule) -> dict[str, float]:

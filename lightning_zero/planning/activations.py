@@ -12,14 +12,17 @@ gradients that are reduced near the end of it. So the bytes are added up stretch
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from lightning_zero.planning import memory
 from lightning_zero.planning.buckets import BucketPlan, Role
 from lightning_zero.planning.memory import ADAM_STATES, Bytes, Limits, Moment, Phase
 from lightning_zero.planning.placement import Tier
+
+KEPT_BUFFERS = 2  # of the size of the largest bucket that are kept for the next reductions, on the host
+KEPT_BUFFERS_NBYTES = 64 << 20  # at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +33,7 @@ class Stretch:
         unit: its number; 0: the root, or code between units.
         backward: in the backward.
         nbytes: the most bytes at any moment of it beside parameters, the batch, and gradients of parameters.
-        begun, done: numbers of the buckets of which a gradient, or all gradients, have come by its end.
+        begun, done: numbers of the buckets of which the first gradient, or the last one, comes in it.
     """
 
     unit: int
@@ -114,21 +117,35 @@ def peaks_with(
     several = limits.micro_batches > 1
     resting = Moment.accumulating if several else Moment.cleared
     rest = memory.planned_bytes(buckets, rank, state_tensors=state_tensors, moment=resting)
-    gathered = list(_gathered(buckets, limits, activations.stretches))
+    spare = _spare_nbytes(buckets, limits)
+    gathered = _gathered(buckets, limits, activations.stretches)
+    gradients = _Gradients(buckets, limits)
     for stretch, in_use in zip(activations.stretches, gathered, strict=True):
+        gradients.go_on(stretch)
         phase = Phase.backward if stretch.backward else Phase.forward
         if stretch.backward and not several:
             held = Counter(rest)
             held[Role.staging, Tier.host] += bounds[phase][Role.staging, Tier.host] - rest[Role.staging, Tier.host]
-            for (role, tier), nbytes in _gradients(buckets, limits, stretch, activations.stretches):
-                held[role, tier] += nbytes
+            held[Role.reducing, Tier.device] = max(gradients.reducing, spare)
+            held[Role.grad, Tier.device] += gradients.landed
         else:
             held = Counter(bounds[phase])
+            held[Role.reducing, Tier.device] = max(held[Role.reducing, Tier.device], spare)
         held[Role.gathered, Tier.device] = in_use
         held[Role.activation, Tier.device] = stretch.nbytes + activations.batch
         if phase not in worst or _size(held) > _size(worst[phase]):
             worst[phase] = +held
     return {phase: worst.get(phase, bounds[phase]) for phase in Phase}
+
+
+def _spare_nbytes(buckets: Sequence[BucketPlan], limits: Limits) -> int:
+    """Buffers of reductions that are over and stay for the next ones: where the device is the host."""
+    sizes = [b.layout.numel * b.itemsizes.reduce for b in buckets if b.trainable and b.layout.world_size > 1]
+    room = min(KEPT_BUFFERS * max(sizes, default=0), KEPT_BUFFERS_NBYTES) * (not limits.has_link)
+    kept = 0
+    for size in sorted(sizes, reverse=True):
+        kept += size if kept + size <= room else 0
+    return kept
 
 
 def _size(held: Bytes) -> tuple[int, int]:
@@ -151,22 +168,40 @@ def _gathered(buckets: Sequence[BucketPlan], limits: Limits, stretches: Sequence
             yield max([root, *(held for held in own[max(0, index - 1) : index + 2] if held is not None)])
 
 
-def _gradients(
-    buckets: Sequence[BucketPlan], limits: Limits, stretch: Stretch, stretches: Sequence[Stretch]
-) -> Iterable[tuple[tuple[Role, Tier], int]]:
-    """Gradients in a stretch of a backward: filling, under way up to the bound, and landed."""
-    order = [n for s in stretches for n in sorted(s.done)]
-    done = [n for n in dict.fromkeys(order) if n in stretch.done]
-    room = limits.reduce_bucket_bytes
-    device = (Role.reducing, Tier.device)
-    for count, number in enumerate(reversed(done)):  # the last ones are under way
-        bucket = buckets[number]
-        size = bucket.layout.numel * bucket.itemsizes.reduce
-        room -= size
-        if room >= 0 or not count:
-            yield device, size
-        elif not bucket.grads_on_host:  # else its place is kept
-            yield (Role.grad, Tier.device), bucket.owned_numel * bucket.itemsizes.grad
-    for number in stretch.begun - stretch.done:
-        bucket = buckets[number]
-        yield device, bucket.layout.numel * max(bucket.itemsizes.reduce, bucket.itemsizes.compute)
+class _Gradients:
+    """Bytes of gradients along a backward: filling, under way up to the bound of reductions, and landed.
+
+    Attributes:
+        reducing: not reduced yet, on the device.
+        landed: reduced, and resting on the device.
+    """
+
+    def __init__(self, buckets: Sequence[BucketPlan], limits: Limits) -> None:
+        self._buckets, self._room = buckets, limits.reduce_bucket_bytes
+        self._filling: set[int] = set()
+        self._full: list[int] = []  # all of their gradients came in the last stretch
+        self._under_way: deque[int] = deque()
+        self.reducing = self.landed = 0
+
+    def go_on(self, stretch: Stretch) -> None:
+        """The next stretch."""
+        self._under_way.extend(self._full)
+        self._filling.difference_update(self._full)
+        self._filling |= stretch.begun
+        self._full = sorted(stretch.done, reverse=True)
+        flying = sum(map(self._size, self._under_way))
+        while len(self._under_way) > 1 and flying > self._room:
+            number = self._under_way.popleft()
+            flying -= self._size(number)
+            bucket = self._buckets[number]
+            if not bucket.grads_on_host:  # else its place is kept
+                self.landed += bucket.owned_numel * bucket.itemsizes.grad
+        wide = (max(b.itemsizes.reduce, b.itemsizes.compute) * b.layout.numel for b in map(self._bucket, self._filling))
+        self.reducing = flying + sum(wide)
+
+    def _bucket(self, number: int) -> BucketPlan:
+        return self._buckets[number]
+
+    def _size(self, number: int) -> int:
+        bucket = self._buckets[number]
+        return bucket.layout.numel * bucket.itemsizes.reduce

@@ -146,18 +146,19 @@ def plan_row(
     except ConfigError as error:
         return Row(stage, offload, Counter(), {}, dict.fromkeys(Tier, 0), dict.fromkeys(Tier, 0), (), str(error))
     buckets = _placed(model, stage, tiers, machine)
-    waiting = Moment.accumulating if model.limits.micro_batches > 1 else Moment.reduced
+    limits = replace(model.limits, has_link=not machine.shared)
+    waiting = Moment.accumulating if limits.micro_batches > 1 else Moment.reduced
     rest = memory.planned_bytes(buckets, state_tensors=model.states, moment=waiting)
     if model.activations is None:
-        peaks = memory.peak_bytes(buckets, model.limits, state_tensors=model.states)
+        peaks = memory.peak_bytes(buckets, limits, state_tensors=model.states)
     else:
         activations = model.activations.of(model.samples or model.activations.sizes[0])
-        peaks = peaks_with(buckets, model.limits, activations, state_tensors=model.states)
+        peaks = peaks_with(buckets, limits, activations, state_tensors=model.states)
     replicas = max(1, machine.world_size // buckets[0].layout.world_size) if buckets else 1
-    sent = sent_by(buckets, model.limits, replicas=replicas)
+    sent = sent_by(buckets, limits, replicas=replicas)
     time = None
     if rates is not None:
-        time = expected(buckets, model.limits, model.flops, rates, replicas=replicas, on_cpu=machine.shared)
+        time = expected(buckets, limits, model.flops, rates, replicas=replicas, on_cpu=machine.shared)
     per_rank = {tier: max(memory.on_tier(held, tier) for held in peaks.values()) for tier in Tier}
     per_host = {tier: nbytes * machine.gpus for tier, nbytes in per_rank.items()}
     lacks = _shortages(per_rank, per_host, machine)

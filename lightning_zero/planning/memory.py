@@ -124,12 +124,14 @@ class Limits:
 
     Attributes:
         micro_batches: backwards per step.
+        has_link: the device is not the host: what goes from one to the other passes through pinned buffers.
     """
 
     prefetch_bytes: int
     keep_gathered_bytes: int
     reduce_bucket_bytes: int
     micro_batches: int = 1
+    has_link: bool = True
 
 
 def gathered_peaks(nbytes: Sequence[int], limits: Limits) -> tuple[int, int]:
@@ -195,7 +197,7 @@ def peak_bytes(
     total[Phase.forward][Role.gathered, Tier.device] = forward
     total[Phase.backward][Role.gathered, Tier.device] = backward
     total[Phase.backward][Role.reducing, Tier.device] = _reducing_nbytes(buckets, limits)
-    for phase, staging in _staging(buckets, state_tensors, rank).items():
+    for phase, staging in _staging(buckets, limits, state_tensors, rank).items():
         total[phase].update(staging)
     return {phase: +held for phase, held in total.items()}
 
@@ -233,15 +235,16 @@ def _reducing_nbytes(buckets: Sequence[BucketPlan], limits: Limits) -> int:
     return min(sum(own), min(sum(own), under_way) + filling) + shards
 
 
-def _staging(buckets: Sequence[BucketPlan], state_tensors: int, rank: int) -> dict[Phase, Bytes]:
+def _staging(buckets: Sequence[BucketPlan], limits: Limits, state_tensors: int, rank: int) -> dict[Phase, Bytes]:
     """Bytes between tiers besides the ring, all of them bounded by a few buckets."""
     found: dict[Phase, Bytes] = {phase: Counter() for phase in Phase}
     trainable = [b for b in buckets if b.trainable]
     host = (Role.staging, Tier.host)
     for phase in (Phase.forward, Phase.backward):
         found[phase][host] += READ_AHEAD * max(map(read_nbytes, buckets), default=0)
+    pair = 2 * PAIR_NBYTES * limits.has_link
     if any(b.grads_on_host for b in trainable):
-        found[Phase.backward][host] += 2 * PAIR_NBYTES  # gradients that are added to those that are there
+        found[Phase.backward][host] += pair  # gradients that are added to those that are there
     in_files = [
         (b.owned_numel + state_tensors * b.state_numel(rank)) * b.itemsizes.master
         for b in trainable
@@ -249,7 +252,7 @@ def _staging(buckets: Sequence[BucketPlan], state_tensors: int, rank: int) -> di
     ]
     windows = (sum(in_files[i : i + STEPS_IN_MEMORY]) for i in range(len(in_files)))
     # The step overlaps the next forward.
-    in_steps = max(windows, default=0) + 2 * PAIR_NBYTES * bool(in_files)  # what is stepped is sent by pieces
+    in_steps = max(windows, default=0) + pair * bool(in_files)  # what is stepped is sent by pieces
     cast = [b for b in trainable if b.itemsizes.grad != b.itemsizes.master]
     in_steps += STEP_CHUNK_NBYTES * any(b.steps_on_host for b in cast)
     found[Phase.step][host] += in_steps

@@ -13,14 +13,15 @@ import logging
 import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from types import MethodType
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.utilities.seed import isolate_rng
 from lightning.pytorch.utilities.data import extract_batch_size
+from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
@@ -68,6 +69,8 @@ class LiveBytes(TorchDispatchMode):
                 self._add(tensor, 0)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and _is_number_without_value(args[0]):
+            return 1.0  # a loss that is read to be logged; lengths and conditions have no value to go on with
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor):
@@ -87,6 +90,10 @@ class LiveBytes(TorchDispatchMode):
 
     def _gone(self, key: int) -> None:
         self.now -= self._known.pop(key, 0)
+
+
+def _is_number_without_value(tensor: Tensor) -> bool:
+    return isinstance(tensor, FakeTensor) and tensor.is_floating_point()
 
 
 class _Begins(torch.autograd.Function):
@@ -115,18 +122,25 @@ class _Recorder:
         self._unit, self._backward = 0, False
         self.stretches: list[Stretch] = []
         self._came: dict[int, set[int]] = {}
-        self._recomputing = False
+        self._begun: set[int] = set()
+        self._done: set[int] = set()
 
     def enter(self, unit: int, *, backward: bool) -> None:
         """The stretch of before is over."""
-        begun = frozenset(self._came)
-        done = frozenset(n for n, came in self._came.items() if len(came) == self._slots[n])
-        self.stretches.append(Stretch(self._unit, self._backward, self._live.most, begun, done))
+        self.stretches.append(
+            Stretch(self._unit, self._backward, self._live.most, frozenset(self._begun), frozenset(self._done))
+        )
+        self._begun, self._done = set(), set()
         self._unit, self._backward = unit, backward
         self._live.restart()
 
     def arrived(self, bucket: int, slot: int) -> None:
-        self._came.setdefault(bucket, set()).add(slot)
+        if bucket not in self._came:
+            self._begun.add(bucket)
+        came = self._came.setdefault(bucket, set())
+        came.add(slot)
+        if len(came) == self._slots[bucket]:
+            self._done.add(bucket)
 
     @property
     def in_backward(self) -> bool:
@@ -217,7 +231,7 @@ def _fake_optimizers(module: pl.LightningModule) -> None:
     """For manual optimization: as many optimizers as the module's own, which do nothing."""
 
     class Nothing:
-        param_groups = [{"lr": 0.0}]
+        param_groups = ({"lr": 0.0},)
 
         def step(self, closure: Any = None, **_: Any) -> Any:
             return closure() if closure is not None else None
@@ -245,6 +259,7 @@ def measure(
     precision: Precision,
     *,
     trainer: Any = None,
+    flops: bool = True,
 ) -> Activations:
     """Bytes of one forward and backward of ``module``, which may be on meta and must not be sharded yet.
 
@@ -253,6 +268,7 @@ def measure(
     Args:
         batch: real or fake tensors.
         trainer: what ``self.trainer`` is in ``training_step``; default: a stand-in.
+        flops: count operations too, which takes half of the time.
 
     Raises:
         NotMeasured: ``training_step`` fails on tensors that have no values.
@@ -260,7 +276,7 @@ def measure(
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     try:
         with isolate_rng(include_cuda=False), _quiet():
-            return _Measurement(module, config, precision, mode, trainer).run(batch)
+            return _Measurement(module, config, precision, mode, trainer).run(batch, flops=flops)
     except ConfigError:
         raise
     except Exception as error:
@@ -318,7 +334,6 @@ class _Measurement:
             for inner in fp32_modules(self._module, config.precision.fp32_modules):
                 _keep_output_dtype(inner)
         self._saved: dict[int, int] = {}
-        self._flops = FlopCounterMode(display=False)
 
     def _watch(self, module: nn.Module, unit: int) -> None:
         """Have the recorder know when ``module`` runs."""
@@ -342,10 +357,9 @@ class _Measurement:
 
         module.forward = forward
 
-    def run(self, batch: Any) -> Activations:
-        params = {id(t.untyped_storage()) for t in (*self._module.parameters(), *self._module.buffers())}
+    def run(self, batch: Any, *, flops: bool) -> Activations:
+        counter = FlopCounterMode(display=False) if flops else None
         known = {t.untyped_storage()._cdata for t in (*self._module.parameters(), *self._module.buffers())}
-        assert params
         with self._mode:
             fake = tree_map(self._fake, batch)
             self._live.ignore((list(self._module.parameters()), list(self._module.buffers()), fake))
@@ -358,7 +372,12 @@ class _Measurement:
 
             handles = watch_gradients(self._gradients)
             try:
-                with self._live, self._flops, saved_tensors_hooks(pack, lambda tensor: tensor), self._context():
+                with (
+                    self._live,
+                    counter or contextlib.nullcontext(),
+                    saved_tensors_hooks(pack, lambda tensor: tensor),
+                    self._context(),
+                ):
                     loss = _loss_of(self._module.training_step(*self._arguments(fake)))
                     if loss is not None and self._module.automatic_optimization:
                         self._backward(loss)
@@ -368,10 +387,8 @@ class _Measurement:
                 for handle in handles:
                     handle.remove()
             nbytes = sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in _tensors(fake)}.values())
-        found = Activations(
-            tuple(self._recorder.stretches), sum(self._saved.values()), nbytes, float(self._flops.get_total_flops())
-        )
-        return found
+        total = float(counter.get_total_flops()) if counter is not None else 0.0
+        return Activations(tuple(self._recorder.stretches), sum(self._saved.values()), nbytes, total)
 
     def _backward(self, loss: Tensor) -> None:
         self._recorder.enter(0, backward=True)
@@ -381,7 +398,9 @@ class _Measurement:
     def _arguments(self, batch: Any) -> list[Any]:
         from inspect import Parameter, signature
 
-        wanted = [p for p in signature(self._module.training_step).parameters.values() if p.kind is not Parameter.VAR_KEYWORD]
+        wanted = [
+            p for p in signature(self._module.training_step).parameters.values() if p.kind is not Parameter.VAR_KEYWORD
+        ]
         return [batch, 0, 0][: max(1, min(3, len(wanted)))]
 
     def _fake(self, value: Any) -> Any:
@@ -434,12 +453,12 @@ def measure_sizes(
     first = measure(module, batch, config, precision, trainer=trainer)
     try:
         size = extract_batch_size(batch)
-        second = measure(module, doubled(batch, size), config, precision, trainer=trainer)
+        second = measure(module, doubled(batch, size), config, precision, trainer=trainer, flops=False)
     except (NotMeasured, pl.utilities.exceptions.MisconfigurationException):
         return ByBatchSize((1, 1), (first, first))
     if [s.unit for s in first.stretches] != [s.unit for s in second.stretches]:
         return ByBatchSize((size, size), (first, first))
-    return ByBatchSize((size, 2 * size), (first, second))
+    return ByBatchSize((size, 2 * size), (first, replace(second, flops=2 * first.flops)))
 
 
 def doubled(batch: Any, size: int) -> Any:
