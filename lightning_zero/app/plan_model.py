@@ -146,7 +146,7 @@ def with_activations(
     if both_ways and len(found.model.names) > 1:
         how = Recompute.none if found.recomputes else Recompute.blocks
         with contextlib.suppress(NotMeasured):
-            other = measure(module, batch, make_config(zero, activation_checkpointing=how), precision, flops=False)
+            other = measure(module, batch, make_config(zero, activation_checkpointing=how), precision)
     return replace(found, model=replace(found.model, activations=sizes, samples=sizes.sizes[0]), other=other)
 
 

@@ -241,7 +241,7 @@ def _staging(buckets: Sequence[BucketPlan], limits: Limits, state_tensors: int, 
     trainable = [b for b in buckets if b.trainable]
     host = (Role.staging, Tier.host)
     for phase in (Phase.forward, Phase.backward):
-        found[phase][host] += READ_AHEAD * max(map(read_nbytes, buckets), default=0)
+        found[phase][host] += READ_AHEAD * round_up(max(map(read_nbytes, buckets), default=0), FILE_PAGE_NBYTES)
     pair = 2 * PAIR_NBYTES * limits.has_link
     if any(b.grads_on_host for b in trainable):
         found[Phase.backward][host] += pair  # gradients that are added to those that are there

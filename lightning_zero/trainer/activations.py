@@ -13,7 +13,6 @@ import logging
 import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -28,7 +27,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import flop_registry
 
 from lightning_zero.config import ConfigError, Precision, Recompute, ZeroConfig
 from lightning_zero.engine.passes.hooks import watch_gradients
@@ -52,11 +51,14 @@ class LiveBytes(TorchDispatchMode):
     Attributes:
         now: bytes of those that live.
         most: the most since :meth:`restart`.
+        flops: floating-point operations of matrix products, convolutions and attention, by torch's formulas. (Its own
+            counter keeps tensors of checkpointed calls alive.)
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.now = self.most = 0
+        self.flops = 0
         self._known: dict[int, int] = {}
 
     def restart(self) -> None:
@@ -72,6 +74,8 @@ class LiveBytes(TorchDispatchMode):
         if func is torch.ops.aten._local_scalar_dense.default and _is_number_without_value(args[0]):
             return 1.0  # a loss that is read to be logged; lengths and conditions have no value to go on with
         result = func(*args, **(kwargs or {}))
+        if (count := flop_registry.get(func._overloadpacket)) is not None:
+            self.flops += count(*args, **(kwargs or {}), out_val=result)
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor):
                 storage = tensor.untyped_storage()
@@ -259,7 +263,6 @@ def measure(
     precision: Precision,
     *,
     trainer: Any = None,
-    flops: bool = True,
 ) -> Activations:
     """Bytes of one forward and backward of ``module``, which may be on meta and must not be sharded yet.
 
@@ -268,7 +271,6 @@ def measure(
     Args:
         batch: real or fake tensors.
         trainer: what ``self.trainer`` is in ``training_step``; default: a stand-in.
-        flops: count operations too, which takes half of the time.
 
     Raises:
         NotMeasured: ``training_step`` fails on tensors that have no values.
@@ -276,7 +278,7 @@ def measure(
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     try:
         with isolate_rng(include_cuda=False), _quiet():
-            return _Measurement(module, config, precision, mode, trainer).run(batch, flops=flops)
+            return _Measurement(module, config, precision, mode, trainer).run(batch)
     except ConfigError:
         raise
     except Exception as error:
@@ -357,8 +359,7 @@ class _Measurement:
 
         module.forward = forward
 
-    def run(self, batch: Any, *, flops: bool) -> Activations:
-        counter = FlopCounterMode(display=False) if flops else None
+    def run(self, batch: Any) -> Activations:
         known = {t.untyped_storage()._cdata for t in (*self._module.parameters(), *self._module.buffers())}
         with self._mode:
             fake = tree_map(self._fake, batch)
@@ -374,7 +375,6 @@ class _Measurement:
             try:
                 with (
                     self._live,
-                    counter or contextlib.nullcontext(),
                     saved_tensors_hooks(pack, lambda tensor: tensor),
                     self._context(),
                 ):
@@ -387,7 +387,7 @@ class _Measurement:
                 for handle in handles:
                     handle.remove()
             nbytes = sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in _tensors(fake)}.values())
-        total = float(counter.get_total_flops()) if counter is not None else 0.0
+        total = float(self._live.flops)
         return Activations(tuple(self._recorder.stretches), sum(self._saved.values()), nbytes, total)
 
     def _backward(self, loss: Tensor) -> None:
@@ -453,12 +453,12 @@ def measure_sizes(
     first = measure(module, batch, config, precision, trainer=trainer)
     try:
         size = extract_batch_size(batch)
-        second = measure(module, doubled(batch, size), config, precision, trainer=trainer, flops=False)
+        second = measure(module, doubled(batch, size), config, precision, trainer=trainer)
     except (NotMeasured, pl.utilities.exceptions.MisconfigurationException):
         return ByBatchSize((1, 1), (first, first))
     if [s.unit for s in first.stretches] != [s.unit for s in second.stretches]:
         return ByBatchSize((size, size), (first, first))
-    return ByBatchSize((size, 2 * size), (first, replace(second, flops=2 * first.flops)))
+    return ByBatchSize((size, 2 * size), (first, second))
 
 
 def doubled(batch: Any, size: int) -> Any:

@@ -33,12 +33,14 @@ def test_all_ranks_take_one_row_and_train_as_with_it(tmp_path: Path) -> None:
     """Although each rank finds other memory."""
     rank = dist.get_rank()
     with memory(10**9 + rank):
-        strategy, run = fit(tmp_path / "auto")
+        strategy, run = fit(tmp_path / "auto", count=12)
     decision = strategy.decision
     assert strategy.gather_objects(decision, "test") == [decision] * dist.get_world_size()
     assert strategy.engine.config.stage.name.value == decision.stage != "auto"
     assert decision.samples is not None and decision.samples > 2 and "activations are not" not in decision.reason
-    plain = toys.fit(ZeroStrategy(decision.stage, offload=decision.offload, summary=False), tmp_path / "plain")
+    plain = toys.fit(
+        ZeroStrategy(decision.stage, offload=decision.offload, summary=False), tmp_path / "plain", count=12
+    )
     toys.assert_same(run, plain, tolerance=0.0)
 
 
@@ -80,7 +82,7 @@ def test_a_step_that_reads_values_is_said(tmp_path: Path) -> None:
     class Reads(toys.Lit):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             loss = super().training_step(batch, batch_idx)
-            assert loss >= 0
+            assert not loss > 1e30
             return loss
 
     strategy, _ = fit(tmp_path, module=toys.seeded(Reads))
@@ -95,7 +97,7 @@ def test_taking_a_batch_changes_no_order(tmp_path: Path) -> None:
     losses = []
     for stage in ("auto", "zero0"):
         generator = torch.Generator().manual_seed(3)
-        data = toys.loader(2, toys.SAMPLES).dataset
+        data = toys.loader(2, 12).dataset
         loader = torch.utils.data.DataLoader(data, 2, shuffle=True, generator=generator)
         strategy = ZeroStrategy(stage, offload="auto" if stage == "auto" else "none", summary=False)
         module = toys.seeded(toys.Lit)
