@@ -89,7 +89,8 @@ def _rank(row: Row) -> tuple[float, float, int, str]:
 
 
 def largest_batch(model: Model, room: Machine, row: Row, settings: OffloadConfig) -> int | None:
-    """The most samples in a micro-batch of one rank with which ``row`` still fits; ``None``: not known."""
+    """The most samples in a micro-batch of one rank with which ``row`` still fits, ``MOST_SAMPLES`` at most; ``None``:
+    not known."""
     if model.activations is None or not model.activations.scales:
         return None
 
@@ -100,10 +101,12 @@ def largest_batch(model: Model, room: Machine, row: Row, settings: OffloadConfig
 
 
 def _largest(fits: Callable[[int], bool]) -> int:
-    """The largest number for which ``fits`` is true, which it is up to some number; 0: for none."""
+    """The largest number, up to ``MOST_SAMPLES``, for which ``fits`` is true, as for all that are smaller; 0: none."""
     low, high = 0, 1
     while high <= MOST_SAMPLES and fits(high):
         low, high = high, 2 * high
+    if high > MOST_SAMPLES:
+        return MOST_SAMPLES
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)

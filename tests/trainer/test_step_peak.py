@@ -50,9 +50,11 @@ CASES = [
     ("zero3", "nvme", "bf16-mixed", "none", 1),
     ("zero3", "none", "bf16-true", "none", 2),
 ]
+MAIN = [("zero0", "none", "none"), ("zero3", "none", "blocks"), ("zero3", "nvme", "none")]
 
 
 @on_ranks(1, 2)
+@pytest.mark.mainly(lambda stage, offload, recompute: (stage, offload, recompute) in MAIN)
 @pytest.mark.filterwarnings("ignore:.*has no O_DIRECT:RuntimeWarning")
 @pytest.mark.parametrize(("stage", "offload", "precision", "recompute", "micro_batches"), CASES)
 def test_the_plan_is_what_a_run_measures(
