@@ -15,6 +15,7 @@ import mmap
 import os
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from lightning_zero.checkpoint.archive import Skeleton, write_values
 from lightning_zero.checkpoint.crc import Piece
-from lightning_zero.checkpoint.durable import written_aside
+from lightning_zero.checkpoint.durable import write_at, written_aside
 from lightning_zero.checkpoint.hugging_face.extras import write_extras
 from lightning_zero.checkpoint.hugging_face.files import CHUNK, Files, Wanted, Writer, parse_dtype
 from lightning_zero.checkpoint.hugging_face.names import Outgoing, outgoing
@@ -224,7 +225,7 @@ def _to_full(checkpoint: dict[str, Any], target: Path, dtype: torch.dtype | None
             fake = fakes[id(value)]
             hole = skeleton.holes[fake.untyped_storage()._cdata]
             for start, values in _pieces(value):
-                done += write_values(part.fd, hole, start * fake.dtype.itemsize, values, fake.dtype)
+                done += write_values(partial(write_at, part.fd), hole, start * fake.dtype.itemsize, values, fake.dtype)
             advance(value.nbytes)
         skeleton.finish(done)
 

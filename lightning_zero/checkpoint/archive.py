@@ -20,6 +20,7 @@ import struct
 import zipfile
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, BinaryIO, NamedTuple
 
 import torch
@@ -29,6 +30,7 @@ from lightning_zero.checkpoint.crc import CHUNK_NBYTES, Piece, add_up, pieces, w
 from lightning_zero.checkpoint.durable import write_at
 
 RECORD = "lightning_zero/crc32"
+WriteAt = Callable[[memoryview, int], None]  # all of a view of bytes, at a place of the file
 _LOCAL_HEADER = struct.Struct("<4s22xHH")  # of a record: the signature, and the lengths of its name and its extra field
 _LOCAL_SIGNATURE = b"PK\x03\x04"
 _DESCRIPTOR = b"PK\x07\x08"  # behind a record; then its checksum
@@ -93,7 +95,7 @@ class Skeleton:
         for cdata, (_, storage) in self._storages.items():
             if storage.device.type != "meta":
                 values = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-                done += write_values(self._fd, self.holes[cdata], 0, values)
+                done += write_values(partial(write_at, self._fd), self.holes[cdata], 0, values)
         return done
 
     def finish(self, done: Iterable[Piece], *, may_have_gaps: Callable[[str], bool] = lambda _: False) -> None:
@@ -135,7 +137,9 @@ def write_archive(checkpoint: Any, fd: int) -> None:
     skeleton.finish(skeleton.fill())
 
 
-def write_values(fd: int, hole: Hole, start: int, values: Tensor, dtype: torch.dtype | None = None) -> list[Piece]:
+def write_values(
+    write: WriteAt, hole: Hole, start: int, values: Tensor, dtype: torch.dtype | None = None
+) -> list[Piece]:
     """Write ``values`` [n], cast to ``dtype``, from byte ``start`` of a hole on; a chunk at a time is on the host."""
     dtype = dtype if dtype is not None else values.dtype
     size, done = dtype.itemsize, list[Piece]()
@@ -145,7 +149,7 @@ def write_values(fd: int, hole: Hole, start: int, values: Tensor, dtype: torch.d
         # Not by numpy(): that would keep the tensor's memory, which rests in a file between uses, from being resized.
         data = memoryview((ctypes.c_char * (part.numel() * size)).from_address(part.data_ptr())).cast("B")
         offset = start + low * size
-        write_at(fd, data, hole.start + offset)
+        write(data, hole.start + offset)
         done += pieces(hole.record, offset, data)
     return done
 

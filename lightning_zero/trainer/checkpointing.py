@@ -34,6 +34,7 @@ from lightning_zero.config import CheckpointFormat, ConfigError, ZeroConfig, par
 from lightning_zero.device import accelerator_of
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.engine.whole.module_state import keeping_frozen
+from lightning_zero.engine.whole.ranges import Hollow
 from lightning_zero.engine.whole.sharded_state import sharded_optimizer_state, sharded_state_dict
 from lightning_zero.ranks.peers import PeerError
 from lightning_zero.ranks.waits import StallError, Waits
@@ -66,6 +67,7 @@ class CheckpointingStrategy(ParallelStrategy):
         resumes_job: the checkpoint to go on from was written by an earlier start of this job; it is compared with its
             checksums, unless ``zero.checkpoint.verify`` is false.
         range_save: inside of ``Trainer.save_checkpoint``, where all ranks write one file.
+        hollow: of the last one.
         next_may_fail: training goes on where a save fails that is handed over to the background now.
         saved_decision: the rows of ``auto`` in the checkpoint that was loaded last.
     """
@@ -92,6 +94,7 @@ class CheckpointingStrategy(ParallelStrategy):
         self.resumes_job = False
         self.saved_decision: auto_row.Decision | None = None
         self.range_save: RangeSave | None = None
+        self.hollow: Hollow | None = None
         self._to_load: tuple[Mapping[str, Any], bool] | None = None  # what waits for setup(), and strict
         self._waits_for_setup = False
         self._loaded_from: Any = "the checkpoint"

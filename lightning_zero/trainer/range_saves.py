@@ -33,9 +33,10 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_zero.checkpoint.archive import Hole, Skeleton, write_values
+from lightning_zero.checkpoint.archive import Hole, Skeleton, WriteAt, write_values
 from lightning_zero.checkpoint.crc import Piece
-from lightning_zero.checkpoint.durable import Part, aside, leave, naming
+from lightning_zero.checkpoint.direct import DirectFile
+from lightning_zero.checkpoint.durable import Part, aside, leave, naming, write_at
 from lightning_zero.checkpoint.sharded.index import refuse_other_folder
 from lightning_zero.comm.agreements import broadcast_object, gather_objects, together
 from lightning_zero.config import CheckpointFormat
@@ -82,6 +83,7 @@ class RangeSave:
         path: of the checkpoint.
         with_values: tensors have values when they are asked for.
         noting: inside of it, what fails has failed on all ranks.
+        hollow: makes the tensors that have no values.
         begin: hands what follows over to a thread; None: it is done at once.
     """
 
@@ -93,12 +95,13 @@ class RangeSave:
         *,
         with_values: bool,
         noting: Noting,
+        hollow: Hollow | None = None,
         begin: Callable[..., None] | None = None,
     ) -> None:
         self._engine, self._io, self._behind = engine, io, begin
         self._path, self._noting = path, noting
         self._with_values = with_values
-        self._hollow = Hollow()
+        self._hollow = hollow if hollow is not None else Hollow()
 
     # -- what Lightning asks for ----------------------------------------------------------------------------------
 
@@ -156,8 +159,7 @@ class RangeSave:
                 stack.callback(os.close, fd)
             shared = all(self._gather(fd is not None, "who sees the folder of a checkpoint"))
             if keep and self._behind is not None and shared:
-                assert fd is not None
-                self._hand_over(stack.pop_all(), fd, place, hollow.copies, begun, content)
+                self._hand_over(stack.pop_all(), place, hollow.copies, begun, content)
                 return {}
             if shared:
                 done = self._together("writing a checkpoint", partial(self._write_own, fd, place, hollow.copies))
@@ -171,7 +173,6 @@ class RangeSave:
     def _hand_over(
         self,
         stack: contextlib.ExitStack,
-        fd: int,
         place: _Place,
         copies: Copies,
         begun: list[tuple[Part, Skeleton, list[Piece]]],
@@ -185,9 +186,10 @@ class RangeSave:
 
         def write() -> list[Piece]:
             done: list[Piece] = []
-            for part in kept:
-                _write_range(fd, place, done, part)
-            os.fsync(fd)
+            with DirectFile(place.part) as file:
+                for part in kept:
+                    _write_range(file.write_at, place, done, part)
+                file.sync()
             return done
 
         def end(found: Sequence[list[Piece]]) -> None:
@@ -224,7 +226,7 @@ class RangeSave:
     def _write_own(self, fd: int | None, place: _Place, copies: Copies) -> list[Piece]:
         assert fd is not None
         done: list[Piece] = []
-        self._engine.visit_ranges(place.dtypes, copies, partial(_write_range, fd, place, done))
+        self._engine.visit_ranges(place.dtypes, copies, partial(_write_range, partial(write_at, fd), place, done))
         os.fsync(fd)  # by the process that has written: on a network's file system rank 0 cannot do it
         return done
 
@@ -237,7 +239,7 @@ class RangeSave:
             if self._engine.rank == 0 and not errors:
                 try:
                     assert fd is not None
-                    _write_range(fd, place, done, part)
+                    _write_range(partial(write_at, fd), place, done, part)
                 except Exception as error:
                     errors.append(error)
 
@@ -288,9 +290,9 @@ class RangeSave:
         return broadcast_object(dist.group.WORLD, value, 0, self._engine.comm.waits)
 
 
-def _write_range(fd: int, place: _Place, done: list[Piece], part: Range) -> None:
+def _write_range(write: WriteAt, place: _Place, done: list[Piece], part: Range) -> None:
     for hole, dtype in place.holes[part.value]:
-        done += write_values(fd, hole, part.start * dtype.itemsize, part.values, dtype)
+        done += write_values(write, hole, part.start * dtype.itemsize, part.values, dtype)
 
 
 def _raise_first(errors: list[Exception]) -> None:
@@ -369,7 +371,8 @@ def _choose(trainer: pl.Trainer, filepath: Any) -> RangeSave | None:
     if begin is not None and readers:
         not_behind(f"{readers[0]} reads what is saved")
     noting = strategy.noting_failure
-    return RangeSave(engine, io, path, with_values=bool(readers), noting=noting, begin=begin)
+    strategy.hollow = hollow = Hollow(strategy.hollow)
+    return RangeSave(engine, io, path, with_values=bool(readers), noting=noting, hollow=hollow, begin=begin)
 
 
 def _readers(trainer: pl.Trainer) -> list[str]:

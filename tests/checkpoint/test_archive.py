@@ -9,6 +9,7 @@ import subprocess
 import sys
 import zipfile
 import zlib
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +103,7 @@ def test_more_than_4_gib(tmp_path: Path) -> None:
     skeleton = archive.Skeleton({"big": big, "last": torch.ones(3)}, fd)
     done = skeleton.fill()
     hole = skeleton.holes[big.untyped_storage()._cdata]
-    done += archive.write_values(fd, hole, 4 * 2**30, torch.full((5000,), 2.0))
+    done += archive.write_values(partial(durable.write_at, fd), hole, 4 * 2**30, torch.full((5000,), 2.0))
     skeleton.finish(done, may_have_gaps=lambda name: name == hole.record)
     os.close(fd)
     found = torch.load(tmp_path / "a.ckpt", mmap=True)

@@ -13,6 +13,7 @@ from lightning_zero.engine.passes import gradients
 from lightning_zero.engine.passes.gradients import Reducer
 from lightning_zero.engine.units import build
 from lightning_zero.engine.units.bucket import Bucket
+from lightning_zero.engine.units.home import opened
 from tests.engine.support import Model, Sharded, Twin, assert_same, language_loss, tokens
 from tests.harness import on_ranks
 
@@ -34,6 +35,22 @@ def test_sharding_a_module_needs_one_unit_beside_what_rests(precision: str) -> N
         assert len(made) == len(side.engine.buckets) >= 6
         assert sum(others) == 0, "other units are gathered while one is filled"
         assert not any(b.full.allocated for b in side.engine.buckets if b.reshards)
+
+
+@on_ranks(2)
+def test_first_values_become_the_masters_and_are_not_copied() -> None:
+    given: list[tuple[Bucket, int]] = []
+    fill = Bucket.fill
+
+    def filled(bucket: Bucket, values: torch.Tensor) -> None:
+        given.append((bucket, values.data_ptr()))
+        fill(bucket, values)
+
+    with mock.patch.object(Bucket, "fill", filled), Sharded(Model(), stage=3):
+        assert given
+        for bucket, address in given:
+            with opened(bucket.home) as master:
+                assert master.data_ptr() == address, bucket.label
 
 
 @on_ranks(2, 3)

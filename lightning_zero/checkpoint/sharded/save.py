@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar, cast
 
 import torch
 
+from lightning_zero.checkpoint.direct import DirectStream
 from lightning_zero.checkpoint.durable import Part, cause_of, leave, naming, said, written_aside
 from lightning_zero.checkpoint.sharded.index import EXTRA, INDEX, SUFFIX, make_index, packed, refuse_other_folder
 from lightning_zero.checkpoint.sharded.items import Item, items_of
@@ -126,7 +128,7 @@ class ShardedSaver:
         if not items:
             return []
         try:
-            with (folder / name).open("wb") as file:
+            with _opened(folder / name, beside=snapshot is not None) as file:
                 entries = write_items(items, file, name, snapshot)
                 file.flush()
                 os.fsync(file.fileno())
@@ -167,3 +169,8 @@ class ShardedSaver:
 
     def _broadcast(self, value: T) -> T:
         return value if self._waits is None else broadcast_object(self._group, value, 0, self._waits)
+
+
+def _opened(path: Path, *, beside: bool) -> BinaryIO:
+    """A new file. ``beside`` training, the processor is to copy nothing into the page cache."""
+    return cast(BinaryIO, io.BufferedWriter(DirectStream(path))) if beside else path.open("wb")

@@ -157,20 +157,25 @@ class Bucket:
                 self.comm.all_gather(self.full.data, f"{self.label} (first values)").wait()
 
     def fill(self, values: Tensor) -> None:
-        """Take initial values: ``values`` [owned numel] in master_dtype."""
-        self._settle_in(values)
+        """Take initial values: ``values`` [owned numel] in master_dtype, which nobody else has."""
+        self._settle_in(values, taken=True)
 
-    def _settle_in(self, values: Tensor) -> None:
-        """Make the masters' home and the compute parameters' store, as the plan says, from ``values`` [owned numel]."""
+    def _settle_in(self, values: Tensor, *, taken: bool = False) -> None:
+        """Make the masters' home and the compute parameters' store, as the plan says, from ``values`` [owned numel].
+
+        Args:
+            taken: they may be the masters from now on.
+        """
         self.comm.streams.change()
-        self._make_home(values)
+        self._make_home(values, taken=taken)
         self._make_grad_store()
         self._make_param_store(values)
 
-    def _make_home(self, values: Tensor) -> None:
+    def _make_home(self, values: Tensor, *, taken: bool = False) -> None:
         plan, dtype = self.plan, self.dtypes.master if self.trainable else self.dtypes.compute
         if plan.copies_master:
-            self.home = make_home(plan.home_tier, self._tiers, self.label, values, dtype)  # waits for its copy
+            home = make_home(plan.home_tier, self._tiers, self.label, values, dtype, taken=taken)
+            self.home = home  # a copy in it is complete
         else:
             self.home = ResidentHome(self._own_part, is_exposed=True)
 

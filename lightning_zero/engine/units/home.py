@@ -404,15 +404,19 @@ class FileHome:
         self._extents, self._tensors = [], []
 
 
-def make_home(tier: Tier, tiers: Tiers, label: str, values: Tensor, dtype: torch.dtype) -> Home:
-    """A home on ``tier`` for ``values`` [owned numel], in ``dtype``."""
+def make_home(tier: Tier, tiers: Tiers, label: str, values: Tensor, dtype: torch.dtype, *, taken: bool = False) -> Home:
+    """A home on ``tier`` for ``values`` [owned numel], in ``dtype``.
+
+    Args:
+        taken: nobody else has ``values``, which may become the home.
+    """
     if tier is Tier.host:
         assert tiers.host is not None
         return HostHome(tiers.host, label, values, dtype)
     if tier is Tier.nvme:
         assert tiers.nvme is not None
         return FileHome(tiers.nvme, label, values.to("cpu", dtype, copy=True), tiers.sender)
-    return ResidentHome(values.to(dtype, copy=True))
+    return ResidentHome(values.to(dtype, copy=not taken))
 
 
 def copy_cast(source: Tensor, target: Tensor, *, wait: bool = False) -> None:
