@@ -384,7 +384,7 @@ class ZeroConfig:
             of a module on the meta device need no others. A checkpoint that is loaded counts more.
         stall_timeout_s: seconds that a rank waits for others before it raises, naming unit, ranks and places; at the
             start of a run, the ranks that have not come.
-        summary: print the table of units at the start and, at the end of the main job, that of bytes at rest.
+        summary: print the table of units at the start and, at the end of training, that of bytes planned and measured.
     """
 
     stage: StageConfig = field(default_factory=StageConfig)

@@ -304,7 +304,7 @@ def plan_of_run(config: TrainConfig, trainer: Trainer) -> None:
     def activations() -> Any:
         try:
             found = describe(config, None, activations=True, both_ways=False).model.activations
-        except ConfigError:
+        except Exception:  # of the user's model, built once more; the run is over and has what it was for
             return None
         return None if found is None else found.measured[0]
 

@@ -113,29 +113,30 @@ def peaks_with(
 ) -> dict[Phase, Bytes]:
     """Bytes of one rank at the worst moment of each phase, as :func:`memory.peak_bytes`, with activations."""
     bounds = memory.peak_bytes(buckets, limits, rank, state_tensors=state_tensors)
-    worst = {Phase.step: bounds[Phase.step]}
     several = limits.micro_batches > 1
-    resting = Moment.accumulating if several else Moment.cleared
-    rest = memory.planned_bytes(buckets, rank, state_tensors=state_tensors, moment=resting)
     spare = _spare_nbytes(buckets, limits)
-    gathered = _gathered(buckets, limits, activations.stretches)
     gradients = _Gradients(buckets, limits)
-    for stretch, in_use in zip(activations.stretches, gathered, strict=True):
+    worst: dict[Phase, tuple[int, int, int, int]] = {}
+    for stretch, gathered in zip(activations.stretches, _gathered(buckets, limits, activations.stretches), strict=True):
         gradients.go_on(stretch)
         phase = Phase.backward if stretch.backward else Phase.forward
         if stretch.backward and not several:
-            held = Counter(rest)
-            held[Role.staging, Tier.host] += bounds[phase][Role.staging, Tier.host] - rest[Role.staging, Tier.host]
-            held[Role.reducing, Tier.device] = max(gradients.reducing, spare)
-            held[Role.grad, Tier.device] += gradients.landed
+            reducing, landed = max(gradients.reducing, spare), gradients.landed
         else:
-            held = Counter(bounds[phase])
-            held[Role.reducing, Tier.device] = max(held[Role.reducing, Tier.device], spare)
-        held[Role.gathered, Tier.device] = in_use
-        held[Role.activation, Tier.device] = stretch.nbytes + activations.batch
-        if phase not in worst or _size(held) > _size(worst[phase]):
-            worst[phase] = +held
-    return {phase: worst.get(phase, bounds[phase]) for phase in Phase}
+            reducing, landed = max(bounds[phase][Role.reducing, Tier.device], spare), 0
+        found = (stretch.nbytes + activations.batch, gathered, reducing, landed)
+        worst[phase] = max(worst.get(phase, found), found, key=sum)
+    peaks = dict(bounds)
+    for phase, (nbytes, gathered, reducing, landed) in worst.items():
+        peaks[phase] = held = Counter(bounds[phase])
+        if phase is Phase.backward and not several:  # what rests of gradients came with the stretches
+            cleared = memory.planned_bytes(buckets, rank, state_tensors=state_tensors, moment=Moment.cleared)
+            held[Role.grad, Tier.device] = cleared[Role.grad, Tier.device] + landed
+        held[Role.activation, Tier.device] = nbytes
+        held[Role.gathered, Tier.device] = gathered
+        held[Role.reducing, Tier.device] = reducing
+        peaks[phase] = +held
+    return peaks
 
 
 def _spare_nbytes(buckets: Sequence[BucketPlan], limits: Limits) -> int:
@@ -146,11 +147,6 @@ def _spare_nbytes(buckets: Sequence[BucketPlan], limits: Limits) -> int:
     for size in sorted(sizes, reverse=True):
         kept += size if kept + size <= room else 0
     return kept
-
-
-def _size(held: Bytes) -> tuple[int, int]:
-    """The device's bytes first: the rest hardly changes."""
-    return memory.on_tier(held, Tier.device), sum(held.values())
 
 
 def _gathered(buckets: Sequence[BucketPlan], limits: Limits, stretches: Sequence[Stretch]) -> Iterator[int]:
@@ -178,6 +174,9 @@ class _Gradients:
 
     def __init__(self, buckets: Sequence[BucketPlan], limits: Limits) -> None:
         self._buckets, self._room = buckets, limits.reduce_bucket_bytes
+        several = any(bucket.layout.world_size > 1 for bucket in buckets)
+        # What a rank on the host receives of the others, to be summed there.
+        self._receives = several and not limits.has_link
         self._filling: set[int] = set()
         self._full: list[int] = []  # all of their gradients came in the last stretch
         self._under_way: deque[int] = deque()
@@ -197,7 +196,8 @@ class _Gradients:
             if not bucket.grads_on_host:  # else its place is kept
                 self.landed += bucket.owned_numel * bucket.itemsizes.grad
         wide = (max(b.itemsizes.reduce, b.itemsizes.compute) * b.layout.numel for b in map(self._bucket, self._filling))
-        self.reducing = flying + sum(wide)
+        received = self._receives * max(map(self._size, self._under_way), default=0)
+        self.reducing = flying + received + sum(wide)
 
     def _bucket(self, number: int) -> BucketPlan:
         return self._buckets[number]

@@ -362,7 +362,8 @@ class _Measurement:
     def run(self, batch: Any) -> Activations:
         known = {t.untyped_storage()._cdata for t in (*self._module.parameters(), *self._module.buffers())}
         with self._mode:
-            fake = tree_map(self._fake, batch)
+            made: dict[int, Any] = {}  # what is given twice is one tensor
+            fake = tree_map(lambda value: made.setdefault(id(value), self._fake(value)), batch)
             self._live.ignore((list(self._module.parameters()), list(self._module.buffers()), fake))
 
             def pack(tensor: Tensor) -> Tensor:

@@ -240,3 +240,90 @@ def test_processes_without_gpus_share_the_hosts_memory() -> None:
     row = plan_row(model, Stage.zero1, Offload.optimizer_cpu, tight, settings)
     assert [(s.tier, s.nbytes) for s in row.shortages] == [(Tier.host, 1)]
     assert best([row]) is None
+
+
+# -- activations, seconds, auto, pictures -----------------------------------------------------------------------------
+
+GPUS = ("machine=h100", "machine.host_memory=1TB", "zero/precision=bf16")
+
+
+def test_activations_are_in_the_peaks(command: Any) -> None:
+    document = json.loads(command("json=true", *GPUS)[1])
+    without = json.loads(command("json=true", *GPUS, PLAIN)[1])
+    found = document["activations"]
+    assert found["samples"] == 8 and found["counted"] == found["without_checkpointing"] and found["not_known"] is None
+    assert found["with_checkpointing"]["saved"] < found["counted"]["saved"] < found["counted"]["backward"]
+    assert without["activations"]["counted"] is None
+    for row, plain in zip(document["rows"], without["rows"], strict=True):
+        assert row["at_rest"] == plain["at_rest"]
+        most = max(found["counted"]["forward"], found["counted"]["backward"]) + found["counted"]["batch"]
+        assert plain["per_gpu"] < row["per_gpu"] <= plain["per_gpu"] + most
+        assert row["seconds_per_step"] > 0 and row["bound_by"] in row["seconds_by_resource"]
+    fewer = json.loads(command("json=true", *GPUS, "zero.activation_checkpointing=blocks")[1])
+    assert fewer["activations"]["counted"] == found["with_checkpointing"]
+    assert row_of(fewer, "zero3", "none")["per_gpu"] < row_of(document, "zero3", "none")["per_gpu"]
+
+
+def test_rates_that_are_given_decide_what_binds(command: Any) -> None:
+    slow = json.loads(command("json=true", *GPUS, PLAIN, "machine.rates.network=1MB")[1])
+    assert slow["machine"]["rates"]["network"] == 10**6
+    assert row_of(slow, "zero3", "none")["bound_by"] == "network"
+    sent = row_of(slow, "zero3", "none")["sent_per_step"]
+    assert row_of(slow, "zero3", "none")["seconds_per_step"] > (sent["gathers"] + sent["reductions"]) / 10**6
+    code, _, err = command(*GPUS, PLAIN, "+machine.rates.speed=3")
+    assert code == 2 and "machine.rates.speed: no such rate; there are compute," in err
+
+
+def test_auto_says_what_it_would_take(command: Any) -> None:
+    out = command(*GPUS)[1].replace("\n  ", " ")
+    assert re.search(r"^auto takes zero/stage=zero1 zero/offload=none: the fastest of \d+ rows that fit", out, re.M), (
+        out
+    )
+    assert re.search(r"The largest micro-batch that fits: \d+ sample\(s\) a rank\.$", out, re.M)
+    out = command("machine.gpus=1", "machine.gpu_memory=1MB", "machine.host_memory=1MB")[1].replace("\n  ", " ")
+    assert "auto takes nothing: zero/stage and zero/offload: expected a row that fits into 1 rank(s)" in out
+
+
+def test_a_config_of_hugging_face(command: Any, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    transformers.LlamaConfig(
+        vocab_size=128, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4
+    ).save_pretrained(tmp_path / "llama")
+    for path in ("llama", "llama/config.json"):
+        code, out, err = command("json=true", *GPUS, f"hugging_face={path}", "data.batch_size=3", "data.block_size=16")
+        assert code == 0, err
+        document = json.loads(out)
+        assert document["model"]["units"] == 3 and document["activations"]["samples"] == 3
+        assert document["activations"]["counted"]["batch"] == 3 * 16 * 8  # labels are the same tensor
+    for path, text in (("nothing", "there is none"), ("llama/x.json", "there is none")):
+        code, _, err = command(f"hugging_face={path}")
+        assert code == 2 and text in err and "hugging_face: expected a folder with config.json" in err
+
+
+@pytest.mark.parametrize("name", ["plan.png", "plan.svg", "plan"])
+def test_a_picture(command: Any, tmp_path: Path, name: str) -> None:
+    pytest.importorskip("matplotlib")
+    code, _, err = command(*GPUS, PLAIN, f"picture={name}", "dark=true", "machine.nvme=1GB")
+    assert code == 0, err
+    files = {f.name for f in tmp_path.iterdir()}
+    assert files == ({"plan.png", "plan.svg"} if name == "plan" else {name})
+    if "plan.svg" in files:
+        text = (tmp_path / "plan.svg").read_text()
+        for stage, offload in allowed_rows():
+            assert f"{stage.value} + {offload.value}" in text
+        assert "each GPU: 79.0G there" in text and "optimizer state" in text
+    if "plan.png" in files:
+        assert (tmp_path / "plan.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_pictures_that_cannot_be(command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import importlib.util
+
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "matplotlib" else find(name, *a))
+    code, _, err = command("picture=plan.png")
+    assert code == 2 and "picture: expected matplotlib, which is not installed" in err and "lightning-zero[plot]" in err
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: True if name == "matplotlib" else find(name, *a))
+    for name, text in (("plan.jpg", "ends in .png or .svg"), ("no/where.png", "expected a folder that exists")):
+        code, _, err = command(f"picture={name}")
+        assert code == 2 and text in err

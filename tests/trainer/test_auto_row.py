@@ -85,7 +85,7 @@ def test_a_step_that_reads_values_is_said(tmp_path: Path) -> None:
             assert not loss > 1e30
             return loss
 
-    strategy, _ = fit(tmp_path, module=toys.seeded(Reads))
+    strategy, _ = fit(tmp_path, module=toys.seeded(Reads), count=8)
     assert "activations are not in the plan" in strategy.decision.reason
     assert "training_step of" in strategy.decision.reason
     assert strategy.decision.samples is None
