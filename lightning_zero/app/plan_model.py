@@ -191,7 +191,7 @@ def causal_lm(path: str) -> LightningModule:
         )
     try:
         config = transformers.AutoConfig.from_pretrained(file)
-        model = transformers.AutoModelForCausalLM.from_config(config)
+        model = transformers.AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
     except (ValueError, OSError, KeyError, ImportError) as error:
         text = str(error).strip().splitlines()
         raise ConfigError(

@@ -152,8 +152,8 @@ def _bars(ax: Axes, panel: _Panel, rows: Sequence[Row], ink: str, line: str) -> 
     totals = [sum(panel.bytes_of(row).values()) for row in rows]
     largest = max([*totals, 1])
     # A bar that is far beyond the memory would make all others points: the axis ends at a few times of it.
-    end = min(largest, 3 * panel.capacity) if panel.capacity and min(totals) < panel.capacity else largest
-    end = max(end, panel.capacity if panel.capacity <= 1.6 * largest else 0) * 1.16
+    end: float = min(largest, 3 * panel.capacity) if panel.capacity and min(totals) < panel.capacity else largest
+    end = max(float(end), panel.capacity if panel.capacity <= 1.6 * largest else 0) * 1.16
     for place, row in enumerate(rows):
         left = 0
         for role, colour in COLOURS.items():
@@ -161,7 +161,7 @@ def _bars(ax: Axes, panel: _Panel, rows: Sequence[Row], ink: str, line: str) -> 
             ax.barh(place, nbytes, left=left, color=colour, height=0.72, linewidth=0)
             left += nbytes
         if left:
-            at = min(left, end * 0.88)
+            at = min(float(left), end * 0.88)
             ax.text(
                 at + end * 0.008,
                 place,

@@ -56,7 +56,7 @@ class LiveBytes(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.now = self.most = 0
         self.flops = 0
         self._known: dict[int, int] = {}
@@ -354,7 +354,7 @@ class _Measurement:
 
         def mark(value: Any) -> Any:
             if isinstance(value, Tensor) and value.requires_grad:
-                return _Begins.apply(value, begins)
+                return _Begins.apply(value, begins)  # type: ignore[no-untyped-call]
             return value
 
         module.forward = forward

@@ -202,7 +202,9 @@ def _kept(saved: Decision, model: Model, there: Machine, candidates: Any) -> tup
     before = f" (the checkpoint was written with {saved.stage} + {saved.offload}, which "
     if not found:
         return False, f"{before}is not among the rows that are asked for)"
-    row = plan_row(model, *found[0][:2], with_room(there, activations_known=model.activations is not None), found[0][2])
+    stage, offload, settings = found[0]
+    room = with_room(there, activations_known=model.activations is not None)
+    row = plan_row(model, stage, offload, room, settings)
     if row.fits:
         return True, ""
     lack = ", ".join(f"{size_text(s.nbytes)} of {Tier(s.tier).value}" for s in row.shortages) or row.refused
