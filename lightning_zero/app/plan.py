@@ -183,7 +183,8 @@ def run(config: TrainConfig, asked: MachineConfig, extras: dict[str, Any]) -> No
     fit_trainer(config)
     described = describe(
         config,
-        extras["optimizer_states"],
+        train.explicit_keys(),
+        states=extras["optimizer_states"],
         activations=extras["activations"],
         hugging_face=extras["hugging_face"],
     )

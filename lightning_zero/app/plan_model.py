@@ -5,11 +5,19 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from lightning_zero.app import train
+from lightning_zero.app.parts import (
+    PRECISION_ALIASES,
+    TEXT_DATA,
+    agreed_precision,
+    build_data,
+    build_model,
+    build_optimizer,
+)
 from lightning_zero.app.schema import TrainConfig
 from lightning_zero.config import ConfigError, Precision, Recompute, for_layout, make_config
 from lightning_zero.planning.activations import Activations
@@ -40,15 +48,16 @@ class Described:
 
 def precision_row(config: TrainConfig) -> Precision:
     """The row of ``zero/precision`` that a run would use."""
-    asked = train.agreed_precision(config)
-    asked = train.PRECISION_ALIASES.get(asked or "", asked)
+    asked = agreed_precision(config)
+    asked = PRECISION_ALIASES.get(asked or "", asked)
     return next((row for row in Precision if row.value == asked), Precision.fp32)
 
 
 def describe(
     config: TrainConfig,
-    states: int | None,
+    explicit: set[str],
     *,
+    states: int | None = None,
     activations: bool = False,
     hugging_face: str | None = None,
     both_ways: bool = True,
@@ -56,6 +65,7 @@ def describe(
     """The model of a configuration, built without memory.
 
     Args:
+        explicit: keys that were given on the command line.
         states: tensors of optimizer state for each parameter; ``None``: those of the optimizer.
         activations: measure them.
         both_ways: with activation checkpointing and without.
@@ -69,7 +79,7 @@ def describe(
     precision, zero = precision_row(config), for_layout(config.zero)
     with on_meta(config, precision):
         if hugging_face is None:
-            module = train.build_model(config, train.explicit_keys())
+            module = build_model(config, explicit)
             module.configure_model()
         else:
             module = causal_lm(hugging_face)
@@ -86,7 +96,8 @@ def describe(
     found = Described(model, precision.name, recomputes=zero.activation_checkpointing is not Recompute.none)
     if not activations:
         return found
-    return with_activations(found, module, config, is_causal_lm=hugging_face is not None, both_ways=both_ways)
+    batch = partial(batch_of, config, explicit, is_causal_lm=hugging_face is not None)
+    return with_activations(found, module, config, batch, both_ways=both_ways)
 
 
 @contextlib.contextmanager
@@ -119,21 +130,21 @@ def optimizer_states(config: TrainConfig) -> int:
     if not config.optimizer:
         return ADAM_STATES
     param = torch.nn.Parameter(torch.zeros(2))
-    return states_after_step(train.build_optimizer(config)([param]), param)
+    return states_after_step(build_optimizer(config)([param]), param)
 
 
 # -- activations ------------------------------------------------------------------------------------------------------
 
 
 def with_activations(
-    found: Described, module: LightningModule, config: TrainConfig, *, is_causal_lm: bool, both_ways: bool
+    found: Described, module: LightningModule, config: TrainConfig, take_batch: Callable[[], Any], *, both_ways: bool
 ) -> Described:
     """Measure activations, with activation checkpointing as it is set and, with ``both_ways``, the other way round."""
     from lightning_zero.trainer.activations import NotMeasured, measure, measure_sizes
 
     zero, precision = for_layout(config.zero), precision_row(config)
     try:
-        batch = batch_of(config, is_causal_lm)
+        batch = take_batch()
     except ConfigError:
         raise
     except Exception as error:
@@ -150,18 +161,18 @@ def with_activations(
     return replace(found, model=replace(found.model, activations=sizes, samples=sizes.sizes[0]), other=other)
 
 
-def batch_of(config: TrainConfig, is_causal_lm: bool) -> Any:
+def batch_of(config: TrainConfig, explicit: set[str], *, is_causal_lm: bool) -> Any:
     """A batch of a run: of the sizes of the default data, which is not read; else the first of the user's."""
     import torch
 
     from lightning_zero.trainer.auto_row import batch_from
 
     data = config.data
-    if is_causal_lm or data.get("_target_") == train.TEXT_DATA:
+    if is_causal_lm or data.get("_target_") == TEXT_DATA:
         length = data["block_size"] + (not is_causal_lm)
         tokens = torch.zeros(data["batch_size"], length, dtype=torch.int64, device="meta")
         return {"input_ids": tokens, "labels": tokens} if is_causal_lm else tokens
-    module = train.build_data(config, train.explicit_keys())
+    module = build_data(config, explicit)
     with contextlib.redirect_stdout(sys.stderr):
         module.prepare_data()
         module.setup("fit")

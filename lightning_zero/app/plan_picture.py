@@ -175,7 +175,7 @@ def _bars(ax: Axes, panel: _Panel, rows: Sequence[Row], ink: str, line: str) -> 
         label = f"{short_bytes(panel.capacity)} there"
     else:
         label = f"{short_bytes(panel.capacity)} there, beyond the axis" if panel.capacity else "none there"
-    ax.set_title(f"{panel.name}: {label}", color=line if panel.capacity <= end else ink, fontsize=9)
+    ax.set_title(f"{panel.name}\n{label}", color=line if panel.capacity <= end else ink, fontsize=9)
     ax.set_xlim(0, end)
     ax.xaxis.set_major_formatter(lambda value, _: short_bytes(value) if value else "0")
     ax.xaxis.set_major_locator(_bytes_locator(end))

@@ -26,6 +26,7 @@ from omegaconf import DictConfig, OmegaConf
 from lightning_zero.app import train
 from lightning_zero.app.jobs import check_saves, fit_trainer
 from lightning_zero.app.overrides import check_keys
+from lightning_zero.app.parts import agreed_precision, build_data
 from lightning_zero.app.plan_model import describe
 from lightning_zero.app.plan_tables import advice_lines, short_bytes
 from lightning_zero.app.schema import MachineConfig, TrainConfig
@@ -80,7 +81,7 @@ def check_run(config: TrainConfig, explicit: set[str]) -> None:
     from lightning_zero.data.text import TextData
 
     train.check_checkpoint(config.ckpt_path)
-    train.agreed_precision(config)
+    agreed_precision(config)
     check_saves(config, explicit)
     # Callbacks and the arguments of Trainer, on a device that is here. fp16 is no precision of a CPU.
     # The folder for files is one of the nodes.
@@ -90,7 +91,7 @@ def check_run(config: TrainConfig, explicit: set[str]) -> None:
     zero = replace(config.zero, precision=PrecisionConfig(), offload=offload)
     trial = replace(config.trainer, accelerator="cpu", devices=1, num_nodes=1, precision=None)
     with _silent():
-        data = train.build_data(config, explicit)
+        data = build_data(config, explicit)
         if isinstance(data, TextData):
             data.check(config.cluster.world_size)
         train.build_trainer(replace(config, zero=zero, trainer=trial), plugins=[LightningEnvironment()])
@@ -143,7 +144,7 @@ def check_memory(config: TrainConfig, asked: MachineConfig) -> str:
     Raises:
         ConfigError: it does not fit; says what would.
     """
-    model = describe(config, None).model
+    model = describe(config, train.explicit_keys()).model
     machine = machine_of(config.cluster, asked, config.zero.comm.hierarchy)
     settings = config.zero.offload
     if not is_decided(config.zero):

@@ -311,7 +311,7 @@ def test_a_picture(command: Any, tmp_path: Path, name: str) -> None:
         text = (tmp_path / "plan.svg").read_text()
         for stage, offload in allowed_rows():
             assert f"{stage.value} + {offload.value}" in text
-        assert "each GPU: 79.0G there" in text and "optimizer state" in text
+        assert "each GPU" in text and "79.0G there" in text and "optimizer state" in text
     if "plan.png" in files:
         assert (tmp_path / "plan.png").read_bytes()[:4] == b"\x89PNG"
 
