@@ -1,7 +1,7 @@
-"""ZeRO stages 0-3 as a PyTorch Lightning strategy.
+"""ZeRO stages 0-3 as a strategy of PyTorch Lightning, and of Fabric.
 
-``import lightning_zero`` makes ``Trainer(strategy="zero3")`` work. It imports neither torch nor Lightning: the public
-names below are imported when they are first used.
+``import lightning_zero`` makes ``Trainer(strategy="zero3")`` and ``Fabric(strategy="zero3")`` work. It imports neither
+torch nor Lightning: the public names below are imported when they are first used.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from lightning_zero.engine import gather as gather
     from lightning_zero.engine import grad_norm as grad_norm
     from lightning_zero.engine import shard as shard
+    from lightning_zero.fabric.strategy import ZeroFabricStrategy as ZeroFabricStrategy
     from lightning_zero.trainer.monitor import ZeroMonitor as ZeroMonitor
     from lightning_zero.trainer.precision import ZeroPrecision as ZeroPrecision
     from lightning_zero.trainer.strategy import ZeroStrategy as ZeroStrategy
@@ -25,6 +26,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "ZeroStrategy": "lightning_zero.trainer.strategy",
+    "ZeroFabricStrategy": "lightning_zero.fabric.strategy",
     "ZeroConfig": "lightning_zero.config",
     "ZeroPrecision": "lightning_zero.trainer.precision",
     "ZeroMonitor": "lightning_zero.trainer.monitor",
@@ -36,6 +38,7 @@ _HOMES = {
 
 __all__ = [
     "ZeroConfig",
+    "ZeroFabricStrategy",
     "ZeroMonitor",
     "ZeroPrecision",
     "ZeroStrategy",

@@ -366,6 +366,41 @@ class OptimizerConfig:
     elementwise: bool = False
 
 
+class AfterFit(Enum):
+    """What a module is between runs."""
+
+    auto = "auto"
+    whole = "whole"
+    sharded = "sharded"
+
+
+@dataclass(kw_only=True, slots=True)
+class DebugConfig:
+    """What a run tells of itself.
+
+    Attributes:
+        timeline: a folder for a timeline of some steps: a trace for Perfetto, a page, and a PNG where matplotlib is
+            installed.
+        timeline_after: steps of the optimizer before the first that is recorded. ``None``: 5.
+        timeline_steps: how many are recorded. ``None``: 2.
+    """
+
+    timeline: str | None = None
+    timeline_after: int | None = None
+    timeline_steps: int | None = None
+
+    def __post_init__(self) -> None:
+        for key in ("timeline_after", "timeline_steps"):
+            value = getattr(self, key)
+            if value is not None:
+                _positive(f"zero.debug.{key}", value)
+                if self.timeline is None:
+                    raise ConfigError(
+                        f"zero.debug.{key} has no effect without zero.debug.timeline. Drop it, or give "
+                        "zero.debug.timeline=FOLDER."
+                    )
+
+
 @dataclass(kw_only=True, slots=True)
 class ZeroConfig:
     """All settings of the strategy: the group ``zero``.
@@ -384,6 +419,8 @@ class ZeroConfig:
             of a module on the meta device need no others. A checkpoint that is loaded counts more.
         stall_timeout_s: seconds that a rank waits for others before it raises, naming unit, ranks and places; at the
             start of a run, the ranks that have not come.
+        after_fit: after fit, test or predict the module is ``whole`` again, one copy per host, or stays ``sharded``;
+            ``auto``: whole where all hosts have room.
         summary: print the table of units at the start and, at the end of training, that of bytes planned and measured.
     """
 
@@ -395,6 +432,7 @@ class ZeroConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     compile: CompileConfig = field(default_factory=CompileConfig)
+    debug: DebugConfig = field(default_factory=DebugConfig)
     prefetch_bytes: int = 256 * MIB
     keep_gathered_bytes: int = 0
     reduce_bucket_bytes: int = 256 * MIB
@@ -402,6 +440,7 @@ class ZeroConfig:
     dynamic: bool = False
     init_from: str | None = None
     stall_timeout_s: float = 300.0
+    after_fit: AfterFit = AfterFit.auto
     summary: bool = True
 
     def __post_init__(self) -> None:
@@ -496,7 +535,7 @@ def make_config(base: ZeroConfig | None = None, **settings: Any) -> ZeroConfig:
     """A :class:`ZeroConfig` from keyword settings, as :class:`~lightning_zero.ZeroStrategy` takes them.
 
     ``stage``, ``precision``, ``offload``, ``checkpoint`` and ``compile`` may be row names (or stage numbers); ``unit``,
-    ``comm`` and ``optimizer`` may be mappings; everything else is a field of :class:`ZeroConfig`.
+    ``comm``, ``optimizer`` and ``debug`` may be mappings; everything else is a field of :class:`ZeroConfig`.
 
     Raises:
         ConfigError: an unknown setting or a bad value.
@@ -608,10 +647,13 @@ def _convert(key: str, value: Any) -> Any:
         return _GROUPS[key][0](name=choose(key, value))
     if key == "activation_checkpointing" and isinstance(value, str):
         return _member(Recompute, "zero.activation_checkpointing", value)
+    if key == "after_fit" and isinstance(value, str):
+        return _member(AfterFit, "zero.after_fit", value)
     classes = {k: c for k, (c, _) in _GROUPS.items()} | {
         "unit": UnitConfig,
         "comm": CommConfig,
         "optimizer": OptimizerConfig,
+        "debug": DebugConfig,
     }
     if key in classes and isinstance(value, dict):
         allowed = {f.name for f in fields(classes[key])}

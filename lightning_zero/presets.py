@@ -10,6 +10,7 @@ from lightning_zero.config import ZeroConfig, make_config
 class Preset(NamedTuple):
     stage: str  # a row of zero/stage
     offload: str  # a row of zero/offload
+    start_method: str = "popen"  # of the strategy
 
 
 PRESETS: dict[str, Preset] = {
@@ -24,6 +25,9 @@ PRESETS: dict[str, Preset] = {
     "zero3_nvme": Preset("zero3", "nvme"),
     "zero_auto": Preset("auto", "auto"),
 }
+
+# The same in a notebook, where processes are forked.
+PRESETS |= {f"{name}_notebook": preset._replace(start_method="fork") for name, preset in PRESETS.items()}
 
 
 def preset_config(name: str) -> ZeroConfig:

@@ -11,8 +11,9 @@ import pytest
 
 from tests.structure import PACKAGE, circle, functions, imports_of, modules, name_of, nodes
 
-LAYERS = ["config", "planning", "device", "tiers", "ranks", "comm", "engine", "checkpoint", "trainer", "app"]
-DOORS = {"train", "plan", "submit"}
+LAYERS = ["config", "planning", "device", "tiers", "ranks", "comm", "engine", "checkpoint"]
+LAYERS += ["trainer", "fabric", "pytorch_lightning", "app"]
+DOORS = {"train", "plan", "submit", "env", "selftest"}
 # Modules of the root that are no layer of their own; the rest are found by their folder.
 TOP_LEVEL = {"config": "config", "presets": "config"} | dict.fromkeys(DOORS, "app")
 USES_HYDRA = {"app.train", "app.plan", "app.submit", "app.schema", "app.overrides", "app.slurm.sweeps"}

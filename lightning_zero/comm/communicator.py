@@ -34,7 +34,7 @@ from lightning_zero.comm.reduction import LATE, Pending, Reduction
 from lightning_zero.comm.streams import Streams
 from lightning_zero.comm.transports import HostTransport, all_gather_single, choose_transport
 from lightning_zero.config import Transport as TransportName
-from lightning_zero.device import accelerator_of
+from lightning_zero.device import accelerator_of, recording
 from lightning_zero.planning.topology import Topology, flat
 from lightning_zero.ranks.waits import Waits
 
@@ -86,6 +86,7 @@ class Communicator:
         self.observers: list[Callable[[str, str], None]] = []
         self._groups: Groups | None = None
         self.waits = waits if waits is not None else open_waits(group, device, stall_timeout_s)
+        self.waits.all_take_part = len(self.topology.shard_groups) == 1
         self.streams = Streams(accelerator_of(device))
         if self.world_size > 1 or (even_alone and group is not None):
             backend = backend_for(group, device)
@@ -125,21 +126,22 @@ class Communicator:
 
     def all_gather(self, full: Tensor, label: str) -> Pending:
         """Fill ``full`` [shard_size * n] with every rank's slice, in place; this rank's slice is filled already."""
-        self._count("all_gather", label)
+        self._count("all_gather", label, full)
         return self._gather(full, label, "gather")
 
     def all_gather_together(self, fulls: Sequence[tuple[Tensor, str]]) -> Pending:
         """Several :meth:`all_gather` at once, each with its label: one message where the device has streams."""
-        for _, label in fulls:
-            self._count("all_gather", label)
+        for full, label in fulls:
+            self._count("all_gather", label, full)
         label = fulls[0][1]
         if self._groups is None or self._groups.gather is None:
-            return Pending(self, label, [], lambda: fulls[0][0], event=self.streams.mark())
+            return Pending(self, label, [], lambda: fulls[0][0], kind="transfer", event=self.streams.mark())
         with self.streams.on("gather") as stream:
+            span = recording.begin("gather", label)
             works = self._transport.gather_all(
                 [full for full, _ in fulls], self.shard_rank, self.shard_size, self._groups.gather
             )
-            return self._pending(label, works, lambda: fulls[0][0], stream)
+            return self._pending("gather", label, works, lambda: fulls[0][0], stream, span)
 
     def reduce_scatter(self, full: Tensor, label: str, *, factor: float = 1.0) -> Reduction:
         """Sum ``full`` [shard_size * n] over all ranks, which gives this rank's slice [n]; ``full`` is used up.
@@ -147,12 +149,12 @@ class Communicator:
         Args:
             factor: the sum is multiplied by it.
         """
-        self._count("reduce_scatter", label)
+        self._count("reduce_scatter", label, full)
         return Reduction(self._reduce(full, label, factor), *self._over_replicas(label))
 
     def all_reduce(self, full: Tensor, label: str, *, factor: float = 1.0) -> Reduction:
         """Sum ``full`` over all ranks, in place, which gives ``full``. See :meth:`reduce_scatter`."""
-        self._count("all_reduce", label)
+        self._count("all_reduce", label, full)
         if self._groups is None or self.streams.are_there:
             return Reduction(self._reduce(full, label, factor, whole=True))
 
@@ -197,7 +199,7 @@ class Communicator:
             kind: of the operations that it is ordered with: a group's messages all run on one stream.
         """
         if tensor.device.type == "cpu":
-            self.wait_work(send(async_op=True), label)
+            self._agree(send(async_op=True), label)
             return
         with self.streams.on(kind):
             send(async_op=False)
@@ -208,7 +210,7 @@ class Communicator:
         """Send a small host tensor of rank 0 to every rank. Blocking. It does not wait behind gathers in flight."""
         if self._groups is not None:
             work = dist.broadcast(tensor, group_src=0, group=self._groups.control, async_op=True)
-            self.wait_work(work, "a small reduction")
+            self._agree(work, "a small reduction")
 
     def all_gather_objects(self, value: Any, what: str) -> list[Any]:
         """Blocking: a small picklable object from each rank, in rank order.
@@ -220,9 +222,9 @@ class Communicator:
             return [value]
         return gather_on(self._groups.control, value, self.waits, what)
 
-    def meet(self, value: Any, what: str) -> list[Any]:
+    def meet(self, value: Any, what: str, *, patient: bool = False) -> list[Any]:
         """As :meth:`all_gather_objects`, where other ranks may be at any other call: see :func:`gather_objects`."""
-        return gather_objects(self._parent, value, self.waits, what)
+        return gather_objects(self._parent, value, self.waits, what, patient=patient)
 
     def together(
         self, what: str, act: Callable[[], T], undo: Callable[[T], Any] = lambda _: None, *, patient: bool = False
@@ -246,7 +248,7 @@ class Communicator:
         own = torch.tensor(values, dtype=torch.int64)
         table = torch.empty(self.world_size * len(values), dtype=torch.int64)
         work = all_gather_single(table, own, group=self._groups.control, async_op=True)
-        self.wait_work(work, "the agreement on the next gather")
+        self._agree(work, "the agreement on the next gather")
         return table.view(self.world_size, -1).t().tolist()  # type: ignore[no-any-return]
 
     def resume(self) -> None:
@@ -263,6 +265,7 @@ class Communicator:
             # Given back before the pool is asked: the pool then sees that the counts differ, and leaves these alone.
             self._groups.user = lambda: None
             self._groups = GROUP_POOL.take(self._parent, self, self._kind, self.waits)
+        self.waits.count_anew()
 
     def close(self) -> None:
         """End the threads and give the groups back."""
@@ -277,12 +280,14 @@ class Communicator:
         """Issue a gather of ``full`` on the group of that name."""
         if self._groups is None or self._groups.gather is None:
             # The current stream may be one that still brings the bytes.
-            return Pending(self, label, [], lambda: full, event=self.streams.mark())
+            return Pending(self, label, [], lambda: full, kind="transfer", event=self.streams.mark())
         # Counted apart from the all-reduce that it ends: ranks come here at different moments, see :meth:`resume`.
         self._groups.issued += group == "second_half"
+        kind = "reduce" if group == "second_half" else "gather"
         with self.streams.on("gather") as stream:
+            span = recording.begin(kind, label)
             works = self._transport.gather(full, self.shard_rank, self.shard_size, getattr(self._groups, group))
-            return self._pending(label, works, lambda: full, stream)
+            return self._pending(kind, label, works, lambda: full, stream, span)
 
     def _reduce(self, full: Tensor, label: str, factor: float, *, whole: bool = False) -> Pending:
         """Issue the sum over the ranks that share shards. On a stream also issue the messages that follow it.
@@ -295,8 +300,9 @@ class Communicator:
             whole: the sum of every slice is to come to all ranks, into ``full``. On a stream it does.
         """
         if self._groups is None:
-            return Pending(self, label, [], lambda: full if factor == 1.0 else full.mul_(factor))
+            return Pending(self, label, [], lambda: full if factor == 1.0 else full.mul_(factor), kind="reduce")
         with self.streams.on("reduce") as stream:
+            span = recording.begin("reduce", label)
             works: list[Any] = []
             total: Callable[[], Tensor] = lambda: full  # noqa: E731
             if self._groups.reduce is not None:
@@ -310,7 +316,7 @@ class Communicator:
             finish = total if stream is None else lambda: self._rest_in_stream(total(), full, label, whole)
             # The reduce stream reads ``full``, whose block belongs to the compute stream's pool. Freed now, compute
             # would get the block for its next tensor and overwrite it. :meth:`Pending.wait` frees it behind the event.
-            return self._pending(label, works, finish, stream, keep=full)
+            return self._pending("reduce", label, works, finish, stream, span, keep=full)
 
     def _rest_in_stream(self, shard: Tensor, full: Tensor, label: str, whole: bool) -> Tensor:
         """Issue, on the reduce stream, the messages that follow the sum of this rank's slice, ``shard``."""
@@ -338,7 +344,7 @@ class Communicator:
         return [partial(self._sum_replicas, label)]
 
     def _sum_replicas(self, label: str, shard: Tensor) -> Pending:
-        return Pending(self, label, [self._issue_sum(shard)], lambda: shard)
+        return Pending(self, label, [self._issue_sum(shard)], lambda: shard, kind="reduce")
 
     def _sum_replicas_in_stream(self, shard: Tensor, label: str) -> None:
         if isinstance(self._transport, HostTransport):
@@ -352,18 +358,36 @@ class Communicator:
         """Sum ``shard`` over the nodes, in place."""
         assert self._groups is not None
         self._groups.issued += 1
+        replicas = self.world_size // self.shard_size
+        recording.moved("reduce", 2 * (shard.nbytes - shard.nbytes // replicas))
         return dist.all_reduce(shard, group=self._groups.replicate, async_op=async_op)
 
     def _pending(
-        self, label: str, works: list[Any], finish: Callable[[], Tensor], stream: Any, *, keep: Tensor | None = None
+        self,
+        kind: str,
+        label: str,
+        works: list[Any],
+        finish: Callable[[], Tensor],
+        stream: Any,
+        span: recording.Open | None,
+        *,
+        keep: Tensor | None = None,
     ) -> Pending:
-        """The handle of ``works``. On CUDA it is called inside ``streams.on``, with ``stream`` as the current one."""
+        """The handle of ``works``. On CUDA it is called inside ``streams.on``, with ``stream`` as the current one.
+
+        Args:
+            span: of these messages, where somebody records.
+        """
         if stream is None:
-            return Pending(self, label, works, finish, keep=keep)
+            if span is not None:
+                end_with(works, span)
+            return Pending(self, label, works, finish, kind=kind, keep=keep)
         self._wait_in_stream(works)
         # The event comes last: whoever waits for it also waits for what ``finish`` has queued behind them.
         result = finish()
-        return Pending(self, label, [], lambda: result, event=self.streams.mark(), keep=keep)
+        if span is not None:
+            span.end()
+        return Pending(self, label, [], lambda: result, kind=kind, event=self.streams.mark(), keep=keep)
 
     def _small(self, tensor: Tensor, op: Any) -> Tensor:
         if self._groups is None:
@@ -381,13 +405,25 @@ class Communicator:
 
     # -- waiting, counting ----------------------------------------------------------------------------------------
 
+    def _agree(self, work: Any, label: str) -> None:
+        """Wait for a small message."""
+        with recording.stands("agree", label, on_host=True):
+            self.wait_work(work, label)
+
     def wait_work(self, work: Any, label: str) -> None:
         """See :meth:`Waits.wait_work`."""
         self.waits.wait_work(work, label)
 
-    def _count(self, kind: str, label: str) -> None:
+    def _count(self, kind: str, label: str, full: Tensor) -> None:
         if self._groups is not None:
             self.counts[kind, label] += 1
+            # What one rank receives, by whatever messages: every slice but its own, once for each half.
+            nbytes = full.nbytes - full.nbytes // self.shard_size
+            if kind != "all_gather":
+                recording.moved("reduce", nbytes)
+            if kind != "reduce_scatter":
+                recording.moved("gather" if kind == "all_gather" else "reduce", nbytes)
+            self.waits.note(label)
             self._note(kind, label)
 
     def _note(self, kind: str, label: str) -> None:
@@ -398,6 +434,22 @@ class Communicator:
             self.waits.issued += 1
         for observer in self.observers:
             observer(kind, label)
+
+
+def end_with(works: Sequence[Any], span: recording.Open) -> None:
+    """End ``span`` when the last of ``works`` is over, in a thread of the backend."""
+    left = len(works)
+    if not left:
+        span.end()
+
+    def over(_: Any) -> None:
+        nonlocal left
+        left -= 1  # under the GIL; a thread of the backend's calls it, maybe several
+        if left == 0:
+            span.end()
+
+    for work in works:
+        work.get_future().add_done_callback(over)
 
 
 def _multiplied(total: Callable[[], Tensor], factor: float) -> Callable[[], Tensor]:

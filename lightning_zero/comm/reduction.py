@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero.comm.streams import Streams
+from lightning_zero.device import recording
 
 
 class _Comm(Protocol):
@@ -57,16 +58,19 @@ class Pending:
         works: list[Any],
         finish: Callable[[], Tensor],
         *,
+        kind: str = "gather",
         event: Any = None,
         keep: Tensor | None = None,
     ):
         """
         Args:
+            kind: what whoever waits stands still for: ``gather``, ``reduce``, or ``transfer`` where nothing is sent.
             finish: called once, after the works and the event, for the result.
             event: the end of what is queued on a stream.
             keep: memory that another stream reads until the event.
         """
         self._comm, self.label = comm, label
+        self._kind = kind
         self._works = works
         self._finish: Callable[[], Tensor] | None = finish
         self._event = event
@@ -106,11 +110,13 @@ class Pending:
 
     def wait(self) -> Tensor:
         """Wait for the operation and return its result. A second call returns the same result at once."""
-        for work in self._works:
-            self._comm.wait_work(work, self.label)
-        self._works = []
-        # The event first: memory that is dropped after it is reused behind it, because compute's pool hands it out.
-        self._wait_event()
+        if self._works or self._event is not None:
+            with recording.stands(self._kind, self.label):
+                for work in self._works:
+                    self._comm.wait_work(work, self.label)
+                self._works = []
+                # The event first: memory that is dropped after it is reused behind it, as compute's pool hands it out.
+                self._wait_event()
         self._keep = None
         if self._finish is not None:
             # Once only: ``total`` of DirectTransport adds in place, and a second call would add everything again.

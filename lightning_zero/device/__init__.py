@@ -4,6 +4,7 @@
 
     accelerator   the interface; its base class is the host, where everything happens at once
     cuda          the same on a GPU, and which GPUs there are
+    recording     what compute stands still for, what moves, and when: on clocks and by events
 """
 
 from __future__ import annotations

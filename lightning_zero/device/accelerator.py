@@ -6,6 +6,7 @@ A stream and an event are whatever the accelerator gives; callers only hand them
 from __future__ import annotations
 
 import contextlib
+import time
 from typing import Any
 
 import torch
@@ -24,6 +25,11 @@ class Accelerator:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+
+    @property
+    def name(self) -> str:
+        """What the driver calls the device; empty for the host."""
+        return ""
 
     # -- streams and events ----------------------------------------------------------------------------------------
 
@@ -55,6 +61,15 @@ class Accelerator:
 
     def synchronize(self) -> None:
         """The host waits for everything."""
+
+    def moment(self) -> Any:
+        """Now, for :meth:`seconds`: on a device an event behind what the current stream has queued, on the host the
+        seconds of ``time.perf_counter``."""
+        return time.perf_counter()
+
+    def seconds(self, begin: Any, end: Any) -> float:
+        """From one :meth:`moment` to another. Both are over."""
+        return end - begin
 
     # -- memory ----------------------------------------------------------------------------------------------------
 

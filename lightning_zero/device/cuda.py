@@ -19,6 +19,10 @@ class Cuda(Accelerator):
     def __init__(self, device: torch.device) -> None:
         super().__init__(with_index(device))
 
+    @property
+    def name(self) -> str:
+        return torch.cuda.get_device_name(self.device)
+
     def new_stream(self) -> Any:
         # Copies and messages that are ready should not wait behind kernels that fill the GPU.
         return torch.cuda.Stream(self.device, priority=-1)
@@ -43,6 +47,14 @@ class Cuda(Accelerator):
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
+
+    def moment(self) -> Any:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(self.current_stream())
+        return event
+
+    def seconds(self, begin: Any, end: Any) -> float:
+        return float(begin.elapsed_time(end)) / 1000
 
     def host_memory(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, pin_memory=True)
@@ -85,9 +97,19 @@ def gpu_count() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
+def is_in_use() -> bool:
+    """Whether this process has begun to use CUDA, which one that is forked from it cannot go on with."""
+    return torch.cuda.is_initialized()
+
+
 def gpu_nbytes() -> int:
     """All memory of the first."""
     return int(torch.cuda.get_device_properties(0).total_memory)
+
+
+def nccl_version() -> tuple[int, ...]:
+    """Of the NCCL that torch has."""
+    return tuple(torch.cuda.nccl.version())
 
 
 def with_index(device: torch.device) -> torch.device:

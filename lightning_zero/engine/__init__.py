@@ -19,6 +19,7 @@ Where to look::
     passes       forward and backward: gathers, gradients, reductions
     parameters   what users' code meets between the calls of units
     steps        optimizers, offloaded steps, the loss scale
+    timeline     what each rank did in some steps
     whole        state dicts, gather, norms, bytes held
     torch_modes  the modes of torch that all of this runs in
 """

@@ -45,6 +45,7 @@ from lightning_zero.engine.steps.after_step import AfterStep
 from lightning_zero.engine.steps.around import AroundStep
 from lightning_zero.engine.steps.optimizer import ShardedOptimizer
 from lightning_zero.engine.steps.worker import default_threads
+from lightning_zero.engine.timeline.record import Timeline, check_timeline
 from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units import capacity, describe
 from lightning_zero.engine.units.agreement import agree_on_model, agree_on_sources
@@ -94,6 +95,7 @@ class Assembly:
         self._group = group
         self.tiers = Tiers()
         self._closing: Any = None  # what closes the tiers
+        self.host_copy: Any = None  # of whole/host_copy.py
         share = self._shard(module, group, device, node, sources, has_values)
         self._places = {id(info.param): Place(b, info) for u in self.units for b in u.buckets for info in b.params}
         self.optimizers: list[ShardedOptimizer] = []
@@ -204,6 +206,8 @@ class Assembly:
             writes=self.writes,
             after_step=self.after_step,
         )
+        self.timeline = Timeline(config.debug, self.comm, self.settle)
+        self.around_step.stepped = self.timeline.stepped
         self._fence = Fence(self.buckets, in_pass=lambda: passes.key is not None)
         self._access = Access(
             self.units,
@@ -226,6 +230,7 @@ class Assembly:
             )
         check_rounding(self.config.precision.stochastic_rounding, self.precision)
         check_compiler(self.config.compile)
+        check_timeline(self.config.debug)
         groups = describe.describe_units(module, self.config, self.precision)
         check_blocks(groups[1:], self.config.activation_checkpointing)
         check_compiled_blocks(groups[1:], self.config.compile)
@@ -245,6 +250,16 @@ class Assembly:
         # Also at the end of the process. It is given the tiers and not the engine, which it would keep alive.
         self._closing = weakref.finalize(self, _close_tiers, tiers, os.getpid())
         return before.detach if before is not None else lambda: None
+
+    def close_tiers(self) -> None:
+        """Close the tiers at the end of the process that has made them; nothing can be asked of the engine then."""
+        if self._closing is not None:
+            self._closing()
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether ``torch.compile`` has a part in what the module computes."""
+        return self._compiled.are_there
 
     @property
     def module(self) -> nn.Module:

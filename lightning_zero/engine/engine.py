@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -19,7 +19,7 @@ from lightning_zero.engine.steps.optimizer import ShardedOptimizer
 from lightning_zero.engine.steps.torch_optimizers import count_states
 from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units import capacity
-from lightning_zero.engine.whole import module_state, optimizer_state, ranges
+from lightning_zero.engine.whole import host_copy, module_state, optimizer_state, ranges
 from lightning_zero.engine.whole.ranges import Copies, Hollow, Range, Value
 from lightning_zero.engine.whole.restage import Follow
 from lightning_zero.engine.whole.restage import restage as restage_to
@@ -45,6 +45,13 @@ class Engine(Assembly):
         optimizers: the optimizers that step this engine's shards.
     """
 
+    # A module that is whole holds its engine, and a copy or a pickle of it is a plain module.
+    def __deepcopy__(self, memo: Any) -> None:
+        return None
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
+
     # -- the model ----------------------------------------------------------------------------------------------------
 
     @outside_autograd
@@ -59,6 +66,7 @@ class Engine(Assembly):
         Raises:
             RuntimeError: ranks have written different values to parameters since the last backward.
         """
+        self.hide_whole(keep=False)
         # After an exception messages of some ranks may be missing, for which an agreement would wait.
         agrees = not self.passes.aborted
         self.abort()
@@ -102,7 +110,31 @@ class Engine(Assembly):
             Exception: while values moved. Every use of the engine raises from then on.
         """
         config = self.comm.together("restaging: its rows", lambda: with_rows(self.config, stage, offload))
-        restage_to(self, config, follow)
+        with host_copy.set_aside(self):
+            restage_to(self, config, follow)
+
+    # -- the module whole between runs (whole/host_copy.py) -----------------------------------------------------------
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the module shows whole parameters on the host, as plain tensors, between runs."""
+        return self.host_copy is not None and self.host_copy.is_shown
+
+    def show_whole(self) -> bool:
+        """See :func:`~lightning_zero.engine.whole.host_copy.show_whole`."""
+        return host_copy.show_whole(self)
+
+    def show_again(self) -> bool:
+        """See :func:`~lightning_zero.engine.whole.host_copy.show_again`."""
+        return host_copy.show_again(self)
+
+    def hide_whole(self, *, keep: bool = True) -> bool:
+        """See :func:`~lightning_zero.engine.whole.host_copy.hide_whole`."""
+        return host_copy.hide_whole(self, keep=keep)
+
+    def set_aside(self) -> contextlib.AbstractContextManager[None]:
+        """See :func:`~lightning_zero.engine.whole.host_copy.set_aside`."""
+        return host_copy.set_aside(self)
 
     # -- whole values -------------------------------------------------------------------------------------------------
 
@@ -124,7 +156,8 @@ class Engine(Assembly):
 
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> Any:
         """On all ranks, each with the same full ``state``: load it into the shards."""
-        return module_state.load_whole(self, state, strict=strict)
+        with host_copy.set_aside(self):
+            return module_state.load_whole(self, state, strict=strict)
 
     def optimizer_state(
         self, optimizer: Optimizer, *, only_rank_0: bool = True, hollow: Hollow | None = None
@@ -191,7 +224,19 @@ class Engine(Assembly):
 
         All ranks enter it. With ``evaluation`` it ends the pass; otherwise a backward after it does.
         """
+        if self.is_whole:
+            return self._scope_between_runs(key, evaluation)
         return self.passes.scope(key, evaluation=evaluation)
+
+    @contextlib.contextmanager
+    def _scope_between_runs(self, key: str, evaluation: bool) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            if evaluation:
+                stack.enter_context(self.set_aside())
+            else:
+                self.hide_whole()  # a backward follows the scope
+            stack.enter_context(self.passes.scope(key, evaluation=evaluation))
+            yield
 
     def backward_scope(self) -> contextlib.AbstractContextManager[None]:
         """Around a backward that all ranks run: at its end every bucket is reduced."""
@@ -206,6 +251,11 @@ class Engine(Assembly):
         """Let backwards inside accumulate without reducing, where gradients rest replicated (stages 0 and 1)."""
         return self.reducer.no_sync()
 
+    @property
+    def has_open_pass(self) -> bool:
+        """Whether a forward has come whose backward, or end, has not."""
+        return self.passes.key is not None
+
     def abort(self) -> None:
         """Bring every unit to rest after an exception. Starts no collective, and waits a bounded time for others."""
         self.passes.abort()
@@ -213,8 +263,10 @@ class Engine(Assembly):
     def rest(self) -> None:
         """Come to rest between runs: end the open pass, and wait for steps and gathers in flight. On all ranks."""
         self.passes.leave()
-        if not self.after_step.has_failed:  # else whatever has failed has been raised
+        whole = not self.after_step.has_failed  # else whatever has failed has been raised
+        if whole:
             self.settle()
+        self.timeline.run_ends(together=whole and not self.passes.aborted)
 
     # -- optimizers ---------------------------------------------------------------------------------------------------
 

@@ -216,6 +216,11 @@ class Peers:
                 return self._read("culprit") or "a peer broke off, though all ranks still answer"
             have = "has" if len(gone) == 1 else "have"
             found = f"{' and '.join(self._named(rank) for rank in gone)} {have} ended without a word (killed?)"
+            if all(self._store.check([self._key(f"left/{rank}")]) for rank in gone):
+                found = found.replace(
+                    "ended without a word (killed?)", "come to the end of the program: all ranks must"
+                )
+                found += " make a call that takes all ranks (gather(), a save, a run), and here some have not"
             known = self._write(found)
             first = self._store.compare_set(self._key("speaker"), "", str(self._rank)).decode() == str(self._rank)
             if first:  # and at once: a launcher may end this process before it comes to print the exception

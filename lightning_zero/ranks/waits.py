@@ -2,7 +2,8 @@
 
 ::
 
-    wait_work            the others come within zero.stall_timeout_s, or StallError names ranks and places;
+    wait_work            the others come within zero.stall_timeout_s, or StallError names ranks and places; in seconds
+                         where ranks wait for each other, for messages of which no one comes to all;
                          where a connection breaks, PeerError names the rank that is gone
     ... patient=True     as long as any rank is at work (one that downloads, others in a barrier): only when all wait,
                          for things that differ, nothing will ever come
@@ -10,8 +11,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
+from collections import Counter
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -19,6 +23,8 @@ import torch.distributed as dist
 
 from lightning_zero.ranks.peers import PeerError, is_broken_connection
 from lightning_zero.ranks.watchdog import Watchdog, connection_of_its_own
+
+ASK_S = 5.0  # of a wait, until the other ranks' waits are looked at; then twice as long, and so on
 
 
 class StallError(RuntimeError):
@@ -29,6 +35,13 @@ class _Wait(NamedTuple):
     number: int
     label: str
     work: Any
+
+
+class _Elsewhere:
+    """Stands for the message of a call of somebody else's, until it returns."""
+
+    def is_completed(self) -> bool:
+        return False
 
 
 # The last wait. Another thread reads it, so it is replaced as a whole: changed field by field, the thread could pair
@@ -44,6 +57,7 @@ class Waits:
         place: what this rank is doing, in words; posted for the others' error messages.
         issued: operations asked for so far; a number that grows shows that this rank is not stuck.
         waited_s: seconds that the host has spent waiting for messages.
+        asked: messages that this rank has sent, or waited for, by their names.
     """
 
     def __init__(self, group: Any, *, stall_timeout_s: float) -> None:
@@ -57,6 +71,9 @@ class Waits:
         self.place = "starting"
         self.issued = 0
         self.waited_s = 0.0
+        self.asked: Counter[str] = Counter()
+        self.all_take_part = True  # in every message; else counts do not say who waits for whom
+        self._noted: set[str] = set()
         self._watchdog: Watchdog | None = None
 
     def watch(self, number: int, *, hears_ends: bool) -> None:
@@ -68,6 +85,15 @@ class Waits:
         """
         store = connection_of_its_own(dist.distributed_c10d._get_default_store())
         self._watchdog = Watchdog(self, store, number=number, hears_ends=hears_ends)
+
+    def note(self, label: str) -> None:
+        """A message of this name is sent; the host may wait for it later, or never."""
+        self._noted.add(label)
+        self.asked[label] += 1
+
+    def count_anew(self) -> None:
+        """Count messages from here on. On all ranks, when they go on after an exception: some may have sent more."""
+        self.asked.clear()
 
     @property
     def waiting(self) -> str:
@@ -95,6 +121,8 @@ class Waits:
         """
         global _wait_of_process
         started = time.monotonic()
+        if label not in self._noted:  # then it is waited for as soon as it is sent
+            self.asked[label] += 1
         try:
             if work.is_completed():
                 work.wait()  # not left out: a message that has failed is complete too, and raises its error here
@@ -118,16 +146,35 @@ class Waits:
                 raise RuntimeError(f"rank {self.rank}: {label!r} failed ({self.place}): {error}") from error
             raise StallError(self._stall_message(label, waited)) from error
 
+    @contextlib.contextmanager
+    def elsewhere(self, label: str) -> Iterator[None]:
+        """Inside, this rank waits for all others in a call of somebody else's; they hear of it. It is not bounded."""
+        global _wait_of_process
+        self.asked[label] += 1
+        _wait_of_process = _Wait(_wait_of_process.number + 1, label, _Elsewhere())
+        try:
+            yield
+        finally:
+            _wait_of_process = _wait_of_process._replace(work=None)
+
     def _wait(self, work: Any, label: str, *, patient: bool) -> None:
-        limit = timedelta(seconds=self.stall_timeout_s)
+        deadline, ask_s = time.monotonic() + self.stall_timeout_s, ASK_S
         said = False
         while True:
             # Only the wait ends after ``limit``. The message goes on, since its group has a longer timeout
-            # (``comm/groups.py``), so a patient wait may wait for it again.
+            # (``comm/groups.py``), so it may be waited for again.
+            left = deadline - time.monotonic()
+            asks = left > ask_s + 1 and self._watchdog is not None and self.all_take_part
+            limit = ask_s if asks else self.stall_timeout_s if said else max(left, 0.001)
+            began = time.monotonic()
             try:
-                work.wait(limit)
+                work.wait(timedelta(seconds=limit))
                 return
             except RuntimeError:
+                if asks and time.monotonic() - began > 0.9 * limit:
+                    ask_s *= 2
+                    self._refuse_waiting_for_each_other(label)
+                    continue
                 if not patient or self._watchdog is None:
                     raise
                 if self._watchdog.all_wait() and not work.is_completed():
@@ -135,6 +182,20 @@ class Waits:
             if not said:
                 said = True
                 print(self._stall_message(label, self.stall_timeout_s), file=sys.stderr, flush=True)
+
+    def _refuse_waiting_for_each_other(self, label: str) -> None:
+        assert self._watchdog is not None
+        waits = self._watchdog.waits_for_each_other()
+        if waits is None:
+            return
+        places = self._watchdog.places()
+        lines = "\n".join(f"  rank {r}: {place}, waits for {waits[r]!r}" for r, place in enumerate(places))
+        raise StallError(
+            f"rank {self.rank} waits for {label!r}, and some rank waits for something else, so that nobody will come:\n"
+            f"{lines}\nAll ranks must call this, or none: gather(), the module, saves, state_dicts, norms and reads of "
+            "parameters take all ranks. Look for a call that only some ranks make (under `if rank == 0`, in a callback "
+            "that works on rank 0). If ranks take different paths through the model, set zero.dynamic=true."
+        )
 
     def _stall_message(self, label: str, waited: float) -> str:
         asked = self._watchdog.places_and_silent() if self._watchdog is not None else None

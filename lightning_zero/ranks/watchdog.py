@@ -19,11 +19,12 @@ from __future__ import annotations
 import atexit
 import builtins
 import contextlib
+import json
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from multiprocessing.util import Finalize
 from typing import Any, Protocol, TypeVar
 from weakref import WeakSet, finalize, ref
@@ -32,6 +33,7 @@ from lightning_zero.ranks.peers import Peers
 
 EVERY_S = 2.0
 RANKS_AT_THIS_PACE = 512  # more of them go slower: all ask one store
+ASKING = 32  # ranks that look whether all wait for each other: each reads what all have posted
 STANDSTILL_S = 10.0  # with a rank that has ended: time for launchers, and for exceptions that are on their way
 EXIT_CODE = 1
 ANSWER_S = 5.0  # of a store
@@ -49,6 +51,11 @@ class Watched(Protocol):
     place: str  # what it is doing, in words
     issued: int  # operations
     stall_timeout_s: float
+
+    @property
+    def asked(self) -> Mapping[str, int]:
+        """Messages that it has sent, by their names."""
+        ...
 
     @property
     def waiting(self) -> str:
@@ -139,6 +146,7 @@ class Watchdog:
 
     def _run(self) -> None:
         posted: tuple[str, str] | None = None
+        stuck = ""  # the wait whose counts are posted
         while not self._stop.wait(self._every_s if self.peers.knows_holder else 0.1):
             watched = self._watched()
             if watched is None and self._gone is None:
@@ -148,6 +156,9 @@ class Watchdog:
                     posted = watched.place, watched.waiting
                     self._store.set(self._key(self._rank), posted[0])
                     self._store.set(f"{self._key(self._rank)}/waits", posted[1])
+                elif watched is not None and posted is not None and posted[1] not in ("", stuck):
+                    stuck = posted[1]  # it waits for longer than a beat
+                    self._store.set(f"{self._key(self._rank)}/stuck", json.dumps([stuck, dict(watched.asked)]))
                 self.peers.answer()
                 self._listen()
             except Exception:  # the store is gone with its server
@@ -271,6 +282,43 @@ class Watchdog:
             key = f"{self._key(rank)}/waits"
             found.append(self._store.get(key).decode() if self._store.check([key]) else "")
         return found if all(found) else None
+
+    def waits_for_each_other(self) -> list[str] | None:
+        """What each rank waits for, where each waits for a message that some other has not sent and that one waits too:
+        none of them will ever come. ``None`` where that is not so, or not known (yet)."""
+        if self._rank % (1 + self._world_size // ASKING):
+            return None  # the others hear of it when these raise
+
+        def ask() -> list[str] | None:
+            with contextlib.suppress(Exception):  # the store is gone with its server
+                before = self._stuck()
+                if before is None:
+                    return None
+                time.sleep(2 * self._every_s + STILL_S)
+                return before if before == self._stuck() else None
+            return None
+
+        return within(2 * self._every_s + STILL_S + ANSWER_S, ask, None)
+
+    def _stuck(self) -> list[str] | None:
+        """The message that each rank waits for, if for every one of them some rank has sent fewer of its name."""
+        waits = self._waits()
+        if waits is None:
+            return None
+        labels, counts = [], []
+        for rank, wait in enumerate(waits):
+            key = f"{self._key(rank)}/stuck"
+            if not self._store.check([key]):
+                return None
+            found, asked = json.loads(self._store.get(key))
+            if found != wait:  # of an earlier wait
+                return None
+            labels.append(wait.partition(": ")[2])
+            counts.append(asked)
+        for asked, label in zip(counts, labels, strict=True):
+            if all(other.get(label, 0) >= asked.get(label, 0) for other in counts):
+                return None  # all have sent it: it is on its way
+        return labels
 
     def missing(self, place: str, timeout_s: float) -> list[int]:
         """Ranks that do not post ``place`` in time."""

@@ -25,12 +25,15 @@ import torch
 from torch import Tensor
 
 from lightning_zero.config import ConfigError
+from lightning_zero.device import recording
 from lightning_zero.planning.layout import round_up
 from lightning_zero.tiers.aio import DiskFile, Joined, Syscalls
 from lightning_zero.tiers.claims import as_config_error, claim_file, remove_leftovers
 from lightning_zero.tiers.extents import Extent, Wanted, lay_out
 from lightning_zero.tiers.pages import PAGE, StagingBuffer, StagingRing, byte_view
 from lightning_zero.tiers.regions import Regions
+
+_VERBS = {True: "write", False: "read"}
 
 
 class _Job(NamedTuple):
@@ -185,6 +188,7 @@ class NvmeTier:
 
     def _stage(self, extent: Extent, tensor: Tensor, *, write: bool) -> Future[Any]:
         extent.check(tensor)
+        recording.moved("disk_write" if write else "disk_read", extent.nbytes)
         step = max(extent.nbytes, 1) if _in_place(tensor) else self.ring.buffer_nbytes
         pieces = [range(low, min(low + step, extent.nbytes)) for low in range(0, extent.nbytes, step)]
         joined = Joined(len(pieces))
@@ -199,6 +203,8 @@ class NvmeTier:
     def _run(self, job: _Job) -> None:
         if job.previous is not None:
             wait([job.previous])
+        if (span := recording.begin("disk", f"{_VERBS[job.write]} {job.extent.label}", on_host=True)) is not None:
+            job.joined.future.add_done_callback(lambda _: span.end())
         if job.write:
             self._spoiled.pop(job.extent, None)
         lost = None if job.write else self._spoiled.get(job.extent)

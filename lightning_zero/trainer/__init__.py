@@ -3,7 +3,9 @@
 ::
 
     strategy        every hook of a Lightning strategy; checkpointing: those for checkpoints
-    precision       its precision plugin         registration    names for Trainer(strategy=), without importing it
+    processes       how they meet, wait and end; launchers: how they are started, in a notebook too
+    precision       its precision plugin; precision_row, settings: what Fabric's strategy has in common with this one
+    registration    names for Trainer(strategy=) and Fabric(strategy=), without importing it
     checkpoint_io   files, written whole or not at all      random_numbers  generators of all ranks, in checkpoints
     sharded_checkpoints  the same as folders, written by all ranks
     background_saves     saves of either kind that go on behind training
@@ -17,6 +19,7 @@
     step_peak       the most bytes of a step on the CPU
     activations     what a micro-batch needs, found on tensors without memory
     compiled        LightningModules that torch.compile has made
-    averaging, finetuning, pruning  Lightning's callbacks that need to know of shards
-    monitor         ZeroMonitor                  summary        what is shown at the start and at the end
+    averaging, stochastic_averaging, finetuning, pruning  Lightning's callbacks that need to know of shards
+    monitor         ZeroMonitor                  flops          floating-point operations of a batch
+    summary         what is shown at the start and at the end
 """

@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_zero.config import ConfigError, Offload, OffloadConfig, ZeroConfig, candidate_rows, for_layout, with_rows
 from lightning_zero.device import accelerator_of
+from lightning_zero.engine import engine_of
 from lightning_zero.engine.units.describe import bucket_shapes, describe_units
 from lightning_zero.planning.activations import Activations, ByBatchSize
 from lightning_zero.planning.choose import Choice, choose_row, size_text, with_room
@@ -113,6 +114,8 @@ def decide(strategy: Undecided, trainer: pl.Trainer, module: pl.LightningModule,
     asked = strategy.asked_config
     before = strategy.decision
     if asked is None or (before is not None and (before.fitting or not fitting)):
+        return
+    if before is not None and engine_of(module) is not None:  # it was decided for an evaluation before, and holds
         return
     places = strategy.gather_objects(_place(strategy, asked), "what there is for zero/stage=auto")
     found: Decision | str = ""

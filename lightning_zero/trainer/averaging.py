@@ -15,7 +15,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
@@ -35,7 +35,7 @@ _PATCHED = ("setup", "_swap_models", "_copy_average_to_current", "on_load_checkp
 
 
 @contextlib.contextmanager
-def _masters(engine: Engine, *, changed: bool = False) -> Iterator[None]:
+def masters(engine: Engine, *, changed: bool = False) -> Iterator[None]:
     """Have the masters of all buckets in memory, inside. The averages take as much memory anyway."""
     engine.settle()
     with contextlib.ExitStack() as stack:
@@ -69,7 +69,7 @@ class ShardedAverage(AveragedModel):
 
     @outside_autograd
     def __init__(self, engine: Engine, strategy: Any, *, use_buffers: bool, device: Any = None, **kwargs: Any) -> None:
-        with _masters(engine):
+        with masters(engine):
             super().__init__(_AveragedTensors(engine), device=device, use_buffers=use_buffers, **kwargs)  # type: ignore[no-untyped-call]
         self.engine = engine
         self._strategy = strategy
@@ -82,7 +82,7 @@ class ShardedAverage(AveragedModel):
     @outside_autograd
     def update_parameters(self, model: nn.Module) -> None:
         self._begin_to_change()
-        with _masters(self.engine):
+        with masters(self.engine):
             current = _Tensors(self.engine)
             for average, now in zip(self.module.parameters(), current.parameters(), strict=True):
                 average.data = average.data.to(now.dtype)  # a bucket that was frozen may have another since it is not
@@ -92,7 +92,7 @@ class ShardedAverage(AveragedModel):
     def exchange(self, *, swap: bool) -> None:
         """Put the averages into the model; with ``swap`` also the model's values into the averages."""
         self._begin_to_change()
-        with _masters(self.engine, changed=True):
+        with masters(self.engine, changed=True):
             current = _Tensors(self.engine)
             tensors = (chain(t.parameters(), t.buffers()) for t in (self.module, current))
             for average, now in zip(*tensors, strict=True):
@@ -212,7 +212,8 @@ def as_trained(trainer: pl.Trainer) -> Iterator[None]:
 
 def followers(trainer: pl.Trainer, engine: Engine) -> list[Follow]:
     """What moves the averages of callbacks when the module of ``engine`` is restaged."""
-    averages = (callback._average_model for callback in _averaging(trainer))
+    averaging: list[Any] = [*_averaging(trainer), *stochastic(trainer)]
+    averages = (callback._average_model for callback in averaging)
     return [a.follow for a in averages if isinstance(a, ShardedAverage) and a.engine is engine]
 
 
@@ -225,6 +226,10 @@ def let_go(trainer: pl.Trainer) -> None:
 
 def _averaging(trainer: pl.Trainer) -> list[WeightAveraging]:
     return [c for c in trainer.callbacks if isinstance(c, WeightAveraging)]  # type: ignore[attr-defined]
+
+
+def stochastic(trainer: pl.Trainer) -> list[StochasticWeightAveraging]:
+    return [c for c in trainer.callbacks if isinstance(c, StochasticWeightAveraging)]  # type: ignore[attr-defined]
 
 
 # -- what stands for the callback's methods during a run --------------------------------------------------------------

@@ -387,6 +387,7 @@ class CheckpointingStrategy(ParallelStrategy):
     ) -> None:
         if checkpoint.get(averaging.EXCLUDES_FROZEN):
             state = keeping_frozen(engine.module, state)
+        engine.hide_whole(keep=False)  # else it would be made whole again with these values, and then begin the run
         try:
             engine.load_state_dict(state, strict=strict)
         except OSError as error:

@@ -1,41 +1,114 @@
-"""ZeroMonitor: memory by role, speed, and time that was lost waiting for other ranks."""
+"""ZeroMonitor: speed, memory by role and tier, and what compute has stood still for."""
 
 from __future__ import annotations
 
 import time
-from typing import Any
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
+from torch import Tensor
 
-from lightning_zero.config import ConfigError
-from lightning_zero.engine.whole.held_bytes import held_bytes
+from lightning_zero.config import ConfigError, Offload, Precision
+from lightning_zero.device import recording
+from lightning_zero.device.recording import MOVES, STANDS, Recorder
+from lightning_zero.engine.whole.held_bytes import held_bytes, plan_of, state_tensors
+from lightning_zero.planning.buckets import RESTING, Role
+from lightning_zero.planning.memory import Bytes, Moment, planned_bytes
+from lightning_zero.planning.peaks import peak_flops
+from lightning_zero.trainer.flops import FlopCount
+
+if TYPE_CHECKING:
+    from lightning_zero.engine import Engine
+
+SMOOTHED = 10  # logs that a speed is the average of
+_BETWEEN_RANKS = ("gather", "reduce", "agree")
+_OFFLOADED = ("transfer", "step", "h2d", "d2h")
+_DISK = ("disk", "disk_read", "disk_write")
+_DTYPES = {Precision.fp32: "fp32", Precision.fp64: "fp64", Precision.fp16: "fp16", Precision.fp16_true: "fp16"}
+
+
+@dataclass(slots=True)
+class _Sums:
+    """What has been counted since training began.
+
+    Attributes:
+        seconds: of training: validation in between is left out.
+        flops: of the model, on this rank.
+    """
+
+    seconds: float = 0.0
+    steps: int = 0
+    batches: int = 0
+    samples: int = 0
+    tokens: int = 0
+    flops: float = 0.0
+    stood: Mapping[str, float] = field(default_factory=dict)
+    moved: Mapping[str, int] = field(default_factory=Counter)
+    ahead: int = 0
+    missed: int = 0
 
 
 class ZeroMonitor(Callback):
-    """Logs, under the names below, what this rank holds and how fast it steps.
+    """Logs, to every logger of the Trainer, under the names below. It sends no message and waits for no device.
 
     ::
 
-        zero/bytes/<role>/<tier>   bytes of this rank at rest: compute_param, master_param, grad, optim_state
-        zero/steps_per_s           optimizer steps per second since the last log
-        zero/wait_s_per_step       seconds per step that this rank stood waiting for messages: exposed communication
+        zero/steps_per_s             optimizer steps
+        zero/tokens_per_s            of all ranks; zero/samples_per_s where batches are not of tokens
+        zero/tflops_per_s            model FLOP/s of one device, in 1e12, where the FLOPs of a batch are known
+        zero/mfu                     of the device's peak, where that is known too
+        zero/bytes/<role>/<tier>     at rest on this rank: compute_param, master_param, grad, optim_state
+        zero/bytes_over_plan         these together, over those planned: 1.0
+        zero/peak_bytes/device       the most that tensors have taken of a GPU
+        zero/wait_s_per_step         seconds that compute stood still, of which
+        zero/wait_s/<what>           gather, reduce, agree (small messages), transfer, disk, step (an offloaded one)
+        zero/moved_bytes/<what>      per step and rank: gather, reduce, h2d, d2h, disk_read, disk_write
+        zero/prefetch_hits           gathers that were issued before they were needed, of 1
+
+    Speeds are averages over the last ten logs, the rest is since the last one. Metrics are of rank 0, and what belongs
+    to no part of the run (disk without files, say) is not logged.
+
+    Model FLOPs are counted by torch's formulas while the first batch is computed, or taken from the module's
+    ``flops_per_batch`` (forward and backward of one batch on one device), as Lightning's ThroughputMonitor does. Where
+    modules are compiled only the latter is possible.
 
     Args:
         every_n_steps: optimizer steps between two logs; default: ``Trainer(log_every_n_steps=)``.
-        prog_bar: show steps per second in the progress bar.
+        prog_bar: show speed, and MFU where it is known, in the progress bar.
+        peak_flops: FLOP/s of one device; default: as known for the GPU.
+        count_flops: count while the first batch is computed.
 
     Raises:
         ConfigError: at the start of a run, with another strategy.
     """
 
-    def __init__(self, every_n_steps: int | None = None, *, prog_bar: bool = False) -> None:
-        if every_n_steps is not None and every_n_steps < 1:
-            raise ConfigError(f"ZeroMonitor.every_n_steps: expected a number > 0, got {every_n_steps!r}.")
+    def __init__(
+        self,
+        every_n_steps: int | None = None,
+        *,
+        prog_bar: bool = False,
+        peak_flops: float | None = None,
+        count_flops: bool = True,
+    ) -> None:
+        for name, value in (("every_n_steps", every_n_steps), ("peak_flops", peak_flops)):
+            if value is not None and not value > 0:
+                raise ConfigError(f"ZeroMonitor.{name}: expected a number > 0, got {value!r}.")
         self._every_n_steps = every_n_steps
         self._prog_bar = prog_bar
-        self._last: tuple[int, float, float] | None = None  # step, time, seconds waited at the last log
+        self._peak, self._count_flops = peak_flops, count_flops
+        self._recorder: Recorder | None = None
+        self._counting: FlopCount | None = None
+        self._flops_per_sample: float | None = None
+        self._sums = _Sums()
+        self._logged: deque[_Sums] = deque(maxlen=SMOOTHED + 1)
+        self._since: float = 0.0
+
+    # -- a run --------------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         from lightning_zero.trainer.strategy import ZeroStrategy
@@ -44,37 +117,200 @@ class ZeroMonitor(Callback):
             raise ConfigError("ZeroMonitor measures ZeroStrategy. Use Trainer(strategy='zero3'), or drop the callback.")
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._last = self._now(trainer)
+        engine = _engine(trainer)
+        self._let_go()
+        self._recorder = recording.listen(engine.comm.streams.accelerator)
+        self._sums, self._flops_per_sample = _Sums(steps=trainer.global_step), None
+        self._since = time.monotonic()
+        self._logged.clear()
+        self._logged.append(self._now(trainer))
+        if self._peak is None:
+            self._peak = _known_peak(engine)
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        first = self._recorder is not None and self._sums.batches == 0
+        known = getattr(pl_module, "flops_per_batch", None) is not None
+        if first and self._count_flops and not known and not _engine(trainer).is_compiled:
+            self._counting = FlopCount()
+            self._counting.__enter__()  # type: ignore[no-untyped-call]
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        assert self._last is not None
-        every = self._every_n_steps or getattr(trainer, "log_every_n_steps", 0)
-        if not every or trainer.global_step < self._last[0] + every:
+        if self._recorder is None:
             return
+        counted, samples, tokens = self._end_counting(), *_size(batch)
+        sums = self._sums
+        sums.batches += 1
+        sums.samples += samples
+        sums.tokens += tokens
+        if counted is not None and counted.of_model and samples:
+            self._flops_per_sample = counted.of_model / samples
+        if (given := getattr(pl_module, "flops_per_batch", None)) is not None:
+            sums.flops += float(given)
+        elif self._flops_per_sample is not None:
+            sums.flops += self._flops_per_sample * samples
+        every = self._every_n_steps or getattr(trainer, "log_every_n_steps", 0)
+        if every and trainer.global_step >= self._logged[-1].steps + every:
+            self._log(trainer, pl_module)
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._recorder is not None:
+            self._sums.seconds += time.monotonic() - self._since
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._since = time.monotonic()
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._let_go()
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._let_go()
+
+    def _let_go(self) -> None:
+        self._end_counting()
+        if self._recorder is not None:
+            self._recorder = None
+            recording.let_go()
+
+    def _end_counting(self) -> FlopCount | None:
+        counting, self._counting = self._counting, None
+        if counting is not None:
+            counting.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        return counting
+
+    # -- what is logged -----------------------------------------------------------------------------------------------
+
+    def _log(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        now = self._now(trainer)
+        before = self._logged[-1]
+        self._logged.append(now)
+        speed = self._speed(trainer, now)
+        metrics = speed | self._waits(trainer, now, before) | self._memory(trainer)
+        # Not ``self.log``: what that is given is dropped where Trainer(log_every_n_steps=) is another number.
+        for logger in trainer.loggers:
+            logger.log_metrics(metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
         # As tensors of the host: numbers Lightning would send to the device, one by one, and wait for each.
-        memory, speed = (
-            {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
-            for values in (self._memory(trainer), self._speed(trainer))
+        values = {name: torch.tensor(value, dtype=torch.float64) for name, value in metrics.items()}
+        trainer.callback_metrics.update(values)
+        if self._prog_bar:
+            shown: list[str] = [n for n in ("zero/tokens_per_s", "zero/samples_per_s", "zero/mfu") if n in speed]
+            for name in [*shown] or ["zero/steps_per_s"]:
+                pl_module.log(name, values[name], on_step=True, on_epoch=False, logger=False, prog_bar=True)
+
+    def _now(self, trainer: pl.Trainer) -> _Sums:
+        assert self._recorder is not None
+        sums, order, now = self._sums, _engine(trainer).order, time.monotonic()
+        sums.seconds += now - self._since
+        sums.steps, self._since = trainer.global_step, now
+        return _Sums(
+            sums.seconds,
+            sums.steps,
+            sums.batches,
+            sums.samples,
+            sums.tokens,
+            sums.flops,
+            self._recorder.stands_so_far(),
+            Counter(self._recorder.moved),
+            order.ahead,
+            order.missed,
         )
-        pl_module.log_dict(memory, on_step=True, on_epoch=False)
-        for name, value in speed.items():
-            shown = self._prog_bar and name == "zero/steps_per_s"
-            pl_module.log(name, value, on_step=True, on_epoch=False, prog_bar=shown)
+
+    def _speed(self, trainer: pl.Trainer, now: _Sums) -> dict[str, float]:
+        oldest = self._logged[0]
+        seconds = max(now.seconds - oldest.seconds, 1e-9)
+        found = {"zero/steps_per_s": (now.steps - oldest.steps) / seconds}
+        tokens, samples, flops = now.tokens - oldest.tokens, now.samples - oldest.samples, now.flops - oldest.flops
+        if tokens:
+            found["zero/tokens_per_s"] = trainer.world_size * tokens / seconds
+        elif samples:
+            found["zero/samples_per_s"] = trainer.world_size * samples / seconds
+        if flops:
+            found["zero/tflops_per_s"] = flops / seconds / 1e12
+            if self._peak is not None:
+                found["zero/mfu"] = flops / seconds / self._peak
+        return found
 
     @staticmethod
-    def _now(trainer: pl.Trainer) -> tuple[int, float, float]:
-        waited: float = trainer.strategy.engine.comm.waits.waited_s  # type: ignore[attr-defined]
-        return trainer.global_step, time.monotonic(), waited
+    def _waits(trainer: pl.Trainer, now: _Sums, before: _Sums) -> dict[str, float]:
+        steps, kinds = now.steps - before.steps, _kinds(_engine(trainer))
+        stood = {kind: (now.stood.get(kind, 0.0) - before.stood.get(kind, 0.0)) / steps for kind in STANDS}
+        moved = {kind: (now.moved[kind] - before.moved.get(kind, 0)) / steps for kind in MOVES}
+        found = {"zero/wait_s_per_step": sum(stood.values())}
+        found |= {f"zero/wait_s/{kind}": seconds for kind, seconds in stood.items() if kind in kinds or seconds}
+        found |= {f"zero/moved_bytes/{kind}": nbytes for kind, nbytes in moved.items() if kind in kinds or nbytes}
+        ahead, missed = now.ahead - before.ahead, now.missed - before.missed
+        if ahead + missed:
+            found["zero/prefetch_hits"] = ahead / (ahead + missed)
+        return found
 
     @staticmethod
     def _memory(trainer: pl.Trainer) -> dict[str, float]:
-        held = held_bytes(trainer.strategy.engine)  # type: ignore[attr-defined]
-        return {f"zero/bytes/{role.value}/{tier.value}": float(nbytes) for (role, tier), nbytes in held.items()}
+        engine = _engine(trainer)
+        held = held_bytes(engine)
+        found = {f"zero/bytes/{role.value}/{tier.value}": float(nbytes) for (role, tier), nbytes in held.items()}
+        if plan := at_rest(planned_now(engine, held)):
+            found["zero/bytes_over_plan"] = at_rest(held) / plan
+        accelerator = engine.comm.streams.accelerator
+        if accelerator.has_streams:
+            found["zero/peak_bytes/device"] = float(accelerator.peak_nbytes())
+        return found
 
-    def _speed(self, trainer: pl.Trainer) -> dict[str, float]:
-        assert self._last is not None
-        before, self._last = self._last, self._now(trainer)
-        steps, seconds, waited = (now - then for now, then in zip(self._last, before, strict=True))
-        return {"zero/steps_per_s": steps / max(seconds, 1e-9), "zero/wait_s_per_step": waited / steps}
+
+def planned_now(engine: Engine, held: Bytes) -> Bytes:
+    """What was planned to be held at this moment, between two steps. Gradients that the user has cleared are dropped at
+    the next backward: they are held, and planned, until then."""
+    gone = not any(nbytes for (role, _), nbytes in held.items() if role is Role.grad)
+    moment = Moment.cleared if gone else Moment.reduced
+    return planned_bytes(plan_of(engine), engine.comm.shard_rank, state_tensors=state_tensors(engine), moment=moment)
+
+
+def at_rest(held: Bytes) -> int:
+    """All of ``held`` but for staging buffers, which what is in files passes through."""
+    return sum(nbytes for (role, _), nbytes in held.items() if role in RESTING)
+
+
+def _engine(trainer: pl.Trainer) -> Engine:
+    return trainer.strategy.engine  # type: ignore[attr-defined]
+
+
+def _kinds(engine: Engine) -> set[str]:
+    """What belongs to the run: of :data:`STANDS` and :data:`MOVES`."""
+    kinds = set(_BETWEEN_RANKS) if engine.world_size > 1 else set()
+    if engine.config.offload.name is not Offload.none:
+        kinds.update(_OFFLOADED)
+    if engine.tiers.nvme is not None:
+        kinds.update(_DISK)
+    return kinds
+
+
+def _known_peak(engine: Engine) -> float | None:
+    dtype = _DTYPES.get(engine.precision, "bf16")
+    tf32 = torch.get_float32_matmul_precision() != "highest"
+    return peak_flops(engine.comm.streams.accelerator.name, dtype, tf32=tf32)
+
+
+def _size(batch: Any) -> tuple[int, int]:
+    """Samples and tokens of a batch; 0 where it does not say. Tokens are whole numbers [samples, length]."""
+    first = next(_tensors(batch), None)
+    if first is None:
+        return 0, 0
+    is_tokens = first.dim() == 2 and not (first.is_floating_point() or first.is_complex() or first.dtype == torch.bool)
+    return len(first), first.numel() if is_tokens else 0
+
+
+def _tensors(batch: Any) -> Iterator[Tensor]:
+    """Those that have samples, the one with the inputs first where it has the usual name."""
+    if isinstance(batch, Tensor):
+        if batch.dim():
+            yield batch
+    elif isinstance(batch, Mapping):
+        if "input_ids" in batch:
+            yield from _tensors(batch["input_ids"])
+        for value in batch.values():
+            yield from _tensors(value)
+    elif isinstance(batch, list | tuple):
+        for value in batch:
+            yield from _tensors(value)

@@ -366,7 +366,7 @@ def _choose(trainer: pl.Trainer, filepath: Any) -> RangeSave | None:
         return None
     path = Path(get_filesystem(filepath)._strip_protocol(str(filepath)))
     # A callback that rank 0 alone has would see no values, and the ranks would go different ways.
-    found = strategy.gather_objects(_readers(trainer), "who has hooks that see a checkpoint")
+    found = strategy.gather_objects(_readers(trainer), "saving a checkpoint: who has hooks that see it")
     readers = [name for names in found for name in names]
     if begin is not None and readers:
         not_behind(f"{readers[0]} reads what is saved")

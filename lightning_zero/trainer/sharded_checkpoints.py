@@ -2,17 +2,19 @@
 
 ::
 
+    of the Trainer
     state_dict             state_dict.<name>                        in Lightning's FSDP folders: model.<name>
     optimizer_states[0]    optimizer_0.state.<name>.<entry>, optimizer_0.param_groups.<n>.<entry>
     what has parts of tensors (current_model_state of averaging callbacks)     under its own name
     the rest               meta.pt
+    of Fabric: modules and optimizers under the user's names, in the same way
 """
 
 from __future__ import annotations
 
 import pickle
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,13 +67,19 @@ def refuse_writer(io: CheckpointIO | None, settings: CheckpointConfig) -> None:
         )
 
 
-def divide(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What of a checkpoint goes into files of DCP, and what into ``meta.pt``."""
+def divide(checkpoint: Mapping[str, Any], named: Sequence[str] = ()) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What of a checkpoint goes into files of DCP, and what into ``meta.pt``.
+
+    Args:
+        named: keys of ``checkpoint`` that are states of optimizers, each by a name of its own.
+    """
     state: dict[str, Any] = {}
     extra: dict[str, Any] = {}
-    record: dict[str, Any] = {}
+    record: dict[str, Any] = {"named": list(named)} if named else {}
     for key, value in checkpoint.items():
-        if key == OPTIMIZERS:
+        if key in named:
+            state[key] = value
+        elif key == OPTIMIZERS:
             state |= {f"optimizer_{number}": entry for number, entry in enumerate(value)}
             record["optimizers"] = len(value)
         elif key == MODULE or _has_parts(value):
@@ -99,10 +107,13 @@ def is_folder(path: Any) -> bool:
     return _is_local_file_protocol(path) and Path(get_filesystem(path)._strip_protocol(str(path))).is_dir()
 
 
-def read(path: Any, weights_only: bool | None) -> dict[str, Any]:
+def read(path: Any, weights_only: bool | None, *, of_trainer: bool = True) -> dict[str, Any]:
     """Lightning's checkpoint, as it is in memory, of a folder of ours or of Lightning's FSDP strategies.
 
     Its tensors are :class:`~lightning_zero.engine.units.stored.StoredTensor` s: nothing is read yet.
+
+    Args:
+        of_trainer: the module is wanted under the name that it has in checkpoints of the Trainer.
 
     Raises:
         ConfigError: what is in it would run code, or it is no whole checkpoint; with the file.
@@ -113,29 +124,34 @@ def read(path: Any, weights_only: bool | None) -> dict[str, Any]:
         if not (folder.path / EXTRA).is_file():
             raise ConfigError(refusal(folder.path, f"it has no {EXTRA}, so it is no checkpoint of Lightning"))
         checkpoint = load(TorchCheckpointIO(), folder.path / EXTRA, weights_only)
-        return checkpoint | _values(folder, checkpoint.pop(RECORD, None), weights_only)
+        return checkpoint | _values(folder, checkpoint.pop(RECORD, None) or {}, weights_only, of_trainer)
     except OSError as error:
         raise OSError(error.errno, f"{path}: the checkpoint could not be read: {error}") from error
 
 
-def _values(folder: ShardedFolder, record: Mapping[str, Any] | None, weights_only: bool | None) -> dict[str, Any]:
+def _values(
+    folder: ShardedFolder, record: Mapping[str, Any], weights_only: bool | None, of_trainer: bool
+) -> dict[str, Any]:
+    named: Sequence[str] = record.get("named", ())
     flat: dict[str, Any] = {}
     for key in folder.keys:
         if not folder.is_tensor(key):
             flat[key] = _value(folder, key, weights_only)
         else:
             tensor = folder.tensor(key)
-            flat[key] = tensor if _is_copied_from(folder.path_of(key)) else tensor.whole()
+            flat[key] = tensor if _is_copied_from(folder.path_of(key), named) else tensor.whole()
     found = unflatten_state_dict(flat, {key: folder.path_of(key) for key in flat})
     result: dict[str, Any] = {}
     optimizers: dict[int, Any] = {}
     for key, value in found.items():
-        if match := _OPTIMIZER.fullmatch(key):
+        if key in named:
+            result[key] = _with_numbers({"state": {}, "param_groups": [], **value})
+        elif match := _OPTIMIZER.fullmatch(key):
             optimizers[int(match[1])] = _with_numbers({"state": {}, "param_groups": [], **value})
         else:
-            result[MODULE if key == "model" else key] = value
-    record = record or {}
-    result.setdefault(MODULE, {})
+            result[MODULE if key == "model" and of_trainer else key] = value
+    if of_trainer:
+        result.setdefault(MODULE, {})
     for key, others in record.get("others", {}).items():
         result[key] = {**result.get(key, {}), **others}
     if optimizers or "optimizers" in record:
@@ -144,10 +160,10 @@ def _values(folder: ShardedFolder, record: Mapping[str, Any] | None, weights_onl
     return result
 
 
-def _is_copied_from(path: tuple[Any, ...]) -> bool:
+def _is_copied_from(path: tuple[Any, ...], named: Sequence[str]) -> bool:
     """Whether values are copied out of a tensor when they are loaded; others (a learning rate, what is inside of extra
     states) are used as they are, for longer perhaps than there is the folder."""
-    if _OPTIMIZER.fullmatch(str(path[0])):
+    if path[0] in named or _OPTIMIZER.fullmatch(str(path[0])):
         return len(path) < 3 or path[1] == "state"
     return len(path) < 3
 

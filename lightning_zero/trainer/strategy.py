@@ -2,80 +2,55 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import os
-import socket
-import sys
 from collections.abc import Callable, Generator, Mapping
-from dataclasses import replace
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.fabric.utilities.distributed import (
-    _get_default_process_group_backend_for_device,
-    _init_dist_connection,
-    _sync_ddp_if_available,
-)
 from lightning.fabric.utilities.init import _EmptyInit
 from lightning.fabric.utilities.seed import reset_seed
-from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.core.optimizer import _MockOptimizer
 from lightning.pytorch.plugins.precision import Precision as LightningPrecision
-from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning_utilities.core.rank_zero import rank_zero_only, rank_zero_warn
-from torch import Tensor
-from torch.distributed.constants import default_pg_timeout
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.nn import Module, SyncBatchNorm
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lightning_zero.comm.agreements import (
-    barrier,
-    broadcast_object,
-    open_waits,
-)
-from lightning_zero.config import ConfigError, ZeroConfig, is_decided, make_config
-from lightning_zero.device import accelerator_of
-from lightning_zero.device.cuda import default_device
+from lightning_zero.config import ZeroConfig, is_decided
 from lightning_zero.engine import Engine, engine_of, shard
-from lightning_zero.engine.passes.compiled import check_compiler
 from lightning_zero.engine.units.describe import TRUE_DTYPES
+from lightning_zero.engine.whole.host_copy import check_room
 from lightning_zero.planning.activations import Activations
 from lightning_zero.planning.memory import ADAM_STATES
-from lightning_zero.ranks import rendezvous
-from lightning_zero.ranks.allocation import check_allocation
 from lightning_zero.ranks.environments import own_environment
-from lightning_zero.ranks.waits import Waits
-from lightning_zero.tiers.claims import check_folder
 from lightning_zero.trainer import (
     auto_row,
     averaging,
     compiled,
     finetuning,
     kept_files,
+    processes,
     pruning,
     range_saves,
+    stochastic_averaging,
     validations,
 )
 from lightning_zero.trainer.checkpoint_io import async_writer
 from lightning_zero.trainer.interruptions import Interruptions, Left
+from lightning_zero.trainer.launchers import TRAINERS
 from lightning_zero.trainer.precision import ZeroPrecision
+from lightning_zero.trainer.processes import Processes
 from lightning_zero.trainer.random_numbers import RandomNumbers
 from lightning_zero.trainer.restaging import RestagingStrategy
+from lightning_zero.trainer.settings import settings_of, with_precision
 from lightning_zero.trainer.step_peak import StepPeak
 from lightning_zero.trainer.summary import print_held, print_units
 
-EXIT_BARRIER_S = 20.0
-T = TypeVar("T")
-OWN_RENDEZVOUS = frozenset({"mpi", "fake"})  # backends whose ranks need no store to find each other
 
-
-class ZeroStrategy(RestagingStrategy):
+class ZeroStrategy(Processes, RestagingStrategy):
     """ZeRO stages 0-3 as a Lightning strategy.
 
     Args:
@@ -87,12 +62,12 @@ class ZeroStrategy(RestagingStrategy):
         config: a whole :class:`ZeroConfig`; other arguments are set on top of it.
         settings: fields of :class:`ZeroConfig`, such as ``prefetch_bytes`` or ``unit={"classes": ["Block"]}``.
         timeout: of the process group; ``None``: torch's, and ``stall_timeout_s`` where only the hosts wait (gloo).
+        start_method: how processes are started: ``"popen"``, by running the script again, or ``"fork"``, in a notebook.
 
     The remaining arguments are those of every Lightning strategy.
 
     Attributes:
-        run_settings: settings of the run that all ranks must have alike, besides the strategy's own. They are compared
-            at the start.
+        run_settings: see :class:`Processes`.
         saves_on_sigterm: a run that gets SIGTERM saves ``hpc_ckpt_*.ckpt`` in ``default_root_dir`` before it leaves; on
             SLURM it always does.
         save_every_s: a run saves it every so many seconds too.
@@ -122,14 +97,11 @@ class ZeroStrategy(RestagingStrategy):
         precision_plugin: LightningPrecision | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | None = None,
+        start_method: str = "popen",
         **settings: Any,
     ) -> None:
         rows = {"stage": stage, "offload": offload, "checkpoint": checkpoint, "compile": compile}
-        config = make_config(config, **{k: v for k, v in rows.items() if v is not None}, **settings)
-        check_compiler(config.compile)
-        path = config.offload.nvme_path
-        if path is not None and "$" not in path:  # variables are those of the ranks
-            check_folder(os.path.expanduser(path))
+        config = settings_of(config, rows, settings)
         self._asked_precision = config.precision.name
         super().__init__(
             config,
@@ -138,8 +110,10 @@ class ZeroStrategy(RestagingStrategy):
             parallel_devices=parallel_devices,
             cluster_environment=cluster_environment or own_environment(),
             precision_plugin=precision_plugin,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            start_method=start_method,
         )
-        self.run_settings: Mapping[str, Any] = {}
         self.asked_config = None if is_decided(config) else config
         self.decision: auto_row.Decision | None = None
         self.planned_states = ADAM_STATES
@@ -149,15 +123,14 @@ class ZeroStrategy(RestagingStrategy):
         self.saves_on_sigterm = False
         self.save_every_s: float | None = None
         self.command_to_go_on: Callable[[str], str] = call_to_go_on
-        self._num_nodes = 1
         self._interruptions: Interruptions | None = None
         self._random_numbers: RandomNumbers | None = None
         self._evaluation_starts = False
         self._trained = False
+        self._left = False  # on a signal, in a hurry
         self._has_values = False  # the module, which was trained before
-        self._start_waits: Waits | None = None  # until there is an engine
-        self._process_group_backend = process_group_backend
-        self._timeout = timeout
+
+    launchers: ClassVar = TRAINERS
 
     # -- what the Trainer asks and tells --------------------------------------------------------------------------
 
@@ -165,31 +138,6 @@ class ZeroStrategy(RestagingStrategy):
     def is_distributed(self) -> bool:
         """Without this Lightning would leave the samplers alone and every rank would train on the same data."""
         return self.num_nodes * self.num_processes > 1
-
-    @property
-    def root_device(self) -> torch.device:
-        assert self.parallel_devices is not None
-        return self.parallel_devices[self.local_rank]
-
-    @property
-    def num_nodes(self) -> int:
-        return self._num_nodes
-
-    @num_nodes.setter
-    def num_nodes(self, num_nodes: int) -> None:
-        self._num_nodes = num_nodes
-
-    @property
-    def num_processes(self) -> int:
-        return len(self.parallel_devices) if self.parallel_devices is not None else 0
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": self.num_nodes * self.num_processes, "rank": self.global_rank}
-
-    @property
-    def process_group_backend(self) -> str | None:
-        return self._process_group_backend
 
     @property
     def precision_plugin(self) -> ZeroPrecision:
@@ -205,13 +153,7 @@ class ZeroStrategy(RestagingStrategy):
         if plugin is None:
             self._precision_plugin = None
             return
-        ours = ZeroPrecision.from_plugin(plugin)
-        if self._asked_precision is not None and ours.row is not self._asked_precision:
-            raise ConfigError(
-                f"trainer.precision: expected {self._asked_precision.value!r}, which "
-                f"zero/precision={self._asked_precision.name} means, got {ours.precision!r}. Set "
-                f"Trainer(precision={self._asked_precision.value!r}), or drop zero.precision.name."
-            )
+        ours = ZeroPrecision.from_plugin(plugin, self._asked_precision)
         ours.attach(self)
         self._precision_plugin = ours
 
@@ -245,58 +187,22 @@ class ZeroStrategy(RestagingStrategy):
 
     # -- processes ------------------------------------------------------------------------------------------------
 
-    def _configure_launcher(self) -> None:
-        # Also where something else has made the processes: it sets the number of threads of every rank.
-        assert self.cluster_environment is not None
-        check_allocation(self.cluster_environment, nodes=self.num_nodes, devices=self.num_processes)
-        self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
-
     def setup_environment(self) -> None:
-        global _FAILED
-        _FAILED = False  # an exception of an earlier run was survived, by all ranks
+        self._left = False
         self._to_load = self._saved_rng = self._saver = None
         self._waits_for_setup = True
         super().setup_environment()
         reset_seed()
-        self.set_world_ranks()
-        device = self.root_device
-        self._process_group_backend = self._process_group_backend or _get_default_process_group_backend_for_device(
-            device
-        )
-        if not dist.is_initialized():
-            self._join()
-            atexit.register(_destroy_process_group)
-        if self._waits is None and dist.is_initialized():
-            self._start_waits = open_waits(dist.group.WORLD, device, self.config.stall_timeout_s)
-            self._start_waits.place = "the start of the run (prepare_data and setup hooks)"
+        self.join_ranks()
         if self.lightning_module is not None:
             averaging.attach(self.lightning_module.trainer)
+            stochastic_averaging.attach(self.lightning_module.trainer)
             finetuning.attach(self.lightning_module.trainer)
             pruning.attach(self.lightning_module.trainer)
             kept_files.attach(self.lightning_module.trainer)
             range_saves.attach(self.lightning_module.trainer)
 
-    def _join(self) -> None:
-        """Come together with the other ranks, and make the default process group. It is not bound to a device: NCCL
-        would make its communicator at once, of up to a gigabyte, and the engine sends nothing over this group."""
-        assert self.cluster_environment is not None and self._process_group_backend is not None
-        timeout = self._timeout or default_pg_timeout
-        if self.world_size == 1 or self._process_group_backend in OWN_RENDEZVOUS:
-            _init_dist_connection(self.cluster_environment, self._process_group_backend, timeout=timeout)
-            return
-        settings = rendezvous.shared_settings(self.config, self._settings_of_trainer() | dict(self.run_settings))
-        rendezvous.join(
-            self.cluster_environment,
-            self._process_group_backend,
-            {"versions": rendezvous.versions(), "settings": settings},
-            timeout=timeout,
-            stall_timeout_s=self.config.stall_timeout_s if self._timeout is None else None,
-            wait_s=self.config.stall_timeout_s,
-            per_node=self.num_processes,
-        )
-
-    def _settings_of_trainer(self) -> dict[str, Any]:
-        """Those that make ranks issue other collectives, or other numbers."""
+    def _settings_of_front(self) -> dict[str, Any]:
         settings: dict[str, Any] = {"zero.precision.name": self.precision_plugin.row.name}
         if self.lightning_module is not None:
             trainer = self.lightning_module.trainer
@@ -304,28 +210,9 @@ class ZeroStrategy(RestagingStrategy):
             settings |= {f"trainer.{name}": getattr(trainer, name) for name in names}
         return settings
 
-    def set_world_ranks(self) -> None:
-        if self.cluster_environment is not None:
-            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
-            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
-
     @property
-    def _waits(self) -> Waits | None:
-        """What Lightning's own collectives wait with: some rank may be at work for long in between."""
-        engine = engine_of(self.lightning_module) if self.lightning_module is not None else None
-        return engine.comm.waits if engine is not None else self._start_waits
-
-    def barrier(self, name: str | None = None) -> None:
-        if (waits := self._waits) is not None:
-            barrier(dist.group.WORLD, waits, f"Lightning's barrier {name!r}")
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        waits = self._waits
-        return obj if waits is None else broadcast_object(dist.group.WORLD, obj, src, waits)
-
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op) if isinstance(tensor, Tensor) else tensor
+    def _engine_that_waits(self) -> Engine | None:
+        return engine_of(self.lightning_module) if self.lightning_module is not None else None
 
     # -- setup and teardown ---------------------------------------------------------------------------------------
 
@@ -342,8 +229,9 @@ class ZeroStrategy(RestagingStrategy):
     def setup(self, trainer: pl.Trainer) -> None:
         assert self.accelerator is not None and self.model is not None
         self.accelerator.setup(trainer)
-        _refuse_callbacks(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
+        if (engine := engine_of(self.model)) is not None:
+            engine.hide_whole(keep=not fitting)  # a step changes all values
         if self.lightning_module is not None:
             auto_row.decide(self, trainer, self.lightning_module, fitting=fitting)
         self._has_values = engine_of(self.model) is not None  # of a run before, whatever its settings
@@ -358,6 +246,7 @@ class ZeroStrategy(RestagingStrategy):
         self._load_what_waits(trainer)
         if fitting:
             averaging.average_shards(trainer, self.engine)
+            stochastic_averaging.average_shards(trainer, self.engine)
         self.setup_precision_plugin()
         self._interruptions = Interruptions(
             trainer,
@@ -382,7 +271,7 @@ class ZeroStrategy(RestagingStrategy):
 
     def _setup_model(self, model: Module) -> Module:
         """Shard the module; one that is sharded already, by an earlier run, stays so if nothing has changed."""
-        wanted = self._engine_config()
+        wanted = with_precision(self.config, self.precision_plugin.row)
         engine = engine_of(model)
         if engine is not None and not self._still_fits(engine, model, wanted):
             engine.release()
@@ -393,17 +282,17 @@ class ZeroStrategy(RestagingStrategy):
                 model,
                 config=wanted,
                 device=self.root_device,
-                node=self._node,
+                node=self.node,
                 sources=sources,
                 has_values=self._has_values,
             )
-            if self._start_waits is not None:
-                self._start_waits.close()
-                self._start_waits = None
+            self._start_is_over()
             if self.config.summary and self.is_global_zero:
                 print_units(engine)
+            check_room(engine)
         else:
             engine.comm.waits.forget_failures()
+        engine.passes.calls_meet = True
         with engine.placeholders_allowed():
             model.to(self.root_device)  # what is neither parameter nor buffer: module.device, states of metrics
         if (dtype := TRUE_DTYPES.get(self.precision_plugin.row)) is not None:
@@ -413,15 +302,6 @@ class ZeroStrategy(RestagingStrategy):
     def _still_fits(self, engine: Engine, model: Module, wanted: ZeroConfig) -> bool:
         same_params = {id(p) for p in model.parameters()} == {id(i.param) for u in engine.units for i in u.infos()}
         return same_params and engine.config == wanted and engine.comm.device == self.root_device
-
-    @property
-    def _node(self) -> str | None:
-        """The node of this rank, as the cluster environment numbers it: several may be on one host."""
-        return f"{socket.gethostname()}/{self.node_rank}" if self.num_nodes > 1 else None
-
-    def _engine_config(self) -> ZeroConfig:
-        row = replace(self.config.precision, name=self.precision_plugin.row)
-        return make_config(self.config, precision=row)
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         self.engine.drop_optimizers()
@@ -439,8 +319,10 @@ class ZeroStrategy(RestagingStrategy):
             if engine is not None:
                 engine.rest()
                 self._show_held(engine, module)
+                self._show_whole(engine)
             if module._trainer is not None:
                 averaging.let_go(module.trainer)
+                stochastic_averaging.let_go(module.trainer)
                 finetuning.let_go(module.trainer)
                 pruning.let_go(module.trainer)
                 kept_files.let_go(module.trainer)
@@ -464,12 +346,21 @@ class ZeroStrategy(RestagingStrategy):
             measured = peak.nbytes if peak is not None else None
             print_held(engine, module.trainer.accumulate_grad_batches, self.activations_of_run(), measured)
 
+    def _show_whole(self, engine: Engine) -> None:
+        if self._left:
+            return
+        alone = engine.world_size == 1 and not engine.after_step.has_failed
+        if not processes.has_failed() or alone:
+            engine.show_whole()
+        else:
+            engine.show_again()
+
     def on_exception(self, exception: BaseException) -> None:
         """No collective here: the other ranks may be gone."""
-        global _FAILED
         if isinstance(exception, Left):  # between two steps, on all ranks
+            self._left = True
             return
-        _FAILED = True
+        processes.fail()
         module = self.lightning_module
         engine = engine_of(module) if module is not None else None
         if self._step_peak is not None:
@@ -547,7 +438,7 @@ class ZeroStrategy(RestagingStrategy):
             yield
 
     def _end_writing(self) -> None:
-        if _FAILED:
+        if processes.has_failed():
             self._background.wait_alone()
         else:
             self.finish_writes()
@@ -556,12 +447,10 @@ class ZeroStrategy(RestagingStrategy):
                 writer.teardown()
             self.checkpoint_io.teardown()
         except Exception as error:
-            if not _FAILED:
+            if not processes.has_failed():
                 raise
             rank_zero_warn(str(error))  # in place of what has ended the run it would be misleading
 
-
-_FAILED = False
 
 compiled.accept(ZeroStrategy)
 
@@ -569,28 +458,3 @@ compiled.accept(ZeroStrategy)
 def call_to_go_on(path: str) -> str:
     """How a run of a script of the user's own goes on from the checkpoint ``path``."""
     return f"trainer.fit(..., ckpt_path={path!r})"
-
-
-def _refuse_callbacks(trainer: pl.Trainer) -> None:
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, StochasticWeightAveraging):
-            raise ConfigError(
-                "StochasticWeightAveraging copies parameters one by one and would average placeholders. Use "
-                "lightning.pytorch.callbacks.WeightAveraging, whose copy is kept on shards."
-            )
-
-
-def _destroy_process_group() -> None:
-    """Destroy the process group at exit. At a clean exit ranks wait for each other first, or gloo aborts at random.
-
-    After an exception this rank does not wait: the others may never come.
-    """
-    if _FAILED or hasattr(sys, "last_value") or not dist.is_initialized():
-        return
-    with contextlib.suppress(Exception):
-        if dist.get_backend() == "nccl":
-            accelerator_of(default_device()).synchronize()
-        else:
-            work = dist.barrier(async_op=True)
-            work.wait(timedelta(seconds=EXIT_BARRIER_S))
-        dist.destroy_process_group()

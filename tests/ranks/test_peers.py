@@ -101,6 +101,13 @@ def test_a_dead_process_of_this_machine_needs_no_roll_call() -> None:
     assert not is_alive(child.pid) and is_alive(os.getpid())
 
 
+def test_a_rank_that_came_to_its_end_was_not_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, (one, other) = ranks(2)
+    other.leave()
+    monkeypatch.setattr(one, "_dead_here", lambda: [1])
+    assert "rank 1" in one.culprit() and "all ranks must make a call that takes all ranks" in one.culprit()
+
+
 def test_an_exception_of_a_ranks_own_is_told_and_consequences_are_not(elsewhere: None) -> None:
     store, peers = ranks(3)
     peers[1].tell(KeyError("planned"))

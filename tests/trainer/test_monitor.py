@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import csv
+import re
+import sys
+import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers import CSVLogger, Logger
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_zero import ZeroMonitor
+from lightning_zero import ZeroMonitor, ZeroStrategy
 from lightning_zero.config import ConfigError
+from lightning_zero.device import recording
 from lightning_zero.engine.whole.held_bytes import held_bytes, plan_of
 from lightning_zero.planning.buckets import Role
 from lightning_zero.planning.memory import Moment, planned_bytes
+from lightning_zero.planning.peaks import peak_flops
 from lightning_zero.planning.placement import Tier
 from tests.harness import on_ranks
-from tests.trainer.toys import STAGES, Lit, fit, seeded
+from tests.trainer.toys import FEATURES, STAGES, Lit, Run, fit, loader, seeded
 
 
 class Measure(Callback):
@@ -59,39 +67,293 @@ def test_measured_bytes_are_the_planned_ones(precision: str, tmp_path: Path) -> 
             assert held[Role.compute_param, Tier.device] + held[Role.master_param, Tier.device] > 0
 
 
-class Counting(ZeroMonitor):
-    measured = 0
+class Kept(Logger):
+    """What loggers are given: every logger of Lightning has this method."""
 
-    def _speed(self, trainer: Any) -> dict[str, float]:
-        self.measured += 1
-        return super()._speed(trainer)
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[tuple[int, dict[str, float]]] = []
+
+    name = version = "kept"
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        assert step is not None
+        if mine := {name: value for name, value in metrics.items() if name.startswith("zero/")}:
+            self.rows.append((step, mine))
+
+    def log_hyperparams(self, *_: Any, **__: Any) -> None: ...
+
+
+def monitored(stage: str, root: Path, module: Any = None, **settings: Any) -> tuple[Run, list[dict[str, float]]]:
+    """A run, and what was logged at each of its steps."""
+    kept = Kept()
+    monitor = settings.pop("monitor", None) or ZeroMonitor(1)
+    callbacks = [monitor, *settings.pop("callbacks", ())]
+    run = fit(stage, root, module, logger=kept, callbacks=callbacks, **{"max_epochs": 1, **settings})
+    return run, [row for _, row in kept.rows]
 
 
 @on_ranks(2)
 def test_the_log(tmp_path: Path) -> None:
     logger = CSVLogger(tmp_path, name="", version="")
-    monitor = Counting(prog_bar=True)
+    monitor = ZeroMonitor(prog_bar=True)
     run = fit("zero3", tmp_path, logger=logger, callbacks=[monitor], log_every_n_steps=2, max_epochs=1)
     dist.barrier()
-    assert monitor.measured == 3  # of six steps
+    assert "zero/samples_per_s" in run.trainer.progress_bar_metrics
+    assert "zero/bytes/grad/device" in run.trainer.callback_metrics
     if dist.get_rank():
         return
     with (tmp_path / "metrics.csv").open() as file:
-        rows = [row for row in csv.DictReader(file) if row["zero/steps_per_s"]]
-    assert len(rows) == 3
+        rows = list(csv.DictReader(file))
+    losses = [row["step"] for row in rows if row["loss_step"]]
+    rows = [row for row in rows if row["zero/steps_per_s"]]
+    assert len(rows) == 3  # of six steps
+    assert [row["step"] for row in rows] == losses
     held = held_bytes(run.trainer.strategy.engine)  # type: ignore[attr-defined]
     for (role, tier), nbytes in held.items():
         assert float(rows[-1][f"zero/bytes/{role.value}/{tier.value}"]) == nbytes
     for row in rows:
         assert 0 < float(row["zero/steps_per_s"]) < 1e5
         assert 0 <= float(row["zero/wait_s_per_step"]) < 10
-    assert "zero/steps_per_s" in run.trainer.progress_bar_metrics
+        assert float(row["zero/bytes_over_plan"]) == 1
+        assert 0 < float(row["zero/tflops_per_s"]) < 1
+    assert "zero/mfu" not in rows[0]  # nobody knows the peak of a CPU
+    assert not any("disk" in name or "transfer" in name for name in rows[0])
+
+
+@on_ranks(2)
+def test_every_n_steps_are_logged_whatever_lightning_logs(tmp_path: Path) -> None:
+    _, rows = monitored("zero1", tmp_path, log_every_n_steps=50, monitor=ZeroMonitor(2))
+    assert len(rows) == 3
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage, settings", [
+    ("zero1", {"accumulate_grad_batches": 2}),
+    ("zero3", {"gradient_clip_val": 0.5}),
+    ("zero3_offload", {}),
+    ("zero3_nvme", {}),
+])  # fmt: skip
+def test_it_changes_no_number_and_sends_nothing(stage: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    def strategy() -> Any:
+        offload = {"offload": "cpu"} if stage == "zero3_offload" else {}
+        if stage == "zero3_nvme":
+            offload = {"offload": {"name": "nvme", "nvme_path": str(tmp_path)}}
+        return ZeroStrategy(stage.split("_")[0], summary=False, **offload)
+
+    def sent(run: Run) -> Any:
+        comm = run.trainer.strategy.engine.comm  # type: ignore[attr-defined]
+        return comm.counts, comm.waits.issued
+
+    plain = fit(strategy(), tmp_path, logger=Kept(), **settings)
+    expected = sent(plain)
+    found, rows = monitored(strategy(), tmp_path, max_epochs=2, **settings)  # type: ignore[arg-type]
+    assert sent(found) == expected
+    assert found.losses == plain.losses
+    for name, value in plain.weights.items():
+        assert torch.equal(found.weights[name], value), name
+    if "_" in stage:
+        assert {"zero/wait_s/transfer", "zero/wait_s/step", "zero/moved_bytes/h2d"} <= set(rows[0])
+        assert rows[-1]["zero/moved_bytes/d2h"] > 0
+    assert ("zero/moved_bytes/disk_read" in rows[-1]) == (stage == "zero3_nvme")
+    if stage == "zero3_nvme":
+        assert rows[-1]["zero/moved_bytes/disk_read"] > 0 and rows[-1]["zero/moved_bytes/disk_write"] > 0
+    assert recording._recorder is None
+
+
+@on_ranks(2)
+def test_bytes_that_move_between_ranks(tmp_path: Path) -> None:
+    for stage, gathers in (("zero1", 1), ("zero3", 2)):
+        run, rows = monitored(stage, tmp_path, limit_val_batches=0)
+        engine = run.trainer.strategy.engine  # type: ignore[attr-defined]
+        # Of the other rank; what stays replicated is summed by two such messages.
+        half = {u: sum(b.full.nbytes for b in u.buckets if b.plan.shards_master) / 2 for u in engine.units}
+        whole = sum(half.values())
+        replicated = sum(b.full.nbytes for b in engine.buckets if not b.plan.shards_master)
+        assert rows[-1]["zero/moved_bytes/reduce"] == whole + replicated
+        # At stage 3 the root is gathered once a pass, and so is the last unit.
+        kept = half[engine.units[0]] + half[engine.units[-1]] if stage == "zero3" else 0
+        assert rows[-1]["zero/moved_bytes/gather"] == gathers * whole - kept
+
+
+@on_ranks(2)
+def test_hits_of_the_prefetch(tmp_path: Path) -> None:
+    for nbytes, hits in ((0, 0.0), (1 << 20, 1.0)):
+        strategy = ZeroStrategy("zero3", prefetch_bytes=nbytes, summary=False)
+        _, rows = monitored(strategy, tmp_path, seeded(lambda: Lit(depth=4)))  # type: ignore[arg-type]
+        # The first unit of a pass is demanded as it begins: nothing is there that could have come ahead of it.
+        assert rows[-1]["zero/prefetch_hits"] == pytest.approx(hits, abs=0.2), rows[-1]
+    assert "zero/prefetch_hits" not in monitored("zero1", tmp_path)[1][-1]
+
+
+class Tokens(Lit):
+    """Batches of whole numbers [samples, length]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, FEATURES)
+
+    def loss(self, batch: Any) -> Tensor:
+        ids = (batch[0].abs() * 5).long() % 5
+        return self(self.embed(ids)).square().mean()
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return {"ids": [(batch[0].abs() * 5).long() % 5]}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self(self.embed(batch["ids"][0])).square().mean()
+
+
+class Clock:
+    """Time that passes by the second, in the place of the module ``time``."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@on_ranks(2)
+def test_speeds_are_of_all_ranks_and_of_training_alone(tmp_path: Path) -> None:
+    clock = Clock()
+
+    class Passes(Callback):
+        def on_train_batch_start(self, *_: Any) -> None:
+            clock.now += 0.5
+
+        def on_validation_batch_start(self, *_: Any) -> None:
+            clock.now += 100
+
+    with mock.patch("lightning_zero.trainer.monitor.time", clock):
+        _, rows = monitored("zero1", tmp_path, callbacks=[Passes()], max_epochs=2, limit_val_batches=1)
+        for row in rows:
+            assert row["zero/steps_per_s"] == 2 and row["zero/samples_per_s"] == 2 * 2 * 2
+        _, rows = monitored("zero1", tmp_path, seeded(Tokens), callbacks=[Passes()], limit_val_batches=0)
+        assert rows[-1]["zero/tokens_per_s"] == 2 * 2 * 2 * FEATURES and "zero/samples_per_s" not in rows[-1]
+        settings = {"accumulate_grad_batches": 3, "limit_val_batches": 0, "callbacks": [Passes()]}
+        _, rows = monitored("zero1", tmp_path, **settings)
+        assert rows[-1]["zero/steps_per_s"] == pytest.approx(2 / 3) and rows[-1]["zero/samples_per_s"] == 8
+
+
+def flops_of(module: Lit, batch: Any) -> int:
+    with FlopCounterMode(display=False) as counter:
+        module.loss(batch).backward()
+    return counter.get_total_flops()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("checkpointing", ["none", "blocks"])
+def test_flops_are_those_of_the_plain_model(checkpointing: str, tmp_path: Path) -> None:
+    expected = flops_of(seeded(Lit), next(iter(loader())))
+    clock = Clock()
+    settings = {"activation_checkpointing": checkpointing, "summary": False}
+
+    class Passes(Callback):
+        def on_train_batch_start(self, *_: Any) -> None:
+            clock.now += 0.5
+
+    with mock.patch("lightning_zero.trainer.monitor.time", clock):
+        for stage in STAGES:
+            monitor = ZeroMonitor(1, peak_flops=1e6)
+            strategy: Any = ZeroStrategy(stage, **settings)
+            _, rows = monitored(strategy, tmp_path, callbacks=[Passes()], monitor=monitor, limit_val_batches=0)
+            # What is computed again is no part of the model. The first layer asks for no gradient of its input.
+            found = rows[-1]["zero/tflops_per_s"] * 1e12 / 2
+            most = 1.1 if checkpointing == "blocks" else 1.0
+            assert expected * 0.999 <= found <= expected * most * 1.001
+            assert rows[-1]["zero/mfu"] == pytest.approx(2 * found / 1e6)
+
+
+@on_ranks(2)
+def test_flops_that_are_not_known_are_no_column(tmp_path: Path) -> None:
+    module = seeded(Lit)
+    for block in module.blocks:
+        block.compile(backend="eager")
+    _, rows = monitored("zero1", tmp_path, module, monitor=ZeroMonitor(1, peak_flops=1e6))
+    assert rows and not any("flops" in name or "mfu" in name for name in rows[-1])
+    _, rows = monitored("zero1", tmp_path, monitor=ZeroMonitor(1, count_flops=False))
+    assert rows and not any("flops" in name or "mfu" in name for name in rows[-1])
+    given = seeded(Lit)
+    given.flops_per_batch = 5e9
+    with mock.patch("lightning_zero.trainer.monitor.FlopCount", side_effect=AssertionError):
+        _, rows = monitored("zero1", tmp_path, given)
+    assert rows[-1]["zero/tflops_per_s"] == pytest.approx(5e9 / 1e12 * rows[-1]["zero/steps_per_s"])
+
+
+class TwoOptimizers(Lit):
+    """As in a GAN: two optimizers, stepped by hand, the second every other time."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        body, head = self.optimizers()
+        for optimizer in (body, head) if batch_idx % 2 else (body,):
+            loss = self.loss(batch)
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.blocks.parameters(), 0.1), torch.optim.SGD(self.head.parameters(), 0.1)
+
+
+@on_ranks(2)
+def test_several_optimizers_by_hand(tmp_path: Path) -> None:
+    run, rows = monitored("zero3", tmp_path, seeded(TwoOptimizers))
+    assert run.trainer.global_step == 9 and len(rows) == 6
+    assert all(row["zero/bytes_over_plan"] == 1 for row in rows)
+
+
+@on_ranks(2)
+def test_names_are_ones_that_loggers_take(tmp_path: Path) -> None:
+    """MLflow refuses other letters, and where it keeps metrics in files none may be the folder of another."""
+    _, rows = monitored("zero3", tmp_path)
+    names = set(rows[-1])
+    assert all(re.fullmatch(r"[\w./ -]+", name) for name in names)
+    assert not any(other.startswith(f"{name}/") for name in names for other in names)
+    assert all(isinstance(value, float) for value in rows[-1].values())
+
+
+@on_ranks(2)
+def test_what_it_does_at_a_step_does_not_grow_with_the_model(tmp_path: Path) -> None:
+    """Its cost, in calls of Python: between two logs a few for each wait, and nothing for each parameter."""
+
+    def calls(depth: int, monitor: bool) -> int:
+        counted = 0
+
+        def count(frame: Any, event: str, _: Any) -> None:
+            nonlocal counted
+            code = frame.f_code.co_filename
+            counted += event == "call" and code.endswith(("trainer/monitor.py", "device/recording.py"))
+
+        class Count(Callback):
+            """Of the last batch, hooks of the monitor among it."""
+
+            def on_train_batch_start(self, *args: Any) -> None:
+                if args[-1] == 5:
+                    sys.setprofile(count)
+
+            def on_train_end(self, *_: Any) -> None:
+                sys.setprofile(None)
+
+        callbacks = [Count(), *([ZeroMonitor(100)] if monitor else [])]
+        module = seeded(lambda: Lit(depth=depth))
+        try:
+            fit("zero1", tmp_path, module, callbacks=callbacks, limit_val_batches=0, max_epochs=1)
+        finally:
+            sys.setprofile(None)
+        return counted
+
+    few, many = calls(2, True), calls(12, True)
+    # Ten more units: for each a gather and a reduction are begun, counted and waited for.
+    assert few < 150 and (many - few) / 10 < 30, (few, many)
+    assert calls(2, False) < few
 
 
 @on_ranks(2)
 def test_waiting_is_counted_where_it_happens(tmp_path: Path) -> None:
     """A rank that comes late is waited for; it waits itself for nobody."""
-    import time
 
     class Late(Lit):
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
@@ -99,9 +361,40 @@ def test_waiting_is_counted_where_it_happens(tmp_path: Path) -> None:
                 time.sleep(0.1)
             return super().training_step(batch, batch_idx)
 
-    run = fit("zero3", tmp_path, seeded(Late), max_epochs=1, limit_val_batches=0)
+    run, rows = monitored("zero3", tmp_path, seeded(Late), limit_val_batches=0)
     waited = run.trainer.strategy.engine.comm.waits.waited_s  # type: ignore[attr-defined]
     assert (waited > 0.4) == (dist.get_rank() == 0)
+    stood = [sum(value for name, value in row.items() if name.startswith("zero/wait_s/")) for row in rows]
+    assert stood == pytest.approx([row["zero/wait_s_per_step"] for row in rows])
+    assert (sum(stood) > 0.4) == (dist.get_rank() == 0)
+
+
+@on_ranks(2)
+def test_a_run_that_raises_leaves_nothing_behind(tmp_path: Path) -> None:
+    class Fails(Lit):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            raise ValueError("of the test")
+
+    with pytest.raises(ValueError, match="of the test"):
+        fit("zero3", tmp_path, seeded(Fails), callbacks=[ZeroMonitor(1)], max_epochs=1)
+    assert recording._recorder is None
+    assert not torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+
+
+@pytest.mark.parametrize("gpu, dtype, tf32, expected", [
+    ("NVIDIA H100 80GB HBM3", "bf16", False, 989e12),
+    ("NVIDIA H100 PCIe", "bf16", False, 756e12),
+    ("NVIDIA A100-SXM4-80GB", "fp32", False, 19.5e12),
+    ("NVIDIA A100-SXM4-80GB", "fp32", True, 156e12),
+    ("NVIDIA H200", "fp16", False, 989e12),
+    ("Tesla T4", "bf16", False, None),
+    ("Tesla T4", "fp32", True, 8.1e12),
+    ("NVIDIA L40S", "fp64", False, None),
+    ("NVIDIA GeForce RTX 4090", "bf16", False, None),
+    ("", "fp32", False, None),
+])  # fmt: skip
+def test_peaks_of_gpus(gpu: str, dtype: str, tf32: bool, expected: float | None) -> None:
+    assert peak_flops(gpu, dtype, tf32=tf32) == expected
 
 
 @on_ranks(2)

@@ -35,12 +35,17 @@ def test_import_is_light() -> None:
 @pytest.mark.parametrize(
     "order",
     [
-        pytest.param("import lightning_zero; import lightning.pytorch; ", id="ours first"),
+        pytest.param("import lightning_zero; import lightning.pytorch, pytorch_lightning; ", id="ours first"),
         # tests/test_examples.py has this order, but for the finder
-        pytest.param("import lightning.pytorch; import lightning_zero; ", id="Lightning first", marks=pytest.mark.full),
+        pytest.param(
+            "import lightning.pytorch, pytorch_lightning; import lightning_zero; ",
+            id="Lightning first",
+            marks=pytest.mark.full,
+        ),
     ],
 )
 def test_presets_are_known_in_either_order_and_the_finder_goes_away(order: str) -> None:
+    """It does when all registries have been filled."""
     out = python(
         f"import sys; {order}{PRELUDE}{KNOWN}; print([f for f in sys.meta_path if 'Registration' in type(f).__name__])"
     )

@@ -185,6 +185,7 @@ class CompiledModules:
         names = ("forward", _CALL)
         self._before = [(m, {n: vars(m)[n] for n in names if n in vars(m)}) for m in self._around]
         self._replaced: list[tuple[nn.Module, str, Any]] = []
+        self._has_compiled = False
         self._own: set[nn.Module] = set()  # units that were compiled themselves, not with what is around them
         self._later: dict[nn.Module, Mapping[str, Any]] = {}  # what was compiled after sharding
         for inner in self._around:
@@ -195,6 +196,13 @@ class CompiledModules:
                     self._compile_unit(unit, blocks)
         for inner in self._around:
             vars(inner)["compile"] = types.MethodType(self._compile_later, inner)
+
+    @property
+    def are_there(self) -> bool:
+        """Whether anything of the sharded module is compiled, by whomever."""
+        return self._has_compiled or any(
+            True for inner in self._units[""].modules() for _ in [*_compiled_parts(inner), *_calls_compiled(inner)]
+        )
 
     def undo(self) -> None:
         """Give the modules back as they were, and what was compiled since compiled in torch's own way."""
@@ -237,6 +245,7 @@ class CompiledModules:
 
     def _compile_unit(self, module: nn.Module, how: Compile) -> None:
         """Compile the forward of a unit, or compile it otherwise than before."""
+        self._has_compiled = True
 
         def compiled(forward: Any) -> Any:
             plain = getattr(forward, COMPILED, forward)
@@ -265,6 +274,13 @@ class CompiledModules:
 
 def _probe() -> None:
     """A function to try settings of torch.compile with. It is never called."""
+
+
+def _calls_compiled(module: nn.Module) -> Iterator[str]:
+    """The compiled call of a module that we have not replaced."""
+    call = vars(module).get(_CALL)
+    if call is not None and not getattr(call, "_torchdynamo_disable", False):
+        yield _CALL
 
 
 def _compiled_parts(module: nn.Module) -> Iterator[tuple[str, Compile]]:

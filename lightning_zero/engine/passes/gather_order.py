@@ -26,7 +26,11 @@ FORGIVEN = 1  # passes in a row that may leave the plan before it is recorded an
 
 
 class GatherOrder:
-    """Issues the gathers of units that are dropped after use."""
+    """Issues the gathers of units that are dropped after use.
+
+    Attributes:
+        ahead, missed: units whose gather was, and was not, under way or over when they were needed.
+    """
 
     def __init__(
         self,
@@ -54,6 +58,7 @@ class GatherOrder:
         self._history: list[int] = []
         self._idle: deque[Unit] = deque()  # gathered ahead or for others, not used yet
         self._guess: Cursor | None = None  # dynamic: the last pass, as a hint of what comes next
+        self.ahead = self.missed = 0
         self.holds_next = False  # the next gather was not issued ahead, because its unit awaits a step
 
     def plans_changed(self) -> None:
@@ -74,6 +79,8 @@ class GatherOrder:
 
     def demand(self, unit: Unit) -> None:
         """Make sure that ``unit`` is gathered, and gather ahead."""
+        self.missed += unit.state is State.SHARDED
+        self.ahead += unit in self._idle
         if unit.state is State.SHARDED:
             steps = self._cursor.up_to(unit.index) if self._cursor is not None and not self._agreeing else None
             if steps is not None:

@@ -69,6 +69,16 @@ class GradSentinel(Tensor):
     def detach(self) -> Tensor:
         return self
 
+    # torch refuses these of any subclass, in words that say nothing of gradients.
+    def numpy(self, *args: Any, **kwargs: Any) -> Any:
+        raise _refusal(self.info.fqn)
+
+    def tolist(self) -> Any:
+        raise _refusal(self.info.fqn)
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        raise _refusal(self.info.fqn)
+
     def zeroed_by_user(self) -> None:
         self.zeroed = True
         if (norms := self.norms()) is not None:

@@ -66,6 +66,7 @@ class Hooks:
         self._handles: list[Any] = []
         self._grad_handles: dict[int, tuple[nn.Parameter, Any]] = {}
         self._call = 0
+        self.idle = False  # the module is whole: gradients are the user's
         self._leaf_handles: list[Any] = []  # of hooks in this pass on leaves, which outlive their graph
         self._running: list[_Running] = []
         self._touched: WeakSet[nn.Module] = WeakSet()  # modules with something of ours
@@ -111,8 +112,11 @@ class Hooks:
         # Python's garbage collector does not see through this hook: what it held strongly would live for ever, the
         # bucket with its master weights among it, because the bucket holds the parameter and so the hook.
         passes_ref, place = self._passes, (unit.index, unit.buckets.index(bucket))
+        hooks_ref = ref(self)
 
         def arrived(p: Tensor) -> None:
+            if (hooks := hooks_ref()) is None or hooks.idle:
+                return
             # Taken away: autograd would add a second gradient of this backward (of a reentrant checkpoint) to one that
             # was counted already, and the full gradients of all parameters would stay in memory up to its end.
             grad, p.grad = p.grad, None
@@ -167,7 +171,7 @@ class Hooks:
             module.__dict__[name] = types.MethodType(method, module)
         self._touched.add(module)
 
-    def lift_off(self) -> Callable[[], None]:
+    def lift_off(self, *, keep_engine: bool = False) -> Callable[[], None]:
         """Take everything of ours off the modules, so that they are plain; returns what puts it back in its place.
 
         Hooks on parameters stay: neither a copy nor a pickle of a parameter has them.
@@ -178,7 +182,8 @@ class Hooks:
         for module in list(self._touched):
             forward = module.__dict__.get("forward")
             ours_too = hasattr(forward, WRAPPED) or hasattr(forward, COMPILED)
-            names = [name for name in _LIFTED if name in module.__dict__] + ["forward"] * ours_too
+            lifted = [name for name in _LIFTED if not (keep_engine and name == ENGINE)]
+            names = [name for name in lifted if name in module.__dict__] + ["forward"] * ours_too
             attributes.append((module, {name: module.__dict__.pop(name) for name in names}))
             for name, table in vars(module).items():
                 if (name.endswith("_hooks") or "_hooks_" in name) and ours & set(table):

@@ -26,6 +26,7 @@ from torch import Tensor
 from lightning_zero.comm.communicator import ABANDON_S, Communicator
 from lightning_zero.config import Precision
 from lightning_zero.engine.parameters.writes import Writes
+from lightning_zero.engine.passes.compute_lane import ComputeLane
 from lightning_zero.engine.passes.gather_order import GatherOrder
 from lightning_zero.engine.passes.gradient_sentinels import Sentinels
 from lightning_zero.engine.passes.gradients import Reducer
@@ -132,8 +133,11 @@ class Passes:
         saved: tells which weights a backward reads.
         phase: where the open pass is.
         progress: what units wait for in the open pass.
+        lane: what is computed, for who records it.
         explicit_backwards: how many backwards the engine has been told of so far.
         aborted: an exception has ended a pass, and none has begun since.
+        calls_meet: steps are told by scopes. A call of a module outside of them may be one rank's alone, and its
+            gathers would be matched with others of ranks that are in a step; so all come together before it.
     """
 
     def __init__(
@@ -159,6 +163,7 @@ class Passes:
         # Weakly: a graph holds the functions that unpack its tensors, and Python's garbage collector does not see
         # through a graph. Anything that keeps a graph (a loss in a list) would keep the engine and all its shards.
         self.saved = SavedWeights(units, _weakly(self.weights_needed))
+        self.lane = ComputeLane()
         self.phase = Phase.BETWEEN
         self.progress = Progress(units)
         self.explicit_backwards = 0
@@ -168,6 +173,7 @@ class Passes:
         self._noticed: ReferenceType[_End] | None = None  # of the backward that was noticed last
         self._needed: Unit | None = None  # the last unit whose weights a backward has read
         self.aborted = False
+        self.calls_meet = False
 
     @property
     def root(self) -> Unit:
@@ -276,6 +282,7 @@ class Passes:
         # One deadline for all that is in flight: with one for each message a rank would wait for hours for a dead peer.
         deadline = time.monotonic() + ABANDON_S
         self.aborted = True
+        self.lane.ends()
         if self.in_backward:
             self.reducer.abort(deadline)
             # The backward has taken them away. Without them nobody could tell later what the user has cleared since.
@@ -328,12 +335,15 @@ class Passes:
         """The module of ``unit`` is called."""
         self.forget_failed()
         if self.key is None:
+            if self._scope is None and self.calls_meet and any(unit.reshards for unit in self.units):
+                self.comm.meet(None, "a call of the module outside of a step, which all ranks must make")
             key, evaluation = self._scope or _Scope("call", not torch.is_grad_enabled())
             self.begin(key, evaluation=evaluation, owner=None if self._scope else unit)
         if unit.index:
             self._demand(unit, "forward")
         else:
             unit.unshard_wait()
+        self.lane.enters(f"{unit.title} {'recompute' if self.in_backward else 'forward'}")
 
     @outside_autograd
     def _demand(self, unit: Unit, what: str) -> None:
@@ -354,6 +364,7 @@ class Passes:
             outermost: no call of another unit is around it.
             awaits_backward: whether a backward is to be expected from it.
         """
+        self.lane.leaves()
         if unit.index and not self.in_backward:
             self._use_over(unit)
         if outermost and self._open.ends_with_call and not self.in_backward:
@@ -443,6 +454,7 @@ class Passes:
         else:
             self.watch_trainable()  # some may have been unfrozen since the pass began, by a forward that led nowhere
         self.hooks.come_last()
+        self.lane.backward_begins()
         self._enter(Phase.TOLD if explicit else Phase.NOTICED)
         self.explicit_backwards += explicit
         # Steps under way still read the gradients that this backward replaces or adds to.
@@ -487,6 +499,7 @@ class Passes:
         if torch._C._current_graph_task_id() == -1:
             return unit.state is State.GATHERED
         self.backward_begins()
+        self.lane.needs(f"{unit.title} backward")
         if unit is not self._needed or unit.state is not State.GATHERED:
             self._needed = unit
             self._demand(unit, "backward")
@@ -501,6 +514,7 @@ class Passes:
         """Autograd accumulated the gradient of one parameter."""
         # Not ``outside_autograd`` as a whole: it comes for every parameter, and what it calls is so where that matters.
         self.backward_begins()
+        self.lane.arrived(f"{unit.title} backward")
         self.reducer.take(bucket, slot, grad)
         if self.progress.grad_arrived(unit):
             self._maybe_reshard(unit)
@@ -529,6 +543,7 @@ class Passes:
     def _end_backward(self) -> None:
         """End a backward on all ranks: reduce what is left, in order, and close the pass."""
         self.comm.place = f"end of backward in pass {self.key}"
+        self.lane.ends()
         # The reductions first: a rank that is still in its backward may wait for one of them (``Reducer._issue``), and
         # as long as it waits it does not come to the gathers that ``order.end`` may wait for.
         self.reducer.flush()

@@ -48,6 +48,7 @@ class AroundStep:
         self._sentinels = sentinels
         self._writes = writes
         self._after_step = after_step
+        self.stepped: Callable[[], None] = lambda: None  # called behind every step, on all ranks
         self.early_steps = EarlySteps(passes, reducer, writes)
 
     def closure(self, landed: Callable[[Bucket], None]) -> contextlib.AbstractContextManager[None]:
@@ -62,8 +63,15 @@ class AroundStep:
             stepped: buckets that were stepped in the closure's backward.
 
         Raises:
-            RuntimeError: parameters are shown by ``gather()``, or gradients wait for a backward that reduces them.
+            RuntimeError: parameters are shown by ``gather()``, or are whole between runs, or gradients wait for a
+                backward that reduces them.
         """
+        if self._passes.hooks.idle:
+            raise RuntimeError(
+                "optimizer.step() between runs: the module is whole, each rank has a copy of its own, and this "
+                "optimizer steps the shards that ranks have together. Train with trainer.fit(), or make an optimizer "
+                "of your own now: what it writes, on all ranks alike, is what the next fit starts from."
+            )
         if any(bucket.is_plain for unit in self._units for bucket in unit.buckets):
             raise RuntimeError(
                 "optimizer.step() inside gather(): what is written to the shown parameters would replace the step's "
@@ -101,6 +109,7 @@ class AroundStep:
         self._passes.stepped()
         values_changed(self.place_of(param).info for param in params)
         self.masters_changed(changed)
+        self.stepped()
 
     def masters_changed(self, changed: set[Bucket]) -> None:
         """Bring replicated compute parameters up to date by gathers, unit by unit. On all ranks.

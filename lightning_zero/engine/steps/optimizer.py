@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zero.comm.profiling import profiled
+from lightning_zero.device import recording
 from lightning_zero.engine.steps.around import AroundStep
 from lightning_zero.engine.steps.interception import Stepping, keeps_own_step
 from lightning_zero.engine.steps.mixed_dtypes import dtype_of_step, salt_of, step_in_chunks
@@ -148,6 +149,7 @@ class ShardedOptimizer:
             self._open(eager),
             self._runs_in_groups(self.optimizer, eager, used),
             profiled("step", f"{len(eager)} buckets"),
+            recording.span("step", f"{len(eager)} buckets") if eager else contextlib.nullcontext(),
         ):
             self._stepping.inner(make_jobs)
         # Submitted after the eager step: the worker starts at once, and both write to ``optimizer.state``.
@@ -234,7 +236,8 @@ class ShardedOptimizer:
 
         def run() -> None:
             # Modes belong to a thread: those of the caller of ``step`` do not hold in the worker.
-            with profiled("step", bucket.label), torch.inference_mode(False), torch.no_grad():
+            in_worker = recording.span("step", bucket.label, on_host=True)
+            with profiled("step", bucket.label), in_worker, torch.inference_mode(False), torch.no_grad():
                 with self._runs_in_groups(shadow, [bucket], used, claimed.arrived()):
                     step(shadow)
                 self.runs.adopt(bucket)

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from lightning_zero.device import recording
 from lightning_zero.device.accelerator import Accelerator
 from lightning_zero.engine.units.bucket import Bucket
 from lightning_zero.engine.units.home import Home
@@ -148,7 +149,8 @@ class StepWorker:
         """Wait for everything that was submitted; its error is raised here."""
         # An error is kept and raised again at every wait: masters are half stepped, and nothing that follows is right.
         if self._last is not None:
-            self._last.result()
+            with recording.stands("step", "offloaded steps", on_host=True):
+                self._last.result()
             self._last = None
         if self._error is not None:
             raise self._error

@@ -6,7 +6,7 @@
 
     describe        which unit owns which parameter, and which share a bucket, before anything is sharded
     agreement       that this is the same on all ranks
-    build           units and filled buckets from it; materialise: from meta
+    build           units and filled buckets from it; materialise: from meta; long_work: how far it is
     capacity        which tiers a unit rests on, and whether it fits
     change_tiers    likewise, for a module that is sharded and is to rest elsewhere
     unit            a group of parameters that is gathered at once, and its states

@@ -5,6 +5,8 @@ from __future__ import annotations
 from concurrent.futures import Future
 from typing import Any
 
+from lightning_zero.device import recording
+
 
 class AwaitedStep:
     """Between ``ask`` and ``wait`` the masters of the bucket belong to the step.
@@ -57,5 +59,9 @@ class AwaitedStep:
         if self._future is not None:
             # A step that failed raises here and so stays: every later wait raises too. Otherwise a caller that has
             # caught the error once would go on with masters that are half stepped.
-            self._future.result()
+            if self._future.done():
+                self._future.result()
+            else:
+                with recording.stands("step", "offloaded step", on_host=True):
+                    self._future.result()
             self._future = self.event = None

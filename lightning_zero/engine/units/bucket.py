@@ -23,6 +23,7 @@ from torch.autograd.graph import increment_version
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.profiling import profiled
 from lightning_zero.comm.reduction import Pending
+from lightning_zero.device import recording
 from lightning_zero.engine.parameters.classes import set_values
 from lightning_zero.engine.units.awaited_step import AwaitedStep
 from lightning_zero.engine.units.flat_buffer import FlatBuffer, placeholders
@@ -33,6 +34,8 @@ from lightning_zero.engine.units.param_store import ParamStore, make_param_store
 from lightning_zero.planning.buckets import BucketPlan
 from lightning_zero.planning.layout import Fragment
 from lightning_zero.planning.placement import Tier
+
+_AT_ONCE = contextlib.nullcontext()
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,10 +274,18 @@ class Bucket:
         # current stream has queued by now, but for the event of when the step was asked for. And on another stream:
         # gathers of other buckets, which may be needed sooner, would queue behind it.
         streams = self.comm.streams
-        with streams.on("push", after=self.awaited_step.event):
+        with streams.on("push", after=self.awaited_step.event), self._moves("h2d", target):
             self.home.copy_to(target)
             self._pushed = streams.mark()
         self.home.read_until(self._pushed)
+
+    @contextlib.contextmanager
+    def _moves(self, lane: str, target: Tensor) -> Iterator[None]:
+        """Around the queueing of a copy between the tiers, to ``target``. Off a device the host makes it, and waits."""
+        recording.moved(lane, target.nbytes)
+        waits = not self.comm.streams.are_there
+        with recording.span(lane, self.label), recording.stands("transfer", self.label) if waits else _AT_ONCE:
+            yield
 
     def own_compute_params(self) -> Tensor:
         """Compute parameters of the owned range as they rest, which a gather takes from this rank. [owned numel]"""
@@ -337,7 +348,8 @@ class Bucket:
         # The gather is issued from the stream of copies to the device, and so waits for the copies of the last step and
         # for those of ``prepare``. Issued from compute it would send the shard before these have arrived.
         with profiled("transfer", self.label), self._transfers(into_free_memory=self.reshards):
-            self.param_store.prepare(self._own_part)
+            with self._moves("h2d", self._own_part):
+                self.param_store.prepare(self._own_part)
             self.home.read_until(self.comm.streams.mark())
             return self.comm.all_gather(self.full.data, self.label)
 
@@ -385,6 +397,13 @@ class Bucket:
         self._values_are(here=True)
         for info in self.params:
             set_values(info.param, self.part_of(full, info), info.classes.plain, info.classes)
+
+    def show_values_of(self, values: Iterator[Tensor]) -> None:
+        """As :meth:`show_plain`, with the next of ``values`` for each parameter."""
+        self.is_plain = True
+        self._values_are(here=True)
+        for info, value in zip(self.params, values, strict=False):  # it goes on behind the last of the parameters
+            set_values(info.param, value, info.classes.plain, info.classes)
 
     def hide_plain(self, *, gathered: bool) -> None:
         """Back to gathered values or placeholders."""

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero.comm.streams import Streams
+from lightning_zero.device import recording
 from lightning_zero.engine.units.home import Tiers
 from lightning_zero.engine.units.landing import Landing
 from lightning_zero.planning.buckets import BucketPlan
@@ -170,7 +171,9 @@ class OnHost:
     def value(self) -> Tensor | None:
         if not self.is_there:
             return None
-        _wait(self._streams, self._arrival)
+        if self._arrival is not None:
+            with recording.stands("transfer", self._extent.label, on_host=True):
+                _wait(self._streams, self._arrival)
         self._arrival = None
         if (factor := self._factor) is not None:
             _wait(self._streams, factor.event)
@@ -179,6 +182,7 @@ class OnHost:
         return self.memory
 
     def add(self, reduced: Tensor) -> None:
+        recording.moved("d2h", self.memory.nbytes)
         if not self.is_there:
             self._bring(reduced)
         elif self._streams.are_there:
@@ -186,18 +190,20 @@ class OnHost:
                 _ = self.value  # scaled first
             self._arrival, self._seen = self._landing.add(reduced, self.memory), _Seen()
         elif (value := self.value) is not None:
-            value.add_(reduced)  # added before it is rounded, as on the device
+            with recording.span("d2h", self._extent.label), recording.stands("transfer", self._extent.label):
+                value.add_(reduced)  # added before it is rounded, as on the device
         self.is_there = True
 
     def _bring(self, reduced: Tensor) -> None:
         """Copy a first gradient to its place. The host does not wait."""
         if not self._streams.are_there:
-            self.memory.copy_(reduced)
+            with recording.span("d2h", self._extent.label), recording.stands("transfer", self._extent.label):
+                self.memory.copy_(reduced)
             return
         # On a GPU the cast is a kernel of its own: a copy to the host that casts too would make the host wait.
         source = reduced.to(self._dtype)
         norms, all_finite = self._landing.look(source)
-        with self._streams.on("d2h"):
+        with self._streams.on("d2h"), recording.span("d2h", self._extent.label):
             self.memory.copy_(source, non_blocking=True)
             self._arrival = self._streams.mark()
         self._seen = _Seen(self.memory._version, norms, all_finite)

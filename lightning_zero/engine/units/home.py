@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -25,6 +26,7 @@ from torch import Tensor
 from lightning_zero.comm.profiling import profiled
 from lightning_zero.comm.streams import Streams
 from lightning_zero.config import ConfigError
+from lightning_zero.device import recording
 from lightning_zero.engine.units.kept import Kept, KeptInFiles, KeptInMemory, Sliced
 from lightning_zero.engine.units.landing import Landing
 from lightning_zero.planning.placement import Tier
@@ -34,6 +36,7 @@ from lightning_zero.tiers.nvme import NvmeTier
 from lightning_zero.tiers.pinned import ReadAhead, Sender
 
 CAST_CHUNK = 1 << 22  # elements: few enough to need little memory, and enough to keep a link busy
+_CHANGES = itertools.count()  # see :attr:`Home.changes`
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +83,11 @@ class Home(Protocol):
 
     Attributes:
         master: [owned numel]; readable while open.
+        changes: another number whenever the master may have got other values; of all homes of the process.
     """
 
     master: Tensor
+    changes: int
 
     def begin_open(self) -> None:
         """Start bringing the tensors into memory."""
@@ -145,6 +150,7 @@ class ResidentHome:
             is_exposed: users' code may change the master itself, without ``open``.
         """
         self.master = master
+        self.changes = next(_CHANGES)
         self._is_exposed = is_exposed
         self._kept: KeptInMemory | None = None
         self._spare: list[Tensor] | None = []  # for copies of what is kept
@@ -153,6 +159,7 @@ class ResidentHome:
 
     def open(self, *, to_write: bool = False) -> None:
         if to_write:
+            self.changes = next(_CHANGES)
             self._secure()
 
     def keep(self, parts: Sequence[Sliced], streams: Streams) -> Kept:
@@ -267,6 +274,7 @@ class FileHome:
         self._tier, self._sender = tier, sender
         self._label = label
         self.master = master
+        self.changes = next(_CHANGES)
         self._states: dict[int, list[Tensor]] = {}  # of each owner
         self._tensors: list[Tensor] = []
         self._extents: list[Any] = []
@@ -317,6 +325,8 @@ class FileHome:
     @_by_one_thread
     def close(self, *, changed: bool) -> None:
         self._changed |= changed
+        if changed:
+            self.changes = next(_CHANGES)
         self._opens -= 1
         if self._opens:
             return
@@ -360,7 +370,7 @@ class FileHome:
         self._moving = [operation(extent, tensor) for extent, tensor in zip(self._extents, self._tensors, strict=True)]
 
     def _wait(self) -> None:
-        with profiled("transfer", self._label):
+        with profiled("transfer", self._label), recording.stands("disk", self._label, on_host=True):
             for future in self._moving:
                 future.result()
         self._moving = []  # not where one has failed: then whoever waits next gets its error too

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from lightning_zero.comm.streams import Streams
+from lightning_zero.device import recording
 from lightning_zero.engine.units.home import Home, Tiers, opened
 from lightning_zero.planning.buckets import BucketPlan, ParamsRest
 from lightning_zero.planning.placement import Tier
@@ -163,7 +164,8 @@ class FileShard:
     def read(self, target: Tensor) -> None:
         self.stage_ahead()
         assert self._reading is not None and self._staged is not None
-        self._reading.result()
+        with recording.stands("disk", self._extent.label, on_host=True):
+            self._reading.result()
         target.copy_(self._staged, non_blocking=True)
         self._drop()
 

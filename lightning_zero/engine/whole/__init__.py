@@ -3,6 +3,7 @@
 ::
 
     gather           parameters show whole masters for a while
+    host_copy        the module whole between runs, in memory that the ranks of a host share
     module_state     the module's state dict, out of shards and into them
     optimizer_state  an optimizer's, likewise
     sharded_state    both, with the parts of tensors that each rank holds

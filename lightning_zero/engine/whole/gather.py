@@ -12,8 +12,9 @@ from lightning_zero.engine.assembly import Assembly
 from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units.bucket import Bucket
 from lightning_zero.engine.units.home import opened
-from lightning_zero.engine.units.param_info import values_changed
+from lightning_zero.engine.units.param_info import same_bits, values_changed
 from lightning_zero.engine.units.unit import State
+from lightning_zero.engine.whole.host_copy import set_aside
 
 
 @contextlib.contextmanager
@@ -26,6 +27,13 @@ def show_full(
     names the one whose values count. Where all parameters of the module are shown, the module is plain inside: it is
     without our hooks.
     """
+    # On a group of its own, before any message that a rank which is elsewhere could take for another of its own.
+    engine.comm.meet(None, "gather(), which all ranks must enter")
+    with set_aside(engine):
+        yield from _shown(engine, params, from_rank, grads)
+
+
+def _shown(engine: Assembly, params: Iterable[nn.Parameter], from_rank: int | None, grads: bool) -> Iterator[None]:
     wanted = {engine.place_of(p).bucket for p in params}
     if (from_rank is not None or grads) and wanted & set(engine.shown):
         raise RuntimeError(
@@ -98,10 +106,13 @@ def _write_back(shown: Mapping[Bucket, tuple[Tensor, Tensor | None]], from_rank:
             bucket.comm.broadcast(full, from_rank)
         values_changed(replaced if from_rank is None else bucket.params)
         low, high = bucket.owned_range
-        with opened(bucket.home, changed=True) as master:
-            master.copy_(full[low:high])
-            if bucket.reshards:
-                bucket.push()
+        with opened(bucket.home) as master:
+            own = full[low:high].to(master.device)
+            if not same_bits(master, own):  # else there is nothing to write to a file, or to make whole anew
+                with opened(bucket.home, changed=True):
+                    master.copy_(own)
+                    if bucket.reshards:
+                        bucket.push()
         # The compute parameters, too, where they are here now. All of them: no gather follows that would bring the
         # other ranks' slices.
         if not bucket.reshards or bucket.full.allocated:

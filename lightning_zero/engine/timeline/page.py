@@ -1,0 +1,151 @@
+"""A timeline as one page of HTML that needs nothing else: bars in SVG, light and dark as the browser asks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+
+from lightning_zero.device.recording import STANDS, Span
+from lightning_zero.engine.timeline.lanes import RankLanes
+
+ROW = 18  # pixels of a row of bars, with its gap
+BAR = 14
+LABEL = 76  # of the names of lanes
+NAMED = 0.012  # of the whole: bars that are shorter show no name
+_TICKS = 10
+
+_STYLE = """
+:root { color-scheme: light dark;
+  --ground: #fff; --ink: #1c2230; --faint: #667085; --line: #d5d9e2; --lane: #f5f6f9;
+  --forward: #4c7fd6; --backward: #7a5cc7; --recompute: #a9bde6; --gather: #2a9d8f; --reduce: #b8860b;
+  --h2d: #b8578f; --d2h: #8a7f66; --disk: #7d8597; --step: #3b9b57; --wait: #d4452f; --on: #fff; }
+@media (prefers-color-scheme: dark) { :root {
+  --ground: #14171e; --ink: #e4e7ee; --faint: #98a1b3; --line: #363c49; --lane: #1c2029;
+  --forward: #5b8fe8; --backward: #9478e0; --recompute: #5a6d99; --gather: #2f9e90; --reduce: #b98d1f;
+  --h2d: #cf6da6; --d2h: #8f8468; --disk: #7d8597; --step: #3f9d5b; --wait: #e25a45; --on: #fff; } }
+body { margin: 0; padding: 20px 24px; background: var(--ground); color: var(--ink);
+  font: 14px/1.5 system-ui, sans-serif; }
+h1 { font-size: 18px; margin: 0 0 2px; } h2 { font-size: 14px; margin: 20px 0 6px; }
+p { margin: 2px 0 10px; color: var(--faint); max-width: 75em; }
+table { border-collapse: collapse; font-size: 13px; font-variant-numeric: tabular-nums; }
+th, td { text-align: right; padding: 2px 12px 2px 0; border-bottom: 1px solid var(--line); font-weight: normal; }
+th { color: var(--faint); } th:first-child, td:first-child { text-align: left; }
+.keys { display: flex; flex-wrap: wrap; gap: 4px 16px; font-size: 13px; margin: 12px 0; align-items: center; }
+.keys i { display: inline-block; width: 12px; height: 12px; border-radius: 2px; margin-right: 5px;
+  vertical-align: -1px; }
+.keys label { margin-left: auto; } .keys input { width: 160px; vertical-align: middle; }
+.rank { display: flex; } .names { flex: none; width: 76px; font-size: 12px; color: var(--faint); }
+.names div { line-height: 18px; } .scroll { overflow-x: auto; flex: 1; min-width: 0; }
+.scroll > svg { display: block; width: calc(100% * var(--zoom, 1)); }
+svg text { font: 10px system-ui, sans-serif; fill: var(--on); pointer-events: none; }
+svg .tick { stroke: var(--line); } svg .end { stroke: var(--ink); stroke-dasharray: 3 3; }
+svg .time { fill: var(--faint); }
+rect { rx: 2px; } rect:hover { opacity: 0.75; } .lane { fill: var(--lane); rx: 0; }
+"""
+_COLOURS = ("forward", "backward", "recompute", "gather", "reduce", "h2d", "d2h", "disk", "step", "wait")
+_SCRIPT = """
+const all = [...document.querySelectorAll('.scroll')], zoom = document.getElementById('zoom');
+zoom.oninput = () => { const at = all.map(s => (s.scrollLeft + s.clientWidth / 2) / s.scrollWidth);
+  document.documentElement.style.setProperty('--zoom', zoom.value);
+  all.forEach((s, i) => { s.scrollLeft = at[i] * s.scrollWidth - s.clientWidth / 2; }); };
+all.forEach(s => { s.onscroll = () => all.forEach(o => {
+  if (o.scrollLeft !== s.scrollLeft) o.scrollLeft = s.scrollLeft; }); });
+"""
+
+
+def page_html(title: str, note: str, ranks: Sequence[RankLanes], window: tuple[float, float]) -> str:
+    """The page.
+
+    Args:
+        note: a sentence below the title.
+        window: the moments that are its left and its right end.
+    """
+    used = {colour_of(span) for lanes in ranks for rows in lanes.rows.values() for row in rows for span in row}
+    keys = "".join(
+        f'<span><i style="background:var(--{c})"></i>{"exposed: compute waits" if c == "wait" else c}</span>'
+        for c in _COLOURS
+        if c in used
+    )
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
+        f'<meta name="viewport" content="width=device-width"><style>{_STYLE}</style></head><body>'
+        f"<h1>{escape(title)}</h1><p>{escape(note)}</p>{_table(ranks)}"
+        f'<div class="keys">{keys}<label>zoom <input id="zoom" type="range" min="1" max="40" step="0.5" value="1">'
+        "</label></div>"
+        + "".join(_rank(lanes, window, number == 0) for number, lanes in enumerate(ranks))
+        + f"<script>{_SCRIPT}</script></body></html>\n"
+    )
+
+
+def colour_of(span: Span) -> str:
+    """The name of a bar's colour."""
+    if span.waits_for:
+        return "wait"
+    if span.lane == "compute":
+        kind = span.what.rsplit(" ", 1)[-1]
+        return kind if kind in _COLOURS else "forward"
+    return span.lane
+
+
+def _table(ranks: Sequence[RankLanes]) -> str:
+    kinds = [kind for kind in STANDS if any(lanes.stood()[kind] for lanes in ranks)]
+    head = "".join(f"<th>{escape(kind)}</th>" for kind in kinds)
+    rows = []
+    for lanes in ranks:
+        stood, steps = lanes.stood(), lanes.steps
+        share = 100 * sum(stood.values()) / lanes.seconds if lanes.seconds else 0.0
+        cells = "".join(f"<td>{1e3 * stood[kind] / steps:.2f}</td>" for kind in kinds)
+        step = f"<td>{1e3 * lanes.seconds / steps:.2f}</td><td>{share:.0f} %</td>"
+        rows.append(f"<tr><td>rank {lanes.rank}</td>{step}{cells}</tr>")
+    return f"<table><tr><th></th><th>ms a step</th><th>exposed</th>{head}</tr>{''.join(rows)}</table>"
+
+
+def _rank(lanes: RankLanes, window: tuple[float, float], with_times: bool) -> str:
+    top = ROW if with_times else 0
+    names, bars, row_number = [], [], 0
+    for lane, rows in lanes.rows.items():
+        names.append(f'<div style="height:{ROW * len(rows)}px">{lane}</div>')
+        y = top + row_number * ROW
+        bars.append(f'<rect class="lane" x="0" y="{y}" width="100%" height="{ROW * len(rows) - 4}"/>')
+        for row in rows:
+            bars += [_bar(span, top + row_number * ROW, window) for span in row]
+            row_number += 1
+    height = top + row_number * ROW
+    ticks = _ticks(window, height, with_times)
+    ends = "".join(
+        f'<line class="end" x1="{x:.4f}%" x2="{x:.4f}%" y1="{top}" y2="{height}"><title>end of a step</title></line>'
+        for x in (_place(end, window) for end in lanes.ends)
+        if 0 <= x <= 100
+    )
+    return (
+        f'<h2>rank {lanes.rank}</h2><div class="rank"><div class="names" style="padding-top:{top}px">{"".join(names)}'
+        f'</div><div class="scroll"><svg height="{height}">{ticks}{"".join(bars)}{ends}</svg></div></div>'
+    )
+
+
+def _place(moment: float, window: tuple[float, float]) -> float:
+    return 100 * (moment - window[0]) / (window[1] - window[0])
+
+
+def _bar(span: Span, y: int, window: tuple[float, float]) -> str:
+    left, right = max(0.0, _place(span.begin, window)), min(100.0, _place(span.end, window))
+    if right <= left:
+        return ""
+    what = f"waits for {span.waits_for}: {span.what}" if span.waits_for else span.what
+    title = f"{escape(what)}, {1e3 * (span.end - span.begin):.3f} ms from {1e3 * (span.begin - window[0]):.3f} ms"
+    place = f'x="{left:.4f}%" y="{y}" width="{right - left:.4f}%" height="{BAR}"'
+    rect = f'<rect {place} style="fill:var(--{colour_of(span)})"><title>{title}</title></rect>'
+    if right - left < 100 * NAMED:
+        return rect
+    return f'{rect}<svg {place}><text x="3" y="10.5">{escape(span.waits_for or span.what)}</text></svg>'
+
+
+def _ticks(window: tuple[float, float], height: int, with_times: bool) -> str:
+    found = []
+    for number in range(_TICKS + 1):
+        x = 100 * number / _TICKS
+        found.append(f'<line class="tick" x1="{x}%" x2="{x}%" y1="0" y2="{height}"/>')
+        if with_times and number < _TICKS:
+            milliseconds = 1e3 * (window[1] - window[0]) * number / _TICKS
+            found.append(f'<text class="time" x="{x}%" dx="3" y="11">{milliseconds:.4g} ms</text>')
+    return "".join(found)

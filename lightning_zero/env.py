@@ -1,0 +1,8 @@
+"""What a bug report needs of a machine: ``python -m lightning_zero.env``; see :mod:`lightning_zero.app.env`."""
+
+from lightning_zero.app.env import main
+
+__all__ = ["main"]
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,276 @@
+"""fabric.save and fabric.load: the user's mapping of objects as one file, or as a folder.
+
+The file is the one that Fabric writes under DDP: full tensors under the names of the module, and optimizers' states as
+without sharding. All ranks write it, each its ranges, if one sharded module is in it; of several, rank 0 gathers the
+values. The folder is in DCP's format: what has shards under its own key, the rest in ``meta.pt``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch.distributed as dist
+from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.strategies.strategy import _apply_filter, _validate_keys_for_strict_loading
+from lightning.fabric.utilities.cloud_io import _is_local_file_protocol, get_filesystem
+from lightning.fabric.utilities.types import _Stateful
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from lightning_zero.checkpoint.sharded.save import ShardedSaver
+from lightning_zero.comm.agreements import gather_objects, together
+from lightning_zero.config import CheckpointFormat, ConfigError, ZeroConfig
+from lightning_zero.engine import Engine
+from lightning_zero.engine.whole.module_state import keeping_frozen
+from lightning_zero.engine.whole.sharded_state import sharded_optimizer_state, sharded_state_dict
+from lightning_zero.fabric.module import ZeroModule
+from lightning_zero.ranks.waits import Waits
+from lightning_zero.trainer.checkpoint_fits import check_model
+from lightning_zero.trainer.checkpoint_io import ZeroCheckpointIO, load, writes_files
+from lightning_zero.trainer.range_saves import RangeSave
+from lightning_zero.trainer.sharded_checkpoints import divide, is_folder, local_path, read, refuse_writer
+from lightning_zero.trainer.verified_loads import verify
+
+T = TypeVar("T")
+Filter = Mapping[str, Callable[[str, Any], bool]]
+# The readers of checkpoints name what a user of the Trainer calls.
+_WORDS = {
+    "ckpt_path: ": "fabric.load: ",
+    " Give another ckpt_path (a job that starts again takes the one before it when this file is gone)": " Give another",
+    "another ckpt_path": "another path",
+    "Trainer.fit (validate, test, predict), weights_only=false to lightning_zero.train": "fabric.load",
+    "; where names alone differ, the LightningModule may set strict_loading=False": ", or strict=False",
+}
+
+
+class Checkpoints:
+    """What a strategy of Fabric's does with checkpoints."""
+
+    config: ZeroConfig
+    if TYPE_CHECKING:  # the strategy's
+        _checkpoint_io: CheckpointIO | None
+        global_rank: Any
+        is_global_zero: Any
+        broadcast: Callable[[Any], Any]
+        engine_of_optimizer: Callable[[Optimizer], Engine]
+
+        @property
+        def _waits(self) -> Waits | None: ...
+
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        if self._checkpoint_io is None:
+            self._checkpoint_io = ZeroCheckpointIO()
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO | None) -> None:
+        refuse_writer(io, self.config.checkpoint)
+        self._checkpoint_io = io
+
+    # -- states ---------------------------------------------------------------------------------------------------
+
+    def get_module_state_dict(self, module: Module) -> dict[str, Any]:
+        """Full tensors on all ranks. On all ranks."""
+        if not isinstance(module, ZeroModule):
+            return module.state_dict()
+        return module.engine.state_dict(only_rank_0=False, trainable_only=self.config.checkpoint.exclude_frozen)
+
+    def load_module_state_dict(self, module: Module, state_dict: Mapping[str, Any], strict: bool = True) -> None:
+        """On all ranks, each with the same full tensors."""
+        if not isinstance(module, ZeroModule):
+            module.load_state_dict(state_dict, strict=strict)
+            return
+        module.engine.load_state_dict(self._with_frozen(module, state_dict), strict=strict)
+
+    def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """As without sharding, on all ranks. On all ranks."""
+        return self.engine_of_optimizer(optimizer).optimizer_state(optimizer, only_rank_0=False)
+
+    def _with_frozen(self, module: ZeroModule, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        return keeping_frozen(module.module, state) if self.config.checkpoint.exclude_frozen else state
+
+    # -- save -----------------------------------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self,
+        path: Any,
+        state: Mapping[str, Any],
+        storage_options: Any | None = None,
+        filter: Filter | None = None,
+    ) -> None:
+        """Save modules, optimizers and anything else that ``state`` holds. On all ranks.
+
+        Args:
+            filter: by key of ``state``: whether an entry is saved, by its name and value. In a folder values have
+                shapes and dtypes only.
+
+        Raises:
+            Exception: on all ranks, with file and cause: it could not be written.
+        """
+        path = self.broadcast(path)
+        filter = filter or {}
+        if self.config.checkpoint.name is CheckpointFormat.sharded:
+            if storage_options is not None:
+                raise ConfigError(
+                    "zero/checkpoint=sharded: expected no storage_options, which only plugins use, got "
+                    f"{storage_options!r}. Leave them out, or choose zero/checkpoint=full."
+                )
+            self._save_folder(local_path(path), state, filter)
+            return
+        save = self._save_by_ranges(path, state, filter) if storage_options is None else None
+        if save is None:
+            content = _converted(state, filter, self._whole_module, self._whole_optimizer)
+        else:
+            content = _converted(state, filter, lambda _: save.module_state(), save.optimizer_state)
+        if save is None or not save.write(content):
+            self._together("writing a checkpoint", lambda: self._write(content, path, storage_options))
+
+    def _write(self, content: dict[str, Any], path: Any, storage_options: Any) -> None:
+        if self.is_global_zero:
+            self.checkpoint_io.save_checkpoint(content, path, storage_options)
+
+    def _save_by_ranges(self, path: Any, state: Mapping[str, Any], filter: Filter) -> RangeSave | None:
+        """How all ranks write the file; ``None``: rank 0 does, which is given all values."""
+        owners = {module.engine for module in state.values() if isinstance(module, ZeroModule)}
+        owners |= {self.engine_of_optimizer(entry) for entry in state.values() if isinstance(entry, Optimizer)}
+        io = self.checkpoint_io
+        if len(owners) != 1 or not writes_files(io) or not _is_local_file_protocol(path):
+            return None
+        file = Path(get_filesystem(path)._strip_protocol(str(path)))
+        # A filter may look at values.
+        return RangeSave(owners.pop(), io, file, with_values=bool(filter), noting=contextlib.nullcontext)
+
+    def _whole_module(self, module: ZeroModule) -> dict[str, Any]:
+        return module.engine.state_dict(trainable_only=self.config.checkpoint.exclude_frozen)
+
+    def _whole_optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
+        return self.engine_of_optimizer(optimizer).optimizer_state(optimizer)
+
+    def _save_folder(self, path: Path, state: Mapping[str, Any], filter: Filter) -> None:
+        without_frozen = self.config.checkpoint.exclude_frozen
+        content = _converted(
+            state,
+            filter,
+            lambda module: sharded_state_dict(module.engine, trainable_only=without_frozen),
+            lambda optimizer: sharded_optimizer_state(self.engine_of_optimizer(optimizer), optimizer),
+        )
+        optimizers = [key for key, entry in state.items() if isinstance(entry, Optimizer)]
+        saver, group = ShardedSaver(self.global_rank), dist.group.WORLD if self._waits is not None else None
+        saver.save(*divide(content, named=optimizers), path, group, self._waits)
+
+    # -- load -----------------------------------------------------------------------------------------------------
+
+    def load_checkpoint(
+        self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Load what ``state`` names in place, a file or a folder of any front, stage and number of ranks. On all ranks.
+
+        Args:
+            state: a mapping as it was saved; a module or an optimizer, for a file that holds only that; None.
+            strict: all that is named is there, and modules take all that they are given and lack nothing.
+
+        Returns:
+            What was not asked for.
+
+        Raises:
+            ConfigError: on all ranks, before anything is loaded: it is no whole checkpoint, or of another model.
+            KeyError: something that is named is not there.
+        """
+        path = self.broadcast(path)
+        with _in_words_of_fabric():
+            checkpoint = self._read(path, weights_only)
+            if not state:
+                return checkpoint
+            if isinstance(state, Module | Optimizer):
+                self._load_into({"": state}, {"": checkpoint}, path, strict)
+                return {}
+            _validate_keys_for_strict_loading(state.keys(), checkpoint.keys(), strict=strict)
+            found = {key: checkpoint.pop(key) for key in list(state) if key in checkpoint}
+            self._load_into(state, found, path, strict)
+        return checkpoint
+
+    def _read(self, path: Any, weights_only: bool | None) -> dict[str, Any]:
+        if self.config.checkpoint.verify:
+            verify(
+                path,
+                self.global_rank,
+                lambda value: self._gather(value, "checksums"),
+                lambda act: self._together("reading checksums", act),
+            )
+
+        def act() -> dict[str, Any]:
+            if is_folder(path):
+                return read(path, weights_only, of_trainer=False)
+            return load(self.checkpoint_io, path, weights_only)
+
+        return self._together("reading a checkpoint", act)
+
+    def _load_into(self, state: Any, found: Mapping[str, Any], path: Any, strict: bool) -> None:
+        optimizers = {key: entry for key, entry in state.items() if isinstance(entry, Optimizer) and key in found}
+        modules = {key: entry for key, entry in state.items() if isinstance(entry, Module) and key in found}
+
+        def check() -> None:
+            for key, module in modules.items():
+                if isinstance(module, ZeroModule):
+                    check_model(module.module, self._with_frozen(module, found[key]), path, strict=strict)
+            for key, optimizer in optimizers.items():
+                engine = self.engine_of_optimizer(optimizer)
+                engine.check_optimizer_state(optimizer, found[key], f"ckpt_path: {path}")
+
+        self._together("comparing a checkpoint with what it is loaded into", check)
+        for key, value in found.items():
+            entry = state[key]
+            if key in modules:
+                self.load_module_state_dict(entry, value, strict=strict)
+            elif key in optimizers:
+                self.engine_of_optimizer(entry).load_optimizer_state(entry, value)
+            elif isinstance(entry, _Stateful):
+                entry.load_state_dict(value)
+            else:
+                state[key] = value
+
+    # -- agreements -----------------------------------------------------------------------------------------------
+
+    def _gather(self, value: Any, what: str) -> list[Any]:
+        waits = self._waits
+        return [value] if waits is None else gather_objects(dist.group.WORLD, value, waits, what, patient=True)
+
+    def _together(self, what: str, act: Callable[[], T]) -> T:
+        waits = self._waits
+        return act() if waits is None else together(dist.group.WORLD, waits, what, act, patient=True)
+
+
+def _converted(
+    state: Mapping[str, Any],
+    filter: Filter,
+    of_module: Callable[[ZeroModule], dict[str, Any]],
+    of_optimizer: Callable[[Optimizer], dict[str, Any]],
+) -> dict[str, Any]:
+    """What is saved of each object."""
+    content: dict[str, Any] = {}
+    for key, entry in state.items():
+        value: Any = entry
+        if isinstance(entry, ZeroModule):
+            value = of_module(entry)
+        elif isinstance(entry, Optimizer):
+            value = of_optimizer(entry)
+        elif isinstance(entry, _Stateful):
+            value = entry.state_dict()
+        _apply_filter(key, dict(filter), value, content)
+    return content
+
+
+@contextlib.contextmanager
+def _in_words_of_fabric() -> Iterator[None]:
+    try:
+        yield
+    except ConfigError as error:
+        text = str(error)
+        for of_trainer, of_fabric in _WORDS.items():
+            text = text.replace(of_trainer, of_fabric)
+        error.args = (text,)
+        raise

@@ -1,0 +1,84 @@
+"""Precision of Fabric's steps: inputs and outputs, backward, loss scaling."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from lightning.fabric.plugins.precision import Precision as LightningPrecision
+from lightning.fabric.plugins.precision.utils import _convert_fp_tensor
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from lightning_zero.engine import Engine
+from lightning_zero.engine.torch_modes import outside_graphs
+from lightning_zero.engine.units.describe import AUTOCAST_DTYPES
+from lightning_zero.engine.whole import norms
+from lightning_zero.trainer.precision_row import PrecisionRow
+
+
+class FabricPrecision(PrecisionRow, LightningPrecision):
+    """Precision of :class:`~lightning_zero.ZeroFabricStrategy`. The strategy makes it from ``Fabric(precision=)``.
+
+    Its arguments are those of :class:`PrecisionRow`.
+    """
+
+    front: ClassVar = "Fabric"
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._overflowed: dict[int, bool] = {}  # by id of an optimizer whose gradients were unscaled since its step
+
+    def convert_input(self, data: Any) -> Any:
+        """Also for autocast, as Fabric does it."""
+        dtype = AUTOCAST_DTYPES.get(self.row, self._default_dtype)
+        return data if dtype is None else _converted(data, dtype)
+
+    def convert_output(self, data: Any) -> Any:
+        keeps = self.row not in AUTOCAST_DTYPES and self._default_dtype is None
+        return data if keeps else _converted(data, torch.get_default_dtype())
+
+    @outside_graphs
+    def backward(self, tensor: Tensor, model: Module | None, *args: Any, **kwargs: Any) -> None:
+        """Reduction ends inside: gradients are finished when ``fabric.backward`` returns."""
+        engines: Sequence[Engine] = self.strategy.engines_of_backward(model)
+        if self.scaler is not None:
+            tensor = tensor * self.scaler.scale
+        with contextlib.ExitStack() as scopes:
+            for engine in engines:
+                if self.scaler is not None:
+                    engine.reducer.set_loss_scale(self.scaler.scale)
+                scopes.enter_context(engine.backward_scope())
+            super().backward(tensor, model, *args, **kwargs)
+
+    def unscale_gradients(self, optimizer: Optimizer) -> None:
+        """Before clipping, say. Gradients rest without the scale: it is found out here whether they are finite."""
+        if self.scaler is not None and id(optimizer) not in self._overflowed:
+            engine: Engine = self.strategy.engine_of_optimizer(optimizer)
+            params = self.main_params(optimizer)
+            self._overflowed[id(optimizer)] = norms.overflowed(engine, params)
+            engine.reducer.unscale(params)
+
+    @outside_graphs
+    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+        """As Fabric's mixed precision: a step whose gradients overflowed on any rank is skipped by all."""
+        if self.scaler is None:
+            return super().optimizer_step(optimizer, **kwargs)
+        if "closure" in kwargs:  # torch.amp.GradScaler refuses it too
+            raise RuntimeError(
+                "optimizer.step(closure) does not go with loss scaling (precision='16-mixed'). Call fabric.backward, "
+                "then optimizer.step(), or use precision='bf16-mixed'."
+            )
+        self.unscale_gradients(optimizer)
+        overflowed = self._overflowed.pop(id(optimizer))
+        result = None if overflowed else optimizer.step()
+        self.scaler.update(overflowed=overflowed)
+        return result
+
+
+def _converted(data: Any, dtype: torch.dtype) -> Any:
+    return apply_to_collection(data, function=_convert_fp_tensor, dtype=Tensor, dst_type=dtype)

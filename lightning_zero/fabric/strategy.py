@@ -1,0 +1,281 @@
+"""ZeroFabricStrategy: what Fabric asks of a strategy, in terms of the engine. No sharding logic here."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Generator, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, ClassVar
+
+import torch
+from lightning.fabric.accelerators import Accelerator
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.plugins.precision import Precision as LightningPrecision
+from lightning.fabric.strategies import ParallelStrategy
+from lightning.fabric.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
+from lightning.fabric.strategies.strategy import _BackwardSyncControl
+from lightning.fabric.utilities.init import _EmptyInit
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from lightning_zero.config import AfterFit, ConfigError, ZeroConfig
+from lightning_zero.engine import Engine, engine_of, shard
+from lightning_zero.engine.engine import engines
+from lightning_zero.engine.whole import norms
+from lightning_zero.fabric.checkpoints import Checkpoints
+from lightning_zero.fabric.module import ZeroModule
+from lightning_zero.fabric.precision import FabricPrecision
+from lightning_zero.ranks.environments import own_environment
+from lightning_zero.trainer.launchers import Forking
+from lightning_zero.trainer.processes import Processes
+from lightning_zero.trainer.settings import settings_of, with_precision
+from lightning_zero.trainer.summary import print_units
+
+
+class ForkLauncher(Forking, _MultiProcessingLauncher):
+    """Of Fabric."""
+
+    def launch(self, function: Any, *args: Any, **kwargs: Any) -> Any:
+        with self._fit_to_fork():
+            return super().launch(function, *args, **kwargs)
+
+
+class ZeroFabricStrategy(Processes, Checkpoints, ParallelStrategy):
+    """ZeRO stages 0-3 as a strategy of Fabric.
+
+    Its arguments are those of :class:`~lightning_zero.ZeroStrategy`, with ``precision`` in the place of
+    ``precision_plugin``, as Fabric has it.
+
+    Raises:
+        ConfigError: a setting that cannot work; the message names the key to change.
+    """
+
+    launchers: ClassVar = (_SubprocessScriptLauncher, ForkLauncher)
+
+    def __init__(
+        self,
+        stage: int | str | None = None,
+        *,
+        offload: str | None = None,
+        checkpoint: str | Mapping[str, Any] | None = None,
+        compile: str | Mapping[str, Any] | None = None,
+        config: ZeroConfig | None = None,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision: LightningPrecision | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = None,
+        start_method: str = "popen",
+        **settings: Any,
+    ) -> None:
+        rows = {"stage": stage, "offload": offload, "checkpoint": checkpoint, "compile": compile}
+        self.config = settings_of(config, rows, settings)
+        _refuse_settings_of_the_trainer(self.config)
+        self._asked_precision = self.config.precision.name
+        self._set_up: list[weakref.ref[Engine]] = []  # in one order on all ranks
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment or own_environment(),
+            checkpoint_io=checkpoint_io,
+            precision=precision,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            start_method=start_method,
+        )
+        self._backward_sync_control = _Accumulation()
+
+    # -- processes ------------------------------------------------------------------------------------------------
+
+    def _set_world_ranks(self) -> None:
+        self.set_world_ranks()
+
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        self.join_ranks()
+        if self._start_waits is not None:
+            # Kept: between engines, and when they are gone, barriers wait with these. Where a rank is then is not told.
+            self._start_waits.place = "the user's code, outside of the calls of sharded modules"
+            weakref.finalize(self, self._start_waits.close)
+
+    def _settings_of_front(self) -> dict[str, Any]:
+        return {"zero.precision.name": self.precision.row.name}
+
+    @property
+    def _engine_that_waits(self) -> Engine | None:
+        return None
+
+    def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        return self.reduce(tensor, group, reduce_op)
+
+    # -- setup ----------------------------------------------------------------------------------------------------
+
+    @property
+    def precision(self) -> FabricPrecision:
+        return self._precision if self._precision is not None else FabricPrecision()  # type: ignore
+
+    @precision.setter
+    def precision(self, plugin: LightningPrecision | None) -> None:
+        """Fabric hands over the plugin it chose from ``Fabric(precision=)``; ours takes its place."""
+        if plugin is None:
+            self._precision = None
+            return
+        ours = FabricPrecision.from_plugin(plugin, self._asked_precision)
+        ours.attach(self)
+        self._precision = ours
+
+    @contextlib.contextmanager
+    def module_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
+        """Modules are built on the host (on meta with ``empty_init``): the whole need not fit on the device."""
+        place = torch.device("meta") if empty_init else _EmptyInit(enabled=False)
+        with place, self.precision.module_init_context():
+            yield
+
+    def module_to_device(self, module: Module) -> None:
+        """Metrics and losses, say. What has parameters is moved when it is sharded, or by ``module.to(fabric.device)``:
+        the whole need not fit on the device."""
+        if next(module.parameters(), None) is None:
+            module.to(self.root_device)
+
+    def setup_module(self, module: Module) -> ZeroModule:
+        """Shard ``module`` in place.
+
+        Raises:
+            ConfigError: it cannot be sharded, or was before; on all ranks.
+        """
+        engine = shard(
+            module,
+            config=with_precision(self.config, self.precision.row),
+            device=self.root_device,
+            node=self.node,
+        )
+        self._set_up.append(weakref.ref(engine))
+        with engine.placeholders_allowed():
+            module.to(self.root_device)  # what is neither parameter nor buffer: states of metrics
+        if self.config.summary and self.is_global_zero:
+            print_units(engine)
+        return ZeroModule(module)
+
+    def setup_module_and_optimizers(
+        self, module: Module, optimizers: list[Optimizer], scheduler: Any = None
+    ) -> tuple[Module, list[Optimizer], Any]:
+        found = self.setup_module(module)
+        try:
+            return found, [self.setup_optimizer(optimizer) for optimizer in optimizers], scheduler
+        except ConfigError:  # on all ranks: the module is as it was
+            found.engine.release()
+            raise
+
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """Make ``optimizer`` step the shards of the module whose parameters it has.
+
+        Raises:
+            ConfigError: it has parameters of no module that was set up, or of several; on all ranks.
+        """
+        self.engine_of_optimizer(optimizer).add_optimizer(optimizer)
+        return optimizer
+
+    def engine_of_optimizer(self, optimizer: Optimizer) -> Engine:
+        """
+        Raises:
+            ConfigError: there is none, or there are several.
+        """
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        found = {engine for param in params for engine in engines() if engine.owns(param)}
+        if len(found) != 1:
+            raise ConfigError(
+                f"fabric.setup: expected {type(optimizer).__name__} with parameters of one module that was set up, got "
+                f"those of {len(found)}. Set the module up first (fabric.setup(model, optimizer), or setup_module), "
+                "and put modules that one optimizer steps into one module."
+            )
+        return found.pop()
+
+    # -- steps ----------------------------------------------------------------------------------------------------
+
+    def engines_of_backward(self, module: Module | None) -> Sequence[Engine]:
+        """Those that are told of a backward: of the module that the user has named, else of all whose forward has come.
+        If none has, they notice by themselves."""
+        if isinstance(module, ZeroModule):
+            return [module.engine]
+        found = self._engines
+        return found if len(found) == 1 else [engine for engine in found if engine.has_open_pass]
+
+    @property
+    def _engines(self) -> list[Engine]:
+        """Of the modules that were set up and are sharded still, in the order in which they were set up."""
+        live = set(engines())
+        return [engine for reference in self._set_up if (engine := reference()) is not None and engine in live]
+
+    def backward(self, tensor: Tensor, module: Module | None, *args: Any, **kwargs: Any) -> None:
+        self.precision.backward(tensor, module, *args, **kwargs)
+
+    def clip_gradients_norm(
+        self,
+        module: Module,
+        optimizer: Optimizer,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> Tensor:
+        """
+        Raises:
+            RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set; on all ranks.
+        """
+        self.precision.unscale_gradients(optimizer)
+        return norms.clip_by_norm(
+            self.engine_of_optimizer(optimizer),
+            list(self.precision.main_params(optimizer)),
+            float(max_norm),
+            float(norm_type),
+            error_if_nonfinite=error_if_nonfinite,
+        )
+
+    def clip_gradients_value(self, module: Module, optimizer: Optimizer, clip_val: float) -> None:
+        self.precision.unscale_gradients(optimizer)
+        norms.clip_by_value(self.engine_of_optimizer(optimizer), self.precision.main_params(optimizer), clip_val)
+
+    def teardown(self) -> None:
+        """Shards stay where they are."""
+        for engine in self._engines:
+            engine.rest()
+        super().teardown()
+
+
+class _Accumulation(_BackwardSyncControl):
+    def no_backward_sync(self, module: Module, enabled: bool) -> contextlib.AbstractContextManager[None]:
+        """Accumulate locally where gradients rest replicated (stages 0 and 1); elsewhere reduce every time."""
+        if not enabled:
+            return contextlib.nullcontext()
+        engine = module.engine if isinstance(module, ZeroModule) else engine_of(module)
+        if engine is None:
+            raise TypeError(
+                "fabric.no_backward_sync: expected a module that fabric.setup has returned, got "
+                f"{type(module).__name__}."
+            )
+        return engine.no_sync()
+
+
+def _refuse_settings_of_the_trainer(config: ZeroConfig) -> None:
+    """
+    Raises:
+        ConfigError: a setting that only the Trainer's strategy could follow.
+    """
+    if config.checkpoint.background:
+        raise ConfigError(
+            "zero.checkpoint.background: expected false with Fabric, whose save returns when a checkpoint is written, "
+            "got true. Drop zero.checkpoint.background."
+        )
+    if config.after_fit is AfterFit.whole:
+        raise ConfigError(
+            "zero.after_fit: expected auto or sharded with Fabric, where a strategy does not know when a run ends, got "
+            "whole. Drop zero.after_fit, and read values inside `with lightning_zero.gather(model):`."
+        )
+    if config.offload.step_in_backward:
+        raise ConfigError(
+            "zero.offload.step_in_backward: expected false with Fabric, where a strategy does not know which step "
+            "follows a backward, got true. Drop zero.offload.step_in_backward."
+        )

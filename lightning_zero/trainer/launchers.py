@@ -1,0 +1,166 @@
+"""How processes are started: by running the script again, or, in a notebook, by fork; one process in a cell by nobody.
+
+Forked processes have a copy of all that the notebook holds. They train it, and end; rank 0 sends back what the Trainer
+has found, and the weights. What is there must survive a fork::
+
+    CUDA in use            it cannot: refused before the fork
+    a process group        likewise
+    a sharded module       is made plain first: its shards were cut for another number of ranks
+    a pool of OpenMP       a child that has it would wait for its threads for ever: such children compute on one thread
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.utilities import imports
+from lightning.fabric.utilities.distributed import _suggested_max_num_threads
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
+from lightning.pytorch.strategies.launchers.multiprocessing import _WorkerOutput
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning_utilities.core.rank_zero import rank_zero_warn
+
+from lightning_zero.config import ConfigError
+from lightning_zero.device.cuda import is_in_use
+from lightning_zero.engine import engine_of
+
+PROBE_S = 3.0
+_THREADS = "OMP_NUM_THREADS"
+
+
+def is_interactive() -> bool:
+    """Whether this is a notebook, or a shell."""
+    return bool(imports._IS_INTERACTIVE)
+
+
+def in_one_process(environment: ClusterEnvironment, processes: int) -> bool:
+    """Whether a run has nobody to start, since it is one process of a notebook.
+
+    Raises:
+        ConfigError: it has others to start, by running a script that there is not.
+    """
+    if not is_interactive() or environment.creates_processes_externally:
+        return False
+    if processes > 1:
+        raise ConfigError(
+            f"strategy: expected one device in a notebook, where there is no script that other processes could run, "
+            f"got {processes} processes. Use strategy='zero3_notebook', or another preset that ends in _notebook "
+            "(start_method='fork'), whose processes are forked; or devices=1; or run a script."
+        )
+    return True
+
+
+class Forking:
+    """What forked processes need beside Lightning's launcher of the Trainer, or of Fabric, which comes after it."""
+
+    _strategy: Any
+
+    @contextlib.contextmanager
+    def _fit_to_fork(self) -> Iterator[None]:
+        """Inside, forked processes can train.
+
+        Raises:
+            ConfigError: they could not.
+        """
+        _refuse_fork()
+        wanted = os.environ.get(_THREADS)
+        planned = int(wanted) if wanted else _suggested_max_num_threads(self._strategy.num_processes)
+        if planned > 1 and not _threads_survive():
+            rank_zero_warn(
+                "this notebook has computed on several threads, which a forked process cannot use: the processes "
+                "compute on one thread each. Restart the kernel, and train before anything is computed, to have more."
+            )
+            os.environ[_THREADS] = "1"
+        try:
+            yield
+        finally:
+            os.environ.pop(_THREADS, None)
+            if wanted is not None:
+                os.environ[_THREADS] = wanted
+
+    def _wrapping_function(self, *args: Any, **kwargs: Any) -> None:
+        """In a forked process: before Lightning's own, and after it."""
+        if os.environ.get(_THREADS, "").isdigit():  # torch has read it when the notebook began
+            torch.set_num_threads(int(os.environ[_THREADS]))
+        try:
+            super()._wrapping_function(*args, **kwargs)  # type: ignore[misc]
+        except BaseException:
+            self._strategy.end_forked(failed=True)
+            raise
+        self._strategy.end_forked(failed=False)
+
+
+class ForkLauncher(Forking, _MultiProcessingLauncher):
+    """Of the Trainer."""
+
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
+        module = trainer.lightning_module if trainer is not None else None
+        engine = engine_of(module) if module is not None else None
+        if engine is not None:
+            engine.release()
+        with self._fit_to_fork():
+            return super().launch(function, *args, trainer=trainer, **kwargs)
+
+    def _collect_rank_zero_results(self, trainer: pl.Trainer, results: Any) -> _WorkerOutput | None:
+        """As Lightning's; all ranks give their part of the weights."""
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        engine = engine_of(trainer.lightning_module)
+        state = engine.state_dict() if engine is not None and fitting else None
+        if self._strategy.local_rank != 0:
+            return None
+        callback: Any = trainer.checkpoint_callback
+        path = None
+        if fitting:
+            path = os.path.join(tempfile.mkdtemp(), "weights.ckpt")
+            self._strategy.checkpoint_io.save_checkpoint(state or trainer.lightning_module.state_dict(), path)
+        best = getattr(callback, "best_model_path", None)
+        return _WorkerOutput(best, path, trainer.state, results, self.get_extra_results(trainer))
+
+
+TRAINERS = (_SubprocessScriptLauncher, ForkLauncher)
+
+
+def _refuse_fork() -> None:
+    """
+    Raises:
+        ConfigError: something is in use here that a forked process could not use.
+    """
+    way = "Restart the kernel, and leave that to the processes, or run a script with strategy='zero3'."
+    if is_in_use():
+        raise ConfigError(
+            "start_method='fork' (a preset that ends in _notebook): expected no use of CUDA before the run, got CUDA "
+            "initialised in this process (a tensor or a module moved to a GPU, a call of torch.cuda): a forked process "
+            f"cannot use it then. {way}"
+        )
+    if dist.is_available() and dist.is_initialized():
+        raise ConfigError(
+            "start_method='fork' (a preset that ends in _notebook): expected no process group before the run, got one, "
+            f"whose connections forked processes would share. Call torch.distributed.destroy_process_group(). {way}"
+        )
+
+
+def _threads_survive() -> bool:
+    """Whether a forked process can compute on several threads. It finds out by a process that tries to."""
+    probe = multiprocessing.get_context("fork").Process(target=_compute_on_threads, daemon=True)
+    probe.start()
+    probe.join(PROBE_S)
+    found = probe.exitcode == 0
+    if not found:
+        probe.kill()
+        probe.join()
+    probe.close()
+    return found
+
+
+def _compute_on_threads() -> None:
+    torch.set_num_threads(2)
+    torch.ones(2**18).add_(1)

@@ -1,0 +1,147 @@
+"""Precision, of the Trainer or of Fabric: contexts and inputs. The dtypes of parameters are the engine's business."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Generator
+from typing import Any, ClassVar, Self
+from weakref import ReferenceType, ref
+
+import torch
+from lightning.fabric.plugins.precision.utils import _convert_fp_tensor, _DtypeContextManager
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from lightning_zero.config import ConfigError, Precision
+from lightning_zero.engine.steps.loss_scale import LossScaler
+from lightning_zero.engine.units.describe import AUTOCAST_DTYPES, TRUE_DTYPES
+
+FLAGS = [row.value for row in Precision]
+
+
+class PrecisionRow:
+    """A precision plugin of Lightning's, or of Fabric's, as far as it is a row of ``zero/precision``.
+
+    Args:
+        precision: ``32-true``, ``bf16-mixed``, ``16-mixed``, ``bf16-true``, ``16-true`` or ``64-true``.
+        scaler: the loss scaling of ``16-mixed``; default: that of ``torch.amp.GradScaler``.
+
+    Raises:
+        ConfigError: another precision.
+    """
+
+    front: ClassVar[str] = "Trainer"  # whose precision it is
+    precision: Any
+
+    def __init__(self, precision: str = "32-true", scaler: LossScaler | None = None) -> None:
+        if precision not in FLAGS:
+            raise ConfigError(
+                f"{self.front.lower()}.precision: expected one of {', '.join(FLAGS)} with a ZeRO strategy, got "
+                f"{precision!r}. Change {self.front}(precision=) or zero/precision "
+                f"({', '.join(Precision.__members__)})."
+            )
+        self.precision = precision
+        if scaler is not None and self.row is not Precision.fp16:
+            raise ConfigError(f"a loss scaler has no effect with precision {precision!r}. Drop it, or use 16-mixed.")
+        self.scaler = scaler or (LossScaler() if self.row is Precision.fp16 else None)
+        self._strategy: ReferenceType[Any] | None = None
+
+    @property
+    def row(self) -> Precision:
+        return Precision(self.precision)
+
+    @classmethod
+    def from_plugin(cls, plugin: Any, asked: Precision | None = None) -> Self:
+        """Ours in place of the plugin that Lightning chose or a user gave.
+
+        Args:
+            asked: the row that the strategy was given.
+
+        Raises:
+            ConfigError: another precision than that, or a plugin that no row does the work of.
+        """
+        ours = plugin if isinstance(plugin, cls) else cls._like(plugin)
+        if asked is not None and ours.row is not asked:
+            raise ConfigError(
+                f"{cls.front.lower()}.precision: expected {asked.value!r}, which zero/precision={asked.name} means, "
+                f"got {ours.precision!r}. Set {cls.front}(precision={asked.value!r}), or drop zero.precision.name."
+            )
+        return ours
+
+    @classmethod
+    def _like(cls, plugin: Any) -> Self:
+        known = {"Precision", "MixedPrecision", "HalfPrecision", "DoublePrecision", "FSDPPrecision"}
+        if type(plugin).__name__ not in known:
+            raise ConfigError(
+                f"the precision plugin {type(plugin).__name__} cannot be used with a ZeRO strategy. Drop it and set "
+                f"{cls.front}(precision=) to one of {', '.join(FLAGS)}."
+            )
+        given = getattr(plugin, "scaler", None)
+        return cls(str(plugin.precision), None if given is None else LossScaler.like(given))
+
+    def attach(self, strategy: Any) -> None:
+        self._strategy = ref(strategy)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_strategy": None}  # a copied strategy attaches its copy of this
+
+    @property
+    def strategy(self) -> Any:
+        strategy = self._strategy() if self._strategy is not None else None
+        if strategy is None:
+            raise ConfigError(
+                f"{type(self).__name__} works with a ZeRO strategy only. Use {self.front}(strategy='zero3', "
+                "precision=...)."
+            )
+        return strategy
+
+    # -- contexts -------------------------------------------------------------------------------------------------
+
+    @property
+    def _default_dtype(self) -> torch.dtype | None:
+        return TRUE_DTYPES.get(self.row)
+
+    @contextlib.contextmanager
+    def forward_context(self) -> Generator[None, None, None]:
+        if self.row in AUTOCAST_DTYPES:
+            # The weight cache would keep copies of weights that have been dropped and changed since.
+            device = self.strategy.root_device.type
+            with torch.autocast(device, dtype=AUTOCAST_DTYPES[self.row], cache_enabled=False):
+                yield
+        elif self._default_dtype is not None:
+            with _DtypeContextManager(self._default_dtype):
+                yield
+        else:
+            yield
+
+    @contextlib.contextmanager
+    def tensor_init_context(self) -> Generator[None, None, None]:
+        with _DtypeContextManager(self._default_dtype) if self._default_dtype else contextlib.nullcontext():
+            yield
+
+    @contextlib.contextmanager
+    def module_init_context(self) -> Generator[None, None, None]:
+        with self.tensor_init_context():
+            yield
+
+    def convert_input(self, data: Any) -> Any:
+        if self._default_dtype is None:
+            return data
+        return apply_to_collection(data, function=_convert_fp_tensor, dtype=Tensor, dst_type=self._default_dtype)
+
+    def convert_module(self, module: Module) -> Module:
+        return module  # the engine casts bucket by bucket
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self.scaler is None else self.scaler.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if self.scaler is not None and state_dict:
+            self.scaler.load_state_dict(state_dict)
+
+    def main_params(self, optimizer: Optimizer) -> Any:
+        """The user's parameters of one optimizer (each once), which find their shards."""
+        seen: dict[int, Any] = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+        return seen.values()

@@ -1,0 +1,264 @@
+"""The processes of a run: how they are started, meet, wait for each other and end. The Trainer's and Fabric's alike."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import socket
+import sys
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.utilities.distributed import (
+    _get_default_process_group_backend_for_device,
+    _init_dist_connection,
+    _sync_ddp_if_available,
+)
+from lightning_utilities.core.rank_zero import rank_zero_only
+from torch import Tensor
+from torch.distributed.constants import default_pg_timeout
+
+from lightning_zero.comm.agreements import barrier, broadcast_object, open_waits
+from lightning_zero.config import ConfigError, ZeroConfig
+from lightning_zero.device import accelerator_of
+from lightning_zero.device.cuda import default_device
+from lightning_zero.engine.engine import Engine, engines
+from lightning_zero.ranks import rendezvous
+from lightning_zero.ranks.allocation import check_allocation
+from lightning_zero.ranks.waits import Waits
+from lightning_zero.trainer import launchers
+
+EXIT_BARRIER_S = 20.0
+OWN_RENDEZVOUS = frozenset({"mpi", "fake"})  # backends whose ranks need no store to find each other
+_START_METHODS = ("popen", "fork")
+
+
+class Processes:
+    """What a strategy of Lightning's, of the Trainer's or of Fabric's, says and does about processes.
+
+    Attributes:
+        launchers: how processes are started: by the script itself, and by fork.
+        run_settings: settings of the run that all ranks must have alike, besides the strategy's own. They are compared
+            at the start.
+    """
+
+    config: ZeroConfig
+    cluster_environment: ClusterEnvironment | None
+    launchers: ClassVar[tuple[Any, Any]]
+    if TYPE_CHECKING:  # Lightning's
+        parallel_devices: Any
+        _launcher: Any
+        global_rank: Any
+        local_rank: Any
+        node_rank: Any
+        world_size: Any
+
+    def __init__(
+        self, *args: Any, process_group_backend: str | None, timeout: timedelta | None, start_method: str, **more: Any
+    ) -> None:
+        """
+        Args:
+            process_group_backend: of ``torch.distributed``; None: nccl on GPUs, gloo on CPUs.
+            timeout: of the process group; ``None``: torch's, and ``stall_timeout_s`` where only the hosts wait (gloo).
+            start_method: ``"popen"`` or ``"fork"``.
+            args, more: of Lightning's strategy.
+
+        Raises:
+            ConfigError: another way to start processes.
+        """
+        if start_method not in _START_METHODS:
+            raise ConfigError(
+                f"start_method: expected one of {', '.join(_START_METHODS)}, got {start_method!r}. In a notebook use "
+                "'fork' (strategy='zero3_notebook'); elsewhere run a script, whose processes 'popen' starts."
+            )
+        self._num_nodes = 1
+        self._process_group_backend = process_group_backend
+        self._timeout = timeout
+        self._start_method = start_method
+        self._start_waits: Waits | None = None  # until there is an engine
+        self.run_settings: Mapping[str, Any] = {}
+        super().__init__(*args, **more)
+
+    # -- how many, and which -----------------------------------------------------------------------------------------
+
+    @property
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices is not None
+        device: torch.device = self.parallel_devices[self.local_rank]
+        return device
+
+    @property
+    def num_nodes(self) -> int:
+        return self._num_nodes
+
+    @num_nodes.setter
+    def num_nodes(self, num_nodes: int) -> None:
+        self._num_nodes = num_nodes
+
+    @property
+    def num_processes(self) -> int:
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.num_nodes * self.num_processes, "rank": self.global_rank}
+
+    @property
+    def process_group_backend(self) -> str | None:
+        return self._process_group_backend
+
+    @property
+    def node(self) -> str | None:
+        """The node of this rank, as the cluster environment numbers it: several may be on one host."""
+        return f"{socket.gethostname()}/{self.node_rank}" if self.num_nodes > 1 else None
+
+    def set_world_ranks(self) -> None:
+        if self.cluster_environment is not None:
+            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
+
+    # -- start and end -----------------------------------------------------------------------------------------------
+
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        check_allocation(self.cluster_environment, nodes=self.num_nodes, devices=self.num_processes)
+        by_script, by_fork = self.launchers
+        if self._start_method == "fork":
+            self._launcher = by_fork(self, "fork")
+        elif launchers.in_one_process(self.cluster_environment, self.num_nodes * self.num_processes):
+            self._launcher = None
+        else:
+            # Also where something else has made the processes: it sets the number of threads of every rank.
+            self._launcher = by_script(self.cluster_environment, self.num_processes, self.num_nodes)
+
+    def join_ranks(self) -> None:
+        """Meet the other ranks, once in a process. Nobody is met by a single one in a notebook."""
+        begin()
+        self.set_world_ranks()
+        device = self.root_device
+        self._process_group_backend = self._process_group_backend or _get_default_process_group_backend_for_device(
+            device
+        )
+        if not dist.is_initialized() and (self._launcher is not None or self.config.comm.even_alone):
+            self._join()
+            atexit.register(destroy_process_group)
+        if self._waits is None and dist.is_initialized():
+            self._start_waits = open_waits(dist.group.WORLD, device, self.config.stall_timeout_s)
+            self._start_waits.place = "the start of the run (prepare_data and setup hooks)"
+
+    def _join(self) -> None:
+        """Come together with the other ranks, and make the default process group. It is not bound to a device: NCCL
+        would make its communicator at once, of up to a gigabyte, and the engine sends nothing over this group."""
+        assert self.cluster_environment is not None and self._process_group_backend is not None
+        timeout = self._timeout or default_pg_timeout
+        if self.world_size == 1 or self._process_group_backend in OWN_RENDEZVOUS:
+            _init_dist_connection(self.cluster_environment, self._process_group_backend, timeout=timeout)
+            return
+        settings = rendezvous.shared_settings(self.config, self._settings_of_front() | dict(self.run_settings))
+        rendezvous.join(
+            self.cluster_environment,
+            self._process_group_backend,
+            {"versions": rendezvous.versions(), "settings": settings},
+            timeout=timeout,
+            stall_timeout_s=self.config.stall_timeout_s if self._timeout is None else None,
+            wait_s=self.config.stall_timeout_s,
+            per_node=self.num_processes,
+        )
+
+    def _settings_of_front(self) -> dict[str, Any]:
+        """Those of the Trainer, or of Fabric, that make ranks issue other collectives, or other numbers."""
+        raise NotImplementedError
+
+    def end_forked(self, *, failed: bool) -> None:
+        """At the end of a forked process, which ends without what is to be done at exit.
+
+        Args:
+            failed: by an exception.
+        """
+        if failed:
+            fail()
+        for engine in engines():
+            engine.close_tiers()
+        destroy_process_group()
+
+    # -- messages ----------------------------------------------------------------------------------------------------
+
+    @property
+    def _engine_that_waits(self) -> Engine | None:
+        """An engine of this run, if there is one yet."""
+        raise NotImplementedError
+
+    @property
+    def _waits(self) -> Waits | None:
+        """What Lightning's own collectives wait with: some rank may be at work for long in between."""
+        engine = self._engine_that_waits
+        return engine.comm.waits if engine is not None else self._start_waits
+
+    def _start_is_over(self) -> None:
+        """There is an engine."""
+        if self._start_waits is not None:
+            self._start_waits.close()
+            self._start_waits = None
+
+    def barrier(self, name: str | None = None) -> None:
+        if (waits := self._waits) is not None:
+            barrier(dist.group.WORLD, waits, f"Lightning's barrier {name!r}")
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        waits = self._waits
+        return obj if waits is None else broadcast_object(dist.group.WORLD, obj, src, waits)
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        if not isinstance(tensor, Tensor):
+            return tensor
+        with self._elsewhere("a reduction of Lightning's (self.log(sync_dist=True), ...)", group):
+            return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        with self._elsewhere("all_gather of Lightning", group):
+            return super().all_gather(tensor, group, sync_grads)  # type: ignore[misc, no-any-return]
+
+    def _elsewhere(self, what: str, group: Any) -> contextlib.AbstractContextManager[None]:
+        """Around a wait of Lightning's for all ranks: one that waits for this rank meanwhile hears of it."""
+        waits = self._waits if group is None or group is dist.group.WORLD else None
+        return waits.elsewhere(what) if waits is not None else contextlib.nullcontext()
+
+
+_failed = False
+
+
+def begin() -> None:
+    """A run begins. An exception of an earlier one was survived, by all ranks."""
+    global _failed
+    _failed = False
+
+
+def fail() -> None:
+    """An exception has ended a run on this rank: nobody is waited for any more."""
+    global _failed
+    _failed = True
+
+
+def has_failed() -> bool:
+    return _failed
+
+
+def destroy_process_group() -> None:
+    """Destroy the process group at exit. At a clean exit ranks wait for each other first, or gloo aborts at random.
+
+    After an exception this rank does not wait: the others may never come.
+    """
+    if _failed or hasattr(sys, "last_value") or not dist.is_initialized():
+        return
+    with contextlib.suppress(Exception):
+        if dist.get_backend() == "nccl":
+            accelerator_of(default_device()).synchronize()
+        else:
+            work = dist.barrier(async_op=True)
+            work.wait(timedelta(seconds=EXIT_BARRIER_S))
+        dist.destroy_process_group()

@@ -1,0 +1,33 @@
+"""The settings of a strategy, of the Trainer's or of Fabric's."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from lightning_zero.config import Precision, ZeroConfig, make_config
+from lightning_zero.engine.passes.compiled import check_compiler
+from lightning_zero.engine.timeline.record import check_timeline
+from lightning_zero.tiers.claims import check_folder
+
+
+def settings_of(config: ZeroConfig | None, rows: Mapping[str, Any], settings: Mapping[str, Any]) -> ZeroConfig:
+    """``config``, with ``rows`` that are not None and ``settings`` on top of it.
+
+    Raises:
+        ConfigError: a setting that cannot work; the message names the key to change.
+    """
+    config = make_config(config, **{key: row for key, row in rows.items() if row is not None}, **settings)
+    check_compiler(config.compile)
+    check_timeline(config.debug)
+    path = config.offload.nvme_path
+    if path is not None and "$" not in path:  # variables are those of the ranks
+        check_folder(os.path.expanduser(path))
+    return config
+
+
+def with_precision(config: ZeroConfig, row: Precision) -> ZeroConfig:
+    """``config`` for an engine that computes in ``row``."""
+    return make_config(config, precision=replace(config.precision, name=row))

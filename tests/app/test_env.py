@@ -1,0 +1,69 @@
+"""python -m lightning_zero.env: all that a report needs, on any machine, and no secret."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from lightning_zero.app import env
+
+
+def test_the_command(tmp_path: Path) -> None:
+    environ = {**os.environ, "NCCL_DEBUG": "INFO", "WANDB_API_KEY": "hidden", "TORCH_TOKEN": "hidden", "CXX": "missing"}
+    done = subprocess.run(
+        [sys.executable, "-m", "lightning_zero.env", "--json", "--disk", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        env=environ,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    sections = {"versions", "system", "memory", "devices", "network", "cluster", "environment", "disk"}
+    assert set(found) == sections and not [name for name in sections if "failed" in found[name]], found
+    assert {"torch", "lightning", "lightning_zero", "python"} <= set(found["versions"])
+    assert found["disk"]["write"].endswith("GB/s") and found["disk"]["read"].endswith("GB/s")
+    assert found["environment"]["NCCL_DEBUG"] == "INFO" and found["system"]["C++ compiler"] == "none"
+    assert "hidden" not in done.stdout
+    assert not list(tmp_path.iterdir())
+
+
+def test_variables_are_named_and_hold_no_secret() -> None:
+    given = {
+        "SLURM_JOB_ID": "7",
+        "SLURM_JWT": "hidden",
+        "NCCL_SOCKET_IFNAME": "eth0",
+        "TORCH_AUTH": "hidden",
+        "CUDA_VISIBLE_DEVICES": "0,1",
+        "HF_TOKEN": "hidden",
+        "HOME": "hidden",
+        "TORCH_HOME": "https://user:hidden@host/path",
+        "LIGHTNING_ZERO_PASSWORD": "hidden",
+        "LOCAL_RANK": "1",
+    }
+    found = env.variables(given)
+    assert set(found) == {"SLURM_JOB_ID", "NCCL_SOCKET_IFNAME", "CUDA_VISIBLE_DEVICES", "TORCH_HOME", "LOCAL_RANK"}
+    assert found["TORCH_HOME"] == "https://host/path"
+
+
+def test_what_fails_says_why_and_leaves_the_rest() -> None:
+    with (
+        mock.patch("psutil.virtual_memory", side_effect=RuntimeError("no /proc")),
+        mock.patch.object(env, "_devices", {}),
+    ):
+        found = env.facts()
+    assert found["memory"] == {"failed": "RuntimeError: no /proc"}
+    assert "failed" in found["devices"] and "torch" in found["versions"]
+    assert "  failed  RuntimeError: no /proc" in env.text_of(found)
+
+
+def test_a_folder_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        env.main(["--disk", "/nowhere"])
+    assert stopped.value.code == 2 and "expected a folder, got '/nowhere'" in capsys.readouterr().err

@@ -1,0 +1,239 @@
+"""zero.debug.timeline: what is recorded is what was done, on one clock, and recording changes nothing."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import time
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+from xml.etree import ElementTree
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import lightning_zero
+from lightning_zero import ZeroStrategy
+from lightning_zero.config import ConfigError, make_config
+from lightning_zero.device import recording
+from lightning_zero.device.recording import Span
+from lightning_zero.engine.timeline.lanes import in_rows, lanes_of, outermost, without
+from tests.engine.support import Model, Sharded, language_work
+from tests.engine.test_offload import offload
+from tests.harness import on_ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*has no O_DIRECT:RuntimeWarning")
+
+Event = dict[str, Any]
+
+
+def steps(side: Sharded, count: int) -> None:
+    for number in range(count):
+        language_work(side, number)
+        side.step()
+
+
+def recorded(folder: Path) -> list[Event]:
+    """On all ranks: the events of the trace that rank 0 has written."""
+    dist.barrier()
+    return list(json.loads((folder / "trace.json").read_text())["traceEvents"])
+
+
+def by_lane(events: list[Event]) -> dict[tuple[int, str], list[Event]]:
+    names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    found: dict[tuple[int, str], list[Event]] = {}
+    for event in events:
+        if event["ph"] == "X":
+            found.setdefault((event["pid"], names[event["pid"], event["tid"]].split()[0]), []).append(event)
+    return found
+
+
+def end_of(event: Event) -> float:
+    return float(event["ts"] + event["dur"])
+
+
+@on_ranks(2, full=(3,))
+@pytest.mark.parametrize("stage, tiers", [(1, "none"), (3, "none"), (3, "nvme"), (2, "optimizer_cpu")])
+def test_what_was_done_is_in_the_lanes(stage: int, tiers: str, tmp_path: Path) -> None:
+    more = offload(tiers, tmp_path) if tiers != "none" else {}
+    torch.manual_seed(0)
+    with Sharded(Model(), stage=stage, **more) as side:
+        steps(side, 5)
+        expected = {name: value.clone() for name, value in side.engine.state_dict(only_rank_0=False).items()}
+    debug = {"timeline": str(tmp_path / "made" / "here"), "timeline_after": 2, "timeline_steps": 2}
+    torch.manual_seed(0)
+    with Sharded(Model(), stage=stage, debug=debug, **more) as side:
+        steps(side, 5)
+        for name, value in side.engine.state_dict(only_rank_0=False).items():
+            assert torch.equal(value, expected[name]), name
+        units = [unit.title for unit in side.engine.units]
+        labels = {bucket.label for bucket in side.engine.buckets if bucket.plan.shards_master}
+    assert recording._recorder is None
+    events = recorded(tmp_path / "made" / "here")
+    lanes = by_lane(events)
+    for rank in range(dist.get_world_size()):
+        done = Counter(event["name"] for event in lanes[rank, "compute"] if not event["cat"].startswith("exposed"))
+        for title in units[1:]:
+            assert done[f"{title} forward"] >= 2 and done[f"{title} backward"] >= 2, (title, done)
+        assert {event["name"] for event in lanes[rank, "reduce"]} >= labels
+        gathered = Counter(event["name"] for event in lanes[rank, "gather"])
+        if tiers == "none":
+            assert all(gathered[label] >= 2 for label in labels), gathered
+        assert any(event["dur"] > 0 for event in lanes[rank, "step"])
+        assert ((rank, "disk") in lanes) == (tiers == "nvme")
+        assert ((rank, "h2d") in lanes) == (tiers != "none")
+    ends = [event for event in events if event["ph"] == "i"]
+    assert len(ends) == 3 * dist.get_world_size()  # of the step before, and of those that were recorded
+    assert_rows(events)
+
+
+def assert_rows(events: list[Event]) -> None:
+    """Bars of one row do not overlap: Perfetto would nest them."""
+    rows: dict[Any, list[Event]] = {}
+    for event in events:
+        if event["ph"] == "X":
+            rows.setdefault((event["pid"], event["tid"]), []).append(event)
+    for row in rows.values():
+        row.sort(key=lambda event: event["ts"])
+        for one, other in itertools.pairwise(row):
+            assert end_of(one) <= other["ts"] + 0.01, (one, other)
+
+
+@on_ranks(2)
+def test_ranks_are_on_one_clock(tmp_path: Path) -> None:
+    """Clocks that differ by hours: no message ends on one rank before it has begun on the other."""
+    real, ahead = time.perf_counter, 7200.0 * dist.get_rank()
+    debug = {"timeline": str(tmp_path), "timeline_after": 2}
+    with mock.patch("time.perf_counter", lambda: real() + ahead), Sharded(Model(), debug=debug) as side:
+        steps(side, 5)
+    lanes = by_lane(recorded(tmp_path))
+    for lane in ("gather", "reduce"):
+        ours, theirs = ([(e["name"], e) for e in sorted(lanes[r, lane], key=lambda e: e["ts"])] for r in (0, 1))
+        for name in {name for name, _ in ours}:
+            pairs = zip([e for n, e in ours if n == name], [e for n, e in theirs if n == name], strict=True)
+            for one, other in pairs:
+                # A broadcast ends for who sends before the other has it: only ends of receivers are bound.
+                assert abs(one["ts"] - other["ts"]) < 10e6
+                assert max(end_of(one), end_of(other)) >= max(one["ts"], other["ts"]) - 5e3, (one, other)
+
+
+@on_ranks(2)
+def test_what_compute_waits_for_is_exposed(tmp_path: Path) -> None:
+    with Sharded(Model(), debug={"timeline": str(tmp_path), "timeline_after": 2}) as side:
+        for number in range(5):
+            if dist.get_rank() == 1:
+                time.sleep(0.1)
+            language_work(side, number)
+            side.step()
+    lanes = by_lane(recorded(tmp_path))
+    exposed = [sum(e["dur"] for e in lanes[rank, "compute"] if e["cat"].startswith("exposed")) / 1e6 for rank in (0, 1)]
+    assert exposed[0] > 0.15 > exposed[1], exposed
+
+
+@on_ranks(2)
+def test_the_page_needs_nothing_else(tmp_path: Path) -> None:
+    with Sharded(Model(), debug={"timeline": str(tmp_path), "timeline_after": 1, "timeline_steps": 1}) as side:
+        steps(side, 3)
+    dist.barrier()
+    page = (tmp_path / "timeline.html").read_text()
+    assert not re.search(r"(src|href)=|url\(|@import", page)
+    assert "prefers-color-scheme: dark" in page
+    drawings = re.findall(r"<svg height=.*?</svg></div>", page, re.DOTALL)
+    assert len(drawings) == 2
+    bars = [e for d in drawings for e in ElementTree.fromstring(d.removesuffix("</div>")).iter("rect")]
+    titles = [title.text or "" for bar in bars for title in bar.iter("title")]
+    assert any(text.startswith("blocks.1 backward") for text in titles)
+    assert all(0 <= float(bar.attrib["x"].rstrip("%")) <= 100 for bar in bars)
+    assert "rank 0" in page and "rank 1" in page and "ms a step" in page
+
+
+@contextmanager
+def warned() -> Iterator[list[str]]:
+    found: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield found
+    found += [str(warning.message) for warning in caught if "timeline" in str(warning.message)]
+
+
+@on_ranks(2)
+def test_a_run_that_ends_early_says_so(tmp_path: Path) -> None:
+    is_first = dist.get_rank() == 0
+    with Sharded(Model(), debug={"timeline": str(tmp_path)}) as side:
+        steps(side, 3)
+        with warned() as found:
+            side.engine.rest()
+    assert ["ended after 3 steps" in text for text in found] == [True] * is_first
+    with Sharded(Model(), debug={"timeline": str(tmp_path), "timeline_after": 1, "timeline_steps": 9}) as side:
+        steps(side, 3)
+        side.engine.rest()
+    ends = [event for event in recorded(tmp_path) if event["ph"] == "i"]
+    assert len(ends) == 3 * 2  # two steps
+    assert recording._recorder is None
+
+
+@on_ranks(2)
+def test_a_disk_that_is_full_ends_no_training(tmp_path: Path) -> None:
+    with Sharded(Model(), debug={"timeline": str(tmp_path), "timeline_after": 1}) as side, warned() as found:
+        with mock.patch("pathlib.Path.write_text", side_effect=OSError(28, "No space left on device")):
+            steps(side, 5)
+        assert side.engine.rank or not (tmp_path / "timeline.html").exists()
+    assert ["No space left" in text for text in found] == [True] * (dist.get_rank() == 0)
+
+
+@on_ranks(2)
+def test_an_exception_while_it_records_leaves_nothing(tmp_path: Path) -> None:
+    with Sharded(Model(), debug={"timeline": str(tmp_path), "timeline_after": 1, "timeline_steps": 9}) as side:
+        steps(side, 2)
+        side.engine.abort()
+        side.engine.rest()
+        assert recording._recorder is None
+    dist.barrier()
+    assert not (tmp_path / "trace.json").exists()
+
+
+@on_ranks(2)
+def test_where_nobody_records_nothing_is_kept(tmp_path: Path) -> None:
+    with Sharded(Model()) as side, mock.patch.object(recording, "Recorder", side_effect=AssertionError):
+        steps(side, 2)
+
+
+def test_refusals(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"zero\.debug\.timeline_after has no effect without zero\.debug\.timeline"):
+        make_config(debug={"timeline_after": 3})
+    with pytest.raises(ConfigError, match=r"zero\.debug\.timeline_steps: expected a number > 0"):
+        make_config(debug={"timeline": "x", "timeline_steps": 0})
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "file", tmp_path / "file" / "inside"):
+        with pytest.raises(ConfigError, match=r"zero\.debug\.timeline: expected a folder"):
+            ZeroStrategy(debug={"timeline": str(path)})
+        with pytest.raises(ConfigError, match=r"zero\.debug\.timeline: expected a folder"):
+            lightning_zero.shard(torch.nn.Linear(2, 2), debug={"timeline": str(path)}, device="cpu")
+
+
+def bar(begin: float, end: float, what: str = "", why: str = "") -> Span:
+    return Span("compute", what, begin, end, why)
+
+
+def test_bars_are_what_is_left_between_waits() -> None:
+    left = without([bar(0, 10, "a"), bar(10, 20, "b")], [bar(2, 3), bar(9, 12), bar(19, 25)])
+    assert [(s.what, s.begin, s.end) for s in left] == [("a", 0, 2), ("a", 3, 9), ("b", 12, 19)]
+
+
+def test_a_wait_inside_of_another_counts_once() -> None:
+    found = outermost([bar(0, 10, why="transfer"), bar(2, 5, why="disk")])
+    assert [(s.waits_for, s.begin, s.end) for s in found] == [("transfer", 0, 2), ("disk", 2, 5), ("transfer", 5, 10)]
+    lanes = lanes_of(0, [bar(0, 10, why="transfer"), bar(2, 5, why="disk"), *(Span("mark", "", t, t) for t in (1, 9))])
+    assert lanes.stood() == {"transfer": 5, "disk": 3}
+
+
+def test_what_overlaps_lies_in_rows() -> None:
+    rows = in_rows([bar(0, 3), bar(1, 2), bar(2, 4), bar(3, 5)])
+    assert [[(s.begin, s.end) for s in row] for row in rows] == [[(0, 3), (3, 5)], [(1, 2), (2, 4)]]

@@ -1,0 +1,236 @@
+"""A loop of Fabric's gives under a ZeRO strategy what it gives under DDP."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_zero.engine import engine_of
+from tests.fabric.toys import Run, assert_equal, fabric, make, sgd, train, weights
+from tests.harness import on_ranks
+from tests.trainer.toys import FEATURES, assert_weights, loader
+
+PRESETS = ("zero0", "zero1", "zero2", "zero3", "zero1_offload", "zero3_offload", "zero3_offload_optimizer")
+
+
+@on_ranks(2, full=(3,))
+@pytest.mark.parametrize("preset", PRESETS)
+def test_training_is_that_of_ddp_to_the_bit(preset: str) -> None:
+    exact = dist.get_world_size() == 2  # the order of three summands is the backend's
+    assert_equal(train(preset, epochs=2), train("ddp", epochs=2), tolerance=0.0 if exact else 1e-5)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("preset", ["zero1", "zero3", "zero3_offload"])
+@pytest.mark.parametrize("clip", [{"max_norm": 0.05}, {"max_norm": 0.1, "norm_type": float("inf")}, {"clip_val": 1e-3}])
+@pytest.mark.parametrize("every", [1, 3])
+def test_accumulation_and_clipping(preset: str, clip: dict[str, Any], every: int) -> None:
+    found = train(preset, every=every, clip=clip, optimizer=sgd)
+    expected = train("ddp", every=every, clip=clip, optimizer=sgd)
+    assert_equal(found, expected, tolerance=1e-5)
+    assert len(found.norms) == (0 if "clip_val" in clip else 6 // every)
+    free = train(preset, every=every, optimizer=sgd)
+    assert any(not torch.equal(w, weights(free)[n]) for n, w in weights(found).items())  # it has clipped
+
+
+@on_ranks(2)
+def test_no_backward_sync_sends_nothing() -> None:
+    """Where gradients rest replicated; and all is sent by the last backward."""
+    run = train("zero1")
+    comm = engine_of(run.model.module).comm  # type: ignore[union-attr]
+    x, y = next(iter(loader()))
+
+    def messages(synchronize: bool) -> int:
+        before = comm.counts.total()
+        with run.fabric.no_backward_sync(run.model, enabled=not synchronize):
+            run.fabric.backward(nn.functional.mse_loss(run.model(x), y))
+        return comm.counts.total() - before
+
+    assert messages(False) == 0
+    assert messages(True) > 0
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("preset", ["zero2", "zero3"])
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "64-true"])
+def test_precisions(preset: str, precision: str) -> None:
+    found, expected = train(preset, precision=precision), train("ddp", precision=precision)
+    tolerance = 1e-12 if precision == "64-true" else 0.03
+    assert_equal(found, expected, tolerance=tolerance)
+    x = torch.ones(2, FEATURES)
+    outputs = [run.model(x) for run in (found, expected)]
+    assert outputs[0].dtype == outputs[1].dtype == torch.float32  # what fabric.setup returned converts outputs
+
+
+@on_ranks(2)
+def test_batch_norm_computes_with_the_buffers_of_rank_0() -> None:
+    runs = [train(strategy, model=make(batch_norm=True)) for strategy in ("zero3", "ddp")]
+    assert_equal(*runs)
+    x = torch.full((2, FEATURES), float(dist.get_rank()))
+    for run in runs:
+        run.model.eval()
+    with torch.no_grad():
+        found, expected = (run.model(x) for run in runs)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    assert_weights(weights(runs[0]), weights(runs[1]), tolerance=0)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("preset", ["zero1", "zero3", "zero3_offload"])
+def test_two_models_with_an_optimizer_each(preset: str) -> None:
+    """A GAN: a backward of one through the other, and one that stops before it."""
+
+    def play(strategy: str) -> tuple[list[float], list[dict[str, torch.Tensor]]]:
+        of = fabric(strategy)
+        torch.manual_seed(5)
+        plain = [nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, FEATURES)), make()]
+        both = [of.setup(m, sgd(m.parameters())) for m in plain]
+        (generator, of_generator), (critic, of_critic) = both
+        losses = []
+        for step in range(4):
+            noise = torch.randn(4, 3, generator=torch.Generator().manual_seed(10 * step + of.global_rank))
+            fake = generator(noise)
+            loss = critic(fake.detach()).square().mean() + critic(torch.ones(4, FEATURES)).sub(1).square().mean()
+            of.backward(loss)
+            of_critic.step()
+            of_critic.zero_grad()
+            score = critic(fake).sub(1).square().mean()
+            of.backward(score)
+            of_generator.step()
+            of_generator.zero_grad()
+            of_critic.zero_grad()
+            losses += [loss.item(), score.item()]
+        return losses, [weights(Run(of, m, o)) for m, o in both]
+
+    found, expected = play(preset), play("ddp")
+    assert found[0] == expected[0]
+    for ours, theirs in zip(found[1], expected[1], strict=True):
+        assert_weights(ours, theirs, tolerance=1e-6)  # a fused step rounds a few last elements otherwise
+
+
+@on_ranks(2)
+def test_two_optimizers_of_one_model() -> None:
+    def play(strategy: str) -> Run:
+        of = fabric(strategy)
+        plain = make()
+        head = {id(p) for p in plain.head.parameters()}
+        parts = [[p for p in plain.parameters() if (id(p) in head) is last] for last in (False, True)]
+        model, *optimizers = of.setup(plain, sgd(parts[0]), torch.optim.Adam(parts[1], 1e-2, fused=True))
+        run = Run(of, model, optimizers)
+        for x, y in loader():
+            loss = nn.functional.mse_loss(model(x), y)
+            of.backward(loss)
+            for optimizer in optimizers:
+                run.norms.append(float(of.clip_gradients(model, optimizer, max_norm=0.1)))
+                optimizer.step()
+                optimizer.zero_grad()
+            run.losses.append(loss.item())
+        return run
+
+    assert_equal(play("zero3"), play("ddp"), tolerance=1e-6)
+
+
+@on_ranks(2)
+def test_schedulers_and_separate_setup() -> None:
+    """The module first, then the optimizer; a scheduler that holds it; a closure."""
+
+    def play(strategy: str) -> Run:
+        of = fabric(strategy)
+        model = of.setup_module(make())
+        optimizer = of.setup_optimizers(sgd(model.parameters()))
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer.optimizer, 0.5)
+        run = Run(of, model, optimizer)
+        for x, y in loader():
+
+            def closure(x: torch.Tensor = x, y: torch.Tensor = y) -> torch.Tensor:
+                optimizer.zero_grad()
+                loss = nn.functional.mse_loss(model(x), y)
+                of.backward(loss)
+                return loss
+
+            run.losses.append(float(optimizer.step(closure)))
+            schedule.step()
+        return run
+
+    assert_equal(play("zero3"), play("ddp"))
+
+
+@on_ranks(2)
+def test_marked_methods_and_evaluation() -> None:
+    """``mark_forward_method`` goes through precision and units; evaluation between steps changes nothing."""
+
+    def play(strategy: str) -> Run:
+        of = fabric(strategy, precision="bf16-mixed")
+        model, optimizer = of.setup(made := make(), sgd(made.parameters()))
+        model.mark_forward_method("loss")
+        run = Run(of, model, optimizer)
+        for x, y in loader():
+            loss = model.loss(x, y)
+            of.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.inference_mode():
+                run.norms.append(float(model.loss(x, y)))
+            run.losses.append(loss.item())
+        return run
+
+    found, expected = play("zero3"), play("ddp")
+    torch.testing.assert_close(found.losses, expected.losses, rtol=0.02, atol=0.02)
+    torch.testing.assert_close(found.norms, expected.norms, rtol=0.02, atol=0.02)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("empty", [None, True])
+def test_modules_made_inside_of_init_module(empty: bool | None) -> None:
+    """On meta they get their values when they are set up; the optimizer may be made before."""
+    of = fabric("zero3", precision="bf16-true")
+    torch.manual_seed(1)
+    with of.init_module(empty_init=empty):
+        plain = make()
+    assert plain.head.weight.dtype == torch.bfloat16
+    assert plain.head.weight.is_meta == bool(empty)
+    model, optimizer = of.setup(plain, torch.optim.SGD(plain.parameters(), 0.05))
+    x, y = next(iter(loader()))
+    losses = []
+    for _ in range(3):
+        loss = nn.functional.mse_loss(model(x), y)
+        of.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[2] < losses[0]
+
+
+@on_ranks(2)
+def test_compiled_models() -> None:
+    plain = make()
+    of = fabric("zero3")
+    model, optimizer = of.setup(torch.compile(plain, backend="eager"), sgd(plain.parameters()))
+    run = Run(of, model, optimizer)
+    for x, y in loader():
+        loss = nn.functional.mse_loss(model(x), y)
+        of.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        run.losses.append(loss.item())
+    torch.testing.assert_close(run.losses, train("ddp", optimizer=sgd).losses, rtol=1e-6, atol=1e-6)
+
+
+@on_ranks(2)
+def test_collectives() -> None:
+    of = fabric("zero3")
+    rank = of.global_rank
+    assert of.broadcast({"rank": rank}, src=1) == {"rank": 1}
+    assert of.all_reduce(torch.tensor(float(rank)), reduce_op="sum") == 1.0
+    assert of.all_reduce({"a": torch.tensor(float(rank))})["a"] == 0.5
+    assert of.all_gather(torch.tensor([rank])).tolist() == [[0], [1]]
+    of.barrier("here")
+    assert of.strategy.reduce_boolean_decision(rank == 0, all=False)
+    assert not of.strategy.reduce_boolean_decision(rank == 0)
+    assert len(of.setup_dataloaders(loader()).sampler) == 12
+    with of.rank_zero_first():
+        pass

@@ -1,0 +1,78 @@
+"""What cannot work with Fabric is refused with a reason and a way out, on all ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from lightning.fabric import Fabric
+from torch import nn
+
+from lightning_zero import ZeroFabricStrategy
+from lightning_zero.config import ConfigError, Precision, PrecisionConfig, ZeroConfig
+from lightning_zero.engine.steps.loss_scale import LossScaler
+from lightning_zero.fabric.precision import FabricPrecision
+from tests.fabric.toys import adamw, fabric, make, sgd, train
+from tests.harness import on_ranks
+from tests.trainer.toys import loader
+
+
+def test_settings_that_only_the_trainer_follows() -> None:
+    with pytest.raises(ConfigError, match=r"zero\.checkpoint\.background: expected false with Fabric"):
+        ZeroFabricStrategy("zero3", checkpoint={"background": True})
+    with pytest.raises(ConfigError, match=r"zero\.offload\.step_in_backward: expected false with Fabric"):
+        ZeroFabricStrategy("zero3", offload={"name": "optimizer_cpu", "step_in_backward": True})
+    with pytest.raises(ConfigError, match="fabric.precision: expected 'bf16-mixed'"):
+        config = ZeroConfig(precision=PrecisionConfig(name=Precision.bf16))
+        Fabric(strategy=ZeroFabricStrategy(config=config), accelerator="cpu", devices=2)
+
+
+@on_ranks(2)
+def test_setup() -> None:
+    of = fabric("zero3")
+    plain = make()
+    with pytest.raises(ConfigError, match="Set the module up first"):
+        of.setup_optimizers(sgd(make().parameters()))
+    with pytest.raises(ConfigError, match="LBFGS"):
+        of.setup(plain, torch.optim.LBFGS(plain.parameters()))
+    model, _ = of.setup(plain, adamw(plain.parameters()))  # as it was, so it can be set up
+    with pytest.raises(ConfigError, match="sharded already"):
+        of.setup_module(plain)
+    other = of.setup_module(nn.Linear(2, 2))
+    with pytest.raises(ConfigError, match="got those of 2"):
+        of.setup_optimizers(sgd([*model.parameters(), *other.parameters()]))
+
+
+@on_ranks(2)
+def test_a_norm_that_is_not_finite() -> None:
+    run = train("zero3")
+    x, y = next(iter(loader()))
+    scale = float("inf") if run.fabric.global_rank else 1.0  # on one rank: an error on all
+    run.fabric.backward(nn.functional.mse_loss(run.model(x), y) * scale)
+    with pytest.raises(RuntimeError, match="the gradient norm is (nan|inf)"):
+        run.fabric.clip_gradients(run.model, run.optimizer, max_norm=1.0)
+    norm = run.fabric.clip_gradients(run.model, run.optimizer, max_norm=1.0, error_if_nonfinite=False)
+    assert norm is not None and not norm.isfinite()
+
+
+@on_ranks(2)
+def test_a_plain_backward() -> None:
+    run = train("zero3")
+    x, y = next(iter(loader()))
+    with pytest.raises(RuntimeError, match=r"fabric\.backward\(loss\)"):
+        nn.functional.mse_loss(run.model(x), y).backward()
+
+
+@on_ranks(2)
+def test_loss_scaling_skips_steps_on_all_ranks() -> None:
+    """16-mixed, which Fabric itself leaves to GPUs."""
+    run = train("zero3", plugins=FabricPrecision("16-mixed", LossScaler(init_scale=64.0)), clip={"max_norm": 1.0})
+    scaler = run.fabric.strategy.precision.scaler
+    assert scaler.scale == 64.0 and run.losses[-1] < run.losses[0]
+    before = run.fabric.strategy.get_module_state_dict(run.model._forward_module)
+    x, y = next(iter(loader()))
+    scale = float("inf") if run.fabric.global_rank else 1.0
+    run.fabric.backward(nn.functional.mse_loss(run.model(x), y) * scale)
+    run.optimizer.step()
+    after = run.fabric.strategy.get_module_state_dict(run.model._forward_module)
+    assert scaler.scale == 32.0
+    assert all(torch.equal(before[name], after[name]) for name in before)

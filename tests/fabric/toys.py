@@ -1,0 +1,122 @@
+"""A training loop of Fabric's, and what a run is compared by. Everything here runs inside pool workers."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric import Fabric
+from torch import Tensor, nn
+
+from lightning_zero import ZeroFabricStrategy
+from lightning_zero.presets import PRESETS
+from tests.trainer.toys import FEATURES, Block, assert_weights, loader
+
+__all__ = ["Net", "Run", "adamw", "assert_equal", "fabric", "make", "sgd", "train", "weights"]
+
+
+class Net(nn.Module):
+    """A regression of blocks; with batch norm it has buffers too."""
+
+    def __init__(self, width: int = 8, *, batch_norm: bool = False) -> None:
+        super().__init__()
+        self.first = nn.Linear(FEATURES, width)
+        self.norm = nn.BatchNorm1d(width) if batch_norm else nn.Identity()
+        self.blocks = nn.ModuleList(Block(width) for _ in range(2))
+        self.head = nn.Linear(width, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.first(x))
+        for block in self.blocks:
+            x = block(x)
+        out: Tensor = self.head(x)
+        return out
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.mse_loss(self(x), y)
+
+
+def sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.05, momentum=0.9, weight_decay=0.01, fused=True)
+
+
+def adamw(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=0.01, fused=True)
+
+
+def fabric(strategy: Any, **settings: Any) -> Fabric:
+    """A quiet Fabric over all ranks of the pool, launched."""
+    logging.getLogger("lightning.fabric").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+    if isinstance(strategy, str) and strategy.startswith("zero"):
+        row = PRESETS[strategy]
+        strategy = ZeroFabricStrategy(row.stage, offload=row.offload, summary=False)
+    found = Fabric(strategy=strategy, accelerator="cpu", devices=dist.get_world_size(), **settings)
+    found.launch()
+    return found
+
+
+def make(**settings: Any) -> Net:
+    torch.manual_seed(3)
+    return Net(**settings)
+
+
+@dataclass
+class Run:
+    """What a run is compared by."""
+
+    fabric: Fabric
+    model: Any
+    optimizer: Any
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+
+
+def weights(run: Run) -> dict[str, Tensor]:
+    """On all ranks: the full state dict."""
+    return run.fabric.strategy.get_module_state_dict(run.model._forward_module)
+
+
+def train(
+    strategy: Any,
+    *,
+    epochs: int = 1,
+    every: int = 1,
+    clip: dict[str, Any] | None = None,
+    optimizer: Callable[[Any], torch.optim.Optimizer] = adamw,
+    model: nn.Module | None = None,
+    run: Run | None = None,
+    **settings: Any,
+) -> Run:
+    """Train for some epochs, with a step after ``every`` backwards; ``run``: go on with one."""
+    if run is None:
+        found = fabric(strategy, **settings)
+        model = make() if model is None else model
+        run = Run(found, *found.setup(model, optimizer(model.parameters())))
+    for _ in range(epochs):
+        for number, (x, y) in enumerate(run.fabric.setup_dataloaders(loader(), use_distributed_sampler=False), 1):
+            with run.fabric.no_backward_sync(run.model, enabled=number % every != 0):
+                loss = nn.functional.mse_loss(run.model(x), y)
+                run.fabric.backward(loss / every)
+            run.losses.append(loss.item())
+            if number % every == 0:
+                if clip is not None:
+                    norm = run.fabric.clip_gradients(run.model, run.optimizer, **clip)
+                    run.norms += [] if norm is None else [float(norm)]
+                run.optimizer.step()
+                run.optimizer.zero_grad()
+    return run
+
+
+def assert_equal(found: Run, expected: Run, *, tolerance: float = 0.0) -> None:
+    """Equal losses, norms and weights."""
+    __tracebackhide__ = True
+    close = {"rtol": tolerance, "atol": tolerance}
+    torch.testing.assert_close(found.losses, expected.losses, **close)
+    torch.testing.assert_close(found.norms, expected.norms, rtol=max(tolerance, 1e-6), atol=tolerance)
+    assert_weights(weights(found), weights(expected), tolerance=tolerance)

@@ -1,0 +1,413 @@
+"""After a run the module is whole again, on any rank alone; what is written to it is what the next run starts from."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import lightning_zero
+from lightning_zero import ZeroStrategy
+from lightning_zero.config import ConfigError
+from lightning_zero.engine import engine_of
+from lightning_zero.engine.whole import host_copy
+from tests.harness import on_ranks
+from tests.trainer.toys import (
+    ALL_STAGES,
+    FEATURES,
+    Lit,
+    Samples,
+    assert_same,
+    assert_weights,
+    fit,
+    loader,
+    record,
+    seeded,
+    trainer,
+)
+
+ROWS = [
+    ("zero1", "none", "32-true"),
+    ("zero3", "none", "32-true"),
+    ("zero0", "none", "bf16-true"),
+    ("zero2", "optimizer_cpu", "bf16-mixed"),
+    ("zero3", "nvme", "bf16-mixed"),
+    ("zero3", "cpu", "bf16-true"),
+]
+
+
+def strategy_of(stage: str, offload: str, folder: Path, **settings: Any) -> ZeroStrategy:
+    if offload == "nvme":
+        (folder / "nvme").mkdir(exist_ok=True)
+        settings["offload"] = {"name": "nvme", "nvme_path": str(folder / "nvme")}
+    elif offload != "none":
+        settings["offload"] = offload
+    return ZeroStrategy(stage, summary=False, **settings)
+
+
+def values(module: nn.Module) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in module.state_dict().items()}
+
+
+@contextlib.contextmanager
+def counted_copies() -> Iterator[list[int]]:
+    """Counts the copies that are made, inside."""
+    made: list[int] = []
+    fill = host_copy._fill
+
+    def counting(engine: Any, *args: Any) -> None:
+        made.append(1)
+        fill(engine, *args)
+
+    with mock.patch.object(host_copy, "_fill", counting):
+        yield made
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(("stage", "offload", "precision"), ROWS, ids=str)
+@pytest.mark.filterwarnings("ignore:.*has no O_DIRECT:RuntimeWarning")
+def test_one_rank_alone_does_what_it_likes_with_the_module(
+    stage: str, offload: str, precision: str, tmp_path: Path
+) -> None:
+    run = fit(strategy_of(stage, offload, tmp_path), tmp_path, seeded(Lit), precision=precision)
+    module = run.module
+    assert type(module.first.weight) is nn.Parameter and module.first.weight.grad is None
+    assert_weights(values(module), run.weights, tolerance=0)
+    if dist.get_rank() == 1:
+        x = Samples()[0][0][None].to(module.dtype)
+        out = module(x)
+        file = io.BytesIO()
+        torch.save(module.state_dict(), file)
+        assert file.tell() < 3 * sum(v.nbytes for v in run.weights.values()) + 10_000
+        file.seek(0)
+        assert_weights(torch.load(file), run.weights, tolerance=0)
+        twin = copy.deepcopy(module)
+        assert engine_of(twin) is None and torch.equal(twin(x), out)
+        twin(x).sum().backward()
+        module(x).sum().backward()
+        assert torch.equal(module.first.weight.grad, twin.first.weight.grad)
+        file = io.BytesIO()
+        module.trainer = None
+        torch.save(module, file)
+        file.seek(0)
+        assert torch.equal(torch.load(file, weights_only=False)(x), out)
+        module.half()
+        module.to(run.weights["first.weight"].dtype)
+
+
+class WithBuffers(Lit):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(FEATURES, 8), nn.BatchNorm1d(8))  # type: ignore[assignment]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("stage", "offload"), [("zero0", "none"), ("zero1", "none"), ("zero2", "optimizer_cpu"), ("zero3", "nvme")]
+)
+@pytest.mark.filterwarnings("ignore:.*has no O_DIRECT:RuntimeWarning")
+def test_what_is_written_is_what_the_next_fit_starts_from(stage: str, offload: str, tmp_path: Path) -> None:
+    def body(strategy: Any, name: str) -> Any:
+        of = trainer(strategy, tmp_path, max_epochs=1)
+        module = seeded(WithBuffers)
+        of.fit(module, loader())
+        before = values(module)
+        with torch.no_grad():
+            module.head.weight.mul_(2.0)
+            module.blocks[0].up.weight.data.fill_(0.01)
+            module.blocks[1].down.bias.data = torch.full_like(module.blocks[1].down.bias, 0.5)
+        saved = tmp_path / f"{name}.ckpt"
+        of.save_checkpoint(saved)
+        state = torch.load(saved, weights_only=False)["state_dict"]
+        assert torch.equal(state["head.weight"], 2 * before["head.weight"])
+        of.test(module, loader(), verbose=False)
+        assert torch.equal(module.blocks[1].down.bias, torch.full((8,), 0.5))
+        module.head.bias.data.add_(1.0)
+        of.fit_loop.max_epochs = 2
+        of.fit(module, loader())
+        return record(of, module), values(module)
+
+    expected, whole = body("ddp", "ddp")
+    found, own = body(strategy_of(stage, offload, tmp_path), stage)
+    assert_same(found, expected, tolerance=0)
+    assert_weights(own, whole, tolerance=0)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", ["zero1", "zero3"])
+def test_the_module_may_become_another_one(stage: str, tmp_path: Path) -> None:
+    def body(strategy: str) -> Any:
+        module = fit(strategy, tmp_path, seeded(Lit), max_epochs=1).module
+        torch.manual_seed(1)
+        module.head = nn.Linear(8, 1)
+        state = {name: value + 0.125 for name, value in module.state_dict().items()}
+        module.load_state_dict(state, assign=True)
+        module.first.requires_grad_(False)
+        return fit(strategy, tmp_path, module, max_epochs=1)
+
+    assert_same(body(stage), body("ddp"), tolerance=0)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", ["zero1", "zero3"])
+def test_gradients_of_ones_own_are_gone_at_the_next_fit(stage: str, tmp_path: Path) -> None:
+    def body(strategy: str) -> Any:
+        module = fit(strategy, tmp_path, seeded(Lit), max_epochs=1).module
+        module(Samples()[0][0][None]).sum().backward()
+        assert module.head.weight.grad is not None
+        return fit(strategy, tmp_path, module, max_epochs=1)
+
+    assert_same(body(stage), body("ddp"), tolerance=0)
+
+
+@on_ranks(2)
+def test_other_values_on_some_ranks_are_refused_on_all(tmp_path: Path) -> None:
+    run = fit("zero3", tmp_path, seeded(Lit), max_epochs=1)
+    before = run.module.head.weight.detach().clone()
+    with torch.no_grad():
+        run.module.head.weight.fill_(float(dist.get_rank()))
+    with pytest.raises(RuntimeError, match="head.weight: written to between runs"):
+        run.trainer.test(run.module, loader(), verbose=False)
+    with torch.no_grad():
+        run.module.head.weight.copy_(before)
+    run.trainer.test(run.module, loader(), verbose=False)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", ["zero0", "zero1", "zero3"])
+def test_a_copy_is_made_once_for_the_same_values(stage: str, tmp_path: Path) -> None:
+    with counted_copies() as made:
+        run = fit(stage, tmp_path, seeded(Lit), max_epochs=1)
+        module, of = run.module, run.trainer
+        assert len(made) == 1
+        of.test(module, loader(), verbose=False)
+        of.predict(module, loader())
+        with lightning_zero.gather(module):
+            expected = values(module)
+        with of.strategy.step_scope():
+            out = module(Samples()[0][0][None])
+        assert torch.equal(module(Samples()[0][0][None]), out)
+        with torch.no_grad():
+            module.head.bias.fill_(0.25)
+        of.validate(module, loader(), verbose=False)
+        assert len(made) == 1
+        with lightning_zero.gather(module, from_rank=0), torch.no_grad():
+            module.first.bias.fill_(0.5 + dist.get_rank())
+        assert len(made) == 2 and torch.equal(module.first.bias, torch.full((8,), 0.5))
+        expected["first.bias"].fill_(0.5)
+        expected["head.bias"].fill_(0.25)
+        assert_weights(values(module), expected, tolerance=0)
+        of.fit_loop.max_epochs = 2
+        of.fit(module, loader())
+        assert len(made) == 3
+        engine = engine_of(module)
+        assert engine is not None
+        assert_weights(values(module), of.strategy.broadcast(engine.state_dict()), tolerance=0)
+
+
+@on_ranks(2)
+def test_other_rows_between_runs(tmp_path: Path) -> None:
+    def body(strategy: str, *rows: str) -> Any:
+        of = trainer(strategy, tmp_path, max_epochs=1)
+        module = seeded(Lit)
+        of.fit(module, loader())
+        if rows:
+            of.strategy.restage(*rows)
+        kept = values(module)
+        of.fit_loop.max_epochs = 2
+        of.fit(module, loader())
+        return record(of, module), kept
+
+    expected, before = body("ddp")
+    found, own = body("zero3", "zero1", "optimizer_cpu")
+    assert_same(found, expected, tolerance=0)
+    assert_weights(own, before, tolerance=0)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", ["zero1", "zero3"])
+def test_another_trainer_takes_it(stage: str, tmp_path: Path) -> None:
+    module = fit(stage, tmp_path, seeded(Lit), max_epochs=1).module
+    expected = values(module)
+    trainer("auto", tmp_path).test(module, loader(), verbose=False)
+    assert_weights(values(module), expected, tolerance=0)
+    of = trainer("ddp", tmp_path, max_epochs=1)
+    of.fit(module, loader())
+    found = fit("zero2", tmp_path, module, max_epochs=1)
+    twin = fit("ddp", tmp_path, seeded(Lit), max_epochs=1).module
+    trainer("ddp", tmp_path, max_epochs=1).fit(twin, loader())
+    assert_same(found, fit("ddp", tmp_path, twin, max_epochs=1), tolerance=0)
+
+
+@on_ranks(2)
+def test_a_step_of_the_runs_optimizer_is_refused(tmp_path: Path) -> None:
+    run = fit("zero3", tmp_path, seeded(Lit), max_epochs=1)
+    run.module(Samples()[0][0][None]).sum().backward()
+    with pytest.raises(RuntimeError, match="between runs: the module is whole"):
+        run.trainer.optimizers[0].step()
+    run.trainer.test(run.module, loader(), verbose=False)
+
+
+# -- memory -----------------------------------------------------------------------------------------------------------
+
+
+class Wide(Lit):
+    """1 MiB in one parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Linear(256, 1024)
+
+
+def mapped() -> list[dict[str, int]]:
+    """This process's maps of the whole module: inode, and bytes by kind."""
+    found = []
+    for part in re.split(r"\n(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text()):
+        head, _, rest = part.partition("\n")
+        if "memfd:lightning_zero" in head:
+            sizes = {k: int(v) * 1024 for k, v in re.findall(r"^(\w+): +(\d+) kB", rest, re.MULTILINE)}
+            found.append({"inode": int(head.split()[4]), "private": "p" in head.split()[1], **sizes})
+    return found
+
+
+@on_ranks(2)
+def test_one_copy_for_all_ranks_of_a_host(tmp_path: Path) -> None:
+    before = set(os.listdir("/dev/shm"))
+    run = fit("zero3", tmp_path, seeded(Wide), max_epochs=1)
+    module, engine = run.module, engine_of(run.module)
+    assert engine is not None
+    nbytes = sum(host_copy.round_up(p.nbytes, host_copy.ALIGN) for p in module.parameters())
+    assert engine.host_copy.nbytes == nbytes
+    module(Samples()[0][0][None])
+    float(module.wide.weight.sum())
+    maps = mapped()
+    inodes = engine.comm.meet({entry["inode"] for entry in maps}, "inodes")
+    assert len(inodes[0]) == 1 and inodes[0] == inodes[1]  # one file, of which there is one copy of each page
+    own = next(entry for entry in maps if entry["private"])
+    assert own["Size"] >= nbytes and own["Anonymous"] == 0
+    engine.comm.meet(None, "read")
+    if dist.get_rank() == 1:
+        with torch.no_grad():
+            module.wide.weight[0, 0] = 5.0
+        page = os.sysconf("SC_PAGE_SIZE")
+        assert next(entry for entry in mapped() if entry["private"])["Anonymous"] == page
+    engine.comm.meet(None, "written")
+    assert (module.wide.weight[0, 0] == 5.0) == (dist.get_rank() == 1)
+    assert set(os.listdir("/dev/shm")) <= before
+    if dist.get_rank() == 1:
+        with torch.no_grad():
+            module.wide.weight.copy_(run.weights["wide.weight"])
+    run.trainer.test(module, loader(), verbose=False)
+    run.trainer.fit_loop.max_epochs = 2
+    run.trainer.fit(module, loader())
+    del maps
+    assert len(mapped()) == 2  # those of before are gone
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("after_fit", ["auto", "whole", "sharded"])
+def test_without_room_it_stays_sharded(after_fit: str, tmp_path: Path) -> None:
+    strategy = ZeroStrategy("zero3", summary=False, after_fit=after_fit)
+    module = seeded(Lit)
+    with mock.patch.object(host_copy, "available_host_memory", lambda: 1000):
+        if after_fit == "whole":
+            with pytest.raises(ConfigError, match=r"zero\.after_fit=whole: expected room .* Set zero\.after_fit=auto"):
+                fit(strategy, tmp_path, module)
+            return
+        of = trainer(strategy, tmp_path, max_epochs=1)
+        tells = after_fit == "auto" and dist.get_rank() == 0
+        with pytest.warns(UserWarning, match="stays sharded after this run") if tells else contextlib.nullcontext():
+            of.fit(module, loader())
+    for call in (module.state_dict, module.half, lambda: copy.deepcopy(module), lambda: module.head.weight.sum()):
+        with pytest.raises(RuntimeError, match=r"lightning_zero\.gather\(model\)") as caught:
+            call()
+        assert "engine" not in str(caught.value)
+    with lightning_zero.gather(module):
+        module.state_dict()
+    of.save_checkpoint(tmp_path / "saved.ckpt")
+
+
+@on_ranks(2)
+def test_memory_that_cannot_be_had_leaves_it_sharded(tmp_path: Path) -> None:
+    of, module = trainer("zero3", tmp_path, max_epochs=1), seeded(Lit)
+    error = OSError(28, "No space left on device")
+    with mock.patch.object(os, "posix_fallocate", mock.Mock(side_effect=error)):
+        of.fit(module, loader())
+    engine = engine_of(module)
+    assert engine is not None and not engine.is_whole
+    of.test(module, loader(), verbose=False)
+    assert engine.is_whole
+    of.fit_loop.max_epochs = 2
+    with mock.patch.object(host_copy, "_mapped", mock.Mock(side_effect=OSError(13, "Permission denied"))):
+        of.fit(module, loader())
+    assert not engine.is_whole
+
+
+class Fails(Lit):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.global_step == self.fails_at:
+            raise ValueError("a bad batch")
+        return super().training_step(batch, batch_idx)
+
+    fails_at = -1
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        raise ValueError("a bad batch")
+
+
+@on_ranks(2)
+def test_after_an_exception(tmp_path: Path) -> None:
+    run = fit("zero3", tmp_path, seeded(Fails), max_epochs=1)
+    with pytest.raises(ValueError, match="a bad batch"):
+        run.trainer.test(run.module, loader(), verbose=False)
+    assert_weights(values(run.module), run.weights, tolerance=0)  # nothing has changed: it is whole again
+    run.trainer.fit_loop.max_epochs = 2
+    run.module.fails_at = run.trainer.global_step + 1
+    with pytest.raises(ValueError, match="a bad batch"):
+        run.trainer.fit(run.module, loader())
+    with pytest.raises(RuntimeError, match=r"lightning_zero\.gather\(model\)"):
+        run.module.state_dict()
+
+
+@on_ranks(1)
+def test_after_an_exception_on_one_device(tmp_path: Path) -> None:
+    module = seeded(Fails)
+    module.fails_at = 2
+    with pytest.raises(ValueError, match="a bad batch"):
+        fit("zero3", tmp_path, module)
+    assert type(module.head.weight) is nn.Parameter and module.head.weight.isfinite().all()
+
+
+@on_ranks(2)
+@pytest.mark.full
+@pytest.mark.parametrize("stage", ALL_STAGES)
+def test_a_save_of_hugging_face_on_one_rank(stage: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    settings = {"vocab_size": 32, "n_positions": 8, "n_embd": 8, "n_layer": 2, "n_head": 2}
+
+    class Causal(Lit):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**settings))
+
+    module = fit(stage, tmp_path, seeded(Causal), max_epochs=1).module
+    if dist.get_rank() == 0:
+        module.model.save_pretrained(tmp_path / "saved")
+        found = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "saved")
+        assert_weights(found.state_dict(), module.model.state_dict(), tolerance=0)
+        tokens = torch.tensor([[1, 2]])
+        assert torch.equal(
+            found.generate(tokens, max_new_tokens=3, do_sample=False),
+            module.model.eval().generate(tokens, max_new_tokens=3, do_sample=False),
+        )

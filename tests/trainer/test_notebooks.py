@@ -1,0 +1,173 @@
+"""Notebooks: one device in a cell, several by fork. An interactive session is simulated; one real kernel is tried."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.fabric import connector as fabric_connector
+from lightning.fabric.utilities import imports
+from lightning.pytorch import Trainer
+from lightning.pytorch.trainer.connectors import accelerator_connector
+
+from lightning_zero import ZeroFabricStrategy, ZeroStrategy
+from lightning_zero.config import ConfigError
+from lightning_zero.presets import PRESETS
+from lightning_zero.trainer import launchers
+
+
+@pytest.fixture
+def notebook(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (imports, accelerator_connector, fabric_connector):
+        monkeypatch.setattr(module, "_IS_INTERACTIVE", True)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+
+
+def trainer(strategy: str, devices: int) -> Trainer:
+    return Trainer(strategy=strategy, accelerator="cpu", devices=devices, logger=False, enable_checkpointing=False)
+
+
+def test_every_preset_has_a_form_for_notebooks() -> None:
+    plain = {name for name in PRESETS if not name.endswith("_notebook")}
+    assert plain == {name.removesuffix("_notebook") for name in PRESETS if name not in plain}
+    for name in plain:
+        assert PRESETS[f"{name}_notebook"] == PRESETS[name]._replace(start_method="fork")
+
+
+@pytest.mark.usefixtures("notebook")
+@pytest.mark.parametrize("name", ["zero3", "zero3_offload"])
+def test_one_device_needs_no_launcher(name: str) -> None:
+    assert trainer(name, 1).strategy.launcher is None
+
+
+@pytest.mark.usefixtures("notebook")
+def test_several_devices_are_named_the_way() -> None:
+    with pytest.raises(ConfigError, match=r"got 2 processes\. Use strategy='zero3_notebook'"):
+        trainer("zero3", 2)
+    launcher = trainer("zero3_notebook", 2).strategy.launcher
+    assert launcher is not None and launcher.is_interactive_compatible
+
+
+def test_other_ways_to_start_are_refused() -> None:
+    for strategy in (ZeroStrategy, ZeroFabricStrategy):
+        with pytest.raises(ConfigError, match="start_method: expected one of popen, fork, got 'spawn'. In a notebook"):
+            strategy("zero3", start_method="spawn")
+
+
+def launch(strategy: str = "zero3_notebook") -> None:
+    trainer(strategy, 2).strategy.launcher.launch(lambda: None)  # type: ignore[union-attr]
+
+
+def test_cuda_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launchers, "is_in_use", lambda: True)
+    with pytest.raises(ConfigError, match="CUDA initialised in this process.*Restart the kernel"):
+        launch()
+
+
+def test_a_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    with pytest.raises(ConfigError, match=r"expected no process group.*destroy_process_group\(\)"):
+        launch()
+
+
+NOTEBOOK = """
+import sys
+sys.ps1 = ">>> "  # what tells Lightning that this is a notebook
+import warnings
+warnings.simplefilter("ignore")
+import os
+import torch
+import lightning_zero
+from lightning.pytorch import Trainer
+from tests.trainer.toys import Lit, SAMPLES, assert_weights, seeded, whole_loader, Samples
+from torch.utils.data import DataLoader
+"""
+
+TRAINING = """
+def trainer(strategy, devices, **settings):
+    return Trainer(strategy=strategy, devices=devices, accelerator="cpu", max_epochs=1, logger=False,
+                   enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, **settings)
+
+def state(module):
+    return {name: value.clone() for name, value in module.state_dict().items()}
+
+data = DataLoader(Samples(), batch_size=4)  # each of two takes its half
+module = seeded(Lit)
+trainer("zero3", 1).fit(module, data)                                   # a cell with one device
+assert not torch.distributed.is_initialized() and "LOCAL_RANK" not in os.environ
+with lightning_zero.gather(module):
+    before = state(module)
+forked = trainer("zero3_notebook", 2)
+torch.manual_seed(1)
+forked.fit(module, data)                                                # the same module, on two
+after = state(module)
+assert any(not torch.equal(before[name], after[name]) for name in before)
+assert forked.callback_metrics["loss"] > 0 and not torch.distributed.is_initialized()
+
+plain = seeded(Lit)
+plain.load_state_dict(before)
+torch.manual_seed(1)
+trainer("ddp_notebook", 2).fit(plain, data)
+assert_weights(after, state(plain))                                     # as DDP in a notebook
+
+forked.validate(module, data)                                           # again, with what was trained
+forked.save_checkpoint(sys.argv[1])
+assert_weights(torch.load(sys.argv[1])["state_dict"], after, tolerance=0)
+trainer("zero3", 1).fit(module, data)                                   # and on one device again
+print("trained")
+"""
+
+THREADS = """
+torch.set_num_threads(2)
+os.environ.pop("OMP_NUM_THREADS", None)
+torch.ones(2**20).add_(1)  # the pool of OpenMP is there now
+from lightning_zero.trainer import launchers
+launchers._suggested_max_num_threads = lambda number: 2
+warnings.simplefilter("always")
+
+def computed():
+    torch.ones(2**20).add_(1)
+    return torch.get_num_threads()
+
+from lightning.fabric import Fabric
+fabric = Fabric(strategy="zero3_notebook", accelerator="cpu", devices=2)
+print(fabric.launch(lambda fabric: computed()), os.environ.get("OMP_NUM_THREADS"))
+"""
+
+
+def run(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environ = {key: value for key, value in os.environ.items() if key != "LOCAL_RANK"}
+    command = [sys.executable, "-c", NOTEBOOK + code, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environ, check=False)
+
+
+def test_cells_with_one_device_and_with_two(tmp_path: Path) -> None:
+    found = run(TRAINING, str(tmp_path / "last.ckpt"))
+    assert found.returncode == 0 and "trained" in found.stdout, found.stderr[-3000:]
+
+
+def test_a_pool_of_threads_does_not_hang_forked_processes() -> None:
+    """Under DDP it does."""
+    found = run(THREADS)
+    assert found.returncode == 0, found.stderr[-3000:]
+    assert found.stdout.splitlines()[-1] == "1 None"
+    assert "compute on one thread each" in found.stderr
+
+
+@pytest.mark.full
+def test_a_real_kernel(tmp_path: Path) -> None:
+    nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
+    pytest.importorskip("ipykernel")
+    cells = [NOTEBOOK.replace('sys.ps1 = ">>> "', "assert hasattr(sys, 'ps1')"), *_cells(tmp_path)]
+    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+    place = {"metadata": {"path": str(Path.cwd())}}
+    nbclient.NotebookClient(book, timeout=120, kernel_name="python3", resources=place).execute()
+    assert "trained" in str(book.cells[-1].outputs)
+
+
+def _cells(folder: Path) -> list[str]:
+    return [f"sys.argv = ['', {str(folder / 'last.ckpt')!r}]", *TRAINING.split("\n\n")]

@@ -1,0 +1,144 @@
+"""What watches parameters and gradients from outside: the values that it sees under DDP, or an error that says how."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_zero import ZeroStrategy
+from lightning_zero.ranks import waits
+from tests.engine.support import places_posted_often
+from tests.harness import Pool, on_ranks
+from tests.trainer.toys import Lit, assert_same, fit, seeded
+
+
+class Watch:
+    """As ``wandb.watch(model, log="all")`` does: hooks on parameters, and on the module, which reads them there."""
+
+    def __init__(self, module: nn.Module, every: int = 1) -> None:
+        self.seen: list[tuple[str, float]] = []
+        self.every, self.calls, self.root = every, 0, module
+        for name, param in module.named_parameters():
+            param.register_hook(lambda grad, name=name: self.note(f"gradients/{name}", grad.data))
+        module.head.register_forward_hook(self.forward)  # DDP calls the root twice in a step
+
+    def forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.calls += 1
+        if torch.is_grad_enabled() and self.calls % self.every == 0:
+            for name, param in self.root.named_parameters():
+                self.note(f"parameters/{name}", param.data.cpu())
+
+    def note(self, name: str, values: Tensor) -> None:
+        self.seen.append((name, float(values.reshape(-1).double().sum())))
+
+
+class Watched(Lit):
+    def __init__(self, every: int = 1, only_rank_0: bool = False) -> None:
+        super().__init__()
+        self.every, self.only_rank_0 = every, only_rank_0
+
+    def on_train_start(self) -> None:
+        if not self.only_rank_0 or self.global_rank == 0:
+            self.watch = Watch(self, self.every)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", ["zero1", "zero3"])
+def test_a_watcher_sees_what_it_sees_under_ddp(stage: str, tmp_path: Path) -> None:
+    seen = {}
+    for strategy in ("ddp", stage):
+        module = seeded(Watched)
+        fit(strategy, tmp_path, module, max_epochs=1)
+        seen[strategy] = sorted(module.watch.seen)
+    names = [name for name, _ in seen["ddp"]]
+    assert names == [name for name, _ in seen[stage]] and any("gradients" in name for name in names)
+    torch.testing.assert_close([v for _, v in seen[stage]], [v for _, v in seen["ddp"]], rtol=1e-5, atol=1e-6)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", ["zero1", "zero3"])
+def test_a_watcher_on_rank_0_alone(stage: str, tmp_path: Path) -> None:
+    """As Lightning's ``WandbLogger.watch`` does. The gathers that it needs are those of the backward, ahead of it."""
+    module = seeded(lambda: Watched(every=4, only_rank_0=True))
+    found = fit(stage, tmp_path, module)
+    expected = fit("ddp", tmp_path, seeded(Lit))
+    assert_same(found, expected, tolerance=0)
+    if dist.get_rank() == 0:
+        values = [value for name, value in module.watch.seen if name.startswith("parameters")]
+        assert len(values) >= 32 and all(map(math.isfinite, values))
+
+
+def read_on_rank_0(folder: str) -> None:
+    with places_posted_often(), mock.patch.object(waits, "ASK_S", 0.5):
+        strategy = ZeroStrategy("zero3", summary=False, stall_timeout_s=3600.0, dynamic=True)
+        module = seeded(lambda: Watched(every=4, only_rank_0=True))
+        try:
+            fit(strategy, folder, module)
+        except Exception as error:
+            if dist.get_rank() == 0:
+                (Path(folder) / "said").write_text(str(error))
+                os._exit(1)  # as the process would: only then rank 1 hears of it, inside of Lightning's call
+
+
+def test_a_read_on_rank_0_while_others_log(tmp_path: Path) -> None:
+    """Rank 1 is in a reduction of Lightning's, which does not know of gathers."""
+    pool = Pool(2)  # of its own: messages are left over
+    try:
+        with contextlib.suppress(Exception):  # a rank has ended
+            pool.run(pickle.dumps((read_on_rank_0, (str(tmp_path),), {})), timeout=60.0)
+    finally:
+        pool.kill()
+    said = (tmp_path / "said").read_text()
+    assert "All ranks must call this, or none" in said and "self.log(sync_dist=True)" in said
+
+
+LOOKS = {
+    "a histogram": lambda p: numpy.histogram(p.detach().cpu().numpy()),
+    "an array": lambda p: numpy.asarray(p.detach()),
+    "data": lambda p: p.data.cpu(),
+    "a list": lambda p: p.tolist(),
+    "a copy": lambda p: p.clone(),
+}
+
+
+class Histograms(Lit):
+    """Looks at a parameter and at its gradient outside of steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: dict[str, str] = {}
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        param = self.blocks[0].up.weight
+        for what, look in LOOKS.items():
+            for of, tensor in (("parameter", param), ("gradient", param.grad)):
+                try:
+                    found = torch.as_tensor(look(tensor)[0] if what == "a histogram" else look(tensor))
+                    self.said[f"{of}: {what}"] = "" if bool(found.isfinite().all()) else "NaN"
+                except RuntimeError as error:
+                    self.said[f"{of}: {what}"] = str(error)
+        self.said["printed"] = f"{param} {param.grad}"
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", ["zero1", "zero3"])
+def test_a_look_outside_of_a_step_is_true_or_says_how(stage: str, tmp_path: Path) -> None:
+    module = seeded(Histograms)
+    fit(stage, tmp_path, module, max_epochs=1)
+    assert "nan" not in module.said.pop("printed")
+    for what, said in module.said.items():
+        if what != "gradient: data":  # a sentinel again
+            assert "lightning_zero.gather" in said or (stage == "zero1" and "parameter" in what and said == ""), what
+    for look in LOOKS.values():
+        look(module.blocks[0].up.weight.detach())
