@@ -29,6 +29,7 @@ class Stage(Enum):
     zero1 = "zero1"
     zero2 = "zero2"
     zero3 = "zero3"
+    auto = "auto"
 
 
 class Precision(Enum):
@@ -104,7 +105,8 @@ class StageConfig:
 
     Attributes:
         name: ``zero0`` replicates everything (as DDP does); ``zero1`` shards optimizer state and master
-            weights; ``zero2`` gradients too; ``zero3`` parameters too.
+            weights; ``zero2`` gradients too; ``zero3`` parameters too. ``auto`` is for the strategy: it takes the
+            fastest row that fits, of this group and, under ``zero/offload=auto``, of that one too.
     """
 
     name: Stage = Stage.zero3
@@ -419,7 +421,7 @@ class ZeroConfig:
             start of a run, the ranks that have not come.
         after_fit: after fit, test or predict the module is ``whole`` again, one copy per host, or stays ``sharded``;
             ``auto``: whole where all hosts have room.
-        summary: print the table of units at the start and, at the end of the main job, that of bytes at rest.
+        summary: print the table of units at the start and, at the end of training, that of bytes planned and measured.
     """
 
     stage: StageConfig = field(default_factory=StageConfig)
@@ -561,6 +563,49 @@ def offload_row_path(name: Offload) -> str | None:
     return os.environ.get("LIGHTNING_ZERO_NVME_PATH") if "nvme" in name.name else None
 
 
+def is_decided(config: ZeroConfig) -> bool:
+    """Whether ``config`` says which stage; ``auto`` is to be decided first."""
+    return config.stage.name is not Stage.auto
+
+
+def check_decided(config: ZeroConfig) -> None:
+    """
+    Raises:
+        ConfigError: the stage is ``auto``, which only the strategy decides.
+    """
+    if not is_decided(config):
+        raise ConfigError(
+            "zero/stage: expected zero0, zero1, zero2 or zero3 here, got auto, which ZeroStrategy decides at the start "
+            "of a run. Give the stage, or train with Trainer(strategy='zero_auto')."
+        )
+
+
+def for_layout(config: ZeroConfig) -> ZeroConfig:
+    """``config`` with some stage where it is to be decided: buckets are the same at every stage, on every tier."""
+    return config if is_decided(config) else make_config(config, stage=Stage.zero1, offload=OffloadConfig())
+
+
+def candidate_rows(config: ZeroConfig) -> list[tuple[Stage, OffloadConfig]]:
+    """The rows that ``auto`` has to choose from, with their settings: those that ``config`` names, or all of a group.
+
+    Rows that rest in files are left out where no folder is given.
+    """
+    stages = [s for s in Stage if s is not Stage.auto] if not is_decided(config) else [config.stage.name]
+    given = config.offload
+    path = given.nvme_path or os.environ.get("LIGHTNING_ZERO_NVME_PATH")
+    found = []
+    for stage in stages:
+        for offload in Offload if given.name is Offload.auto else [given.name]:
+            if "nvme" in offload.name and not path:
+                continue
+            try:
+                row = with_rows(make_config(for_layout(config), stage=stage), offload=offload, settings=given)
+            except ConfigError:
+                continue
+            found.append((stage, row.offload))
+    return found
+
+
 def with_rows(
     config: ZeroConfig, stage: Any = None, offload: Any = None, *, settings: OffloadConfig | None = None
 ) -> ZeroConfig:
@@ -579,6 +624,11 @@ def with_rows(
             "restage: expected another stage, another offload, or both, got neither. Pass stage= or offload=."
         )
     changes = {} if stage is None else {"stage": stage}
+    if stage is not None and not isinstance(stage, StageConfig) and choose("stage", stage) is Stage.auto:
+        raise ConfigError(
+            "restage: expected zero0, zero1, zero2 or zero3, got stage=auto, which is decided at the start of a run. "
+            "Pass stage= one of these."
+        )
     if isinstance(offload, (str, Offload)):
         row, given = choose("offload", offload), settings if settings is not None else config.offload
         kept = {f.name: getattr(given, f.name) for f in fields(given) if f.name not in {"name", *without_effect(row)}}

@@ -23,6 +23,7 @@ PRESETS: dict[str, Preset] = {
     "zero3_offload": Preset("zero3", "cpu"),
     "zero3_offload_optimizer": Preset("zero3", "optimizer_cpu"),
     "zero3_nvme": Preset("zero3", "nvme"),
+    "zero_auto": Preset("auto", "auto"),
 }
 
 # The same in a notebook, where processes are forked.

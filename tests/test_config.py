@@ -175,6 +175,7 @@ def test_presets_are_those_of_the_design() -> None:
         "zero3_offload": ("zero3", "cpu"),
         "zero3_offload_optimizer": ("zero3", "optimizer_cpu"),
         "zero3_nvme": ("zero3", "nvme"),
+        "zero_auto": ("auto", "auto"),
     } == PRESETS
 
 

@@ -2,8 +2,9 @@
 
 ::
 
-    train        a run                           schema       types of the Hydra groups
+    train        a run; parts: what it is made of  schema       types of the Hydra groups
     plan         what a run needs of a machine   instantiate  objects from groups, with errors that name the key
+    plan_model   the model that it is for        plan_tables, plan_picture  what it shows
     submit       a run as a job                  jobs         a run as a job of a cluster
     slurm        scripts and sweeps for SLURM     convert      checkpoints in another form
     env          what a bug report needs         selftest     every stage and tier on this machine

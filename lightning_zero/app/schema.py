@@ -11,7 +11,7 @@ from enum import Enum
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
-from omegaconf import BooleanNode, IntegerNode, OmegaConf
+from omegaconf import BooleanNode, IntegerNode, OmegaConf, StringNode
 
 from lightning_zero.app.slurm.cluster import ClusterConfig
 from lightning_zero.config import ConfigError, ZeroConfig, choose, parse_bytes
@@ -125,6 +125,25 @@ class TrainConfig:
             raise ConfigError(f"seed: expected a number from 0 to 2**32 - 1, got {self.seed}. Change seed.")
 
 
+RATES = (
+    "compute",
+    "device_memory",
+    "host_memory",
+    "to_device",
+    "to_host",
+    "disk_read",
+    "disk_write",
+    "network",
+)
+
+
+def _rate(key: str, value: Any) -> float:
+    number = value if isinstance(value, float) else float(parse_bytes(key, value))
+    if not number > 0:
+        raise ConfigError(f"{key}: expected a number > 0, got {value!r}. Change {key}.")
+    return number
+
+
 @dataclass(kw_only=True, slots=True)
 class MachineConfig:
     """What the memory plan is made for. ``None``: as the machine at hand has it.
@@ -135,6 +154,10 @@ class MachineConfig:
         host_memory: of one host, for all its processes.
         nvme: of one host's disk.
         nodes: hosts.
+        rates: bytes a second of one rank, such as ``50GB``, by the names of
+            :class:`~lightning_zero.planning.speed.Rates`: ``device_memory``, ``host_memory``, ``to_device``,
+            ``to_host``, ``disk_read``, ``disk_write``, ``network``; and ``compute``, operations a second that a model
+            reaches. What is not given is assumed.
     """
 
     gpus: int | None = None
@@ -142,8 +165,16 @@ class MachineConfig:
     host_memory: Any = None
     nvme: Any = None
     nodes: int | None = None
+    rates: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        for key, value in self.rates.items():
+            if key not in RATES:
+                raise ConfigError(
+                    f"machine.rates.{key}: no such rate; there are {', '.join(RATES)}. Drop machine.rates.{key}."
+                )
+            if value is not None:
+                self.rates[key] = _rate(f"machine.rates.{key}", value)
         for key in ("gpus", "nodes"):
             value = getattr(self, key)
             if value is not None and value < 1:
@@ -178,7 +209,15 @@ def register_schema() -> None:
     store = ConfigStore.instance()
     store.store(name=TRAIN_SCHEMA, node=TrainConfig, provider="lightning_zero")
     # What a plan takes besides a run's settings; train.yaml is merged into it.
-    plan = {"machine": MachineConfig, "json": BooleanNode(False), "optimizer_states": IntegerNode(None)}
+    plan = {
+        "machine": MachineConfig,
+        "json": BooleanNode(False),
+        "optimizer_states": IntegerNode(None),
+        "activations": BooleanNode(True),
+        "hugging_face": StringNode(None),
+        "picture": StringNode(None),
+        "dark": BooleanNode(False),
+    }
     store.store(name=PLAN_SCHEMA, node=plan, provider="lightning_zero")
     submit = {"machine": MachineConfig, "dry_run": BooleanNode(False)}
     store.store(name=SUBMIT_SCHEMA, node=submit, provider="lightning_zero")

@@ -23,15 +23,27 @@ from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_zero.app import plan, train
+from lightning_zero.app import train
 from lightning_zero.app.jobs import check_saves, fit_trainer
 from lightning_zero.app.overrides import check_keys
+from lightning_zero.app.parts import agreed_precision, build_data
+from lightning_zero.app.plan_model import describe
+from lightning_zero.app.plan_tables import advice_lines, short_bytes
 from lightning_zero.app.schema import MachineConfig, TrainConfig
 from lightning_zero.app.slurm import script
 from lightning_zero.app.slurm.cluster import ClusterConfig, ClusterName
-from lightning_zero.config import ConfigError, Hierarchy, OffloadConfig, PrecisionConfig
+from lightning_zero.config import (
+    ConfigError,
+    Hierarchy,
+    OffloadConfig,
+    PrecisionConfig,
+    candidate_rows,
+    is_decided,
+)
+from lightning_zero.planning.choose import choose_row
 from lightning_zero.planning.fit import Advice, Machine, advise, allowed_rows, plan_row
 from lightning_zero.planning.placement import Tier
+from lightning_zero.planning.step_time import CPU_RATES, GPU_RATES
 
 EXTRA_KEYS = ("machine", "dry_run")
 PLENTY = 2**60  # bytes of what nobody has described
@@ -69,7 +81,7 @@ def check_run(config: TrainConfig, explicit: set[str]) -> None:
     from lightning_zero.data.text import TextData
 
     train.check_checkpoint(config.ckpt_path)
-    train.agreed_precision(config)
+    agreed_precision(config)
     check_saves(config, explicit)
     # Callbacks and the arguments of Trainer, on a device that is here. fp16 is no precision of a CPU.
     # The folder for files is one of the nodes.
@@ -79,7 +91,7 @@ def check_run(config: TrainConfig, explicit: set[str]) -> None:
     zero = replace(config.zero, precision=PrecisionConfig(), offload=offload)
     trial = replace(config.trainer, accelerator="cpu", devices=1, num_nodes=1, precision=None)
     with _silent():
-        data = train.build_data(config, explicit)
+        data = build_data(config, explicit)
         if isinstance(data, TextData):
             data.check(config.cluster.world_size)
         train.build_trainer(replace(config, zero=zero, trainer=trial), plugins=[LightningEnvironment()])
@@ -132,15 +144,19 @@ def check_memory(config: TrainConfig, asked: MachineConfig) -> str:
     Raises:
         ConfigError: it does not fit; says what would.
     """
-    model = plan.describe(config, None)
+    model = describe(config, train.explicit_keys()).model
     machine = machine_of(config.cluster, asked, config.zero.comm.hierarchy)
     settings = config.zero.offload
+    if not is_decided(config.zero):
+        candidates = [(stage, row.name, row) for stage, row in candidate_rows(config.zero)]
+        choice = choose_row(model, machine, candidates, CPU_RATES if machine.shared else GPU_RATES)
+        return f"{choice.rows}, if activations leave room for it: {choice.reason}"
     chosen = plan_row(model, config.zero.stage.name, settings.name, machine, settings)
     if not chosen.fits:
         rows = [plan_row(model, stage, row, machine, OffloadConfig()) for stage, row in allowed_rows()]
         advice: Advice = advise(model, chosen, machine, settings, rows)
         raise ConfigError(
-            f"the run does not fit into the memory of machine.*: {plan.advice_lines(machine, [chosen], [advice])[0]}. "
+            f"the run does not fit into the memory of machine.*: {advice_lines(machine, [chosen], [advice])[0]}. "
             "Change cluster.nodes or zero/offload, or correct machine.*; python -m lightning_zero.plan shows all."
         )
     tiers: tuple[tuple[str, int, int], ...] = (
@@ -152,7 +168,7 @@ def check_memory(config: TrainConfig, asked: MachineConfig) -> str:
         together = chosen.per_host[Tier.device] + chosen.per_host[Tier.host]
         tiers = (("each host", together, machine.host_memory), tiers[2])
     parts = [
-        f"{plan.short_bytes(need)} of {'an unknown size' if there == PLENTY else plan.short_bytes(there)} on {where}"
+        f"{short_bytes(need)} of {'an unknown size' if there == PLENTY else short_bytes(there)} on {where}"
         for where, need, there in tiers
         if need
     ]

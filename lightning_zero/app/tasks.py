@@ -17,7 +17,6 @@ from lightning_zero.app.jobs import decided
 from lightning_zero.app.progress import LastValidation
 from lightning_zero.app.schema import Task, TrainConfig
 from lightning_zero.config import ConfigError
-from lightning_zero.trainer.summary import print_held
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -53,10 +52,7 @@ def _fit(
         for callback in trainer.checkpoint_callbacks:
             if isinstance(callback, ModelCheckpoint) and callback.monitor and callback.best_model_path:
                 print(f"best checkpoint: {os.path.relpath(callback.best_model_path)}, by {callback.monitor}")
-    metrics = _validated(trainer, model, data)
-    if config.zero.summary and trainer.is_global_zero:
-        print_held(trainer.strategy.engine, config.trainer.accumulate_grad_batches)  # type: ignore[attr-defined]
-    return metrics
+    return _validated(trainer, model, data)
 
 
 def _validated(trainer: Trainer, model: LightningModule, data: LightningDataModule) -> dict[str, float]:

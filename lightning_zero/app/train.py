@@ -26,7 +26,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lightning_zero.app import sweep
-from lightning_zero.app.instantiate import accepted_arguments, build, build_all
+from lightning_zero.app.instantiate import build_all
 from lightning_zero.app.jobs import (
     check_inside,
     check_saves,
@@ -43,7 +43,9 @@ from lightning_zero.app.overrides import (
     hydra_prints,
     hydra_raises,
 )
-from lightning_zero.app.schema import Task, TrainConfig, TrainerConfig, register_schema, trainer_precision
+from lightning_zero.app.parts import TEXT_DATA, agreed_precision, build_data, build_model
+from lightning_zero.app.plan_model import describe, optimizer_states
+from lightning_zero.app.schema import Task, TrainConfig, TrainerConfig, register_schema
 from lightning_zero.app.slurm.sweeps import check_launcher, register_launcher
 from lightning_zero.config import ConfigError
 from lightning_zero.data.sources import check_path
@@ -54,29 +56,8 @@ if TYPE_CHECKING:
     from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 
 CPU_PROCESSES = 2  # where there is no GPU and no number of devices is given
-TEXT_DATA = "lightning_zero.data.text.TextData"
-PRECISION_ALIASES = {"32": "32-true", "64": "64-true", "bf16": "bf16-mixed", "16": "16-mixed"}
 
 _entered = False  # Hydra has composed the configuration and called us
-
-
-def agreed_precision(config: TrainConfig) -> str | None:
-    """Lightning's precision for the group ``zero/precision``.
-
-    Raises:
-        ConfigError: ``trainer.precision`` is given and says otherwise.
-    """
-    name = config.zero.precision.name
-    asked = config.trainer.precision
-    expected = trainer_precision(name)
-    if name is None or expected is None:
-        return asked
-    if asked is not None and PRECISION_ALIASES.get(asked, asked) != expected:
-        raise ConfigError(
-            f"trainer.precision: expected {expected} under zero/precision={name.name}, got {asked}. "
-            "Drop trainer.precision, or change zero/precision."
-        )
-    return expected
 
 
 def local_devices(config: TrainerConfig) -> Any:
@@ -107,56 +88,6 @@ def number_of_nodes(config: TrainerConfig) -> int:
 def explicit_keys() -> set[str]:
     """The keys that were given on the command line."""
     return {re.split(r"[=@]", o.lstrip("+~"))[0] for o in HydraConfig.get().overrides.task}
-
-
-def build_optimizer(config: TrainConfig) -> Any:
-    """Makes an optimizer from param groups. Tried on one parameter, so that a bad value is found now."""
-    import torch
-
-    if not config.optimizer.get("_partial_"):
-        raise ConfigError(
-            "optimizer._partial_: expected true (the parameters come later), got "
-            f"{config.optimizer.get('_partial_')!r}. Change optimizer._partial_."
-        )
-    make = build("optimizer", config.optimizer)
-    try:
-        make([torch.nn.Parameter(torch.zeros(1))])
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"optimizer: {config.optimizer['_target_']} refuses these settings: {error}.") from error
-    return make
-
-
-def build_model(config: TrainConfig, explicit: set[str]) -> LightningModule:
-    """The LightningModule of the group ``model``; it gets the optimizer if it takes one.
-
-    With a class of the user's own in the place of ours, arguments of our default model that it does not take are left
-    out, unless they were asked for by name.
-    """
-    from lightning_zero.models.gpt import LitGPT
-
-    optimizer = build_optimizer(config) if config.optimizer else None
-    asked_for_optimizer = any(k == "optimizer" or k.startswith("optimizer.") for k in explicit)
-    given = {k.removeprefix("model.") for k in explicit if k.startswith("model.")}
-    return build(
-        "model",
-        config.model,
-        droppable=_defaults_of(LitGPT, config.model) - given,
-        extra={"optimizer": optimizer},
-        needs_extra={"optimizer"} if asked_for_optimizer else set(),
-    )
-
-
-def build_data(config: TrainConfig, explicit: set[str]) -> LightningDataModule:
-    from lightning_zero.data.text import TextData
-
-    given = {k.removeprefix("data.") for k in explicit if k.startswith("data.")}
-    return build("data", config.data, droppable=_defaults_of(TextData, config.data) - given)
-
-
-def _defaults_of(ours: type, node: dict[str, Any]) -> set[str]:
-    """Arguments that are in a group for our class, and mean nothing to another in its place."""
-    is_ours = node.get("_target_") == f"{ours.__module__}.{ours.__qualname__}"
-    return set() if is_ours else accepted_arguments(ours) or set()
 
 
 def build_trainer(config: TrainConfig, plugins: list[Any] | None = None) -> Trainer:
@@ -300,12 +231,31 @@ def run(config: TrainConfig) -> float | None:
         data.check(trainer.world_size)
     check_vocabulary(model, data)
     ckpt_path = checkpoint_to_resume(config, trainer) if config.task is Task.fit else config.ckpt_path
+    plan_of_run(config, trainer)
     trainer.strategy.run_settings = {**asdict(config), "ckpt_path": ckpt_path}  # type: ignore[attr-defined]
     with batches_explained(model, data):
         metrics = perform(config, trainer, model, data, ckpt_path)
     if trainer.is_global_zero:
         report(config, metrics, list(HydraConfig.get().overrides.task))
     return optimized(config, metrics)
+
+
+def plan_of_run(config: TrainConfig, trainer: Trainer) -> None:
+    """What the strategy is to know of the run: for the decision on ``zero/stage=auto``, and for its last table."""
+    strategy: Any = trainer.strategy
+    explicit = explicit_keys()
+    strategy.planned_states = optimizer_states(config)
+    strategy.measures_peak = config.zero.summary and config.trainer.profiler is None
+
+    def activations() -> Any:
+        try:
+            found = describe(config, explicit, activations=True, both_ways=False).model.activations
+        except Exception:  # of the user's model, built once more; the run is over and has what it was for
+            return None
+        return None if found is None else found.measured[0]
+
+    if config.data.get("_target_") == TEXT_DATA:  # other data would have to be asked for a batch once more
+        strategy.activations_of_run = activations
 
 
 def _quieten(task: Task) -> None:

@@ -36,7 +36,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_zero.config import ConfigError, ZeroConfig, make_config
+from lightning_zero.config import ConfigError, ZeroConfig, check_decided, make_config
 from lightning_zero.device.cuda import default_device, with_index
 from lightning_zero.engine.engine import Engine, engine_of, engines
 from lightning_zero.engine.whole import norms
@@ -76,6 +76,7 @@ def shard(
         ConfigError: a setting that cannot work, a module that is sharded already, DTensor parameters.
     """
     config = make_config(config, **settings)
+    check_decided(config)
     if process_group is None and dist.is_available() and dist.is_initialized():
         process_group = dist.group.WORLD
     where = default_device() if device is None else with_index(torch.device(device))

@@ -10,7 +10,10 @@
     schedule    the order of gathers, and what comes ahead
     buckets     what rests where: the plan of one bucket
     memory      bytes by role, tier and moment
+    activations bytes along a forward and a backward, and the peaks of all bytes together
     speed       the least time of a step        timeline  the time of a schedule
+    step_time   bytes that are sent, the expected time of a step, and what binds it
     peaks       what GPUs can do at most        clocks    how the clocks of ranks differ
     fit         whether a plan fits a machine, and what would make it fit
+    choose      the row of auto: the fastest that fits, and the largest micro-batch
 """

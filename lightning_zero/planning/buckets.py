@@ -33,6 +33,7 @@ class Role(Enum):
     gathered = "gathered"  # parameters of units in use, and ahead of use
     reducing = "reducing"  # unsharded gradients: filling, or under way
     staging = "staging"  # between tiers
+    activation = "activation"  # what a micro-batch needs beside parameters and their gradients, and the batch
 
 
 RESTING = (Role.compute_param, Role.master_param, Role.grad, Role.optim_state)

@@ -8,9 +8,12 @@ from dataclasses import dataclass, replace
 
 from lightning_zero.config import ConfigError, Hierarchy, Offload, OffloadConfig, Stage, check_rows
 from lightning_zero.planning import memory
+from lightning_zero.planning.activations import ByBatchSize, peaks_with
 from lightning_zero.planning.buckets import BucketPlan, BucketShape, place
 from lightning_zero.planning.memory import ADAM_STATES, Bytes, Limits, Moment, Phase
 from lightning_zero.planning.placement import OFFLOADS, STAGES, Tier, TierRow, default_budgets, split_by_budget
+from lightning_zero.planning.speed import Rates
+from lightning_zero.planning.step_time import Sent, StepTime, expected, sent_by
 
 MOST_DOUBLINGS = 10  # of the number of GPUs, when looking for one that fits
 
@@ -47,12 +50,23 @@ class Model:
     Attributes:
         names: of its units, the root first.
         states: tensors of optimizer state for each parameter.
+        activations: of micro-batches; ``None``: they do not count.
+        samples: of a micro-batch; default: as many as the smaller one that was measured.
     """
 
     names: tuple[str, ...]
     shapes: tuple[BucketShape, ...]
     limits: Limits
     states: int = ADAM_STATES
+    activations: ByBatchSize | None = None
+    samples: int | None = None
+
+    @property
+    def flops(self) -> float:
+        """Of a forward and a backward; 6 for each parameter and sample where nothing was measured."""
+        if self.activations is None:
+            return 6.0 * sum(shape.numel for shape in self.shapes) * (self.samples or 1)
+        return self.activations.of(self.samples or self.activations.sizes[0]).flops
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +86,8 @@ class Row:
         peaks: bytes of one rank at the peak of each moment.
         per_rank, per_host: the peak on each tier, over all moments, of a rank and of the ranks of a host.
         refused: the budgets of ``auto`` cannot hold the model, for this reason.
+        sent: bytes that a rank sends in a step.
+        time: what a step is expected to take; ``None``: no rates were given.
     """
 
     stage: Stage
@@ -82,6 +98,8 @@ class Row:
     per_host: dict[Tier, int]
     shortages: tuple[Shortage, ...]
     refused: str = ""
+    sent: Sent | None = None
+    time: StepTime | None = None
 
     @property
     def fits(self) -> bool:
@@ -99,7 +117,7 @@ class Advice:
 def allowed_rows() -> list[tuple[Stage, Offload]]:
     """Every stage with every row of ``zero/offload`` that goes with it."""
     found = []
-    for stage in Stage:
+    for stage in STAGES:
         for offload in Offload:
             try:
                 check_rows(stage, offload)
@@ -109,23 +127,42 @@ def allowed_rows() -> list[tuple[Stage, Offload]]:
     return found
 
 
-def plan_row(model: Model, stage: Stage, offload: Offload, machine: Machine, settings: OffloadConfig) -> Row:
+def plan_row(
+    model: Model,
+    stage: Stage,
+    offload: Offload,
+    machine: Machine,
+    settings: OffloadConfig,
+    rates: Rates | None = None,
+) -> Row:
     """The bytes of one stage and offload row, and whether they fit.
 
     Args:
         settings: budgets for ``auto``.
+        rates: of the machine, for the time of a step.
     """
     try:
         tiers = _tiers(model, stage, offload, machine, settings)
     except ConfigError as error:
         return Row(stage, offload, Counter(), {}, dict.fromkeys(Tier, 0), dict.fromkeys(Tier, 0), (), str(error))
     buckets = _placed(model, stage, tiers, machine)
-    waiting = Moment.accumulating if model.limits.micro_batches > 1 else Moment.reduced
+    limits = replace(model.limits, has_link=not machine.shared)
+    waiting = Moment.accumulating if limits.micro_batches > 1 else Moment.reduced
     rest = memory.planned_bytes(buckets, state_tensors=model.states, moment=waiting)
-    peaks = memory.peak_bytes(buckets, model.limits, state_tensors=model.states)
+    if model.activations is None:
+        peaks = memory.peak_bytes(buckets, limits, state_tensors=model.states)
+    else:
+        activations = model.activations.of(model.samples or model.activations.sizes[0])
+        peaks = peaks_with(buckets, limits, activations, state_tensors=model.states)
+    replicas = max(1, machine.world_size // buckets[0].layout.world_size) if buckets else 1
+    sent = sent_by(buckets, limits, replicas=replicas)
+    time = None
+    if rates is not None:
+        time = expected(buckets, limits, model.flops, rates, replicas=replicas, on_cpu=machine.shared)
     per_rank = {tier: max(memory.on_tier(held, tier) for held in peaks.values()) for tier in Tier}
     per_host = {tier: nbytes * machine.gpus for tier, nbytes in per_rank.items()}
-    return Row(stage, offload, rest, peaks, per_rank, per_host, _shortages(per_rank, per_host, machine))
+    lacks = _shortages(per_rank, per_host, machine)
+    return Row(stage, offload, rest, peaks, per_rank, per_host, lacks, sent=sent, time=time)
 
 
 def _placed(model: Model, stage: Stage, tiers: Sequence[TierRow], machine: Machine) -> list[BucketPlan]:

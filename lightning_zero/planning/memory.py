@@ -14,9 +14,9 @@ ZeRO's 16P/N of stage 3 has bf16 gradients and a bf16 shard beside the master. H
 as it is gathered, and kept only where the master rests on another tier.
 
 Memory that two roles share (in fp32, where both rest on one tier) counts once, for ``compute_param``; parameters that
-are frozen have no other role. Padding counts: these are the bytes of buffers. Not counted are activations, what a
-library needs inside (the allocator's rounding, a transport's own buffers, temporaries of an optimizer without a fused
-kernel) and optimizer state that is one number for a tensor.
+are frozen have no other role. Padding counts: these are the bytes of buffers. Not counted are activations
+(``activations.py`` adds them), what a library needs inside (the allocator's rounding, a transport's own buffers,
+temporaries of an optimizer without a fused kernel) and optimizer state that is one number for a tensor.
 """
 
 from __future__ import annotations
@@ -124,12 +124,14 @@ class Limits:
 
     Attributes:
         micro_batches: backwards per step.
+        has_link: the device is not the host: what goes from one to the other passes through pinned buffers.
     """
 
     prefetch_bytes: int
     keep_gathered_bytes: int
     reduce_bucket_bytes: int
     micro_batches: int = 1
+    has_link: bool = True
 
 
 def gathered_peaks(nbytes: Sequence[int], limits: Limits) -> tuple[int, int]:
@@ -138,12 +140,23 @@ def gathered_peaks(nbytes: Sequence[int], limits: Limits) -> tuple[int, int]:
     Args:
         nbytes: gathered bytes of each unit that is dropped after use; the root, which stays for the whole pass, first.
     """
+    peaks = [nbytes[0] if nbytes else 0] * 2
+    for _, backward, held in gathered_along(nbytes, limits):
+        peaks[backward] = max(peaks[backward], held)
+    return peaks[0], peaks[1]
+
+
+def gathered_along(nbytes: Sequence[int], limits: Limits) -> Iterator[tuple[int, bool, int]]:
+    """Unit, whether it is the backward, and bytes of gathered units: at each use of a unit, in order.
+
+    Args:
+        nbytes: as for :func:`gathered_peaks`.
+    """
     units = [unit for unit, size in enumerate(nbytes) if unit and size]
     history = units + units[::-1]
     cursor = Cursor(compile_plan(history, nbytes, limits.keep_gathered_bytes))
     held: set[int] = set()
     ahead: list[int] = []
-    peaks = [nbytes[0] if nbytes else 0] * 2
 
     def admit(unit: int) -> bool:
         if unit in held or not may_come_ahead(nbytes[unit], [nbytes[u] for u in ahead], limits.prefetch_bytes):
@@ -158,11 +171,9 @@ def gathered_peaks(nbytes: Sequence[int], limits: Limits) -> tuple[int, int]:
         if unit in ahead:
             ahead.remove(unit)
         cursor.ahead(admit)
-        phase = event // len(units)
-        peaks[phase] = max(peaks[phase], nbytes[0] + sum(nbytes[u] for u in held))
+        yield unit, event >= len(units), nbytes[0] + sum(nbytes[u] for u in held)
         if cursor.used(unit):
             held.discard(unit)
-    return peaks[0], peaks[1]
 
 
 def peak_bytes(
@@ -182,16 +193,17 @@ def peak_bytes(
         return planned_bytes(buckets, rank, state_tensors=state_tensors, moment=moment)
 
     total = {Phase.forward: rest(waiting), Phase.backward: rest(waiting), Phase.step: rest(Moment.reduced)}
-    forward, backward = gathered_peaks(_by_unit(buckets, lambda b: b.full_nbytes * b.reshards), limits)
+    forward, backward = gathered_peaks(by_unit(buckets, lambda b: b.full_nbytes * b.reshards), limits)
     total[Phase.forward][Role.gathered, Tier.device] = forward
     total[Phase.backward][Role.gathered, Tier.device] = backward
     total[Phase.backward][Role.reducing, Tier.device] = _reducing_nbytes(buckets, limits)
-    for phase, staging in _staging(buckets, state_tensors, rank).items():
+    for phase, staging in _staging(buckets, limits, state_tensors, rank).items():
         total[phase].update(staging)
     return {phase: +held for phase, held in total.items()}
 
 
-def _by_unit(buckets: Iterable[BucketPlan], size: Callable[[BucketPlan], int]) -> list[int]:
+def by_unit(buckets: Iterable[BucketPlan], size: Callable[[BucketPlan], int]) -> list[int]:
+    """Sums over the buckets of each unit, in the order of units."""
     sums: dict[int, int] = {}
     for bucket in buckets:
         sums[bucket.unit] = sums.get(bucket.unit, 0) + size(bucket)
@@ -216,22 +228,23 @@ def _reducing_nbytes(buckets: Sequence[BucketPlan], limits: Limits) -> int:
     brought = [b.layout.world_size for b in trainable if more and b.shards_master and b.layout.world_size > 1]
     shards = under_way // min(brought) if brought else 0
     filling = max(
-        _by_unit(trainable, lambda b: b.layout.numel * max(b.itemsizes.reduce, b.itemsizes.compute) * apart(b)),
+        by_unit(trainable, lambda b: b.layout.numel * max(b.itemsizes.reduce, b.itemsizes.compute) * apart(b)),
         default=0,
     )
     own = [size for size, bucket in zip(sizes, trainable, strict=True) if apart(bucket)]
     return min(sum(own), min(sum(own), under_way) + filling) + shards
 
 
-def _staging(buckets: Sequence[BucketPlan], state_tensors: int, rank: int) -> dict[Phase, Bytes]:
+def _staging(buckets: Sequence[BucketPlan], limits: Limits, state_tensors: int, rank: int) -> dict[Phase, Bytes]:
     """Bytes between tiers besides the ring, all of them bounded by a few buckets."""
     found: dict[Phase, Bytes] = {phase: Counter() for phase in Phase}
     trainable = [b for b in buckets if b.trainable]
     host = (Role.staging, Tier.host)
     for phase in (Phase.forward, Phase.backward):
-        found[phase][host] += READ_AHEAD * max(map(read_nbytes, buckets), default=0)
+        found[phase][host] += READ_AHEAD * round_up(max(map(read_nbytes, buckets), default=0), FILE_PAGE_NBYTES)
+    pair = 2 * PAIR_NBYTES * limits.has_link
     if any(b.grads_on_host for b in trainable):
-        found[Phase.backward][host] += 2 * PAIR_NBYTES  # gradients that are added to those that are there
+        found[Phase.backward][host] += pair  # gradients that are added to those that are there
     in_files = [
         (b.owned_numel + state_tensors * b.state_numel(rank)) * b.itemsizes.master
         for b in trainable
@@ -239,7 +252,7 @@ def _staging(buckets: Sequence[BucketPlan], state_tensors: int, rank: int) -> di
     ]
     windows = (sum(in_files[i : i + STEPS_IN_MEMORY]) for i in range(len(in_files)))
     # The step overlaps the next forward.
-    in_steps = max(windows, default=0) + 2 * PAIR_NBYTES * bool(in_files)  # what is stepped is sent by pieces
+    in_steps = max(windows, default=0) + pair * bool(in_files)  # what is stepped is sent by pieces
     cast = [b for b in trainable if b.itemsizes.grad != b.itemsizes.master]
     in_steps += STEP_CHUNK_NBYTES * any(b.steps_on_host for b in cast)
     found[Phase.step][host] += in_steps

@@ -13,6 +13,7 @@ On a GPU all of these overlap, so the largest is the bound. But a step that does
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
@@ -32,6 +33,7 @@ class Rates:
         device_memory, host_memory: bytes read and written by a kernel on all cores.
         to_device, to_host: bytes over the link, each way at a time.
         disk_read, disk_write: bytes; one at a time.
+        network: bytes that a rank sends, and receives at the same time.
     """
 
     compute: float
@@ -41,6 +43,7 @@ class Rates:
     to_host: float
     disk_read: float
     disk_write: float
+    network: float = math.inf
 
 
 @dataclass
@@ -54,6 +57,7 @@ class Work:
     to_host: float = 0.0
     disk_read: float = 0.0
     disk_write: float = 0.0
+    network: float = 0.0
 
     def seconds(self, rates: Rates) -> dict[str, float]:
         """By resource; the disk reads or writes."""

@@ -38,7 +38,7 @@ from lightning_zero.engine.whole.ranges import Hollow
 from lightning_zero.engine.whole.sharded_state import sharded_optimizer_state, sharded_state_dict
 from lightning_zero.ranks.peers import PeerError
 from lightning_zero.ranks.waits import StallError, Waits
-from lightning_zero.trainer import averaging
+from lightning_zero.trainer import auto_row, averaging
 from lightning_zero.trainer.background_saves import BackgroundSaves
 from lightning_zero.trainer.checkpoint_fits import (
     check_frozen,
@@ -69,9 +69,11 @@ class CheckpointingStrategy(ParallelStrategy):
         range_save: inside of ``Trainer.save_checkpoint``, where all ranks write one file.
         hollow: of the last one.
         next_may_fail: training goes on where a save fails that is handed over to the background now.
+        saved_decision: the rows of ``auto`` in the checkpoint that was loaded last.
     """
 
     config: ZeroConfig
+    decision: auto_row.Decision | None
     _random_numbers: RandomNumbers | None
 
     def __init__(self, config: ZeroConfig, checkpoint_io: CheckpointIO | None, **arguments: Any) -> None:
@@ -90,6 +92,7 @@ class CheckpointingStrategy(ParallelStrategy):
         self._saver: ShardedSaver | None = None
         super().__init__(checkpoint_io=checkpoint_io, **arguments)
         self.resumes_job = False
+        self.saved_decision: auto_row.Decision | None = None
         self.range_save: RangeSave | None = None
         self.hollow: Hollow | None = None
         self._to_load: tuple[Mapping[str, Any], bool] | None = None  # what waits for setup(), and strict
@@ -161,6 +164,8 @@ class CheckpointingStrategy(ParallelStrategy):
             checkpoint[HUGGING_FACE] = model
         if self.config.checkpoint.exclude_frozen:
             checkpoint[averaging.EXCLUDES_FROZEN] = True
+        if self.decision is not None:
+            checkpoint[auto_row.KEY] = auto_row.record(self.decision)
         if self._saves_folders:
             if storage_options is not None:
                 raise ConfigError(
@@ -301,6 +306,7 @@ class CheckpointingStrategy(ParallelStrategy):
             return of_lightning(load(self.checkpoint_io, checkpoint_path, weights_only), checkpoint_path)
 
         checkpoint = self.together("reading a checkpoint", read)
+        self.saved_decision = auto_row.from_record(checkpoint.pop(auto_row.KEY, None))
         self._take_random_numbers(checkpoint.pop(RNG_KEY, None), checkpoint_path)
         return checkpoint
 

@@ -19,12 +19,15 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.nn import Module, SyncBatchNorm
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lightning_zero.config import ZeroConfig
+from lightning_zero.config import ZeroConfig, is_decided
 from lightning_zero.engine import Engine, engine_of, shard
 from lightning_zero.engine.units.describe import TRUE_DTYPES
 from lightning_zero.engine.whole.host_copy import check_room
+from lightning_zero.planning.activations import Activations
+from lightning_zero.planning.memory import ADAM_STATES
 from lightning_zero.ranks.environments import own_environment
 from lightning_zero.trainer import (
+    auto_row,
     averaging,
     compiled,
     finetuning,
@@ -43,14 +46,16 @@ from lightning_zero.trainer.processes import Processes
 from lightning_zero.trainer.random_numbers import RandomNumbers
 from lightning_zero.trainer.restaging import RestagingStrategy
 from lightning_zero.trainer.settings import settings_of, with_precision
-from lightning_zero.trainer.summary import print_units
+from lightning_zero.trainer.step_peak import StepPeak
+from lightning_zero.trainer.summary import print_held, print_units
 
 
 class ZeroStrategy(Processes, RestagingStrategy):
     """ZeRO stages 0-3 as a Lightning strategy.
 
     Args:
-        stage: a row of ``zero/stage`` (``"zero0"`` .. ``"zero3"``, or 0 .. 3); default ``zero3``.
+        stage: a row of ``zero/stage`` (``"zero0"`` .. ``"zero3"``, or 0 .. 3); default ``zero3``. ``"auto"``: the
+            fastest that fits, decided at the start of a run.
         offload: a row of ``zero/offload``.
         checkpoint: a row of ``zero/checkpoint``.
         compile: a row of ``zero/compile``, or its settings.
@@ -67,6 +72,11 @@ class ZeroStrategy(Processes, RestagingStrategy):
             SLURM it always does.
         save_every_s: a run saves it every so many seconds too.
         command_to_go_on: given a checkpoint, says how a run goes on from it that was interrupted.
+        decision: the rows that ``stage="auto"`` has become, and why.
+        activations_of_run: gives the activations of a micro-batch, for the plan that is shown at the end of training.
+        measures_peak: have torch's profiler measure the peak of a step on the CPU, for that too. No other profiler may
+            run then.
+        planned_states: tensors of optimizer state for each parameter, as far as that decision is concerned.
 
     Raises:
         ConfigError: a setting that cannot work; the message names the key to change.
@@ -104,12 +114,19 @@ class ZeroStrategy(Processes, RestagingStrategy):
             timeout=timeout,
             start_method=start_method,
         )
+        self.asked_config = None if is_decided(config) else config
+        self.decision: auto_row.Decision | None = None
+        self.planned_states = ADAM_STATES
+        self.activations_of_run: Callable[[], Activations | None] = lambda: None
+        self.measures_peak = False
+        self._step_peak: StepPeak | None = None
         self.saves_on_sigterm = False
         self.save_every_s: float | None = None
         self.command_to_go_on: Callable[[str], str] = call_to_go_on
         self._interruptions: Interruptions | None = None
         self._random_numbers: RandomNumbers | None = None
         self._evaluation_starts = False
+        self._trained = False
         self._left = False  # on a signal, in a hurry
         self._has_values = False  # the module, which was trained before
 
@@ -215,6 +232,8 @@ class ZeroStrategy(Processes, RestagingStrategy):
         fitting = trainer.state.fn == TrainerFn.FITTING
         if (engine := engine_of(self.model)) is not None:
             engine.hide_whole(keep=not fitting)  # a step changes all values
+        if self.lightning_module is not None:
+            auto_row.decide(self, trainer, self.lightning_module, fitting=fitting)
         self._has_values = engine_of(self.model) is not None  # of a run before, whatever its settings
         if fitting and self._layer_sync:
             self.model = self._sync_layers(self.model)
@@ -299,6 +318,7 @@ class ZeroStrategy(Processes, RestagingStrategy):
             engine = engine_of(module)
             if engine is not None:
                 engine.rest()
+                self._show_held(engine, module)
                 self._show_whole(engine)
             if module._trainer is not None:
                 averaging.let_go(module.trainer)
@@ -315,6 +335,16 @@ class ZeroStrategy(Processes, RestagingStrategy):
         self.precision_plugin.teardown()
         self.accelerator.teardown()
         self._end_writing()
+
+    def _show_held(self, engine: Engine, module: pl.LightningModule) -> None:
+        """At the end of training: the plan beside what was measured. On rank 0."""
+        trained, self._trained = self._trained, False
+        peak, self._step_peak = self._step_peak, None
+        if peak is not None:
+            peak.let_go()
+        if trained and self.config.summary and self.is_global_zero and module._trainer is not None:
+            measured = peak.nbytes if peak is not None else None
+            print_held(engine, module.trainer.accumulate_grad_batches, self.activations_of_run(), measured)
 
     def _show_whole(self, engine: Engine) -> None:
         if self._left:
@@ -333,6 +363,8 @@ class ZeroStrategy(Processes, RestagingStrategy):
         processes.fail()
         module = self.lightning_module
         engine = engine_of(module) if module is not None else None
+        if self._step_peak is not None:
+            self._step_peak.let_go()
         if self._waits is not None:
             self._waits.explain(exception)
         if engine is not None:
@@ -379,13 +411,23 @@ class ZeroStrategy(Processes, RestagingStrategy):
             self.engine.sync_buffers()
         return self.engine.step_scope(key, evaluation=True)
 
+    def on_train_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        if self._step_peak is not None and self.lightning_module is not None:
+            self._step_peak.batch_begins(self.lightning_module.trainer.global_step, batch)
+
     def on_train_start(self) -> None:
+        if self.measures_peak and self.is_global_zero and self.root_device.type == "cpu":
+            self._step_peak = StepPeak(self.engine)
         if self._random_numbers is not None:
             self._random_numbers.on_train_start()
         assert self.lightning_module is not None
         validations.repair_counts(self.lightning_module.trainer)
 
     def on_train_end(self) -> None:
+        assert self.lightning_module is not None
+        if self._step_peak is not None:
+            self._step_peak.training_ends(self.lightning_module.trainer.global_step)
+        self._trained = True
         if self._interruptions is not None:
             self._interruptions.at_boundary(last=True)
 

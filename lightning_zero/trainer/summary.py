@@ -9,11 +9,14 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_zero.planning import memory
-from lightning_zero.planning.buckets import Role
-from lightning_zero.planning.memory import Moment, Phase
+from lightning_zero.planning.activations import Activations, peaks_with
+from lightning_zero.planning.buckets import BucketPlan, Role
+from lightning_zero.planning.memory import Bytes, Limits, Moment, Phase
 from lightning_zero.planning.placement import ON_DEVICE, Tier
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from lightning_zero.engine import Engine
     from lightning_zero.engine.units.unit import Unit
 
@@ -83,12 +86,17 @@ def print_units(engine: Engine) -> None:
     Console(stderr=True).print(table)
 
 
-def print_held(engine: Engine, micro_batches: int) -> None:
+def print_held(
+    engine: Engine, micro_batches: int, activations: Activations | None = None, measured_peak: int | None = None
+) -> None:
     """The table at the end of a run: what this rank was planned to hold, and what it holds.
 
     Gradients that the user has cleared are dropped at the next backward: they are held, and planned, until then.
-    """
 
+    Args:
+        activations: of a micro-batch; ``None``: not known.
+        measured_peak: bytes of device and host at the worst moment of a step.
+    """
     from lightning_zero.engine.whole.held_bytes import held_bytes, limits_of, plan_of, state_tensors
 
     engine.settle()
@@ -107,11 +115,27 @@ def print_held(engine: Engine, micro_batches: int) -> None:
             if (role, tier) in plan | held and (plan[role, tier] or held[role, tier]):
                 table.add_row(role.value, tier.value, human_bytes(plan[role, tier]), human_bytes(held[role, tier]))
     accelerator = engine.comm.streams.accelerator
+    limits = limits_of(engine, micro_batches)
+    peaks = planned_peaks(engine, buckets, limits, states, activations)
+    what = "peak of a step" if activations is not None else "peak of a step, activations not planned"
     if accelerator.has_streams:
-        peaks = memory.peak_bytes(
-            buckets, limits_of(engine, micro_batches), engine.comm.shard_rank, state_tensors=states
-        )
         most = max(memory.on_tier(peaks[phase], Tier.device) for phase in Phase)
-        measured = accelerator.peak_nbytes()
-        table.add_row("peak, activations not planned", "device", human_bytes(most), human_bytes(measured))
+        table.add_row(what, "device", human_bytes(most), human_bytes(accelerator.peak_nbytes()))
+    elif measured_peak is not None:
+        planned = max(memory.on_tier(held, Tier.device) + memory.on_tier(held, Tier.host) for held in peaks.values())
+        table.add_row(what, "device, host", human_bytes(planned), human_bytes(measured_peak))
     Console(stderr=True).print(table)
+
+
+def planned_peaks(
+    engine: Engine,
+    buckets: Sequence[BucketPlan],
+    limits: Limits,
+    states: int,
+    activations: Activations | None,
+) -> dict[Phase, Bytes]:
+    """Bytes of this rank at the worst moment of each phase."""
+    rank = engine.comm.shard_rank
+    if activations is None:
+        return memory.peak_bytes(buckets, limits, rank, state_tensors=states)
+    return peaks_with(buckets, limits, activations, rank, state_tensors=states)

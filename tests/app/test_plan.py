@@ -24,7 +24,8 @@ from lightning_zero.planning.memory import Limits
 from lightning_zero.planning.placement import Tier
 
 ROOT = Path(__file__).parent.parent.parent
-MACHINE = ("machine.gpus=8", "machine.gpu_memory=80GB", "machine.host_memory=512GB", "machine.nvme=2TB")
+PLAIN = "activations=false"  # most tests are about what the engine holds
+MACHINE = (PLAIN, "machine.gpus=8", "machine.gpu_memory=80GB", "machine.host_memory=512GB", "machine.nvme=2TB")
 LARGE = ("model.n_layer=80", "model.d_model=8192", "model.n_head=64", "model.vocab_size=131072")
 
 
@@ -90,7 +91,8 @@ def test_the_table(command: Any, tmp_path: Path) -> None:
     code, out, err = command(*MACHINE, "zero/precision=bf16", "zero.offload.name=cpu")
     assert code == 0, err
     assert max(map(len, out.splitlines())) <= 120
-    (chosen,) = (line for line in out.splitlines() if ">" in line)
+    chosen, with_times = (line for line in out.splitlines() if ">" in line)
+    assert re.search(r"zero3 +. cpu .* us +. host memory", with_times)
     assert "zero3" in chosen and " cpu " in chosen and "yes" in chosen
     assert "891,648 parameters, bf16; 8 GPU(s) of 74.5G each, 476.8G of host memory, 1.8T of disk" in out
     assert "Try first: zero/stage=zero0 zero/offload=none" in out
@@ -103,7 +105,7 @@ def test_the_table(command: Any, tmp_path: Path) -> None:
 def test_a_narrow_terminal(command: Any, monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
     """Nothing is cut off: long sizes, what is split over tiers, and what lacks everywhere."""
     monkeypatch.setenv("COLUMNS", str(columns))
-    small = ("machine.gpus=1024", "machine.gpu_memory=12MB", "machine.host_memory=400MB", "machine.nvme=1MB")
+    small = (PLAIN, "machine.gpus=1024", "machine.gpu_memory=12MB", "machine.host_memory=400MB", "machine.nvme=1MB")
     budgets = ("zero/offload=auto", "zero.offload.device_budget=300000", "zero.offload.nvme_path=/tmp")
     for machine in ((*small, *LARGE), (*MACHINE, *budgets)):
         code, out, err = command(*machine)
@@ -113,7 +115,7 @@ def test_a_narrow_terminal(command: Any, monkeypatch: pytest.MonkeyPatch, column
         assert "\N{HORIZONTAL ELLIPSIS}" not in out
         for stage, offload in allowed_rows():
             found = [line for line in lines if re.match(rf"\W*{stage.value}\W+{offload.value} ", line)]
-            assert len(found) == 2 and re.search(r"\b(yes|no: (GPU|host|disk|budgets).*)\W*$", found[0]), out
+            assert len(found) == 3 and re.search(r"\b(yes|no: (GPU|host|disk|budgets).*)\W*$", found[0]), out
 
 
 def test_the_legend_says_when_gradients_of_stage_1_are_whole(command: Any) -> None:
@@ -126,7 +128,7 @@ def test_the_legend_says_when_gradients_of_stage_1_are_whole(command: Any) -> No
 
 
 def test_what_does_not_fit_says_what_would(command: Any) -> None:
-    small = ("machine.gpus=2", "machine.gpu_memory=12MB", "machine.host_memory=400MB", "machine.nvme=1GB")
+    small = (PLAIN, "machine.gpus=2", "machine.gpu_memory=12MB", "machine.host_memory=400MB", "machine.nvme=1GB")
     document = json.loads(command("json=true", *small)[1])
     full = row_of(document, "zero0", "none")
     assert not full["fits"]
@@ -238,3 +240,90 @@ def test_processes_without_gpus_share_the_hosts_memory() -> None:
     row = plan_row(model, Stage.zero1, Offload.optimizer_cpu, tight, settings)
     assert [(s.tier, s.nbytes) for s in row.shortages] == [(Tier.host, 1)]
     assert best([row]) is None
+
+
+# -- activations, seconds, auto, pictures -----------------------------------------------------------------------------
+
+GPUS = ("machine=h100", "machine.host_memory=1TB", "zero/precision=bf16")
+
+
+def test_activations_are_in_the_peaks(command: Any) -> None:
+    document = json.loads(command("json=true", *GPUS)[1])
+    without = json.loads(command("json=true", *GPUS, PLAIN)[1])
+    found = document["activations"]
+    assert found["samples"] == 8 and found["counted"] == found["without_checkpointing"] and found["not_known"] is None
+    assert found["with_checkpointing"]["saved"] < found["counted"]["saved"] < found["counted"]["backward"]
+    assert without["activations"]["counted"] is None
+    for row, plain in zip(document["rows"], without["rows"], strict=True):
+        assert row["at_rest"] == plain["at_rest"]
+        most = max(found["counted"]["forward"], found["counted"]["backward"]) + found["counted"]["batch"]
+        assert plain["per_gpu"] < row["per_gpu"] <= plain["per_gpu"] + most
+        assert row["seconds_per_step"] > 0 and row["bound_by"] in row["seconds_by_resource"]
+    fewer = json.loads(command("json=true", *GPUS, "zero.activation_checkpointing=blocks")[1])
+    assert fewer["activations"]["counted"] == found["with_checkpointing"]
+    assert row_of(fewer, "zero3", "none")["per_gpu"] < row_of(document, "zero3", "none")["per_gpu"]
+
+
+def test_rates_that_are_given_decide_what_binds(command: Any) -> None:
+    slow = json.loads(command("json=true", *GPUS, PLAIN, "machine.rates.network=1MB")[1])
+    assert slow["machine"]["rates"]["network"] == 10**6
+    assert row_of(slow, "zero3", "none")["bound_by"] == "network"
+    sent = row_of(slow, "zero3", "none")["sent_per_step"]
+    assert row_of(slow, "zero3", "none")["seconds_per_step"] > (sent["gathers"] + sent["reductions"]) / 10**6
+    code, _, err = command(*GPUS, PLAIN, "+machine.rates.speed=3")
+    assert code == 2 and "machine.rates.speed: no such rate; there are compute," in err
+
+
+def test_auto_says_what_it_would_take(command: Any) -> None:
+    out = command(*GPUS)[1].replace("\n  ", " ")
+    assert re.search(r"^auto takes zero/stage=zero1 zero/offload=none: the fastest of \d+ rows that fit", out, re.M), (
+        out
+    )
+    assert re.search(r"The largest micro-batch that fits: \d+ sample\(s\) a rank\.$", out, re.M)
+    out = command("machine.gpus=1", "machine.gpu_memory=1MB", "machine.host_memory=1MB")[1].replace("\n  ", " ")
+    assert "auto takes nothing: zero/stage and zero/offload: expected a row that fits into 1 rank(s)" in out
+
+
+def test_a_config_of_hugging_face(command: Any, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    transformers.LlamaConfig(
+        vocab_size=128, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4
+    ).save_pretrained(tmp_path / "llama")
+    for path in ("llama", "llama/config.json"):
+        code, out, err = command("json=true", *GPUS, f"hugging_face={path}", "data.batch_size=3", "data.block_size=16")
+        assert code == 0, err
+        document = json.loads(out)
+        assert document["model"]["units"] == 3 and document["activations"]["samples"] == 3
+        assert document["activations"]["counted"]["batch"] == 3 * 16 * 8  # labels are the same tensor
+    for path, text in (("nothing", "there is none"), ("llama/x.json", "there is none")):
+        code, _, err = command(f"hugging_face={path}")
+        assert code == 2 and text in err and "hugging_face: expected a folder with config.json" in err
+
+
+@pytest.mark.parametrize("name", ["plan.png", "plan.svg", "plan"])
+def test_a_picture(command: Any, tmp_path: Path, name: str) -> None:
+    pytest.importorskip("matplotlib")
+    code, _, err = command(*GPUS, PLAIN, f"picture={name}", "dark=true", "machine.nvme=1GB")
+    assert code == 0, err
+    files = {f.name for f in tmp_path.iterdir()}
+    assert files == ({"plan.png", "plan.svg"} if name == "plan" else {name})
+    if "plan.svg" in files:
+        text = (tmp_path / "plan.svg").read_text()
+        for stage, offload in allowed_rows():
+            assert f"{stage.value} + {offload.value}" in text
+        assert "each GPU" in text and "79.0G there" in text and "optimizer state" in text
+    if "plan.png" in files:
+        assert (tmp_path / "plan.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_pictures_that_cannot_be(command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import importlib.util
+
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "matplotlib" else find(name, *a))
+    code, _, err = command("picture=plan.png")
+    assert code == 2 and "picture: expected matplotlib, which is not installed" in err and "lightning-zero[plot]" in err
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: True if name == "matplotlib" else find(name, *a))
+    for name, text in (("plan.jpg", "ends in .png or .svg"), ("no/where.png", "expected a folder that exists")):
+        code, _, err = command(f"picture={name}")
+        assert code == 2 and text in err

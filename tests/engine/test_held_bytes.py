@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_zero.config import Offload, Precision, Stage, make_config
+from lightning_zero.config import Offload, Precision, make_config
 from lightning_zero.engine.units.describe import bucket_shapes, describe_units
 from lightning_zero.engine.units.param_store import DeviceShard
 from lightning_zero.engine.whole.held_bytes import held_bytes, limits_of, live_bytes, plan_of, state_tensors
@@ -75,7 +75,7 @@ def test_the_plan_is_what_is_held(stage: str, offload: str, precision: str, tmp_
 def test_a_module_on_meta_is_planned_as_it_is_sharded(precision: str) -> None:
     with torch.device("meta"):
         shapes = bucket_shapes(describe_units(Odd(), make_config(), Precision[precision]))
-    for stage in Stage:
+    for stage in STAGES:
         with Sharded(Odd(), stage=stage.value, precision=precision) as side:
             tiers = OFFLOADS[Offload.none]
             assert plan_of(side.engine) == [place(s, STAGES[stage], tiers, dist.get_world_size()) for s in shapes]

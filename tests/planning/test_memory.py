@@ -72,13 +72,13 @@ def test_moments() -> None:
 
 
 def test_a_frozen_bucket_has_parameters_only() -> None:
-    for stage in Stage:
+    for stage in STAGES:
         plan = planned_bytes([bucket([4096], 4, stage, trainable=False)], 0, state_tensors=2)
         sharded = STAGES[stage].compute_param is Placement.sharded
         assert plan[Role.compute_param, Tier.device] == 2 * (1024 if sharded else 4096) == sum(plan.values())
 
 
-@given(NUMELS, st.integers(1, 5), st.sampled_from(Stage), st.integers(0, 3))
+@given(NUMELS, st.integers(1, 5), st.sampled_from(list(STAGES)), st.integers(0, 3))
 def test_the_ranks_optimizer_states_cover_every_parameter(
     numels: list[int], ranks: int, stage: Stage, states: int
 ) -> None:
@@ -90,7 +90,7 @@ def test_the_ranks_optimizer_states_cover_every_parameter(
 
 @given(NUMELS, st.integers(2, 5), st.booleans())
 def test_a_later_stage_never_holds_more(numels: list[int], ranks: int, mixed: bool) -> None:
-    totals = [total(bucket(numels, ranks, stage, mixed=mixed), moment=Moment.accumulating) for stage in Stage]
+    totals = [total(bucket(numels, ranks, stage, mixed=mixed), moment=Moment.accumulating) for stage in STAGES]
     assert totals == sorted(totals, reverse=True)
 
 
@@ -152,7 +152,7 @@ SHAPES = st.lists(
     min_size=1,
     max_size=4,
 )
-ROWS = [(s, o) for s in Stage for o in OFFLOADS if o is Offload.none or (s is not Stage.zero0 and OFFLOADS[o][2] is D)]
+ROWS = [(s, o) for s in STAGES for o in OFFLOADS if o is Offload.none or (s is not Stage.zero0 and OFFLOADS[o][2] is D)]
 ROWS += [(Stage.zero3, o) for o in OFFLOADS if OFFLOADS[o].compute_param is not D]
 LIMITS = Limits(prefetch_bytes=10_000, keep_gathered_bytes=0, reduce_bucket_bytes=20_000)
 

@@ -25,11 +25,10 @@ from lightning_zero.engine.passes.bucket_grads import BucketGrads
 from lightning_zero.engine.passes.issued import IssuedReductions
 from lightning_zero.engine.torch_modes import outside_autograd, without_history
 from lightning_zero.engine.units.bucket import Bucket, Place
+from lightning_zero.planning.activations import KEPT_BUFFERS, KEPT_BUFFERS_NBYTES
 
 PATIENCE_S = 2.0  # for a reduction that is in the way of the next
 _POLL_S = 0.0002
-KEPT = 2  # buffers of the size of the largest bucket that are kept for the next reductions, on the host
-KEPT_NBYTES = 64 << 20  # at most
 
 
 class Reducer:
@@ -61,7 +60,7 @@ class Reducer:
         self.dynamic = dynamic
         buckets = list(buckets)
         nbytes = max((b.layout.numel * b.dtypes.reduce.itemsize for b in buckets), default=0)
-        self.spare = SpareBuffers(min(KEPT * nbytes, KEPT_NBYTES))
+        self.spare = SpareBuffers(min(KEPT_BUFFERS * nbytes, KEPT_BUFFERS_NBYTES))
         # On a device one kernel for a bucket instead of one for each parameter. On the host they cost the same, and a
         # gradient that is copied as it arrives is still in the cache.
         together = comm.streams.are_there

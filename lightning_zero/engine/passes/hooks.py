@@ -22,12 +22,13 @@ import contextlib
 import copy
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 from weakref import ReferenceType, WeakSet, ref
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from lightning_zero.config import Precision
 from lightning_zero.engine.passes.compiled import COMPILED
@@ -309,3 +310,18 @@ def _backward_begins(passes_ref: ReferenceType[PassEvents]) -> None:
     passes = passes_ref()
     if passes is not None:
         passes.backward_begins()
+
+
+def watch_gradients(wanted: Iterable[tuple[nn.Parameter, Callable[[], None]]]) -> list[RemovableHandle]:
+    """Call what belongs to a parameter when its gradient has arrived, and drop the gradient: without an engine, for a
+    module of which only sizes are asked.
+    """
+
+    def watched(arrived: Callable[[], None]) -> Callable[[Tensor], None]:
+        def drop(param: Tensor) -> None:
+            param.grad = None
+            arrived()
+
+        return drop
+
+    return [param.register_post_accumulate_grad_hook(watched(arrived)) for param, arrived in wanted]

@@ -111,4 +111,5 @@ def state_tensors(engine: Assembly) -> int:
 def limits_of(engine: Assembly, micro_batches: int = 1) -> Limits:
     """The settings that bound the bytes that come and go."""
     config = engine.config
-    return Limits(config.prefetch_bytes, config.keep_gathered_bytes, config.reduce_bucket_bytes, micro_batches)
+    link = engine.comm.streams.are_there
+    return Limits(config.prefetch_bytes, config.keep_gathered_bytes, config.reduce_bucket_bytes, micro_batches, link)

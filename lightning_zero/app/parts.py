@@ -1,0 +1,84 @@
+"""The parts of a run from their groups: precision, optimizer, model and data."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from lightning_zero.app.instantiate import accepted_arguments, build
+from lightning_zero.app.schema import TrainConfig, trainer_precision
+from lightning_zero.config import ConfigError
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningDataModule, LightningModule
+
+TEXT_DATA = "lightning_zero.data.text.TextData"
+PRECISION_ALIASES = {"32": "32-true", "64": "64-true", "bf16": "bf16-mixed", "16": "16-mixed"}
+
+
+def agreed_precision(config: TrainConfig) -> str | None:
+    """Lightning's precision for the group ``zero/precision``.
+
+    Raises:
+        ConfigError: ``trainer.precision`` is given and says otherwise.
+    """
+    name = config.zero.precision.name
+    asked = config.trainer.precision
+    expected = trainer_precision(name)
+    if name is None or expected is None:
+        return asked
+    if asked is not None and PRECISION_ALIASES.get(asked, asked) != expected:
+        raise ConfigError(
+            f"trainer.precision: expected {expected} under zero/precision={name.name}, got {asked}. "
+            "Drop trainer.precision, or change zero/precision."
+        )
+    return expected
+
+
+def build_optimizer(config: TrainConfig) -> Any:
+    """Makes an optimizer from param groups. Tried on one parameter, so that a bad value is found now."""
+    import torch
+
+    if not config.optimizer.get("_partial_"):
+        raise ConfigError(
+            "optimizer._partial_: expected true (the parameters come later), got "
+            f"{config.optimizer.get('_partial_')!r}. Change optimizer._partial_."
+        )
+    make = build("optimizer", config.optimizer)
+    try:
+        make([torch.nn.Parameter(torch.zeros(1))])
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"optimizer: {config.optimizer['_target_']} refuses these settings: {error}.") from error
+    return make
+
+
+def build_model(config: TrainConfig, explicit: set[str]) -> LightningModule:
+    """The LightningModule of the group ``model``; it gets the optimizer if it takes one.
+
+    With a class of the user's own in the place of ours, arguments of our default model that it does not take are left
+    out, unless they were asked for by name.
+    """
+    from lightning_zero.models.gpt import LitGPT
+
+    optimizer = build_optimizer(config) if config.optimizer else None
+    asked_for_optimizer = any(k == "optimizer" or k.startswith("optimizer.") for k in explicit)
+    given = {k.removeprefix("model.") for k in explicit if k.startswith("model.")}
+    return build(
+        "model",
+        config.model,
+        droppable=_defaults_of(LitGPT, config.model) - given,
+        extra={"optimizer": optimizer},
+        needs_extra={"optimizer"} if asked_for_optimizer else set(),
+    )
+
+
+def build_data(config: TrainConfig, explicit: set[str]) -> LightningDataModule:
+    from lightning_zero.data.text import TextData
+
+    given = {k.removeprefix("data.") for k in explicit if k.startswith("data.")}
+    return build("data", config.data, droppable=_defaults_of(TextData, config.data) - given)
+
+
+def _defaults_of(ours: type, node: dict[str, Any]) -> set[str]:
+    """Arguments that are in a group for our class, and mean nothing to another in its place."""
+    is_ours = node.get("_target_") == f"{ours.__module__}.{ours.__qualname__}"
+    return set() if is_ours else accepted_arguments(ours) or set()

@@ -1,0 +1,221 @@
+"""The model that a plan is made for: units and buckets of a module on meta, and the activations of one batch."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from lightning_zero.app.parts import (
+    PRECISION_ALIASES,
+    TEXT_DATA,
+    agreed_precision,
+    build_data,
+    build_model,
+    build_optimizer,
+)
+from lightning_zero.app.schema import TrainConfig
+from lightning_zero.config import ConfigError, Precision, Recompute, for_layout, make_config
+from lightning_zero.planning.activations import Activations
+from lightning_zero.planning.fit import Model
+from lightning_zero.planning.memory import ADAM_STATES, Limits
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule
+
+
+@dataclass(frozen=True)
+class Described:
+    """A model, and what is said about it.
+
+    Attributes:
+        precision: the row.
+        other: activations with activation checkpointing the other way round; ``None``: not measured.
+        recomputes: the run has activation checkpointing.
+        why_not: why activations are not known.
+    """
+
+    model: Model
+    precision: str
+    other: Activations | None = None
+    recomputes: bool = False
+    why_not: str = ""
+
+
+def precision_row(config: TrainConfig) -> Precision:
+    """The row of ``zero/precision`` that a run would use."""
+    asked = agreed_precision(config)
+    asked = PRECISION_ALIASES.get(asked or "", asked)
+    return next((row for row in Precision if row.value == asked), Precision.fp32)
+
+
+def describe(
+    config: TrainConfig,
+    explicit: set[str],
+    *,
+    states: int | None = None,
+    activations: bool = False,
+    hugging_face: str | None = None,
+    both_ways: bool = True,
+) -> Described:
+    """The model of a configuration, built without memory.
+
+    Args:
+        explicit: keys that were given on the command line.
+        states: tensors of optimizer state for each parameter; ``None``: those of the optimizer.
+        activations: measure them.
+        both_ways: with activation checkpointing and without.
+        hugging_face: a folder, or a ``config.json``, of a causal language model that takes the place of ``model``.
+
+    Raises:
+        ConfigError: it cannot be built on the meta device.
+    """
+    from lightning_zero.engine.units.describe import bucket_shapes, describe_units
+
+    precision, zero = precision_row(config), for_layout(config.zero)
+    with on_meta(config, precision):
+        if hugging_face is None:
+            module = build_model(config, explicit)
+            module.configure_model()
+        else:
+            module = causal_lm(hugging_face)
+    units = describe_units(module, zero, precision)
+    limits = Limits(
+        zero.prefetch_bytes,
+        zero.keep_gathered_bytes,
+        zero.reduce_bucket_bytes,
+        config.trainer.accumulate_grad_batches,
+    )
+    if states is None:
+        states = optimizer_states(config)
+    model = Model(tuple(unit.name for unit in units), tuple(bucket_shapes(units)), limits, states)
+    found = Described(model, precision.name, recomputes=zero.activation_checkpointing is not Recompute.none)
+    if not activations:
+        return found
+    batch = partial(batch_of, config, explicit, is_causal_lm=hugging_face is not None)
+    return with_activations(found, module, config, batch, both_ways=both_ways)
+
+
+@contextlib.contextmanager
+def on_meta(config: TrainConfig, precision: Precision) -> Iterator[None]:
+    """Inside, modules are built without memory, in the dtype of a run."""
+    import torch
+
+    from lightning_zero.engine.units.describe import TRUE_DTYPES
+
+    dtype = torch.get_default_dtype()
+    # What a model prints belongs to no JSON document.
+    with contextlib.redirect_stdout(sys.stderr), torch.device("meta"):
+        try:
+            torch.set_default_dtype(TRUE_DTYPES.get(precision, dtype))
+            yield
+        except NotImplementedError as error:
+            raise ConfigError(
+                f"model: {config.model.get('_target_')} cannot be built on the meta device: {error}"
+            ) from error
+        finally:
+            torch.set_default_dtype(dtype)
+
+
+def optimizer_states(config: TrainConfig) -> int:
+    """Tensors of state that the optimizer of the configuration keeps for each parameter: found by one step of it."""
+    import torch
+
+    from lightning_zero.engine.steps.torch_optimizers import states_after_step
+
+    if not config.optimizer:
+        return ADAM_STATES
+    param = torch.nn.Parameter(torch.zeros(2))
+    return states_after_step(build_optimizer(config)([param]), param)
+
+
+# -- activations ------------------------------------------------------------------------------------------------------
+
+
+def with_activations(
+    found: Described, module: LightningModule, config: TrainConfig, take_batch: Callable[[], Any], *, both_ways: bool
+) -> Described:
+    """Measure activations, with activation checkpointing as it is set and, with ``both_ways``, the other way round."""
+    from lightning_zero.trainer.activations import NotMeasured, measure, measure_sizes
+
+    zero, precision = for_layout(config.zero), precision_row(config)
+    try:
+        batch = take_batch()
+    except ConfigError:
+        raise
+    except Exception as error:
+        return replace(found, why_not=f"data gives no batch here: {type(error).__name__}: {error}")
+    try:
+        sizes = measure_sizes(module, batch, zero, precision)
+    except NotMeasured as error:
+        return replace(found, why_not=str(error).partition(": ")[2])
+    other = None
+    if both_ways and len(found.model.names) > 1:
+        how = Recompute.none if found.recomputes else Recompute.blocks
+        with contextlib.suppress(NotMeasured):
+            other = measure(module, batch, make_config(zero, activation_checkpointing=how), precision)
+    return replace(found, model=replace(found.model, activations=sizes, samples=sizes.sizes[0]), other=other)
+
+
+def batch_of(config: TrainConfig, explicit: set[str], *, is_causal_lm: bool) -> Any:
+    """A batch of a run: of the sizes of the default data, which is not read; else the first of the user's."""
+    import torch
+
+    from lightning_zero.trainer.auto_row import batch_from
+
+    data = config.data
+    if is_causal_lm or data.get("_target_") == TEXT_DATA:
+        length = data["block_size"] + (not is_causal_lm)
+        tokens = torch.zeros(data["batch_size"], length, dtype=torch.int64, device="meta")
+        return {"input_ids": tokens, "labels": tokens} if is_causal_lm else tokens
+    module = build_data(config, explicit)
+    with contextlib.redirect_stdout(sys.stderr):
+        module.prepare_data()
+        module.setup("fit")
+        return batch_from(module.train_dataloader())
+
+
+def causal_lm(path: str) -> LightningModule:
+    """A LightningModule around the causal language model of a Hugging Face config, in training.
+
+    Raises:
+        ConfigError: there is none, or transformers cannot build it.
+    """
+    try:
+        import transformers
+    except ImportError as error:
+        raise ConfigError(
+            "hugging_face: expected the package transformers, which is not installed. Install it (pip install "
+            "transformers), or drop hugging_face."
+        ) from error
+    import lightning.pytorch as pl
+
+    file = path if os.path.isfile(path) else os.path.join(path, "config.json")
+    if not os.path.isfile(file):
+        raise ConfigError(
+            f"hugging_face: expected a folder with config.json, or such a file, got {path!r}: there is none. Change "
+            "hugging_face."
+        )
+    try:
+        config = transformers.AutoConfig.from_pretrained(file)
+        model = transformers.AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    except (ValueError, OSError, KeyError, ImportError) as error:
+        text = str(error).strip().splitlines()
+        raise ConfigError(
+            f"hugging_face: expected the config of a causal language model, got {path!r}: {text[0] if text else ''}. "
+            "Change hugging_face."
+        ) from error
+
+    class CausalLM(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.model(**batch, use_cache=False).loss
+
+    return CausalLM()

@@ -1,0 +1,259 @@
+"""What the memory plan shows on a terminal: tables of bytes and of seconds, what lacks, and what would make it fit."""
+
+from __future__ import annotations
+
+import shutil
+import textwrap
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from lightning_zero.app.plan_model import Described
+from lightning_zero.config import ZeroConfig
+from lightning_zero.planning.buckets import Role
+from lightning_zero.planning.choose import Choice, seconds_text
+from lightning_zero.planning.fit import Advice, Machine, Model, Row, best
+from lightning_zero.planning.placement import Tier
+from lightning_zero.planning.speed import Rates
+from lightning_zero.trainer.summary import human_bytes
+
+WIDTH = 120  # columns, where the output is no terminal
+WIDE = 118  # columns that one table of all bytes takes at most
+
+TIER_NAMES = {Tier.device: "GPU", Tier.host: "host", Tier.nvme: "disk"}
+TIER_MARKS = {Tier.device: "", Tier.host: " h", Tier.nvme: " d"}
+ROLE_COLUMNS = {
+    "params": (Role.compute_param,),
+    "grads": (Role.grad,),
+    "optimizer": (Role.master_param, Role.optim_state),
+}
+PEAK_COLUMNS = ("peak/GPU", "peak/host", "disk", "fits")
+TIME_COLUMNS = ("gathers", "reductions", "step", "bound by")
+
+
+def is_chosen(row: Row, chosen: ZeroConfig) -> bool:
+    return (row.stage, row.offload) == (chosen.stage.name, chosen.offload.name)
+
+
+def short_bytes(nbytes: float) -> str:
+    """``1536`` -> ``1.5K``: powers of 1024."""
+    number, _, unit = human_bytes(nbytes).partition(" ")
+    return number + unit.removesuffix("iB").removesuffix("B")
+
+
+def _cell(row: Row, roles: tuple[Role, ...]) -> str:
+    parts = []
+    for tier in Tier:
+        nbytes = sum(row.rest[role, tier] for role in roles)
+        if nbytes:
+            parts.append((nbytes, short_bytes(nbytes) + TIER_MARKS[tier]))
+    most = max((nbytes for nbytes, _ in parts), default=0)
+    return " ".join(text for nbytes, text in parts if nbytes * 100 > most) or "-"  # without crumbs
+
+
+def machine_line(machine: Machine) -> str:
+    nvme = f", {short_bytes(machine.nvme)} of disk" if machine.nvme else ", no disk"
+    host = f"{short_bytes(machine.host_memory)} of host memory{nvme}"
+    if machine.shared:
+        what = f"{machine.gpus} process(es) without GPU in {host}"
+    else:
+        what = f"{machine.gpus} GPU(s) of {short_bytes(machine.gpu_memory)} each, {host}"
+    return what if machine.nodes == 1 else f"{machine.nodes} hosts, each with {what}"
+
+
+def title_of(model: Model, machine: Machine, precision: str) -> str:
+    count = sum(shape.numel for shape in model.shapes)
+    return f"{count:,} parameters, {precision}; {machine_line(machine)}"
+
+
+def _roles(row: Row) -> list[str]:
+    return [_cell(row, roles) for roles in ROLE_COLUMNS.values()]
+
+
+def _peaks(row: Row) -> list[str]:
+    peaks = (row.per_rank[Tier.device], row.per_host[Tier.host], row.per_host[Tier.nvme])
+    missing = "no: " + ", ".join(TIER_NAMES[s.tier] for s in row.shortages)
+    fits = "yes" if row.fits else "no: budgets" if row.refused else missing
+    return [*(short_bytes(nbytes) if nbytes else "-" for nbytes in peaks), fits]
+
+
+def _times(row: Row) -> list[str]:
+    sent = [row.sent.gathers, row.sent.reductions] if row.sent is not None else [0.0, 0.0]
+    cells = [short_bytes(nbytes) if nbytes else "-" for nbytes in sent]
+    if row.time is None:
+        return [*cells, "-", "-"]
+    return [*cells, seconds_text(row.time.seconds), row.time.binding.replace("_", " ")]
+
+
+def tables_of(rows: list[Row], config: ZeroConfig, width: int) -> list[Table]:
+    """A table of bytes and one of seconds; where ``width`` columns do not hold the first, two: what fits, and what
+    rests where."""
+    rest, peaks, times = (_roles, tuple(ROLE_COLUMNS)), (_peaks, PEAK_COLUMNS), (_times, TIME_COLUMNS)
+    if width >= WIDE:
+        return [_table(rows, config, None, [rest, peaks]), _table(rows, config, None, [times])]
+    return [_table(rows, config, box.SIMPLE_HEAD, [part]) for part in (peaks, rest, times)]
+
+
+def _table(
+    rows: list[Row],
+    config: ZeroConfig,
+    lines: box.Box | None,
+    parts: Sequence[tuple[Callable[[Row], list[str]], tuple[str, ...]]],
+) -> Table:
+    """
+    Args:
+        lines: the frame; ``None``: rich's own, which takes two more columns of text for each column.
+        parts: groups of columns.
+    """
+    style: dict[str, Any] = {} if lines is None else {"box": lines, "padding": 0, "show_edge": False}
+    table = Table(pad_edge=False, **style)
+    for name in ("", "stage", "offload"):
+        table.add_column(name, no_wrap=True)
+    for _, names in parts:
+        for name in names:
+            table.add_column(name, justify="right", no_wrap=True)
+    previous = None
+    for row in rows:
+        if previous is not None and row.stage is not previous:
+            table.add_section()
+        previous = row.stage
+        chosen = is_chosen(row, config)
+        table.add_row(
+            ">" if chosen else "",
+            row.stage.value,
+            row.offload.value,
+            *(cell for cells, _ in parts for cell in cells(row)),
+            style="bold" if chosen else None,
+        )
+    return table
+
+
+def advice_lines(machine: Machine, rows: list[Row], advices: list[Advice]) -> list[str]:
+    """What would make the rows fit that do not, and where to begin."""
+    return [
+        f"{row.stage.value} + {row.offload.value}: {_lack(row)}; {_remedy(row, advice, machine)}"
+        for row, advice in zip(rows, advices, strict=True)
+        if not row.fits
+    ] + [_first_to_try(rows)]
+
+
+def _lack(row: Row) -> str:
+    if row.refused:
+        return "the budgets have no room"
+    each = {Tier.device: "each GPU", Tier.host: "the host", Tier.nvme: "its disk"}
+    return "lacks " + ", ".join(f"{short_bytes(s.nbytes)} on {each[s.tier]}" for s in row.shortages)
+
+
+def _remedy(row: Row, advice: Advice, machine: Machine) -> str:
+    ways = []
+    if any(s.tier is Tier.nvme for s in row.shortages) and not machine.nvme:
+        ways.append("machine.nvme or zero.offload.nvme_path")
+    elif advice.gpus is not None:
+        ways.append(f"{advice.gpus} {'processes' if machine.shared else 'GPUs'}")
+    if advice.offload is not None:
+        ways.append(f"zero/offload={advice.offload.value}")
+    return f"fits with {' or '.join(ways)}" if ways else "fits on no number of such hosts"
+
+
+def _first_to_try(rows: list[Row]) -> str:
+    first = best(rows)
+    if first is None:
+        return "Nothing fits: use more hosts, or a smaller model."
+    return f"Try first: zero/stage={first.stage.value} zero/offload={first.offload.value}"
+
+
+def legend(model: Model, described: Described) -> list[str]:
+    """What the columns mean."""
+    several = model.limits.micro_batches > 1
+    stage_1 = "still whole, and in slices once they are reduced" if several else "in slices, and whole until then"
+    return [
+        f"params, grads, optimizer: of one rank, at rest {'between micro-batches' if several else 'before the step'}; "
+        f"h: on the host, d: on disk. At zero1 gradients are {stage_1}.",
+        f"peak/host, disk: of all ranks of a host. {activations_line(model, described)} "
+        "gathers, reductions: what a rank sends in a step. K, M, G, T: powers of 1024.",
+    ]
+
+
+def activations_line(model: Model, described: Described) -> str:
+    """What activations were found, in a sentence."""
+    if model.activations is None:
+        return f"Activations are not counted{f': {described.why_not}' if described.why_not else ''}."
+    found = model.activations.of(model.samples or model.activations.sizes[0])
+    most = max(found.peak(backward=False), found.peak(backward=True))
+    other = ""
+    if described.other is not None:
+        less = max(described.other.peak(backward=False), described.other.peak(backward=True))
+        with_it = "without" if described.recomputes else "with"
+        other = f" ({short_bytes(less)} {with_it} zero.activation_checkpointing=blocks)"
+    return (
+        f"Peaks hold {short_bytes(most)} of activations of {model.samples} sample(s){other}, "
+        f"{short_bytes(found.saved)} of them kept for the backward."
+    )
+
+
+RATE_NAMES = {
+    "compute": "{} FLOP/s",
+    "device_memory": "{}B/s of device memory",
+    "host_memory": "{}B/s of host memory",
+    "to_device": "{}B/s to the device",
+    "to_host": "{}B/s back",
+    "disk_read": "{}B/s read",
+    "disk_write": "{}B/s written",
+    "network": "{}B/s sent",
+}
+
+
+def rates_line(rates: Rates, given: list[str], *, shared: bool) -> str:
+    """Which rates the seconds were found with."""
+    names = [name for name in RATE_NAMES if not (shared and name in ("to_device", "to_host", "device_memory"))]
+    texts = [RATE_NAMES[name].format(_decimal(getattr(rates, name))) for name in names]
+    how = "given" if given and len(given) == len(RATE_NAMES) else f"assumed but for machine.{', machine.'.join(given)}"
+    return f"step: seconds expected at, for a rank, {', '.join(texts)}; {how if given else 'assumed: give machine.*'}."
+
+
+def _decimal(value: float) -> str:
+    """``2.5e12`` -> ``2.5 T``."""
+    for unit in ("", "k", "M", "G", "T", "P"):
+        if value < 1000 or unit == "P":
+            return f"{value:.3g} {unit}"
+        value /= 1000
+    raise AssertionError
+
+
+def auto_line(choice: Choice | str) -> str:
+    """What zero/stage=auto zero/offload=auto would take."""
+    if isinstance(choice, str):
+        return f"auto takes nothing: {choice}"
+    most = "" if choice.samples is None else f" The largest micro-batch that fits: {choice.samples} sample(s) a rank."
+    return f"auto takes {choice.rows}: {choice.reason}.{most}"
+
+
+def show(
+    described: Described,
+    machine: Machine,
+    rows: list[Row],
+    advices: list[Advice],
+    config: ZeroConfig,
+    choice: Choice | str,
+    rates: str,
+) -> None:
+    """
+    Args:
+        choice: of ``auto``, or why there is none.
+        rates: that seconds were found with, in a sentence.
+    """
+    width = shutil.get_terminal_size((WIDTH, 0)).columns  # COLUMNS counts too
+    console = Console(width=width, highlight=False)
+    model = described.model
+
+    def say(text: str) -> None:
+        print(textwrap.fill(text, width, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False))
+
+    say(title_of(model, machine, described.precision))
+    for table in tables_of(rows, config, width):
+        console.print(table)
+    for line in (*legend(model, described), rates, *advice_lines(machine, rows, advices), auto_line(choice)):
+        say(line)

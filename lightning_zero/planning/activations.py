@@ -1,0 +1,207 @@
+"""Bytes of activations along a forward and a backward, and the peaks of all bytes together. Arithmetic on integers.
+
+Peaks of different roles come at different moments: activations have theirs where the forward turns into the backward,
+gradients that are reduced near the end of it. So the bytes are added up stretch by stretch, and the largest sum counts.
+
+::
+
+    forward  = rest + gradients of the last step + gathered + activations
+    backward = rest + gathered + filling, under way, landed + activations      of the stretch
+    step     = as without activations
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from lightning_zero.planning import memory
+from lightning_zero.planning.buckets import BucketPlan, Role
+from lightning_zero.planning.memory import ADAM_STATES, Bytes, Limits, Moment, Phase
+from lightning_zero.planning.placement import Tier
+
+KEPT_BUFFERS = 2  # of the size of the largest bucket that are kept for the next reductions, on the host
+KEPT_BUFFERS_NBYTES = 64 << 20  # at most
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """A part of a pass in which one unit runs.
+
+    Attributes:
+        unit: its number; 0: the root, or code between units.
+        backward: in the backward.
+        nbytes: the most bytes at any moment of it beside parameters, the batch, and gradients of parameters.
+        begun, done: numbers of the buckets of which the first gradient, or the last one, comes in it.
+    """
+
+    unit: int
+    backward: bool
+    nbytes: int
+    begun: frozenset[int] = frozenset()
+    done: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Activations:
+    """What one micro-batch needs beside what the engine holds.
+
+    Attributes:
+        stretches: of the forward, then of the backward, in order.
+        saved: bytes of what autograd keeps for the backward, parameters and buffers not counted.
+        batch: bytes of the batch.
+        flops: floating-point operations of matrix products, of the forward and the backward.
+    """
+
+    stretches: tuple[Stretch, ...]
+    saved: int
+    batch: int
+    flops: float
+
+    def peak(self, *, backward: bool) -> int:
+        """The most bytes in the forward, or in the backward."""
+        return max((s.nbytes for s in self.stretches if s.backward is backward), default=0)
+
+
+@dataclass(frozen=True, slots=True)
+class ByBatchSize:
+    """Activations of two sizes of a micro-batch; those of any other follow, because bytes are affine in the size.
+
+    Attributes:
+        sizes: samples. Equal ones where the model refuses another size.
+    """
+
+    sizes: tuple[int, int]
+    measured: tuple[Activations, Activations]
+
+    @property
+    def scales(self) -> bool:
+        """Whether other sizes are known."""
+        return self.sizes[0] != self.sizes[1]
+
+    def of(self, size: int) -> Activations:
+        """Activations of ``size`` samples.
+
+        Raises:
+            ValueError: only one size was measured, and this is another one.
+        """
+        (few, many), (small, large) = self.sizes, self.measured
+        if size == few:
+            return small
+        if not self.scales:
+            raise ValueError(f"activations are known for {few} samples only, not for {size}")
+
+        def at(low: float, high: float) -> int:
+            return max(0, -int(-(low + (high - low) * (size - few) / (many - few)) // 1))  # rounded up
+
+        stretches = tuple(
+            replace(a, nbytes=at(a.nbytes, b.nbytes)) for a, b in zip(small.stretches, large.stretches, strict=True)
+        )
+        return Activations(
+            stretches, at(small.saved, large.saved), at(small.batch, large.batch), at(small.flops, large.flops)
+        )
+
+
+def peaks_with(
+    buckets: Sequence[BucketPlan],
+    limits: Limits,
+    activations: Activations,
+    rank: int = 0,
+    *,
+    state_tensors: int = ADAM_STATES,
+) -> dict[Phase, Bytes]:
+    """Bytes of one rank at the worst moment of each phase, as :func:`memory.peak_bytes`, with activations."""
+    bounds = memory.peak_bytes(buckets, limits, rank, state_tensors=state_tensors)
+    several = limits.micro_batches > 1
+    spare = _spare_nbytes(buckets, limits)
+    gradients = _Gradients(buckets, limits)
+    worst: dict[Phase, tuple[int, int, int, int]] = {}
+    for stretch, gathered in zip(activations.stretches, _gathered(buckets, limits, activations.stretches), strict=True):
+        gradients.go_on(stretch)
+        phase = Phase.backward if stretch.backward else Phase.forward
+        if stretch.backward and not several:
+            reducing, landed = max(gradients.reducing, spare), gradients.landed
+        else:
+            reducing, landed = max(bounds[phase][Role.reducing, Tier.device], spare), 0
+        found = (stretch.nbytes + activations.batch, gathered, reducing, landed)
+        worst[phase] = max(worst.get(phase, found), found, key=sum)
+    peaks = dict(bounds)
+    for phase, (nbytes, gathered, reducing, landed) in worst.items():
+        peaks[phase] = held = Counter(bounds[phase])
+        if phase is Phase.backward and not several:  # what rests of gradients came with the stretches
+            cleared = memory.planned_bytes(buckets, rank, state_tensors=state_tensors, moment=Moment.cleared)
+            held[Role.grad, Tier.device] = cleared[Role.grad, Tier.device] + landed
+        held[Role.activation, Tier.device] = nbytes
+        held[Role.gathered, Tier.device] = gathered
+        held[Role.reducing, Tier.device] = reducing
+        peaks[phase] = +held
+    return peaks
+
+
+def _spare_nbytes(buckets: Sequence[BucketPlan], limits: Limits) -> int:
+    """Buffers of reductions that are over and stay for the next ones: where the device is the host."""
+    sizes = [b.layout.numel * b.itemsizes.reduce for b in buckets if b.trainable and b.layout.world_size > 1]
+    room = min(KEPT_BUFFERS * max(sizes, default=0), KEPT_BUFFERS_NBYTES) * (not limits.has_link)
+    kept = 0
+    for size in sorted(sizes, reverse=True):
+        kept += size if kept + size <= room else 0
+    return kept
+
+
+def _gathered(buckets: Sequence[BucketPlan], limits: Limits, stretches: Sequence[Stretch]) -> Iterator[int]:
+    """Bytes of gathered units in each stretch."""
+    nbytes = memory.by_unit(buckets, lambda b: b.full_nbytes * b.reshards)
+    at: dict[tuple[int, bool], int] = {}
+    for unit, backward, held in memory.gathered_along(nbytes, limits):
+        at[unit, backward] = max(at.get((unit, backward), 0), held)
+    root = nbytes[0] if nbytes else 0
+    own = [at.get((s.unit, s.backward)) for s in stretches]
+    for index, held_by_unit in enumerate(own):
+        if held_by_unit is not None:
+            yield held_by_unit
+        else:  # between units: what the one before has left, or what comes ahead
+            yield max([root, *(held for held in own[max(0, index - 1) : index + 2] if held is not None)])
+
+
+class _Gradients:
+    """Bytes of gradients along a backward: filling, under way up to the bound of reductions, and landed.
+
+    Attributes:
+        reducing: not reduced yet, on the device.
+        landed: reduced, and resting on the device.
+    """
+
+    def __init__(self, buckets: Sequence[BucketPlan], limits: Limits) -> None:
+        self._buckets, self._room = buckets, limits.reduce_bucket_bytes
+        several = any(bucket.layout.world_size > 1 for bucket in buckets)
+        # What a rank on the host receives of the others, to be summed there.
+        self._receives = several and not limits.has_link
+        self._filling: set[int] = set()
+        self._full: list[int] = []  # all of their gradients came in the last stretch
+        self._under_way: deque[int] = deque()
+        self.reducing = self.landed = 0
+
+    def go_on(self, stretch: Stretch) -> None:
+        """The next stretch."""
+        self._under_way.extend(self._full)
+        self._filling.difference_update(self._full)
+        self._filling |= stretch.begun
+        self._full = sorted(stretch.done, reverse=True)
+        flying = sum(map(self._size, self._under_way))
+        while len(self._under_way) > 1 and flying > self._room:
+            number = self._under_way.popleft()
+            flying -= self._size(number)
+            bucket = self._buckets[number]
+            if not bucket.grads_on_host:  # else its place is kept
+                self.landed += bucket.owned_numel * bucket.itemsizes.grad
+        wide = (max(b.itemsizes.reduce, b.itemsizes.compute) * b.layout.numel for b in map(self._bucket, self._filling))
+        received = self._receives * max(map(self._size, self._under_way), default=0)
+        self.reducing = flying + received + sum(wide)
+
+    def _bucket(self, number: int) -> BucketPlan:
+        return self._buckets[number]
+
+    def _size(self, number: int) -> int:
+        bucket = self._buckets[number]
+        return bucket.layout.numel * bucket.itemsizes.reduce

@@ -1,0 +1,179 @@
+"""Chooses the row of ``zero/stage`` and ``zero/offload`` for ``auto``: the fastest that fits. Arithmetic on integers.
+
+The same model, machine and rates give the same row. Some memory stays free (:data:`KEPT_FREE`), for what no plan
+counts: a GPU's context, the allocator's rounding, scratch memory of kernels, the system on a host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from lightning_zero.config import ConfigError, Offload, OffloadConfig, Stage
+from lightning_zero.planning.fit import Machine, Model, Row, plan_row
+from lightning_zero.planning.placement import Tier
+from lightning_zero.planning.speed import Rates
+
+KEPT_FREE = 0.1  # of each tier
+UNKNOWN_FREE = 0.5  # of the device, where activations are not known
+MOST_SAMPLES = 1 << 16
+NAMES = {Tier.device: "GPU memory", Tier.host: "host memory", Tier.nvme: "disk"}
+
+Candidates = Sequence[tuple[Stage, Offload, OffloadConfig]]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A row, and why.
+
+    Attributes:
+        reason: a sentence.
+        samples: the largest micro-batch of a rank that fits; ``None``: not known.
+    """
+
+    row: Row
+    reason: str
+    samples: int | None
+
+    @property
+    def rows(self) -> str:
+        return f"zero/stage={self.row.stage.value} zero/offload={self.row.offload.value}"
+
+
+def with_room(machine: Machine, *, activations_known: bool = True) -> Machine:
+    """The part of ``machine`` that a plan may fill."""
+    device = KEPT_FREE if activations_known else UNKNOWN_FREE
+    host = max(KEPT_FREE, device if machine.shared else 0.0)
+
+    def part(nbytes: int, free: float) -> int:
+        return int(nbytes * (1 - free))
+
+    return replace(
+        machine,
+        gpu_memory=part(machine.gpu_memory, device),
+        host_memory=part(machine.host_memory, host),
+        nvme=part(machine.nvme, KEPT_FREE),
+    )
+
+
+def plan_rows(model: Model, machine: Machine, candidates: Candidates, rates: Rates) -> list[Row]:
+    """The plans of all candidates."""
+    return [plan_row(model, stage, offload, machine, settings, rates) for stage, offload, settings in candidates]
+
+
+def choose_row(
+    model: Model, machine: Machine, candidates: Candidates, rates: Rates, *, keys: str = "zero/stage and zero/offload"
+) -> Choice:
+    """The fastest row that fits; among equally fast ones that which sends least, is nearest to the device, and lowest.
+
+    Args:
+        keys: what the user may set instead.
+
+    Raises:
+        ConfigError: none fits; with what the nearest lacks, and which keys to change.
+    """
+    room = with_room(machine, activations_known=model.activations is not None)
+    rows = plan_rows(model, room, candidates, rates)
+    fitting = [row for row in rows if row.fits]
+    if not fitting:
+        raise ConfigError(_nothing_fits(rows, room, model, keys))
+    chosen = min(fitting, key=_rank)
+    settings = next(s for stage, offload, s in candidates if (stage, offload) == (chosen.stage, chosen.offload))
+    samples = largest_batch(model, room, chosen, settings)
+    return Choice(chosen, _reason(chosen, rows, room), samples)
+
+
+def _rank(row: Row) -> tuple[float, float, int, str]:
+    assert row.time is not None and row.sent is not None
+    return row.time.seconds, row.sent.nbytes, list(Offload).index(row.offload), row.stage.value
+
+
+def largest_batch(model: Model, room: Machine, row: Row, settings: OffloadConfig) -> int | None:
+    """The most samples in a micro-batch of one rank with which ``row`` still fits, ``MOST_SAMPLES`` at most; ``None``:
+    not known."""
+    if model.activations is None or not model.activations.scales:
+        return None
+
+    def fits(samples: int) -> bool:
+        return plan_row(replace(model, samples=samples), row.stage, row.offload, room, settings).fits
+
+    return _largest(fits)
+
+
+def _largest(fits: Callable[[int], bool]) -> int:
+    """The largest number, up to ``MOST_SAMPLES``, for which ``fits`` is true, as for all that are smaller; 0: none."""
+    low, high = 0, 1
+    while high <= MOST_SAMPLES and fits(high):
+        low, high = high, 2 * high
+    if high > MOST_SAMPLES:
+        return MOST_SAMPLES
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def _reason(chosen: Row, rows: Sequence[Row], room: Machine) -> str:
+    assert chosen.time is not None
+    fitting = sum(row.fits for row in rows)
+    parts = [
+        f"the fastest of {fitting} rows that fit, of {len(rows)}" if len(rows) > 1 else "the only row to choose from",
+        f"an expected {seconds_text(chosen.time.seconds)} a step, bound by {chosen.time.binding.replace('_', ' ')}",
+    ]
+    faster = [r for r in rows if not r.fits and r.time is not None and _rank(r) < _rank(chosen)]
+    if faster:
+        best = min(faster, key=_rank)
+        parts.append(f"{best.stage.value} + {best.offload.value} would be before it and {lacks(best, room)}")
+    return "; ".join(parts)
+
+
+def seconds_text(seconds: float) -> str:
+    """``0.0123`` -> ``12.3 ms``."""
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.0f} us"
+    return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
+
+
+def size_text(nbytes: float) -> str:
+    """``1536`` -> ``1.5 KiB``."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if nbytes < 1024:
+            return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.1f} TiB"
+
+
+def lacks(row: Row, room: Machine) -> str:
+    """What a row that does not fit needs, and what there is."""
+    if row.refused:
+        return "has budgets without room"
+    if not row.shortages:
+        return "fits"
+    worst = max(row.shortages, key=lambda s: s.nbytes)
+    have = {Tier.device: room.gpu_memory, Tier.host: room.host_memory, Tier.nvme: room.nvme}[worst.tier]
+    return f"needs {size_text(have + worst.nbytes)} of {NAMES[worst.tier]} where {size_text(have)} may be used"
+
+
+def _nothing_fits(rows: Sequence[Row], room: Machine, model: Model, keys: str) -> str:
+    def lack(row: Row) -> tuple[bool, int]:
+        return bool(row.refused), sum(s.nbytes for s in row.shortages)
+
+    nearest = min(rows, key=lack)
+    ways = ["use more ranks"]
+    if model.activations is not None and model.activations.scales and model.samples != 1:
+        ways.append("lower the batch size (data.batch_size)")
+    ways.append("set zero.activation_checkpointing=blocks")
+    if not room.nvme and any(s.tier is not Tier.nvme for s in nearest.shortages):
+        ways.append("give zero.offload.nvme_path a folder on a local disk")
+    return (
+        f"{keys}: expected a row that fits into {machine_text(room)}, got none of {len(rows)}: the nearest, "
+        f"{nearest.stage.value} + {nearest.offload.value}, {lacks(nearest, room)}. {ways[0].capitalize()}, "
+        f"{', '.join(ways[1:])}, or choose zero/precision=bf16 (python -m lightning_zero.plan shows all rows)."
+    )
+
+
+def machine_text(room: Machine) -> str:
+    """What a plan may fill, in words."""
+    ranks = f"{room.world_size} rank(s) on {room.nodes} host(s)"
+    device = "" if room.shared else f"{size_text(room.gpu_memory)} of each GPU, "
+    return f"{ranks}: {device}{size_text(room.host_memory)} of a host's memory, {size_text(room.nvme)} of its disk"

@@ -1,0 +1,140 @@
+"""Seconds that a step is expected to take, and the resource that binds it, from the rates of a machine.
+
+Bytes that a rank sends for a bucket of n elements over N ranks (ring algorithms; Thakur, Rabenseifner, Gropp 2005)::
+
+    gather           n * compute itemsize * (N - 1) / N       stages 1, 2: one; stage 3: two for each micro-batch
+    reduce-scatter   n * reduce itemsize * (N - 1) / N        stage 2, 3: each micro-batch; stages 0, 1: one
+    all-reduce       both of them, in the reduce dtype
+
+On a GPU everything overlaps but the first gather and the last reduction, which stand alone (``speed.py``). On a CPU all
+of it is done by the same cores, so it adds up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lightning_zero.planning.buckets import BucketPlan
+from lightning_zero.planning.memory import Limits, by_unit
+from lightning_zero.planning.placement import Placement, logical_collectives
+from lightning_zero.planning.speed import Rates, least_seconds, work_of
+
+CPU_RATES = Rates(
+    compute=100e9,
+    device_memory=10e9,
+    host_memory=10e9,
+    to_device=10e9,
+    to_host=10e9,
+    disk_read=1.5e9,
+    disk_write=1e9,
+    network=2e9,
+)
+"""Of a process on a few cores. Assumed, like :data:`GPU_RATES`, where nothing is given: they order rows, no more."""
+GPU_RATES = Rates(
+    compute=300e12,
+    device_memory=2.5e12,
+    host_memory=25e9,
+    to_device=25e9,
+    to_host=25e9,
+    disk_read=3e9,
+    disk_write=2e9,
+    network=50e9,
+)
+"""Of one GPU, with its share of the host."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """Bytes that one rank sends in one optimizer step."""
+
+    gathers: float
+    reductions: float
+
+    @property
+    def nbytes(self) -> float:
+        return self.gathers + self.reductions
+
+
+def sent_by(buckets: Sequence[BucketPlan], limits: Limits, *, replicas: int = 1) -> Sent:
+    """What a rank sends in a step of ``limits.micro_batches`` backwards.
+
+    Args:
+        replicas: groups of ranks that each hold all shards; their shards are summed too.
+    """
+    sizes = by_unit(buckets, lambda b: b.full_nbytes * b.reshards)
+    last = max((unit for unit, nbytes in enumerate(sizes) if unit and nbytes), default=0)
+    gathers = reductions = 0.0
+    for bucket in buckets:
+        ranks = bucket.layout.world_size
+        stays = bucket.unit in (0, last)
+        share = (ranks - 1) / ranks
+        row = bucket.row
+        if not bucket.trainable:
+            if bucket.reshards:
+                gathers += limits.micro_batches * (1 if stays else 2) * bucket.full_nbytes * share
+            continue
+        counts = logical_collectives(row, limits.micro_batches, stays_gathered=stays)
+        gathers += counts["all_gather"] * bucket.full_nbytes * share
+        reduced = bucket.layout.numel * bucket.itemsizes.reduce
+        times = counts["reduce_scatter"] + 2 * counts["all_reduce"]
+        reductions += times * reduced * share
+        if replicas > 1:
+            own = reduced / ranks if row.master is Placement.sharded else reduced
+            reductions += (counts["reduce_scatter"] + counts["all_reduce"]) * 2 * own * (replicas - 1) / replicas
+    return Sent(gathers, reductions)
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """Expected seconds of one optimizer step.
+
+    Attributes:
+        seconds: of the step.
+        resources: seconds that each resource works.
+        binding: the resource that works the longest.
+    """
+
+    seconds: float
+    resources: dict[str, float]
+
+    @property
+    def binding(self) -> str:
+        return max(self.resources, key=lambda name: self.resources[name])
+
+
+def expected(
+    buckets: Sequence[BucketPlan],
+    limits: Limits,
+    flops: float,
+    rates: Rates,
+    *,
+    replicas: int = 1,
+    on_cpu: bool = False,
+) -> StepTime:
+    """How long a step takes, in which nothing but its resources is waited for.
+
+    Args:
+        flops: of one micro-batch, forward and backward, recomputation included.
+        on_cpu: one set of cores does it all.
+    """
+    micro_batches = limits.micro_batches
+    work = work_of(buckets, flops * micro_batches, micro_batches=micro_batches)
+    work.network = sent_by(buckets, limits, replicas=replicas).nbytes
+    resources = {name: seconds for name, seconds in work.seconds(rates).items() if seconds}
+    if on_cpu:
+        return StepTime(sum(resources.values()), resources or {"compute": 0.0})
+    seconds = least_seconds(work, rates, micro_batches=micro_batches)
+    return StepTime(seconds + _alone(buckets) / rates.network, resources or {"compute": 0.0})
+
+
+def _alone(buckets: Sequence[BucketPlan]) -> float:
+    """Bytes of the first gather and of the last reduction, which nothing hides."""
+    shares = {b.unit: (b.layout.world_size - 1) / b.layout.world_size for b in buckets}
+    gathers = by_unit(buckets, lambda b: b.full_nbytes * b.reshards)
+    reductions = by_unit(buckets, lambda b: b.layout.numel * b.itemsizes.reduce * b.trainable)
+    first = next((unit for unit, nbytes in enumerate(gathers) if unit and nbytes), 0)
+    last = next((unit for unit, nbytes in enumerate(reductions) if unit and nbytes), 0)
+    gathered = gathers[first] * shares.get(first, 0.0) if gathers else 0.0
+    reduced = reductions[last] * shares.get(last, 0.0) if reductions else 0.0
+    return gathered + reduced

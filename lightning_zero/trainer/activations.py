@@ -1,0 +1,473 @@
+"""Measures what a micro-batch needs beside parameters: one forward and backward on fake tensors, which have no memory.
+
+The module is copied with fake tensors in the place of its parameters, in the dtypes that it would compute with; its
+own ``training_step`` runs, and every storage that is made counts until it dies. Fake tensors are on a fake CPU: a
+kernel of a GPU may need scratch memory of its own beside this.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import math
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from types import MethodType
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities.data import extract_batch_size
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import flop_registry
+
+from lightning_zero.config import ConfigError, Precision, Recompute, ZeroConfig
+from lightning_zero.engine.passes.hooks import watch_gradients
+from lightning_zero.engine.passes.output_dtypes import dtype_hooks
+from lightning_zero.engine.units.describe import AUTOCAST_DTYPES, TRUE_DTYPES, describe_units, fp32_modules
+from lightning_zero.planning.activations import Activations, ByBatchSize, Stretch
+
+CPU = torch.device("cpu")
+
+
+class NotMeasured(ConfigError):
+    """The module does not run on tensors that have no values."""
+
+
+# -- counting ---------------------------------------------------------------------------------------------------------
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the storages that operations inside make, each until nobody holds it any more.
+
+    Attributes:
+        now: bytes of those that live.
+        most: the most since :meth:`restart`.
+        flops: floating-point operations of matrix products, convolutions and attention, by torch's formulas. (Its own
+            counter keeps tensors of checkpointed calls alive.)
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now = self.most = 0
+        self.flops = 0
+        self._known: dict[int, int] = {}
+
+    def restart(self) -> None:
+        self.most = self.now
+
+    def ignore(self, tensors: Any) -> None:
+        """Do not count what these hold: they were there before."""
+        for tensor in tree_leaves(tensors):
+            if isinstance(tensor, Tensor):
+                self._add(tensor, 0)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and _is_number_without_value(args[0]):
+            return 1.0  # a loss that is read to be logged; lengths and conditions have no value to go on with
+        result = func(*args, **(kwargs or {}))
+        if (count := flop_registry.get(func._overloadpacket)) is not None:
+            self.flops += count(*args, **(kwargs or {}), out_val=result)
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                self._add(tensor, storage.nbytes())
+        return result
+
+    def _add(self, tensor: Tensor, nbytes: int) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._known:
+            return
+        self._known[key] = nbytes
+        self.now += nbytes
+        self.most = max(self.most, self.now)
+        weakref.finalize(storage, self._gone, key).atexit = False
+
+    def _gone(self, key: int) -> None:
+        self.now -= self._known.pop(key, 0)
+
+
+def _is_number_without_value(tensor: Tensor) -> bool:
+    return isinstance(tensor, FakeTensor) and tensor.is_floating_point()
+
+
+class _Begins(torch.autograd.Function):
+    """The identity; its backward says that the backward of a unit begins."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, begins: Callable[[], None]) -> Tensor:
+        ctx.begins = begins
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        ctx.begins()
+        return grads[0], None
+
+
+class _Recorder:
+    """Divides a pass into stretches by the calls of units."""
+
+    def __init__(self, live: LiveBytes, slots: Sequence[int]) -> None:
+        """
+        Args:
+            slots: of each bucket, how many gradients come.
+        """
+        self._live, self._slots = live, slots
+        self._unit, self._backward = 0, False
+        self.stretches: list[Stretch] = []
+        self._came: dict[int, set[int]] = {}
+        self._begun: set[int] = set()
+        self._done: set[int] = set()
+
+    def enter(self, unit: int, *, backward: bool) -> None:
+        """The stretch of before is over."""
+        self.stretches.append(
+            Stretch(self._unit, self._backward, self._live.most, frozenset(self._begun), frozenset(self._done))
+        )
+        self._begun, self._done = set(), set()
+        self._unit, self._backward = unit, backward
+        self._live.restart()
+
+    def arrived(self, bucket: int, slot: int) -> None:
+        if bucket not in self._came:
+            self._begun.add(bucket)
+        came = self._came.setdefault(bucket, set())
+        came.add(slot)
+        if len(came) == self._slots[bucket]:
+            self._done.add(bucket)
+
+    @property
+    def in_backward(self) -> bool:
+        return self._backward
+
+
+# -- the copy of a module ---------------------------------------------------------------------------------------------
+
+
+class _Stand:
+    """A trainer for the copy: the one of the run, if there is one, with optimizers that step nothing."""
+
+    def __init__(self, trainer: Any, optimizers: list[Any]) -> None:
+        self.__dict__.update(_trainer=trainer, optimizers=optimizers)
+
+    def __getattr__(self, name: str) -> Any:
+        trainer = self.__dict__["_trainer"]
+        if trainer is None:
+            default = _TRAINER.get(name, _TRAINER)
+            if default is _TRAINER:
+                raise AttributeError(f"trainer.{name} is not known before a run")
+            return default
+        return getattr(trainer, name)
+
+
+_TRAINER: dict[str, Any] = {
+    "world_size": 1,
+    "num_devices": 1,
+    "global_rank": 0,
+    "local_rank": 0,
+    "is_global_zero": True,
+    "current_epoch": 0,
+    "global_step": 0,
+    "max_epochs": None,
+    "max_steps": -1,
+    "log_every_n_steps": 50,
+    "sanity_checking": False,
+    "training": True,
+    "validating": False,
+    "testing": False,
+    "predicting": False,
+    "loggers": [],
+    "logger": None,
+    "callbacks": [],
+    "callback_metrics": {},
+    "logged_metrics": {},
+    "accumulate_grad_batches": 1,
+    "gradient_clip_val": None,
+    "estimated_stepping_batches": math.inf,
+}
+
+
+def _copy(module: pl.LightningModule, dtypes: Mapping[int, torch.dtype], mode: FakeTensorMode) -> pl.LightningModule:
+    """A copy with fake tensors: parameters in ``dtypes`` by id, ties kept."""
+    memo: dict[int, Any] = {id(None): None}
+    for owner in ("_trainer", "_fabric"):
+        held = module.__dict__.get(owner)
+        if held is not None:
+            memo[id(held)] = None
+    with mode:
+        for param in module.parameters():
+            fake = torch.empty_strided(
+                param.shape, param.stride(), dtype=dtypes.get(id(param), param.dtype), device=CPU
+            )
+            memo[id(param)] = nn.Parameter(fake, requires_grad=param.requires_grad)
+        for buffer in module.buffers():
+            dtype = dtypes.get(id(buffer), buffer.dtype)
+            memo[id(buffer)] = torch.empty_strided(buffer.shape, buffer.stride(), dtype=dtype, device=CPU)
+    with FakeCopyMode(mode):
+        return copy.deepcopy(module, memo)
+
+
+def _detach_from_lightning(module: pl.LightningModule, trainer: Any, backward: Callable[..., Any]) -> None:
+    """Have the copy log nothing, step nothing, and find a trainer."""
+    optimizers = [torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.0)]
+    module.__dict__["_trainer"] = _Stand(trainer, optimizers)
+
+    def nothing(self: Any, *_: Any, **__: Any) -> None: ...
+
+    for name in ("log", "log_dict", "print", "toggle_optimizer", "untoggle_optimizer", "clip_gradients"):
+        module.__dict__[name] = MethodType(nothing, module)
+    module.__dict__["manual_backward"] = lambda loss, *_, **__: backward(loss)
+    module.__dict__["lr_schedulers"] = lambda: None
+    module.__dict__["all_gather"] = lambda data, *_, **__: data
+
+
+def _fake_optimizers(module: pl.LightningModule) -> None:
+    """For manual optimization: as many optimizers as the module's own, which do nothing."""
+
+    class Nothing:
+        param_groups = ({"lr": 0.0},)
+
+        def step(self, closure: Any = None, **_: Any) -> Any:
+            return closure() if closure is not None else None
+
+        def zero_grad(self, *_: Any, **__: Any) -> None: ...
+
+        def toggle_model(self, *_: Any, **__: Any) -> Any:
+            return contextlib.nullcontext()
+
+    found = module.configure_optimizers()
+    if isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], (list, tuple)):
+        found = found[0]
+    several = list(found) if isinstance(found, (list, tuple)) else [found]
+    made = [Nothing() for _ in several]
+    module.__dict__["optimizers"] = lambda *_, **__: made if len(made) > 1 else made[0]
+
+
+# -- measuring --------------------------------------------------------------------------------------------------------
+
+
+def measure(
+    module: pl.LightningModule,
+    batch: Any,
+    config: ZeroConfig,
+    precision: Precision,
+    *,
+    trainer: Any = None,
+) -> Activations:
+    """Bytes of one forward and backward of ``module``, which may be on meta and must not be sharded yet.
+
+    Nothing of ``module`` changes. What its hooks around batches do is left out.
+
+    Args:
+        batch: real or fake tensors.
+        trainer: what ``self.trainer`` is in ``training_step``; default: a stand-in.
+
+    Raises:
+        NotMeasured: ``training_step`` fails on tensors that have no values.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    try:
+        with isolate_rng(include_cuda=False), _quiet():
+            return _Measurement(module, config, precision, mode, trainer).run(batch)
+    except ConfigError:
+        raise
+    except Exception as error:
+        text = str(error).strip().splitlines()
+        raise NotMeasured(
+            f"activations cannot be measured: training_step of {type(module).__qualname__} fails on tensors that have "
+            f"no values: {type(error).__name__}: {text[0] if text else ''}"
+        ) from error
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """torch logs what fails inside of fake tensors; the exception says it too."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+class _Measurement:
+    def __init__(
+        self, module: pl.LightningModule, config: ZeroConfig, precision: Precision, mode: FakeTensorMode, trainer: Any
+    ) -> None:
+        self._config, self._precision, self._mode = config, precision, mode
+        groups = describe_units(module, config, precision)
+        dtypes: dict[int, torch.dtype] = {}
+        places: dict[str, tuple[int, int]] = {}  # of parameters: bucket and slot
+        buckets = [bucket for group in groups for bucket in group.buckets]
+        for number, bucket in enumerate(buckets):
+            for slot, info in enumerate(bucket.params):
+                dtypes[id(info.param)] = bucket.dtypes.compute
+                places.update(dict.fromkeys(info.fqns, (number, slot)))
+        if (true := TRUE_DTYPES.get(precision)) is not None:
+            dtypes.update({id(b): true for b in module.buffers() if b.is_floating_point()})
+        slots = [sum(info.param.requires_grad for info in bucket.params) for bucket in buckets]
+        self._module = _copy(module, dtypes, mode)
+        self._module.train()
+        self._live = LiveBytes()
+        self._recorder = _Recorder(self._live, slots)
+        self._gradients = [
+            (param, partial(self._recorder.arrived, *places[name]))
+            for name, param in self._module.named_parameters()
+            if param.requires_grad
+        ]
+        _detach_from_lightning(self._module, trainer, self._backward)
+        if not self._module.automatic_optimization:
+            _fake_optimizers(self._module)
+        for number, group in enumerate(groups):
+            if number:
+                self._watch(self._module.get_submodule(group.name), number)
+        if precision in AUTOCAST_DTYPES:
+            for inner in fp32_modules(self._module, config.precision.fp32_modules):
+                _keep_output_dtype(inner)
+        self._saved: dict[int, int] = {}
+
+    def _watch(self, module: nn.Module, unit: int) -> None:
+        """Have the recorder know when ``module`` runs."""
+        inner = module.forward
+        again = self._config.activation_checkpointing is not Recompute.none
+        recorder = self._recorder
+
+        def begins() -> None:
+            recorder.enter(unit, backward=True)
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            recorder.enter(unit, backward=recorder.in_backward)
+            output = checkpoint(inner, *args, use_reentrant=False, **kwargs) if again else inner(*args, **kwargs)
+            recorder.enter(0, backward=recorder.in_backward)
+            return tree_map(mark, output)
+
+        def mark(value: Any) -> Any:
+            if isinstance(value, Tensor) and value.requires_grad:
+                return _Begins.apply(value, begins)  # type: ignore[no-untyped-call]
+            return value
+
+        module.forward = forward
+
+    def run(self, batch: Any) -> Activations:
+        known = {t.untyped_storage()._cdata for t in (*self._module.parameters(), *self._module.buffers())}
+        with self._mode:
+            made: dict[int, Any] = {}  # what is given twice is one tensor
+            fake = tree_map(lambda value: made.setdefault(id(value), self._fake(value)), batch)
+            self._live.ignore((list(self._module.parameters()), list(self._module.buffers()), fake))
+
+            def pack(tensor: Tensor) -> Tensor:
+                storage = tensor.untyped_storage()
+                if storage._cdata not in known:
+                    self._saved[storage._cdata] = storage.nbytes()
+                return tensor
+
+            handles = watch_gradients(self._gradients)
+            try:
+                with (
+                    self._live,
+                    saved_tensors_hooks(pack, lambda tensor: tensor),
+                    self._context(),
+                ):
+                    loss = _loss_of(self._module.training_step(*self._arguments(fake)))
+                    if loss is not None and self._module.automatic_optimization:
+                        self._backward(loss)
+                    del loss
+                    self._recorder.enter(0, backward=True)
+            finally:
+                for handle in handles:
+                    handle.remove()
+            nbytes = sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in _tensors(fake)}.values())
+        total = float(self._live.flops)
+        return Activations(tuple(self._recorder.stretches), sum(self._saved.values()), nbytes, total)
+
+    def _backward(self, loss: Tensor) -> None:
+        self._recorder.enter(0, backward=True)
+        with torch.autocast("cpu", enabled=False):
+            loss.backward()
+
+    def _arguments(self, batch: Any) -> list[Any]:
+        from inspect import Parameter, signature
+
+        wanted = [
+            p for p in signature(self._module.training_step).parameters.values() if p.kind is not Parameter.VAR_KEYWORD
+        ]
+        return [batch, 0, 0][: max(1, min(3, len(wanted)))]
+
+    def _fake(self, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        dtype = TRUE_DTYPES.get(self._precision) if value.is_floating_point() else None
+        if isinstance(value, FakeTensor):
+            return value if dtype is None else value.to(dtype)
+        return torch.empty_strided(value.shape, value.stride(), dtype=dtype or value.dtype, device=CPU)
+
+    def _context(self) -> contextlib.AbstractContextManager[Any]:
+        if self._precision in AUTOCAST_DTYPES:
+            return torch.autocast("cpu", dtype=AUTOCAST_DTYPES[self._precision], cache_enabled=False)
+        return contextlib.nullcontext()
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def _loss_of(output: Any) -> Tensor | None:
+    """What Lightning takes for the loss."""
+    return output.get("loss") if isinstance(output, Mapping) else output
+
+
+def _keep_output_dtype(module: nn.Module) -> None:
+    """As the engine has it of modules that compute in fp32 among lower precision."""
+    before, after = dtype_hooks(module)
+    inner = module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        given = args, kwargs
+        if before is not None:
+            args, kwargs = before(module, args, kwargs) or given
+        output = inner(*args, **kwargs)
+        changed = after(module, *given, output)
+        return output if changed is None else changed
+
+    module.forward = forward
+
+
+def measure_sizes(
+    module: pl.LightningModule, batch: Any, config: ZeroConfig, precision: Precision, *, trainer: Any = None
+) -> ByBatchSize:
+    """Activations of ``batch``, and of one with twice its samples, from which other sizes follow.
+
+    Raises:
+        NotMeasured: see :func:`measure`.
+    """
+    first = measure(module, batch, config, precision, trainer=trainer)
+    try:
+        size = extract_batch_size(batch)
+        second = measure(module, doubled(batch, size), config, precision, trainer=trainer)
+    except (NotMeasured, pl.utilities.exceptions.MisconfigurationException):
+        return ByBatchSize((1, 1), (first, first))
+    if [s.unit for s in first.stretches] != [s.unit for s in second.stretches]:
+        return ByBatchSize((size, size), (first, first))
+    return ByBatchSize((size, 2 * size), (first, second))
+
+
+def doubled(batch: Any, size: int) -> Any:
+    """``batch`` with twice its samples, without values."""
+
+    def twice(value: Any) -> Any:
+        if isinstance(value, Tensor) and value.ndim and value.shape[0] == size:
+            return torch.empty((2 * size, *value.shape[1:]), dtype=value.dtype, device="meta")
+        return value
+
+    return tree_map(twice, batch)

@@ -1,0 +1,281 @@
+"""Decides ``zero/stage=auto`` at the start of a run: on rank 0, from what all ranks have, and the same for all.
+
+::
+
+    all ranks   host, free memory, free disk        gathered
+    rank 0      activations of one batch, the choice, or why there is none
+    all ranks   the decision                        from rank 0
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple, Protocol
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_zero.config import ConfigError, Offload, OffloadConfig, ZeroConfig, candidate_rows, for_layout, with_rows
+from lightning_zero.device import accelerator_of
+from lightning_zero.engine import engine_of
+from lightning_zero.engine.units.describe import bucket_shapes, describe_units
+from lightning_zero.planning.activations import Activations, ByBatchSize
+from lightning_zero.planning.choose import Choice, choose_row, size_text, with_room
+from lightning_zero.planning.fit import Machine, Model, plan_row
+from lightning_zero.planning.memory import Limits
+from lightning_zero.planning.placement import Tier
+from lightning_zero.planning.step_time import CPU_RATES, GPU_RATES
+from lightning_zero.ranks.peers import machine
+from lightning_zero.tiers.limits import available_host_memory
+from lightning_zero.trainer.activations import NotMeasured, measure_sizes
+from lightning_zero.trainer.precision import ZeroPrecision
+
+KEY = "lightning_zero_auto"  # in checkpoints
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The row that a run has, and why. It is saved in checkpoints.
+
+    Attributes:
+        stage, offload: rows.
+        reason: a sentence.
+        samples: the largest micro-batch of a rank that fits, by the plan; ``None``: not known.
+        world_size: ranks that it was made for.
+        fitting: made for training.
+    """
+
+    stage: str
+    offload: str
+    reason: str
+    samples: int | None
+    world_size: int
+    fitting: bool = True
+
+    @property
+    def rows(self) -> str:
+        return f"zero/stage={self.stage} zero/offload={self.offload}"
+
+    def __str__(self) -> str:
+        most = (
+            "" if self.samples is None else f" The largest micro-batch that fits has {self.samples} sample(s) a rank."
+        )
+        return f"auto: {self.rows}: {self.reason}.{most}"
+
+
+class Undecided(Protocol):
+    """The part of :class:`~lightning_zero.ZeroStrategy` that is used here."""
+
+    config: ZeroConfig
+    asked_config: ZeroConfig | None
+    decision: Decision | None
+    saved_decision: Decision | None
+    planned_states: int
+    activations_of_run: Callable[[], Activations | None]
+
+    @property
+    def is_global_zero(self) -> bool: ...
+
+    @property
+    def world_size(self) -> int: ...
+
+    @property
+    def root_device(self) -> torch.device: ...
+
+    @property
+    def precision_plugin(self) -> ZeroPrecision: ...
+
+    def gather_objects(self, value: Any, what: str) -> list[Any]: ...
+
+
+class _Place(NamedTuple):
+    """What one rank has."""
+
+    host: str
+    gpu: int  # bytes that are free; 0: it computes on the host
+    memory: int
+    disk: int
+
+
+def decide(strategy: Undecided, trainer: pl.Trainer, module: pl.LightningModule, *, fitting: bool) -> None:
+    """Give ``strategy`` the rows that a run is to have, if they are to be decided. On all ranks.
+
+    Raises:
+        ConfigError: on all ranks: no row fits.
+    """
+    asked = strategy.asked_config
+    before = strategy.decision
+    if asked is None or (before is not None and (before.fitting or not fitting)):
+        return
+    if before is not None and engine_of(module) is not None:  # it was decided for an evaluation before, and holds
+        return
+    places = strategy.gather_objects(_place(strategy, asked), "what there is for zero/stage=auto")
+    found: Decision | str = ""
+    if strategy.is_global_zero:
+        try:
+            found = _decide(strategy, trainer, module, asked, places, fitting=fitting)
+        except ConfigError as error:
+            found = str(error)
+    found = strategy.gather_objects(found, "the decision on zero/stage=auto")[0]
+    if isinstance(found, str):
+        raise ConfigError(found)
+    strategy.decision = found
+    strategy.config = with_rows(asked, found.stage, found.offload, settings=_settings(asked))
+    rank_zero_info(str(found))
+
+
+def _settings(asked: ZeroConfig) -> OffloadConfig:
+    """Of ``zero.offload``, with the folder for files that a preset takes from the environment."""
+    path = asked.offload.nvme_path or os.environ.get("LIGHTNING_ZERO_NVME_PATH")
+    if asked.offload.name is not Offload.auto or path is None:
+        return asked.offload
+    values = {**asdict(asked.offload), "nvme_path": path}
+    return OffloadConfig(**values)
+
+
+def _place(strategy: Undecided, asked: ZeroConfig) -> _Place:
+    path = _settings(asked).nvme_path
+    folder = os.path.expandvars(os.path.expanduser(path)) if path else ""
+    disk = shutil.disk_usage(folder).free if os.path.isdir(folder) else 0
+    return _Place(machine(), accelerator_of(strategy.root_device).free_nbytes(), available_host_memory(), disk)
+
+
+def machine_of(places: list[_Place], strategy: Undecided) -> Machine:
+    """The ranks' machine: as if all hosts were the one that has the least for each rank."""
+    ranks = Counter(place.host for place in places)
+    gpus = max(ranks.values())
+    return Machine(
+        gpus,
+        min(place.gpu for place in places),
+        min(place.memory for place in places),
+        min(place.disk for place in places),
+        len(ranks),
+        shared=strategy.root_device.type == "cpu",
+        hierarchy=strategy.config.comm.hierarchy,
+    )
+
+
+def _decide(
+    strategy: Undecided,
+    trainer: pl.Trainer,
+    module: pl.LightningModule,
+    asked: ZeroConfig,
+    places: list[_Place],
+    *,
+    fitting: bool,
+) -> Decision:
+    there = machine_of(places, strategy)
+    model, why_not = model_of(strategy, trainer, module, asked, fitting=fitting)
+    if model.activations is not None:
+        found = model.activations.measured[0]
+        strategy.activations_of_run = lambda: found
+    rates = CPU_RATES if there.shared else GPU_RATES
+    candidates = [(stage, settings.name, settings) for stage, settings in candidate_rows(asked)]
+    if not candidates:
+        raise ConfigError(
+            f"zero/stage=auto: expected a stage that goes with zero/offload={asked.offload.name.name} and a folder for "
+            "files where it needs one, got none. Choose zero/offload=auto, or set zero.offload.nvme_path."
+        )
+    note = f" (activations are not in the plan, half of the memory is left for them: {why_not})" if why_not else ""
+    if (saved := strategy.saved_decision) is not None:
+        kept, note_of_saved = _kept(saved, model, there, candidates)
+        if kept:
+            return Decision(
+                saved.stage, saved.offload, "the row of the checkpoint", saved.samples, strategy.world_size, fitting
+            )
+        note += note_of_saved
+    choice: Choice = choose_row(model, there, candidates, rates)
+    row = choice.row
+    return Decision(
+        row.stage.value, row.offload.value, choice.reason + note, choice.samples, strategy.world_size, fitting
+    )
+
+
+def _kept(saved: Decision, model: Model, there: Machine, candidates: Any) -> tuple[bool, str]:
+    """Whether a run that goes on keeps the row of its checkpoint, and if not, why."""
+    found = [c for c in candidates if (c[0].value, c[1].value) == (saved.stage, saved.offload)]
+    before = f" (the checkpoint was written with {saved.stage} + {saved.offload}, which "
+    if not found:
+        return False, f"{before}is not among the rows that are asked for)"
+    stage, offload, settings = found[0]
+    room = with_room(there, activations_known=model.activations is not None)
+    row = plan_row(model, stage, offload, room, settings)
+    if row.fits:
+        return True, ""
+    lack = ", ".join(f"{size_text(s.nbytes)} of {Tier(s.tier).value}" for s in row.shortages) or row.refused
+    return False, f"{before}lacks {lack} here, on {there.world_size} rank(s) after {saved.world_size})"
+
+
+def model_of(
+    strategy: Undecided, trainer: pl.Trainer, module: pl.LightningModule, config: ZeroConfig, *, fitting: bool
+) -> tuple[Model, str]:
+    """The model as planning sees it, with the activations of one batch; or without, and why."""
+    layout, precision = for_layout(config), strategy.precision_plugin.row
+    units = describe_units(module, layout, precision)
+    limits = Limits(
+        config.prefetch_bytes, config.keep_gathered_bytes, config.reduce_bucket_bytes, trainer.accumulate_grad_batches
+    )
+    found, why_not = None, "" if fitting else "there is no training"
+    if fitting:
+        found, why_not = activations_of(strategy.precision_plugin, trainer, module, layout)
+    model = Model(tuple(u.name for u in units), tuple(bucket_shapes(units)), limits, strategy.planned_states, found)
+    return model, why_not
+
+
+def activations_of(
+    plugin: ZeroPrecision, trainer: pl.Trainer, module: pl.LightningModule, config: ZeroConfig
+) -> tuple[ByBatchSize | None, str]:
+    """Activations of a first batch of training, or why they are not known. The loaders' random numbers stay."""
+    try:
+        batch = first_batch(trainer)
+    except Exception as error:  # of users' code, which training will meet again, if it is more than the moment
+        return None, f"a first batch cannot be taken: {type(error).__name__}: {error}"
+    try:
+        return measure_sizes(module, batch, config, plugin.row, trainer=trainer), ""
+    except NotMeasured as error:
+        return None, str(error)
+
+
+def first_batch(trainer: pl.Trainer) -> Any:
+    """A batch like those of training, on the host: of the first samples, in no sampler's order, by no worker."""
+    with isolate_rng(include_cuda=False):
+        return batch_from(trainer.fit_loop._data_source.dataloader())
+
+
+def batch_from(loaders: Any) -> Any:
+    """What the first samples of a loader make, or of each in a collection of loaders."""
+    if isinstance(loaders, Mapping):
+        return {key: batch_from(value) for key, value in loaders.items()}
+    if isinstance(loaders, (list, tuple)):
+        return type(loaders)(batch_from(value) for value in loaders)
+    if type(loaders).__name__ == "CombinedLoader":
+        return batch_from(loaders.iterables)
+    if not isinstance(loaders, DataLoader):
+        return next(iter(loaders))
+    dataset, size = loaders.dataset, loaders.batch_size
+    if size is None:
+        size = getattr(loaders.batch_sampler, "batch_size", None)
+    if isinstance(dataset, IterableDataset):
+        samples = list(itertools.islice(iter(dataset), size or 1))
+        return loaders.collate_fn(samples) if size else samples[0]
+    if size is None:
+        return loaders.collate_fn(dataset[0])
+    count = min(size, len(dataset))  # type: ignore[arg-type]
+    return loaders.collate_fn([dataset[index] for index in range(count)])
+
+
+def record(decision: Decision | None) -> dict[str, Any] | None:
+    """What a checkpoint says."""
+    return None if decision is None else asdict(decision)
+
+
+def from_record(saved: Mapping[str, Any] | None) -> Decision | None:
+    return None if saved is None else Decision(**saved)

@@ -1,0 +1,165 @@
+"""``auto``: what is chosen fits, no faster row does, and the largest micro-batch is the largest."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_zero.config import ConfigError, Offload, OffloadConfig, Stage
+from lightning_zero.planning.activations import Activations, ByBatchSize, Stretch, peaks_with
+from lightning_zero.planning.buckets import BucketShape, Itemsizes, Role, place
+from lightning_zero.planning.choose import MOST_SAMPLES, choose_row, plan_rows, with_room
+from lightning_zero.planning.fit import Machine, Model, allowed_rows, plan_row
+from lightning_zero.planning.memory import Limits, Phase, on_tier, peak_bytes
+from lightning_zero.planning.placement import OFFLOADS, STAGES, Tier
+from lightning_zero.planning.step_time import CPU_RATES, GPU_RATES, expected, sent_by
+
+CANDIDATES = [(stage, offload, OffloadConfig()) for stage, offload in allowed_rows() if "nvme" not in offload.name]
+UNITS = 3
+
+
+def activations(per_sample: int, samples: int, fixed: int = 100) -> Activations:
+    """Of units called in order: the forward keeps ``per_sample`` for each, the backward lets go of it."""
+    kept = [per_sample * samples * n + fixed for n in range(1, UNITS + 1)]
+    forward = [Stretch(unit, False, nbytes) for unit, nbytes in zip(range(1, UNITS + 1), kept, strict=True)]
+    backward = [
+        Stretch(unit, True, kept[unit - 1] + per_sample, frozenset({unit}), frozenset({unit}))
+        for unit in range(UNITS, 0, -1)
+    ]
+    last = Stretch(0, True, fixed, frozenset({0}), frozenset({0}))
+    return Activations((*forward, *backward, last), kept[-1], 8 * samples, 1e9 * samples)
+
+
+def model(numel: int, per_sample: int, samples: int = 4) -> Model:
+    shapes = tuple(BucketShape(unit, (numel,), Itemsizes(2, 4, 4, 4)) for unit in range(UNITS + 1))
+    sizes = ByBatchSize(
+        (samples, 2 * samples), (activations(per_sample, samples), activations(per_sample, 2 * samples))
+    )
+    names = ("", *map(str, range(1, UNITS + 1)))
+    return Model(names, shapes, Limits(10**6, 0, 10**6), activations=sizes, samples=samples)
+
+
+MODELS = st.builds(model, st.integers(256, 2_000_000), st.integers(10**4, 5_000_000), st.integers(1, 8))
+MACHINES = st.builds(
+    Machine,
+    st.integers(1, 8),
+    st.integers(10**5, 10**9),
+    st.integers(10**6, 10**10),
+    st.just(0),
+    st.integers(1, 3),
+    st.booleans(),
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(MODELS, MACHINES)
+def test_the_fastest_row_that_fits(of: Model, machine: Machine) -> None:
+    rates = CPU_RATES if machine.shared else GPU_RATES
+    room = with_room(machine)
+    rows = plan_rows(of, room, CANDIDATES, rates)
+    try:
+        choice = choose_row(of, machine, CANDIDATES, rates)
+    except ConfigError as error:
+        assert not any(row.fits for row in rows)
+        assert "expected a row that fits" in str(error) and "got none of" in str(error)
+        return
+    again = plan_row(of, choice.row.stage, choice.row.offload, machine, OffloadConfig(), rates)
+    assert choice.row.fits and again.fits
+    seconds = [row.time.seconds for row in rows if row.fits and row.time is not None]
+    assert choice.row.time is not None and choice.row.time.seconds == min(seconds)
+    assert choose_row(of, machine, list(reversed(CANDIDATES)), rates).rows == choice.rows
+    assert choice.samples is not None and of.samples <= choice.samples <= MOST_SAMPLES
+    for samples, fits in ((choice.samples, True), (choice.samples + 1, False)):
+        other = replace(of, samples=samples)
+        if fits or samples <= MOST_SAMPLES:
+            assert plan_row(other, choice.row.stage, choice.row.offload, room, OffloadConfig()).fits is fits
+
+
+def test_what_would_be_faster_is_named() -> None:
+    of = model(10**6, 10**4)
+    slow = replace(GPU_RATES, network=1e3)  # stage 3 sends more
+    needs = {
+        stage: plan_row(of, stage, Offload.none, Machine(4, 10**12, 10**12, 0), OffloadConfig()).per_rank[Tier.device]
+        for stage in (Stage.zero2, Stage.zero3)
+    }
+    assert needs[Stage.zero3] < needs[Stage.zero2]
+    machine = Machine(4, int(needs[Stage.zero3] / 0.9) + 10, 0, 0)  # nothing rests on the host
+    choice = choose_row(of, machine, CANDIDATES, slow)
+    assert (choice.row.stage, choice.row.offload) == (Stage.zero3, Offload.none)
+    assert "the fastest of 1 rows that fit" in choice.reason and "bound by network" in choice.reason
+    assert "would be before it and needs" in choice.reason
+
+
+def test_the_error_says_what_is_missing_and_what_to_change() -> None:
+    with pytest.raises(ConfigError) as raised:
+        choose_row(model(10**6, 1000), Machine(1, 10**6, 10**6, 0), CANDIDATES, GPU_RATES)
+    text = str(raised.value)
+    assert "zero/stage and zero/offload: expected a row that fits into 1 rank(s) on 1 host(s)" in text
+    for part in ("got none of", "data.batch_size", "zero.activation_checkpointing=blocks", "zero.offload.nvme_path"):
+        assert part in text
+
+
+def test_half_is_left_for_activations_that_are_not_known() -> None:
+    machine = Machine(1, 1000, 1000, 1000)
+    assert with_room(machine).gpu_memory == 900
+    assert with_room(machine, activations_known=False).gpu_memory == 500
+    shared = replace(machine, shared=True)
+    assert with_room(shared, activations_known=False).host_memory == 500
+
+
+@settings(deadline=None)
+@given(
+    MODELS,
+    st.sampled_from([row for row in allowed_rows() if row[1] is not Offload.auto]),
+    st.integers(1, 4),
+    st.integers(1, 2),
+)
+def test_the_peaks_hold_what_rests_and_the_activations(
+    of: Model, row: tuple[Stage, Offload], ranks: int, micro_batches: int
+) -> None:
+    """And never more than the sum of the peaks of each."""
+    assert of.activations is not None
+    limits = replace(of.limits, micro_batches=micro_batches)
+    plans = [place(shape, STAGES[row[0]], OFFLOADS[row[1]], ranks) for shape in of.shapes]
+    found = of.activations.of(of.samples or 1)
+    bounds = peak_bytes(plans, limits)
+    for phase, held in peaks_with(plans, limits, found).items():
+        if phase is Phase.step:
+            assert held == bounds[phase]
+            continue
+        most = found.peak(backward=phase is Phase.backward) + found.batch
+        assert held[Role.activation, Tier.device] <= most
+        assert on_tier(held, Tier.device) <= on_tier(bounds[phase], Tier.device) + most
+        assert on_tier(held, Tier.host) <= on_tier(bounds[phase], Tier.host)
+        assert on_tier(held, Tier.device) >= found.batch
+
+
+def test_bytes_that_are_sent() -> None:
+    """docs/benchmarks.md and the literature: stages 0-2 send twice the parameters, stage 3 three times."""
+    shapes = [BucketShape(unit, (1024,), Itemsizes(4, 4, 4, 4)) for unit in range(1, 101)]
+    total, ranks = 100 * 1024 * 4, 4
+    for stage, times in ((Stage.zero0, 2.0), (Stage.zero1, 2.0), (Stage.zero2, 2.0), (Stage.zero3, 2.99)):
+        plans = [place(s, STAGES[stage], OFFLOADS[Offload.none], ranks) for s in shapes]
+        sent = sent_by(plans, Limits(0, 0, 10**9))
+        assert sent.nbytes == pytest.approx(times * total * 3 / 4)  # the last unit stays gathered
+        twice = sent_by(plans, Limits(0, 0, 10**9, 2))
+        grows = {Stage.zero0: 2.0, Stage.zero1: 2.0, Stage.zero2: 3.0, Stage.zero3: 2 * 2.99}[stage]
+        assert twice.nbytes == pytest.approx(grows * total * 3 / 4)
+    alone = [place(s, STAGES[Stage.zero3], OFFLOADS[Offload.none], 1) for s in shapes]
+    assert sent_by(alone, Limits(0, 0, 10**9)).nbytes == 0
+
+
+def test_the_binding_resource() -> None:
+    shapes = [BucketShape(unit, (10**6,), Itemsizes(2, 4, 4, 4)) for unit in range(1, 5)]
+    limits = Limits(0, 0, 10**9)
+    plans = [place(s, STAGES[Stage.zero3], OFFLOADS[Offload.optimizer_nvme], 8) for s in shapes]
+    assert expected(plans, limits, 1e16, GPU_RATES).binding == "compute"
+    assert expected(plans, limits, 1e6, GPU_RATES).binding == "disk"
+    slow = replace(GPU_RATES, network=1e6)
+    found = expected(plans, limits, 1e6, slow)
+    assert found.binding == "network" and found.seconds > found.resources["network"]
+    on_cpu = expected(plans, limits, 1e9, CPU_RATES, on_cpu=True)
+    assert on_cpu.seconds == pytest.approx(sum(on_cpu.resources.values()))

@@ -1,0 +1,127 @@
+"""``zero/stage=auto``: one row for all ranks, that of the plan; saved, and kept by a run that goes on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_zero import ZeroStrategy
+from lightning_zero.config import ConfigError, Stage, candidate_rows, make_config
+from lightning_zero.trainer import auto_row
+from lightning_zero.trainer.auto_row import KEY
+from tests.harness import on_ranks
+from tests.trainer import toys
+
+
+def fit(root: Path, **settings: Any) -> Any:
+    zero = settings.pop("zero", {})
+    strategy = ZeroStrategy("auto", offload=settings.pop("offload", "auto"), summary=False, **zero)
+    return strategy, toys.fit(strategy, root, **settings)
+
+
+def memory(nbytes: int) -> Any:
+    return mock.patch.object(auto_row, "available_host_memory", lambda: nbytes)
+
+
+@on_ranks(1, 2)
+def test_all_ranks_take_one_row_and_train_as_with_it(tmp_path: Path) -> None:
+    """Although each rank finds other memory."""
+    rank = dist.get_rank()
+    with memory(10**9 + rank):
+        strategy, run = fit(tmp_path / "auto", count=12)
+    decision = strategy.decision
+    assert strategy.gather_objects(decision, "test") == [decision] * dist.get_world_size()
+    assert strategy.engine.config.stage.name.value == decision.stage != "auto"
+    assert decision.samples is not None and decision.samples > 2 and "activations are not" not in decision.reason
+    plain = toys.fit(
+        ZeroStrategy(decision.stage, offload=decision.offload, summary=False), tmp_path / "plain", count=12
+    )
+    toys.assert_same(run, plain, tolerance=0.0)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("form", ["full", "sharded"])
+def test_a_run_that_goes_on_keeps_the_row_of_its_checkpoint(form: str, tmp_path: Path) -> None:
+    with memory(10**9):
+        first, run = fit(tmp_path, max_epochs=1, zero={"checkpoint": form})
+    path = tmp_path / "saved.ckpt"
+    run.trainer.save_checkpoint(path)
+    with memory(10**9), mock.patch.object(auto_row, "choose_row", side_effect=AssertionError("decided again")):
+        second, _ = fit(tmp_path, max_epochs=2, ckpt_path=path, zero={"checkpoint": form})
+    assert second.decision.rows == first.decision.rows
+    assert second.decision.reason == "the row of the checkpoint"
+    if form == "full":
+        assert torch.load(path, weights_only=True)[KEY]["stage"] == first.decision.stage
+
+
+@on_ranks(2)
+def test_a_run_that_cannot_keep_its_row_says_why(tmp_path: Path) -> None:
+    with memory(10**9):
+        first, run = fit(tmp_path, max_epochs=1, offload="none")
+    path = tmp_path / "saved.ckpt"
+    run.trainer.save_checkpoint(path)
+    with memory(10**9):
+        second, _ = fit(tmp_path, max_epochs=2, ckpt_path=path, offload="optimizer_cpu")
+    assert first.decision.offload == "none" and second.decision.offload == "optimizer_cpu"
+    assert "which is not among the rows that are asked for" in second.decision.reason
+
+
+@on_ranks(1, 2)
+def test_nothing_fits_on_all_ranks(tmp_path: Path) -> None:
+    with memory(1000), pytest.raises(ConfigError, match="expected a row that fits into .*, got none of .* Use more"):
+        fit(tmp_path)
+
+
+@on_ranks(1)
+def test_a_step_that_reads_values_is_said(tmp_path: Path) -> None:
+    class Reads(toys.Lit):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            assert not loss > 1e30
+            return loss
+
+    strategy, _ = fit(tmp_path, module=toys.seeded(Reads), count=8)
+    assert "activations are not in the plan" in strategy.decision.reason
+    assert "training_step of" in strategy.decision.reason
+    assert strategy.decision.samples is None
+
+
+@on_ranks(1)
+def test_taking_a_batch_changes_no_order(tmp_path: Path) -> None:
+    """Losses are those of a run whose row was given, with shuffled data and a generator of its own."""
+    losses = []
+    for stage in ("auto", "zero0"):
+        generator = torch.Generator().manual_seed(3)
+        data = toys.loader(2, 12).dataset
+        loader = torch.utils.data.DataLoader(data, 2, shuffle=True, generator=generator)
+        strategy = ZeroStrategy(stage, offload="auto" if stage == "auto" else "none", summary=False)
+        module = toys.seeded(toys.Lit)
+        toys.trainer(strategy, tmp_path).fit(module, loader)
+        losses.append(module.losses)
+    assert losses[0] == losses[1] and len(losses[0]) > 2
+
+
+def test_rows_in_files_need_a_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("LIGHTNING_ZERO_NVME_PATH", raising=False)
+    without = candidate_rows(make_config(stage="auto", offload="auto"))
+    assert {offload.name.name for _, offload in without} == {"none", "optimizer_cpu", "cpu", "auto"}
+    monkeypatch.setenv("LIGHTNING_ZERO_NVME_PATH", str(tmp_path))
+    assert len(candidate_rows(make_config(stage="auto", offload="auto"))) == 16
+    assert candidate_rows(make_config(stage="auto"))[0][0] is Stage.zero0
+    assert [offload.name.name for _, offload in candidate_rows(make_config(stage="auto", offload="none"))] == [
+        "none"
+    ] * 4
+
+
+def test_only_the_strategy_decides() -> None:
+    import lightning_zero
+
+    with pytest.raises(ConfigError, match="got auto, which ZeroStrategy decides"):
+        lightning_zero.shard(torch.nn.Linear(2, 2), stage="auto")
+    with pytest.raises(ConfigError, match="restage: expected zero0"):
+        ZeroStrategy("zero1").restage(stage="auto")

@@ -1,0 +1,99 @@
+"""The plan of a step beside what a step allocates on the CPU: by role to the byte, its peak within 5 %."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_zero import ZeroStrategy
+from lightning_zero.config import Precision, make_config
+from lightning_zero.engine.whole.held_bytes import held_bytes, limits_of, plan_of, state_tensors
+from lightning_zero.models.gpt import LitGPT
+from lightning_zero.planning import memory
+from lightning_zero.planning.buckets import Role
+from lightning_zero.planning.memory import FILE_PAGE_NBYTES, Moment
+from lightning_zero.planning.placement import Tier
+from lightning_zero.trainer import strategy as strategy_module
+from lightning_zero.trainer.activations import measure
+from lightning_zero.trainer.summary import planned_peaks
+from tests.harness import on_ranks
+
+LENGTH = 96
+
+
+class Tokens(torch.utils.data.Dataset):
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.randint(0, 64, (LENGTH + 1,), generator=torch.Generator().manual_seed(index))
+
+
+def gpt() -> LitGPT:
+    return LitGPT(vocab_size=64, n_layer=3, n_head=2, d_model=64, block_size=LENGTH)
+
+
+CASES = [
+    ("zero0", "none", "32-true", "none", 1),
+    ("zero1", "none", "32-true", "none", 1),
+    ("zero1", "none", "32-true", "none", 2),
+    ("zero2", "optimizer_cpu", "bf16-mixed", "none", 1),
+    ("zero3", "none", "32-true", "none", 1),
+    ("zero3", "none", "bf16-mixed", "blocks", 1),
+    ("zero3", "cpu", "32-true", "blocks", 1),
+    ("zero3", "nvme", "bf16-mixed", "none", 1),
+    ("zero3", "none", "bf16-true", "none", 2),
+]
+MAIN = [("zero0", "none", "none"), ("zero3", "none", "blocks"), ("zero3", "nvme", "none")]
+
+
+@on_ranks(1, 2)
+@pytest.mark.mainly(lambda stage, offload, recompute: (stage, offload, recompute) in MAIN)
+@pytest.mark.filterwarnings("ignore:.*has no O_DIRECT:RuntimeWarning")
+@pytest.mark.parametrize(("stage", "offload", "precision", "recompute", "micro_batches"), CASES)
+def test_the_plan_is_what_a_run_measures(
+    stage: str, offload: str, precision: str, recompute: str, micro_batches: int, tmp_path: Path
+) -> None:
+    settings: dict[str, Any] = {"name": offload} | ({"nvme_path": str(tmp_path)} if "nvme" in offload else {})
+    config = make_config(stage=stage, offload=settings, activation_checkpointing=recompute)
+    found = measure(gpt(), torch.zeros(8, LENGTH + 1, dtype=torch.int64), config, Precision(precision))
+    strategy = ZeroStrategy(config=config)
+    strategy.measures_peak = True
+    strategy.activations_of_run = lambda: found
+    shown: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(strategy_module, "print_held", lambda *arguments: shown.append(arguments))
+        trainer = pl.Trainer(
+            strategy=strategy,
+            accelerator="cpu",
+            devices=dist.get_world_size(),
+            precision=precision,
+            max_steps=5,
+            accumulate_grad_batches=micro_batches,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            default_root_dir=tmp_path,
+        )
+        trainer.fit(gpt(), torch.utils.data.DataLoader(Tokens(), 8))
+    assert len(shown) == (dist.get_rank() == 0)
+    engine = strategy.engine
+    states = state_tensors(engine)
+    assert states == 2
+    planned = memory.planned_bytes(plan_of(engine), engine.rank, state_tensors=2, moment=Moment.reduced)
+    held = held_bytes(engine)
+    in_files = (Role.optim_state, Tier.nvme)  # each param group has pages of its own in a bucket
+    assert 0 <= held[in_files] - planned[in_files] <= 2 * states * FILE_PAGE_NBYTES * len(engine.buckets)
+    assert +held - Counter({in_files: held[in_files]}) == +planned - Counter({in_files: planned[in_files]})
+    if shown:
+        _, _, activations, measured = shown[0]
+        peaks = planned_peaks(engine, plan_of(engine), limits_of(engine, micro_batches), states, activations)
+        most = max(memory.on_tier(h, Tier.device) + memory.on_tier(h, Tier.host) for h in peaks.values())
+        assert measured == pytest.approx(most, rel=0.05), f"{measured / most:.3f} of {most:,}"
