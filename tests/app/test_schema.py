@@ -334,7 +334,7 @@ def command_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.
         ("+modell=gpt", ["modell", "model"]),
         # in a group or its file
         ("zero/stge=zero3", ["zero/stge: no such group", "Write zero/stage=zero3."]),
-        ("zero/stage=zero4", ["zero/stage: expected one of zero0, ", "got 'zero4'", "Write zero/stage=zero3."]),
+        ("zero/stage=zero4", ["zero/stage: expected one of auto, zero0, ", "got 'zero4'", "Write zero/stage=zero3."]),
         (
             "zero/precision=bf17",
             ["zero/precision: expected one of", "got 'bf17'", "bf16_true", "Write zero/precision=bf16."],
@@ -461,7 +461,7 @@ def test_help_is_in_our_words() -> None:
     )
     assert done.returncode == 0
     assert "Train a model under ZeRO" in done.stdout
-    assert "zero/stage: zero0, zero1, zero2, zero3" in done.stdout
+    assert "zero/stage: auto, zero0, zero1, zero2, zero3" in done.stdout
     assert "prefetch_bytes" in done.stdout
 
 
