@@ -38,7 +38,7 @@ def main() -> int:
         for row, outcome in found.items():
             wrong += outcome != what.cell(row)
             table.cells[what.name, row] = outcome
-        print(what.name, *dict.fromkeys(found.values()), sep=": ", file=sys.stderr)
+        print(what.name, *dict.fromkeys(found.values()), sep=": ", file=sys.stderr, flush=True)
     harness.close_pools()
     print(table)
     return 1 if wrong else 0

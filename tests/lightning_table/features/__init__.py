@@ -4,6 +4,7 @@ HEADINGS = {
     "callbacks": "Callbacks",
     "hooks": "Hooks",
     "optimization": "Optimization",
+    "modules": "Modules and their steps",
     "trainer": "Trainer",
     "data": "Data",
     "checkpoints": "Checkpoints",
