@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from lightning_zero.config import AfterFit, ConfigError, ZeroConfig
+from lightning_zero.config import AfterFit, ConfigError, ZeroConfig, is_decided
 from lightning_zero.engine import Engine, engine_of, shard
 from lightning_zero.engine.engine import engines
 from lightning_zero.engine.whole import norms
@@ -264,6 +264,11 @@ def _refuse_settings_of_the_trainer(config: ZeroConfig) -> None:
     Raises:
         ConfigError: a setting that only the Trainer's strategy could follow.
     """
+    if not is_decided(config):
+        raise ConfigError(
+            "zero/stage: expected zero0, zero1, zero2 or zero3 with Fabric, where a strategy does not see the steps that "
+            "it would have to measure, got auto. Ask `python -m lightning_zero.plan`, and give the row that it names."
+        )
     if config.checkpoint.background:
         raise ConfigError(
             "zero.checkpoint.background: expected false with Fabric, whose save returns when a checkpoint is written, "
