@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
-from lightning_zero.app import train
+from lightning_zero.app import parts, train
 from lightning_zero.app.instantiate import build_all
 from lightning_zero.app.overrides import check_arguments
 from lightning_zero.app.sweep import check_search, job_command, overrides_of, print_table, read_results
@@ -94,7 +94,7 @@ def test_optimizers_step_slices(name: str) -> None:
     from lightning_zero.engine.steps.torch_optimizers import check_supported
 
     weight = nn.Parameter(torch.ones(4))
-    optimizer = train.build_optimizer(config_of(f"optimizer={name}"))([weight])
+    optimizer = parts.build_optimizer(config_of(f"optimizer={name}"))([weight])
     check_supported(optimizer, declared_elementwise=False, stochastic_rounding=False)
     weight.grad = torch.ones(4)
     optimizer.step()
@@ -106,7 +106,7 @@ def test_models_take_what_the_data_gives(name: str, tmp_path: Path) -> None:
     if name != "gpt":
         pytest.importorskip("transformers")
     config = config_of("experiment=tiny", f"model={name}", "data=synthetic")
-    data, model = train.build_data(config, set()), train.build_model(config, set())
+    data, model = parts.build_data(config, set()), parts.build_model(config, set())
     check_vocabulary(model, data)
     model.configure_model()
     batch = next(iter(data.val_dataloader()))
@@ -127,7 +127,7 @@ def test_models_take_what_the_data_gives(name: str, tmp_path: Path) -> None:
 def test_models_of_transformers_that_cannot_be(overrides: list[str], key: str) -> None:
     pytest.importorskip("transformers")
     with pytest.raises(ConfigError, match=key):
-        train.build_model(config_of(*overrides), set())
+        parts.build_model(config_of(*overrides), set())
 
 
 def test_a_folder_is_read_without_the_strategy_and_left_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,19 +139,19 @@ def test_a_folder_is_read_without_the_strategy_and_left_to_it(tmp_path: Path, mo
     there.save_pretrained(tmp_path)
     config = config_of("model=hf", f"model.path={tmp_path}", "+model.config.attention_dropout=0.5")
     assert config.zero.init_from == str(tmp_path)
-    model = train.build_model(config, set())
+    model = parts.build_model(config, set())
     assert isinstance(model, LitCausalLM) and model.config.attention_dropout == 0.5 and model.vocab_size == 300
     model.configure_model()
     assert all(torch.equal(a, b) for a, b in zip(model.model.parameters(), there.parameters(), strict=True))  # type: ignore
     with torch.device("meta"):
-        planned = train.build_model(config, set())
+        planned = parts.build_model(config, set())
         planned.configure_model()
     assert all(p.is_meta for p in planned.parameters())
 
 
 def test_a_vocabulary_that_is_too_small_is_refused() -> None:
     config = config_of("data=synthetic", "data.vocab_size=500")
-    data, model = train.build_data(config, set()), train.build_model(config_of("experiment=tiny"), set())
+    data, model = parts.build_data(config, set()), parts.build_model(config_of("experiment=tiny"), set())
     with pytest.raises(ConfigError, match=r"model: expected a vocabulary of at least 500 tokens.*got 256"):
         check_vocabulary(model, data)
 
