@@ -187,7 +187,7 @@ def _layer(self: nn.Module, x: Tensor) -> Tensor:
     return out
 
 
-def _block(self: Block, x: Tensor) -> Tensor:
+def _block(self: Block, x: Tensor, _: Tensor | None = None) -> Tensor:
     x = self.proj(self.qkv(self.norm1(x)))
     return self.down(self.up(self.norm2(x)))
 
