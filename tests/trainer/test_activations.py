@@ -102,7 +102,7 @@ def really(module: pl.LightningModule, batch: Any) -> Activations:
     for param in module.parameters():
         param.register_post_accumulate_grad_hook(drop)
     if isinstance(module, LitGPT):
-        step = lambda: module._loss(batch)  # noqa: E731
+        step = lambda: module._losses(batch).mean()  # noqa: E731
     else:
         module.log = lambda *_, **__: None  # type: ignore[method-assign]
         step = lambda: module.training_step(batch, 0)  # noqa: E731
