@@ -117,7 +117,7 @@ class ZeroStrategy(Processes, RestagingStrategy):
         self.asked_config = None if is_decided(config) else config
         self.decision: auto_row.Decision | None = None
         self.planned_states = ADAM_STATES
-        self.activations_of_run: Callable[[], Activations | None] = lambda: None
+        self.activations_of_run: Callable[[], Activations | None] | None = None
         self.measures_peak = False
         self._step_peak: StepPeak | None = None
         self.saves_on_sigterm = False
@@ -344,7 +344,8 @@ class ZeroStrategy(Processes, RestagingStrategy):
             peak.let_go()
         if trained and self.config.summary and self.is_global_zero and module._trainer is not None:
             measured = peak.nbytes if peak is not None else None
-            print_held(engine, module.trainer.accumulate_grad_batches, self.activations_of_run(), measured)
+            activations = self.activations_of_run() if self.activations_of_run is not None else None
+            print_held(engine, module.trainer.accumulate_grad_batches, activations, measured)
 
     def _show_whole(self, engine: Engine) -> None:
         if self._left:
