@@ -15,6 +15,7 @@ import shutil
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import lightning.pytorch as pl
@@ -79,7 +80,7 @@ class Undecided(Protocol):
     decision: Decision | None
     saved_decision: Decision | None
     planned_states: int
-    activations_of_run: Callable[[], Activations | None]
+    activations_of_run: Callable[[], Activations | None] | None
 
     @property
     def is_global_zero(self) -> bool: ...
@@ -176,7 +177,7 @@ def _decide(
     model, why_not = model_of(strategy, trainer, module, asked, fitting=fitting)
     if model.activations is not None:
         found = model.activations.measured[0]
-        strategy.activations_of_run = lambda: found
+        strategy.activations_of_run = partial(_itself, found)  # not a lambda: strategies are pickled
     rates = CPU_RATES if there.shared else GPU_RATES
     candidates = [(stage, settings.name, settings) for stage, settings in candidate_rows(asked)]
     if not candidates:
@@ -279,3 +280,7 @@ def record(decision: Decision | None) -> dict[str, Any] | None:
 
 def from_record(saved: Mapping[str, Any] | None) -> Decision | None:
     return None if saved is None else Decision(**saved)
+
+
+def _itself(found: Activations | None) -> Activations | None:
+    return found
