@@ -267,7 +267,7 @@ def _refuse_settings_of_the_trainer(config: ZeroConfig) -> None:
     if not is_decided(config):
         raise ConfigError(
             "zero/stage: expected zero0, zero1, zero2 or zero3 with Fabric, where a strategy does not see the step "
-            "that it would have to measure, got auto. Ask `python -m lightning_zero.plan`, and give the row that it names."
+            "that it would have to measure, got auto. Give the row that `python -m lightning_zero.plan` names."
         )
     if config.checkpoint.background:
         raise ConfigError(
