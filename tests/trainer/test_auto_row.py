@@ -38,7 +38,8 @@ def test_all_ranks_take_one_row_and_train_as_with_it(tmp_path: Path) -> None:
     decision = strategy.decision
     assert strategy.gather_objects(decision, "test") == [decision] * dist.get_world_size()
     assert strategy.engine.config.stage.name.value == decision.stage != "auto"
-    assert pickle.loads(pickle.dumps(strategy.activations_of_run))() == strategy.activations_of_run()
+    if rank == 0:  # where it was decided
+        assert pickle.loads(pickle.dumps(strategy.activations_of_run))() == strategy.activations_of_run()
     assert decision.samples is not None and decision.samples > 2 and "activations are not" not in decision.reason
     plain = toys.fit(
         ZeroStrategy(decision.stage, offload=decision.offload, summary=False), tmp_path / "plain", count=12
