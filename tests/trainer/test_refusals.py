@@ -47,7 +47,7 @@ def test_presets_of_offload_by_name(name: str, monkeypatch: pytest.MonkeyPatch) 
 def test_arguments() -> None:
     with pytest.raises(ConfigError, match=r"zero\.prefetch: no such setting; there are .*prefetch_bytes"):
         ZeroStrategy("zero3", prefetch=3)
-    with pytest.raises(ConfigError, match=r"zero/stage: expected one of zero0, zero1, zero2, zero3, got 'zero4'"):
+    with pytest.raises(ConfigError, match=r"zero/stage: expected one of zero0, zero1, zero2, zero3, auto, got 'zero4'"):
         ZeroStrategy("zero4")
     assert ZeroStrategy(2).config.stage.name.name == "zero2"
 
