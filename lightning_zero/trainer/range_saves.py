@@ -44,6 +44,7 @@ from lightning_zero.engine import Engine, engine_of
 from lightning_zero.engine.units.home import Home
 from lightning_zero.engine.whole.module_state import hollow_copy
 from lightning_zero.engine.whole.ranges import COPY, MASTER, Copies, Hollow, Range, Value
+from lightning_zero.engine.whole.snapshot import KeptRanges
 from lightning_zero.ranks.mailbox import Mailbox
 from lightning_zero.trainer.background_saves import not_behind
 from lightning_zero.trainer.checkpoint_io import ZeroCheckpointIO, writes_files
@@ -178,25 +179,35 @@ class RangeSave:
         begun: list[tuple[Part, Skeleton, list[Piece]]],
         content: Any,
     ) -> None:
+        def keep() -> tuple[KeptRanges, DirectFile]:
+            kept = self._engine.keep_ranges(place.dtypes, copies)
+            try:
+                return kept, DirectFile(place.part)  # now: where another rank fails it may be gone later
+            except BaseException:
+                kept.snapshot.close()
+                raise
+
+        def let_go(made: tuple[KeptRanges, DirectFile]) -> None:
+            made[0].snapshot.close()
+            made[1].close()
+
         with contextlib.ExitStack() as undo:
             undo.push(stack)
-            keep = partial(self._engine.keep_ranges, place.dtypes, copies)
-            kept = self._together("keeping values", keep, undo=lambda kept: kept.snapshot.close())
+            kept, file = made = self._together("keeping values", keep, undo=let_go)
             undo.pop_all()
 
         def write() -> list[Piece]:
             done: list[Piece] = []
-            with DirectFile(place.part) as file:
-                for part in kept:
-                    _write_range(file.write_at, place, done, part)
-                file.sync()
+            for part in kept:
+                _write_range(file.write_at, place, done, part)
+            file.sync()
             return done
 
         def end(found: Sequence[list[Piece]]) -> None:
             self._end(stack, begun, place, content, found, True)
 
         def close(error: BaseException | None) -> None:
-            kept.snapshot.close()
+            let_go(made)
             leave(stack, error)
 
         assert self._behind is not None

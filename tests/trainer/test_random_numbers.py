@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning_utilities.core import rank_zero
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -235,7 +236,7 @@ def _go_on(root: Path) -> tuple[list[float], list[str]]:
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    logger = rank_zero.log  # of the package which was imported last
     logger.addHandler(handler)
     try:
         of = trainer("zero3", root, max_epochs=2)

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import BaseFinetuning, Callback, EMAWeightAveraging, ModelCheckpoint
+from lightning_utilities.core import rank_zero
 from torch import Tensor, nn
 
 import lightning_zero
@@ -351,7 +352,7 @@ def test_it_says_what_it_has_done(tmp_path: Path) -> None:
 
     class Loud(Callback):
         def on_train_epoch_end(self, of: pl.Trainer, *_: Any) -> None:
-            loggers = [logging.getLogger("lightning.pytorch.utilities.rank_zero")]
+            loggers = [rank_zero.log]  # that of the package which was imported last
             for logger in loggers:
                 logger.addHandler(handler)
                 logger.setLevel(logging.INFO)
