@@ -65,6 +65,7 @@ def test_vision_with_hydra_refuses_in_our_words(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_mixture_of_experts(tmp_path: Path) -> None:
     assert value(run(tmp_path, "mixture_of_experts.py"), "validation error") < 0.05
 
@@ -97,6 +98,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_finetuning_a_folder(llama: Path, tmp_path: Path) -> None:
     done = run(tmp_path, "finetune_causal_lm.py", str(llama))
     assert value(done, "validation loss") < 6.0  # at the start ln(1024) = 6.9
