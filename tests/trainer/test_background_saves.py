@@ -22,6 +22,7 @@ from torch import Tensor
 
 from lightning_zero import ZeroStrategy
 from lightning_zero.checkpoint import verify
+from lightning_zero.checkpoint.background import Background
 from lightning_zero.checkpoint.sharded.read import ShardedFolder
 from lightning_zero.config import ConfigError, Stage
 from lightning_zero.engine.units import kept
@@ -320,6 +321,35 @@ def test_a_failure_reaches_all_ranks(step: int, rank: int, checkpoint: str, tmp_
     assert same(content(path), before)
     dist.barrier()
     assert [found.name for found in tmp_path.iterdir()] == ["a.ckpt"]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("checkpoint", ["full", "sharded"])
+def test_a_rank_that_comes_late_does_not_look_for_what_another_has_taken_away(checkpoint: str, tmp_path: Path) -> None:
+    """Rank 0 fails, and its part is gone, before the thread of rank 1 begins."""
+    do = Background.do
+
+    def late(self: Background, act: Any, copy: Any = None) -> None:
+        def wait_and_act() -> Any:
+            deadline = time.monotonic() + 60
+            while dist.get_rank() == 1 and list(tmp_path.glob(".*.part")) and time.monotonic() < deadline:
+                time.sleep(0.01)
+            return act()
+
+        do(self, wait_and_act, copy)
+
+    with mock.patch.object(Background, "do", late), full_disk(0), pytest.raises(Exception, match="No space left"):
+        saves = SavesOnce(tmp_path / "a.ckpt")
+        fit(
+            behind(tmp_path, checkpoint=checkpoint),
+            tmp_path,
+            seeded(Lit),
+            max_epochs=400,
+            callbacks=[saves],
+            max_steps=6,
+        )
+    dist.barrier()
+    assert not list(tmp_path.iterdir())
 
 
 @on_ranks(2)

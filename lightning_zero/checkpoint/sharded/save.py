@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar, cast
+from typing import Any, BinaryIO, NamedTuple, TypeVar, cast
 
 import torch
 
@@ -26,6 +26,29 @@ from lightning_zero.ranks.mailbox import Mailbox
 from lightning_zero.ranks.waits import Waits
 
 T = TypeVar("T")
+
+
+class _Kept(NamedTuple):
+    """What a thread is to write.
+
+    Attributes:
+        file: is there where there are items.
+    """
+
+    items: list[Item]
+    snapshot: Snapshot
+    file: BinaryIO | None
+
+    def close(self) -> None:
+        self.snapshot.close()
+        if self.file is not None:
+            with contextlib.suppress(OSError):  # of what is buffered yet, after another error
+                self.file.close()
+
+
+def _beside_training(path: Path) -> BinaryIO:
+    """A new file, past the page cache, into which the processor would copy while it is to train."""
+    return cast(BinaryIO, io.BufferedWriter(DirectStream(path)))
 
 
 class ShardedSaver:
@@ -72,7 +95,7 @@ class ShardedSaver:
             if behind is not None and streams is not None:
                 self._hand_over(stack, state, folder, target, partial(behind, number), streams)
                 return
-            write = partial(self._write, items_of(state, self._rank), folder, target)
+            write = partial(self._write, items_of(state, self._rank), partial((folder / self._name).open, "wb"), target)
             known = self._collect(self._together("this rank's file", write))
             self._together("its index", lambda: self._end(stack, folder, target, known))
 
@@ -85,21 +108,28 @@ class ShardedSaver:
         begin: Callable[..., None],
         streams: Streams,
     ) -> None:
-        items, snapshot = self._together(
-            "keeping values", lambda: keep(items_of(state, self._rank), streams), undo=lambda kept: kept[1].close()
-        )
+        def prepare() -> _Kept:
+            items, snapshot = keep(items_of(state, self._rank), streams)
+            try:
+                # Now: where another rank fails, the folder may be gone later.
+                return _Kept(items, snapshot, _beside_training(folder / self._name) if items else None)
+            except BaseException:
+                snapshot.close()
+                raise
+
+        kept: _Kept = self._together("keeping values", prepare, undo=_Kept.close)
         rest = stack.pop_all()
 
         def close(error: BaseException | None) -> None:
-            snapshot.close()
+            kept.close()
             leave(rest, error)
 
         begin(
             target,
-            lambda: self._news(self._write(items, folder, target, snapshot)),
+            lambda: self._news(self._write(kept.items, lambda: kept.file, target, kept.snapshot)),
             lambda found: self._end(rest, folder, target, self._learn(found)),
             close,
-            snapshot.stage,
+            kept.snapshot.stage,
         )
 
     def _begin(self, stack: contextlib.ExitStack, target: Path, extra: Mapping[str, Any]) -> Part | None:
@@ -120,15 +150,20 @@ class ShardedSaver:
                 "choose zero/checkpoint=full."
             )
 
+    @property
+    def _name(self) -> str:
+        """Of this rank's file."""
+        return f"__{self._rank}_0{SUFFIX}"
+
     def _write(
-        self, items: Sequence[Item], folder: Path, target: Path, snapshot: Snapshot | None = None
+        self, items: Sequence[Item], opened: Callable[[], Any], target: Path, snapshot: Snapshot | None = None
     ) -> list[Entry]:
-        name = f"__{self._rank}_0{SUFFIX}"
+        name = self._name
         outer = sys.exception()
         if not items:
             return []
         try:
-            with _opened(folder / name, beside=snapshot is not None) as file:
+            with opened() as file:
                 entries = write_items(items, file, name, snapshot)
                 file.flush()
                 os.fsync(file.fileno())
@@ -169,8 +204,3 @@ class ShardedSaver:
 
     def _broadcast(self, value: T) -> T:
         return value if self._waits is None else broadcast_object(self._group, value, 0, self._waits)
-
-
-def _opened(path: Path, *, beside: bool) -> BinaryIO:
-    """A new file. ``beside`` training, the processor is to copy nothing into the page cache."""
-    return cast(BinaryIO, io.BufferedWriter(DirectStream(path))) if beside else path.open("wb")
