@@ -361,9 +361,26 @@ class OptimizerConfig:
     Attributes:
         elementwise: declares that an optimizer unknown to us computes each element of a parameter from that
             element's own value, gradient and state alone, so that it may step slices of parameters.
+        whole: which optimizers step whole tensors, each on one rank: ``auto``, those that are not known to be
+            element-wise; ``True``, all; ``False``, none, so that the others are refused.
     """
 
     elementwise: bool = False
+    whole: Any = "auto"  # or a bool, which Hydra takes for no member of an enumeration
+
+    def __post_init__(self) -> None:
+        names = {"auto": "auto", "true": True, "false": False}
+        found = names.get(str(self.whole).lower())
+        if found is None:
+            raise ConfigError(
+                f"zero.optimizer.whole: expected auto, true or false, got {self.whole!r}. Change zero.optimizer.whole."
+            )
+        if found is True and self.elementwise:
+            raise ConfigError(
+                "zero.optimizer.whole=true has no effect with zero.optimizer.elementwise=true, by which optimizers "
+                "step slices. Drop one of the two."
+            )
+        self.whole = found
 
 
 class AfterFit(Enum):

@@ -23,6 +23,7 @@ from lightning_zero.device import recording
 from lightning_zero.engine.steps.around import AroundStep
 from lightning_zero.engine.steps.interception import Stepping, keeps_own_step
 from lightning_zero.engine.steps.mixed_dtypes import dtype_of_step, salt_of, step_in_chunks
+from lightning_zero.engine.steps.owned import Owned, WholeTensor
 from lightning_zero.engine.steps.runs import FlatRun, ParamStates, Runs, steps_in
 from lightning_zero.engine.steps.torch_optimizers import (
     ELEMENTWISE,
@@ -46,7 +47,10 @@ class ShardedOptimizer:
     Attributes:
         optimizer: the user's object, patched.
         runs: what stands in its param groups inside ``step``.
+        owned: stands there where tensors are stepped whole; see ``whole_optimizer.py``.
     """
+
+    owned: Owned | None = None
 
     def __init__(
         self,
@@ -118,6 +122,10 @@ class ShardedOptimizer:
                 result.setdefault(place.bucket, {})[place.info.slot] = index
         return result
 
+    def state_nbytes(self, tensor: WholeTensor) -> int:
+        """Bytes of state that a tensor which is stepped whole will have."""
+        raise NotImplementedError
+
     def load_param_states(self, states: ParamStates) -> None:
         """Replace all state; see :meth:`Runs.load`."""
         self.runs.load(states, self._group_of())
@@ -131,6 +139,20 @@ class ShardedOptimizer:
             loss, early = self._run_closure(closure)
         self._around.begins(self.params(), early)
         used = self._around.used()
+        changed = self._step(used, early)
+        self._around.ends(changed | early, [p for p in self.params() if id(p) in used])
+        return loss
+
+    def _step(self, used: set[int], early: set[Bucket]) -> set[Bucket]:
+        """Step what got a gradient.
+
+        Args:
+            used: ids of the parameters that did.
+            early: buckets that have been stepped already.
+
+        Returns:
+            The buckets that this changes, on any rank.
+        """
         changed = self._arrange(used, early)
         lazy = [b for b in self.runs.buckets() if b in changed and self._is_lazy(b)]
         eager = [b for b in self.runs.buckets() if b in changed and b not in lazy]
@@ -159,8 +181,7 @@ class ShardedOptimizer:
         for bucket in changed:
             if not self.runs.of(bucket) and self._is_lazy(bucket):
                 bucket.awaited_step.nothing_to_do()
-        self._around.ends(changed | early, [p for p in self.params() if id(p) in used])
-        return loss
+        return changed
 
     def _run_closure(self, closure: Callable[[], Any]) -> tuple[Any, set[Bucket]]:
         """Run the closure. Returns its result, and the buckets that were stepped inside its backward."""

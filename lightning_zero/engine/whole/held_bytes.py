@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from lightning_zero.engine.assembly import Assembly
+from lightning_zero.engine.steps.optimizer import ShardedOptimizer
+from lightning_zero.engine.steps.torch_optimizers import count_states
 from lightning_zero.engine.units.bucket import Bucket
 from lightning_zero.planning.buckets import RESTING, BucketPlan, Role
 from lightning_zero.planning.layout import round_up
@@ -92,6 +94,22 @@ def _state_tensors(engine: Assembly, bucket: Bucket) -> Iterator[Tensor]:
             # A list at once: a step may be under way in the worker, which adds entries.
             state = list(sharded.optimizer.state.get(run.tensor, {}).values())
             yield from (v for v in state if isinstance(v, Tensor) and v.shape == run.tensor.shape)
+
+
+def state_to_come(sharded: ShardedOptimizer, tier: Tier) -> int:
+    """Bytes that the state of an optimizer will take on ``tier`` on this rank, as far as they are known before."""
+    if sharded.owned is not None:
+        return sum(
+            sharded.state_nbytes(tensor)
+            for tensor in sharded.owned.tensors.values()
+            if tensor.is_here and tensor.bucket.plan.tiers.master is tier
+        )
+    states = count_states(sharded.optimizer)
+    return sum(
+        states * bucket.owned_numel * bucket.dtypes.master.itemsize
+        for bucket in sharded.buckets()
+        if bucket.trainable and bucket.plan.tiers.master is tier
+    )
 
 
 def plan_of(engine: Assembly) -> list[BucketPlan]:

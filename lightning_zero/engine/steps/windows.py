@@ -1,0 +1,169 @@
+"""One window of a step of whole tensors: from flat shards to their owners, and back.
+
+::
+
+    main     | arrive 0 | step 0 ............ | arrive 1 | land 0 | step 1 ............ | arrive 2 ...
+    messages | there 0  | there 1 ..          | back 0 ..         | there 2 ..          | back 1 ..
+
+There go masters and gradients, back go masters. What is replicated, or all on one rank, is stepped where it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_zero.comm.communicator import Communicator
+from lightning_zero.comm.reduction import Pending
+from lightning_zero.engine.steps.owned import Owned, WholeTensor
+from lightning_zero.engine.units.bucket import Bucket
+from lightning_zero.planning.owners import Piece, Route, Traveller
+
+
+class Window:
+    """Tensors that are stepped at a time. The methods are called in their order here, on all ranks.
+
+    Args:
+        tensors: the same on all ranks, those of other owners too.
+        used: ids of the parameters that have a gradient.
+        find: the way of what travels, on this rank.
+    """
+
+    def __init__(
+        self,
+        tensors: Sequence[WholeTensor],
+        used: set[int],
+        owned: Owned,
+        comm: Communicator,
+        find: Callable[[Sequence[Bucket], Sequence[Traveller]], Route],
+    ) -> None:
+        self._comm, self._owned = comm, owned
+        self._with_grad = {id(t) for t in tensors if id(t.info.param) in used and t.bucket.grad_store.is_there}
+        self.buckets = list(dict.fromkeys(tensor.bucket for tensor in tensors))
+        self._travel = [tensor for tensor in tensors if tensor.travels]
+        self.here = [tensor for tensor in tensors if tensor.is_here]
+        self._route = find(self.buckets, [self._traveller(tensor) for tensor in self._travel]) if self._travel else None
+        self._pending: Pending | None = None
+        self._flat: dict[int, tuple[Tensor, Tensor | None]] = {}  # of what has travelled: values and gradient
+        first = self.buckets[0].label
+        self._label = first if len(self.buckets) == 1 else f"{first} and {len(self.buckets) - 1} more"
+
+    def _traveller(self, tensor: WholeTensor) -> Traveller:
+        bucket, dtypes = tensor.bucket, tensor.bucket.dtypes
+        grad = dtypes.grad.itemsize if id(tensor) in self._with_grad else 0
+        place = self.buckets.index(bucket)
+        return Traveller(place, tensor.info.slot, tensor.owner, dtypes.master.itemsize, grad)
+
+    # -- there ----------------------------------------------------------------------------------------------------
+
+    def begin_open(self) -> None:
+        """Start reading what rests in files."""
+        for bucket in self.buckets:
+            bucket.home.begin_open()
+
+    def open(self) -> None:
+        for bucket in self.buckets:
+            bucket.home.open(to_write=True)
+
+    def send(self) -> None:
+        """Send shards of masters and gradients to the owners."""
+        if (route := self._route) is None:
+            return
+        data = torch.empty(sum(route.own_sizes), dtype=torch.uint8, device=self._comm.device)
+        for piece, tensor in self._pieces(route.own):
+            part = slice(piece.start, piece.start + piece.numel)
+            master = tensor.bucket.master
+            _at(data, piece.value, piece.numel, master.dtype).copy_(master[part])
+            if id(tensor) in self._with_grad:
+                grad = tensor.bucket.grad
+                assert grad is not None
+                _at(data, piece.grad, piece.numel, grad.dtype).copy_(grad[part])
+        self._pending = self._comm.exchange_parts(
+            data, route.own_sizes, route.owned_sizes, f"{self._label} (whole tensors)"
+        )
+
+    def arrive(self) -> None:
+        """Give the stand-ins of this rank their values and gradients."""
+        if self._pending is not None and self._route is not None:
+            data, self._pending = self._pending.wait(), None
+            for tensor in self._travel:
+                if tensor.is_here:
+                    self._flat[id(tensor)] = self._room(tensor)
+            for piece, tensor in self._pieces(self._route.owned):
+                values, grad = self._flat[id(tensor)]
+                part = slice(piece.offset, piece.offset + piece.numel)
+                values[part].copy_(_at(data, piece.value, piece.numel, values.dtype))
+                if grad is not None:
+                    grad[part].copy_(_at(data, piece.grad, piece.numel, tensor.bucket.dtypes.grad))
+        for tensor in self.here:
+            values, grad = self._flat[id(tensor)] if tensor.travels else self._in_place(tensor)
+            shaped = values.as_strided(tensor.info.shape, tensor.info.strides) if tensor.travels else values
+            if grad is not None and tensor.travels:
+                grad = grad.as_strided(tensor.info.shape, tensor.info.strides)
+            self._owned.show(tensor, shaped, grad)
+
+    def _room(self, tensor: WholeTensor) -> tuple[Tensor, Tensor | None]:
+        numel, dtype = tensor.info.numel, tensor.bucket.dtypes.master
+        values = torch.empty(numel, dtype=dtype, device=self._comm.device)
+        return values, torch.empty_like(values) if id(tensor) in self._with_grad else None
+
+    def _in_place(self, tensor: WholeTensor) -> tuple[Tensor, Tensor | None]:
+        """Values and gradient of a tensor all of which is on this rank: views where they rest on the device."""
+        bucket, device = tensor.bucket, self._comm.device
+        values = bucket.part_of(bucket.master, tensor.info).detach().to(device)
+        if id(tensor) not in self._with_grad:
+            return values, None
+        assert bucket.grad is not None
+        return values, bucket.part_of(bucket.grad, tensor.info).to(device, values.dtype)
+
+    # -- and back ---------------------------------------------------------------------------------------------------
+
+    def send_back(self) -> None:
+        """Send new values of this rank's tensors to where their shards rest."""
+        for tensor in self.here:
+            assert tensor.stand_in is not None
+            tensor.stand_in.grad = None
+            if not tensor.travels:
+                place = tensor.bucket.part_of(tensor.bucket.master, tensor.info)
+                if tensor.stand_in.data_ptr() != place.data_ptr() or tensor.stand_in.device != place.device:
+                    place.copy_(tensor.stand_in.detach())
+        if (route := self._route) is not None:
+            data = torch.empty(sum(route.owned_back), dtype=torch.uint8, device=self._comm.device)
+            for piece, tensor in self._pieces(route.owned):
+                assert tensor.stand_in is not None
+                values = tensor.info.flattened(tensor.stand_in.detach())
+                part = values[piece.offset : piece.offset + piece.numel]
+                _at(data, piece.back, piece.numel, values.dtype).copy_(part)
+            label = f"{self._label} (stepped)"
+            self._pending = self._comm.exchange_parts(data, route.owned_back, route.own_back, label)
+        for tensor in self.here:
+            self._owned.hide(tensor)
+        self._flat = {}
+
+    def land(self) -> None:
+        """Have new masters and new state where they rest. Files are still being written afterwards."""
+        if self._pending is not None and self._route is not None:
+            data, self._pending = self._pending.wait(), None
+            for piece, tensor in self._pieces(self._route.own):
+                master = tensor.bucket.master
+                part = master[piece.start : piece.start + piece.numel]
+                part.copy_(_at(data, piece.back, piece.numel, master.dtype))
+        for bucket in self.buckets:
+            self._owned.settle(bucket)
+            bucket.push()
+            bucket.home.close(changed=True)
+
+    def settle(self) -> None:
+        """Wait until files are written."""
+        for bucket in self.buckets:
+            bucket.home.settle()
+
+    def _pieces(self, pieces: Sequence[Piece]) -> Iterator[tuple[Piece, WholeTensor]]:
+        return ((piece, self._travel[piece.traveller]) for piece in pieces)
+
+
+def _at(data: Tensor, start: int, numel: int, dtype: torch.dtype) -> Tensor:
+    """Elements [numel] at a byte of a message."""
+    return data[start : start + numel * dtype.itemsize].view(dtype)
