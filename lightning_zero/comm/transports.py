@@ -48,9 +48,7 @@ class Transport(Protocol):
     ) -> list[Any]:
         """Send a part of ``data`` [sum(sizes)] to each rank, and fill ``out`` [sum(out_sizes)] with theirs, in rank
         order."""
-        work = dist.all_to_all_single(
-            out, data, list(out_sizes), list(sizes), group=group, async_op=not _queues(data)
-        )
+        work = dist.all_to_all_single(out, data, list(out_sizes), list(sizes), group=group, async_op=not _queues(data))
         return _works(work)
 
 

@@ -20,8 +20,8 @@ from lightning_zero.engine.steps.whole_optimizer import WholeOptimizer, is_stepp
 from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units import capacity
 from lightning_zero.engine.whole import host_copy, module_state, optimizer_state, ranges
-from lightning_zero.engine.whole.ranges import Copies, Hollow, Range, Value
 from lightning_zero.engine.whole.held_bytes import state_to_come
+from lightning_zero.engine.whole.ranges import Copies, Hollow, Range, Value
 from lightning_zero.engine.whole.restage import Follow
 from lightning_zero.engine.whole.restage import restage as restage_to
 from lightning_zero.engine.whole.snapshot import KeptRanges

@@ -9,14 +9,27 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 
-class Lamb(Optimizer):
+class _Toy(Optimizer):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.update()
+        return loss
+
+    def update(self) -> None:
+        raise NotImplementedError
+
+
+class Lamb(_Toy):
     """Adam's update scaled by the ratio of two norms of the whole tensor (You et al. 2020, arXiv:1904.00962)."""
 
     def __init__(self, params: Any, lr: float = 0.02, weight_decay: float = 0.01) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "betas": (0.9, 0.99)})
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def update(self) -> None:
         for group in self.param_groups:
             first, second = group["betas"]
             for p in group["params"]:
@@ -33,15 +46,14 @@ class Lamb(Optimizer):
                 p.add_(update * ratio, alpha=-group["lr"])
 
 
-class Shampoo(Optimizer):
+class Shampoo(_Toy):
     """A root of a Gram matrix for each dimension (Gupta et al. 2018, arXiv:1802.09568): lists of tensors of other
     shapes than the parameter's, some of them made anew at each step, and not contiguous."""
 
     def __init__(self, params: Any, lr: float = 0.05) -> None:
         super().__init__(params, {"lr": lr})
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def update(self) -> None:
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is None:
@@ -61,14 +73,13 @@ class Shampoo(Optimizer):
                 p.add_(update, alpha=-group["lr"])
 
 
-class SignDescent(Optimizer):
+class SignDescent(_Toy):
     """Element-wise, which nobody says."""
 
     def __init__(self, params: Any, lr: float = 0.01) -> None:
         super().__init__(params, {"lr": lr})
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def update(self) -> None:
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
@@ -77,17 +88,16 @@ class SignDescent(Optimizer):
                     p.sub_(momentum.sign(), alpha=group["lr"])
 
 
-class MuonAndAdam(Optimizer):
+class MuonAndAdam(_Toy):
     """As users have it in one class: matrices orthogonalised in some groups, Adam in others, and a count of steps for
     a group and for all."""
 
-    def __init__(self, groups: Any) -> None:
-        self.steps = 0
+    def __init__(self, groups: Any, *, own_count: bool = True) -> None:
+        self.steps, self.own_count = 0, own_count
         super().__init__(groups, {"lr": 0.02, "use_muon": False, "step": 0})
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        self.steps += 1
+    def update(self) -> None:
+        self.steps += self.own_count
         for group in self.param_groups:
             group["step"] += 1
             for p in group["params"]:
@@ -97,21 +107,20 @@ class MuonAndAdam(Optimizer):
                 if group["use_muon"]:
                     momentum = state.setdefault("momentum", torch.zeros_like(p)).lerp_(p.grad, 0.1)
                     u, _, v = torch.linalg.svd(momentum.reshape(len(p), -1).float(), full_matrices=False)
-                    p.add_((u @ v).reshape(p.shape).to(p.dtype), alpha=-group["lr"] / self.steps)
+                    p.add_((u @ v).reshape(p.shape).to(p.dtype), alpha=-group["lr"] / max(1, self.steps))
                 else:
                     first = state.setdefault("first", torch.zeros_like(p)).lerp_(p.grad, 0.1)
                     second = state.setdefault("second", torch.zeros_like(p)).lerp_(p.grad.square(), 0.01)
                     p.addcdiv_(first / (1 - 0.9 ** group["step"]), second.sqrt().add_(1e-6), value=-group["lr"])
 
 
-class NormOverAll(Optimizer):
+class NormOverAll(_Toy):
     """Couples tensors: all are scaled by one norm."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, {"lr": lr})
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def update(self) -> None:
         grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
         norm = torch.stack([grad.norm() for grad in grads]).norm() if grads else torch.ones(())
         for group in self.param_groups:
@@ -120,14 +129,13 @@ class NormOverAll(Optimizer):
                     p.sub_(p.grad / norm, alpha=group["lr"])
 
 
-class Langevin(Optimizer):
+class Langevin(_Toy):
     """Draws random numbers, one tensor after the other."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {})
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def update(self) -> None:
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
@@ -138,8 +146,8 @@ def matrices_and_rest(params: Any) -> list[dict[str, Any]]:
     """Param groups of :class:`MuonAndAdam`."""
     params = list(params)
     return [
-        {"params": [p for p in params if p.dim() == 2], "use_muon": True},
-        {"params": [p for p in params if p.dim() != 2], "lr": 0.003},
+        {"params": [p for p in params if p.dim() == 2 and p.numel()], "use_muon": True},
+        {"params": [p for p in params if p.dim() != 2 or not p.numel()], "lr": 0.003},
     ]
 
 

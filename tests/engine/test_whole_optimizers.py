@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import copy
-import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-import lightning_zero
+from lightning_zero.engine.whole.held_bytes import held_bytes, plan_of, state_tensors
+from lightning_zero.planning.memory import Moment, planned_bytes
 from tests.engine.optimizers import Lamb, Shampoo, SignDescent, adafactor, muon_and_adam
 from tests.engine.support import Model, Sharded, Twin, assert_same, language_loss, pairwise_selection, tokens
 from tests.harness import on_ranks, run
@@ -53,7 +52,7 @@ class WholeTwin(Twin):
     def clip_by(self, norm: Tensor, max_norm: float) -> None:
         """Clip by a norm that the ranks have found: a sum in one order on all sides."""
         self.show_grads()
-        own = torch.nn.utils.get_total_norm([g for g in self.grads.values()])
+        own = torch.nn.utils.get_total_norm(list(self.grads.values()))
         torch.testing.assert_close(norm, own)
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         self.grads = {param: grad * factor for param, grad in self.grads.items()}
@@ -127,3 +126,85 @@ def train(case: Case, folder: str, steps: int = 3) -> None:
 @pytest.mark.parametrize("case", SELECTED, ids=str)
 def test_a_step_is_that_of_one_process(case: Case, tmp_path: Any) -> None:
     run(case.world, train, case, str(tmp_path))
+
+
+# -- state ------------------------------------------------------------------------------------------------------------
+
+
+def steps_of(sharded: Sharded, first: int, count: int) -> None:
+    for step in range(first, first + count):
+        sharded.backward(language_loss(sharded.module, tokens(step)))
+        sharded.step()
+        sharded.zero_grad()
+
+
+def plain_state(make: Any, steps: int) -> tuple[dict[str, Any], list[Tensor]]:
+    """State and parameters of a plain optimizer after ``steps`` steps of a twin."""
+    torch.default_generator.manual_seed(3)
+    twin = WholeTwin(Model(), optimizer=make)
+    for step in range(steps):
+        twin.backward(language_loss(twin.module, tokens(step)))
+        twin.step()
+        twin.zero_grad()
+    return twin.optimizer.state_dict(), [master.value for master in twin.masters.values()]
+
+
+def assert_equal(found: Any, expected: Any, what: str = "") -> None:
+    if isinstance(expected, Tensor):
+        assert found.dtype == expected.dtype and torch.equal(found, expected), what
+    elif isinstance(expected, dict):
+        assert found.keys() == expected.keys(), (what, found.keys(), expected.keys())
+        for key in expected:
+            assert_equal(found[key], expected[key], f"{what}/{key}")
+    elif isinstance(expected, list | tuple):
+        assert len(found) == len(expected), what
+        for place, (one, other) in enumerate(zip(found, expected, strict=True)):
+            assert_equal(one, other, f"{what}/{place}")
+    else:
+        assert found == expected, what
+
+
+@on_ranks(1, 3)
+@pytest.mark.parametrize("name", ["shampoo", "muon_and_adam"])
+@pytest.mark.parametrize("row", ["0 none", "2 optimizer_cpu", "3 nvme"])
+def test_whole_state_is_that_of_the_plain_optimizer_and_goes_on(name: str, row: str, tmp_path: Any) -> None:
+    make, (stage, offload) = OPTIMIZERS[name], row.split()
+    settings = {"name": offload} | ({"nvme_path": str(tmp_path)} if "nvme" in offload else {})
+    expected, _ = plain_state(make, 2)
+    _, later = plain_state(make, 4)
+    torch.default_generator.manual_seed(3)
+    with Sharded(Model(), stage=stage, offload=settings, optimizer=make, reduce_bucket_bytes=SMALL_WINDOWS) as side:
+        steps_of(side, 0, 2)
+        state = side.engine.optimizer_state(side.optimizer, only_rank_0=False)
+        assert_equal(state, expected)
+        weights = side.engine.state_dict(only_rank_0=False)
+        steps_of(side, 2, 1)  # something else, which is to be forgotten
+        vars(side.optimizer)["steps"] = 2  # what no state_dict has, under torch either
+        side.engine.load_state_dict(weights)
+        side.engine.load_optimizer_state(side.optimizer, copy.deepcopy(state))
+        steps_of(side, 2, 2)
+        found = side.engine.state_dict(only_rank_0=False)
+        assert_equal(list(found.values()), later)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", ["shampoo", "muon_and_adam"])
+def test_restaged_training_is_the_one_that_was_not(name: str, tmp_path: Any) -> None:
+    make = OPTIMIZERS[name]
+    rows = ["3 none", "0 none", "2 optimizer_cpu", "2 none", "0 none", "3 nvme", "3 cpu", "0 none", "1 none"]
+    _, expected = plain_state(make, len(rows))
+    torch.default_generator.manual_seed(3)
+    with Sharded(Model(), stage=1, optimizer=make, reduce_bucket_bytes=SMALL_WINDOWS) as side:
+        for step, row in enumerate(rows):
+            stage, offload = row.split()
+            settings = {"name": offload} | ({"nvme_path": str(tmp_path)} if "nvme" in offload else {})
+            if step:
+                side.engine.restage(f"zero{stage}", settings)
+            steps_of(side, step, 1)
+            side.engine.settle()
+            side.engine.forget_zeroed()
+            engine = side.engine
+            states = state_tensors(engine)
+            plan = planned_bytes(plan_of(engine), engine.rank, state_tensors=states, moment=Moment.cleared)
+            assert held_bytes(engine) == plan, row
+        assert_equal(list(side.engine.state_dict(only_rank_0=False).values()), expected)

@@ -92,10 +92,10 @@ class StepInParts:
         self._step(optimizer, *arguments)
         for number, (group, before) in enumerate(zip(optimizer.param_groups, self._before, strict=True)):
             changed = _taken_back(group, before, _NOT_SETTINGS)
-            listed = bool(lists[number])
-            if listed or not (self._called and self._stepped[number]):
+            has_some = bool(lists[number])
+            if has_some or not self._stepped[number]:
                 self._after[number] = changed
-            self._stepped[number] |= listed
+            self._stepped[number] |= has_some
         self._own_after = _taken_back(optimizer.__dict__, self._own_before, self._own_names)
         self._called = True
 

@@ -39,6 +39,7 @@ from lightning_zero.engine.torch_modes import without_autocast
 from lightning_zero.engine.units.bucket import Bucket, Place
 from lightning_zero.engine.units.grad_store import Arrived
 from lightning_zero.engine.units.home import opened
+from lightning_zero.planning.placement import StageRow
 
 
 class ShardedOptimizer:
@@ -122,9 +123,23 @@ class ShardedOptimizer:
                 result.setdefault(place.bucket, {})[place.info.slot] = index
         return result
 
-    def state_nbytes(self, tensor: WholeTensor) -> int:
-        """Bytes of state that a tensor which is stepped whole will have."""
+    def check_row(self, row: StageRow) -> None:
+        """Refuse a row of ``zero/stage`` that the optimizer cannot be stepped under.
+
+        Raises:
+            ConfigError: why not.
+        """
+
+    def replanned(self) -> None:
+        """Follow other plans of buckets."""
+
+    def state_nbytes(self, tensor: WholeTensor) -> list[int]:
+        """Bytes of each tensor of state that a tensor which is stepped whole will have."""
         raise NotImplementedError
+
+    def step_peak(self) -> int:
+        """The most bytes that this rank holds beside its shards while they are stepped on the device."""
+        return 0
 
     def load_param_states(self, states: ParamStates) -> None:
         """Replace all state; see :meth:`Runs.load`."""

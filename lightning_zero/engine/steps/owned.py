@@ -71,6 +71,12 @@ class WholeTensor:
     stand_in: nn.Parameter | None = None
 
     @property
+    def key(self) -> nn.Parameter:
+        """The stand-in, by which the optimizer keeps its state; this rank has one."""
+        assert self.stand_in is not None
+        return self.stand_in
+
+    @property
     def is_replicated(self) -> bool:
         return not self.bucket.plan.shards_master
 
@@ -153,22 +159,20 @@ class Owned:
 
     def show(self, tensor: WholeTensor, values: Tensor, grad: Tensor | None) -> None:
         """Give a stand-in its values [shape], and its gradient. What it has of state comes to the same device."""
-        assert tensor.stand_in is not None
-        tensor.stand_in.data = values
-        tensor.stand_in.grad = grad
-        state = self._optimizer.state.get(tensor.stand_in)
+        tensor.key.data = values
+        tensor.key.grad = grad
+        state = self.state(tensor)
         if state and values.device.type != "cpu" and tensor.bucket.plan.home_tier is not Tier.device:
-            self._optimizer.state[tensor.stand_in] = map_leaves(state, lambda _, leaf: leaf.to(values.device))
+            self._optimizer.state[tensor.key] = map_leaves(state, lambda _, leaf: leaf.to(values.device))
 
     def hide(self, tensor: WholeTensor) -> None:
-        assert tensor.stand_in is not None
-        tensor.stand_in.data = _nothing(tensor)
-        tensor.stand_in.grad = None
+        tensor.key.data = _nothing(tensor)
+        tensor.key.grad = None
 
     # -- state at rest --------------------------------------------------------------------------------------------
 
     def state(self, tensor: WholeTensor) -> dict[str, Any]:
-        found: dict[str, Any] = self._optimizer.state.get(tensor.stand_in, {})
+        found: dict[str, Any] = self._optimizer.state.get(tensor.key, {})
         return found
 
     def settle(self, bucket: Bucket) -> None:
@@ -179,7 +183,7 @@ class Owned:
         for tensor in self.here(bucket):
             state = self.state(tensor)
             if any(not _is_alone(leaf) for _, leaf in leaves_of(state)):
-                state = self._optimizer.state[tensor.stand_in] = map_leaves(state, lambda _, leaf: _alone(leaf))
+                state = self._optimizer.state[tensor.key] = map_leaves(state, lambda _, leaf: _alone(leaf))
             for _, leaf in leaves_of(state):
                 known = before.get(id(leaf))
                 if known is None or known[1].untyped_storage()._cdata != leaf.untyped_storage()._cdata:
@@ -226,7 +230,7 @@ class Owned:
         """Drop all state, and all owners."""
         for bucket in self.buckets():
             for tensor in self.here(bucket):
-                self._optimizer.state.pop(tensor.stand_in, None)
+                self._optimizer.state.pop(tensor.key, None)
             with opened(bucket.home):
                 self.settle(bucket)
         self.tensors, self._stepped, self._carriers = {}, set(), {}
@@ -244,9 +248,9 @@ class Owned:
                     self._stepped.add(key)
             for tensor in self.here(bucket):
                 state = states.get((bucket, tensor.info.slot))
-                self._optimizer.state.pop(tensor.stand_in, None)
+                self._optimizer.state.pop(tensor.key, None)
                 if state:
-                    self._optimizer.state[tensor.stand_in] = _taken(state, tensor, master.device, dtype_of)
+                    self._optimizer.state[tensor.key] = _taken(state, tensor, master.device, dtype_of)
             self.settle(bucket)
 
     # -- another plan of the bucket ---------------------------------------------------------------------------------
@@ -258,7 +262,7 @@ class Owned:
             for tensor in self.here(bucket):
                 if state := self.state(tensor):
                     copied = map_leaves(state, lambda _, leaf: _copied(leaf, master.device))
-                    self._optimizer.state[tensor.stand_in] = copied
+                    self._optimizer.state[tensor.key] = copied
             self.settle(bucket)
 
     def forget(self, bucket: Bucket) -> None:

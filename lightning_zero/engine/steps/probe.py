@@ -105,7 +105,7 @@ class _NoMessages(TorchDispatchMode):
     """Refuses collectives of torch.distributed: ranks will step other tensors, and so send other messages."""
 
     def __init__(self, name: str) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._name = name
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -136,11 +136,11 @@ class _Trial:
         self._random = torch.Generator().manual_seed(21)
         self._small: list[_Small] = []
         for group, listed in enumerate(optimizer.param_groups):
-            kinds: dict[object, list[nn.Parameter]] = {}
+            kinds: dict[tuple[int, torch.dtype, str], nn.Parameter] = {}
             for param in listed["params"]:
-                kinds.setdefault((param.dim(), dtype_of(param), _plain_part(optimizer, param)), []).append(param)
-            for (_, dtype, _), params in kinds.items():  # type: ignore[misc]
-                self._small += self._make(group, params[0], dtype, device)
+                kinds.setdefault((param.dim(), dtype_of(param), _plain_part(optimizer, param)), param)
+            for (_, dtype, _), param in kinds.items():
+                self._small += self._make(group, param, dtype, device)
         self._optimizer = self._copy(optimizer)
 
     def _make(self, group: int, param: nn.Parameter, dtype: torch.dtype, device: torch.device) -> Iterator[_Small]:
@@ -206,7 +206,9 @@ class _Trial:
                 continue
             with StepInParts(self._optimizer, step) as parts:
                 for part in ([s for n, s in enumerate(self._small) if n % 2], self._small[::2], []):
-                    torch.default_generator.manual_seed(number)  # what draws numbers draws others for a tensor that comes later
+                    torch.default_generator.manual_seed(
+                        number
+                    )  # what draws numbers draws others for a tensor that comes later
                     lists: list[list[tuple[int, Tensor]]] = [[] for _ in self._optimizer.param_groups]
                     for small in part:
                         lists[small.group].append((small.place, small.tensor))
@@ -290,6 +292,6 @@ def _same(one: Any, other: Any) -> bool:
     if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
         return len(one) == len(other) and all(map(_same, one, other))
     try:
-        return bool(one == other) or type(one).__eq__ is object.__eq__
+        return bool(one == other) or getattr(type(one), "__eq__", None) is object.__eq__
     except Exception:  # it cannot be compared
         return True

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_zero.comm.agreements import FailedElsewhereError
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.profiling import profiled
 from lightning_zero.config import ConfigError
@@ -25,15 +25,22 @@ from lightning_zero.engine.steps.in_parts import Outcome, StepInParts, keep
 from lightning_zero.engine.steps.interception import Stepping
 from lightning_zero.engine.steps.optimizer import ShardedOptimizer
 from lightning_zero.engine.steps.owned import Owned, WholeTensor
-from lightning_zero.engine.steps.probe import Probed, needs_closure, probe, step_of
+from lightning_zero.engine.steps.probe import needs_closure, probe, step_of
 from lightning_zero.engine.steps.runs import ParamStates, Runs
 from lightning_zero.engine.steps.torch_optimizers import base_of
-from lightning_zero.engine.steps.windows import Window
+from lightning_zero.engine.steps.windows import Window, traveller_of
 from lightning_zero.engine.torch_modes import without_autocast
 from lightning_zero.engine.units.bucket import Bucket
-from lightning_zero.planning.owners import Route, Traveller, choose_owners, find_route, matrix_work, split_windows
-from lightning_zero.planning.placement import Tier
-from lightning_zero.comm.agreements import FailedElsewhereError
+from lightning_zero.planning.owners import (
+    Route,
+    Traveller,
+    choose_owners,
+    find_route,
+    matrix_work,
+    split_windows,
+    step_peak,
+)
+from lightning_zero.planning.placement import Placement, StageRow, Tier
 
 MOST_ROUTES = 1000  # that are remembered
 _FINE, _TELLS, _FAILED = range(3)  # how a step has ended on a rank
@@ -74,8 +81,10 @@ class WholeOptimizer(ShardedOptimizer):
         self._window_nbytes = window_nbytes
         places = self.places()
         _check_settings(optimizer, stochastic_rounding=stochastic_rounding)
-        self.probed = _probe(optimizer, lambda param: around.place_of(param).bucket.dtypes.master, comm.device)
-        _check_probed(optimizer, self.probed, [p.bucket for group in places for p in group], unprobed=unprobed)
+        self.probed = probe(optimizer, lambda param: around.place_of(param).bucket.dtypes.master, comm.device)
+        self._unprobed = unprobed
+        if any(place.bucket.plan.shards_master for group in places for place in group):
+            self._check_probed()
         self.runs = Runs(optimizer, per_fragment=True)  # none
         self.owned: Owned = Owned(optimizer)
         self._windows: list[list[WholeTensor]] = []
@@ -112,10 +121,50 @@ class WholeOptimizer(ShardedOptimizer):
         shapes = self.probed.states.get((tensor.group, len(tensor.info.shape), tensor.bucket.dtypes.master), ())
         return next((shape.dtype for shape in shapes if shape.name == name), None)
 
-    def state_nbytes(self, tensor: WholeTensor) -> int:
-        """Bytes of state that a tensor will have, as small tensors were seen to have it."""
+    def check_row(self, row: StageRow) -> None:
+        if row.master is Placement.sharded:
+            self._check_probed()
+
+    def replanned(self) -> None:
+        self._arranged = []
+
+    def _check_probed(self) -> None:
+        """
+        Raises:
+            ConfigError: its tensors cannot be stepped apart, or that is not known.
+        """
+        kind, failed = type(self.optimizer).__qualname__, self.probed.failed
+        if self.probed.couples:
+            raise ConfigError(
+                f"zero.optimizer.whole: what {kind} does to a tensor depends on the other tensors that it steps (a "
+                "norm over all of them, say), on random numbers, or on tensors that it notes outside of its param "
+                "groups: small tensors stepped together came out otherwise than each alone. Ranks step different "
+                "tensors at stages 1 to 3. Use an optimizer that steps each tensor by itself, or choose "
+                "zero/stage=zero0."
+            )
+        if failed is not None and not self._unprobed:
+            raise ConfigError(
+                f"zero.optimizer.whole: {kind} could not be tried on small tensors, to see if it steps each by itself: "
+                f"{type(failed).__name__}: {failed}. If it does, set zero.optimizer.whole=true; else choose "
+                "zero/stage=zero0."
+            ) from failed
+
+    def state_nbytes(self, tensor: WholeTensor) -> list[int]:
+        """Of each tensor of state that a tensor will have, as small tensors were seen to have it."""
         shapes = self.probed.states.get((tensor.group, len(tensor.info.shape), tensor.bucket.dtypes.master), ())
-        return sum(shape.nbytes(tensor.info.shape) for shape in shapes)
+        return [shape.nbytes(tensor.info.shape) for shape in shapes]
+
+    def step_peak(self) -> int:
+        self._follow_groups()
+        every = {id(tensor.info.param) for tensor in self.owned.tensors.values()}
+        windows = [[t for t in window if t.travels] for window in self._windows]
+        routes, tensors = [], []
+        for window in filter(None, windows):
+            buckets = list(dict.fromkeys(t.bucket for t in window))
+            routes.append(self._find_route(buckets, [traveller_of(t, buckets, every) for t in window]))
+            own = [t for t in window if t.is_owner]
+            tensors.append(sum(2 * t.info.numel * t.bucket.dtypes.master.itemsize for t in own))
+        return step_peak(routes, tensors)
 
     @property
     def never_early(self) -> bool:
@@ -170,9 +219,7 @@ class WholeOptimizer(ShardedOptimizer):
         tensors = list(self.owned.tensors.values())
         changed = {tensor.bucket for tensor in tensors if id(tensor.info.param) in used}
         listed = [[tensor for tensor in window if tensor.bucket in changed] for window in self._windows]
-        windows = [
-            Window(window, used, self.owned, self._comm, self._find_route) for window in listed if window
-        ]
+        windows = [Window(window, used, self.owned, self._comm, self._find_route) for window in listed if window]
         # Hooks of the user's run once, around all windows, and find the parameters in the param groups.
         hooked: Callable[[Optimizer], Any] = Optimizer.profile_hook_step(lambda _: self._step_windows(windows))
         with (
@@ -223,8 +270,7 @@ class WholeOptimizer(ShardedOptimizer):
         """Of each param group the tensors of a window that this rank steps, in the group's order."""
         lists: list[list[tuple[int, Tensor]]] = [[] for _ in self.optimizer.param_groups]
         for tensor in sorted(window.here, key=lambda tensor: tensor.place):
-            assert tensor.stand_in is not None
-            lists[tensor.group].append((tensor.place, tensor.stand_in))
+            lists[tensor.group].append((tensor.place, tensor.key))
         return lists
 
     def _agree(self, outcome: Outcome, error: Exception | None) -> None:
@@ -271,29 +317,6 @@ def _check_settings(optimizer: Optimizer, *, stochastic_rounding: bool) -> None:
     if needs_closure(optimizer):
         raise ConfigError(
             f"zero.optimizer.whole: {kind}.step() calls its closure itself, as often as it likes (LBFGS does), with "
-            "forwards and backwards in the middle of a step. That cannot work on shards. Use torch.optim.AdamW, Muon or "
-            "another one whose step needs gradients only."
+            "forwards and backwards in the middle of a step. That cannot work on shards. Use torch.optim.AdamW, Muon "
+            "or another one whose step needs gradients only."
         )
-
-
-def _probe(optimizer: Optimizer, dtype_of: Callable[[nn.Parameter], torch.dtype], device: torch.device) -> Probed:
-    return probe(optimizer, dtype_of, device)
-
-
-def _check_probed(optimizer: Optimizer, probed: Probed, buckets: Sequence[Bucket], *, unprobed: bool) -> None:
-    kind = type(optimizer).__qualname__
-    if not any(bucket.plan.shards_master for bucket in buckets):
-        return
-    if probed.couples:
-        raise ConfigError(
-            f"zero.optimizer.whole: what {kind} does to a tensor depends on the other tensors that it steps (a norm "
-            "over all of them, say), on random numbers, or on tensors that it notes outside of its param groups: two "
-            "small tensors stepped together came out otherwise than each alone. Ranks step different tensors at stages "
-            "1 to 3. Use an optimizer that steps each tensor by itself, or choose zero/stage=zero0."
-        )
-    if probed.failed is not None and not unprobed:
-        raise ConfigError(
-            f"zero.optimizer.whole: {kind} could not be tried on small tensors, to see whether it steps each by itself: "
-            f"{type(probed.failed).__name__}: {probed.failed}. If it does, set zero.optimizer.whole=true; else choose "
-            "zero/stage=zero0."
-        ) from probed.failed

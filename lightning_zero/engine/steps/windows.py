@@ -40,21 +40,16 @@ class Window:
         find: Callable[[Sequence[Bucket], Sequence[Traveller]], Route],
     ) -> None:
         self._comm, self._owned = comm, owned
-        self._with_grad = {id(t) for t in tensors if id(t.info.param) in used and t.bucket.grad_store.is_there}
+        self._with_grad = used & {id(t.info.param) for t in tensors if t.bucket.grad_store.is_there}
         self.buckets = list(dict.fromkeys(tensor.bucket for tensor in tensors))
         self._travel = [tensor for tensor in tensors if tensor.travels]
         self.here = [tensor for tensor in tensors if tensor.is_here]
-        self._route = find(self.buckets, [self._traveller(tensor) for tensor in self._travel]) if self._travel else None
+        there = [traveller_of(tensor, self.buckets, self._with_grad) for tensor in self._travel]
+        self._route = find(self.buckets, there) if there else None
         self._pending: Pending | None = None
         self._flat: dict[int, tuple[Tensor, Tensor | None]] = {}  # of what has travelled: values and gradient
         first = self.buckets[0].label
         self._label = first if len(self.buckets) == 1 else f"{first} and {len(self.buckets) - 1} more"
-
-    def _traveller(self, tensor: WholeTensor) -> Traveller:
-        bucket, dtypes = tensor.bucket, tensor.bucket.dtypes
-        grad = dtypes.grad.itemsize if id(tensor) in self._with_grad else 0
-        place = self.buckets.index(bucket)
-        return Traveller(place, tensor.info.slot, tensor.owner, dtypes.master.itemsize, grad)
 
     # -- there ----------------------------------------------------------------------------------------------------
 
@@ -76,7 +71,7 @@ class Window:
             part = slice(piece.start, piece.start + piece.numel)
             master = tensor.bucket.master
             _at(data, piece.value, piece.numel, master.dtype).copy_(master[part])
-            if id(tensor) in self._with_grad:
+            if id(tensor.info.param) in self._with_grad:
                 grad = tensor.bucket.grad
                 assert grad is not None
                 _at(data, piece.grad, piece.numel, grad.dtype).copy_(grad[part])
@@ -107,13 +102,13 @@ class Window:
     def _room(self, tensor: WholeTensor) -> tuple[Tensor, Tensor | None]:
         numel, dtype = tensor.info.numel, tensor.bucket.dtypes.master
         values = torch.empty(numel, dtype=dtype, device=self._comm.device)
-        return values, torch.empty_like(values) if id(tensor) in self._with_grad else None
+        return values, torch.empty_like(values) if id(tensor.info.param) in self._with_grad else None
 
     def _in_place(self, tensor: WholeTensor) -> tuple[Tensor, Tensor | None]:
         """Values and gradient of a tensor all of which is on this rank: views where they rest on the device."""
         bucket, device = tensor.bucket, self._comm.device
         values = bucket.part_of(bucket.master, tensor.info).detach().to(device)
-        if id(tensor) not in self._with_grad:
+        if id(tensor.info.param) not in self._with_grad:
             return values, None
         assert bucket.grad is not None
         return values, bucket.part_of(bucket.grad, tensor.info).to(device, values.dtype)
@@ -123,17 +118,15 @@ class Window:
     def send_back(self) -> None:
         """Send new values of this rank's tensors to where their shards rest."""
         for tensor in self.here:
-            assert tensor.stand_in is not None
-            tensor.stand_in.grad = None
+            tensor.key.grad = None
             if not tensor.travels:
                 place = tensor.bucket.part_of(tensor.bucket.master, tensor.info)
-                if tensor.stand_in.data_ptr() != place.data_ptr() or tensor.stand_in.device != place.device:
-                    place.copy_(tensor.stand_in.detach())
+                if tensor.key.data_ptr() != place.data_ptr() or tensor.key.device != place.device:
+                    place.copy_(tensor.key.detach())
         if (route := self._route) is not None:
             data = torch.empty(sum(route.owned_back), dtype=torch.uint8, device=self._comm.device)
             for piece, tensor in self._pieces(route.owned):
-                assert tensor.stand_in is not None
-                values = tensor.info.flattened(tensor.stand_in.detach())
+                values = tensor.info.flattened(tensor.key.detach())
                 part = values[piece.offset : piece.offset + piece.numel]
                 _at(data, piece.back, piece.numel, values.dtype).copy_(part)
             label = f"{self._label} (stepped)"
@@ -167,3 +160,14 @@ class Window:
 def _at(data: Tensor, start: int, numel: int, dtype: torch.dtype) -> Tensor:
     """Elements [numel] at a byte of a message."""
     return data[start : start + numel * dtype.itemsize].view(dtype)
+
+
+def traveller_of(tensor: WholeTensor, buckets: Sequence[Bucket], with_grad: set[int]) -> Traveller:
+    """A tensor of a window of these buckets.
+
+    Args:
+        with_grad: ids of the parameters that have a gradient.
+    """
+    dtypes = tensor.bucket.dtypes
+    grad = dtypes.grad.itemsize if id(tensor.info.param) in with_grad else 0
+    return Traveller(buckets.index(tensor.bucket), tensor.info.slot, tensor.owner, dtypes.master.itemsize, grad)

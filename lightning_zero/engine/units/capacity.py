@@ -146,9 +146,7 @@ def make_files(path: str, offload: OffloadConfig, rank: int, instances: Collecti
     )
 
 
-def check_state_fits(
-    comm: Communicator, tiers: Tiers, needed: Callable[[Tier], int], offload: OffloadConfig
-) -> None:
+def check_state_fits(comm: Communicator, tiers: Tiers, needed: Callable[[Tier], int], offload: OffloadConfig) -> None:
     """Check that host memory and files will hold the state that an optimizer makes at its first step.
 
     Args:
