@@ -10,11 +10,25 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
+import lightning_zero
+from lightning_zero.comm.agreements import FailedElsewhereError
+from lightning_zero.config import ConfigError, make_config
 from lightning_zero.engine.whole.held_bytes import held_bytes, plan_of, state_tensors
 from lightning_zero.planning.memory import Moment, planned_bytes
-from tests.engine.optimizers import Lamb, Shampoo, SignDescent, adafactor, muon_and_adam
-from tests.engine.support import Model, Sharded, Twin, assert_same, language_loss, pairwise_selection, tokens
+from tests.engine.optimizers import Lamb, Langevin, NormOverAll, Shampoo, SignDescent, adafactor, muon_and_adam
+from tests.engine.support import (
+    VOCABULARY,
+    Master,
+    Model,
+    Sharded,
+    Twin,
+    assert_same,
+    language_loss,
+    pairwise_selection,
+    tokens,
+)
 from tests.harness import on_ranks, run
 
 SMALL_WINDOWS = 3000  # bytes: several windows for the models here
@@ -208,3 +222,273 @@ def test_restaged_training_is_the_one_that_was_not(name: str, tmp_path: Any) -> 
             plan = planned_bytes(plan_of(engine), engine.rank, state_tensors=states, moment=Moment.cleared)
             assert held_bytes(engine) == plan, row
         assert_equal(list(side.engine.state_dict(only_rank_0=False).values()), expected)
+
+
+# -- what people do to optimizers -------------------------------------------------------------------------------------
+
+
+def side_by_side(
+    make: Any,
+    work: Any,
+    *,
+    build: Any = Model,
+    steps: int = 3,
+    between: Any = lambda side, step: None,
+    **settings: Any,
+) -> None:
+    """Train as :class:`WholeTwin` trains; ``between`` is called on both sides behind each step."""
+    torch.default_generator.manual_seed(3)
+    module = build()
+    twin = WholeTwin(module, optimizer=make)
+    settings = {"reduce_bucket_bytes": SMALL_WINDOWS, "optimizer_settings": {}} | settings
+    own = settings.pop("optimizer_settings")
+    with sharded_with(module, make, own, **settings) as sharded:
+        for step in range(steps):
+            for side in (sharded, twin):
+                work(side, step)
+                side.step()
+                side.zero_grad()
+                side.module.zero_grad()
+                between(side, step)
+            assert_same(sharded, twin, what=f"step {step}: ")
+
+
+class sharded_with(Sharded):
+    """With settings of the group ``optimizer``."""
+
+    def __init__(self, module: nn.Module, make: Any, own: dict[str, Any], **config: Any) -> None:
+        self.module = module
+        self.engine = lightning_zero.shard(module, device="cpu", summary=False, optimizer=own, **config)
+        self.optimizer = make(module.parameters())
+        self.engine.add_optimizer(self.optimizer)
+        self._plain = False
+
+
+def language(side: Any, step: int) -> None:
+    side.backward(language_loss(side.module, tokens(step)))
+
+
+def muon_and_adamw(params: Any) -> list[Optimizer]:
+    """Muon of torch for the matrices of blocks and AdamW for the rest, as two optimizers of a loop."""
+    params = list(params)
+    matrices = [p for p in params if p.dim() == 2 and VOCABULARY not in p.shape]
+    rest = [p for p in params if not any(p is matrix for matrix in matrices)]
+    return [torch.optim.Muon(matrices, lr=0.05), torch.optim.AdamW(rest, lr=0.01, fused=True)]
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("row", ["0 none", "3 none", "2 optimizer_cpu"])
+def test_muon_for_matrices_and_adamw_for_the_rest_share_buckets(row: str) -> None:
+    stage, offload = row.split()
+    torch.default_generator.manual_seed(3)
+    module = Model()
+    twin = WholeTwin(module, optimizer=lambda params: torch.optim.SGD(params, lr=0))
+    for param, master in twin.masters.items():
+        if param.dim() < 2 or VOCABULARY in param.shape:  # AdamW of torch steps slices: see Master
+            twin.masters[param] = Master(nn.Parameter(master.value))
+    shaped = {p: m for p, m in twin.masters.items() if p.dim() == 2 and VOCABULARY not in p.shape}
+    flat = [m.flat for p, m in twin.masters.items() if p not in shaped]
+    plain = [
+        torch.optim.Muon([m.flat for m in shaped.values()], lr=0.05),
+        torch.optim.AdamW(flat, lr=0.01, fused=True),
+    ]
+    engine = lightning_zero.shard(module, stage=int(stage), offload=offload, device="cpu", summary=False)
+    optimizers = muon_and_adamw(module.parameters())
+    made = [engine.add_optimizer(optimizer) for optimizer in optimizers]
+    assert [sharded.owned is not None for sharded in made] == [True, False]
+    for step in range(3):
+        language(twin, step)
+        twin.show_grads()
+        engine.backward(language_loss(module, tokens(step)))
+        for optimizer in (*plain, *optimizers):
+            optimizer.step()
+        twin.step()
+        twin.zero_grad()
+        module.zero_grad()
+    engine.settle()
+    engine.forget_zeroed()
+    planned = planned_bytes(plan_of(engine), engine.rank, state_tensors=state_tensors(engine), moment=Moment.cleared)
+    assert held_bytes(engine) == planned
+    expected = [master.value for master in twin.masters.values()]
+    assert_equal(list(engine.state_dict(only_rank_0=False).values()), expected)
+    engine.release()
+
+
+class Optional(nn.Module):
+    """Uses a part of its parameters in some steps, and never another part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(9, 40), nn.Linear(40, 9)
+        self.never = nn.Linear(7, 30)
+
+    def forward(self, x: Tensor, full: bool) -> Tensor:
+        out = self.first(x)
+        return self.second(out) if full else out
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("make", [Lamb, muon_and_adam], ids=["lamb", "muon_and_adam"])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_parameters_without_a_gradient_are_left_alone(make: Any, stage: int) -> None:
+    """On more ranks than there are tensors, of which some own nothing."""
+
+    def work(side: Any, step: int) -> None:
+        side.backward(side.module(torch.full((2, 9), step + 1.0), step % 2 == 1).square().sum())
+
+    side_by_side(make, work, build=Optional, steps=4, stage=stage)
+
+
+@on_ranks(2)
+def test_schedules_new_groups_and_what_is_thawed() -> None:
+    def build() -> nn.Module:
+        module = Model()
+        module.blocks[1].requires_grad_(False)
+        return module
+
+    def make(params: Any) -> Optimizer:
+        trained = [p for p in params if p.requires_grad]
+        return Lamb(trained[:-1])
+
+    def between(side: Any, step: int) -> None:
+        module, optimizer = side.module, side.optimizer
+        if step == 0:
+            for group in optimizer.param_groups:
+                group["lr"] = 0.005
+        if step == 1:
+            own = list(module.parameters())
+            params = own if isinstance(side, Sharded) else [side.masters[p].flat for p in own]
+            own[-1].requires_grad_(True)
+            for param in module.blocks[1].parameters():
+                param.requires_grad_(True)
+            for param in params:
+                param.requires_grad_(True)
+            frozen = [p for p, o in zip(params, own, strict=True) if any(o is q for q in module.blocks[1].parameters())]
+            optimizer.add_param_group({"params": [*frozen, params[-1]], "lr": 0.03})
+
+    side_by_side(make, language, build=build, steps=4, between=between, stage=3)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [0, 2])
+def test_all_optimizers_step_whole_tensors_if_asked(stage: int) -> None:
+    def make(params: Any) -> Optimizer:
+        return torch.optim.AdamW(params, lr=0.01, weight_decay=0.1, fused=True)
+
+    side_by_side(make, language, stage=stage, optimizer_settings={"whole": True})
+
+
+@on_ranks(2)
+def test_hooks_run_once_a_step_and_see_parameters() -> None:
+    torch.default_generator.manual_seed(3)
+    seen: list[str] = []
+    with Sharded(Model(), stage=2, optimizer=Shampoo, reduce_bucket_bytes=SMALL_WINDOWS) as side:
+        names = {id(p) for p in side.module.parameters()}
+
+        def hook(name: str) -> Any:
+            def note(optimizer: Any, args: Any, kwargs: Any) -> None:
+                assert {id(p) for g in optimizer.param_groups for p in g["params"]} == names
+                seen.append(name)
+
+            return note
+
+        side.optimizer.register_step_pre_hook(hook("before"))
+        side.optimizer.register_step_post_hook(hook("after"))
+        scheduler = torch.optim.lr_scheduler.ConstantLR(side.optimizer)
+        language(side, 0)
+        side.optimizer.step()
+        scheduler.step()  # which warns where no step has come
+        loss = side.optimizer.step(lambda: torch.ones(()))
+        assert float(loss) == 1 and seen == ["before", "after"] * 2
+
+
+@on_ranks(2)
+def test_the_next_window_is_on_its_way_while_one_is_stepped() -> None:
+    torch.default_generator.manual_seed(3)
+    events: list[str] = []
+
+    class Telling(SignDescent):
+        def update(self) -> None:
+            events.append("step")
+            super().update()
+
+    with Sharded(Model(), stage=3, optimizer=Telling, reduce_bucket_bytes=SMALL_WINDOWS) as side:
+        language(side, 0)
+        events.clear()  # of the trial
+        side.engine.comm.observers.append(lambda kind, label: events.append(kind) if kind == "all_to_all" else None)
+        side.optimizer.step()
+        owned = side.engine.optimizers[0].owned
+        assert owned is not None and {t.owner for t in owned.tensors.values()} == {0, 1}
+    windows = events.count("all_to_all") // 2
+    sent = [events[:place].count("all_to_all") for place, event in enumerate(events) if event == "step"]
+    # Before window n is stepped: n + 1 windows there, n back, and the next one there.
+    assert windows > 3 and sent and set(sent) <= {*range(2, 2 * windows, 2), 2 * windows - 1}
+
+
+@on_ranks(2)
+def test_what_fails_on_one_rank_fails_on_all_and_none_waits() -> None:
+    class Failing(SignDescent):
+        broken = False
+
+        def update(self) -> None:
+            if self.broken and any(tuple(p.shape) == (11,) for g in self.param_groups for p in g["params"]):
+                raise ArithmeticError("no root")
+            super().update()
+
+    side = Sharded(Model(), stage=3, optimizer=Failing, reduce_bucket_bytes=SMALL_WINDOWS)
+    language(side, 0)
+    side.optimizer.broken = True  # type: ignore[attr-defined]
+    with pytest.raises((ArithmeticError, FailedElsewhereError), match="no root") as caught:
+        side.optimizer.step()
+    kinds = side.engine.comm.all_gather_objects(type(caught.value).__name__, "what was raised")
+    assert sorted(kinds) == ["ArithmeticError", "FailedElsewhereError"]
+    assert "load the last checkpoint" in caught.value.__notes__[0]
+    side.engine.release()
+
+
+# -- what is refused --------------------------------------------------------------------------------------------------
+
+
+class Sending(SignDescent):
+    def update(self) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                torch.distributed.all_reduce(p.grad)
+        super().update()
+
+
+class Picky(SignDescent):
+    def update(self) -> None:
+        assert all(p.shape[0] > 6 for group in self.param_groups for p in group["params"]), "too small"
+        super().update()
+
+
+@on_ranks(2)
+def test_what_cannot_be_stepped_apart_is_refused() -> None:
+    refusals = {
+        NormOverAll: "depends on the other tensors",
+        Langevin: "depends on the other tensors.*zero/stage=zero0",
+        torch.optim.LBFGS: "depends on the other tensors",
+        Sending: "sends messages between ranks itself",
+        Picky: "(?s)could not be tried on small tensors.*too small.*zero.optimizer.whole=true",
+    }
+    for make, match in refusals.items():
+        module = Model()
+        engine = lightning_zero.shard(module, device="cpu", stage=1, summary=False)
+        with pytest.raises(ConfigError, match=match):
+            engine.add_optimizer(make(module.parameters()))
+        engine.release()
+    side_by_side(Picky, language, stage=1, optimizer_settings={"whole": True})
+    side_by_side(NormOverAll, language, stage=0)  # in one call, as in one process
+    with Sharded(Model(), stage=0, optimizer=NormOverAll) as side, pytest.raises(ConfigError, match="depends on"):
+        side.engine.restage("zero2")
+    with pytest.raises(ConfigError, match="calls its closure itself"):
+        Sharded(Model(), stage=0, optimizer=torch.optim.LBFGS)
+
+
+def test_settings_that_contradict_each_other_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"zero\.optimizer\.whole: expected auto, true or false, got 'sometimes'"):
+        make_config(optimizer={"whole": "sometimes"})
+    with pytest.raises(ConfigError, match=r"zero\.optimizer\.whole=true has no effect.*elementwise"):
+        make_config(optimizer={"whole": "true", "elementwise": True})
+    assert make_config(optimizer={"whole": "false"}).optimizer.whole is False

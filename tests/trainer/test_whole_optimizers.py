@@ -1,4 +1,4 @@
-"""Optimizers that step whole tensors, under the Trainer: runs that go on elsewhere, and what people do to optimizers."""
+"""Optimizers that step whole tensors, under the Trainer: runs that go on elsewhere, and others."""
 
 from __future__ import annotations
 

@@ -79,12 +79,10 @@ class WholeOptimizer(ShardedOptimizer):
         self._device_type = comm.device.type
         self._stochastic, self._known = False, False
         self._window_nbytes = window_nbytes
-        places = self.places()
-        _check_settings(optimizer, stochastic_rounding=stochastic_rounding)
-        self.probed = probe(optimizer, lambda param: around.place_of(param).bucket.dtypes.master, comm.device)
+        self.places()
         self._unprobed = unprobed
-        if any(place.bucket.plan.shards_master for group in places for place in group):
-            self._check_probed()
+        self._try()
+        _check_settings(optimizer, stochastic_rounding=stochastic_rounding)
         self.runs = Runs(optimizer, per_fragment=True)  # none
         self.owned: Owned = Owned(optimizer)
         self._windows: list[list[WholeTensor]] = []
@@ -120,6 +118,18 @@ class WholeOptimizer(ShardedOptimizer):
         """The dtype of a tensor of state, where the class was seen to make it."""
         shapes = self.probed.states.get((tensor.group, len(tensor.info.shape), tensor.bucket.dtypes.master), ())
         return next((shape.dtype for shape in shapes if shape.name == name), None)
+
+    def _try(self) -> None:
+        """Find out what the class does with its param groups of now.
+
+        Raises:
+            ConfigError: it cannot be stepped so.
+        """
+        place_of = self._around.place_of
+        self.probed = probe(self.optimizer, lambda p: place_of(p).bucket.dtypes.master, self._comm.device)
+        self._probed_groups = len(self.optimizer.param_groups)
+        if any(place.bucket.plan.shards_master for group in self.places() for place in group):
+            self._check_probed()
 
     def check_row(self, row: StageRow) -> None:
         if row.master is Placement.sharded:
@@ -186,6 +196,8 @@ class WholeOptimizer(ShardedOptimizer):
             for tensor in wanted:
                 self.owned.tensors[tensor.bucket, tensor.info.slot].place = tensor.place
             return
+        if len(self.optimizer.param_groups) != self._probed_groups:
+            self._try()
         known = [self.owned.tensors.get((t.bucket, t.info.slot)) for t in wanted]
         nbytes = [t.info.numel * t.bucket.dtypes.grad.itemsize for t in wanted]
         limit = self._window_nbytes
