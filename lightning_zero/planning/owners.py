@@ -12,7 +12,7 @@ divide the tensors among them; the next window is on its way meanwhile.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -59,26 +59,28 @@ def split_windows(nbytes: Sequence[int], units: Sequence[int], limit: int) -> li
 def choose_owners(
     costs: Sequence[int], windows: Sequence[Sequence[int]], ranks: int, kept: Sequence[int | None]
 ) -> list[int]:
-    """The owner of each tensor: the largest first, each to the rank with the least work in its window, and of equal
-    ones to that with the least work in all windows before (LPT; Graham 1969, within 4/3 of the best).
+    """The owner of each tensor: the largest first, each to the rank with the least work (LPT; Graham 1969, within 4/3
+    of the best). Of ranks with as much, to the one with the least in the tensor's window.
 
-    Ranks meet at each window, so its slowest rank counts; over several windows the differences even out.
+    Blocks of a model are alike, so ranks are often equal, and the work of each window is spread over them: they meet at
+    each window.
 
     Args:
         costs: of each tensor.
         kept: owners that stay: their ranks hold state. None: to be chosen.
     """
     owners: list[int] = [0] * len(costs)
+    window_of = {place: number for number, window in enumerate(windows) for place in window}
     total = [0] * ranks
-    for window in windows:
-        load = [0] * ranks
-        for place in sorted(window, key=lambda p: (kept[p] is None, -costs[p], p)):
-            owner = kept[place]
-            if owner is None:
-                owner = min(range(ranks), key=lambda rank: (load[rank], total[rank] + load[rank], rank))
-            owners[place] = owner
-            load[owner] += costs[place]
-        total = [before + now for before, now in zip(total, load, strict=True)]
+    load = [[0] * ranks for _ in windows]
+    for place in sorted(range(len(costs)), key=lambda p: (kept[p] is None, -costs[p], p)):
+        own = load[window_of[place]]
+        owner = kept[place]
+        if owner is None:
+            owner = min(range(ranks), key=lambda rank: (total[rank], own[rank], rank))
+        owners[place] = owner
+        total[owner] += costs[place]
+        own[owner] += costs[place]
     return owners
 
 
@@ -126,10 +128,12 @@ class Route:
     Attributes:
         own: pieces of its shard, in the message that it sends to their owners.
         owned: pieces of the tensors that it owns, in the message that it gets.
+        kept: pieces of its shard of tensors that it owns, which are in no message.
     """
 
     own: tuple[Piece, ...]
     owned: tuple[Piece, ...]
+    kept: tuple[Piece, ...]
     own_sizes: tuple[int, ...]
     owned_sizes: tuple[int, ...]
     own_back: tuple[int, ...]
@@ -153,13 +157,15 @@ def find_route(window: Sequence[Traveller], layouts: Sequence[BucketLayout], ran
         layouts: of all buckets, over the same ranks.
     """
     ranks = layouts[window[0].bucket].world_size if window else 1
-    own, own_sizes, own_back = _lay_out(window, layouts, ((owner, rank, owner) for owner in range(ranks)), ranks)
-    owned, owned_sizes, owned_back = _lay_out(window, layouts, ((r, r, rank) for r in range(ranks)), ranks)
-    return Route(own, owned, own_sizes, owned_sizes, own_back, owned_back)
+    others = [other for other in range(ranks) if other != rank]
+    own, own_sizes, own_back = _lay_out(window, layouts, [(other, rank, other) for other in others], ranks)
+    owned, owned_sizes, owned_back = _lay_out(window, layouts, [(other, other, rank) for other in others], ranks)
+    kept, _, _ = _lay_out(window, layouts, [(rank, rank, rank)], ranks)
+    return Route(own, owned, kept, own_sizes, owned_sizes, own_back, owned_back)
 
 
 def _lay_out(
-    window: Sequence[Traveller], layouts: Sequence[BucketLayout], pairs: Iterator[tuple[int, int, int]], ranks: int
+    window: Sequence[Traveller], layouts: Sequence[BucketLayout], pairs: Sequence[tuple[int, int, int]], ranks: int
 ) -> tuple[tuple[Piece, ...], tuple[int, ...], tuple[int, ...]]:
     """One message: its pieces, and its bytes by rank, there and back.
 
@@ -188,7 +194,7 @@ def _lay_out(
     return tuple(pieces), tuple(sizes), tuple(backs)
 
 
-def step_peak(routes: Sequence[Route], tensors: Sequence[int]) -> int:
+def step_peak(routes: Sequence[Route], values: Sequence[int], grads: Sequence[int]) -> int:
     """The most bytes that one rank holds beside its shards while it steps window by window.
 
     ::
@@ -196,16 +202,19 @@ def step_peak(routes: Sequence[Route], tensors: Sequence[int]) -> int:
         window 1    there | -> tensors | step ........ | back ... | -> shards
         window 2                       | there ....... | -> tensors | step ...
 
+    At most two and a half windows of masters and gradients: the tensors of one, another that comes, and the masters of
+    one that go back.
+
     Args:
         routes: of each window.
-        tensors: bytes of the masters and gradients of the tensors that the rank owns in each window.
+        values, grads: bytes of the tensors that the rank owns in each window, and of their gradients.
     """
     most = 0
     for place, route in enumerate(routes):
         before = routes[place - 1].back_nbytes if place else 0
         following = routes[place + 1].there_nbytes if place + 1 < len(routes) else 0
-        arriving = sum(route.owned_sizes) + tensors[place] + before
-        stepping = tensors[place] + following
-        leaving = tensors[place] + following + route.back_nbytes
+        arriving = sum(route.owned_sizes) + values[place] + grads[place] + before
+        stepping = values[place] + grads[place] + following
+        leaving = values[place] + following + route.back_nbytes
         most = max(most, route.there_nbytes, arriving, stepping, leaving)
     return most

@@ -110,6 +110,7 @@ class Owned:
         self.tensors: dict[Key, WholeTensor] = {}
         self._carriers: dict[Bucket, dict[int, tuple[Tensor, Tensor]]] = {}  # by the id of a tensor of state
         self._stepped: set[Key] = set()
+        self._at_home: dict[WholeTensor, dict[str, Tensor]] = {}  # state that rests elsewhere, and is on the device now
 
     # -- which tensors --------------------------------------------------------------------------------------------
 
@@ -163,6 +164,7 @@ class Owned:
         tensor.key.grad = grad
         state = self.state(tensor)
         if state and values.device.type != "cpu" and tensor.bucket.plan.home_tier is not Tier.device:
+            self._at_home[tensor] = dict(leaves_of(state))
             self._optimizer.state[tensor.key] = map_leaves(state, lambda _, leaf: leaf.to(values.device))
 
     def hide(self, tensor: WholeTensor) -> None:
@@ -181,9 +183,10 @@ class Owned:
             return
         before, now = self._carriers.get(bucket, {}), dict[int, tuple[Tensor, Tensor]]()
         for tensor in self.here(bucket):
-            state = self.state(tensor)
+            state, at_home = self.state(tensor), self._at_home.pop(tensor, {})
             if any(not _is_alone(leaf) for _, leaf in leaves_of(state)):
-                state = self._optimizer.state[tensor.key] = map_leaves(state, lambda _, leaf: _alone(leaf))
+                state = map_leaves(state, lambda name, leaf, at_home=at_home: _alone(leaf, at_home.get(name)))
+                self._optimizer.state[tensor.key] = state
             for _, leaf in leaves_of(state):
                 known = before.get(id(leaf))
                 if known is None or known[1].untyped_storage()._cdata != leaf.untyped_storage()._cdata:
@@ -297,8 +300,13 @@ def _is_alone(leaf: Tensor) -> bool:
     return alone and strides_of(leaf) == leaf.stride() and leaf.device.type == "cpu"
 
 
-def _alone(leaf: Tensor) -> Tensor:
-    return leaf if _is_alone(leaf) else _copied(leaf, torch.device("cpu"))
+def _alone(leaf: Tensor, at_home: Tensor | None) -> Tensor:
+    """``leaf`` on the host, in memory of its own: where it was before, if it has kept its form."""
+    if _is_alone(leaf):
+        return leaf
+    if at_home is not None and Leaf.of("", at_home) == Leaf.of("", leaf):
+        return at_home.copy_(leaf.detach())
+    return _copied(leaf, torch.device("cpu"))
 
 
 def _copied(leaf: Tensor, device: torch.device) -> Tensor:

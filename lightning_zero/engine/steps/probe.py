@@ -82,6 +82,8 @@ def probe(optimizer: Optimizer, dtype_of: Callable[[nn.Parameter], torch.dtype],
     Raises:
         ConfigError: its step sends messages itself.
     """
+    if device.type == "meta":  # nothing could be compared there
+        device = torch.device("cpu")
     accelerators = [] if device.type in ("cpu", "meta") else [device.index or 0]
     with (
         torch.random.fork_rng(devices=accelerators, device_type=device.type if accelerators else "cuda"),

@@ -168,13 +168,13 @@ class WholeOptimizer(ShardedOptimizer):
         self._follow_groups()
         every = {id(tensor.info.param) for tensor in self.owned.tensors.values()}
         windows = [[t for t in window if t.travels] for window in self._windows]
-        routes, tensors = [], []
+        routes, values = [], []
         for window in filter(None, windows):
             buckets = list(dict.fromkeys(t.bucket for t in window))
             routes.append(self._find_route(buckets, [traveller_of(t, buckets, every) for t in window]))
             own = [t for t in window if t.is_owner]
-            tensors.append(sum(2 * t.info.numel * t.bucket.dtypes.master.itemsize for t in own))
-        return step_peak(routes, tensors)
+            values.append(sum(t.info.numel * t.bucket.dtypes.master.itemsize for t in own))
+        return step_peak(routes, values, values)
 
     @property
     def never_early(self) -> bool:
@@ -232,6 +232,8 @@ class WholeOptimizer(ShardedOptimizer):
         changed = {tensor.bucket for tensor in tensors if id(tensor.info.param) in used}
         listed = [[tensor for tensor in window if tensor.bucket in changed] for window in self._windows]
         windows = [Window(window, used, self.owned, self._comm, self._find_route) for window in listed if window]
+        for place, window in enumerate(windows):
+            window.completes.difference_update(*(later.buckets for later in windows[place + 1 :]))
         # Hooks of the user's run once, around all windows, and find the parameters in the param groups.
         hooked: Callable[[Optimizer], Any] = Optimizer.profile_hook_step(lambda _: self._step_windows(windows))
         with (

@@ -25,6 +25,9 @@ from lightning_zero.planning.owners import Piece, Route, Traveller
 class Window:
     """Tensors that are stepped at a time. The methods are called in their order here, on all ranks.
 
+    Attributes:
+        completes: buckets that are stepped when this window is; those of a later one are not.
+
     Args:
         tensors: the same on all ranks, those of other owners too.
         used: ids of the parameters that have a gradient.
@@ -48,6 +51,7 @@ class Window:
         self._route = find(self.buckets, there) if there else None
         self._pending: Pending | None = None
         self._flat: dict[int, tuple[Tensor, Tensor | None]] = {}  # of what has travelled: values and gradient
+        self.completes = set(self.buckets)
         first = self.buckets[0].label
         self._label = first if len(self.buckets) == 1 else f"{first} and {len(self.buckets) - 1} more"
 
@@ -92,6 +96,14 @@ class Window:
                 values[part].copy_(_at(data, piece.value, piece.numel, values.dtype))
                 if grad is not None:
                     grad[part].copy_(_at(data, piece.grad, piece.numel, tensor.bucket.dtypes.grad))
+            del data
+            for piece, tensor in self._pieces(self._route.kept):
+                values, grad = self._flat[id(tensor)]
+                part = slice(piece.offset, piece.offset + piece.numel)
+                own = slice(piece.start, piece.start + piece.numel)
+                values[part].copy_(tensor.bucket.master[own])
+                if grad is not None and tensor.bucket.grad is not None:
+                    grad[part].copy_(tensor.bucket.grad[own])
         for tensor in self.here:
             values, grad = self._flat[id(tensor)] if tensor.travels else self._in_place(tensor)
             shaped = values.as_strided(tensor.info.shape, tensor.info.strides) if tensor.travels else values
@@ -117,6 +129,7 @@ class Window:
 
     def send_back(self) -> None:
         """Send new values of this rank's tensors to where their shards rest."""
+        self._flat = {}  # gradients go now; stand-ins hold the values
         for tensor in self.here:
             tensor.key.grad = None
             if not tensor.travels:
@@ -124,16 +137,19 @@ class Window:
                 if tensor.key.data_ptr() != place.data_ptr() or tensor.key.device != place.device:
                     place.copy_(tensor.key.detach())
         if (route := self._route) is not None:
+            flat = {id(tensor): tensor.info.flattened(tensor.key.detach()) for tensor in self.here if tensor.travels}
             data = torch.empty(sum(route.owned_back), dtype=torch.uint8, device=self._comm.device)
             for piece, tensor in self._pieces(route.owned):
-                values = tensor.info.flattened(tensor.key.detach())
-                part = values[piece.offset : piece.offset + piece.numel]
-                _at(data, piece.back, piece.numel, values.dtype).copy_(part)
+                part = flat[id(tensor)][piece.offset : piece.offset + piece.numel]
+                _at(data, piece.back, piece.numel, part.dtype).copy_(part)
+            for piece, tensor in self._pieces(route.kept):
+                part = flat[id(tensor)][piece.offset : piece.offset + piece.numel]
+                tensor.bucket.master[piece.start : piece.start + piece.numel].copy_(part)
+            del flat
             label = f"{self._label} (stepped)"
             self._pending = self._comm.exchange_parts(data, route.owned_back, route.own_back, label)
         for tensor in self.here:
             self._owned.hide(tensor)
-        self._flat = {}
 
     def land(self) -> None:
         """Have new masters and new state where they rest. Files are still being written afterwards."""
@@ -145,7 +161,9 @@ class Window:
                 part.copy_(_at(data, piece.back, piece.numel, master.dtype))
         for bucket in self.buckets:
             self._owned.settle(bucket)
-            bucket.push()
+            # Once: what a push sends may be on its way to the device for long, and is not written to meanwhile.
+            if bucket in self.completes:
+                bucket.push()
             bucket.home.close(changed=True)
 
     def settle(self) -> None:
