@@ -88,6 +88,16 @@ class SignDescent(_Toy):
                     p.sub_(momentum.sign(), alpha=group["lr"])
 
 
+class Decaying(SignDescent):
+    """Decays what has no gradient, too."""
+
+    def update(self) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.mul_(0.9)
+        super().update()
+
+
 class MuonAndAdam(_Toy):
     """As users have it in one class: matrices orthogonalised in some groups, Adam in others, and a count of steps for
     a group and for all."""

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.profiler import profile
 from torch.optim import Optimizer
 
 import lightning_zero
@@ -17,7 +18,17 @@ from lightning_zero.comm.agreements import FailedElsewhereError
 from lightning_zero.config import ConfigError, make_config
 from lightning_zero.engine.whole.held_bytes import held_bytes, plan_of, state_tensors
 from lightning_zero.planning.memory import Moment, planned_bytes
-from tests.engine.optimizers import Lamb, Langevin, NormOverAll, Shampoo, SignDescent, adafactor, muon_and_adam
+from lightning_zero.trainer.step_peak import _silence
+from tests.engine.optimizers import (
+    Decaying,
+    Lamb,
+    Langevin,
+    NormOverAll,
+    Shampoo,
+    SignDescent,
+    adafactor,
+    muon_and_adam,
+)
 from tests.engine.support import (
     VOCABULARY,
     Master,
@@ -328,9 +339,9 @@ class Optional(nn.Module):
 
 
 @on_ranks(2, 4)
-@pytest.mark.parametrize("make", [Lamb, muon_and_adam], ids=["lamb", "muon_and_adam"])
+@pytest.mark.parametrize("make", [Lamb, Decaying, muon_and_adam], ids=["lamb", "decaying", "muon_and_adam"])
 @pytest.mark.parametrize("stage", [1, 3])
-def test_parameters_without_a_gradient_are_left_alone(make: Any, stage: int) -> None:
+def test_parameters_without_a_gradient_are_stepped_as_in_one_process(make: Any, stage: int) -> None:
     """On more ranks than there are tensors, of which some own nothing."""
 
     def work(side: Any, step: int) -> None:
@@ -423,6 +434,55 @@ def test_the_next_window_is_on_its_way_while_one_is_stepped() -> None:
     sent = [events[:place].count("all_to_all") for place, event in enumerate(events) if event == "step"]
     # Before window n is stepped: n + 1 windows there, n back, and the next one there.
     assert windows > 3 and sent and set(sent) <= {*range(2, 2 * windows, 2), 2 * windows - 1}
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("window", [1 << 14, 1 << 28])
+def test_a_step_takes_the_bytes_and_messages_that_were_planned(window: int) -> None:
+    torch.default_generator.manual_seed(3)
+    module = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(6)))
+    with Sharded(module, stage=3, optimizer=SignDescent, reduce_bucket_bytes=window) as side:
+        engine, sharded = side.engine, side.engine.optimizers[0]
+        side.backward(module(torch.ones(2, 64)).square().sum())
+        side.step()
+        before = engine.comm.counts.copy()
+        largest = peak_of(side.step)
+        sent = engine.comm.counts - before
+        windows = sharded._windows  # type: ignore[attr-defined]
+        assert sum(n for (kind, _), n in sent.items() if kind == "all_to_all") == 2 * len(windows)
+        assert all(kind == "all_to_all" for kind, _ in sent)
+        planned = sharded.step_peak()
+        temporary = 64 * 64 * 4  # of the optimizer: a sign
+        assert planned <= largest <= planned + temporary + 20_000
+        whole = max(sum(2 * 4 * tensor.info.numel for tensor in w) for w in windows)
+        assert largest <= 3 * whole + temporary + 20_000
+
+
+def peak_of(act: Any) -> int:
+    """The most bytes that torch's memory grows by while ``act`` runs."""
+    with _silence(), profile(use_kineto=True, profile_memory=True) as recorded:
+        act()
+    now = most = 0
+    for event in recorded.kineto_results.events():
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            most = max(most, now)
+    return most
+
+
+@on_ranks(4)
+def test_shards_within_a_node_and_replicas_across_nodes() -> None:
+    """Each replica steps all tensors, divided among its ranks; one saves their state."""
+    node = f"node {torch.distributed.get_rank() // 2}"
+    found = []
+    for stage in (0, 3):
+        torch.default_generator.manual_seed(3)
+        settings: dict[str, Any] = {"comm": {"hierarchy": "node"}, "node": node, "reduce_bucket_bytes": SMALL_WINDOWS}
+        with Sharded(Model(), stage=stage, optimizer=muon_and_adam, **settings) as side:
+            steps_of(side, 0, 3)
+            state = side.engine.optimizer_state(side.optimizer, only_rank_0=False)
+            found.append((side.engine.state_dict(only_rank_0=False), state))
+    assert_equal(found[1], found[0])
 
 
 @on_ranks(2)

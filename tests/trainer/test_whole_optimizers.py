@@ -8,12 +8,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
+from lightning_zero import ZeroStrategy
+from lightning_zero.config import ConfigError
 from tests.engine.optimizers import MuonAndAdam, Shampoo, matrices_and_rest
 from tests.harness import on_ranks, run
+from tests.trainer.test_background_saves import Gate, Opens, Saves, behind, content, same
 from tests.trainer.test_sharded import Odd, sharded
-from tests.trainer.toys import Lit, assert_weights, fit, optimizer_states, seeded
+from tests.trainer.toys import Lit, assert_weights, fit, loader, seeded, weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*has no O_DIRECT:RuntimeWarning")
 
@@ -144,4 +147,41 @@ def _shapes(value: Any) -> Any:
     return [_shapes(item) for item in value] if isinstance(value, list) else value
 
 
-assert optimizer_states and nn
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("stage", "offload", "checkpoint"),
+    [("zero3", "none", "full"), ("zero2", "optimizer_cpu", "sharded"), ("zero3", "nvme", "full")],
+)
+def test_what_is_written_behind_training_is_what_was_there(
+    stage: str, offload: str, checkpoint: str, tmp_path: Path
+) -> None:
+    """The reader comes when the next step has changed state in place, and put other tensors in its place."""
+    gate = Gate("step")
+    with gate.watched():
+        callbacks = [Saves(tmp_path, gate.saved), Opens(gate)]
+        strategy = behind(tmp_path, stage, offload, checkpoint)
+        fit(strategy, tmp_path, made("nested"), callbacks=callbacks, max_epochs=1)
+    assert gate.passed.is_set()
+    found, expected = (content(tmp_path / f"{name}.ckpt") for name in ("behind", "now"))
+    assert same(found, expected)
+
+
+@on_ranks(2)
+def test_under_fp16_with_clipping_and_accumulation_stages_agree(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"precision": "16-mixed", "gradient_clip_val": 0.1, "accumulate_grad_batches": 2}
+    found = [fit(strategy(name, tmp_path), tmp_path, made("one class"), **settings) for name in ("zero1", "zero0")]
+    assert_weights(found[0].weights, found[1].weights, tolerance=0)
+    assert found[0].losses == found[1].losses
+    with pytest.raises(ConfigError, match=r"step_in_backward.*optimizer"):
+        early = {"name": "optimizer_cpu", "step_in_backward": True}
+        fit(ZeroStrategy("zero2", offload=early, summary=False), tmp_path, made("one class"))
+
+
+@on_ranks(2)
+def test_a_second_fit_and_a_call_between_them(tmp_path: Path) -> None:
+    run_of = fit(strategy("zero3", tmp_path), tmp_path, made("nested"), max_epochs=1)
+    module, of = run_of.trainer.lightning_module, run_of.trainer
+    assert module(torch.zeros(1, 4)).shape == (1, 1)
+    of.fit_loop.max_epochs = 2
+    of.fit(module, loader())
+    assert all(torch.isfinite(value).all() for value in weights(of).values())

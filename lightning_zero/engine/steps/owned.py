@@ -11,6 +11,7 @@ import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -185,7 +186,7 @@ class Owned:
         for tensor in self.here(bucket):
             state, at_home = self.state(tensor), self._at_home.pop(tensor, {})
             if any(not _is_alone(leaf) for _, leaf in leaves_of(state)):
-                state = map_leaves(state, lambda name, leaf, at_home=at_home: _alone(leaf, at_home.get(name)))
+                state = map_leaves(state, partial(_alone, at_home))
                 self._optimizer.state[tensor.key] = state
             for _, leaf in leaves_of(state):
                 known = before.get(id(leaf))
@@ -300,10 +301,11 @@ def _is_alone(leaf: Tensor) -> bool:
     return alone and strides_of(leaf) == leaf.stride() and leaf.device.type == "cpu"
 
 
-def _alone(leaf: Tensor, at_home: Tensor | None) -> Tensor:
+def _alone(before: Mapping[str, Tensor], name: str, leaf: Tensor) -> Tensor:
     """``leaf`` on the host, in memory of its own: where it was before, if it has kept its form."""
     if _is_alone(leaf):
         return leaf
+    at_home = before.get(name)
     if at_home is not None and Leaf.of("", at_home) == Leaf.of("", leaf):
         return at_home.copy_(leaf.detach())
     return _copied(leaf, torch.device("cpu"))

@@ -52,11 +52,13 @@ class Probed(NamedTuple):
 
     Attributes:
         couples: what a step does to a tensor depends on the others that it steps.
+        steps_all: it changes a tensor that has no gradient, too.
         states: by param group, number of dimensions and dtype, the tensors of state of a parameter.
         failed: why it could not be tried.
     """
 
     couples: bool = False
+    steps_all: bool = False
     states: Mapping[tuple[int, int, torch.dtype], Sequence[StateShape]] = {}
     failed: Exception | None = None
 
@@ -96,11 +98,13 @@ def probe(optimizer: Optimizer, dtype_of: Callable[[nn.Parameter], torch.dtype],
             together.run(in_parts=False)
             apart = _Trial(optimizer, dtype_of, device)
             apart.run(in_parts=True)
+            couples, states = not _same(together.result(), apart.result()), together.states()
+            steps_all = together.steps_all()
         except ConfigError:
             raise
         except Exception as error:
             return Probed(failed=error)
-    return Probed(not _same(together.result(), apart.result()), together.states())
+    return Probed(couples, steps_all, states)
 
 
 class _NoMessages(TorchDispatchMode):
@@ -217,6 +221,17 @@ class _Trial:
                     if part:
                         parts.call(lists, *arguments)
             keep(self._optimizer, [parts.outcome])
+
+    def steps_all(self) -> bool:
+        """Whether a step without gradients changes anything."""
+        before = [small.tensor.detach().clone() for small in self._small]
+        for small in self._small:
+            small.tensor.grad = None
+        try:
+            step_of(self._optimizer)(self._optimizer, *([_closure] if needs_closure(self._optimizer) else []))
+        except Exception:  # it wants gradients
+            return False
+        return not _same(before, [small.tensor.detach() for small in self._small])
 
     def result(self) -> list[Any]:
         groups = [{k: v for k, v in g.items() if k != "params"} for g in self._optimizer.param_groups]

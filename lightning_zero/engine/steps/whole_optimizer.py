@@ -229,7 +229,7 @@ class WholeOptimizer(ShardedOptimizer):
     def _step(self, used: set[int], early: set[Bucket]) -> set[Bucket]:
         self._follow_groups()
         tensors = list(self.owned.tensors.values())
-        changed = {tensor.bucket for tensor in tensors if id(tensor.info.param) in used}
+        changed = {t.bucket for t in tensors if id(t.info.param) in used or self.probed.steps_all}
         listed = [[tensor for tensor in window if tensor.bucket in changed] for window in self._windows]
         windows = [Window(window, used, self.owned, self._comm, self._find_route) for window in listed if window]
         for place, window in enumerate(windows):
