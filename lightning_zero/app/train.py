@@ -43,7 +43,7 @@ from lightning_zero.app.overrides import (
     hydra_prints,
     hydra_raises,
 )
-from lightning_zero.app.parts import TEXT_DATA, agreed_precision, build_data, build_model
+from lightning_zero.app.parts import TEXT_DATA, agreed_precision, build_data, build_loggers, build_model
 from lightning_zero.app.plan_model import describe, optimizer_states
 from lightning_zero.app.schema import Task, TrainConfig, TrainerConfig, register_schema
 from lightning_zero.app.slurm.sweeps import check_launcher, register_launcher
@@ -117,7 +117,7 @@ def build_trainer(config: TrainConfig, plugins: list[Any] | None = None) -> Trai
     ):
         if wanted is False:  # Lightning refuses a callback beside its switch; the switch was asked for
             callbacks = [c for c in callbacks if not isinstance(c, kind)]
-    loggers = build_all("logger", config.logger)
+    loggers = build_loggers(config)
     try:
         return Trainer(
             strategy=ZeroStrategy(config=config.zero),
