@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from lightning_zero.config import ConfigError, Offload, OffloadConfig, Stage
+from lightning_zero.config import AfterFit, ConfigError, Offload, OffloadConfig, Stage
 from lightning_zero.planning.fit import Machine, Model, Row, plan_row
 from lightning_zero.planning.placement import Tier
 from lightning_zero.planning.speed import Rates
@@ -162,13 +162,19 @@ def _nothing_fits(rows: Sequence[Row], room: Machine, model: Model, keys: str) -
     ways = ["use more ranks"]
     if model.activations is not None and model.activations.scales and model.samples != 1:
         ways.append("lower the batch size (data.batch_size)")
-    ways.append("set zero.activation_checkpointing=blocks")
+    if not model.recomputes:
+        ways.append("set zero.activation_checkpointing=blocks")
     if not room.nvme and any(s.tier is not Tier.nvme for s in nearest.shortages):
         ways.append("give zero.offload.nvme_path a folder on a local disk")
+    if model.after_fit is AfterFit.whole and any(s.tier is Tier.host for s in nearest.shortages):
+        ways.append("set zero.after_fit=auto")
+    if any(shape.trainable and not shape.whole and shape.itemsizes.compute == 4 for shape in model.shapes):
+        ways.append("choose zero/precision=bf16")
+    text = ", ".join(ways[:-1]) + (", or " if len(ways) > 1 else "") + ways[-1]
     return (
         f"{keys}: expected a row that fits into {machine_text(room)}, got none of {len(rows)}: the nearest, "
-        f"{nearest.stage.value} + {nearest.offload.value}, {lacks(nearest, room)}. {ways[0].capitalize()}, "
-        f"{', '.join(ways[1:])}, or choose zero/precision=bf16 (python -m lightning_zero.plan shows all rows)."
+        f"{nearest.stage.value} + {nearest.offload.value}, {lacks(nearest, room)}. {text[0].upper()}{text[1:]} "
+        "(python -m lightning_zero.plan shows all rows)."
     )
 
 

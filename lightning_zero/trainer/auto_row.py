@@ -24,7 +24,16 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_zero.config import ConfigError, Offload, OffloadConfig, ZeroConfig, candidate_rows, for_layout, with_rows
+from lightning_zero.config import (
+    ConfigError,
+    Offload,
+    OffloadConfig,
+    Recompute,
+    ZeroConfig,
+    candidate_rows,
+    for_layout,
+    with_rows,
+)
 from lightning_zero.device import accelerator_of
 from lightning_zero.engine import engine_of
 from lightning_zero.engine.units.describe import bucket_shapes, describe_units
@@ -227,7 +236,17 @@ def model_of(
     found, why_not = None, "" if fitting else "there is no training"
     if fitting:
         found, why_not = activations_of(strategy.precision_plugin, trainer, module, layout)
-    model = Model(tuple(u.name for u in units), tuple(bucket_shapes(units)), limits, strategy.planned_states, found)
+    names, shapes = tuple(u.name for u in units), tuple(bucket_shapes(units))
+    recomputes = config.activation_checkpointing is not Recompute.none
+    model = Model(
+        names,
+        shapes,
+        limits,
+        strategy.planned_states,
+        found,
+        recomputes=recomputes,
+        after_fit=config.after_fit,
+    )
     return model, why_not
 
 
