@@ -15,7 +15,7 @@ import math
 import os
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from numbers import Integral, Real
 from types import NoneType
@@ -107,7 +107,8 @@ def check_types(key: str, settings: Any) -> None:
         ConfigError: with what was expected, what was got, and the key.
     """
     group = key.partition(".")[2]
-    for name, kind in _kinds(type(settings)).items():
+    own: Any = type(settings)
+    for name, kind in _kinds(own).items():
         value = getattr(settings, name)
         if name == "name" and group in _GROUPS and not (value is None and NoneType in get_args(kind)):
             setattr(settings, name, choose(group, value))
@@ -116,9 +117,9 @@ def check_types(key: str, settings: Any) -> None:
 
 
 @functools.cache
-def _kinds(settings: type) -> dict[str, Any]:
+def _kinds(settings: type[object]) -> dict[str, Any]:
     hints = get_type_hints(settings)
-    return {f.name: hints[f.name] for f in fields(settings)}
+    return {f.name: hints[f.name] for f in fields(settings)}  # type: ignore[arg-type]
 
 
 def _taken(key: str, kind: Any, value: Any) -> Any:
@@ -128,33 +129,32 @@ def _taken(key: str, kind: Any, value: Any) -> Any:
         if value is None:
             return None
         kind = next(k for k in get_args(kind) if k is not NoneType)
-    if isinstance(kind, type) and isinstance(value, kind) and not (isinstance(value, bool) and kind is not bool):
-        found, expected = value, ""
-        if kind is float and not math.isfinite(value):
-            expected = "a number"
-    elif kind is int:
-        found, expected = value, "" if isinstance(value, Integral) and not isinstance(value, bool) else "a whole number"
-    elif kind is float:
-        fine = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
-        found, expected = value, "" if fine else "a number"
-    elif kind is str:
-        found = os.fspath(value) if isinstance(value, os.PathLike) else value
-        expected = "" if isinstance(found, str) else "a text"
-    elif kind == list[str]:
-        found = list(value) if isinstance(value, (list, tuple)) else value
-        fine = isinstance(found, list) and all(isinstance(item, str) for item in found)
-        expected = "" if fine else "a list of names"
-    elif kind is bool:
-        found, expected = value, "true or false"
-    elif issubclass(kind, Enum):
-        found = kind.__members__.get(value) if isinstance(value, str) else None
-        expected = "" if found is not None else f"one of {', '.join(kind.__members__)}"
-    else:
-        assert is_dataclass(kind)
-        found, expected = value, f"a mapping of settings, or {kind.__name__}"
+    found, expected = _fitted(kind, value)
     if expected:
         raise ConfigError(f"{key}: expected {expected}{' or null' * optional}, got {value!r}. Change {key}.")
     return found
+
+
+def _fitted(kind: Any, value: Any) -> tuple[Any, str]:
+    """``value`` as it is held, and what was expected in its place; nothing, if it is that."""
+    is_bool = isinstance(value, bool)
+    if kind is bool:
+        return value, "" if is_bool else "true or false"
+    if kind is int:
+        return value, "" if isinstance(value, Integral) and not is_bool else "a whole number"
+    if kind is float:
+        return value, "" if isinstance(value, Real) and not is_bool and math.isfinite(value) else "a number"
+    if kind is str:
+        text = os.fspath(value) if isinstance(value, os.PathLike) else value
+        return text, "" if isinstance(text, str) else "a text"
+    if kind == list[str]:
+        items = list(value) if isinstance(value, (list, tuple)) else None
+        fine = items is not None and all(isinstance(item, str) for item in items)
+        return items, "" if fine else "a list of names"
+    if issubclass(kind, Enum):
+        member = kind.__members__.get(value) if isinstance(value, str) else value
+        return member, "" if isinstance(member, kind) else f"one of {', '.join(kind.__members__)}"
+    return value, "" if isinstance(value, kind) else f"a mapping of settings, or {kind.__name__}"
 
 
 def _positive(key: str, value: float, *, zero_ok: bool = False) -> None:
@@ -585,6 +585,17 @@ def check_rows(stage: Stage, offload: Offload) -> None:
         )
 
 
+_SETTINGS: tuple[Any, ...] = (
+    StageConfig,
+    PrecisionConfig,
+    OffloadConfig,
+    UnitConfig,
+    CommConfig,
+    OptimizerConfig,
+    CheckpointConfig,
+    CompileConfig,
+    DebugConfig,
+)
 _GROUPS = {
     "stage": (StageConfig, Stage),
     "precision": (PrecisionConfig, Precision),
@@ -726,12 +737,12 @@ def _convert(key: str, value: Any) -> Any:
     """A setting of :class:`ZeroConfig` as it is given: a row by its name, a group as a mapping."""
     if key == "offload" and isinstance(value, (str, Offload)):
         return offload_row(choose(key, value))
-    kind = _kinds(ZeroConfig)[key]
-    if not is_dataclass(kind) or isinstance(value, kind):
+    kind: Any = _kinds(ZeroConfig)[key]
+    if kind not in _SETTINGS or isinstance(value, kind):
         return value
     if not isinstance(value, Mapping):
         return kind(name=choose(key, value)) if key in _GROUPS else value  # which ZeroConfig refuses
-    allowed = {f.name for f in fields(kind)}
+    allowed = set(_kinds(kind))
     unknown = sorted(set(value) - allowed)
     if unknown:
         raise ConfigError(f"zero.{key}.{unknown[0]}: no such setting; there are {', '.join(sorted(allowed))}.")
