@@ -13,6 +13,7 @@ from lightning_zero.config import AfterFit, ConfigError, Offload, OffloadConfig,
 from lightning_zero.planning.fit import Machine, Model, Row, plan_row
 from lightning_zero.planning.placement import Tier
 from lightning_zero.planning.speed import Rates
+from lightning_zero.planning.step_time import CPU_RATES, GPU_RATES
 
 KEPT_FREE = 0.1  # of each tier
 UNKNOWN_FREE = 0.5  # of the device, where activations are not known
@@ -80,7 +81,7 @@ def choose_row(
     chosen = min(fitting, key=_rank)
     settings = next(s for stage, offload, s in candidates if (stage, offload) == (chosen.stage, chosen.offload))
     samples = largest_batch(model, room, chosen, settings)
-    return Choice(chosen, _reason(chosen, rows, room), samples)
+    return Choice(chosen, _reason(chosen, rows, room, rates), samples)
 
 
 def _rank(row: Row) -> tuple[float, float, int, str]:
@@ -113,12 +114,13 @@ def _largest(fits: Callable[[int], bool]) -> int:
     return low
 
 
-def _reason(chosen: Row, rows: Sequence[Row], room: Machine) -> str:
+def _reason(chosen: Row, rows: Sequence[Row], room: Machine, rates: Rates) -> str:
     assert chosen.time is not None
+    at = " at assumed rates" if rates in (CPU_RATES, GPU_RATES) else ""
     fitting = sum(row.fits for row in rows)
     parts = [
         f"the fastest of {fitting} rows that fit, of {len(rows)}" if len(rows) > 1 else "the only row to choose from",
-        f"an expected {seconds_text(chosen.time.seconds)} a step, bound by {chosen.time.binding.replace('_', ' ')}",
+        f"an expected {seconds_text(chosen.time.seconds)} a step{at}, bound by {chosen.time.binding.replace('_', ' ')}",
     ]
     faster = [r for r in rows if not r.fits and r.time is not None and _rank(r) < _rank(chosen)]
     if faster:

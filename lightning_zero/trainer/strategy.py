@@ -24,7 +24,6 @@ from lightning_zero.engine import Engine, engine_of, shard
 from lightning_zero.engine.units.describe import TRUE_DTYPES, bucket_shapes, describe_units
 from lightning_zero.engine.whole.host_copy import check_room, check_room_here
 from lightning_zero.planning.activations import Activations
-from lightning_zero.planning.memory import ADAM_STATES
 from lightning_zero.planning.whole import copy_nbytes
 from lightning_zero.ranks.environments import own_environment
 from lightning_zero.trainer import (
@@ -77,7 +76,8 @@ class ZeroStrategy(Processes, RestagingStrategy):
         activations_of_run: gives the activations of a micro-batch, for the plan that is shown at the end of training.
         measures_peak: have torch's profiler measure the peak of a step on the CPU, for that too. No other profiler may
             run then.
-        planned_states: tensors of optimizer state for each parameter, as far as that decision is concerned.
+        planned_states: tensors of optimizer state for each parameter, for that decision; ``None``: those of
+            ``configure_optimizers``.
 
     Raises:
         ConfigError: a setting that cannot work; the message names the key to change.
@@ -117,7 +117,7 @@ class ZeroStrategy(Processes, RestagingStrategy):
         )
         self.asked_config = None if is_decided(config) else config
         self.decision: auto_row.Decision | None = None
-        self.planned_states = ADAM_STATES
+        self.planned_states: int | None = None
         self.activations_of_run: Callable[[], Activations | None] | None = None
         self.measures_peak = False
         self._step_peak: StepPeak | None = None
