@@ -25,7 +25,6 @@ from lightning_zero.engine.units.describe import TRUE_DTYPES, bucket_shapes, des
 from lightning_zero.engine.whole.host_copy import check_room, check_room_here
 from lightning_zero.planning.activations import Activations
 from lightning_zero.planning.whole import copy_nbytes
-from lightning_zero.ranks.environments import own_environment
 from lightning_zero.trainer import (
     auto_row,
     averaging,
@@ -101,15 +100,14 @@ class ZeroStrategy(Processes, RestagingStrategy):
         start_method: str = "popen",
         **settings: Any,
     ) -> None:
-        rows = {"stage": stage, "offload": offload, "checkpoint": checkpoint, "compile": compile}
-        config = settings_of(config, rows, settings)
+        config = settings_of(config, stage, offload, checkpoint, compile, settings)
         self._asked_precision = config.precision.name
         super().__init__(
             config,
             checkpoint_io,
             accelerator=accelerator,
             parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment or own_environment(),
+            cluster_environment=cluster_environment,
             precision_plugin=precision_plugin,
             process_group_backend=process_group_backend,
             timeout=timeout,
