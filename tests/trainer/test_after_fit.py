@@ -24,7 +24,8 @@ from lightning_zero.config import ConfigError, Precision, ZeroConfig
 from lightning_zero.engine import engine_of
 from lightning_zero.engine.units.describe import bucket_shapes, describe_units
 from lightning_zero.engine.whole import host_copy
-from lightning_zero.planning.whole import copy_nbytes
+from lightning_zero.planning.layout import round_up
+from lightning_zero.planning.whole import COPY_ALIGN, copy_nbytes
 from tests.harness import on_ranks
 from tests.trainer.toys import (
     ALL_STAGES,
@@ -290,7 +291,7 @@ def test_one_copy_for_all_ranks_of_a_host(tmp_path: Path) -> None:
     run = fit("zero3", tmp_path, seeded(Wide), max_epochs=1)
     module, engine = run.module, engine_of(run.module)
     assert engine is not None
-    nbytes = sum(host_copy.round_up(p.nbytes, host_copy.ALIGN) for p in module.parameters())
+    nbytes = sum(round_up(p.nbytes, COPY_ALIGN) for p in module.parameters())
     assert engine.host_copy.nbytes == nbytes
     module(Samples()[0][0][None])
     float(module.wide.weight.sum())
