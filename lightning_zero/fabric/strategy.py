@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from lightning_zero.config import AfterFit, ConfigError, ZeroConfig, is_decided
+from lightning_zero.config import AfterFit, ConfigError, PrecisionConfig, ZeroConfig, is_decided
 from lightning_zero.engine import Engine, engine_of, shard
 from lightning_zero.engine.engine import engines
 from lightning_zero.engine.whole import norms
@@ -44,8 +44,8 @@ class ForkLauncher(Forking, _MultiProcessingLauncher):
 class ZeroFabricStrategy(Processes, Checkpoints, ParallelStrategy):
     """ZeRO stages 0-3 as a strategy of Fabric.
 
-    Its arguments are those of :class:`~lightning_zero.ZeroStrategy`, with ``precision`` in the place of
-    ``precision_plugin``, as Fabric has it.
+    Its arguments are those of :class:`~lightning_zero.ZeroStrategy`. Fabric's own ``precision``, a plugin, has the name
+    of a group of settings, which may be given there too.
 
     Raises:
         ConfigError: a setting that cannot work; the message names the key to change.
@@ -65,12 +65,14 @@ class ZeroFabricStrategy(Processes, Checkpoints, ParallelStrategy):
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
         checkpoint_io: CheckpointIO | None = None,
-        precision: LightningPrecision | None = None,
+        precision: LightningPrecision | str | Mapping[str, Any] | PrecisionConfig | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | None = None,
         start_method: str = "popen",
         **settings: Any,
     ) -> None:
+        if precision is not None and not isinstance(precision, LightningPrecision):
+            settings["precision"], precision = precision, None
         self.config = settings_of(config, stage, offload, checkpoint, compile, settings)
         _refuse_settings_of_the_trainer(self.config)
         self._asked_precision = self.config.precision.name
