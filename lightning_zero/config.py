@@ -10,12 +10,16 @@ Enums have members named as users type them (``zero/stage=zero3``): OmegaConf ma
 from __future__ import annotations
 
 import difflib
+import functools
+import math
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from enum import Enum
-from typing import Any
+from numbers import Integral, Real
+from types import NoneType
+from typing import Any, get_args, get_type_hints
 
 MIB = 1024 * 1024
 
@@ -93,6 +97,66 @@ def nearest(given: str, known: Iterable[str]) -> str | None:
     return by_case[found[0]] if found else None
 
 
+def check_types(key: str, settings: Any) -> None:
+    """Refuse what is not of its field's type; names become members of enums, paths and tuples become text and lists.
+
+    Args:
+        key: of the dataclass ``settings``: ``zero.comm``.
+
+    Raises:
+        ConfigError: with what was expected, what was got, and the key.
+    """
+    group = key.partition(".")[2]
+    own: Any = type(settings)
+    for name, kind in _kinds(own).items():
+        value = getattr(settings, name)
+        if name == "name" and group in _GROUPS and not (value is None and NoneType in get_args(kind)):
+            setattr(settings, name, choose(group, value))
+        else:
+            setattr(settings, name, _taken(f"{key}.{name}", kind, value))
+
+
+@functools.cache
+def _kinds(settings: type[object]) -> dict[str, Any]:
+    hints = get_type_hints(settings)
+    return {f.name: hints[f.name] for f in fields(settings)}  # type: ignore[arg-type]
+
+
+def _taken(key: str, kind: Any, value: Any) -> Any:
+    """``value`` as a field of type ``kind`` holds it."""
+    optional = NoneType in get_args(kind)
+    if optional:
+        if value is None:
+            return None
+        kind = next(k for k in get_args(kind) if k is not NoneType)
+    found, expected = _fitted(kind, value)
+    if expected:
+        raise ConfigError(f"{key}: expected {expected}{' or null' * optional}, got {value!r}. Change {key}.")
+    return found
+
+
+def _fitted(kind: Any, value: Any) -> tuple[Any, str]:
+    """``value`` as it is held, and what was expected in its place; nothing, if it is that."""
+    is_bool = isinstance(value, bool)
+    if kind is bool:
+        return value, "" if is_bool else "true or false"
+    if kind is int:
+        return value, "" if isinstance(value, Integral) and not is_bool else "a whole number"
+    if kind is float:
+        return value, "" if isinstance(value, Real) and not is_bool and math.isfinite(value) else "a number"
+    if kind is str:
+        text = os.fspath(value) if isinstance(value, os.PathLike) else value
+        return text, "" if isinstance(text, str) else "a text"
+    if kind == list[str]:
+        items = list(value) if isinstance(value, (list, tuple)) else None
+        fine = items is not None and all(isinstance(item, str) for item in items)
+        return items, "" if fine else "a list of names"
+    if issubclass(kind, Enum):
+        member = kind.__members__.get(value) if isinstance(value, str) else value
+        return member, "" if isinstance(member, kind) else f"one of {', '.join(kind.__members__)}"
+    return value, "" if isinstance(value, kind) else f"a mapping of settings, or {kind.__name__}"
+
+
 def _positive(key: str, value: float, *, zero_ok: bool = False) -> None:
     if value < 0 or (value == 0 and not zero_ok):
         bound = ">= 0" if zero_ok else "> 0"
@@ -110,6 +174,9 @@ class StageConfig:
     """
 
     name: Stage = Stage.zero3
+
+    def __post_init__(self) -> None:
+        check_types("zero.stage", self)
 
 
 def check_rounding(stochastic: bool, precision: Precision) -> None:
@@ -148,6 +215,7 @@ class PrecisionConfig:
     stochastic_rounding: bool = False
 
     def __post_init__(self) -> None:
+        check_types("zero.precision", self)
         if self.name is not None:
             check_rounding(self.stochastic_rounding, self.name)
         lower = [k for k in ("reduce_dtype", "grad_dtype") if getattr(self, k) is DType.bf16]
@@ -204,6 +272,7 @@ class OffloadConfig:
     step_in_backward: bool = False
 
     def __post_init__(self) -> None:
+        check_types("zero.offload", self)
         for key in ("device_budget", "host_budget", "nvme_budget", "threads", "io_threads"):
             value = getattr(self, key)
             if value is not None:
@@ -255,6 +324,7 @@ class UnitConfig:
     max_bytes: int = 4096 * MIB
 
     def __post_init__(self) -> None:
+        check_types("zero.unit", self)
         _positive("zero.unit.min_bytes", self.min_bytes, zero_ok=True)
         _positive("zero.unit.max_bytes", self.max_bytes)
         if self.min_bytes > self.max_bytes:
@@ -283,6 +353,9 @@ class CommConfig:
     hierarchy: Hierarchy = Hierarchy.auto
     even_alone: bool = False
 
+    def __post_init__(self) -> None:
+        check_types("zero.comm", self)
+
 
 @dataclass(kw_only=True, slots=True)
 class CheckpointConfig:
@@ -302,6 +375,9 @@ class CheckpointConfig:
     exclude_frozen: bool = False
     verify: bool | None = None
     background: bool = False
+
+    def __post_init__(self) -> None:
+        check_types("zero.checkpoint", self)
 
 
 # Modes of torch.compile, and whether they record CUDA graphs.
@@ -331,6 +407,7 @@ class CompileConfig:
     dynamic: bool | None = None
 
     def __post_init__(self) -> None:
+        check_types("zero.compile", self)
         if self.mode is not None and self.mode not in _MODES:
             raise ConfigError(
                 f"zero.compile.mode: expected one of {', '.join(_MODES)}, got {self.mode!r}. Change zero.compile.mode."
@@ -365,6 +442,9 @@ class OptimizerConfig:
 
     elementwise: bool = False
 
+    def __post_init__(self) -> None:
+        check_types("zero.optimizer", self)
+
 
 class AfterFit(Enum):
     """What a module is between runs."""
@@ -390,6 +470,7 @@ class DebugConfig:
     timeline_steps: int | None = None
 
     def __post_init__(self) -> None:
+        check_types("zero.debug", self)
         for key in ("timeline_after", "timeline_steps"):
             value = getattr(self, key)
             if value is not None:
@@ -444,6 +525,7 @@ class ZeroConfig:
     summary: bool = True
 
     def __post_init__(self) -> None:
+        check_types("zero", self)
         check_rows(self.stage.name, self.offload.name)
         _positive("zero.prefetch_bytes", self.prefetch_bytes, zero_ok=True)
         _positive("zero.keep_gathered_bytes", self.keep_gathered_bytes, zero_ok=True)
@@ -503,6 +585,17 @@ def check_rows(stage: Stage, offload: Offload) -> None:
         )
 
 
+_SETTINGS: tuple[Any, ...] = (
+    StageConfig,
+    PrecisionConfig,
+    OffloadConfig,
+    UnitConfig,
+    CommConfig,
+    OptimizerConfig,
+    CheckpointConfig,
+    CompileConfig,
+    DebugConfig,
+)
 _GROUPS = {
     "stage": (StageConfig, Stage),
     "precision": (PrecisionConfig, Precision),
@@ -641,43 +734,19 @@ def with_rows(
 
 
 def _convert(key: str, value: Any) -> Any:
+    """A setting of :class:`ZeroConfig` as it is given: a row by its name, a group as a mapping."""
     if key == "offload" and isinstance(value, (str, Offload)):
         return offload_row(choose(key, value))
-    if key in _GROUPS and not isinstance(value, (dict, _GROUPS[key][0])):
-        return _GROUPS[key][0](name=choose(key, value))
-    if key == "activation_checkpointing" and isinstance(value, str):
-        return _member(Recompute, "zero.activation_checkpointing", value)
-    if key == "after_fit" and isinstance(value, str):
-        return _member(AfterFit, "zero.after_fit", value)
-    classes = {k: c for k, (c, _) in _GROUPS.items()} | {
-        "unit": UnitConfig,
-        "comm": CommConfig,
-        "optimizer": OptimizerConfig,
-        "debug": DebugConfig,
-    }
-    if key in classes and isinstance(value, dict):
-        allowed = {f.name for f in fields(classes[key])}
-        unknown = sorted(set(value) - allowed)
-        if unknown:
-            raise ConfigError(f"zero.{key}.{unknown[0]}: no such setting; there are {', '.join(sorted(allowed))}.")
-        value = dict(value)
-        if key in _GROUPS and "name" in value and value["name"] is not None:
-            value["name"] = choose(key, value["name"])
-        if key == "comm" and isinstance(value.get("transport"), str):
-            value["transport"] = _member(Transport, "zero.comm.transport", value["transport"])
-        if key == "comm" and isinstance(value.get("hierarchy"), str):
-            value["hierarchy"] = _member(Hierarchy, "zero.comm.hierarchy", value["hierarchy"])
-        for name in ("reduce_dtype", "grad_dtype"):
-            if isinstance(value.get(name), str):
-                value[name] = _member(DType, f"zero.{key}.{name}", value[name])
-        return classes[key](**value)
-    return value
-
-
-def _member(enum: type[Enum], key: str, text: str) -> Enum:
-    if text not in enum.__members__:
-        raise ConfigError(f"{key}: expected one of {', '.join(enum.__members__)}, got {text!r}. Change {key}.")
-    return enum[text]
+    kind: Any = _kinds(ZeroConfig)[key]
+    if kind not in _SETTINGS or isinstance(value, kind):
+        return value
+    if not isinstance(value, Mapping):
+        return kind(name=choose(key, value)) if key in _GROUPS else value  # which ZeroConfig refuses
+    allowed = set(_kinds(kind))
+    unknown = sorted(set(value) - allowed)
+    if unknown:
+        raise ConfigError(f"zero.{key}.{unknown[0]}: no such setting; there are {', '.join(sorted(allowed))}.")
+    return kind(**value)
 
 
 _UNITS = {"": 1, "B": 1} | {

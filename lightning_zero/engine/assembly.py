@@ -32,6 +32,7 @@ from lightning_zero.engine.parameters.fence import Fence
 from lightning_zero.engine.parameters.writes import Writes
 from lightning_zero.engine.passes.compiled import CompiledModules, check_compiled_blocks, check_compiler, from_settings
 from lightning_zero.engine.passes.gather_order import GatherOrder
+from lightning_zero.engine.passes.grad_changes import GradChanges
 from lightning_zero.engine.passes.grad_norms import GradNorms
 from lightning_zero.engine.passes.gradient_sentinels import Sentinels
 from lightning_zero.engine.passes.gradients import Reducer
@@ -182,7 +183,7 @@ class Assembly:
         )
         self.reducer = Reducer(self.buckets, self.comm, issued, config.reduce_bucket_bytes, dynamic=config.dynamic)
         self.grad_norms = GradNorms(self.reducer, self.comm)
-        self.sentinels = sentinels = Sentinels(self.reducer.grads, self.grad_norms)
+        self.sentinels = sentinels = Sentinels(self.reducer.grads, self.grad_norms, GradChanges(self.reducer))
         self.after_step = after_step = AfterStep(
             self.units, self.comm.streams, config.offload.threads or default_threads(share.cpus)
         )

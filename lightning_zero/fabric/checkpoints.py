@@ -8,7 +8,7 @@ values. The folder is in DCP's format: what has shards under its own key, the re
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -21,6 +21,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from lightning_zero.checkpoint.sharded.save import ShardedSaver
+from lightning_zero.checkpoint.words import OF_FABRIC, in_words, words
 from lightning_zero.comm.agreements import gather_objects, together
 from lightning_zero.config import CheckpointFormat, ConfigError, ZeroConfig
 from lightning_zero.engine import Engine
@@ -37,14 +38,6 @@ from lightning_zero.trainer.verified_loads import verify
 
 T = TypeVar("T")
 Filter = Mapping[str, Callable[[str, Any], bool]]
-# The readers of checkpoints name what a user of the Trainer calls.
-_WORDS = {
-    "ckpt_path: ": "fabric.load: ",
-    " Give another ckpt_path (a job that starts again takes the one before it when this file is gone)": " Give another",
-    "another ckpt_path": "another path",
-    "Trainer.fit (validate, test, predict), weights_only=false to lightning_zero.train": "fabric.load",
-    "; where names alone differ, the LightningModule may set strict_loading=False": ", or strict=False",
-}
 
 
 class Checkpoints:
@@ -190,7 +183,7 @@ class Checkpoints:
             KeyError: something that is named is not there.
         """
         path = self.broadcast(path)
-        with _in_words_of_fabric():
+        with in_words(OF_FABRIC):
             checkpoint = self._read(path, weights_only)
             if not state:
                 return checkpoint
@@ -229,7 +222,7 @@ class Checkpoints:
                     check_model(module.module, self._with_frozen(module, found[key]), path, strict=strict)
             for key, optimizer in optimizers.items():
                 engine = self.engine_of_optimizer(optimizer)
-                engine.check_optimizer_state(optimizer, found[key], f"ckpt_path: {path}")
+                engine.check_optimizer_state(optimizer, found[key], f"{words().key}: {path}")
 
         self._together("comparing a checkpoint with what it is loaded into", check)
         for key, value in found.items():
@@ -272,15 +265,3 @@ def _converted(
             value = entry.state_dict()
         _apply_filter(key, dict(filter), value, content)
     return content
-
-
-@contextlib.contextmanager
-def _in_words_of_fabric() -> Iterator[None]:
-    try:
-        yield
-    except ConfigError as error:
-        text = str(error)
-        for of_trainer, of_fabric in _WORDS.items():
-            text = text.replace(of_trainer, of_fabric)
-        error.args = (text,)
-        raise

@@ -27,7 +27,6 @@ from lightning_zero.engine.whole import norms
 from lightning_zero.fabric.checkpoints import Checkpoints
 from lightning_zero.fabric.module import ZeroModule
 from lightning_zero.fabric.precision import FabricPrecision
-from lightning_zero.ranks.environments import own_environment
 from lightning_zero.trainer.launchers import Forking
 from lightning_zero.trainer.processes import Processes
 from lightning_zero.trainer.settings import settings_of, with_precision
@@ -72,15 +71,14 @@ class ZeroFabricStrategy(Processes, Checkpoints, ParallelStrategy):
         start_method: str = "popen",
         **settings: Any,
     ) -> None:
-        rows = {"stage": stage, "offload": offload, "checkpoint": checkpoint, "compile": compile}
-        self.config = settings_of(config, rows, settings)
+        self.config = settings_of(config, stage, offload, checkpoint, compile, settings)
         _refuse_settings_of_the_trainer(self.config)
         self._asked_precision = self.config.precision.name
         self._set_up: list[weakref.ref[Engine]] = []  # in one order on all ranks
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment or own_environment(),
+            cluster_environment=cluster_environment,
             checkpoint_io=checkpoint_io,
             precision=precision,
             process_group_backend=process_group_backend,

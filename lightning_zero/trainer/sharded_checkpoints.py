@@ -25,6 +25,7 @@ from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 
 from lightning_zero.checkpoint.sharded.index import EXTRA, refusal
 from lightning_zero.checkpoint.sharded.read import ShardedFolder
+from lightning_zero.checkpoint.words import words
 from lightning_zero.config import CheckpointConfig, CheckpointFormat, ConfigError
 from lightning_zero.engine.units.long_work import SILENT, LongWork
 from lightning_zero.engine.whole.sharded_state import TensorParts
@@ -189,7 +190,7 @@ def _value(folder: ShardedFolder, key: str, weights_only: bool | None) -> Any:
     except pickle.UnpicklingError as error:
         found = re.findall(r"GLOBAL ([\w.]+)", str(error)) or [key]
         raise ConfigError(
-            f"ckpt_path: expected a checkpoint of tensors and plain values, got {folder.path} with "
+            f"{words().key}: expected a checkpoint of tensors and plain values, got {folder.path} with "
             f"{', '.join(found)}: loading these can run any code that is in it. If you trust it, {way_out(found)}."
         ) from error
     except OSError:
