@@ -25,6 +25,7 @@ from lightning_zero.checkpoint.words import OF_FABRIC, in_words, words
 from lightning_zero.comm.agreements import gather_objects, together
 from lightning_zero.config import CheckpointFormat, ConfigError, ZeroConfig
 from lightning_zero.engine import Engine
+from lightning_zero.engine.units.long_work import LongWork
 from lightning_zero.engine.whole.module_state import keeping_frozen
 from lightning_zero.engine.whole.sharded_state import sharded_optimizer_state, sharded_state_dict
 from lightning_zero.fabric.module import ZeroModule
@@ -63,6 +64,11 @@ class Checkpoints:
     def checkpoint_io(self, io: CheckpointIO | None) -> None:
         refuse_writer(io, self.config.checkpoint)
         self._checkpoint_io = io
+
+    @property
+    def long_work(self) -> LongWork:
+        """Shows what takes long, on rank 0."""
+        return LongWork(self.is_global_zero and self.config.summary)
 
     # -- states ---------------------------------------------------------------------------------------------------
 
@@ -124,6 +130,8 @@ class Checkpoints:
 
     def _write(self, content: dict[str, Any], path: Any, storage_options: Any) -> None:
         if self.is_global_zero:
+            if writes_files(self.checkpoint_io):
+                self.checkpoint_io.long_work = self.long_work
             self.checkpoint_io.save_checkpoint(content, path, storage_options)
 
     def _save_by_ranges(self, path: Any, state: Mapping[str, Any], filter: Filter) -> RangeSave | None:
@@ -153,7 +161,8 @@ class Checkpoints:
         )
         optimizers = [key for key, entry in state.items() if isinstance(entry, Optimizer)]
         saver, group = ShardedSaver(self.global_rank), dist.group.WORLD if self._waits is not None else None
-        saver.save(*divide(content, named=optimizers), path, group, self._waits)
+        parts = divide(content, named=optimizers)
+        saver.save(*parts, path, group, self._waits, long_work=self.long_work)
 
     # -- load -----------------------------------------------------------------------------------------------------
 
@@ -193,11 +202,12 @@ class Checkpoints:
                 self.global_rank,
                 lambda value: self._gather(value, "checksums"),
                 lambda act: self._together("reading checksums", act),
+                self.long_work,
             )
 
         def act() -> dict[str, Any]:
             if is_folder(path):
-                return read(path, weights_only, of_trainer=False)
+                return read(path, weights_only, of_trainer=False, long_work=self.long_work)
             return load(self.checkpoint_io, path, weights_only)
 
         return self._together("reading a checkpoint", act)

@@ -21,5 +21,5 @@
     compiled        LightningModules that torch.compile has made
     averaging, stochastic_averaging, finetuning, pruning  Lightning's callbacks that need to know of shards
     monitor         ZeroMonitor                  flops          floating-point operations of a batch
-    summary         what is shown at the start and at the end
+    summary         what is shown at the start and at the end     bars  whether the Trainer has a progress bar
 """

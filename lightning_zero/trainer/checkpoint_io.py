@@ -27,11 +27,17 @@ from lightning_zero.checkpoint.durable import naming, remove_whole, written_asid
 from lightning_zero.checkpoint.sharded.index import refuse_other_folder
 from lightning_zero.checkpoint.words import words
 from lightning_zero.config import MIB, ConfigError
+from lightning_zero.engine.units.long_work import SILENT, LongWork
 
 
 class ZeroCheckpointIO(TorchCheckpointIO):
-    """Writes Lightning's file so that it is whole or not there. Where the path is not local, Lightning writes it."""
+    """Writes Lightning's file so that it is whole or not there. Where the path is not local, Lightning writes it.
 
+    Attributes:
+        long_work: shows how far a file is, where the user waits for it.
+    """
+
+    long_work: LongWork = SILENT
     _looked: frozenset[bool] = frozenset()  # what files of weights only, and whole ones, of this run hold
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
@@ -42,7 +48,7 @@ class ZeroCheckpointIO(TorchCheckpointIO):
         with naming(Path(name)):
             refuse_other_folder(Path(name))
         with written_aside(name) as part:
-            write_archive(checkpoint, part.fd)
+            write_archive(checkpoint, part.fd, Path(name).name, self.long_work)
         self.look_at(checkpoint, name)
 
     def load_checkpoint(
@@ -201,7 +207,7 @@ def _classes(path: Any) -> list[str]:
         return []
 
 
-def wait_for_writes(io: CheckpointIO) -> None:
+def wait_for_writes(io: CheckpointIO, long_work: LongWork) -> None:
     """Wait until what is in the writer's queue is done: each save in it holds a whole checkpoint.
 
     Raises:
@@ -210,7 +216,7 @@ def wait_for_writes(io: CheckpointIO) -> None:
     writer = async_writer(io)
     if writer is not None:
         if writer._executor is not None:
-            writer._executor.submit(lambda: None).result()
+            long_work.wait(writer._executor.submit(lambda: None), "the save before")
         if (error := writer._error) is not None:
             writer._error = None  # said once: what follows is tried again, as without the plugin
             raise error

@@ -303,6 +303,7 @@ class ZeroStrategy(Processes, RestagingStrategy):
                 node=self.node,
                 sources=sources,
                 has_values=self._has_values,
+                long_work=self.long_work,
             )
             self._start_is_over()
             if self.config.summary and self.is_global_zero:
@@ -310,6 +311,7 @@ class ZeroStrategy(Processes, RestagingStrategy):
             check_room(engine)
         else:
             engine.comm.waits.forget_failures()
+            engine.long_work = self.long_work
         engine.passes.calls_meet = True
         with engine.placeholders_allowed():
             model.to(self.root_device)  # what is neither parameter nor buffer: module.device, states of metrics
@@ -458,7 +460,7 @@ class ZeroStrategy(Processes, RestagingStrategy):
 
     def _end_writing(self) -> None:
         if processes.has_failed():
-            self._background.wait_alone()
+            self._background.wait_alone(self.long_work)
         else:
             self.finish_writes()
         try:

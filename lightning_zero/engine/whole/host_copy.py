@@ -249,7 +249,7 @@ def _fill(engine: Assembly, copy: HostCopy, hosts: Sequence[str]) -> None:
     gathers = _gathers(engine, hosts)
     group = comm.topology.shard_group_of(comm.rank)
     places = iter(copy.original)
-    for bucket in engine.buckets:
+    for bucket in engine.long_work.items(engine.buckets, "making the module whole, in buckets"):
         targets = [info.flattened(place) for info, place in zip(bucket.params, places, strict=False)]
         if bucket.plan.shards_master and not gathers:
             if here[0] in group:  # other ranks here have the same shards, under hybrid sharding
