@@ -131,19 +131,22 @@ def build(
     _check_complete(key, node["_target_"], target, arguments)
     if not _is_library(target):
         return target(**arguments)  # whose exceptions keep their traceback
+    return _built_by_library(key, node["_target_"], target, arguments)
+
+
+def _built_by_library(key: str, name: str, target: Any, arguments: dict[str, Any]) -> Any:
+    """What it refuses is an error of the settings."""
     try:
         return target(**arguments)
     except ModuleNotFoundError as error:
         said = str(error).splitlines()[0].rstrip(".")
         install = INSTALL.get(key.split(".")[0], "")
-        raise ConfigError(
-            f"{key}: {node['_target_']} needs a package that is not installed: {said}.{install}"
-        ) from error
+        raise ConfigError(f"{key}: {name} needs a package that is not installed: {said}.{install}") from error
     except Exception as error:
         if not isinstance(error, (ValueError, TypeError)) and type(error).__name__ != "MisconfigurationException":
             raise
         said = " ".join(str(error).split()).rstrip(".")
-        raise ConfigError(f"{key}: {node['_target_']} refuses these settings: {said}. Change {key}.*.") from error
+        raise ConfigError(f"{key}: {name} refuses these settings: {said}. Change {key}.*.") from error
 
 
 def build_all(key: str, nodes: dict[str, Any]) -> list[Any]:
