@@ -223,9 +223,9 @@ def _unknown_key(given: str, conf: _Conf) -> str:
     right: str | None = f"{path}.{close}" if path and close else close
     if right is None:  # in another part, or a group's last name
         right = next((k for k in conf.settings if k.rpartition(".")[2] == last), None)
-    group = next((g for g in conf.groups if g.rpartition("/")[2] == last), None)
-    if group is not None and not path:
-        return _group_by_slash(group, value, what, conf)
+    same_name = next((g for g in conf.groups if g.rpartition("/")[2] == last), None)
+    if same_name is not None and not path:
+        return _group_by_slash(same_name, value, what, conf)
     beside = conf.inside(key)
     there = f"; there are {', '.join(beside)}" if beside else ""
     where = f" in {path}" if path else ""
