@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_zero.config import with_rows
+from lightning_zero.config import Whole, with_rows
 from lightning_zero.engine.assembly import LIVE, Assembly
 from lightning_zero.engine.parameters.classes import disown
 from lightning_zero.engine.passes.hooks import ENGINE
@@ -68,6 +68,7 @@ class Engine(Assembly):
             RuntimeError: ranks have written different values to parameters since the last backward.
         """
         self.hide_whole(keep=False)
+        self.timeline.close()
         # After an exception messages of some ranks may be missing, for which an agreement would wait.
         agrees = not self.passes.aborted
         self.abort()
@@ -292,7 +293,7 @@ class Engine(Assembly):
                 self.comm,
                 {bucket: number for number, bucket in enumerate(self.buckets)},
                 window_nbytes=self.config.reduce_bucket_bytes,
-                unprobed=settings.whole is True,
+                unprobed=settings.whole is Whole.true,
                 stochastic_rounding=self.config.precision.stochastic_rounding,
             )
         return ShardedOptimizer(

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 import lightning_zero
 from lightning_zero.comm.agreements import FailedElsewhereError
-from lightning_zero.config import ConfigError, make_config
+from lightning_zero.config import ConfigError, Whole, make_config
 from lightning_zero.engine.whole.held_bytes import held_bytes, plan_of, state_tensors
 from lightning_zero.planning.memory import Moment, planned_bytes
 from lightning_zero.trainer.step_peak import _silence
@@ -547,8 +547,11 @@ def test_what_cannot_be_stepped_apart_is_refused() -> None:
 
 
 def test_settings_that_contradict_each_other_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"zero\.optimizer\.whole: expected auto, true or false, got 'sometimes'"):
+    with pytest.raises(
+        ConfigError, match=r"zero\.optimizer\.whole: expected one of auto, true, false, got 'sometimes'"
+    ):
         make_config(optimizer={"whole": "sometimes"})
     with pytest.raises(ConfigError, match=r"zero\.optimizer\.whole=true has no effect.*elementwise"):
         make_config(optimizer={"whole": "true", "elementwise": True})
-    assert make_config(optimizer={"whole": "false"}).optimizer.whole is False
+    for given in ("false", False):
+        assert make_config(optimizer={"whole": given}).optimizer.whole is Whole.false

@@ -39,6 +39,7 @@ from lightning_zero.engine.torch_modes import without_autocast
 from lightning_zero.engine.units.bucket import Bucket, Place
 from lightning_zero.engine.units.grad_store import Arrived
 from lightning_zero.engine.units.home import opened
+from lightning_zero.engine.units.long_work import SILENT, LongWork
 from lightning_zero.planning.placement import StageRow
 
 
@@ -141,9 +142,9 @@ class ShardedOptimizer:
         """The most bytes that this rank holds beside its shards while they are stepped on the device."""
         return 0
 
-    def load_param_states(self, states: ParamStates) -> None:
+    def load_param_states(self, states: ParamStates, long_work: LongWork = SILENT) -> None:
         """Replace all state; see :meth:`Runs.load`."""
-        self.runs.load(states, self._group_of())
+        self.runs.load(states, self._group_of(), long_work)
 
     # -- step -----------------------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from lightning_zero.comm.agreements import FailedElsewhereError
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.profiling import profiled
-from lightning_zero.config import ConfigError
+from lightning_zero.config import ConfigError, Whole
 from lightning_zero.device import recording
 from lightning_zero.engine.steps.around import AroundStep
 from lightning_zero.engine.steps.in_parts import Outcome, StepInParts, keep
@@ -31,6 +31,7 @@ from lightning_zero.engine.steps.torch_optimizers import base_of
 from lightning_zero.engine.steps.windows import Window, traveller_of
 from lightning_zero.engine.torch_modes import without_autocast
 from lightning_zero.engine.units.bucket import Bucket
+from lightning_zero.engine.units.long_work import SILENT, LongWork
 from lightning_zero.planning.owners import (
     Route,
     Traveller,
@@ -46,9 +47,10 @@ MOST_ROUTES = 1000  # that are remembered
 _FINE, _TELLS, _FAILED = range(3)  # how a step has ended on a rank
 
 
-def is_stepped_whole(optimizer: Optimizer, *, whole: bool | str, declared_elementwise: bool) -> bool:
+def is_stepped_whole(optimizer: Optimizer, *, whole: Whole, declared_elementwise: bool) -> bool:
     """Whether ``zero.optimizer.whole`` has an optimizer step whole tensors."""
-    return whole is True or (whole == "auto" and base_of(optimizer) is None and not declared_elementwise)
+    unknown = base_of(optimizer) is None and not declared_elementwise
+    return whole is Whole.true or (whole is Whole.auto and unknown)
 
 
 class WholeOptimizer(ShardedOptimizer):
@@ -104,14 +106,14 @@ class WholeOptimizer(ShardedOptimizer):
         }
         self.load_param_states({key: state for key, state in states.items() if state})
 
-    def load_param_states(self, states: ParamStates) -> None:
+    def load_param_states(self, states: ParamStates, long_work: LongWork = SILENT) -> None:
         for bucket, groups in self._group_of().items():
             if not bucket.trainable and any((bucket, slot) in states for slot in groups):
                 bucket.make_trainable()
         self.owned.clear()
         self._arranged = []
         self._follow_groups()
-        for bucket in self.owned.buckets():
+        for bucket in long_work.items(self.owned.buckets(), "loading optimizer state, in buckets"):
             self.owned.fill(bucket, states, self.state_dtype)
 
     def state_dtype(self, tensor: WholeTensor, name: str) -> torch.dtype | None:
