@@ -120,6 +120,13 @@ MATRIX = [
     if (case.stage > 0 or case.offload == "none") and (case.stage == 3 or case.offload not in ("cpu", "nvme"))
 ]
 SELECTED = pairwise_selection(MATRIX)
+MORE = [  # every row and number of ranks with every optimizer, and all ways to train with one
+    case
+    for case in MATRIX
+    if case not in SELECTED
+    and case.window == SMALL_WINDOWS
+    and (case[2:5] == (2, True, "bf16") or (case.optimizer == "muon_and_adam" and case.world == 2))
+]
 
 
 def train(case: Case, folder: str, steps: int = 3) -> None:
@@ -150,6 +157,12 @@ def train(case: Case, folder: str, steps: int = 3) -> None:
 
 @pytest.mark.parametrize("case", SELECTED, ids=str)
 def test_a_step_is_that_of_one_process(case: Case, tmp_path: Any) -> None:
+    run(case.world, train, case, str(tmp_path))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", MORE, ids=str)
+def test_a_step_is_that_of_one_process_in_every_row(case: Case, tmp_path: Any) -> None:
     run(case.world, train, case, str(tmp_path))
 
 
