@@ -124,6 +124,23 @@ class MuonAndAdam(_Toy):
                     p.addcdiv_(first / (1 - 0.9 ** group["step"]), second.sqrt().add_(1e-6), value=-group["lr"])
 
 
+class Flagged(_Toy):
+    """Notes in the state of each parameter how it is to be stepped, when it is built; reads a mark on parameters."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.01})
+        for group in self.param_groups:
+            for place, p in enumerate(group["params"]):
+                self.state[p]["sign"] = place % 2 == 0
+
+    def update(self) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    change = p.grad.sign() if self.state[p]["sign"] else p.grad / p.grad.norm()
+                    p.sub_(change, alpha=group["lr"] * getattr(p, "scale", 1.0))
+
+
 class NormOverAll(_Toy):
     """Couples tensors: all are scaled by one norm."""
 

@@ -21,6 +21,7 @@ from lightning_zero.planning.memory import Moment, planned_bytes
 from lightning_zero.trainer.step_peak import _silence
 from tests.engine.optimizers import (
     Decaying,
+    Flagged,
     Lamb,
     Langevin,
     NormOverAll,
@@ -400,6 +401,36 @@ def test_all_optimizers_step_whole_tensors_if_asked(stage: int) -> None:
         return torch.optim.AdamW(params, lr=0.01, weight_decay=0.1, fused=True)
 
     side_by_side(make, language, stage=stage, optimizer_settings={"whole": True})
+
+
+@on_ranks(3)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_what_an_optimizer_notes_when_it_is_built_goes_to_the_owners(stage: int) -> None:
+    def make(params: Any) -> Optimizer:
+        params = list(params)
+        for place, param in enumerate(params):
+            param.scale = 1.0 + place % 3
+        return Flagged(params)
+
+    side_by_side(make, language, stage=stage)
+    with Sharded(Model(), stage=stage, optimizer=Flagged) as side:
+        state = side.engine.optimizer_state(side.optimizer, only_rank_0=False)["state"]
+        assert [entry["sign"] for entry in state.values()] == [n % 2 == 0 for n in range(len(state))]
+
+
+@on_ranks(2)
+def test_state_that_finds_no_room_is_an_error_on_all() -> None:
+    """A budget that the state is beyond, after all that could be known of it before."""
+    settings = {"offload": "optimizer_cpu", "reduce_bucket_bytes": SMALL_WINDOWS}
+    side = Sharded(Model(), stage=2, optimizer=Shampoo, **settings)
+    language(side, 0)
+    tiers = side.engine.tiers
+    if side.engine.rank:
+        tiers.set_budgets(tiers.host.nbytes + 3000, None)  # type: ignore[union-attr]
+    with pytest.raises((ConfigError, FailedElsewhereError), match="budget"):
+        side.step()
+    tiers.set_budgets(None, None)
+    side.engine.release()
 
 
 @on_ranks(2)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_zero import ZeroStrategy
+from lightning_zero.app.convert import convert
 from lightning_zero.config import ConfigError
 from tests.engine.optimizers import MuonAndAdam, Shampoo, matrices_and_rest
 from tests.harness import on_ranks, run
@@ -186,3 +187,32 @@ def test_a_second_fit_and_a_call_between_them(tmp_path: Path) -> None:
     of.fit_loop.max_epochs = 2
     of.fit(module, loader())
     assert all(torch.isfinite(value).all() for value in weights(of).values())
+
+
+class Reads(Nested):
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if checkpoint["state_dict"]:  # on rank 0
+            state = checkpoint["optimizer_states"][0]["state"]
+            self.read = {place: [gram.clone() for gram in entry["grams"]] for place, entry in state.items()}
+            state[0]["grams"][0] = state[0]["grams"][0] * 2
+
+
+@on_ranks(2)
+def test_hooks_see_values_in_lists_and_a_folder_becomes_a_file(tmp_path: Path) -> None:
+    of = fit(strategy("zero3 full", tmp_path), tmp_path, seeded(Reads), max_epochs=1, batch_size=6).trainer
+    of.save_checkpoint(tmp_path / "hook.ckpt")
+    same_run = fit(strategy("zero2", tmp_path), tmp_path, made("nested"), max_epochs=1, batch_size=6).trainer
+    same_run.save_checkpoint(tmp_path / "folder.ckpt")
+    if dist.get_rank() == 0:
+        convert(tmp_path / "folder.ckpt", tmp_path / "file.ckpt", "full")
+        read = of.lightning_module.read
+        state, converted = (
+            torch.load(tmp_path / name, weights_only=True)["optimizer_states"][0]["state"]
+            for name in ("hook.ckpt", "file.ckpt")
+        )
+        assert torch.equal(state[0]["grams"][0], read[0][0] * 2)
+        names = [name for name, _ in made("nested").named_parameters()]
+        for place, grams in read.items():
+            for gram, other in zip(grams, converted[names[place]]["grams"], strict=True):
+                assert torch.equal(gram, other)
+    dist.barrier()

@@ -263,7 +263,7 @@ class WholeOptimizer(ShardedOptimizer):
                     following.begin_open()
                 window.arrive()
                 for last in before:
-                    last.land()
+                    error = last.land() or error
                 if following is not None:
                     following.open()
                     following.send()
@@ -278,7 +278,7 @@ class WholeOptimizer(ShardedOptimizer):
                     last.settle()
                 before = [window]
             for last in before:
-                last.land()
+                error = last.land() or error
                 last.settle()
         self._agree(parts.outcome, error)
 

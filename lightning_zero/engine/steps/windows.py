@@ -151,8 +151,13 @@ class Window:
         for tensor in self.here:
             self._owned.hide(tensor)
 
-    def land(self) -> None:
-        """Have new masters and new state where they rest. Files are still being written afterwards."""
+    def land(self) -> Exception | None:
+        """Have new masters and new state where they rest. Files are still being written afterwards.
+
+        Returns:
+            Why state has found no room. It is not raised: other ranks wait for the messages of this one.
+        """
+        failed: Exception | None = None
         if self._pending is not None and self._route is not None:
             data, self._pending = self._pending.wait(), None
             for piece, tensor in self._pieces(self._route.own):
@@ -160,11 +165,15 @@ class Window:
                 part = master[piece.start : piece.start + piece.numel]
                 part.copy_(_at(data, piece.back, piece.numel, master.dtype))
         for bucket in self.buckets:
-            self._owned.settle(bucket)
+            try:
+                self._owned.settle(bucket)
+            except Exception as error:
+                failed = error
             # Once: what a push sends may be on its way to the device for long, and is not written to meanwhile.
             if bucket in self.completes:
                 bucket.push()
             bucket.home.close(changed=True)
+        return failed
 
     def settle(self) -> None:
         """Wait until files are written."""
