@@ -211,8 +211,7 @@ def test_hooks_see_values_in_lists_and_a_folder_becomes_a_file(tmp_path: Path) -
             for name in ("hook.ckpt", "file.ckpt")
         )
         assert torch.equal(state[0]["grams"][0], read[0][0] * 2)
-        names = [name for name, _ in made("nested").named_parameters()]
         for place, grams in read.items():
-            for gram, other in zip(grams, converted[names[place]]["grams"], strict=True):
+            for gram, other in zip(grams, converted[place]["grams"], strict=True):
                 assert torch.equal(gram, other)
     dist.barrier()
