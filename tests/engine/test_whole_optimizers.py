@@ -78,7 +78,7 @@ class WholeTwin(Twin):
     def clip_by(self, norm: Tensor, max_norm: float) -> None:
         """Clip by a norm that the ranks have found: a sum in one order on all sides."""
         self.show_grads()
-        own = torch.nn.utils.get_total_norm(list(self.grads.values()))
+        own = torch.nn.utils.get_total_norm([grad.float() for grad in self.grads.values()])
         torch.testing.assert_close(norm, own)
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         self.grads = {param: grad * factor for param, grad in self.grads.items()}
@@ -110,7 +110,7 @@ VALUES: dict[str, Sequence[Any]] = {
     "stage": (0, 1, 2, 3),
     "micro_batches": (1, 2),
     "clip": (False, True),
-    "precision": ("fp32", "bf16"),
+    "precision": ("fp32", "bf16", "bf16_true"),
     "offload": ("none", "optimizer_cpu", "cpu", "optimizer_nvme", "nvme"),
     "window": (SMALL_WINDOWS, 1 << 28),
     "optimizer": tuple(OPTIMIZERS),
