@@ -141,8 +141,10 @@ def peaks_with(
 
 def _spare_nbytes(buckets: Sequence[BucketPlan], limits: Limits) -> int:
     """Buffers of reductions that are over and stay for the next ones: where the device is the host."""
-    sizes = [b.layout.numel * b.itemsizes.reduce for b in buckets if b.trainable and b.layout.world_size > 1]
-    room = min(KEPT_BUFFERS * max(sizes, default=0), KEPT_BUFFERS_NBYTES) * (not limits.has_link)
+    reduced = [b for b in buckets if b.trainable and b.layout.world_size > 1]
+    largest = max((b.layout.numel * b.itemsizes.reduce for b in reduced), default=0)
+    room = min(KEPT_BUFFERS * largest, KEPT_BUFFERS_NBYTES) * (not limits.has_link)
+    sizes = [b.layout.numel * b.wire_itemsize(limits.micro_batches) for b in reduced]
     kept = 0
     for size in sorted(sizes, reverse=True):
         kept += size if kept + size <= room else 0
@@ -175,7 +177,8 @@ class _Gradients:
     def __init__(self, buckets: Sequence[BucketPlan], limits: Limits) -> None:
         self._buckets, self._room = buckets, limits.reduce_bucket_bytes
         several = any(bucket.layout.world_size > 1 for bucket in buckets)
-        # What a rank on the host receives of the others, to be summed there.
+        self._micro_batches = limits.micro_batches
+        # What a rank receives of the others, to be summed there: always on the host.
         self._receives = several and not limits.has_link
         self._filling: set[int] = set()
         self._full: list[int] = []  # all of their gradients came in the last stretch
@@ -195,8 +198,9 @@ class _Gradients:
             bucket = self._buckets[number]
             if not bucket.grads_on_host:  # else its place is kept
                 self.landed += bucket.owned_numel * bucket.itemsizes.grad
-        wide = (max(b.itemsizes.reduce, b.itemsizes.compute) * b.layout.numel for b in map(self._bucket, self._filling))
-        received = self._receives * max(map(self._size, self._under_way), default=0)
+        filling = map(self._bucket, self._filling)
+        wide = (max(b.wire_itemsize(self._micro_batches), b.itemsizes.compute) * b.layout.numel for b in filling)
+        received = max(map(self._received, self._under_way), default=0)
         self.reducing = flying + received + sum(wide)
 
     def _bucket(self, number: int) -> BucketPlan:
@@ -204,4 +208,8 @@ class _Gradients:
 
     def _size(self, number: int) -> int:
         bucket = self._buckets[number]
-        return bucket.layout.numel * bucket.itemsizes.reduce
+        return bucket.layout.numel * bucket.wire_itemsize(self._micro_batches)
+
+    def _received(self, number: int) -> int:
+        comes = self._receives or self._bucket(number).exchanges(self._micro_batches)
+        return self._size(number) * comes

@@ -15,6 +15,8 @@ from typing import NamedTuple
 
 from lightning_zero.config import ConfigError
 
+EXCHANGE_MAX_RANKS = 64  # above it an all-to-all of one bucket would be many small messages
+
 
 class Topology(NamedTuple):
     """How the ranks of a group are divided.

@@ -385,6 +385,7 @@ class _LateTransport:
 
     def __init__(self, inner: Any, seconds: float) -> None:
         self._inner, self._seconds = inner, seconds
+        self.exchanges = inner.exchanges
         self._chance = random.Random(dist.get_rank())
 
     def _pause(self) -> None:
