@@ -625,6 +625,23 @@ def for_layout(config: ZeroConfig) -> ZeroConfig:
     return config if is_decided(config) else make_config(config, stage=Stage.zero1, offload=OffloadConfig())
 
 
+def check_accumulation(config: ZeroConfig) -> None:
+    """Backwards that add gradients up on each rank, before they travel, make them fp32."""
+    precision = config.precision
+    adds_up_in_bf16 = precision.name is Precision.bf16_true or precision.grad_dtype is DType.bf16
+    if (
+        config.comm.grad_wire is GradWire.bf16
+        and config.stage.name in (Stage.zero0, Stage.zero1)
+        and not adds_up_in_bf16
+    ):
+        raise ConfigError(
+            "zero.comm.grad_wire: expected auto or full where backwards add up before they are reduced "
+            f"(accumulate_grad_batches, no_sync, at zero/stage={config.stage.name.name}: their sum is fp32, and bf16 "
+            "would lose its digits), got bf16. Choose zero/stage=zero2 or zero3, which reduce each backward, or "
+            "zero.comm.grad_wire=auto."
+        )
+
+
 def candidate_rows(config: ZeroConfig) -> list[tuple[Stage, OffloadConfig]]:
     """The rows that ``auto`` has to choose from, with their settings: those that ``config`` names, or all of a group.
 

@@ -236,7 +236,9 @@ def _reducing_nbytes(buckets: Sequence[BucketPlan], limits: Limits) -> int:
         default=0,
     )
     own = [size for size, bucket in zip(sizes, trainable, strict=True) if apart(bucket)]
-    return min(sum(own), min(sum(own), under_way) + filling) + shards + limits.has_link * received_nbytes(buckets, limits)
+    return (
+        min(sum(own), min(sum(own), under_way) + filling) + shards + limits.has_link * received_nbytes(buckets, limits)
+    )
 
 
 def received_nbytes(buckets: Iterable[BucketPlan], limits: Limits) -> int:
