@@ -29,7 +29,7 @@ from lightning_zero.engine.passes.bucket_grads import BucketGrads
 from lightning_zero.engine.whole.held_bytes import plan_of
 from lightning_zero.planning.memory import Limits
 from lightning_zero.planning.step_time import sent_by
-from lightning_zero.planning.topology import EXCHANGE_MAX_RANKS
+from lightning_zero.planning.topology import EXCHANGE_MAX_RANKS, check_exchange, flat
 from lightning_zero.ranks.waits import PeerError, StallError
 from tests.engine.support import (
     Model,
@@ -482,3 +482,10 @@ def test_a_rank_that_is_killed_in_the_middle_is_named(tmp_path: Path) -> None:
         assert "rank 1 (on " in (tmp_path / "said").read_text()
     finally:
         pool.kill()
+
+
+def test_many_ranks_are_refused() -> None:
+    comm = make_config(comm={"grad_wire": "bf16"}, precision="bf16").comm
+    check_exchange(flat(EXCHANGE_MAX_RANKS), comm)
+    with pytest.raises(ConfigError, match=r"grad_wire: .*more than 64 ranks .*with 65\. Choose zero/comm=node"):
+        check_exchange(flat(EXCHANGE_MAX_RANKS + 1), comm)
