@@ -1,4 +1,4 @@
-"""Stages of the engine: with a row of offload, with units that stay gathered, or with gradients that travel in fp32
+"""Stages of the engine: with a row of offload, units that stay gathered, gradients that travel in fp32, or compiled
 (``zero3+optimizer_cpu``, ``zero3+keep``, ``zero3+full_wire``)."""
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from benchmarks.sides.side import Side, loss_of, make_adamw, train_step
+from benchmarks.sides.side import COMPILED, Side, loss_of, make_adamw, train_step
 
 EARLY = "~early"  # ends the name of a side that steps offloaded buckets inside the backward
 
@@ -15,7 +15,7 @@ EARLY = "~early"  # ends the name of a side that steps offloaded buckets inside 
 def build(name: str, model: nn.Module, precision: str) -> Side:
     import lightning_zero
 
-    stage, _, option = name.removesuffix(EARLY).partition("+")
+    stage, _, option = name.removesuffix(EARLY).removesuffix(COMPILED).partition("+")
     settings: dict[str, Any] = {}
     if option == "keep":
         settings = {"keep_gathered_bytes": 1 << 40}
@@ -23,6 +23,8 @@ def build(name: str, model: nn.Module, precision: str) -> Side:
         settings = {"comm": {"grad_wire": "full"}}
     elif option:
         settings = {"offload": option}  # a row of zero/offload
+    if name.endswith(COMPILED):
+        settings["compile"] = "blocks"
     engine = lightning_zero.shard(model, stage=stage, precision=precision, device="cpu", **settings)
     optimizer = make_adamw(model)
     engine.add_optimizer(optimizer)

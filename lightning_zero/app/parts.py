@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
-from lightning_zero.app.instantiate import accepted_arguments, build
+from lightning_zero.app.instantiate import accepted_arguments, build, build_all, is_first
 from lightning_zero.app.schema import TrainConfig, trainer_precision
 from lightning_zero.config import ConfigError
 
@@ -76,6 +77,33 @@ def build_data(config: TrainConfig, explicit: set[str]) -> LightningDataModule:
 
     given = {k.removeprefix("data.") for k in explicit if k.startswith("data.")}
     return build("data", config.data, droppable=_defaults_of(TextData, config.data) - given)
+
+
+def build_loggers(config: TrainConfig) -> list[Any]:
+    """
+    Raises:
+        ConfigError: a logger's package is missing, or wandb knows no account.
+    """
+    loggers = build_all("logger", config.logger)
+    for name, logger in zip((n for n, node in config.logger.items() if node is not None), loggers, strict=True):
+        if type(logger).__name__ == "WandbLogger" and not logger._offline and is_first():
+            _log_in(f"logger.{name}")
+    return loggers
+
+
+def _log_in(key: str) -> None:
+    """wandb would ask for the account when the run starts, where other ranks wait already."""
+    import wandb
+
+    if os.environ.get("WANDB_MODE", "online") != "online":
+        return
+    try:
+        wandb.login()
+    except wandb.Error as error:
+        raise ConfigError(
+            f"{key}: expected an account of wandb, got none: {error} Log in by wandb login or WANDB_API_KEY, or give "
+            f"{key}.offline=true."
+        ) from error
 
 
 def _defaults_of(ours: type, node: dict[str, Any]) -> set[str]:

@@ -28,7 +28,7 @@ from lightning_zero.app.jobs import check_saves, fit_trainer
 from lightning_zero.app.overrides import check_keys
 from lightning_zero.app.parts import agreed_precision, build_data
 from lightning_zero.app.plan_model import describe
-from lightning_zero.app.plan_tables import advice_lines, short_bytes
+from lightning_zero.app.plan_tables import advice_lines, after_run_line, short_bytes
 from lightning_zero.app.schema import MachineConfig, TrainConfig
 from lightning_zero.app.slurm import script
 from lightning_zero.app.slurm.cluster import ClusterConfig, ClusterName
@@ -150,7 +150,8 @@ def check_memory(config: TrainConfig, asked: MachineConfig) -> str:
     if not is_decided(config.zero):
         candidates = [(stage, row.name, row) for stage, row in candidate_rows(config.zero)]
         choice = choose_row(model, machine, candidates, CPU_RATES if machine.shared else GPU_RATES)
-        return f"{choice.rows}, if activations leave room for it: {choice.reason}"
+        after = after_run_line(model, [choice.row])
+        return f"{choice.rows}, if activations leave room for it: {choice.reason}. {after}"
     chosen = plan_row(model, config.zero.stage.name, settings.name, machine, settings)
     if not chosen.fits:
         rows = [plan_row(model, stage, row, machine, OffloadConfig()) for stage, row in allowed_rows()]
@@ -165,8 +166,7 @@ def check_memory(config: TrainConfig, asked: MachineConfig) -> str:
         ("its disk", chosen.per_host[Tier.nvme], machine.nvme),
     )
     if machine.shared:
-        together = chosen.per_host[Tier.device] + chosen.per_host[Tier.host]
-        tiers = (("each host", together, machine.host_memory), tiers[2])
+        tiers = (("each host", chosen.together, machine.host_memory), tiers[2])
     parts = [
         f"{short_bytes(need)} of {'an unknown size' if there == PLENTY else short_bytes(there)} on {where}"
         for where, need, there in tiers
@@ -174,7 +174,7 @@ def check_memory(config: TrainConfig, asked: MachineConfig) -> str:
     ]
     unknown = any(need and there == PLENTY for _, need, there in tiers)
     hint = "; machine=... or machine.* would be checked" if unknown else ""
-    return f"memory without activations: {', '.join(parts)}{hint}"
+    return f"memory without activations: {', '.join(parts)}{hint}. {after_run_line(model, [chosen])}"
 
 
 # -- the job ----------------------------------------------------------------------------------------------------------
