@@ -49,7 +49,7 @@ from lightning_zero.config.rows import (
     offload_row_path,
     with_rows,
 )
-from lightning_zero.config.settings import ZeroConfig, check_accumulation, check_rows
+from lightning_zero.config.settings import ZeroConfig, check_accumulation, check_hierarchy, check_rows
 from lightning_zero.config.values import MIB, parse_bytes
 
 __all__ = [
@@ -80,6 +80,7 @@ __all__ = [
     "check_accumulation",
     "check_decided",
     "check_grad_wire",
+    "check_hierarchy",
     "check_rounding",
     "check_rows",
     "choose",

@@ -220,8 +220,10 @@ class CommConfig:
             reduces by an all-to-all and a local sum, which on gloo is several times faster at few ranks;
             ``auto`` chooses by backend and number of ranks.
         hierarchy: ``flat`` shards over all ranks; ``node`` over those of each node, with a replica on every node
-            (hybrid sharding): gathers stay within nodes, which hold more. ``auto`` takes ``node`` where there are
-            several nodes with as many ranks each, and what rests fits into half of the memory; else ``flat``.
+            (hybrid sharding): gathers stay within nodes, which hold more. ``node_backward`` shards over all ranks, and
+            a unit keeps a shard of its node from its forward to the end of the backward, whose gathers stay within
+            nodes. ``auto`` takes ``node`` where there are several nodes with as many ranks each, and what rests fits
+            into half of the memory; else ``flat``.
         grad_wire: what gradients travel in where autograd makes them in bf16 and they are summed in fp32. ``auto``: in
             bf16 wherever that loses no bit, which gives the sums of ``full``; ``full``: in fp32; ``bf16``: as ``auto``,
             and an error where they would have to travel in fp32. See ``docs/communication.md``.

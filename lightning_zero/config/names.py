@@ -56,6 +56,7 @@ class Hierarchy(Enum):
     auto = "auto"
     flat = "flat"
     node = "node"
+    node_backward = "node_backward"
 
 
 class CheckpointFormat(Enum):

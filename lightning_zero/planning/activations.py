@@ -171,11 +171,12 @@ def _gathered(buckets: Sequence[BucketPlan], limits: Limits, stretches: Sequence
         at[unit, backward] = max(at.get((unit, backward), 0), held)
     root = nbytes[0] if nbytes else 0
     own = [at.get((s.unit, s.backward)) for s in stretches]
+    kept = memory.kept_nbytes(buckets, limits)
     for index, held_by_unit in enumerate(own):
         if held_by_unit is not None:
-            yield held_by_unit
+            yield held_by_unit + kept
         else:  # between units: what the one before has left, or what comes ahead
-            yield max([root, *(held for held in own[max(0, index - 1) : index + 2] if held is not None)])
+            yield kept + max([root, *(held for held in own[max(0, index - 1) : index + 2] if held is not None)])
 
 
 class _Gradients:

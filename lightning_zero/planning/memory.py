@@ -125,6 +125,8 @@ class Limits:
     Attributes:
         micro_batches: backwards per step.
         has_link: the device is not the host: what goes from one to the other passes through pinned buffers.
+        node_ranks: ranks of a node that keep a shard of each unit from its forward to the end of the backward; 0: they
+            do not.
     """
 
     prefetch_bytes: int
@@ -132,6 +134,7 @@ class Limits:
     reduce_bucket_bytes: int
     micro_batches: int = 1
     has_link: bool = True
+    node_ranks: int = 0
 
 
 def gathered_peaks(nbytes: Sequence[int], limits: Limits) -> tuple[int, int]:
@@ -194,12 +197,20 @@ def peak_bytes(
 
     total = {Phase.forward: rest(waiting), Phase.backward: rest(waiting), Phase.step: rest(Moment.reduced)}
     forward, backward = gathered_peaks(by_unit(buckets, lambda b: b.full_nbytes * b.reshards), limits)
-    total[Phase.forward][Role.gathered, Tier.device] = forward
-    total[Phase.backward][Role.gathered, Tier.device] = backward
+    kept = kept_nbytes(buckets, limits)
+    total[Phase.forward][Role.gathered, Tier.device] = forward + kept
+    total[Phase.backward][Role.gathered, Tier.device] = backward + kept
     total[Phase.backward][Role.reducing, Tier.device] = _reducing_nbytes(buckets, limits)
     for phase, staging in _staging(buckets, limits, state_tensors, rank).items():
         total[phase].update(staging)
     return {phase: +held for phase, held in total.items()}
+
+
+def kept_nbytes(buckets: Iterable[BucketPlan], limits: Limits) -> int:
+    """Bytes that units keep for their node, all of them, the root apart."""
+    if not limits.node_ranks:
+        return 0
+    return sum(b.full_nbytes // limits.node_ranks for b in buckets if b.reshards and b.unit)
 
 
 def by_unit(buckets: Iterable[BucketPlan], size: Callable[[BucketPlan], int]) -> list[int]:

@@ -64,6 +64,8 @@ def live_bytes(engine: Assembly) -> Bytes:
     for bucket in engine.buckets:
         if bucket.reshards and bucket.full.allocated:
             held[Role.gathered, Tier.device] += bucket.full.nbytes
+        if bucket.kept is not None:
+            held[Role.gathered, Tier.device] += bucket.kept.nbytes
         grads = engine.reducer.grads[bucket]
         if grads.local is not None and not grads.accumulates:
             nbytes = grads.local.untyped_storage().nbytes()
@@ -112,5 +114,11 @@ def state_tensors(engine: Assembly) -> int:
 def limits_of(engine: Assembly, micro_batches: int = 1) -> Limits:
     """The settings that bound the bytes that come and go."""
     config = engine.config
-    link = engine.comm.streams.are_there
-    return Limits(config.prefetch_bytes, config.keep_gathered_bytes, config.reduce_bucket_bytes, micro_batches, link)
+    return Limits(
+        config.prefetch_bytes,
+        config.keep_gathered_bytes,
+        config.reduce_bucket_bytes,
+        micro_batches,
+        has_link=engine.comm.streams.are_there,
+        node_ranks=engine.comm.node_size,
+    )
