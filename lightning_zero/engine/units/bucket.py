@@ -328,7 +328,8 @@ class Bucket:
             yield
 
     def write_master(self, info: ParamInfo, value: Tensor, *, before: Tensor | None = None) -> None:
-        """Set one parameter in the masters, from a full value of its shape: every rank takes its own part.
+        """Set one parameter in the masters, from a full value of its shape: every rank takes its own part; and in what
+        is kept for the node.
 
         Args:
             before: compute parameters of the owned range. Where ``value`` equals them, masters keep their digits.
@@ -359,10 +360,8 @@ class Bucket:
 
     def keep(self) -> None:
         """Keep this rank's part of the gathered values for its node, until :meth:`forget_kept`."""
-        if self.kept is None:
-            with torch.inference_mode(False):
-                self.kept = torch.empty_like(self._node_part)
-        self.kept.copy_(self._node_part)
+        with torch.inference_mode(False):
+            self.kept = self._node_part.clone()
 
     def kept_becomes(self, full: Tensor) -> None:
         """Values have changed: ``full`` [layout.numel] is what all ranks have now."""

@@ -175,8 +175,8 @@ class Unit:
             return
         for bucket in self.resharded:
             self.before_drop(bucket)  # what the user wrote to the values goes into the masters now, or is lost
-            if self.keeps:
-                bucket.keep()  # always: the values may have been written to since they were kept before
+            if self.keeps and bucket.kept is None:  # else it follows the masters: ``Bucket.write_master``
+                bucket.keep()
         self._enter(State.SHARDED)
         # Both: a parameter that went on pointing at a storage of size 0 could crash the process when it is read. Under
         # a placeholder the engine answers.
