@@ -291,6 +291,8 @@ def test_a_dataset_on_disk(tokenizer: Path, tmp_path: Path, monkeypatch: pytest.
 def test_a_dataset_that_is_none(tmp_path: Path) -> None:
     from lightning_zero.data.dataset import DatasetText
 
+    with pytest.raises(ConfigError, match=r"data\.path: expected the folder of a dataset.* Set data\.path"):
+        parts.build_data(config_of("data=dataset"), set())
     with pytest.raises(ConfigError, match=r"data\.path: expected the folder of a dataset"):
         DatasetText(str(tmp_path))
     if not installed("datasets"):

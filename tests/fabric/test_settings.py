@@ -44,6 +44,7 @@ EQUAL: dict[str, dict[str, Any]] = {
     "summary": {"summary": False},
     "after_fit": {"after_fit": "sharded"},
 }
+OFTEN = {"offload.files", "unit.classes", "comm", "compile", "activation_checkpointing"}
 # Those with tests of their own, here or beside.
 ELSEWHERE = {"stage", "precision", "checkpoint", "debug", "init_from"}
 
@@ -62,7 +63,7 @@ def strategy(tmp_path: Path, stage: int = 3, **settings: Any) -> ZeroFabricStrat
 
 @on_ranks(2)
 @pytest.mark.filterwarnings("ignore:.*has no O_DIRECT:RuntimeWarning")
-@pytest.mark.parametrize("name", list(EQUAL))
+@pytest.mark.parametrize("name", [n if n in OFTEN else pytest.param(n, marks=pytest.mark.full) for n in EQUAL])
 def test_it_changes_no_number(name: str, tmp_path: Path) -> None:
     expected = train("zero3")
     found = train(strategy(tmp_path, **EQUAL[name]))
