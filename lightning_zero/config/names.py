@@ -56,6 +56,7 @@ class Hierarchy(Enum):
     auto = "auto"
     flat = "flat"
     node = "node"
+    node_backward = "node_backward"
 
 
 class CheckpointFormat(Enum):
@@ -72,6 +73,12 @@ class Transport(Enum):
     auto = "auto"
     plain = "plain"
     direct = "direct"
+
+
+class GradWire(Enum):
+    auto = "auto"
+    full = "full"
+    bf16 = "bf16"
 
 
 class AfterFit(Enum):

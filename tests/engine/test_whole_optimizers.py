@@ -203,7 +203,7 @@ def assert_equal(found: Any, expected: Any, what: str = "") -> None:
         assert found == expected, what
 
 
-@on_ranks(1, 3)
+@on_ranks(3, full=(1,))
 @pytest.mark.parametrize("name", ["shampoo", "muon_and_adam"])
 @pytest.mark.parametrize("row", ["0 none", "2 optimizer_cpu", "3 nvme"])
 def test_whole_state_is_that_of_the_plain_optimizer_and_goes_on(name: str, row: str, tmp_path: Any) -> None:
@@ -301,7 +301,7 @@ def muon_and_adamw(params: Any) -> list[Optimizer]:
     return [torch.optim.Muon(matrices, lr=0.05), torch.optim.AdamW(rest, lr=0.01, fused=True)]
 
 
-@on_ranks(2, 3)
+@on_ranks(3, full=(1, 2))
 @pytest.mark.parametrize("row", ["0 none", "3 none", "2 optimizer_cpu"])
 def test_muon_for_matrices_and_adamw_for_the_rest_share_buckets(row: str) -> None:
     stage, offload = row.split()
@@ -352,7 +352,7 @@ class Optional(nn.Module):
         return self.second(out) if full else out
 
 
-@on_ranks(2, 4)
+@on_ranks(4, full=(2,))
 @pytest.mark.parametrize("make", [Lamb, Decaying, muon_and_adam], ids=["lamb", "decaying", "muon_and_adam"])
 @pytest.mark.parametrize("stage", [1, 3])
 def test_parameters_without_a_gradient_are_stepped_as_in_one_process(make: Any, stage: int) -> None:

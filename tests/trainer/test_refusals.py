@@ -222,3 +222,11 @@ def test_a_rank_that_prepares_for_long_is_waited_for(tmp_path: Path) -> None:
 
     run = fit(ZeroStrategy("zero3", summary=False, stall_timeout_s=1.0), tmp_path, Prepares(), max_epochs=1)
     assert run.losses
+
+
+@on_ranks(2)
+def test_gradients_that_add_up_do_not_fit_into_bf16(tmp_path: Path) -> None:
+    comm, settings = {"grad_wire": "bf16"}, {"precision": "bf16-mixed", "accumulate_grad_batches": 2}
+    with pytest.raises(ConfigError, match=r"grad_wire: .*accumulate_grad_batches.*zero/stage=zero1"):
+        fit(ZeroStrategy(1, comm=comm), tmp_path, **settings)
+    fit(ZeroStrategy(2, comm=comm), tmp_path, max_epochs=1, **settings)

@@ -34,7 +34,7 @@ from lightning_zero.planning.placement import (
     default_budgets,
     split_by_budget,
 )
-from lightning_zero.planning.topology import Topology, by_node, flat, is_even
+from lightning_zero.planning.topology import Topology, by_node, check_exchange, flat, is_even, within_nodes
 from lightning_zero.ranks.peers import machine
 from lightning_zero.ranks.waits import Waits
 from lightning_zero.tiers.host import HostTier
@@ -286,7 +286,8 @@ def find_topology(
         node: names the node of this rank.
 
     Raises:
-        ConfigError: ``zero.comm.hierarchy=node`` on nodes with different numbers of ranks.
+        ConfigError: ``zero.comm.hierarchy=node`` or ``node_backward`` on nodes with different numbers of ranks; the
+            latter on one node, or on nodes of one rank; or ``grad_wire=bf16`` among too many ranks.
     """
     own = (node, machine(), accelerator_of(device).free_nbytes(), available_host_memory())
     table = gather_objects(group, own, waits, "which ranks share a node")
@@ -300,7 +301,10 @@ def find_topology(
             for _, name, gpu, host in table
         )
         hierarchy = Hierarchy.node if by_node_fits else Hierarchy.flat
-    return by_node(names) if hierarchy is Hierarchy.node else flat(len(names))
+    kinds = {Hierarchy.node: by_node, Hierarchy.node_backward: within_nodes}
+    topology = kinds[hierarchy](names) if hierarchy in kinds else flat(len(names))
+    check_exchange(topology, config.comm)
+    return topology
 
 
 def _fits_half(

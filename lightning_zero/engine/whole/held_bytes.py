@@ -66,12 +66,15 @@ def live_bytes(engine: Assembly) -> Bytes:
     for bucket in engine.buckets:
         if bucket.reshards and bucket.full.allocated:
             held[Role.gathered, Tier.device] += bucket.full.nbytes
+        if bucket.kept is not None:
+            held[Role.gathered, Tier.device] += bucket.kept.nbytes
         grads = engine.reducer.grads[bucket]
         if grads.local is not None and not grads.accumulates:
             nbytes = grads.local.untyped_storage().nbytes()
             held[Role.grad, Tier.device] -= nbytes
             held[Role.reducing, Tier.device] += nbytes
-        held[Role.reducing, Tier.device] += sum(grad.nbytes for grad in grads.waiting.values())
+        waiting = (*grads.waiting.values(), *grads.again.values())
+        held[Role.reducing, Tier.device] += sum(grad.nbytes for grad in waiting)
     held[Role.reducing, Tier.device] += engine.reducer.flying_nbytes + engine.reducer.spare.nbytes
     held[Role.staging, Tier.host] += engine.tiers.staging_nbytes
     return held
@@ -146,5 +149,11 @@ def _planned_state(engine: Assembly, bucket: Bucket) -> Iterator[int]:
 def limits_of(engine: Assembly, micro_batches: int = 1) -> Limits:
     """The settings that bound the bytes that come and go."""
     config = engine.config
-    link = engine.comm.streams.are_there
-    return Limits(config.prefetch_bytes, config.keep_gathered_bytes, config.reduce_bucket_bytes, micro_batches, link)
+    return Limits(
+        config.prefetch_bytes,
+        config.keep_gathered_bytes,
+        config.reduce_bucket_bytes,
+        micro_batches,
+        has_link=engine.comm.streams.are_there,
+        node_ranks=engine.comm.node_size,
+    )
