@@ -1,7 +1,8 @@
 """Logical operations on whole buckets, their order and their counts.
 
 The engine asks for *logical* operations on whole buckets: ``all_gather``, ``reduce_scatter``, ``all_reduce`` (which is
-the two of them, so that all stages add in the same order). A :class:`Transport` turns each into messages.
+the two of them, so that all stages add in the same order); and for ``exchange_parts``, of a step of whole tensors. A
+:class:`Transport` turns each into messages.
 
 Topology. Shards are divided among all ranks, or among those of a node (``planning/topology.py``). Then a reduced shard
 is summed over the nodes by a second message, and agreements still go over all ranks, so that all keep one order.
@@ -199,6 +200,26 @@ class Communicator:
         if own.untyped_storage()._cdata != shard.untyped_storage()._cdata:  # else it was summed there
             own.copy_(shard)
         return full
+
+    def exchange_parts(self, data: Tensor, sizes: Sequence[int], out_sizes: Sequence[int], label: str) -> Pending:
+        """Send parts of ``data`` [bytes] to the ranks that share shards, which gives what these have sent here.
+
+        Ordered with reductions.
+
+        Args:
+            sizes: bytes for each rank, which lie in ``data`` in rank order.
+            out_sizes: bytes from each rank, in rank order; each is what that rank has in ``sizes`` for this one.
+        """
+        assert self._groups is not None and self._groups.reduce is not None, "there is nobody else"
+        out = torch.empty(sum(out_sizes), dtype=torch.uint8, device=data.device)
+        self.counts["all_to_all", label] += 1
+        self.waits.note(label)
+        recording.moved("reduce", out.nbytes - out_sizes[self.shard_rank])
+        self._note("all_to_all", label)
+        with self.streams.on("reduce") as stream:
+            span = recording.begin("reduce", label)
+            works = self._transport.exchange(out, data, out_sizes, sizes, self._groups.reduce)
+            return self._pending("reduce", label, works, lambda: out, stream, span, keep=data)
 
     def broadcast(self, tensor: Tensor, src: int = 0, *, among: Literal["gather", "reduce"] = "gather") -> None:
         """Blocking: every rank gets ``tensor`` of rank ``src``: first one rank of each replica, then the others.

@@ -36,6 +36,7 @@ from lightning_zero.config.names import (
     Recompute,
     Stage,
     Transport,
+    Whole,
     choose,
     nearest,
 )
@@ -75,6 +76,7 @@ __all__ = [
     "StageConfig",
     "Transport",
     "UnitConfig",
+    "Whole",
     "ZeroConfig",
     "candidate_rows",
     "check_accumulation",

@@ -89,6 +89,14 @@ class AfterFit(Enum):
     sharded = "sharded"
 
 
+class Whole(Enum):
+    """Which optimizers step whole tensors: those not known to be element-wise, all, or none."""
+
+    auto = "auto"
+    true = True
+    false = False
+
+
 # The groups of zero/* that a row's name chooses from.
 ROWS: dict[str, type[Enum]] = {
     "stage": Stage,

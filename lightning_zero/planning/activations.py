@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 from lightning_zero.planning import memory
 from lightning_zero.planning.buckets import BucketPlan, Role
-from lightning_zero.planning.memory import ADAM_STATES, Bytes, Limits, Moment, Phase
+from lightning_zero.planning.memory import ADAM_STATES, Bytes, Limits, Moment, Phase, States
 from lightning_zero.planning.placement import Tier
 
 KEPT_BUFFERS = 2  # of the size of the largest bucket that are kept for the next reductions, on the host
@@ -109,7 +109,7 @@ def peaks_with(
     activations: Activations,
     rank: int = 0,
     *,
-    state_tensors: int = ADAM_STATES,
+    state_tensors: States = ADAM_STATES,
 ) -> dict[Phase, Bytes]:
     """Bytes of one rank at the worst moment of each phase, as :func:`memory.peak_bytes`, with activations."""
     bounds = memory.peak_bytes(buckets, limits, rank, state_tensors=state_tensors)

@@ -73,6 +73,10 @@ EARLY = (Step(early=True),) * 4
             Case(settings={"comm": {"transport": "direct"}}),
             *(Case(stage, ranks=1, steps=MIXED, settings={"comm": {"even_alone": True}}) for stage in (0, 1, 3)),
             Case(precision="bf16_true"),
+            *(
+                Case(stage, row, "bf16", ranks=ranks, steps=MIXED, settings=SMALL | {"optimizer": {"whole": True}})
+                for stage, row, ranks in ((1, "none", 4), (3, "none", 4), (3, "optimizer_cpu", 1), (3, "nvme", 4))
+            ),
             Case(precision="bf16", grad_dtype="bf16"),
             *(
                 Case(3, row, "bf16", "bf16", ranks, settings=SMALL)  # gradients are cast on their way to the host

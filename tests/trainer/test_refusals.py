@@ -65,14 +65,16 @@ def with_optimizer(make: Any) -> Lit:
 
 
 @on_ranks(2)
-def test_optimizers_of_whole_matrices(tmp_path: Path) -> None:
+def test_optimizers_that_couple_tensors_or_may_not_have_whole_ones(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"zero\.optimizer\.whole.*depends on the other tensors.*zero0"):
+        fit("zero3", tmp_path, with_optimizer(lambda m: torch.optim.LBFGS(m.parameters())))
     for make in (
-        lambda m: torch.optim.LBFGS(m.parameters()),
         lambda m: torch.optim.Adafactor(m.parameters()),
         lambda m: torch.optim.Muon([p for p in m.parameters() if p.ndim == 2]),
     ):
-        with pytest.raises(ConfigError, match=r"zero\.optimizer\.elementwise.*AdamW"):
-            fit("zero3", tmp_path, with_optimizer(make))
+        with pytest.raises(ConfigError, match=r"zero\.optimizer\.whole=false.*elementwise=true"):
+            strategy = ZeroStrategy("zero3", summary=False, optimizer={"whole": False})
+            fit(strategy, tmp_path, with_optimizer(make))
 
 
 @on_ranks(2)

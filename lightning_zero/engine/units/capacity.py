@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shutil
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,7 +19,6 @@ from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.share import Share, own_path, ranks_on_disk
 from lightning_zero.config import ConfigError, Hierarchy, Offload, OffloadConfig, ZeroConfig
 from lightning_zero.device import accelerator_of
-from lightning_zero.engine.units.bucket import Bucket
 from lightning_zero.engine.units.describe import UnitGroup, bucket_shapes, sizes_of
 from lightning_zero.engine.units.home import Tiers
 from lightning_zero.engine.units.landing import Landing
@@ -147,26 +146,15 @@ def make_files(path: str, offload: OffloadConfig, rank: int, instances: Collecti
     )
 
 
-def check_state_fits(
-    comm: Communicator, tiers: Tiers, buckets: Sequence[Bucket], states: int, offload: OffloadConfig
-) -> None:
+def check_state_fits(comm: Communicator, tiers: Tiers, needed: Callable[[Tier], int], offload: OffloadConfig) -> None:
     """Check that host memory and files will hold the state that an optimizer makes at its first step.
 
     Args:
-        buckets: whose masters it steps.
-        states: element-wise tensors of state for each parameter.
+        needed: bytes of it on a tier, of this rank.
 
     Raises:
         ConfigError: they will not.
     """
-
-    def needed(tier: Tier) -> int:
-        return sum(
-            states * bucket.owned_numel * bucket.dtypes.master.itemsize
-            for bucket in buckets
-            if bucket.trainable and bucket.plan.tiers.master is tier
-        )
-
     if tiers.host is not None:
         check_host_memory(comm, needed(Tier.host), offload.host_budget, held=tiers.host.nbytes)
     if tiers.nvme is not None:
