@@ -397,21 +397,21 @@ class ZeroStrategy(Processes, RestagingStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self.engine.sync_buffers()  # as DDP does: ranks compute with rank 0's, which its own batches have changed
-        with self.engine.step_scope("training_step"):
+        with self.engine.step_scope("training_step"), self.engine.batch_scope((args, kwargs)):
             return super().training_step(*args, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         if self._interruptions is not None:
             self._interruptions.between_validation_batches()
-        with self._evaluation("validation_step"):
+        with self._evaluation("validation_step", args, kwargs):
             return super().validation_step(*args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._evaluation("test_step"):
+        with self._evaluation("test_step", args, kwargs):
             return super().test_step(*args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._evaluation("predict_step"):
+        with self._evaluation("predict_step", args, kwargs):
             return super().predict_step(*args, **kwargs)
 
     def on_validation_start(self) -> None:
@@ -428,11 +428,14 @@ class ZeroStrategy(Processes, RestagingStrategy):
     def on_predict_start(self) -> None:
         self._evaluation_starts = True
 
-    def _evaluation(self, key: str) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def _evaluation(self, key: str, args: Any, kwargs: Any) -> Generator[None, None, None]:
         if self._evaluation_starts:  # once: nothing changes buffers now, and ranks may have more or fewer batches
             self._evaluation_starts = False
             self.engine.sync_buffers()
-        return self.engine.step_scope(key, evaluation=True)
+        engine = self.engine
+        with engine.step_scope(key, evaluation=True), engine.batch_scope((args, kwargs), evaluation=True):
+            yield
 
     def on_train_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         if self._step_peak is not None and self.lightning_module is not None:

@@ -206,6 +206,8 @@ class Hooks:
 
     def _pre_forward(self, unit: Unit, args: Any, kwargs: Any) -> None:
         passes = self.passes
+        if unit.index == 0:
+            passes.root_called(args, kwargs)
         try:
             passes.pre_forward(unit)
         except Exception:
