@@ -39,6 +39,7 @@ from lightning_zero.trainer import (
 )
 from lightning_zero.trainer.checkpoint_io import async_writer
 from lightning_zero.trainer.interruptions import Interruptions, Left
+from lightning_zero.trainer.last_batches import check_last_batches
 from lightning_zero.trainer.launchers import TRAINERS
 from lightning_zero.trainer.precision import ZeroPrecision
 from lightning_zero.trainer.processes import Processes
@@ -447,6 +448,7 @@ class ZeroStrategy(Processes, RestagingStrategy):
         if self._random_numbers is not None:
             self._random_numbers.on_train_start()
         assert self.lightning_module is not None
+        check_last_batches(self.lightning_module.trainer, self.config.micro_batches)
         validations.repair_counts(self.lightning_module.trainer)
 
     def on_train_end(self) -> None:
