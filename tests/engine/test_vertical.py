@@ -80,10 +80,16 @@ def both(
     return one, other, of_one, of_other
 
 
-def assert_close(one: dict[str, Tensor], other: dict[str, Tensor], precision: str = "fp32") -> None:
+def assert_close(
+    one: dict[str, Tensor], other: dict[str, Tensor], precision: str = "fp32", *, of_all: bool = False
+) -> None:
+    """
+    Args:
+        of_all: beside the largest gradient of all, in place of the parameter's own.
+    """
     assert one.keys() == other.keys() and one
     for name, grad in one.items():
-        largest = grad.abs().max().item()
+        largest = max(g.abs().max().item() for g in (one.values() if of_all else [grad]))
         near = {"fp32": 1e-6, "bf16": 2e-2, "bf16_true": 4e-2}[precision]
         assert (grad - other[name]).abs().max().item() <= near * max(largest, 1e-2), name
 
@@ -407,6 +413,10 @@ class Gives(nn.Module):
             return y, x.sum().item()
         if self.what == "in place":
             x.add_(1)
+        if self.what == "keeps":
+            self.kept = y
+        if self.what == "looks":
+            self.kept = y.detach()
         if self.what == "collects" and collected is not None:
             collected.append(y)
         return y
@@ -455,6 +465,7 @@ def test_refused_before_anything_is_sharded(blocks: list[nn.Module], settings: d
         (Passes("vector"), torch.randn(ROWS, 8), r"first dimension is that of the 2 samples.*got \[3\]"),
         (Passes("number"), torch.randn(ROWS, 8), "alike for all chunks"),
         (Passes("in place"), torch.randn(ROWS, 8), "changes an input in place"),
+        (Passes("keeps"), torch.randn(ROWS, 8), "leaves it by another way than its results"),
         (Passes("collects"), torch.randn(ROWS, 8), "changes a list, a dict or an object"),
     ],
 )
@@ -462,6 +473,14 @@ def test_refused_in_a_forward(module: nn.Module, x: Tensor, words: str) -> None:
     engine = vertical(module, stage=3, offload="cpu")
     with pytest.raises(RuntimeError, match=words):
         module(x)
+    engine.release()
+
+
+def test_a_unit_may_keep_what_has_no_gradient() -> None:
+    module = Passes("looks")
+    engine = vertical(module, stage=3, offload="cpu")
+    module(torch.randn(ROWS, 8)).backward()
+    assert module.blocks[0].kept.shape == (ROWS // K, 8)
     engine.release()
 
 
@@ -625,3 +644,49 @@ def test_a_loss_that_cannot_be_in_chunks_is_refused(settings: dict[str, Any], wo
     given: dict[str, Any] = {"loss": None, "hidden": torch.randn(4, 5), "targets": torch.zeros(4, dtype=torch.long)}
     with pytest.raises(ConfigError, match=words):
         lightning_zero.chunked_loss(nn.Linear(5, 7), **{**given, **settings})
+
+
+# -- models of transformers ------------------------------------------------------------------------------------------
+
+
+def of_transformers(kind: str) -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    if kind == "t5":  # the first block makes a bias for all of them
+        sizes = {"vocab_size": 32, "d_model": 16, "d_kv": 4, "d_ff": 16, "num_layers": 2, "num_heads": 2}
+        return transformers.T5ForConditionalGeneration(
+            transformers.T5Config(**sizes, dropout_rate=0.0, decoder_start_token_id=0)
+        )
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1}
+    if kind == "mixtral":
+        config = transformers.MixtralConfig(**sizes, num_local_experts=2, output_router_logits=True)
+        return transformers.MixtralForCausalLM(config)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
+
+
+def causal_loss(module: nn.Module, ids: Tensor) -> Tensor:
+    mask = torch.ones_like(ids)
+    mask[:, -2:] = 0
+    return module(input_ids=ids, attention_mask=mask, labels=ids, use_cache=False).loss
+
+
+@pytest.mark.parametrize("kind", ["llama", "t5"])
+def test_models_of_transformers(kind: str) -> None:
+    ids = torch.randint(1, 32, (ROWS, 6), generator=torch.Generator().manual_seed(0))
+    one, other, *_ = both(lambda: of_transformers(kind), ids, loss=causal_loss, stage=3, offload="cpu")
+    assert_close(one, other, of_all=True)
+
+
+def test_router_logits_that_a_hook_collects_are_refused() -> None:
+    """Their loss would have no gradient. Without vertical accumulation, they train (gather() of such a model too)."""
+    ids = torch.randint(1, 32, (ROWS, 6), generator=torch.Generator().manual_seed(0))
+    module = of_transformers("mixtral")
+    engine = ordinary(module, stage=3)
+    causal_loss(module, ids).backward()
+    assert gradients(module)
+    engine.release()
+    engine = vertical(module, stage=3)
+    with pytest.raises(CannotDivide, match="leaves it by another way than its results"):
+        causal_loss(module, ids)
+    engine.release()

@@ -19,7 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import saved_tensors_hooks
 
+from lightning_zero.engine.passes.containers import map_tensors
+from lightning_zero.engine.vertical.escapes import Escapes
 from lightning_zero.engine.vertical.split import CannotDivide, Inputs, Outputs, leaves, same_leaves
 from lightning_zero.engine.vertical.surroundings import Autocast, RandomState, device_type_of
 
@@ -33,6 +36,7 @@ class Chunked:
         title: of what is called, in messages.
         in_chunk: entered around each call of ``function``.
         in_backward: entered around all of the backward; ``again`` inside of it, around each second call.
+        first: what is called has not been called before: see whether tensors leave it by other ways than its results.
         help: what a user can do where the call cannot be divided.
     """
 
@@ -45,10 +49,12 @@ class Chunked:
         in_chunk: Context = contextlib.nullcontext,
         in_backward: Context = contextlib.nullcontext,
         again: Context = contextlib.nullcontext,
+        first: bool = False,
         help: str = "",
     ) -> None:
         self._function, self._inputs, self._title, self._help = function, inputs, title, help
         self._in_chunk, self._in_backward, self._again = in_chunk, in_backward, again
+        self._first = first
         self._outputs = Outputs(inputs)
         self._device_type = device_type_of(inputs.tensors)
         self._autocast = Autocast(self._device_type)
@@ -86,7 +92,10 @@ class Chunked:
             args, kwargs = inputs.arguments(given)
             handed_over = leaves((args, kwargs))
             with self._autocast.again(), self._in_chunk():
-                result = self._function(*args, **kwargs)
+                if keep_states and self._first and index == 0:
+                    given, result = self._watched(given)
+                else:
+                    result = self._function(*args, **kwargs)
             if keep_states and before != _versions(tensors):
                 self._refuse("it changes an input in place, from which it is computed again. Work on a copy of it")
             if not same_leaves(leaves((args, kwargs)), handed_over) or objects != inputs.state_of_objects():
@@ -99,6 +108,26 @@ class Chunked:
             except CannotDivide as error:
                 self._refuse(str(error), error)
         return self._outputs.tensors
+
+    def _watched(self, given: Sequence[Tensor]) -> tuple[list[Tensor], Any]:
+        """The result for one chunk, made with a graph that is dropped: what lives on then has left by another way."""
+        with torch.enable_grad():
+            # Copies: a leaf would refuse to be changed in place, in words that do not help.
+            inside = [t.detach().requires_grad_().clone() if t.is_floating_point() else t for t in given]
+        args, kwargs = self._inputs.arguments(inside)
+        # Other hooks would keep the very tensors, and these would live on.
+        saves = saved_tensors_hooks(lambda tensor: tensor.detach(), lambda tensor: tensor)
+        with torch.enable_grad(), saves, Escapes() as made:
+            result = self._function(*args, **kwargs)
+        own = {id(tensor) for tensor in inside}
+        plain = map_tensors(result, lambda tensor: tensor if id(tensor) in own else tensor.detach())
+        del result, args, kwargs
+        if (kept := made.kept(inside)) is not None:
+            self._refuse(
+                f"a tensor {list(kept.shape)} leaves it by another way than its results (a hook that collects it, an "
+                "attribute), and would have no gradient. Detach what is only looked at"
+            )
+        return inside, plain
 
     def _refuse(self, why: str, error: Exception | None = None) -> None:
         raise CannotDivide(f"{self._title} is run in {self._inputs.count} chunks: {why}. {self._help}") from error

@@ -2,7 +2,8 @@
 
 A tensor is divided if its first dimension is the batch; all else is given to each chunk as it is (masks ``[1, ...]``,
 rotary caches, numbers). Of what a chunk gives, tensors are put one behind the other, and a floating-point number (a
-0-d tensor: an auxiliary loss) becomes the mean, as ordinary accumulation has it.
+0-d tensor: an auxiliary loss) becomes the mean, as ordinary accumulation has it. What all chunks give alike for all
+samples (a bias ``[1, ...]``) stays as it is.
 """
 
 from __future__ import annotations
@@ -215,13 +216,13 @@ class Outputs:
     def _make(self, tensor: Tensor) -> Tensor:
         if tensor.layout is not torch.strided or tensor.is_nested:
             raise CannotDivide(f"expected dense tensors as results, got one with layout {tensor.layout}")
-        if not tensor.ndim:
+        if not tensor.ndim or (tensor.shape[0] == 1 and 1 not in self._lengths):
             self._chunk_lengths.append(0)
             return torch.zeros_like(tensor)
         if tensor.shape[0] not in self._lengths:
             raise CannotDivide(
                 f"expected results whose first dimension is that of the {self._inputs.chunk_size} samples of a chunk, "
-                f"or 0-d tensors, got {list(tensor.shape)}"
+                f"or 1, or 0-d tensors, got {list(tensor.shape)}"
             )
         self._chunk_lengths.append(tensor.shape[0])
         shape = (tensor.shape[0] * self._inputs.count, *tensor.shape[1:])
@@ -245,15 +246,18 @@ class Outputs:
 
     def _write_number(self, index: int, number: int, tensor: Tensor) -> None:
         whole = self.tensors[number]
-        if tensor.is_floating_point():
+        if tensor.is_floating_point() and not tensor.ndim:
             self._numbers.setdefault(number, []).append(tensor)
             if index == self._inputs.count - 1:
                 wide = [value.to(torch.promote_types(value.dtype, torch.float32)) for value in self._numbers[number]]
                 whole.copy_(torch.stack(wide).mean())
         elif index == 0:
             whole.copy_(tensor)
-        elif not torch.equal(whole, tensor.to(whole.dtype)):
-            raise CannotDivide("expected a whole number that is the same for all chunks as a result, got several")
+        elif whole.shape != tensor.shape or not torch.equal(whole, tensor):
+            raise CannotDivide(
+                "expected a result without a dimension for samples (a whole number, a bias [1, ...]) to be the same "
+                "for all chunks, got several"
+            )
 
     def filled(self, tensors: Sequence[Tensor], inputs: Sequence[Tensor]) -> Any:
         """The result of the whole call: with ``tensors`` for the results, and ``inputs`` for what was only passed."""

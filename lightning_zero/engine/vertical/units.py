@@ -75,6 +75,7 @@ class Vertical:
         self._passes = ref(passes)
         self._offload_inputs, self._pin_memory = offload_inputs, pin_memory
         self._trigger: Tensor | None = None
+        self._seen: set[int] = set()  # numbers of units that have been looked at
 
     # -- the size of the batch ----------------------------------------------------------------------------------------
 
@@ -122,6 +123,8 @@ class Vertical:
         def replace(change: Callable[[Any], Any]) -> None:
             nonlocal inner
             inner = change(inner)
+            if (vertical := vertical_ref()) is not None:
+                vertical._seen.add(unit.index)  # what is compiled keeps what the compiler says
 
         def undo() -> None:
             del module.__dict__["forward"]
@@ -180,11 +183,14 @@ class Vertical:
             in_chunk=self._in_chunk,
             in_backward=in_backward,
             again=again,
+            first=unit.index not in self._seen,
             help=_HELP,
         )
         if not any(trains) and not any(tensor.requires_grad for tensor in inputs.tensors):
             return call.without_graph()
-        return self.with_graph(call, any(trains))
+        result = self.with_graph(call, any(trains))
+        self._seen.add(unit.index)
+        return result
 
     def with_graph(self, call: Chunked, trains: bool) -> Any:
         """The result of ``call``, whose inputs wait for the backward where they are to wait."""
