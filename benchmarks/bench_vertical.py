@@ -17,7 +17,7 @@ import torch
 from benchmarks import bench
 from benchmarks.sides.side import make_adamw
 
-SIZES = {"vocab_size": 256, "n_layer": 8, "n_head": 8, "d_model": 1024, "block_size": 64}  # 101 M parameters
+SIZES = {"vocab_size": 256, "n_layer": 4, "n_head": 8, "d_model": 1024, "block_size": 64}  # 51 M parameters
 
 
 def side(
@@ -66,6 +66,7 @@ def compare(folder: Path, row: str, parts: int, rounds: int, steps: int = 2) -> 
     for number in range(rounds):
         for vertical in (False, True) if number % 2 == 0 else (True, False):
             result = bench.launch(side, 1, str(folder), row, parts, vertical, steps)
+            print("vertical" if vertical else "accumulation", result["seconds"], flush=True)
             found[vertical] += result["seconds"]
             losses[vertical] = result["losses"]
     ordinary, vertically = (statistics.median(found[key]) for key in (False, True))
