@@ -13,6 +13,7 @@ from lightning_zero.trainer.registration import register_presets
 
 if TYPE_CHECKING:
     from lightning_zero.config import ZeroConfig as ZeroConfig
+    from lightning_zero.engine import chunked_loss as chunked_loss
     from lightning_zero.engine import clip_grad_norm_ as clip_grad_norm_
     from lightning_zero.engine import gather as gather
     from lightning_zero.engine import grad_norm as grad_norm
@@ -30,6 +31,7 @@ _HOMES = {
     "ZeroConfig": "lightning_zero.config",
     "ZeroPrecision": "lightning_zero.trainer.precision",
     "ZeroMonitor": "lightning_zero.trainer.monitor",
+    "chunked_loss": "lightning_zero.engine",
     "gather": "lightning_zero.engine",
     "grad_norm": "lightning_zero.engine",
     "clip_grad_norm_": "lightning_zero.engine",
@@ -43,6 +45,7 @@ __all__ = [
     "ZeroPrecision",
     "ZeroStrategy",
     "__version__",
+    "chunked_loss",
     "clip_grad_norm_",
     "gather",
     "grad_norm",

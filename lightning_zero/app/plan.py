@@ -141,6 +141,7 @@ def document(
             "precision": described.precision,
             "whole_copy": model.copy_nbytes,
             "after_fit": model.after_fit.value,
+            "micro_batches": model.in_parts,
         },
         "activations": {
             "samples": model.samples,

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_zero.config import ConfigError
+from lightning_zero.engine.vertical.loss import chunked_loss, chunks_of
 from lightning_zero.models.language_model import LanguageModel, MakeOptimizer
 
 POSITIONS = ("learned", "rotary")
@@ -35,11 +36,12 @@ class Block(nn.Module):
         self.down = nn.Linear(4 * d_model, d_model)
 
     def forward(self, x: Tensor, rotation: Tensor | None = None) -> Tensor:
+        """``x [batch, length, d_model]``; ``rotation [1, 2, length, head_width / 2]``, the same for the whole batch."""
         batch, length, width = x.shape
         heads = self.qkv(self.norm1(x)).view(batch, length, 3, self.n_head, width // self.n_head)
         q, k, v = heads.permute(2, 0, 3, 1, 4)
         if rotation is not None:
-            q, k = rotate(q, rotation), rotate(k, rotation)
+            q, k = rotate(q, rotation[0]), rotate(k, rotation[0])
         drop = self.dropout if self.training else 0.0
         y = F.scaled_dot_product_attention(q, k, v, dropout_p=drop, is_causal=True)
         y = self.proj(y.transpose(1, 2).reshape(batch, length, width))
@@ -125,16 +127,18 @@ class GPT(nn.Module):
             elif name.endswith("bias"):
                 nn.init.zeros_(p)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Logits; with ``targets [batch, length]`` the nats of each of them instead, from logits in chunks."""
         length = tokens.shape[1]
         x, rotation = self.embed(tokens), None
         if self.position is not None:
             x = x + self.position(torch.arange(length, device=tokens.device))
         else:
-            rotation = rotations(length, self.head_width, tokens.device)
+            rotation = rotations(length, self.head_width, tokens.device)[None]
         for block in self.blocks:
             x = block(x, rotation)
-        return self.head(self.norm(x))
+        x = self.norm(x)
+        return self.head(x) if targets is None else chunked_loss(self.head, None, x, targets, reduction="none")
 
 
 def _check_sizes(sizes: dict[str, Any]) -> None:
@@ -174,3 +178,8 @@ class LitGPT(LanguageModel):
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.gpt(tokens)
+
+    def _losses(self, batch: Tensor) -> Tensor:
+        if chunks_of(self.gpt.head) == 1:
+            return super()._losses(batch)
+        return self.gpt(batch[:, :-1], batch[:, 1:])

@@ -70,6 +70,7 @@ class Model:
         activations: of micro-batches; ``None``: they do not count.
         samples: of a micro-batch; default: as many as the smaller one that was measured.
         recomputes: these are with activation checkpointing.
+        in_parts: in how many parts a batch goes through a unit, one after the other; these are with them.
         after_fit: whether the module is whole between runs: ``whole`` must have room, ``auto`` may.
     """
 
@@ -80,6 +81,7 @@ class Model:
     activations: ByBatchSize | None = None
     samples: int | None = None
     recomputes: bool = False
+    in_parts: int = 1
     after_fit: AfterFit = AfterFit.auto
 
     @property

@@ -12,6 +12,7 @@
     range_saves     saves of one file by all ranks          verified_loads  checksums, before a checkpoint is loaded
     kept_files      last.ckpt, and what a dead run has left     checkpoint_fits  whether one is of this model
     overruled       settings of optimizers that a checkpoint overrules
+    last_batches    batches of an epoch that will not divide under zero.micro_batches
     validations     where a resume inside a validation goes on
     interruptions   SIGTERM and the requeue signal: all ranks leave at one step
     restaging       another stage or offload row for a run that goes on

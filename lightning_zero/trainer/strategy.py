@@ -39,6 +39,7 @@ from lightning_zero.trainer import (
 )
 from lightning_zero.trainer.checkpoint_io import async_writer
 from lightning_zero.trainer.interruptions import Interruptions, Left
+from lightning_zero.trainer.last_batches import check_last_batches
 from lightning_zero.trainer.launchers import TRAINERS
 from lightning_zero.trainer.precision import ZeroPrecision
 from lightning_zero.trainer.processes import Processes
@@ -397,21 +398,21 @@ class ZeroStrategy(Processes, RestagingStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self.engine.sync_buffers()  # as DDP does: ranks compute with rank 0's, which its own batches have changed
-        with self.engine.step_scope("training_step"):
+        with self.engine.step_scope("training_step"), self.engine.batch_scope((args, kwargs)):
             return super().training_step(*args, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         if self._interruptions is not None:
             self._interruptions.between_validation_batches()
-        with self._evaluation("validation_step"):
+        with self._evaluation("validation_step", args, kwargs):
             return super().validation_step(*args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._evaluation("test_step"):
+        with self._evaluation("test_step", args, kwargs):
             return super().test_step(*args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._evaluation("predict_step"):
+        with self._evaluation("predict_step", args, kwargs):
             return super().predict_step(*args, **kwargs)
 
     def on_validation_start(self) -> None:
@@ -428,11 +429,14 @@ class ZeroStrategy(Processes, RestagingStrategy):
     def on_predict_start(self) -> None:
         self._evaluation_starts = True
 
-    def _evaluation(self, key: str) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def _evaluation(self, key: str, args: Any, kwargs: Any) -> Generator[None, None, None]:
         if self._evaluation_starts:  # once: nothing changes buffers now, and ranks may have more or fewer batches
             self._evaluation_starts = False
             self.engine.sync_buffers()
-        return self.engine.step_scope(key, evaluation=True)
+        engine = self.engine
+        with engine.step_scope(key, evaluation=True), engine.batch_scope((args, kwargs), evaluation=True):
+            yield
 
     def on_train_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         if self._step_peak is not None and self.lightning_module is not None:
@@ -444,6 +448,7 @@ class ZeroStrategy(Processes, RestagingStrategy):
         if self._random_numbers is not None:
             self._random_numbers.on_train_start()
         assert self.lightning_module is not None
+        check_last_batches(self.lightning_module.trainer, self.config.micro_batches)
         validations.repair_counts(self.lightning_module.trainer)
 
     def on_train_end(self) -> None:
