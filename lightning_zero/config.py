@@ -422,6 +422,8 @@ class ZeroConfig:
         after_fit: after fit, test or predict the module is ``whole`` again, one copy per host, or stays ``sharded``;
             ``auto``: whole where all hosts have room.
         summary: print the table of units at the start and, at the end of training, that of bytes planned and measured.
+        sequence_parallel: ranks that share one sequence, each with a part of its positions (Ulysses): so many adjacent
+            ranks have one batch. What rests is sharded over all ranks as always.
     """
 
     stage: StageConfig = field(default_factory=StageConfig)
@@ -442,8 +444,10 @@ class ZeroConfig:
     stall_timeout_s: float = 300.0
     after_fit: AfterFit = AfterFit.auto
     summary: bool = True
+    sequence_parallel: int = 1
 
     def __post_init__(self) -> None:
+        self._check_sequence_parallel()
         check_rows(self.stage.name, self.offload.name)
         _positive("zero.prefetch_bytes", self.prefetch_bytes, zero_ok=True)
         _positive("zero.keep_gathered_bytes", self.keep_gathered_bytes, zero_ok=True)
@@ -468,6 +472,18 @@ class ZeroConfig:
             )
         if self.offload.step_in_backward:
             self._check_step_in_backward()
+
+    def _check_sequence_parallel(self) -> None:
+        n = self.sequence_parallel
+        if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+            raise ConfigError(
+                f"zero.sequence_parallel: expected a whole number > 0, got {n!r}. Change zero.sequence_parallel."
+            )
+        if n > 1 and self.compile.name is not Compile.none:
+            raise ConfigError(
+                "zero.sequence_parallel: expected 1 with zero/compile=blocks (attention is found while modules run, "
+                f"which graphs hide), got {n}. Choose zero/compile=none, or drop zero.sequence_parallel."
+            )
 
     def _check_step_in_backward(self) -> None:
         if self.dynamic:

@@ -2,7 +2,7 @@
 
 Lightning takes a compiled LightningModule only where the strategy is of one of three classes that it names, and asks
 nobody else. So the function that compares them is another one for our strategies, and the same for all others. It is
-called before any process starts, which makes it the place to miss a C++ compiler too.
+called before any process starts, which makes it the place to miss a C++ compiler too, and to look at layers.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import lightning.pytorch.trainer.trainer as lightning_trainer
 from lightning.pytorch.strategies import Strategy
 
 from lightning_zero.engine.passes.compiled import find_compiler, needs_compiler
+from lightning_zero.sequence.model import check_model
 
 _CHECK = "_verify_strategy_supports_compile"
 
@@ -28,7 +29,9 @@ def accept(kind: type[Strategy]) -> None:
     def verify(model: pl.LightningModule, strategy: Strategy) -> None:
         if not isinstance(strategy, kind):
             check(model, strategy)
-        elif needs_compiler(model):
+            return
+        if needs_compiler(model):
             find_compiler("torch.compile", "compile with another backend")
+        check_model(model, strategy.config.sequence_parallel)
 
     setattr(lightning_trainer, _CHECK, verify)
