@@ -4,8 +4,8 @@
 
     4 ranks, n = 2      ranks 0 1 have one batch, each half of its positions; ranks 2 3 another one
 
-On the host a message is waited for, with the bounds and names of every other one. On a device it is queued on the stream
-of compute, which reads what it brings.
+On the host a message is waited for, with the bounds and names of every other one. On a device it is queued on the
+stream of compute, which reads what it brings.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_zero.comm.agreements import gather_objects, gather_on
-from lightning_zero.comm.groups import _host_backend, _new_group, backend_for
+from lightning_zero.comm.groups import backend_for, host_backend, make_group
 from lightning_zero.device import recording
 from lightning_zero.planning.topology import sequence_group_of
 from lightning_zero.ranks.waits import Waits
@@ -63,8 +63,8 @@ class SequenceGroup:
         self.rank = dist.get_rank(parent) % size
         self.counts: Counter[str] = Counter()
         self._through_host = backend == "gloo" and device.type != "cpu"
-        self._group = _new_group(members, "sequence", backend)
-        self._control = _new_group(members, "sequence, small", _host_backend(parent))
+        self._group = make_group(members, "sequence", backend)
+        self._control = make_group(members, "sequence, small", host_backend(parent))
 
     @property
     def issued(self) -> int:

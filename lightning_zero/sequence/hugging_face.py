@@ -80,9 +80,16 @@ def _get_interface(inner: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _attention(
-    inner: Callable[..., Any], module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, *args: Any, **more: Any
+    inner: Callable[..., Any],
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Any,
+    *args: Any,
+    **more: Any,
 ) -> Any:
-    """An attention function of transformers: ``[batch, heads, length, width]``, to ``[batch, length, heads, width]``."""
+    """An attention function of transformers, which gives ``[batch, length, heads, width]``."""
     part = current()
     if part is None or is_as_it_is():
         return inner(module, query, key, value, mask, *args, **more)

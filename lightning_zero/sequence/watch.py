@@ -119,7 +119,8 @@ def _check_slice(part: SequencePart, tensor: Tensor, dim: int, item: slice, buff
             f"a slice that shifts {tuple(tensor.shape)} by one position, inside of a part",
             "Shift labels in the data, or in split_sequence: part.of(tokens[:, 1:])",
         )
-    from_begin = item.start in (None, 0) and item.stop == part.length and size > part.length
+    from_begin = item.start in (None, 0) and item.stop == part.length and part.length is not None
+    from_begin = from_begin and size > item.stop
     if from_begin and not part.knows_positions and (isinstance(tensor, nn.Parameter) or id(tensor) in buffers):
         _refuse(
             "a model that is told the positions of its part",
@@ -163,7 +164,11 @@ def _check_along(part: SequencePart, args: Any, kwargs: Any) -> None:
 def _check_convolution(part: SequencePart, args: Any, kwargs: Any) -> None:
     given = args[0] if args else kwargs["input"]
     weight = args[1] if len(args) > 1 else kwargs["weight"]
-    if weight.shape[-1] > 1 and part.length is not None and part.length <= given.shape[-1] < part.length + weight.shape[-1]:
+    if (
+        weight.shape[-1] > 1
+        and part.length is not None
+        and part.length <= given.shape[-1] < part.length + weight.shape[-1]
+    ):
         _refuse(
             "a step that looks at each position by itself, but in attention",
             f"a convolution of {tuple(given.shape)} along the positions of a part",

@@ -14,6 +14,7 @@ import lightning.pytorch as pl
 import lightning.pytorch.trainer.trainer as lightning_trainer
 from lightning.pytorch.strategies import Strategy
 
+from lightning_zero.config import ZeroConfig
 from lightning_zero.engine.passes.compiled import find_compiler, needs_compiler
 from lightning_zero.sequence.model import check_model
 
@@ -32,6 +33,7 @@ def accept(kind: type[Strategy]) -> None:
             return
         if needs_compiler(model):
             find_compiler("torch.compile", "compile with another backend")
-        check_model(model, strategy.config.sequence_parallel)
+        config: ZeroConfig = strategy.config  # type: ignore[attr-defined]
+        check_model(model, config.sequence_parallel)
 
     setattr(lightning_trainer, _CHECK, verify)

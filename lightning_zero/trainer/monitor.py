@@ -75,8 +75,8 @@ class ZeroMonitor(Callback):
     to no part of the run (disk without files, say) is not logged.
 
     Model FLOPs are counted by torch's formulas while the first batch is computed, or taken from the module's
-    ``flops_per_batch`` (forward and backward of one batch; ranks that share a sequence divide them), as Lightning's ThroughputMonitor does. Where
-    modules are compiled only the latter is possible.
+    ``flops_per_batch`` (forward and backward of one batch, which ranks that share a sequence divide), as Lightning's
+    ThroughputMonitor does. Where modules are compiled only the latter is possible.
 
     Args:
         every_n_steps: optimizer steps between two logs; default: ``Trainer(log_every_n_steps=)``.

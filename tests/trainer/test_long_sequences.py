@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -206,7 +205,9 @@ def assert_parity(
     torch.testing.assert_close(found.losses, [x / accumulate for x in expected], rtol=1e-6, atol=1e-6)
     assert found.gradients.keys() == gradients.keys()
     for name, gradient in gradients.items():
-        torch.testing.assert_close(found.gradients[name], gradient, rtol=1e-5, atol=1e-6, msg=lambda t, n=name: f"{n}: {t}")
+        torch.testing.assert_close(
+            found.gradients[name], gradient, rtol=1e-5, atol=1e-6, msg=lambda t, n=name: f"{n}: {t}"
+        )
     return found
 
 
@@ -230,3 +231,23 @@ def test_own_attention_equals_one_process(stage: int, tmp_path: Path) -> None:
         make = lambda h=heads, k=keys: Own(h, k)  # noqa: E731
         for size in {2, dist.get_world_size()}:
             assert_parity(make, loss_of_pair, "pair", tmp_path, size, stage, ignored=heads == keys)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("position, recompute", [("learned", "none"), ("rotary", "blocks"), ("rotary", "offload")])
+def test_the_default_model_equals_one_process(position: str, recompute: str, tmp_path: Path) -> None:
+    make = lambda: gpt(position=position)  # noqa: E731
+    zero = {"activation_checkpointing": recompute}
+    assert_parity(make, loss_of_next, "next", tmp_path, 2, 1, zero=zero)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("attention, keys, form", [
+    ("sdpa", 4, "prompt"),
+    ("sdpa", 2, "padded"),
+    ("eager", 1, "padded"),
+])  # fmt: skip
+def test_transformers_equals_one_process(attention: str, keys: int, form: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    make = lambda: Llama(attention, keys)  # noqa: E731
+    assert_parity(make, loss_of_llama, form, tmp_path, 2, accumulate=2)
