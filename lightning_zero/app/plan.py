@@ -11,7 +11,7 @@ import contextlib
 import json
 import os
 import shutil
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from typing import Any
 
 import hydra
@@ -32,6 +32,7 @@ from lightning_zero.planning.memory import Bytes
 from lightning_zero.planning.placement import Tier
 from lightning_zero.planning.speed import Rates
 from lightning_zero.planning.step_time import CPU_RATES, GPU_RATES
+from lightning_zero.planning.topology import check_sequence_parallel
 
 EXTRA_KEYS = ("machine", "json", "optimizer_states", "activations", "hugging_face", "picture", "dark")
 
@@ -98,7 +99,7 @@ def row_document(row: Row, advice: Advice, chosen: ZeroConfig) -> dict[str, Any]
         "refused": row.refused or None,
         "gpus_that_fit": None if row.fits else advice.gpus,
         "offload_that_fits": None if row.fits or advice.offload is None else advice.offload.value,
-        "sent_per_step": None if row.sent is None else {"gathers": row.sent.gathers, "reductions": row.sent.reductions},
+        "sent_per_step": None if row.sent is None else asdict(row.sent),
         "seconds_per_step": None if row.time is None else row.time.seconds,
         "bound_by": None if row.time is None else row.time.binding,
         "seconds_by_resource": None if row.time is None else row.time.resources,
@@ -114,6 +115,7 @@ def activations_document(found: Activations | None) -> dict[str, Any] | None:
         "backward": found.peak(backward=True),
         "batch": found.batch,
         "flops": found.flops,
+        "exchanged": found.exchanged,
     }
 
 
@@ -189,6 +191,7 @@ def run(config: TrainConfig, asked: MachineConfig, extras: dict[str, Any]) -> No
         hugging_face=extras["hugging_face"],
     )
     model, machine = described.model, find_machine(asked, config)
+    check_sequence_parallel(config.zero.sequence_parallel, machine.world_size)
     rates, given = find_rates(asked, machine)
     candidates = [(stage, offload, _budgets(config, offload)) for stage, offload in allowed_rows()]
     rows = [plan_row(model, *row[:2], machine, row[2], rates) for row in candidates]

@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import lightning_zero
-from lightning_zero import ZeroStrategy
+from lightning_zero import ZeroMonitor, ZeroStrategy
+from lightning_zero.config import Precision, make_config
 from lightning_zero.models.gpt import LitGPT
+from lightning_zero.trainer.activations import LiveBytes, measure
 from tests.harness import on_ranks
 from tests.trainer.toys import seeded, trainer
 
@@ -251,3 +253,197 @@ def test_transformers_equals_one_process(attention: str, keys: int, form: str, t
     pytest.importorskip("transformers")
     make = lambda: Llama(attention, keys)  # noqa: E731
     assert_parity(make, loss_of_llama, form, tmp_path, 2, accumulate=2)
+
+
+class Encoder(Own):
+    """With torch's own layers: attention inside of ``nn.MultiheadAttention``, and norms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True)
+        self.blocks = nn.ModuleList([nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)])
+
+
+class Manual(Own):
+    """Manual optimization."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.manual_backward(loss)
+        optimizer: Any = self.optimizers()
+        optimizer.step()
+        optimizer.zero_grad()
+        return {"loss": loss}
+
+
+class Helped(Own):
+    """A loss of its own, by the helper: what is logged inside of the step is the mean over all tokens too."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        tokens, labels = batch
+        nats = F.cross_entropy(self(tokens).flatten(0, 1), labels.flatten(), reduction="none").view_as(labels)
+        loss = lightning_zero.mean_over_tokens(nats, labels != -100)
+        self.log("inside", loss)
+        return loss
+
+
+@on_ranks(2, full=(4,))
+def test_layers_and_losses_of_many_forms_equal_one_process(tmp_path: Path) -> None:
+    assert_parity(Encoder, loss_of_pair, "pair", tmp_path, 2, 2)
+    assert_parity(Helped, loss_of_pair, "pair", tmp_path, 2, 1, ignored=True)
+    data = Texts("pair", dist.get_world_size() // 2, ignored=True)
+    expected = seeded(Own)
+    one_process(expected, data, dist.get_world_size() // 2, loss_of_pair)
+    found = seeded(Manual)
+    fit(found, data, tmp_path, 2, 3)
+    with lightning_zero.gather(found):
+        for name, value in expected.state_dict().items():
+            torch.testing.assert_close(found.state_dict()[name], value, rtol=1e-5, atol=1e-6)
+
+
+@on_ranks(4)
+def test_every_batch_is_seen_once_by_a_group(tmp_path: Path) -> None:
+    data = Texts("pair", 2)
+    record = fit(seeded(Own), data, tmp_path, 2, 1)
+    seen = [text for batch in record.seen for text in batch[0].tolist()]
+    table: list[Any] = [None] * 4
+    dist.all_gather_object(table, seen)
+    assert table[0] == table[1] and table[2] == table[3]
+    assert sorted(table[0] + table[2]) == sorted(data.tokens.tolist())
+
+
+class Counts(pl.Callback):
+    """Messages among the ranks of a group, by kind: of one run."""
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        self.before = trainer.strategy._sequences.group.counts.copy()
+
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        self.found = trainer.strategy._sequences.group.counts - self.before
+
+
+@on_ranks(2)
+def test_messages_are_counted(tmp_path: Path) -> None:
+    """Two for each attention and two for its backward; where blocks are computed again two more, in all ranks alike."""
+    data = Texts("pair", 1)
+    for recompute, calls in (("none", 4), ("blocks", 6)):
+        counts = Counts()
+        strategy = ZeroStrategy(3, sequence_parallel=2, summary=False, activation_checkpointing=recompute)
+        of = trainer(strategy, tmp_path, max_epochs=1, callbacks=[counts])
+        of.fit(seeded(Own), loader(data, of))
+        assert counts.found == {"all_to_all": calls * 2 * STEPS, "all_reduce": STEPS, "objects": STEPS}
+
+
+class Most(pl.Callback):
+    """The most bytes that a step makes beside what is there."""
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self.live = LiveBytes()
+        self.live.__enter__()  # type: ignore[no-untyped-call]
+
+    def on_before_zero_grad(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        if self.live is not None:
+            self.most = self.live.most
+            self.live.__exit__(None, None, None)
+            self.live = None
+
+
+@on_ranks(2)
+def test_activations_are_divided(tmp_path: Path) -> None:
+    """Measured in a run: at most a half and a tenth of what one rank needs for the whole sequence; and planned so."""
+    most, planned = {}, {}
+    tokens = torch.zeros(2, 257, dtype=torch.int64)
+    for size in (1, 2):
+        make = lambda: gpt(block_size=256, n_layer=3, position="rotary")  # noqa: E731
+        callback = Most()
+        of = trainer(
+            ZeroStrategy(0, sequence_parallel=size, summary=False), tmp_path, max_epochs=1, callbacks=[callback]
+        )
+        of.fit(seeded(make), DataLoader([tokens] * 2, batch_size=None))  # type: ignore[arg-type]
+        most[size] = callback.most
+        found = measure(make(), tokens, make_config(sequence_parallel=size), Precision.fp32)
+        planned[size] = found.peak(backward=False)
+        assert (found.exchanged > 0) == (size > 1)
+    assert most[2] <= most[1] * (1 / 2 + 1 / 10)
+    assert planned[2] <= planned[1] * (1 / 2 + 1 / 10)
+    assert most[2] == pytest.approx(planned[2], rel=0.1)
+
+
+class Drops(Own):
+    """Draws in its steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drawn: list[Tensor] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.drawn.append(F.dropout(torch.ones(64)))
+        return super().training_step(batch, batch_idx)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.drawn.append(torch.rand(4))
+
+
+@on_ranks(4)
+def test_dropout_of_parts_is_independent_and_all_else_is_the_same(tmp_path: Path) -> None:
+    module = seeded(Drops)
+    fit(module, Texts("pair", 2), tmp_path, 2, 1)
+    table: list[Any] = [None] * 4
+    dist.all_gather_object(table, module.drawn)
+    inside = [[tuple(d.tolist()) for d in drawn[::2]] for drawn in table]
+    assert len({step for drawn in inside[:2] for step in drawn}) == 2 * STEPS  # other ones on each rank and step
+    outside = [torch.stack(drawn[1::2]) for drawn in table]
+    assert all(torch.equal(other, outside[0]) for other in outside)
+
+
+class Evaluated(Helped):
+    """Values of an evaluation, by the helper and by ``sync_dist``."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        tokens, labels = batch
+        nats = F.cross_entropy(self(tokens).flatten(0, 1), labels.flatten(), reduction="none").view_as(labels)
+        self.log("val", nats.mean(), sync_dist=True)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        tokens, labels = batch
+        nats = F.cross_entropy(self(tokens).flatten(0, 1), labels.flatten(), reduction="none").view_as(labels)
+        return lightning_zero.mean_over_tokens(nats, dim=1)
+
+
+@on_ranks(2, full=(4,))
+def test_evaluations_and_predictions_equal_one_process(tmp_path: Path) -> None:
+    size = 2
+    data = Texts("pair", dist.get_world_size() // size)
+    plain = seeded(Evaluated)
+    with torch.no_grad():
+        expected = F.cross_entropy(plain(data.tokens).transpose(1, 2), data.labels, reduction="none")
+    of = trainer(ZeroStrategy(3, sequence_parallel=size, summary=False), tmp_path)
+    module = seeded(Evaluated)
+    (found,) = of.validate(module, loader(data, of), verbose=False)
+    assert found["val"] == pytest.approx(expected.mean().item(), rel=1e-6)
+    predictions = of.predict(module, loader(data, of))
+    group, groups = dist.get_rank() // size, dist.get_world_size() // size
+    torch.testing.assert_close(torch.cat(predictions), expected.mean(1)[group::groups], rtol=1e-5, atol=1e-6)
+
+
+@on_ranks(2)
+def test_tokens_of_a_group_are_counted_once(tmp_path: Path) -> None:
+    seen: dict[int, Any] = {}
+    for size in (1, 2):
+        monitor = ZeroMonitor(1)
+        of = trainer(
+            ZeroStrategy(1, sequence_parallel=size, summary=False), tmp_path, max_epochs=1, callbacks=[monitor]
+        )
+        of.fit(seeded(lambda: gpt(position="rotary")), loader(Texts("next", 1), of))
+        sums = monitor._sums
+        seen[size] = (
+            sums.tokens * of.distributed_sampler_kwargs["num_replicas"] / sums.batches,
+            sums.flops / sums.batches,
+        )
+        assert ("zero/moved_bytes/sequence" in of.callback_metrics) == (size > 1)
+    assert seen[1][0] == 2 * seen[2][0] == 2 * 2 * (LENGTH + 1)  # two batches at once, or one
+    assert seen[1][1] == pytest.approx(2 * seen[2][1], rel=1e-6)  # each rank computes a half
