@@ -120,7 +120,8 @@ def open_sequence_group(parent: Any, size: int, device: torch.device, waits: Wai
     may have issued more, which the next message of another would be matched with.
     """
     made = [g for g in _made if g.parent is parent and g.size == size and g.device == device]
-    table = gather_objects(parent, [g.issued for g in made], waits, "the groups of zero.sequence_parallel")
+    issued, what = [g.issued for g in made], "the groups of zero.sequence_parallel"
+    table = gather_objects(parent, issued, waits, what, patient=True)
     for index, group in enumerate(made):
         counts = [row[index] for row in table]
         if all(len(set(counts[first : first + size])) == 1 for first in range(0, len(counts), size)):

@@ -77,6 +77,9 @@ class Engine(Assembly):
         self.passes.hooks.remove()
         for undo in self._undo:
             undo()
+        if not agrees:
+            # Some ranks may have issued gathers that others have not, which those below would be matched with.
+            self.comm.resume()
         for bucket in self.buckets:
             bucket.show_plain(bucket.full_master())
             for info in bucket.params:

@@ -255,6 +255,17 @@ def test_transformers_equals_one_process(attention: str, keys: int, form: str, t
     assert_parity(make, loss_of_llama, form, tmp_path, 2, accumulate=2)
 
 
+class Masks(Llama):
+    """The step makes mask and labels of its part, and asks where it is."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        tokens = batch["input_ids"]
+        positions = lightning_zero.sequence_positions(tokens.shape[1])[None]
+        labels = torch.where(tokens > 3, tokens, -100)
+        loss: Tensor = self.model(tokens, attention_mask=tokens > 3, position_ids=positions, labels=labels).loss
+        return loss
+
+
 class Encoder(Own):
     """With torch's own layers: attention inside of ``nn.MultiheadAttention``, and norms."""
 
@@ -294,6 +305,7 @@ class Helped(Own):
 @on_ranks(2, full=(4,))
 def test_layers_and_losses_of_many_forms_equal_one_process(tmp_path: Path) -> None:
     assert_parity(Encoder, loss_of_pair, "pair", tmp_path, 2, 2)
+    assert_parity(Masks, lambda module, batch: module.training_step(batch, 0), "padded", tmp_path, 2, 1)
     assert_parity(Helped, loss_of_pair, "pair", tmp_path, 2, 1, ignored=True)
     data = Texts("pair", dist.get_world_size() // 2, ignored=True)
     expected = seeded(Own)

@@ -16,9 +16,10 @@ from torch.utils.data import DataLoader, DistributedSampler
 import lightning_zero
 from lightning_zero import ZeroStrategy, config
 from lightning_zero.config import ConfigError
+from lightning_zero.ranks.waits import StallError
 from lightning_zero.sequence.model import check_model
 from tests.harness import on_ranks
-from tests.trainer.test_long_sequences import LENGTH, VOCABULARY, Llama, Own, Texts, fit, loader
+from tests.trainer.test_long_sequences import LENGTH, STEPS, Llama, Own, Texts, fit, gpt, loader
 from tests.trainer.toys import seeded, trainer
 
 
@@ -191,8 +192,6 @@ def test_a_run_whose_ranks_or_heads_do_not_divide_is_refused_before_it_starts(tm
     with pytest.raises(ConfigError, match=r"divides the 4 rank\(s\) of the run \(1, 2, 4\), got 3"):
         pl.Trainer(strategy=ZeroStrategy(3, sequence_parallel=3), devices=4, **settings)
     three = pl.Trainer(strategy=ZeroStrategy(3, sequence_parallel=3), devices=3, **settings)
-    from tests.trainer.test_long_sequences import gpt
-
     with pytest.raises(ConfigError, match=r"divides the 4 heads"):
         three.fit(gpt(), DataLoader(Texts("next", 1)))
 
@@ -212,4 +211,30 @@ def test_shard_and_fabric_refuse_it() -> None:
         lightning_zero.shard(nn.Linear(2, 2), sequence_parallel=2)
     with pytest.raises(ConfigError, match="ZeroStrategy"):
         lightning_zero.ZeroFabricStrategy(3, sequence_parallel=2)
-    assert VOCABULARY
+
+
+class Breaks(Own):
+    """Rank 1 raises in the middle of its first step, before its second attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.broken = True
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens) + self.position(lightning_zero.sequence_positions(tokens.shape[1]))
+        x = self.blocks[0](x)
+        if self.broken and dist.get_rank() == 1:
+            raise ValueError("a bad sample")
+        return self.head(self.blocks[1](x))
+
+
+@on_ranks(2)
+def test_a_rank_that_raises_is_not_waited_for_without_end(tmp_path: Path) -> None:
+    data, module = Texts("pair", 1), seeded(Breaks)
+    error = ValueError if dist.get_rank() else StallError
+    with pytest.raises(error, match="a bad sample" if dist.get_rank() else "exchange of heads"):
+        fit(module, data, tmp_path, 2, 1, zero={"stall_timeout_s": 2.0})
+    module.broken = False
+    found = fit(module, data, tmp_path, 2, 1, zero={"stall_timeout_s": 2.0})  # on other groups, or messages would mix
+    assert len(found.losses) == STEPS
+    assert F.scaled_dot_product_attention is torch._C._nn.scaled_dot_product_attention
