@@ -12,10 +12,11 @@ from lightning_zero.config import ConfigError
 from lightning_zero.sequence.attention import refused_heads
 
 
-def check_model(module: nn.Module, size: int) -> None:
+def check_model(module: nn.Module, size: int, *, syncs_norms: bool = False) -> None:
     """
     Args:
         size: ranks that share a sequence.
+        syncs_norms: batch norms are to become synchronized ones.
 
     Raises:
         ConfigError: a layer that looks along the sequence, or heads that do not divide.
@@ -23,7 +24,7 @@ def check_model(module: nn.Module, size: int) -> None:
     if size == 1:
         return
     for name, inner in module.named_modules():
-        if (why := _looks_along(inner)) is not None:
+        if (why := _looks_along(inner, syncs_norms)) is not None:
             raise ConfigError(
                 f"zero.sequence_parallel: expected layers that compute each position by itself, beside attention, got "
                 f"{type(inner).__name__} in {name or 'the module itself'}, {why}. Use another layer, or set "
@@ -34,10 +35,11 @@ def check_model(module: nn.Module, size: int) -> None:
                 raise ConfigError(refused_heads(heads, size, f"of {what}{f' in {name}' if name else ''}"))
 
 
-def _looks_along(module: nn.Module) -> str | None:
+def _looks_along(module: nn.Module, syncs_norms: bool) -> str | None:
     if isinstance(module, nn.RNNBase):
         return "which goes from position to position"
-    if isinstance(module, (_BatchNorm, nn.InstanceNorm1d)) and not isinstance(module, nn.SyncBatchNorm):
+    of_all_ranks = isinstance(module, nn.SyncBatchNorm) or (isinstance(module, _BatchNorm) and syncs_norms)
+    if isinstance(module, (_BatchNorm, nn.InstanceNorm1d)) and not of_all_ranks:
         return "whose statistics would be those of a part"
     if isinstance(module, nn.Conv1d) and module.kernel_size[0] > 1:
         return "whose kernel reaches over several positions"

@@ -34,6 +34,6 @@ def accept(kind: type[Strategy]) -> None:
         if needs_compiler(model):
             find_compiler("torch.compile", "compile with another backend")
         config: ZeroConfig = strategy.config  # type: ignore[attr-defined]
-        check_model(model, config.sequence_parallel)
+        check_model(model, config.sequence_parallel, syncs_norms=bool(getattr(strategy, "_layer_sync", None)))
 
     setattr(lightning_trainer, _CHECK, verify)

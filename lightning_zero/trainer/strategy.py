@@ -238,7 +238,7 @@ class ZeroStrategy(Processes, RestagingStrategy):
             engine.hide_whole(keep=not fitting)  # a step changes all values
         if self.lightning_module is not None:
             auto_row.decide(self, trainer, self.lightning_module, fitting=fitting)
-        check_model(self.model, self.config.sequence_parallel)
+        check_model(self.model, self.config.sequence_parallel, syncs_norms=self._layer_sync is not None)
         self._has_values = engine_of(self.model) is not None  # of a run before, whatever its settings
         if fitting and self._layer_sync:
             self.model = self._sync_layers(self.model)
