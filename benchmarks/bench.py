@@ -4,7 +4,8 @@ Every round gives each side a turn of a few steps on the same batches, so that a
 alike; medians of rounds are compared. The first step of a turn is not timed: what a step leaves running (the gathers of
 stages 1 and 2) then falls on the same side's next step, as it does in training. Peak memory is measured in processes of
 its own, one pair for each side. Losses are printed beside the times and compared with those of the first side, step by
-step: a fast wrong answer does not count. A side that cannot run here is left out, with the reason.
+step: a fast wrong answer does not count. A side that cannot run here is left out, with the reason. CPU seconds of a
+side whose blocks are compiled are compared with those of the same side without (``cpu_vs_eager``): at most 1 is wanted.
 
     python -m benchmarks.bench                                # the table of docs/benchmarks.md
     python -m benchmarks.bench --case 4:fp32 --rounds 20      # one case
@@ -32,15 +33,15 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from benchmarks.sides import build, is_peer, why_not
-from benchmarks.sides.side import Side
+from benchmarks.sides.side import COMPILED, Side
 from lightning_zero.models.gpt import GPT
 
 MODEL = {"vocab_size": 8192, "n_layer": 8, "n_head": 8, "d_model": 512, "block_size": 256}  # 33.7 M parameters
 TINY = {"vocab_size": 64, "n_layer": 2, "n_head": 2, "d_model": 32, "block_size": 16}
 CASES = ("4:fp32", "4:bf16", "1:fp32", "1:bf16")
 SIDES = "ddp,ddp+zero1,fsdp2,deepspeed1,deepspeed2,deepspeed3,deepspeed2+cpu"
-SIDES += ",zero0,zero1,zero2,zero3,zero3+keep,zero2+optimizer_cpu"
-ONE_RANK = "bare,zero0,zero3"
+SIDES += ",zero0,zero1,zero2,zero3,zero3+keep,zero2+optimizer_cpu,zero0+compiled,zero3+compiled"
+ONE_RANK = "bare,zero0,zero3,bare+compiled,zero3+compiled"
 TOLERANCE = {"fp32": 1e-4, "bf16": 3e-2}  # of losses, relative: sums have other orders, and bf16 is not used alike
 WARM_UP = 1  # turns
 TIMED_STEPS = 2  # of each turn, after one that is not timed
@@ -122,6 +123,7 @@ def report(case: str, names: list[str], rounds: int, world: int, memory: bool) -
     results = launch(race, world, names, case, rounds)
     tokens = int(case.split(":")[0]) * MODEL["block_size"] * world
     walls = {name: wall for name, wall, _, _ in results}
+    cpus = {name: cpu for name, _, cpu, _ in results}
     expected, tolerance = results[0][3], TOLERANCE[case.split(":")[1]]
     rows = []
     for name, wall, cpu, losses in results:
@@ -139,9 +141,11 @@ def report(case: str, names: list[str], rounds: int, world: int, memory: bool) -
         if not row["loss_differs_by"] <= tolerance:  # also where it is NaN
             row["error"] = f"losses are not those of {names[0]}"
         for other in walls:
-            if is_peer(other) or other == "zero3":
+            if (is_peer(other) or other == "zero3") and not other.endswith(COMPILED):
                 ratios = [b / a for a, b in zip(wall, walls[other], strict=True)]  # pair by pair, round by round
                 row[f"vs_{other}"] = round(statistics.median(ratios), 3)
+        if name.endswith(COMPILED) and (eager := cpus.get(name.removesuffix(COMPILED))):
+            row["cpu_vs_eager"] = round(statistics.median(a / b for a, b in zip(cpu, eager, strict=True)), 3)
         if memory:
             row["peak_mib"] = round(launch(peak, world, name, case))
         rows.append(row)

@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks import bench
+from benchmarks import bench, sides
 from benchmarks.sides import deep_speed, is_peer, ours, why_not
+from benchmarks.sides.side import COMPILED
+from lightning_zero.config import ConfigError
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -27,9 +29,10 @@ def run(*arguments: str) -> list[dict[str, Any]]:
 
 
 def test_every_side_of_the_table_runs() -> None:
-    sides = f"{bench.SIDES},zero3+optimizer_cpu{ours.EARLY}"  # which steps in the backward
-    rows = {row["side"]: row for row in run("--case", "1:bf16", "--no-memory", "--sides", sides)}
-    assert sorted(rows) == sorted(sides.split(","))
+    eager = [side for side in bench.SIDES.split(",") if not side.endswith(COMPILED)]
+    names = ",".join([*eager, f"zero3+optimizer_cpu{ours.EARLY}"])  # which steps in the backward
+    rows = {row["side"]: row for row in run("--case", "1:bf16", "--no-memory", "--sides", names)}
+    assert sorted(rows) == sorted(names.split(","))
     for side, row in rows.items():
         if "skipped" in row:
             assert side in deep_speed.STAGES and "deepspeed is not installed" in row["skipped"]
@@ -40,10 +43,37 @@ def test_every_side_of_the_table_runs() -> None:
         assert all(row[f"vs_{other}"] > 0 for other in peers)
 
 
+@pytest.mark.slow
 def test_one_rank_with_its_memory() -> None:
-    rows = run("--case", "4:fp32", "--one-rank")
+    rows = run("--case", "4:fp32", "--one-rank", "--sides", "bare,zero0,zero3")
     assert [row["side"] for row in rows] == ["bare", "zero0", "zero3"]
     assert all(row["loss_differs_by"] < 1e-6 and row["peak_mib"] >= 0 for row in rows)
+
+
+@pytest.mark.slow
+def test_compiled_sides() -> None:
+    rows = run("--case", "1:bf16", "--no-memory", "--one-rank")
+    assert [row["side"] for row in rows] == bench.ONE_RANK.split(",")
+    for row in rows:
+        assert row["loss_differs_by"] <= bench.TOLERANCE["bf16"]
+        assert ("cpu_vs_eager" in row) == row["side"].endswith(COMPILED)
+
+
+def test_cpu_seconds_of_compiled_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [("zero3", [1.0, 3.0], [2.0, 4.0], [4.0]), ("zero3+compiled", [1.0, 1.0], [1.0, 3.0], [4.0])]
+    monkeypatch.setattr(bench, "launch", lambda *_: found)
+    eager, compiled = bench.report("1:fp32", ["zero3", "zero3+compiled"], 2, 2, memory=False)
+    assert compiled["cpu_vs_eager"] == 0.625 and "cpu_vs_eager" not in eager
+    assert "vs_zero3+compiled" not in eager
+
+
+def test_without_a_compiler_compiled_sides_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_compiler(what: str, way_out: str) -> None:
+        raise ConfigError(f"{what}: none")
+
+    monkeypatch.setattr(sides, "find_compiler", no_compiler)
+    assert sides.why_not("zero3+compiled") == "zero3+compiled: none"
+    assert sides.why_not("zero3") is None
 
 
 @pytest.mark.parametrize(("loss", "is_error"), [(4.0, False), (4.0002, False), (4.002, True), (float("nan"), True)])

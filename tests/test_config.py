@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, is_dataclass
+import re
+from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -86,6 +89,32 @@ def test_every_way_to_write_a_stage(stage: Any) -> None:
         ({"offload": {"name": "nvme", "nvme_path": ""}}, "zero.offload.nvme_path", "nvme"),
         ({"offload": {"name": "cpu", "nvme": "/a"}}, "zero.offload.nvme", "nvme_path"),
         ({"prefetch_byte": 1}, "zero.prefetch_byte", "prefetch_bytes"),
+        ({"after_fit": True}, "zero.after_fit: expected one of auto, whole, sharded", "True"),
+        ({"activation_checkpointing": 1}, "zero.activation_checkpointing: expected one of none, blocks", "1"),
+        ({"activation_checkpointing": None}, "zero.activation_checkpointing: expected one of none", "None"),
+        ({"comm": {"transport": 3}}, "zero.comm.transport: expected one of auto, plain, direct", "3"),
+        ({"precision": {"reduce_dtype": 16}}, "zero.precision.reduce_dtype: expected one of fp32, bf16 or null", "16"),
+        ({"precision": {"fp32_modules": "LayerNorm"}}, "zero.precision.fp32_modules: expected a list", "'LayerNorm'"),
+        ({"unit": {"classes": "Block"}}, "zero.unit.classes: expected a list of names", "'Block'"),
+        ({"unit": {"classes": [3]}}, "zero.unit.classes: expected a list of names", "[3]"),
+        ({"unit": "Block"}, "zero.unit: expected a mapping of settings, or UnitConfig", "'Block'"),
+        ({"comm": None}, "zero.comm: expected a mapping of settings, or CommConfig", "None"),
+        ({"stage": {"name": None}}, "zero/stage: expected one of", "None"),
+        ({"stage": True}, "zero/stage: expected one of", "True"),
+        ({"prefetch_bytes": "1MB"}, "zero.prefetch_bytes: expected a whole number", "'1MB'"),
+        ({"prefetch_bytes": True}, "zero.prefetch_bytes: expected a whole number", "True"),
+        ({"prefetch_bytes": 1e6}, "zero.prefetch_bytes: expected a whole number", "1000000.0"),
+        ({"stall_timeout_s": float("nan")}, "zero.stall_timeout_s: expected a number", "nan"),
+        ({"stall_timeout_s": float("inf")}, "zero.stall_timeout_s: expected a number", "inf"),
+        ({"stall_timeout_s": None}, "zero.stall_timeout_s: expected a number", "None"),
+        ({"summary": "false"}, "zero.summary: expected true or false", "'false'"),
+        ({"dynamic": 1}, "zero.dynamic: expected true or false", "1"),
+        ({"init_from": 3}, "zero.init_from: expected a text or null", "3"),
+        ({"checkpoint": {"verify": "yes"}}, "zero.checkpoint.verify: expected true or false or null", "'yes'"),
+        ({"compile": {"name": "blocks", "dynamic": 1}}, "zero.compile.dynamic: expected true or false or null", "1"),
+        ({"optimizer": {"elementwise": "yes"}}, "zero.optimizer.elementwise: expected true or false", "'yes'"),
+        ({"debug": {"timeline": 1}}, "zero.debug.timeline: expected a text or null", "1"),
+        ({"offload": {"name": "cpu", "threads": 1.5}}, "zero.offload.threads: expected a whole number or null", "1.5"),
         ({"unit": {"clases": []}}, "zero.unit.clases", "classes"),
     ],
 )
@@ -142,6 +171,30 @@ def test_mappings_become_the_dataclasses() -> None:
     assert config.unit == UnitConfig(classes=["Block"], min_bytes=8)
     assert config.comm == CommConfig(transport=Transport.direct)
     assert config.precision == PrecisionConfig(name=Precision.bf16, reduce_dtype=DType.bf16)
+
+
+def everything(of: Any, key: str = "zero") -> list[tuple[str, Any, str]]:
+    """Every field below ``of``: its key, what holds it, its name."""
+    found = []
+    for f in fields(of):
+        value = getattr(of, f.name)
+        found.append((f"{key}.{f.name}", of, f.name))
+        found += everything(value, f"{key}.{f.name}") if is_dataclass(value) else []
+    return found
+
+
+@pytest.mark.parametrize("key", [key for key, _, _ in everything(ZeroConfig())])
+def test_no_field_takes_what_it_is_not(key: str) -> None:
+    holder, name = next((of, name) for found, of, name in everything(ZeroConfig()) if found == key)
+    shown = re.escape(key) if not key.endswith(".name") else re.escape(key.removesuffix(".name")).replace(r"\.", "[./]")
+    for value in (object(), 2 + 1j, {3: 4}):
+        with pytest.raises(ConfigError, match=rf"^{shown}: expected .*, got .*\. Change {shown}\.$"):
+            replace(holder, **{name: value})
+
+
+def test_paths_and_tuples_are_taken(tmp_path: Path) -> None:
+    config = make_config(init_from=tmp_path, unit={"classes": ("Block",)}, comm=MappingProxyType({"even_alone": True}))
+    assert (config.init_from, config.unit.classes, config.comm.even_alone) == (str(tmp_path), ["Block"], True)
 
 
 def test_settings_go_on_top_of_a_base_and_leave_it_alone() -> None:

@@ -11,7 +11,9 @@ from __future__ import annotations
 from torch import nn
 
 from benchmarks.sides import deep_speed, ours, peers
-from benchmarks.sides.side import Side
+from benchmarks.sides.side import COMPILED, Side
+from lightning_zero.config import ConfigError
+from lightning_zero.engine.passes.compiled import find_compiler
 
 
 def build(name: str, model: nn.Module, precision: str) -> Side:
@@ -29,4 +31,11 @@ def is_peer(name: str) -> bool:
 
 def why_not(name: str) -> str | None:
     """The reason why a side cannot run on this machine; None where it can."""
-    return deep_speed.why_not(name) if name in deep_speed.STAGES else None
+    if name in deep_speed.STAGES:
+        return deep_speed.why_not(name)
+    if name.endswith(COMPILED):
+        try:
+            find_compiler(name, "leave it out")
+        except ConfigError as error:
+            return str(error)
+    return None

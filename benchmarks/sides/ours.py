@@ -1,4 +1,4 @@
-"""Stages of the engine, with a row of offload or with units that stay gathered: ``zero3+optimizer_cpu``."""
+"""Stages of the engine, with a row of offload, units that stay gathered, or compiled: ``zero3+optimizer_cpu``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from benchmarks.sides.side import Side, loss_of, make_adamw, train_step
+from benchmarks.sides.side import COMPILED, Side, loss_of, make_adamw, train_step
 
 EARLY = "~early"  # ends the name of a side that steps offloaded buckets inside the backward
 
@@ -14,12 +14,14 @@ EARLY = "~early"  # ends the name of a side that steps offloaded buckets inside 
 def build(name: str, model: nn.Module, precision: str) -> Side:
     import lightning_zero
 
-    stage, _, option = name.removesuffix(EARLY).partition("+")
+    stage, _, option = name.removesuffix(EARLY).removesuffix(COMPILED).partition("+")
     settings: dict[str, Any] = {}
     if option == "keep":
         settings = {"keep_gathered_bytes": 1 << 40}
     elif option:
         settings = {"offload": option}  # a row of zero/offload
+    if name.endswith(COMPILED):
+        settings["compile"] = "blocks"
     engine = lightning_zero.shard(model, stage=stage, precision=precision, device="cpu", **settings)
     optimizer = make_adamw(model)
     engine.add_optimizer(optimizer)

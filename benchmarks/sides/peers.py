@@ -9,13 +9,21 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from benchmarks.sides.side import LR, Side, make_adamw, train_step
+from benchmarks.sides.side import COMPILED, LR, Side, make_adamw, train_step
 from lightning_zero.models.gpt import Block
 
 
 def _bare(model: nn.Module, precision: str) -> Side:
     optimizer = make_adamw(model)
     return Side("bare", lambda tokens: train_step(model, optimizer, tokens, precision == "bf16"))
+
+
+def _bare_compiled(model: nn.Module, precision: str) -> Side:
+    for module in model.modules():
+        if isinstance(module, Block):
+            module.compile()
+    optimizer = make_adamw(model)
+    return Side(f"bare{COMPILED}", lambda tokens: train_step(model, optimizer, tokens, precision == "bf16"))
 
 
 def _ddp(model: nn.Module, precision: str) -> Side:
@@ -65,6 +73,7 @@ def _fsdp2(model: nn.Module, precision: str) -> Side:
 
 BUILD: dict[str, Callable[[nn.Module, str], Side]] = {
     "bare": _bare,
+    f"bare{COMPILED}": _bare_compiled,
     "ddp": _ddp,
     "ddp+zero1": _ddp_zero1,
     "fsdp2": _fsdp2,

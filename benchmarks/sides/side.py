@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 LR = 3e-4
+COMPILED = "+compiled"  # ends the name of a side whose blocks torch.compile has compiled
 
 
 @dataclass

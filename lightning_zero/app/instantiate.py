@@ -14,6 +14,14 @@ from typing import Any
 from lightning_zero.config import ConfigError, nearest
 from lightning_zero.ranks.started_by import launched
 
+INSTALL = {"logger": " pip install 'lightning-zero[loggers]' brings those of logger=..."}  # by group
+
+
+def is_first() -> bool:
+    """Whether this is the process that Lightning starts others from, or rank 0 of those that a launcher has started."""
+    place = launched()
+    return place is None or not (place.rank or place.local_rank)
+
 
 def locate(key: str, path: Any) -> Any:
     """The object with a dotted path.
@@ -110,8 +118,7 @@ def build(
         for k in unknown:
             del arguments[k]
         unused = unknown + [k for k in extra or {} if k not in accepted | needs_extra]
-        place = launched()
-        if unused and (place is None or not (place.rank or place.local_rank)):
+        if unused and is_first():
             print(f"note: {node['_target_']} takes no {', '.join(unused)}: not passed to it.", flush=True)
         for k in sorted(needs_extra - accepted):
             raise ConfigError(
@@ -124,16 +131,22 @@ def build(
     _check_complete(key, node["_target_"], target, arguments)
     if not _is_library(target):
         return target(**arguments)  # whose exceptions keep their traceback
+    return _built_by_library(key, node["_target_"], target, arguments)
+
+
+def _built_by_library(key: str, name: str, target: Any, arguments: dict[str, Any]) -> Any:
+    """What it refuses is an error of the settings."""
     try:
         return target(**arguments)
     except ModuleNotFoundError as error:
         said = str(error).splitlines()[0].rstrip(".")
-        raise ConfigError(f"{key}: {node['_target_']} needs a package that is not installed: {said}.") from error
+        install = INSTALL.get(key.split(".")[0], "")
+        raise ConfigError(f"{key}: {name} needs a package that is not installed: {said}.{install}") from error
     except Exception as error:
         if not isinstance(error, (ValueError, TypeError)) and type(error).__name__ != "MisconfigurationException":
             raise
         said = " ".join(str(error).split()).rstrip(".")
-        raise ConfigError(f"{key}: {node['_target_']} refuses these settings: {said}. Change {key}.*.") from error
+        raise ConfigError(f"{key}: {name} refuses these settings: {said}. Change {key}.*.") from error
 
 
 def build_all(key: str, nodes: dict[str, Any]) -> list[Any]:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
-from lightning_zero.app.instantiate import accepted_arguments, build
+from lightning_zero.app.instantiate import accepted_arguments, build, build_all, is_first
 from lightning_zero.app.schema import TrainConfig, trainer_precision
 from lightning_zero.config import ConfigError
+from lightning_zero.planning.topology import check_sequence_parallel
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningDataModule, LightningModule
+
+    from lightning_zero.data.synthetic import SyntheticData
+    from lightning_zero.data.text import TextData
 
 TEXT_DATA = "lightning_zero.data.text.TextData"
 PRECISION_ALIASES = {"32": "32-true", "64": "64-true", "bf16": "bf16-mixed", "16": "16-mixed"}
@@ -47,7 +52,9 @@ def build_optimizer(config: TrainConfig) -> Any:
     try:
         make([torch.nn.Parameter(torch.zeros(1))])
     except (TypeError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"optimizer: {config.optimizer['_target_']} refuses these settings: {error}.") from error
+        raise ConfigError(
+            f"optimizer: {config.optimizer['_target_']} refuses these settings: {error}. Change optimizer.*."
+        ) from error
     return make
 
 
@@ -78,7 +85,50 @@ def build_data(config: TrainConfig, explicit: set[str]) -> LightningDataModule:
     return build("data", config.data, droppable=_defaults_of(TextData, config.data) - given)
 
 
+def build_loggers(config: TrainConfig) -> list[Any]:
+    """
+    Raises:
+        ConfigError: a logger's package is missing, or wandb knows no account.
+    """
+    loggers = build_all("logger", config.logger)
+    for name, logger in zip((n for n, node in config.logger.items() if node is not None), loggers, strict=True):
+        if type(logger).__name__ == "WandbLogger" and not logger._offline and is_first():
+            _log_in(f"logger.{name}")
+    return loggers
+
+
+def _log_in(key: str) -> None:
+    """wandb would ask for the account when the run starts, where other ranks wait already."""
+    import wandb
+
+    if os.environ.get("WANDB_MODE", "online") != "online":
+        return
+    try:
+        wandb.login()
+    except wandb.Error as error:
+        raise ConfigError(
+            f"{key}: expected an account of wandb, got none: {error} Log in by wandb login or WANDB_API_KEY, or give "
+            f"{key}.offline=true."
+        ) from error
+
+
 def _defaults_of(ours: type, node: dict[str, Any]) -> set[str]:
     """Arguments that are in a group for our class, and mean nothing to another in its place."""
     is_ours = node.get("_target_") == f"{ours.__module__}.{ours.__qualname__}"
     return set() if is_ours else accepted_arguments(ours) or set()
+
+
+def groups_of_ranks(config: TrainConfig, data: TextData | SyntheticData, world_size: int) -> int:
+    """How many batches ``world_size`` ranks train on at once: those that share sequences have one.
+
+    Raises:
+        ConfigError: ranks, or the length of a sequence, that ``zero.sequence_parallel`` does not divide.
+    """
+    n = config.zero.sequence_parallel
+    check_sequence_parallel(n, world_size)
+    if data.block_size % n:
+        raise ConfigError(
+            f"data.block_size: expected a multiple of zero.sequence_parallel ({n}), whose ranks have equal parts of a "
+            f"sequence, got {data.block_size}. Change data.block_size or zero.sequence_parallel."
+        )
+    return world_size // n

@@ -92,6 +92,7 @@ def row_document(row: Row, advice: Advice, chosen: ZeroConfig) -> dict[str, Any]
         "fits": row.fits,
         "at_rest": numbers(row.rest),
         "peaks": {phase.value: numbers(held) for phase, held in row.peaks.items()},
+        "after_run": numbers(row.after_run) if row.is_whole else None,
         "per_gpu": row.per_rank[Tier.device],
         "per_host": row.per_host[Tier.host],
         "per_disk": row.per_host[Tier.nvme],
@@ -132,7 +133,7 @@ def document(
     first, model = best(rows), described.model
     sizes = model.activations
     ways = [activations_document(sizes.measured[0] if sizes else None), activations_document(described.other)]
-    without, with_blocks = reversed(ways) if described.recomputes else ways
+    without, with_blocks = reversed(ways) if model.recomputes else ways
     return {
         "model": {
             "parameters": sum(shape.numel for shape in model.shapes),
@@ -140,6 +141,8 @@ def document(
             "units": len(model.names),
             "optimizer_states": model.states,
             "precision": described.precision,
+            "whole_copy": model.copy_nbytes,
+            "after_fit": model.after_fit.value,
         },
         "activations": {
             "samples": model.samples,

@@ -35,14 +35,12 @@ class Described:
     Attributes:
         precision: the row.
         other: activations with activation checkpointing the other way round; ``None``: not measured.
-        recomputes: the run has activation checkpointing.
         why_not: why activations are not known.
     """
 
     model: Model
     precision: str
     other: Activations | None = None
-    recomputes: bool = False
     why_not: str = ""
 
 
@@ -92,8 +90,10 @@ def describe(
     )
     if states is None:
         states = optimizer_states(config)
-    model = Model(tuple(unit.name for unit in units), tuple(bucket_shapes(units)), limits, states)
-    found = Described(model, precision.name, recomputes=zero.activation_checkpointing is not Recompute.none)
+    names, shapes = tuple(unit.name for unit in units), tuple(bucket_shapes(units))
+    recomputes = zero.activation_checkpointing is not Recompute.none
+    model = Model(names, shapes, limits, states, recomputes=recomputes, after_fit=zero.after_fit)
+    found = Described(model, precision.name)
     if not activations:
         return found
     batch = partial(batch_of, config, explicit, is_causal_lm=hugging_face is not None)
@@ -155,7 +155,7 @@ def with_activations(
         return replace(found, why_not=str(error).partition(": ")[2])
     other = None
     if both_ways and len(found.model.names) > 1:
-        how = Recompute.none if found.recomputes else Recompute.blocks
+        how = Recompute.none if found.model.recomputes else Recompute.blocks
         with contextlib.suppress(NotMeasured):
             other = measure(module, batch, make_config(zero, activation_checkpointing=how), precision)
     return replace(found, model=replace(found.model, activations=sizes, samples=sizes.sizes[0]), other=other)

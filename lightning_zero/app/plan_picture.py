@@ -31,6 +31,7 @@ COLOURS = {
     Role.reducing: "#d55e00",
     Role.staging: "#999999",
     Role.activation: "#f0e442",
+    Role.whole_copy: "#882255",  # of another palette: black is the ground of one theme
 }
 LABELS = {
     Role.compute_param: "parameters",
@@ -41,10 +42,12 @@ LABELS = {
     Role.reducing: "being reduced",
     Role.staging: "between tiers",
     Role.activation: "activations, batch",
+    Role.whole_copy: "whole, after a run",
 }
 THEMES = {False: ("#ffffff", "#1a1a1a", "#d9d9d9"), True: ("#16181d", "#e8e8e8", "#3a3d44")}  # ground, ink, grid
 DPI = 120
 WIDTH_IN = 11.0  # 1320 pixels: a laptop's screen
+INK_ON_BARS = "#000000"
 LINE = {False: "#b00020", True: "#ff6b6b"}
 
 
@@ -123,19 +126,18 @@ def draw(
 def panels(machine: Machine, rows: Sequence[Row]) -> list[_Panel]:
     """The tiers that any row uses."""
 
-    def worst(row: Row, tier: Tier) -> dict[Role, int]:
-        """By roles, at the moment at which the tier holds the most."""
+    def worst(row: Row, *tiers: Tier) -> dict[Role, int]:
+        """By roles, at the moment at which the tiers hold the most."""
         if not row.peaks:
             return {}
-        held = max(row.peaks.values(), key=lambda held: on_tier(held, tier))
-        return {role: nbytes for (role, where), nbytes in held.items() if where is tier and nbytes}
+        most = max(row.moments, key=lambda held: sum(on_tier(held, tier) for tier in tiers))
+        return {role: nbytes for role in Role if (nbytes := sum(most[role, tier] for tier in tiers))}
 
-    def per_host(row: Row, tier: Tier) -> dict[Role, int]:
-        return {role: nbytes * machine.gpus for role, nbytes in worst(row, tier).items()}
+    def per_host(row: Row, *tiers: Tier) -> dict[Role, int]:
+        return {role: nbytes * machine.gpus for role, nbytes in worst(row, *tiers).items()}
 
     def together(row: Row) -> dict[Role, int]:
-        device, host = per_host(row, Tier.device), per_host(row, Tier.host)
-        return {role: device.get(role, 0) + host.get(role, 0) for role in Role}
+        return per_host(row, Tier.device, Tier.host)
 
     if machine.shared:
         found = [_Panel(f"host memory, of {machine.gpus} process(es)", machine.host_memory, together)]
@@ -161,14 +163,16 @@ def _bars(ax: Axes, panel: _Panel, rows: Sequence[Row], ink: str, line: str) -> 
             ax.barh(place, nbytes, left=left, color=colour, height=0.72, linewidth=0)
             left += nbytes
         if left:
-            at = min(float(left), end * 0.88)
+            beyond = left > end * 0.86  # there is no room for the number behind it
             ax.text(
-                at + end * 0.008,
+                end * 0.992 if beyond else left + end * 0.008,
                 place,
                 short_bytes(left),
+                ha="right" if beyond else "left",
                 va="center",
                 fontsize=7.5,
-                color=ink if left < end * 0.88 else "#000000",
+                color=INK_ON_BARS if beyond else ink,
+                bbox={"facecolor": "#ffffff", "alpha": 0.75, "pad": 1, "linewidth": 0} if beyond else None,
             )
     if 0 < panel.capacity <= end:
         ax.axvline(panel.capacity, color=line, linewidth=1.6)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_zero.app.plan_model import Described
-from lightning_zero.config import ZeroConfig
+from lightning_zero.config import AfterFit, ZeroConfig
 from lightning_zero.planning.buckets import Role
 from lightning_zero.planning.choose import Choice, seconds_text
 from lightning_zero.planning.fit import Advice, Machine, Model, Row, best
@@ -21,7 +22,6 @@ from lightning_zero.planning.speed import Rates
 from lightning_zero.trainer.summary import human_bytes
 
 WIDTH = 120  # columns, where the output is no terminal
-WIDE = 118  # columns that one table of all bytes takes at most
 
 TIER_NAMES = {Tier.device: "GPU", Tier.host: "host", Tier.nvme: "disk"}
 TIER_MARKS = {Tier.device: "", Tier.host: " h", Tier.nvme: " d"}
@@ -92,8 +92,9 @@ def tables_of(rows: list[Row], config: ZeroConfig, width: int) -> list[Table]:
     """A table of bytes and one of seconds; where ``width`` columns do not hold the first, two: what fits, and what
     rests where."""
     rest, peaks, times = (_roles, tuple(ROLE_COLUMNS)), (_peaks, PEAK_COLUMNS), (_times, TIME_COLUMNS)
-    if width >= WIDE:
-        return [_table(rows, config, None, [rest, peaks]), _table(rows, config, None, [times])]
+    wide = _table(rows, config, None, [rest, peaks])
+    if Console(width=sys.maxsize).measure(wide).maximum <= width:
+        return [wide, _table(rows, config, None, [times])]
     return [_table(rows, config, box.SIMPLE_HEAD, [part]) for part in (peaks, rest, times)]
 
 
@@ -165,7 +166,7 @@ def _first_to_try(rows: list[Row]) -> str:
     return f"Try first: zero/stage={first.stage.value} zero/offload={first.offload.value}"
 
 
-def legend(model: Model, described: Described) -> list[str]:
+def legend(model: Model, described: Described, rows: Sequence[Row]) -> list[str]:
     """What the columns mean."""
     several = model.limits.micro_batches > 1
     stage_1 = "still whole, and in slices once they are reduced" if several else "in slices, and whole until then"
@@ -174,7 +175,21 @@ def legend(model: Model, described: Described) -> list[str]:
         f"h: on the host, d: on disk. At zero1 gradients are {stage_1}.",
         f"peak/host, disk: of all ranks of a host. {activations_line(model, described)} "
         "gathers, reductions: what a rank sends in a step. K, M, G, T: powers of 1024.",
+        after_run_line(model, rows),
     ]
+
+
+def after_run_line(model: Model, rows: Sequence[Row]) -> str:
+    """What the module is after a run, in a sentence."""
+    setting = f"zero.after_fit={model.after_fit.value}"
+    if model.after_fit is AfterFit.sharded:
+        return f"After a run the module stays sharded ({setting})."
+    size = f"{short_bytes(model.copy_nbytes)} of each host"
+    sharded = [f"{row.stage.value} + {row.offload.value}" for row in rows if row.fits and not row.is_whole]
+    if not any(row.is_whole for row in rows):
+        return f"After a run the module stays sharded: a whole copy takes {size}, which have no room ({setting})."
+    without = f", but for {', '.join(sharded)}, which leave no room" if sharded else ""
+    return f"After a run a copy of the whole module takes {size}; it counts here{without} ({setting})."
 
 
 def activations_line(model: Model, described: Described) -> str:
@@ -186,7 +201,7 @@ def activations_line(model: Model, described: Described) -> str:
     other = ""
     if described.other is not None:
         less = max(described.other.peak(backward=False), described.other.peak(backward=True))
-        with_it = "without" if described.recomputes else "with"
+        with_it = "without" if model.recomputes else "with"
         other = f" ({short_bytes(less)} {with_it} zero.activation_checkpointing=blocks)"
     return (
         f"Peaks hold {short_bytes(most)} of activations of {model.samples} sample(s){other}, "
@@ -215,8 +230,13 @@ def rates_line(rates: Rates, given: list[str], *, shared: bool) -> str:
     """Which rates the seconds were found with."""
     names = [name for name in RATE_NAMES if not (shared and name in ("to_device", "to_host", "device_memory"))]
     texts = [RATE_NAMES[name].format(_decimal(getattr(rates, name))) for name in names]
-    how = "given" if given and len(given) == len(RATE_NAMES) else f"assumed but for machine.{', machine.'.join(given)}"
-    return f"step: seconds expected at, for a rank, {', '.join(texts)}; {how if given else 'assumed: give machine.*'}."
+    if not given:
+        how = "assumed: give machine.rates.*"
+    elif set(names) <= set(given):
+        how = "given"
+    else:
+        how = f"assumed but for {', '.join(f'machine.rates.{name}' for name in given)}"
+    return f"step: seconds expected at, for a rank, {', '.join(texts)}; {how}."
 
 
 def _decimal(value: float) -> str:
@@ -260,5 +280,5 @@ def show(
     say(title_of(model, machine, described.precision))
     for table in tables_of(rows, config, width):
         console.print(table)
-    for line in (*legend(model, described), rates, *advice_lines(machine, rows, advices), auto_line(choice)):
+    for line in (*legend(model, described, rows), rates, *advice_lines(machine, rows, advices), auto_line(choice)):
         say(line)

@@ -23,7 +23,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from lightning_zero.app import sweep
 from lightning_zero.app.instantiate import build_all
@@ -43,11 +43,18 @@ from lightning_zero.app.overrides import (
     hydra_prints,
     hydra_raises,
 )
-from lightning_zero.app.parts import TEXT_DATA, agreed_precision, build_data, build_model
+from lightning_zero.app.parts import (
+    TEXT_DATA,
+    agreed_precision,
+    build_data,
+    build_loggers,
+    build_model,
+    groups_of_ranks,
+)
 from lightning_zero.app.plan_model import describe, optimizer_states
 from lightning_zero.app.schema import Task, TrainConfig, TrainerConfig, register_schema
 from lightning_zero.app.slurm.sweeps import check_launcher, register_launcher
-from lightning_zero.config import ConfigError
+from lightning_zero.config import AfterFit, ConfigError
 from lightning_zero.data.sources import check_path
 from lightning_zero.ranks.started_by import launched
 from lightning_zero.ranks.verdict import REFUSED, give_verdict
@@ -117,7 +124,7 @@ def build_trainer(config: TrainConfig, plugins: list[Any] | None = None) -> Trai
     ):
         if wanted is False:  # Lightning refuses a callback beside its switch; the switch was asked for
             callbacks = [c for c in callbacks if not isinstance(c, kind)]
-    loggers = build_all("logger", config.logger)
+    loggers = build_loggers(config)
     try:
         return Trainer(
             strategy=ZeroStrategy(config=config.zero),
@@ -143,6 +150,23 @@ def check_launch(trainer: Trainer) -> None:
             "processes that Lightning would start for each job (each would run the whole sweep again). Drop "
             "hydra/launcher=basic, give trainer.devices=1, or choose hydra/launcher=submitit_slurm."
         )
+
+
+def check_whole(config: TrainConfig, trainer: Trainer) -> None:
+    """
+    Raises:
+        ConfigError: the module is to be whole after the run, and this host has no room for that.
+    """
+    from lightning_zero.engine.whole.host_copy import check_room_here
+
+    strategy: Any = trainer.strategy
+    if config.zero.after_fit is not AfterFit.whole or not strategy.speaks_for_all:
+        return
+    try:
+        model = describe(config, explicit_keys()).model
+    except ConfigError:  # it cannot be built without memory; the run finds out
+        return
+    check_room_here(model.copy_nbytes)
 
 
 def _started_externally(trainer: Trainer) -> bool:
@@ -227,9 +251,12 @@ def run(config: TrainConfig) -> float | None:
     trainer = build_trainer(config)
     check_launch(trainer)
     keep_work(config, trainer)
-    if isinstance(data, (TextData, SyntheticData)) and config.task is Task.fit:
-        data.check(trainer.world_size)
+    if isinstance(data, (TextData, SyntheticData)):
+        groups = groups_of_ranks(config, data, trainer.world_size)
+        if config.task is Task.fit:
+            data.check(groups)
     check_vocabulary(model, data)
+    check_whole(config, trainer)
     ckpt_path = checkpoint_to_resume(config, trainer) if config.task is Task.fit else config.ckpt_path
     plan_of_run(config, trainer)
     trainer.strategy.run_settings = {**asdict(config), "ckpt_path": ckpt_path}  # type: ignore[attr-defined]
@@ -300,6 +327,8 @@ def refusals() -> Iterator[None]:
         yield
     except ConfigError as error:
         _refuse(str(error), final=type(error) is ConfigError)  # ranks that did not come may come the next time
+    except MissingMandatoryValue as error:  # "???" in a file of a user's own
+        _refuse(f"{error.full_key}: expected a value, got none. Give {error.full_key}=...")
     except OmegaConfBaseException as error:
         if isinstance(error.__cause__, ConfigError):
             _refuse(str(error.__cause__))

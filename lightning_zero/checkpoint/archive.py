@@ -28,6 +28,7 @@ from torch import Tensor, UntypedStorage
 
 from lightning_zero.checkpoint.crc import CHUNK_NBYTES, Piece, add_up, pieces, whole
 from lightning_zero.checkpoint.durable import write_at
+from lightning_zero.engine.units.long_work import SILENT, Did, LongWork
 
 RECORD = "lightning_zero/crc32"
 WriteAt = Callable[[memoryview, int], None]  # all of a view of bytes, at a place of the file
@@ -89,13 +90,14 @@ class Skeleton:
 
         return Module()
 
-    def fill(self) -> list[Piece]:
+    def fill(self, did: Did = lambda nbytes: None) -> list[Piece]:
         """Write the values of all storages that have some, which is to say all but those of fake tensors."""
         done: list[Piece] = []
         for cdata, (_, storage) in self._storages.items():
             if storage.device.type != "meta":
                 values = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
                 done += write_values(partial(write_at, self._fd), self.holes[cdata], 0, values)
+                did(values.numel())
         return done
 
     def finish(self, done: Iterable[Piece], *, may_have_gaps: Callable[[str], bool] = lambda _: False) -> None:
@@ -131,10 +133,14 @@ class Skeleton:
             os.pwrite(self._fd, struct.pack("<I", crc), hole.start + hole.nbytes + 4)
 
 
-def write_archive(checkpoint: Any, fd: int) -> None:
-    """Write a checkpoint of values that are all here to the empty file ``fd``."""
+def write_archive(checkpoint: Any, fd: int, name: str = "", long_work: LongWork = SILENT) -> None:
+    """Write a checkpoint of values that are all here to the empty file ``fd``; ``name`` is for who looks on."""
     skeleton = Skeleton(checkpoint, fd)
-    skeleton.finish(skeleton.fill())
+    total = sum(hole.nbytes for hole in skeleton.holes.values())
+    with long_work.bytes(f"saving {name}", lambda: total) as did:
+        done = skeleton.fill(did)
+    skeleton.finish(done)
+    long_work.call(partial(os.fsync, fd), f"{name}, to the disk")
 
 
 def write_values(

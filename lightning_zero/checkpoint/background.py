@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from lightning_zero.engine.units.long_work import SILENT, Count, LongWork
+
 
 class Background:
     """Does what it is given, one after the other; what comes behind a failed write is not done."""
@@ -58,14 +60,17 @@ class Background:
         except BaseException as error:
             self._error = error
 
-    def wait(self) -> None:
+    def wait(self, long_work: LongWork = SILENT, what: str = "", count: Count | None = None) -> None:
         """Wait for all that was given.
+
+        Args:
+            long_work: shows that, by the name ``what``, and how far it is if there is a ``count``.
 
         Raises:
             BaseException: of the first that has failed; it is forgotten then.
         """
         if self._last is not None:
-            self._last.result()
+            long_work.wait(self._last, what, count)
             self._last = None
         if self._error is not None:
             error, self._error = self._error, None

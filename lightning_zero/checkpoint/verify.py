@@ -18,13 +18,15 @@ from lightning_zero.checkpoint.archive import Record, records_of
 from lightning_zero.checkpoint.crc import CHUNK_NBYTES, Report
 from lightning_zero.checkpoint.sharded.verify import parts_of_folder
 from lightning_zero.config import ConfigError
+from lightning_zero.engine.units.long_work import SILENT, LongWork
 
 
-def check(path: str | os.PathLike[str], part: int = 0, parts: int = 1) -> Report:
+def check(path: str | os.PathLike[str], part: int = 0, parts: int = 1, long_work: LongWork = SILENT) -> Report:
     """Read a checkpoint and compare it with its checksums.
 
     Args:
         part, parts: look at one of so many parts only, about equally large.
+        long_work: shows how far it is.
 
     Raises:
         ConfigError: it is a folder, and no whole checkpoint.
@@ -32,10 +34,18 @@ def check(path: str | os.PathLike[str], part: int = 0, parts: int = 1) -> Report
         zipfile.BadZipFile: it is no file of torch.save, or was cut off.
     """
     total = Report(0, 0, [])
-    for number, compare in enumerate(parts_of_folder(Path(path)) if os.path.isdir(path) else _parts_of_file(path)):
-        if number % parts == part:
-            total += compare()
+    compares = parts_of_folder(Path(path)) if os.path.isdir(path) else _parts_of_file(path)
+    with long_work.bytes(f"checksums of {Path(path).name}", lambda: _nbytes(Path(path)) // parts) as did:
+        for number, compare in enumerate(compares):
+            if number % parts == part:
+                found = compare()
+                total += found
+                did(found.checked + found.unknown)
     return total
+
+
+def _nbytes(path: Path) -> int:
+    return sum(file.stat().st_size for file in (path.iterdir() if path.is_dir() else [path]))
 
 
 def _parts_of_file(path: str | os.PathLike[str]) -> Iterator[Callable[[], Report]]:

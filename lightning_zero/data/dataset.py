@@ -26,34 +26,14 @@ class DatasetText(TextData):
     """
 
     def __init__(
-        self,
-        path: str | None = None,
-        *,
-        split: str | None = None,
-        column: str = "text",
-        tokenizer: str | None = None,
-        block_size: int = 256,
-        batch_size: int = 8,
-        val_fraction: float = 0.01,
-        split_seed: int = 0,
-        cache_dir: str | None = None,
-        num_workers: int = 0,
+        self, path: str | None = None, *, split: str | None = None, column: str = "text", **settings: Any
     ) -> None:
         if path is None:
             raise ConfigError(
                 "data.path: expected the folder of a dataset that save_to_disk has written. Set data.path."
             )
         self.column, self.split_name = column, split
-        super().__init__(
-            path,
-            tokenizer=tokenizer,
-            block_size=block_size,
-            batch_size=batch_size,
-            val_fraction=val_fraction,
-            split_seed=split_seed,
-            cache_dir=cache_dir,
-            num_workers=num_workers,
-        )
+        super().__init__(path, **settings)
 
     def _find(self) -> None:
         self._dataset = self._load()

@@ -71,7 +71,7 @@ class Recorder:
         self.stood: defaultdict[str, float] = defaultdict(float)
         self.moved: Counter[str] = Counter()
         self.spans: list[tuple[str, str, Any, Any, str]] | None = None
-        self._inside: list[float] = []  # of each wait that goes on: seconds that waits inside of it have taken
+        self._waits = threading.local()  # ``inside``, of each wait that goes on: seconds that waits in it have taken
         self._later: deque[tuple[str, Any, Any]] = deque()  # waits of streams
         self._lock = threading.Lock()
         self._origin: tuple[Any, float] | None = None
@@ -91,28 +91,37 @@ class Recorder:
     @contextmanager
     def standing(self, kind: str, what: str, *, on_host: bool) -> Iterator[None]:
         begin = self.moment(on_host=on_host)
-        self._inside.append(0.0)
+        waits: list[float] = self._waits.__dict__.setdefault("inside", [])  # each thread has its own
+        waits.append(0.0)
         try:
             yield
         finally:
-            end, inside = self.moment(on_host=on_host), self._inside.pop()
+            end, inside = self.moment(on_host=on_host), waits.pop()
             if isinstance(begin, float):
                 # What a wait inside of this one has taken counts as that one's.
-                self.stood[kind] += end - begin - inside
-                if self._inside:
-                    self._inside[-1] += end - begin
+                with self._lock:
+                    self.stood[kind] += end - begin - inside
+                if waits:
+                    waits[-1] += end - begin
             else:
-                self._later.append((kind, begin, end))
+                with self._lock:
+                    self._later.append((kind, begin, end))
                 if len(self._later) > MANY:
                     self.stands_so_far()
             self.add(COMPUTE, what, begin, end, kind)
 
     def stands_so_far(self) -> dict[str, float]:
         """:attr:`stood`, with all waits of streams that are over. The host waits for none."""
-        while self._later and self._accelerator.is_over(self._later[0][2]):
-            kind, begin, end = self._later.popleft()
-            self.stood[kind] += self._accelerator.seconds(begin, end)
-        return dict(self.stood)
+        with self._lock:
+            while self._later and self._accelerator.is_over(self._later[0][2]):
+                kind, begin, end = self._later.popleft()
+                self.stood[kind] += self._accelerator.seconds(begin, end)
+            return dict(self.stood)
+
+    def moved_so_far(self) -> Counter[str]:
+        """A copy of :attr:`moved`: threads go on to count."""
+        with self._lock:
+            return Counter(self.moved)
 
     def keep_spans(self) -> None:
         """Keep spans from now on. The host waits for the device once: its clock is set beside the host's."""
@@ -125,6 +134,10 @@ class Recorder:
         self._accelerator.synchronize()
         kept, self.spans = self.spans or [], None
         return [Span(lane, what, self._time(begin), self._time(end), why) for lane, what, begin, end, why in kept]
+
+    def drop_spans(self) -> None:
+        """Keep no more, after an exception: nobody is waited for, as what a device waits for may never come."""
+        self.spans = None
 
     def _time(self, moment: Any) -> float:
         if isinstance(moment, float):

@@ -39,6 +39,7 @@ from torch import Tensor, nn
 from lightning_zero.config import ConfigError, ZeroConfig, check_decided, make_config
 from lightning_zero.device.cuda import default_device, with_index
 from lightning_zero.engine.engine import Engine, engine_of, engines
+from lightning_zero.engine.units.long_work import LongWork
 from lightning_zero.engine.whole import norms
 from lightning_zero.engine.whole.gather import show_full
 
@@ -56,6 +57,7 @@ def shard(
     node: str | None = None,
     sources: Mapping[str, Tensor] | None = None,
     has_values: bool = False,
+    long_work: LongWork | None = None,
     **settings: Any,
 ) -> Engine:
     """Shard ``module`` over the ranks of a process group, in place.
@@ -70,6 +72,7 @@ def shard(
         sources: first values by names of parameters and buffers, which may be in files. They count more than the folder
             ``init_from``.
         has_values: an engine before has trained ``module``: the folder ``init_from`` counts for what is on meta only.
+        long_work: shows what takes long; default: on rank 0, unless ``summary`` is off.
         node: names the node of this rank; default: its host, and the number that a launcher has given it.
 
     Raises:
@@ -86,7 +89,8 @@ def shard(
     if process_group is None and dist.is_available() and dist.is_initialized():
         process_group = dist.group.WORLD
     where = default_device() if device is None else with_index(torch.device(device))
-    return Engine(module, config, process_group, where, node or node_name(), sources, has_values=has_values)
+    node = node or node_name()
+    return Engine(module, config, process_group, where, node, sources, has_values=has_values, long_work=long_work)
 
 
 def node_name() -> str:

@@ -32,6 +32,7 @@ from lightning_zero.engine.parameters.fence import Fence
 from lightning_zero.engine.parameters.writes import Writes
 from lightning_zero.engine.passes.compiled import CompiledModules, check_compiled_blocks, check_compiler, from_settings
 from lightning_zero.engine.passes.gather_order import GatherOrder
+from lightning_zero.engine.passes.grad_changes import GradChanges
 from lightning_zero.engine.passes.grad_norms import GradNorms
 from lightning_zero.engine.passes.gradient_sentinels import Sentinels
 from lightning_zero.engine.passes.gradients import Reducer
@@ -52,6 +53,7 @@ from lightning_zero.engine.units.agreement import agree_on_model, agree_on_sourc
 from lightning_zero.engine.units.bucket import Bucket, Place
 from lightning_zero.engine.units.build import build_units
 from lightning_zero.engine.units.home import Tiers, opened
+from lightning_zero.engine.units.long_work import LongWork
 from lightning_zero.engine.units.module_buffers import BufferSync
 from lightning_zero.engine.units.unit import Unit
 from lightning_zero.planning.placement import TierRow
@@ -75,6 +77,7 @@ class Assembly:
         units: the root first, then in the order of ``named_modules``.
         comm: collectives, their counts and observers.
         optimizers: the optimizers that step this engine's shards.
+        long_work: shows on one rank what takes long.
     """
 
     @outside_autograd
@@ -88,6 +91,7 @@ class Assembly:
         sources: Mapping[str, Tensor] | None = None,
         *,
         has_values: bool = False,
+        long_work: LongWork | None = None,
     ) -> None:
         self.config = config
         self.precision = config.precision.name or Precision.fp32
@@ -96,6 +100,8 @@ class Assembly:
         self.tiers = Tiers()
         self._closing: Any = None  # what closes the tiers
         self.host_copy: Any = None  # of whole/host_copy.py
+        first = group is None or dist.get_rank(group) == 0
+        self.long_work = long_work if long_work is not None else LongWork(first and config.summary)
         share = self._shard(module, group, device, node, sources, has_values)
         self._places = {id(info.param): Place(b, info) for u in self.units for b in u.buckets for info in b.params}
         self.optimizers: list[ShardedOptimizer] = []
@@ -152,7 +158,9 @@ class Assembly:
             )
             share = share_of_machine(self.comm) if config.offload.name is not Offload.none else Share()
             rows = self._make_tiers(groups, share)
-            self.units: list[Unit] = build_units(module, groups, config, self.comm, rows, self.tiers, sources)
+            self.units: list[Unit] = build_units(
+                module, groups, config, self.comm, rows, self.tiers, sources, self.long_work
+            )
             forget()
         except BaseException:
             # The module may be sharded again: files and locks, threads and classes of a half-made engine must be gone.
@@ -175,7 +183,7 @@ class Assembly:
         )
         self.reducer = Reducer(self.buckets, self.comm, issued, config.reduce_bucket_bytes, dynamic=config.dynamic)
         self.grad_norms = GradNorms(self.reducer, self.comm)
-        self.sentinels = sentinels = Sentinels(self.reducer.grads, self.grad_norms)
+        self.sentinels = sentinels = Sentinels(self.reducer.grads, self.grad_norms, GradChanges(self.reducer))
         self.after_step = after_step = AfterStep(
             self.units, self.comm.streams, config.offload.threads or default_threads(share.cpus)
         )
@@ -347,7 +355,7 @@ class Assembly:
         """
         if changed is None:
             changed = set(self.buckets)
-            for bucket in self.buckets:
+            for bucket in self.long_work.items(self.buckets, "parameters from masters, in buckets"):
                 with opened(bucket.home):
                     bucket.push()
         self.around_step.masters_changed(changed)

@@ -67,6 +67,7 @@ class Engine(Assembly):
             RuntimeError: ranks have written different values to parameters since the last backward.
         """
         self.hide_whole(keep=False)
+        self.timeline.close()
         # After an exception messages of some ranks may be missing, for which an agreement would wait.
         agrees = not self.passes.aborted
         self.abort()

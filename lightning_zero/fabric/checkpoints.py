@@ -8,7 +8,7 @@ values. The folder is in DCP's format: what has shards under its own key, the re
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -21,9 +21,11 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from lightning_zero.checkpoint.sharded.save import ShardedSaver
+from lightning_zero.checkpoint.words import OF_FABRIC, in_words, words
 from lightning_zero.comm.agreements import gather_objects, together
 from lightning_zero.config import CheckpointFormat, ConfigError, ZeroConfig
 from lightning_zero.engine import Engine
+from lightning_zero.engine.units.long_work import LongWork
 from lightning_zero.engine.whole.module_state import keeping_frozen
 from lightning_zero.engine.whole.sharded_state import sharded_optimizer_state, sharded_state_dict
 from lightning_zero.fabric.module import ZeroModule
@@ -36,14 +38,6 @@ from lightning_zero.trainer.verified_loads import verify
 
 T = TypeVar("T")
 Filter = Mapping[str, Callable[[str, Any], bool]]
-# The readers of checkpoints name what a user of the Trainer calls.
-_WORDS = {
-    "ckpt_path: ": "fabric.load: ",
-    " Give another ckpt_path (a job that starts again takes the one before it when this file is gone)": " Give another",
-    "another ckpt_path": "another path",
-    "Trainer.fit (validate, test, predict), weights_only=false to lightning_zero.train": "fabric.load",
-    "; where names alone differ, the LightningModule may set strict_loading=False": ", or strict=False",
-}
 
 
 class Checkpoints:
@@ -70,6 +64,11 @@ class Checkpoints:
     def checkpoint_io(self, io: CheckpointIO | None) -> None:
         refuse_writer(io, self.config.checkpoint)
         self._checkpoint_io = io
+
+    @property
+    def long_work(self) -> LongWork:
+        """Shows what takes long, on rank 0."""
+        return LongWork(self.is_global_zero and self.config.summary)
 
     # -- states ---------------------------------------------------------------------------------------------------
 
@@ -131,6 +130,8 @@ class Checkpoints:
 
     def _write(self, content: dict[str, Any], path: Any, storage_options: Any) -> None:
         if self.is_global_zero:
+            if writes_files(self.checkpoint_io):
+                self.checkpoint_io.long_work = self.long_work
             self.checkpoint_io.save_checkpoint(content, path, storage_options)
 
     def _save_by_ranges(self, path: Any, state: Mapping[str, Any], filter: Filter) -> RangeSave | None:
@@ -160,7 +161,8 @@ class Checkpoints:
         )
         optimizers = [key for key, entry in state.items() if isinstance(entry, Optimizer)]
         saver, group = ShardedSaver(self.global_rank), dist.group.WORLD if self._waits is not None else None
-        saver.save(*divide(content, named=optimizers), path, group, self._waits)
+        parts = divide(content, named=optimizers)
+        saver.save(*parts, path, group, self._waits, long_work=self.long_work)
 
     # -- load -----------------------------------------------------------------------------------------------------
 
@@ -181,7 +183,7 @@ class Checkpoints:
             KeyError: something that is named is not there.
         """
         path = self.broadcast(path)
-        with _in_words_of_fabric():
+        with in_words(OF_FABRIC):
             checkpoint = self._read(path, weights_only)
             if not state:
                 return checkpoint
@@ -200,11 +202,12 @@ class Checkpoints:
                 self.global_rank,
                 lambda value: self._gather(value, "checksums"),
                 lambda act: self._together("reading checksums", act),
+                self.long_work,
             )
 
         def act() -> dict[str, Any]:
             if is_folder(path):
-                return read(path, weights_only, of_trainer=False)
+                return read(path, weights_only, of_trainer=False, long_work=self.long_work)
             return load(self.checkpoint_io, path, weights_only)
 
         return self._together("reading a checkpoint", act)
@@ -219,7 +222,7 @@ class Checkpoints:
                     check_model(module.module, self._with_frozen(module, found[key]), path, strict=strict)
             for key, optimizer in optimizers.items():
                 engine = self.engine_of_optimizer(optimizer)
-                engine.check_optimizer_state(optimizer, found[key], f"ckpt_path: {path}")
+                engine.check_optimizer_state(optimizer, found[key], f"{words().key}: {path}")
 
         self._together("comparing a checkpoint with what it is loaded into", check)
         for key, value in found.items():
@@ -262,15 +265,3 @@ def _converted(
             value = entry.state_dict()
         _apply_filter(key, dict(filter), value, content)
     return content
-
-
-@contextlib.contextmanager
-def _in_words_of_fabric() -> Iterator[None]:
-    try:
-        yield
-    except ConfigError as error:
-        text = str(error)
-        for of_trainer, of_fabric in _WORDS.items():
-            text = text.replace(of_trainer, of_fabric)
-        error.args = (text,)
-        raise

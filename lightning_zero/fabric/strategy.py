@@ -20,14 +20,13 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from lightning_zero.config import AfterFit, ConfigError, ZeroConfig, is_decided
+from lightning_zero.config import AfterFit, ConfigError, PrecisionConfig, ZeroConfig, is_decided
 from lightning_zero.engine import Engine, engine_of, shard
 from lightning_zero.engine.engine import engines
 from lightning_zero.engine.whole import norms
 from lightning_zero.fabric.checkpoints import Checkpoints
 from lightning_zero.fabric.module import ZeroModule
 from lightning_zero.fabric.precision import FabricPrecision
-from lightning_zero.ranks.environments import own_environment
 from lightning_zero.trainer.launchers import Forking
 from lightning_zero.trainer.processes import Processes
 from lightning_zero.trainer.settings import settings_of, with_precision
@@ -45,8 +44,8 @@ class ForkLauncher(Forking, _MultiProcessingLauncher):
 class ZeroFabricStrategy(Processes, Checkpoints, ParallelStrategy):
     """ZeRO stages 0-3 as a strategy of Fabric.
 
-    Its arguments are those of :class:`~lightning_zero.ZeroStrategy`, with ``precision`` in the place of
-    ``precision_plugin``, as Fabric has it.
+    Its arguments are those of :class:`~lightning_zero.ZeroStrategy`. Fabric's own ``precision``, a plugin, has the name
+    of a group of settings, which may be given there too.
 
     Raises:
         ConfigError: a setting that cannot work; the message names the key to change.
@@ -66,21 +65,22 @@ class ZeroFabricStrategy(Processes, Checkpoints, ParallelStrategy):
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
         checkpoint_io: CheckpointIO | None = None,
-        precision: LightningPrecision | None = None,
+        precision: LightningPrecision | str | Mapping[str, Any] | PrecisionConfig | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | None = None,
         start_method: str = "popen",
         **settings: Any,
     ) -> None:
-        rows = {"stage": stage, "offload": offload, "checkpoint": checkpoint, "compile": compile}
-        self.config = settings_of(config, rows, settings)
+        if precision is not None and not isinstance(precision, LightningPrecision):
+            settings["precision"], precision = precision, None
+        self.config = settings_of(config, stage, offload, checkpoint, compile, settings)
         _refuse_settings_of_the_trainer(self.config)
         self._asked_precision = self.config.precision.name
         self._set_up: list[weakref.ref[Engine]] = []  # in one order on all ranks
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment or own_environment(),
+            cluster_environment=cluster_environment,
             checkpoint_io=checkpoint_io,
             precision=precision,
             process_group_backend=process_group_backend,

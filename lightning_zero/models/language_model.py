@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -16,7 +15,6 @@ from torchmetrics import MeanMetric
 from lightning_zero.config import ConfigError
 from lightning_zero.sequence.part import SequencePart, mean_over_tokens
 
-RATE_WINDOW_S = 0.25  # tokens per second are averaged over at least this long
 SHOWN_EVERY = 10  # batches between two losses in the progress bar, where nothing is logged
 
 MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
@@ -52,7 +50,6 @@ class LanguageModel(LightningModule):
         self.make_optimizer = optimizer
         self.schedule = (warmup_steps, min_lr_ratio)
         self.bits_per_byte = MeanMetric()
-        self._rate_start: tuple[float, int] | None = None  # (seconds, tokens seen since)
         self._train_loss: Tensor | None = None  # of the last batch
 
     def _losses(self, batch: Tensor) -> Tensor:
@@ -94,32 +91,11 @@ class LanguageModel(LightningModule):
         """Bits per byte of each text of the batch ``[batch]``: how much it surprises the model."""
         return self._bits_per_byte(mean_over_tokens(self._losses(batch), dim=1))
 
-    def on_train_start(self) -> None:
-        self._rate_start = None
-
-    def on_validation_end(self) -> None:
-        self._rate_start = None  # the clock must not count the time of a validation
-
     def on_train_batch_end(self, outputs: Any, batch: Tensor, batch_idx: int) -> None:
-        self._count_tokens(batch)
         every = getattr(self.trainer, "log_every_n_steps", 0) or SHOWN_EVERY
         if self._train_loss is not None and (batch_idx == 0 or (batch_idx + 1) % every == 0):
             self.log("train_loss", self._train_loss.cpu(), prog_bar=True, logger=False)
         self._train_loss = None
-
-    def _count_tokens(self, batch: Tensor) -> None:
-        now = time.perf_counter()
-        if self._rate_start is None:
-            self._rate_start = (now, 0)
-            return
-        start, tokens = self._rate_start
-        shares = getattr(self.trainer.strategy, "distributed_sampler_kwargs", None) or {}
-        tokens += batch[:, 1:].numel() * shares.get("num_replicas", 1)  # ranks that share a sequence have one batch
-        self._rate_start = (start, tokens)
-        first = "tokens_per_s" not in self.trainer.callback_metrics  # a short run shows one too
-        if now - start >= RATE_WINDOW_S or (first and now > start):
-            self.log("tokens_per_s", _on_host(tokens / (now - start)), prog_bar=True)
-            self._rate_start = (now, 0)
 
     def configure_optimizers(self) -> Any:
         make = self.make_optimizer or (lambda groups: torch.optim.AdamW(groups, lr=3e-3, weight_decay=0.1))

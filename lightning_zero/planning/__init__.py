@@ -15,5 +15,6 @@
     step_time   bytes that are sent, the expected time of a step, and what binds it
     peaks       what GPUs can do at most        clocks    how the clocks of ranks differ
     fit         whether a plan fits a machine, and what would make it fit
+    whole       the copy of the module that a host holds between runs
     choose      the row of auto: the fastest that fits, and the largest micro-batch
 """

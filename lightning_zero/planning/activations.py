@@ -120,16 +120,17 @@ def peaks_with(
     """Bytes of one rank at the worst moment of each phase, as :func:`memory.peak_bytes`, with activations."""
     bounds = memory.peak_bytes(buckets, limits, rank, state_tensors=state_tensors)
     several = limits.micro_batches > 1
-    spare = _spare_nbytes(buckets, limits)
+    spare = _spare_nbytes([b for b in buckets if _is_apart(b, limits)], limits)
+    # Buffers for gradients that wait replicated are taken of the spare ones, in the first of several micro-batches.
+    before = _spare_nbytes(buckets, limits) + _gradients_at(Moment.reduced, buckets, rank)
+    in_forward = max(spare, before - _gradients_at(Moment.accumulating, buckets, rank)) if several else spare
     gradients = _Gradients(buckets, limits)
     worst: dict[Phase, tuple[int, int, int, int]] = {}
     for stretch, gathered in zip(activations.stretches, _gathered(buckets, limits, activations.stretches), strict=True):
         gradients.go_on(stretch)
         phase = Phase.backward if stretch.backward else Phase.forward
-        if stretch.backward and not several:
-            reducing, landed = max(gradients.reducing, spare), gradients.landed
-        else:
-            reducing, landed = max(bounds[phase][Role.reducing, Tier.device], spare), 0
+        reducing = max(gradients.reducing, spare) if stretch.backward else in_forward
+        landed = gradients.landed if stretch.backward and not several else 0
         found = (stretch.nbytes + activations.batch, gathered, reducing, landed)
         worst[phase] = max(worst.get(phase, found), found, key=sum)
     peaks = dict(bounds)
@@ -143,6 +144,17 @@ def peaks_with(
         held[Role.reducing, Tier.device] = reducing
         peaks[phase] = +held
     return peaks
+
+
+def _gradients_at(moment: Moment, buckets: Sequence[BucketPlan], rank: int) -> int:
+    """Bytes of gradients that rest on the device."""
+    return memory.planned_bytes(buckets, rank, state_tensors=0, moment=moment)[Role.grad, Tier.device]
+
+
+def _is_apart(bucket: BucketPlan, limits: Limits) -> bool:
+    """Whether a gradient is reduced in another buffer than that in which it waits for more micro-batches."""
+    waits = limits.micro_batches > 1 and bucket.accumulates_locally
+    return not (waits and bucket.itemsizes.reduce == bucket.itemsizes.grad)
 
 
 def _spare_nbytes(buckets: Sequence[BucketPlan], limits: Limits) -> int:
@@ -179,7 +191,7 @@ class _Gradients:
     """
 
     def __init__(self, buckets: Sequence[BucketPlan], limits: Limits) -> None:
-        self._buckets, self._room = buckets, limits.reduce_bucket_bytes
+        self._buckets, self._room, self._limits = buckets, limits.reduce_bucket_bytes, limits
         several = any(bucket.layout.world_size > 1 for bucket in buckets)
         # What a rank on the host receives of the others, to be summed there.
         self._receives = several and not limits.has_link
@@ -201,9 +213,17 @@ class _Gradients:
             bucket = self._buckets[number]
             if not bucket.grads_on_host:  # else its place is kept
                 self.landed += bucket.owned_numel * bucket.itemsizes.grad
-        wide = (max(b.itemsizes.reduce, b.itemsizes.compute) * b.layout.numel for b in map(self._bucket, self._filling))
+        filling = (b for b in map(self._bucket, self._filling) if _is_apart(b, self._limits))
+        wide = (max(b.itemsizes.reduce, b.itemsizes.compute) * b.layout.numel for b in filling)
         received = self._receives * max(map(self._size, self._under_way), default=0)
-        self.reducing = flying + received + sum(wide)
+        # With more micro-batches the shard that a reduction brings is added to one that is there.
+        brought = [b.owned_numel * b.itemsizes.reduce for b in map(self._bucket, self._under_way) if self._brings(b)]
+        own = sum(self._size(number) for number in self._under_way if _is_apart(self._bucket(number), self._limits))
+        self.reducing = own + received + sum(wide) + sum(brought)
+
+    def _brings(self, bucket: BucketPlan) -> bool:
+        several = self._limits.micro_batches > 1
+        return several and bucket.shards_master and bucket.layout.world_size > 1 and not self._receives
 
     def _bucket(self, number: int) -> BucketPlan:
         return self._buckets[number]

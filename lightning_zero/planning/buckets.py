@@ -34,6 +34,7 @@ class Role(Enum):
     reducing = "reducing"  # unsharded gradients: filling, or under way
     staging = "staging"  # between tiers
     activation = "activation"  # what a micro-batch needs beside parameters and their gradients, and the batch
+    whole_copy = "whole_copy"  # the module between runs, one copy per host
 
 
 RESTING = (Role.compute_param, Role.master_param, Role.grad, Role.optim_state)
@@ -65,6 +66,7 @@ class BucketShape:
         unit: index of its unit; 0 is the root.
         numels: elements of its parameters, in order.
         whole: stays replicated and on the device at every stage.
+        built: bytes of each parameter in the dtype that it was built with; ``None``: that of the masters.
     """
 
     unit: int
@@ -72,10 +74,16 @@ class BucketShape:
     itemsizes: Itemsizes
     trainable: bool = True
     whole: bool = False
+    built: tuple[int, ...] | None = None
 
     @property
     def numel(self) -> int:
         return sum(self.numels)
+
+    @property
+    def built_nbytes(self) -> tuple[int, ...]:
+        """Bytes of each parameter in a copy of the whole module."""
+        return self.built if self.built is not None else tuple(n * self.itemsizes.master for n in self.numels)
 
 
 @dataclass(frozen=True)  # without slots: what follows from the fields is computed once

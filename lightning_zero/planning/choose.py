@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from lightning_zero.config import ConfigError, Offload, OffloadConfig, Stage
+from lightning_zero.config import AfterFit, ConfigError, Offload, OffloadConfig, Stage
 from lightning_zero.planning.fit import Machine, Model, Row, plan_row
 from lightning_zero.planning.placement import Tier
 from lightning_zero.planning.speed import Rates
+from lightning_zero.planning.step_time import CPU_RATES, GPU_RATES
 
 KEPT_FREE = 0.1  # of each tier
 UNKNOWN_FREE = 0.5  # of the device, where activations are not known
@@ -80,7 +81,7 @@ def choose_row(
     chosen = min(fitting, key=_rank)
     settings = next(s for stage, offload, s in candidates if (stage, offload) == (chosen.stage, chosen.offload))
     samples = largest_batch(model, room, chosen, settings)
-    return Choice(chosen, _reason(chosen, rows, room), samples)
+    return Choice(chosen, _reason(chosen, rows, room, rates), samples)
 
 
 def _rank(row: Row) -> tuple[float, float, int, str]:
@@ -113,12 +114,13 @@ def _largest(fits: Callable[[int], bool]) -> int:
     return low
 
 
-def _reason(chosen: Row, rows: Sequence[Row], room: Machine) -> str:
+def _reason(chosen: Row, rows: Sequence[Row], room: Machine, rates: Rates) -> str:
     assert chosen.time is not None
+    at = " at assumed rates" if rates in (CPU_RATES, GPU_RATES) else ""
     fitting = sum(row.fits for row in rows)
     parts = [
         f"the fastest of {fitting} rows that fit, of {len(rows)}" if len(rows) > 1 else "the only row to choose from",
-        f"an expected {seconds_text(chosen.time.seconds)} a step, bound by {chosen.time.binding.replace('_', ' ')}",
+        f"an expected {seconds_text(chosen.time.seconds)} a step{at}, bound by {chosen.time.binding.replace('_', ' ')}",
     ]
     faster = [r for r in rows if not r.fits and r.time is not None and _rank(r) < _rank(chosen)]
     if faster:
@@ -162,13 +164,19 @@ def _nothing_fits(rows: Sequence[Row], room: Machine, model: Model, keys: str) -
     ways = ["use more ranks"]
     if model.activations is not None and model.activations.scales and model.samples != 1:
         ways.append("lower the batch size (data.batch_size)")
-    ways.append("set zero.activation_checkpointing=blocks")
+    if not model.recomputes:
+        ways.append("set zero.activation_checkpointing=blocks")
     if not room.nvme and any(s.tier is not Tier.nvme for s in nearest.shortages):
         ways.append("give zero.offload.nvme_path a folder on a local disk")
+    if model.after_fit is AfterFit.whole and any(s.tier is Tier.host for s in nearest.shortages):
+        ways.append("set zero.after_fit=auto")
+    if any(shape.trainable and not shape.whole and shape.itemsizes.compute == 4 for shape in model.shapes):
+        ways.append("choose zero/precision=bf16")
+    text = ", ".join(ways[:-1]) + (", or " if len(ways) > 1 else "") + ways[-1]
     return (
         f"{keys}: expected a row that fits into {machine_text(room)}, got none of {len(rows)}: the nearest, "
-        f"{nearest.stage.value} + {nearest.offload.value}, {lacks(nearest, room)}. {ways[0].capitalize()}, "
-        f"{', '.join(ways[1:])}, or choose zero/precision=bf16 (python -m lightning_zero.plan shows all rows)."
+        f"{nearest.stage.value} + {nearest.offload.value}, {lacks(nearest, room)}. {text[0].upper()}{text[1:]} "
+        "(python -m lightning_zero.plan shows all rows)."
     )
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
-from lightning_zero.config import ConfigError, Hierarchy, Offload, OffloadConfig, Stage, check_rows
-from lightning_zero.planning import memory
+from lightning_zero.config import AfterFit, ConfigError, Hierarchy, Offload, OffloadConfig, Stage, check_rows
+from lightning_zero.planning import memory, whole
 from lightning_zero.planning.activations import Activations, ByBatchSize, peaks_with
 from lightning_zero.planning.buckets import BucketPlan, BucketShape, place
 from lightning_zero.planning.memory import ADAM_STATES, Bytes, Limits, Moment, Phase
@@ -52,6 +52,8 @@ class Model:
         states: tensors of optimizer state for each parameter.
         activations: of micro-batches; ``None``: they do not count.
         samples: of a micro-batch; default: as many as the smaller one that was measured.
+        recomputes: these are with activation checkpointing.
+        after_fit: whether the module is whole between runs: ``whole`` must have room, ``auto`` may.
     """
 
     names: tuple[str, ...]
@@ -60,6 +62,13 @@ class Model:
     states: int = ADAM_STATES
     activations: ByBatchSize | None = None
     samples: int | None = None
+    recomputes: bool = False
+    after_fit: AfterFit = AfterFit.auto
+
+    @property
+    def copy_nbytes(self) -> int:
+        """Of the copy of the whole module on a host."""
+        return whole.copy_nbytes(nbytes for shape in self.shapes for nbytes in shape.built_nbytes)
 
     @property
     def flops(self) -> float:
@@ -87,11 +96,15 @@ class Row:
 
     Attributes:
         rest: bytes of one rank while gradients wait (before the step; between micro-batches, if there are several).
-        peaks: bytes of one rank at the peak of each moment.
-        per_rank, per_host: the peak on each tier, over all moments, of a rank and of the ranks of a host.
+        peaks: bytes of one rank at the peak of each moment of a step.
+        per_rank, per_host: the peak on each tier, over all moments that must fit, of a rank and of the ranks of a host.
+        together: the peak of device and host memory, over these moments, of the ranks of a host.
         refused: the budgets of ``auto`` cannot hold the model, for this reason.
         sent: bytes that a rank sends in a step.
         time: what a step is expected to take; ``None``: no rates were given.
+        after_run: bytes of one rank when a run is over and the module is whole, a rank's share of the host's copy among
+            them; none: it stays sharded.
+        is_whole: the module is whole then, because it must be or has room.
     """
 
     stage: Stage
@@ -100,10 +113,18 @@ class Row:
     peaks: dict[Phase, Bytes]
     per_rank: dict[Tier, int]
     per_host: dict[Tier, int]
+    together: int
     shortages: tuple[Shortage, ...]
     refused: str = ""
     sent: Sent | None = None
     time: StepTime | None = None
+    after_run: Bytes = field(default_factory=Counter)
+    is_whole: bool = False
+
+    @property
+    def moments(self) -> list[Bytes]:
+        """Bytes of one rank at all moments whose peaks count."""
+        return [*self.peaks.values(), *([self.after_run] if self.is_whole else [])]
 
     @property
     def fits(self) -> bool:
@@ -148,7 +169,7 @@ def plan_row(
     try:
         tiers = _tiers(model, stage, offload, machine, settings)
     except ConfigError as error:
-        return Row(stage, offload, Counter(), {}, dict.fromkeys(Tier, 0), dict.fromkeys(Tier, 0), (), str(error))
+        return Row(stage, offload, Counter(), {}, dict.fromkeys(Tier, 0), dict.fromkeys(Tier, 0), 0, (), str(error))
     buckets = _placed(model, stage, tiers, machine)
     limits = replace(model.limits, has_link=not machine.shared)
     waiting = Moment.accumulating if limits.micro_batches > 1 else Moment.reduced
@@ -166,10 +187,29 @@ def plan_row(
         time = expected(
             buckets, limits, model.flops, rates, replicas=replicas, exchanged=exchanged, on_cpu=machine.shared
         )
-    per_rank = {tier: max(memory.on_tier(held, tier) for held in peaks.values()) for tier in Tier}
+    after, lack = _after_run(model, buckets, machine)
+    is_whole = bool(after) and not (lack and model.after_fit is AfterFit.auto)
+    moments = [*peaks.values(), *([after] if is_whole else [])]
+    per_rank = {tier: max(memory.on_tier(held, tier) for held in moments) for tier in Tier}
     per_host = {tier: nbytes * machine.gpus for tier, nbytes in per_rank.items()}
-    lacks = _shortages(per_rank, per_host, machine)
-    return Row(stage, offload, rest, peaks, per_rank, per_host, lacks, sent=sent, time=time)
+    together = max(map(memory.in_memory, moments)) * machine.gpus
+    lacks = _shortages(per_rank, per_host, together, machine, lack if is_whole else 0)
+    row = Row(stage, offload, rest, peaks, per_rank, per_host, together, lacks, sent=sent, time=time)
+    return replace(row, after_run=after, is_whole=is_whole)
+
+
+def _after_run(model: Model, buckets: Sequence[BucketPlan], machine: Machine) -> tuple[Bytes, int]:
+    """Bytes of one rank when a run is over and the module is whole (none, if it is to stay sharded), and what a host
+    lacks for it."""
+    if model.after_fit is AfterFit.sharded or not buckets:
+        return Counter(), 0
+    gathers = any(b.layout.world_size > machine.gpus for b in buckets)  # of a rank's shards, some are on other hosts
+    on_the_way = whole.on_the_way_nbytes(buckets, gathers=gathers)
+    rest = memory.planned_bytes(buckets, state_tensors=model.states, moment=Moment.reduced)
+    there = machine.gpus * (memory.in_memory(rest) if machine.shared else memory.on_tier(rest, Tier.host))
+    needed = whole.needed_nbytes(model.copy_nbytes + on_the_way * machine.gpus * machine.shared)
+    after = whole.after_run(rest, model.copy_nbytes, on_the_way, machine.gpus)
+    return after, max(0, there + needed - machine.host_memory)
 
 
 def _placed(model: Model, stage: Stage, tiers: Sequence[TierRow], machine: Machine) -> list[BucketPlan]:
@@ -201,15 +241,23 @@ def _tiers(model: Model, stage: Stage, offload: Offload, machine: Machine, setti
     return split_by_budget(sizes, found.with_given(settings.device_budget, settings.host_budget, settings.nvme_budget))
 
 
-def _shortages(per_rank: dict[Tier, int], per_host: dict[Tier, int], machine: Machine) -> tuple[Shortage, ...]:
+def _shortages(
+    per_rank: dict[Tier, int], per_host: dict[Tier, int], together: int, machine: Machine, after_run: int
+) -> tuple[Shortage, ...]:
+    """
+    Args:
+        after_run: bytes that a host lacks then.
+    """
     if machine.shared:
-        needed = {Tier.host: (per_host[Tier.device] + per_host[Tier.host], machine.host_memory)}
+        needed = {Tier.host: (together, machine.host_memory)}
     else:
         needed = {
             Tier.device: (per_rank[Tier.device], machine.gpu_memory),
             Tier.host: (per_host[Tier.host], machine.host_memory),
         }
     needed[Tier.nvme] = (per_host[Tier.nvme], machine.nvme)
+    want, have = needed[Tier.host]
+    needed[Tier.host] = (max(want, have + after_run), have)
     return tuple(Shortage(tier, want - have) for tier, (want, have) in needed.items() if want > have)
 
 

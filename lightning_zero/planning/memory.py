@@ -276,6 +276,11 @@ def fits_half(rest: Bytes, gpu: int, host: int, local_ranks: int) -> bool:
     return on_device <= gpu // 2 and on_host * local_ranks <= host // 2
 
 
+def in_memory(held: Bytes) -> int:
+    """All bytes that are not in files."""
+    return on_tier(held, Tier.device) + on_tier(held, Tier.host)
+
+
 def on_tier(held: Bytes, tier: Tier) -> int:
     """All bytes on one tier."""
     return sum(nbytes for (_, where), nbytes in held.items() if where is tier)

@@ -165,17 +165,19 @@ class Waits:
             # (``comm/groups.py``), so it may be waited for again.
             left = deadline - time.monotonic()
             asks = left > ask_s + 1 and self._watchdog is not None and self.all_take_part
-            limit = ask_s if asks else self.stall_timeout_s if said else max(left, 0.001)
+            limit = ask_s if asks else self.stall_timeout_s if said else max(left, 0.01)
             began = time.monotonic()
             try:
                 work.wait(timedelta(seconds=limit))
                 return
             except RuntimeError:
-                if asks and time.monotonic() - began > 0.9 * limit:
+                timed_out = time.monotonic() - began > 0.9 * limit
+                if asks and timed_out:
                     ask_s *= 2
                     self._refuse_waiting_for_each_other(label)
                     continue
-                if not patient or self._watchdog is None:
+                # A message that has failed raises its error at each wait: no patience helps.
+                if not timed_out or not patient or self._watchdog is None:
                     raise
                 if self._watchdog.all_wait() and not work.is_completed():
                     raise

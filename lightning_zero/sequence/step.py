@@ -132,7 +132,7 @@ def _fingerprint(batch: Any) -> int:
             found = zlib.crc32(f"{tuple(leaf.shape)} {leaf.dtype}".encode(), found)
             if leaf.device.type == "cpu" and leaf.layout is torch.strided:
                 data = leaf.detach().contiguous().reshape(-1).view(torch.uint8)
-                found = zlib.crc32(memoryview(data.numpy()), found)
+                found = zlib.crc32(data.numpy().data, found)
         elif isinstance(leaf, (int, float, str, bool)):
             found = zlib.crc32(repr(leaf).encode(), found)
     return found

@@ -8,13 +8,10 @@ kernel of a GPU may need scratch memory of its own beside this.
 from __future__ import annotations
 
 import contextlib
-import copy
 import logging
-import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from types import MethodType
 from typing import Any
 
 import lightning.pytorch as pl
@@ -22,7 +19,7 @@ import torch
 from lightning.pytorch.utilities.data import extract_batch_size
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -36,8 +33,7 @@ from lightning_zero.engine.passes.output_dtypes import dtype_hooks
 from lightning_zero.engine.units.describe import AUTOCAST_DTYPES, TRUE_DTYPES, describe_units, fp32_modules
 from lightning_zero.planning.activations import Activations, ByBatchSize, Stretch
 from lightning_zero.sequence.step import SequenceSteps
-
-CPU = torch.device("cpu")
+from lightning_zero.trainer.fake_module import CPU, detach_from_lightning, fake_copy, give_fake_optimizers
 
 
 class NotMeasured(ConfigError):
@@ -153,108 +149,6 @@ class _Recorder:
         return self._backward
 
 
-# -- the copy of a module ---------------------------------------------------------------------------------------------
-
-
-class _Stand:
-    """A trainer for the copy: the one of the run, if there is one, with optimizers that step nothing."""
-
-    def __init__(self, trainer: Any, optimizers: list[Any]) -> None:
-        self.__dict__.update(_trainer=trainer, optimizers=optimizers)
-
-    def __getattr__(self, name: str) -> Any:
-        trainer = self.__dict__["_trainer"]
-        if trainer is None:
-            default = _TRAINER.get(name, _TRAINER)
-            if default is _TRAINER:
-                raise AttributeError(f"trainer.{name} is not known before a run")
-            return default
-        return getattr(trainer, name)
-
-
-_TRAINER: dict[str, Any] = {
-    "world_size": 1,
-    "num_devices": 1,
-    "global_rank": 0,
-    "local_rank": 0,
-    "is_global_zero": True,
-    "current_epoch": 0,
-    "global_step": 0,
-    "max_epochs": None,
-    "max_steps": -1,
-    "log_every_n_steps": 50,
-    "sanity_checking": False,
-    "training": True,
-    "validating": False,
-    "testing": False,
-    "predicting": False,
-    "loggers": [],
-    "logger": None,
-    "callbacks": [],
-    "callback_metrics": {},
-    "logged_metrics": {},
-    "accumulate_grad_batches": 1,
-    "gradient_clip_val": None,
-    "estimated_stepping_batches": math.inf,
-}
-
-
-def _copy(module: pl.LightningModule, dtypes: Mapping[int, torch.dtype], mode: FakeTensorMode) -> pl.LightningModule:
-    """A copy with fake tensors: parameters in ``dtypes`` by id, ties kept."""
-    memo: dict[int, Any] = {id(None): None}
-    for owner in ("_trainer", "_fabric"):
-        held = module.__dict__.get(owner)
-        if held is not None:
-            memo[id(held)] = None
-    with mode:
-        for param in module.parameters():
-            fake = torch.empty_strided(
-                param.shape, param.stride(), dtype=dtypes.get(id(param), param.dtype), device=CPU
-            )
-            memo[id(param)] = nn.Parameter(fake, requires_grad=param.requires_grad)
-        for buffer in module.buffers():
-            dtype = dtypes.get(id(buffer), buffer.dtype)
-            memo[id(buffer)] = torch.empty_strided(buffer.shape, buffer.stride(), dtype=dtype, device=CPU)
-    with FakeCopyMode(mode):
-        return copy.deepcopy(module, memo)
-
-
-def _detach_from_lightning(module: pl.LightningModule, trainer: Any, backward: Callable[..., Any]) -> None:
-    """Have the copy log nothing, step nothing, and find a trainer."""
-    optimizers = [torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.0)]
-    module.__dict__["_trainer"] = _Stand(trainer, optimizers)
-
-    def nothing(self: Any, *_: Any, **__: Any) -> None: ...
-
-    for name in ("log", "log_dict", "print", "toggle_optimizer", "untoggle_optimizer", "clip_gradients"):
-        module.__dict__[name] = MethodType(nothing, module)
-    module.__dict__["manual_backward"] = lambda loss, *_, **__: backward(loss)
-    module.__dict__["lr_schedulers"] = lambda: None
-    module.__dict__["all_gather"] = lambda data, *_, **__: data
-
-
-def _fake_optimizers(module: pl.LightningModule) -> None:
-    """For manual optimization: as many optimizers as the module's own, which do nothing."""
-
-    class Nothing:
-        param_groups = ({"lr": 0.0},)
-
-        def step(self, closure: Any = None, **_: Any) -> Any:
-            return closure() if closure is not None else None
-
-        def zero_grad(self, *_: Any, **__: Any) -> None: ...
-
-        def toggle_model(self, *_: Any, **__: Any) -> Any:
-            return contextlib.nullcontext()
-
-    found = module.configure_optimizers()
-    if isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], (list, tuple)):
-        found = found[0]
-    several = list(found) if isinstance(found, (list, tuple)) else [found]
-    made = [Nothing() for _ in several]
-    module.__dict__["optimizers"] = lambda *_, **__: made if len(made) > 1 else made[0]
-
-
 # -- measuring --------------------------------------------------------------------------------------------------------
 
 
@@ -319,7 +213,7 @@ class _Measurement:
         if (true := TRUE_DTYPES.get(precision)) is not None:
             dtypes.update({id(b): true for b in module.buffers() if b.is_floating_point()})
         slots = [sum(info.param.requires_grad for info in bucket.params) for bucket in buckets]
-        self._module = _copy(module, dtypes, mode)
+        self._module = fake_copy(module, dtypes, mode)
         self._module.train()
         self._live = LiveBytes()
         self._recorder = _Recorder(self._live, slots)
@@ -328,9 +222,9 @@ class _Measurement:
             for name, param in self._module.named_parameters()
             if param.requires_grad
         ]
-        _detach_from_lightning(self._module, trainer, self._backward)
+        detach_from_lightning(self._module, trainer, self._backward)
         if not self._module.automatic_optimization:
-            _fake_optimizers(self._module)
+            give_fake_optimizers(self._module)
         for number, group in enumerate(groups):
             if number:
                 self._watch(self._module.get_submodule(group.name), number)

@@ -24,19 +24,29 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_zero.config import ConfigError, Offload, OffloadConfig, ZeroConfig, candidate_rows, for_layout, with_rows
+from lightning_zero.config import (
+    ConfigError,
+    Offload,
+    OffloadConfig,
+    Recompute,
+    ZeroConfig,
+    candidate_rows,
+    for_layout,
+    with_rows,
+)
 from lightning_zero.device import accelerator_of
 from lightning_zero.engine import engine_of
 from lightning_zero.engine.units.describe import bucket_shapes, describe_units
 from lightning_zero.planning.activations import Activations, ByBatchSize
 from lightning_zero.planning.choose import Choice, choose_row, size_text, with_room
 from lightning_zero.planning.fit import Machine, Model, plan_row
-from lightning_zero.planning.memory import Limits
+from lightning_zero.planning.memory import ADAM_STATES, Limits
 from lightning_zero.planning.placement import Tier
 from lightning_zero.planning.step_time import CPU_RATES, GPU_RATES
 from lightning_zero.ranks.peers import machine
 from lightning_zero.tiers.limits import available_host_memory
 from lightning_zero.trainer.activations import NotMeasured, measure_sizes
+from lightning_zero.trainer.fake_module import states_of
 from lightning_zero.trainer.precision import ZeroPrecision
 
 KEY = "lightning_zero_auto"  # in checkpoints
@@ -79,7 +89,7 @@ class Undecided(Protocol):
     asked_config: ZeroConfig | None
     decision: Decision | None
     saved_decision: Decision | None
-    planned_states: int
+    planned_states: int | None
     activations_of_run: Callable[[], Activations | None] | None
 
     @property
@@ -119,15 +129,19 @@ def decide(strategy: Undecided, trainer: pl.Trainer, module: pl.LightningModule,
     if before is not None and engine_of(module) is not None:  # it was decided for an evaluation before, and holds
         return
     places = strategy.gather_objects(_place(strategy, asked), "what there is for zero/stage=auto")
-    found: Decision | str = ""
+    found: Decision | Exception = ConfigError("rank 0 decides")
     if strategy.is_global_zero:
         try:
             found = _decide(strategy, trainer, module, asked, places, fitting=fitting)
         except ConfigError as error:
-            found = str(error)
+            found = ConfigError(str(error))
+        except Exception as error:  # else the others would wait for rank 0
+            found = RuntimeError(f"zero/stage=auto: rank 0 could not decide: {type(error).__name__}: {error}")
+            found.__cause__ = error
+    own = found
     found = strategy.gather_objects(found, "the decision on zero/stage=auto")[0]
-    if isinstance(found, str):
-        raise ConfigError(found)
+    if isinstance(found, Exception):
+        raise own if strategy.is_global_zero and isinstance(own, Exception) else found
     strategy.decision = found
     strategy.config = with_rows(asked, found.stage, found.offload, settings=_settings(asked))
     rank_zero_info(str(found))
@@ -174,7 +188,7 @@ def _decide(
     fitting: bool,
 ) -> Decision:
     there = machine_of(places, strategy)
-    model, why_not = model_of(strategy, trainer, module, asked, fitting=fitting)
+    model, assumed = model_of(strategy, trainer, module, asked, fitting=fitting)
     if model.activations is not None:
         found = model.activations.measured[0]
         strategy.activations_of_run = partial(_itself, found)  # not a lambda: strategies are pickled
@@ -185,7 +199,7 @@ def _decide(
             f"zero/stage=auto: expected a stage that goes with zero/offload={asked.offload.name.name} and a folder for "
             "files where it needs one, got none. Choose zero/offload=auto, or set zero.offload.nvme_path."
         )
-    note = f" (activations are not in the plan, half of the memory is left for them: {why_not})" if why_not else ""
+    note = "".join(f" ({text})" for text in assumed)
     if (saved := strategy.saved_decision) is not None:
         kept, note_of_saved = _kept(saved, model, there, candidates)
         if kept:
@@ -217,8 +231,9 @@ def _kept(saved: Decision, model: Model, there: Machine, candidates: Any) -> tup
 
 def model_of(
     strategy: Undecided, trainer: pl.Trainer, module: pl.LightningModule, config: ZeroConfig, *, fitting: bool
-) -> tuple[Model, str]:
-    """The model as planning sees it, with the activations of one batch; or without, and why."""
+) -> tuple[Model, list[str]]:
+    """The model as planning sees it, with the activations of one batch and the state of its optimizers; and what was
+    assumed where these are not known, and why."""
     layout, precision = for_layout(config), strategy.precision_plugin.row
     units = describe_units(module, layout, precision)
     limits = Limits(
@@ -227,8 +242,26 @@ def model_of(
     found, why_not = None, "" if fitting else "there is no training"
     if fitting:
         found, why_not = activations_of(strategy.precision_plugin, trainer, module, layout)
-    model = Model(tuple(u.name for u in units), tuple(bucket_shapes(units)), limits, strategy.planned_states, found)
-    return model, why_not
+    assumed = []
+    if why_not:
+        assumed.append(f"activations are not in the plan, half of the memory is left for them: {why_not}")
+    states, why = strategy.planned_states, ""
+    if states is None:
+        states, why = states_of(module, trainer) if fitting else (ADAM_STATES, "")
+    if why:
+        assumed.append(f"{states} tensors of optimizer state for each parameter are assumed, as Adam has: {why}")
+    names, shapes = tuple(u.name for u in units), tuple(bucket_shapes(units))
+    recomputes = config.activation_checkpointing is not Recompute.none
+    model = Model(
+        names,
+        shapes,
+        limits,
+        states,
+        found,
+        recomputes=recomputes,
+        after_fit=config.after_fit,
+    )
+    return model, assumed
 
 
 def activations_of(

@@ -24,6 +24,7 @@ from lightning_utilities.core.rank_zero import WarningCache, rank_zero_warn
 
 from lightning_zero.checkpoint.background import Background
 from lightning_zero.checkpoint.durable import naming
+from lightning_zero.engine.units.long_work import SILENT, Count, LongWork
 from lightning_zero.ranks.mailbox import Mailbox
 from lightning_zero.ranks.waits import Waits
 
@@ -54,6 +55,8 @@ class BackgroundSaves:
     def __init__(self) -> None:
         self._background = Background()
         self._hurry = threading.Event()
+        self._name = ""
+        self._count: Count | None = None
         self.is_under_way = self.may_fail = False
 
     def begin(
@@ -65,6 +68,7 @@ class BackgroundSaves:
         end: Callable[[Sequence[T]], Any],
         close: Callable[[BaseException | None], Any],
         copy: Callable[[], Any],
+        count: Count | None = None,
         *,
         may_fail: bool,
     ) -> None:
@@ -76,6 +80,7 @@ class BackgroundSaves:
             end: is called on rank 0 with what all ranks have returned, in rank order.
             close: is called at the end in any case, with the error that has kept it from being written.
             copy: is done before ``write``, for steps that follow soon.
+            count: of what ``write`` has written.
         """
         rank, world_size = (waits.rank, waits.world_size) if waits is not None else (0, 1)
         mail = Mailbox(number, rank, world_size)
@@ -93,6 +98,7 @@ class BackgroundSaves:
             close(None)
 
         self.is_under_way, self.may_fail = True, may_fail
+        self._name, self._count = path.name, count
         self._hurry.clear()
         self._background.do(run, copy)
 
@@ -120,19 +126,22 @@ class BackgroundSaves:
         """Do this when what is under way is written, and not if it failed."""
         self._background.then(act)
 
-    def wait(self) -> None:
+    def wait(self, long_work: LongWork = SILENT) -> None:
         """Wait until this rank has nothing to do any more.
+
+        Args:
+            long_work: shows how far it is.
 
         Raises:
             Exception: what has failed, with file and cause.
         """
-        self._background.wait()
+        self._background.wait(long_work, f"saving {self._name}", self._count)
 
-    def wait_alone(self) -> None:
+    def wait_alone(self, long_work: LongWork = SILENT) -> None:
         """As :meth:`wait`, where other ranks may be gone; what has failed is said."""
         self._hurry.set()
         try:
-            self.wait()
+            self.wait(long_work)
         except Exception as error:
             rank_zero_warn(str(error))
         self.is_under_way = False

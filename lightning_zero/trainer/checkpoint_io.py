@@ -25,12 +25,19 @@ from torch.serialization import get_unsafe_globals_in_checkpoint
 from lightning_zero.checkpoint.archive import write_archive
 from lightning_zero.checkpoint.durable import naming, remove_whole, written_aside
 from lightning_zero.checkpoint.sharded.index import refuse_other_folder
+from lightning_zero.checkpoint.words import words
 from lightning_zero.config import MIB, ConfigError
+from lightning_zero.engine.units.long_work import SILENT, LongWork
 
 
 class ZeroCheckpointIO(TorchCheckpointIO):
-    """Writes Lightning's file so that it is whole or not there. Where the path is not local, Lightning writes it."""
+    """Writes Lightning's file so that it is whole or not there. Where the path is not local, Lightning writes it.
 
+    Attributes:
+        long_work: shows how far a file is, where the user waits for it.
+    """
+
+    long_work: LongWork = SILENT
     _looked: frozenset[bool] = frozenset()  # what files of weights only, and whole ones, of this run hold
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
@@ -41,7 +48,7 @@ class ZeroCheckpointIO(TorchCheckpointIO):
         with naming(Path(name)):
             refuse_other_folder(Path(name))
         with written_aside(name) as part:
-            write_archive(checkpoint, part.fd)
+            write_archive(checkpoint, part.fd, Path(name).name, self.long_work)
         self.look_at(checkpoint, name)
 
     def load_checkpoint(
@@ -147,7 +154,7 @@ def load(io: CheckpointIO, path: Any, weights_only: bool | None) -> dict[str, An
     except MemoryError:
         raise
     except FileNotFoundError as error:
-        raise FileNotFoundError(f"{error}. Give another ckpt_path.") from error
+        raise FileNotFoundError(f"{error}. Give {words().another}.") from error
     except OSError as error:
         if error.errno in _LASTING:
             raise ConfigError(_damaged(path, error)) from error
@@ -157,7 +164,7 @@ def load(io: CheckpointIO, path: Any, weights_only: bool | None) -> dict[str, An
         if not found:
             raise ConfigError(_damaged(path, error)) from error
         raise ConfigError(
-            f"ckpt_path: expected a checkpoint of tensors and plain values, got {path} with {', '.join(found)}: "
+            f"{words().key}: expected a checkpoint of tensors and plain values, got {path} with {', '.join(found)}: "
             f"loading these can run any code that is in the file. If you trust it, {way_out(found)}."
         ) from error
 
@@ -170,7 +177,7 @@ _NOT_ALLOWED = "Weights only load failed"
 def way_out(found: Iterable[str]) -> str:
     names = ", ".join(name.rpartition(".")[2] for name in found)
     return (
-        "give weights_only=False to Trainer.fit (validate, test, predict), weights_only=false to lightning_zero.train, "
+        f"give weights_only=False to {words().unsafe}, "
         f"or allow the classes before: torch.serialization.add_safe_globals([{names}])"
     )
 
@@ -178,7 +185,10 @@ def way_out(found: Iterable[str]) -> str:
 def _damaged(path: Any, error: Exception) -> str:
     said = str(error).partition(" In PyTorch 2.6")[0]  # without torch's advice to give weights_only=False
     cause = f"{type(error).__name__}: {said}".rstrip(": .")
-    return f"ckpt_path: expected a whole checkpoint, got {path}, which cannot be read: {cause}. Give another ckpt_path."
+    return (
+        f"{words().key}: expected a whole checkpoint, got {path}, which cannot be read: {cause}. "
+        f"Give {words().another}."
+    )
 
 
 def _refused(path: Any, error: Exception) -> list[str]:
@@ -197,7 +207,7 @@ def _classes(path: Any) -> list[str]:
         return []
 
 
-def wait_for_writes(io: CheckpointIO) -> None:
+def wait_for_writes(io: CheckpointIO, long_work: LongWork) -> None:
     """Wait until what is in the writer's queue is done: each save in it holds a whole checkpoint.
 
     Raises:
@@ -206,7 +216,7 @@ def wait_for_writes(io: CheckpointIO) -> None:
     writer = async_writer(io)
     if writer is not None:
         if writer._executor is not None:
-            writer._executor.submit(lambda: None).result()
+            long_work.wait(writer._executor.submit(lambda: None), "the save before")
         if (error := writer._error) is not None:
             writer._error = None  # said once: what follows is tried again, as without the plugin
             raise error

@@ -33,6 +33,7 @@ from lightning_zero.comm.agreements import ApartError, gather_objects, gather_ro
 from lightning_zero.config import CheckpointFormat, ConfigError, ZeroConfig, parse_bytes
 from lightning_zero.device import accelerator_of
 from lightning_zero.engine import Engine, engine_of
+from lightning_zero.engine.units.long_work import LongWork
 from lightning_zero.engine.whole.module_state import keeping_frozen
 from lightning_zero.engine.whole.ranges import Hollow
 from lightning_zero.engine.whole.sharded_state import sharded_optimizer_state, sharded_state_dict
@@ -40,6 +41,7 @@ from lightning_zero.ranks.peers import PeerError
 from lightning_zero.ranks.waits import StallError, Waits
 from lightning_zero.trainer import auto_row, averaging
 from lightning_zero.trainer.background_saves import BackgroundSaves
+from lightning_zero.trainer.bars import has_bar
 from lightning_zero.trainer.checkpoint_fits import (
     check_frozen,
     check_model,
@@ -47,7 +49,15 @@ from lightning_zero.trainer.checkpoint_fits import (
     may_change_optimizers,
     of_lightning,
 )
-from lightning_zero.trainer.checkpoint_io import after_writes, async_writer, load, remove, wait_for_writes, with_default
+from lightning_zero.trainer.checkpoint_io import (
+    after_writes,
+    async_writer,
+    load,
+    remove,
+    wait_for_writes,
+    with_default,
+    writes_files,
+)
 from lightning_zero.trainer.interruptions import ON_ALL_RANKS, failed_on_all_ranks, refuse_lonely_save
 from lightning_zero.trainer.overruled import warn_of_overruled
 from lightning_zero.trainer.random_numbers import KEY as RNG_KEY
@@ -116,6 +126,13 @@ class CheckpointingStrategy(ParallelStrategy):
         it so), and Lightning passes the user's ``weights_only`` on. Weights wait until there are shards."""
         return False
 
+    @property
+    def long_work(self) -> LongWork:
+        """Shows what takes long, on rank 0 and where the Trainer has a progress bar."""
+        module = self.lightning_module
+        trainer = module._trainer if module is not None else None
+        return LongWork(self.is_global_zero and self.config.summary and (trainer is None or has_bar(trainer)))
+
     def lightning_module_state_dict(self) -> dict[str, Any]:
         assert self.lightning_module is not None
         engine = engine_of(self.lightning_module)
@@ -176,6 +193,8 @@ class CheckpointingStrategy(ParallelStrategy):
                 self._save_folder(checkpoint, filepath)
             return
         write = super().save_checkpoint
+        if writes_files(self.checkpoint_io):
+            self.checkpoint_io.long_work = self.long_work
         with self.noting_failure():
             if self.range_save is None or not self.range_save.write(checkpoint):
                 self.together("writing a checkpoint", lambda: write(checkpoint, filepath, storage_options))
@@ -224,7 +243,7 @@ class CheckpointingStrategy(ParallelStrategy):
             self._background.is_under_way = False
             try:
                 with self.noting_failure():
-                    self.together("the save before this one", self._background.wait)
+                    self.together("the save before this one", partial(self._background.wait, self.long_work))
             except Exception as error:
                 self._saver = None  # rank 0 may not have heard what the others have written
                 if not failed_on_all_ranks(error) or not self._background.may_fail:
@@ -233,7 +252,7 @@ class CheckpointingStrategy(ParallelStrategy):
         io = self.checkpoint_io
         if async_writer(io) is not None:
             with self.noting_failure():
-                self.together("the save before this one", lambda: wait_for_writes(io))
+                self.together("the save before this one", lambda: wait_for_writes(io, self.long_work))
 
     def _save_folder(self, checkpoint: Mapping[str, Any], filepath: Any) -> None:
         waits = self._waits
@@ -245,7 +264,8 @@ class CheckpointingStrategy(ParallelStrategy):
         group = dist.group.WORLD if waits is not None else None
         begin = self.begin_in_background
         streams = self.engine.comm.streams if begin is not None else None
-        self._saver.save(*divide(checkpoint), path, group, waits, behind=begin, streams=streams)
+        parts, long_work = divide(checkpoint), self.long_work
+        self._saver.save(*parts, path, group, waits, behind=begin, streams=streams, long_work=long_work)
 
     def export(self, path: Any, *, dtype: str | torch.dtype | None = None, shard_size: str | int = "5GB") -> None:
         """Write the model to a new folder as Hugging Face's ``from_pretrained`` loads it. On all ranks, each its part.
@@ -277,7 +297,14 @@ class CheckpointingStrategy(ParallelStrategy):
         if self._background.is_under_way:
             self.wait_for_writes()
         if (writer := async_writer(self.checkpoint_io)) is not None:  # a wrapper around it does not pass this on
-            self.together("the last writes of checkpoints", writer.teardown)
+            long_work = self.long_work
+
+            def finish() -> None:
+                if writer._executor is not None:
+                    long_work.wait(writer._executor.submit(lambda: None), "the last save")
+                writer.teardown()
+
+            self.together("the last writes of checkpoints", finish)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """On all ranks, which read it each.
@@ -297,12 +324,13 @@ class CheckpointingStrategy(ParallelStrategy):
                 self.global_rank,
                 lambda value: self.gather_objects(value, "checksums"),
                 lambda act: self.together("reading checksums", act),
+                self.long_work,
             )
         self._loaded_from = checkpoint_path
 
         def read() -> dict[str, Any]:
             if is_folder(checkpoint_path):
-                return read_folder(checkpoint_path, weights_only)
+                return read_folder(checkpoint_path, weights_only, long_work=self.long_work)
             return of_lightning(load(self.checkpoint_io, checkpoint_path, weights_only), checkpoint_path)
 
         checkpoint = self.together("reading a checkpoint", read)

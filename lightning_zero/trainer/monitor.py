@@ -131,6 +131,7 @@ class ZeroMonitor(Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
+        self._end_counting()  # of a batch that was left out: on_train_batch_start has returned -1
         first = self._recorder is not None and self._sums.batches == 0
         known = getattr(pl_module, "flops_per_batch", None) is not None
         if first and self._count_flops and not known and not _engine(trainer).is_compiled:
@@ -157,6 +158,9 @@ class ZeroMonitor(Callback):
         if every and trainer.global_step >= self._logged[-1].steps + every:
             self._log(trainer, pl_module)
 
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._end_counting()  # likewise
+
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._recorder is not None:
             self._sums.seconds += time.monotonic() - self._since
@@ -169,6 +173,9 @@ class ZeroMonitor(Callback):
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         self._let_go()
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._let_go()  # where another callback's hook has raised before ours was called
 
     def _let_go(self) -> None:
         self._end_counting()
@@ -214,7 +221,7 @@ class ZeroMonitor(Callback):
             sums.tokens,
             sums.flops,
             self._recorder.stands_so_far(),
-            Counter(self._recorder.moved),
+            self._recorder.moved_so_far(),
             order.ahead,
             order.missed,
         )

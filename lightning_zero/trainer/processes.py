@@ -30,6 +30,7 @@ from lightning_zero.engine.engine import Engine, engines
 from lightning_zero.planning.topology import check_sequence_parallel
 from lightning_zero.ranks import rendezvous
 from lightning_zero.ranks.allocation import check_allocation
+from lightning_zero.ranks.environments import own_environment
 from lightning_zero.ranks.waits import Waits
 from lightning_zero.trainer import launchers
 
@@ -58,11 +59,26 @@ class Processes:
         node_rank: Any
         world_size: Any
 
+        # The strategies'.
+        def _settings_of_front(self) -> dict[str, Any]:
+            """Those of the Trainer, or of Fabric, that make ranks issue other collectives, or other numbers."""
+
+        @property
+        def _engine_that_waits(self) -> Engine | None:
+            """An engine of this run, if there is one yet."""
+
     def __init__(
-        self, *args: Any, process_group_backend: str | None, timeout: timedelta | None, start_method: str, **more: Any
+        self,
+        *args: Any,
+        cluster_environment: ClusterEnvironment | None,
+        process_group_backend: str | None,
+        timeout: timedelta | None,
+        start_method: str,
+        **more: Any,
     ) -> None:
         """
         Args:
+            cluster_environment: None: of ``mpirun`` where it has started this process, else what Lightning finds.
             process_group_backend: of ``torch.distributed``; None: nccl on GPUs, gloo on CPUs.
             timeout: of the process group; ``None``: torch's, and ``stall_timeout_s`` where only the hosts wait (gloo).
             start_method: ``"popen"`` or ``"fork"``.
@@ -82,6 +98,7 @@ class Processes:
         self._start_method = start_method
         self._start_waits: Waits | None = None  # until there is an engine
         self.run_settings: Mapping[str, Any] = {}
+        more["cluster_environment"] = cluster_environment or own_environment()
         super().__init__(*args, **more)
 
     # -- how many, and which -----------------------------------------------------------------------------------------
@@ -176,10 +193,6 @@ class Processes:
             per_node=self.num_processes,
         )
 
-    def _settings_of_front(self) -> dict[str, Any]:
-        """Those of the Trainer, or of Fabric, that make ranks issue other collectives, or other numbers."""
-        raise NotImplementedError
-
     def end_forked(self, *, failed: bool) -> None:
         """At the end of a forked process, which ends without what is to be done at exit.
 
@@ -193,11 +206,6 @@ class Processes:
         destroy_process_group()
 
     # -- messages ----------------------------------------------------------------------------------------------------
-
-    @property
-    def _engine_that_waits(self) -> Engine | None:
-        """An engine of this run, if there is one yet."""
-        raise NotImplementedError
 
     @property
     def _waits(self) -> Waits | None:

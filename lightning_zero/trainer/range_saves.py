@@ -42,8 +42,9 @@ from lightning_zero.comm.agreements import broadcast_object, gather_objects, tog
 from lightning_zero.config import CheckpointFormat
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.engine.units.home import Home
+from lightning_zero.engine.units.long_work import Count, Did
 from lightning_zero.engine.whole.module_state import hollow_copy
-from lightning_zero.engine.whole.ranges import COPY, MASTER, Copies, Hollow, Range, Value
+from lightning_zero.engine.whole.ranges import COPY, MASTER, Copies, Hollow, Range, Value, own_parts
 from lightning_zero.engine.whole.snapshot import KeptRanges
 from lightning_zero.ranks.mailbox import Mailbox
 from lightning_zero.trainer.background_saves import not_behind
@@ -196,10 +197,12 @@ class RangeSave:
             kept, file = made = self._together("keeping values", keep, undo=let_go)
             undo.pop_all()
 
+        count = Count(self._own_nbytes(place, copies))
+
         def write() -> list[Piece]:
             done: list[Piece] = []
             for part in kept:
-                _write_range(file.write_at, place, done, part)
+                _write_range(_telling(count.did, file.write_at), place, done, part)
             file.sync()
             return done
 
@@ -211,7 +214,7 @@ class RangeSave:
             leave(stack, error)
 
         assert self._behind is not None
-        self._behind(place.number, self._path, write, end, close, kept.snapshot.stage)
+        self._behind(place.number, self._path, write, end, close, kept.snapshot.stage, count)
 
     def _begin(
         self,
@@ -237,24 +240,39 @@ class RangeSave:
     def _write_own(self, fd: int | None, place: _Place, copies: Copies) -> list[Piece]:
         assert fd is not None
         done: list[Piece] = []
-        self._engine.visit_ranges(place.dtypes, copies, partial(_write_range, partial(write_at, fd), place, done))
-        os.fsync(fd)  # by the process that has written: on a network's file system rank 0 cannot do it
+        long_work, name = self._engine.long_work, self._path.name
+        with long_work.bytes(f"saving {name}", partial(self._own_nbytes, place, copies)) as did:
+            write = _telling(did, partial(write_at, fd))
+            self._engine.visit_ranges(place.dtypes, copies, partial(_write_range, write, place, done))
+        # By the process that has written: on a network's file system rank 0 cannot do it.
+        long_work.call(partial(os.fsync, fd), f"{name}, to the disk")
         return done
+
+    def _own_nbytes(self, place: _Place, copies: Copies) -> int:
+        """What this rank is to write, in bytes."""
+        sizes = {value: sum(dtype.itemsize for _, dtype in holes) for value, holes in place.holes.items()}
+        found = own_parts(self._engine, sizes, copies)
+        return sum(part.values.numel * sizes[part.value] for _, parts in found for part in parts)
 
     def _write_all(self, fd: int | None, place: _Place, copies: Copies) -> list[Piece]:
         """As rank 0, to which all others send their ranges. An error waits until no rank waits for this one."""
         done: list[Piece] = []
         errors: list[Exception] = []
 
-        def visit(part: Range) -> None:
-            if self._engine.rank == 0 and not errors:
-                try:
-                    assert fd is not None
-                    _write_range(partial(write_at, fd), place, done, part)
-                except Exception as error:
-                    errors.append(error)
+        def total() -> int:
+            return sum(hole.nbytes for holes in place.holes.values() for hole, _ in holes)
 
-        self._engine.visit_ranges(place.dtypes, copies, visit, gathered=True)
+        with self._engine.long_work.bytes(f"saving {self._path.name}", total) as did:
+
+            def visit(part: Range) -> None:
+                if self._engine.rank == 0 and not errors:
+                    try:
+                        assert fd is not None
+                        _write_range(_telling(did, partial(write_at, fd)), place, done, part)
+                    except Exception as error:
+                        errors.append(error)
+
+            self._engine.visit_ranges(place.dtypes, copies, visit, gathered=True)
         self._together("writing a checkpoint", partial(_raise_first, errors))
         return done
 
@@ -304,6 +322,16 @@ class RangeSave:
 def _write_range(write: WriteAt, place: _Place, done: list[Piece], part: Range) -> None:
     for hole, dtype in place.holes[part.value]:
         done += write_values(write, hole, part.start * dtype.itemsize, part.values, dtype)
+
+
+def _telling(did: Did, write: WriteAt) -> WriteAt:
+    """``write``, which tells ``did`` of what it has written."""
+
+    def both(data: memoryview, offset: int) -> None:
+        write(data, offset)
+        did(len(data))
+
+    return both
 
 
 def _raise_first(errors: list[Exception]) -> None:

@@ -13,12 +13,20 @@ from lightning_zero.engine.timeline.record import check_timeline
 from lightning_zero.tiers.claims import check_folder
 
 
-def settings_of(config: ZeroConfig | None, rows: Mapping[str, Any], settings: Mapping[str, Any]) -> ZeroConfig:
-    """``config``, with ``rows`` that are not None and ``settings`` on top of it.
+def settings_of(
+    config: ZeroConfig | None,
+    stage: int | str | None,
+    offload: str | None,
+    checkpoint: str | Mapping[str, Any] | None,
+    compile: str | Mapping[str, Any] | None,
+    settings: Mapping[str, Any],
+) -> ZeroConfig:
+    """``config``, with the rows that are not None and ``settings`` on top of it: the arguments of both strategies.
 
     Raises:
         ConfigError: a setting that cannot work; the message names the key to change.
     """
+    rows = {"stage": stage, "offload": offload, "checkpoint": checkpoint, "compile": compile}
     config = make_config(config, **{key: row for key, row in rows.items() if row is not None}, **settings)
     check_compiler(config.compile)
     check_timeline(config.debug)

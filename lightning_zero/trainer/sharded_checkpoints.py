@@ -25,7 +25,9 @@ from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 
 from lightning_zero.checkpoint.sharded.index import EXTRA, refusal
 from lightning_zero.checkpoint.sharded.read import ShardedFolder
+from lightning_zero.checkpoint.words import words
 from lightning_zero.config import CheckpointConfig, CheckpointFormat, ConfigError
+from lightning_zero.engine.units.long_work import SILENT, LongWork
 from lightning_zero.engine.whole.sharded_state import TensorParts
 from lightning_zero.trainer.checkpoint_io import ZeroCheckpointIO, load, way_out
 
@@ -107,13 +109,16 @@ def is_folder(path: Any) -> bool:
     return _is_local_file_protocol(path) and Path(get_filesystem(path)._strip_protocol(str(path))).is_dir()
 
 
-def read(path: Any, weights_only: bool | None, *, of_trainer: bool = True) -> dict[str, Any]:
+def read(
+    path: Any, weights_only: bool | None, *, of_trainer: bool = True, long_work: LongWork = SILENT
+) -> dict[str, Any]:
     """Lightning's checkpoint, as it is in memory, of a folder of ours or of Lightning's FSDP strategies.
 
     Its tensors are :class:`~lightning_zero.engine.units.stored.StoredTensor` s: nothing is read yet.
 
     Args:
         of_trainer: the module is wanted under the name that it has in checkpoints of the Trainer.
+        long_work: shows how far it is.
 
     Raises:
         ConfigError: what is in it would run code, or it is no whole checkpoint; with the file.
@@ -124,17 +129,21 @@ def read(path: Any, weights_only: bool | None, *, of_trainer: bool = True) -> di
         if not (folder.path / EXTRA).is_file():
             raise ConfigError(refusal(folder.path, f"it has no {EXTRA}, so it is no checkpoint of Lightning"))
         checkpoint = load(TorchCheckpointIO(), folder.path / EXTRA, weights_only)
-        return checkpoint | _values(folder, checkpoint.pop(RECORD, None) or {}, weights_only, of_trainer)
+        return checkpoint | _values(folder, checkpoint.pop(RECORD, None) or {}, weights_only, of_trainer, long_work)
     except OSError as error:
         raise OSError(error.errno, f"{path}: the checkpoint could not be read: {error}") from error
 
 
 def _values(
-    folder: ShardedFolder, record: Mapping[str, Any], weights_only: bool | None, of_trainer: bool
+    folder: ShardedFolder,
+    record: Mapping[str, Any],
+    weights_only: bool | None,
+    of_trainer: bool,
+    long_work: LongWork,
 ) -> dict[str, Any]:
     named: Sequence[str] = record.get("named", ())
     flat: dict[str, Any] = {}
-    for key in folder.keys:
+    for key in long_work.items(folder.keys, f"reading {folder.path.name}, in values"):
         if not folder.is_tensor(key):
             flat[key] = _value(folder, key, weights_only)
         else:
@@ -181,7 +190,7 @@ def _value(folder: ShardedFolder, key: str, weights_only: bool | None) -> Any:
     except pickle.UnpicklingError as error:
         found = re.findall(r"GLOBAL ([\w.]+)", str(error)) or [key]
         raise ConfigError(
-            f"ckpt_path: expected a checkpoint of tensors and plain values, got {folder.path} with "
+            f"{words().key}: expected a checkpoint of tensors and plain values, got {folder.path} with "
             f"{', '.join(found)}: loading these can run any code that is in it. If you trust it, {way_out(found)}."
         ) from error
     except OSError:

@@ -20,13 +20,12 @@ from torch import Tensor
 from torch.nn import Module, SyncBatchNorm
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lightning_zero.config import ZeroConfig, is_decided
+from lightning_zero.config import AfterFit, ZeroConfig, for_layout, is_decided
 from lightning_zero.engine import Engine, engine_of, shard
-from lightning_zero.engine.units.describe import TRUE_DTYPES
-from lightning_zero.engine.whole.host_copy import check_room
+from lightning_zero.engine.units.describe import TRUE_DTYPES, bucket_shapes, describe_units
+from lightning_zero.engine.whole.host_copy import check_room, check_room_here
 from lightning_zero.planning.activations import Activations
-from lightning_zero.planning.memory import ADAM_STATES
-from lightning_zero.ranks.environments import own_environment
+from lightning_zero.planning.whole import copy_nbytes
 from lightning_zero.sequence.model import check_model
 from lightning_zero.trainer import (
     auto_row,
@@ -79,7 +78,8 @@ class ZeroStrategy(Processes, RestagingStrategy):
         activations_of_run: gives the activations of a micro-batch, for the plan that is shown at the end of training.
         measures_peak: have torch's profiler measure the peak of a step on the CPU, for that too. No other profiler may
             run then.
-        planned_states: tensors of optimizer state for each parameter, as far as that decision is concerned.
+        planned_states: tensors of optimizer state for each parameter, for that decision; ``None``: those of
+            ``configure_optimizers``.
 
     Raises:
         ConfigError: a setting that cannot work; the message names the key to change.
@@ -103,15 +103,14 @@ class ZeroStrategy(Processes, RestagingStrategy):
         start_method: str = "popen",
         **settings: Any,
     ) -> None:
-        rows = {"stage": stage, "offload": offload, "checkpoint": checkpoint, "compile": compile}
-        config = settings_of(config, rows, settings)
+        config = settings_of(config, stage, offload, checkpoint, compile, settings)
         self._asked_precision = config.precision.name
         super().__init__(
             config,
             checkpoint_io,
             accelerator=accelerator,
             parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment or own_environment(),
+            cluster_environment=cluster_environment,
             precision_plugin=precision_plugin,
             process_group_backend=process_group_backend,
             timeout=timeout,
@@ -119,7 +118,7 @@ class ZeroStrategy(Processes, RestagingStrategy):
         )
         self.asked_config = None if is_decided(config) else config
         self.decision: auto_row.Decision | None = None
-        self.planned_states = ADAM_STATES
+        self.planned_states: int | None = None
         self.activations_of_run: Callable[[], Activations | None] | None = None
         self.measures_peak = False
         self._step_peak: StepPeak | None = None
@@ -218,6 +217,29 @@ class ZeroStrategy(Processes, RestagingStrategy):
     def _engine_that_waits(self) -> Engine | None:
         return engine_of(self.lightning_module) if self.lightning_module is not None else None
 
+    # -- before other processes start -----------------------------------------------------------------------------
+
+    @property
+    def speaks_for_all(self) -> bool:
+        """Whether what this process refuses now is refused for all ranks: it starts them, all on this host."""
+        environment = self.cluster_environment
+        return self.num_nodes == 1 and not (environment is not None and environment.creates_processes_externally)
+
+    def check_before_start(self, model: pl.LightningModule) -> None:
+        """Lightning has been given ``model``, and has not started other processes yet. Modules may lack the parts that
+        ``configure_model`` makes: what these add is found when the run is set up.
+
+        Raises:
+            ConfigError: what the settings ask for does not fit here.
+        """
+        self._check_layers(model)
+        if self.config.after_fit is AfterFit.whole and self.speaks_for_all and engine_of(model) is None:
+            units = describe_units(model, for_layout(self.config), self.precision_plugin.row)
+            check_room_here(copy_nbytes(nbytes for shape in bucket_shapes(units) for nbytes in shape.built_nbytes))
+
+    def _check_layers(self, model: Module) -> None:
+        check_model(model, self.config.sequence_parallel, syncs_norms=self._layer_sync is not None)
+
     # -- setup and teardown ---------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
@@ -238,7 +260,7 @@ class ZeroStrategy(Processes, RestagingStrategy):
             engine.hide_whole(keep=not fitting)  # a step changes all values
         if self.lightning_module is not None:
             auto_row.decide(self, trainer, self.lightning_module, fitting=fitting)
-        check_model(self.model, self.config.sequence_parallel, syncs_norms=self._layer_sync is not None)
+        self._check_layers(self.model)
         self._has_values = engine_of(self.model) is not None  # of a run before, whatever its settings
         if fitting and self._layer_sync:
             self.model = self._sync_layers(self.model)
@@ -291,6 +313,7 @@ class ZeroStrategy(Processes, RestagingStrategy):
                 node=self.node,
                 sources=sources,
                 has_values=self._has_values,
+                long_work=self.long_work,
             )
             self._start_is_over()
             if self.config.summary and self.is_global_zero:
@@ -298,6 +321,7 @@ class ZeroStrategy(Processes, RestagingStrategy):
             check_room(engine)
         else:
             engine.comm.waits.forget_failures()
+            engine.long_work = self.long_work
         engine.passes.calls_meet = True
         with engine.placeholders_allowed():
             model.to(self.root_device)  # what is neither parameter nor buffer: module.device, states of metrics
@@ -457,7 +481,7 @@ class ZeroStrategy(Processes, RestagingStrategy):
 
     def _end_writing(self) -> None:
         if processes.has_failed():
-            self._background.wait_alone()
+            self._background.wait_alone(self.long_work)
         else:
             self.finish_writes()
         try:

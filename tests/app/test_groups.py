@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers.logger import DummyLogger
 from torch import nn
 
 from lightning_zero.app import parts, train
@@ -43,15 +46,54 @@ def test_loggers(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         node |= {k: str(tmp_path) for k in ("save_dir",) if k in node}
     package = PACKAGES.get(name)
     if package and not installed(package):
-        with pytest.raises(ConfigError, match=rf"logger\.\w+: lightning\S+ needs a package that is .*{package}"):
-            build_all("logger", config.logger)
+        said = (
+            rf"logger\.\w+: lightning\S+ needs a package that is .*{package}.* pip install 'lightning-zero\[loggers\]'"
+        )
+        with pytest.raises(ConfigError, match=said):
+            parts.build_loggers(config)
         return
-    loggers = build_all("logger", config.logger)
+    if name == "wandb":
+        monkeypatch.setenv("WANDB_MODE", "offline")
+    loggers = parts.build_loggers(config)
     assert len(loggers) == {"none": 0, "many": 2}.get(name, 1)
     if name == "many":
         assert isinstance(loggers[0], CSVLogger)
     if name == "wandb":
         assert config.logger["wandb"]["tags"] == ["first", "wide"]
+
+
+class WandbLogger(DummyLogger):
+    """Stands for Lightning's, as far as it is looked at."""
+
+    def __init__(self, offline: bool = False) -> None:
+        super().__init__()
+        self._offline = offline
+
+
+def test_an_account_of_wandb_is_asked_for_before_processes_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def login() -> None:
+        asked.append(1)
+        raise wandb.Error("No API key configured.")
+
+    wandb = SimpleNamespace(Error=type("Error", (Exception,), {}), login=login)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)  # type: ignore[arg-type]
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    node = {"_target_": f"{__name__}.WandbLogger"}
+    config = config_of()
+    config.logger = {"wandb": node}
+    with pytest.raises(ConfigError, match=r"logger\.wandb: .*No API key.* wandb login .*logger\.wandb\.offline=true"):
+        parts.build_loggers(config)
+    assert asked == [1]
+    monkeypatch.setenv("LOCAL_RANK", "1")  # another rank of this host
+    assert len(parts.build_loggers(config)) == 1
+    monkeypatch.delenv("LOCAL_RANK")
+    config.logger = {"csv": None, "wandb": node | {"offline": True}}
+    assert len(parts.build_loggers(config)) == 1
+    config.logger = {"wandb": node}
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    assert len(parts.build_loggers(config)) == 1 and asked == [1]
 
 
 @pytest.mark.parametrize("name", files("callbacks"))
@@ -226,7 +268,8 @@ def test_a_tokenizer_that_is_not_there(tmp_path: Path) -> None:
         text_data(tmp_path, tokenizer=str(tmp_path))
 
 
-def test_a_dataset_on_disk(tokenizer: Path, tmp_path: Path) -> None:
+def test_a_dataset_on_disk(tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)  # no thread
     datasets = pytest.importorskip("datasets")
     from lightning_zero.data.dataset import DatasetText
 
@@ -248,6 +291,8 @@ def test_a_dataset_on_disk(tokenizer: Path, tmp_path: Path) -> None:
 def test_a_dataset_that_is_none(tmp_path: Path) -> None:
     from lightning_zero.data.dataset import DatasetText
 
+    with pytest.raises(ConfigError, match=r"data\.path: expected the folder of a dataset.* Set data\.path"):
+        parts.build_data(config_of("data=dataset"), set())
     with pytest.raises(ConfigError, match=r"data\.path: expected the folder of a dataset"):
         DatasetText(str(tmp_path))
     if not installed("datasets"):

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from hydra.core.global_hydra import GlobalHydra
 
 from lightning_zero.app import plan, train
 from lightning_zero.app.schema import MachineConfig, parse_bytes
-from lightning_zero.config import ConfigError, Offload, Stage
+from lightning_zero.config import AfterFit, ConfigError, Offload, Stage
 from lightning_zero.planning.buckets import BucketShape, Itemsizes
 from lightning_zero.planning.fit import Machine, Model, allowed_rows, best, plan_row
 from lightning_zero.planning.memory import Limits
@@ -101,7 +102,7 @@ def test_the_table(command: Any, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []  # nothing is left behind
 
 
-@pytest.mark.parametrize("columns", [80, 100])
+@pytest.mark.parametrize("columns", [80, 100, 120])
 def test_a_narrow_terminal(command: Any, monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
     """Nothing is cut off: long sizes, what is split over tiers, and what lacks everywhere."""
     monkeypatch.setenv("COLUMNS", str(columns))
@@ -115,7 +116,9 @@ def test_a_narrow_terminal(command: Any, monkeypatch: pytest.MonkeyPatch, column
         assert "\N{HORIZONTAL ELLIPSIS}" not in out
         for stage, offload in allowed_rows():
             found = [line for line in lines if re.match(rf"\W*{stage.value}\W+{offload.value} ", line)]
-            assert len(found) == 3 and re.search(r"\b(yes|no: (GPU|host|disk|budgets).*)\W*$", found[0]), out
+            assert len(found) in ((2, 3) if columns == 120 else (3,)) and re.search(
+                r"\b(yes|no: (GPU|host|disk|budgets).*)\W*$", found[0]
+            ), out
 
 
 def test_the_legend_says_when_gradients_of_stage_1_are_whole(command: Any) -> None:
@@ -235,11 +238,69 @@ def test_processes_without_gpus_share_the_hosts_memory() -> None:
     settings = plan.OffloadConfig()
     row = plan_row(model, Stage.zero1, Offload.optimizer_cpu, machine, settings)
     assert row.fits
-    needed = row.per_host[Tier.device] + row.per_host[Tier.host]
-    tight = Machine(gpus=2, gpu_memory=0, host_memory=needed - 1, nvme=0, shared=True)
+    assert row.together <= row.per_host[Tier.device] + row.per_host[Tier.host]
+    tight = Machine(gpus=2, gpu_memory=0, host_memory=row.together - 1, nvme=0, shared=True)
     row = plan_row(model, Stage.zero1, Offload.optimizer_cpu, tight, settings)
     assert [(s.tier, s.nbytes) for s in row.shortages] == [(Tier.host, 1)]
     assert best([row]) is None
+
+
+# -- after a run ------------------------------------------------------------------------------------------------------
+
+
+def whole(command: Any, after_fit: str, host: str) -> tuple[dict[str, Any], str]:
+    machine = (*MACHINE[:3], f"machine.host_memory={host}", f"zero.after_fit={after_fit}")
+    code, out, err = command("json=true", *machine)
+    assert code == 0, err
+    return json.loads(out), command(*machine)[1].replace("\n  ", " ")
+
+
+def test_the_copy_of_the_module_that_is_there_after_a_run(command: Any) -> None:
+    """Stage 0 has nothing else on the host; at cpu masters and state rest there. 858,880 parameters are 3.3 MiB."""
+    document, text = whole(command, "auto", "4MB")
+    nbytes = document["model"]["whole_copy"]
+    assert 0 <= nbytes - 4 * document["model"]["parameters"] < 64 * 100
+    row, without = row_of(document, "zero0", "none"), row_of(document, "zero3", "cpu")
+    assert row["after_run"]["host"] == {"whole_copy": -(-nbytes // 8)} and row["fits"]
+    assert row["per_host"] == 8 * -(-nbytes // 8)
+    assert without["after_run"] is None and not without["fits"]
+    assert (
+        "After a run a copy of the whole module takes 3.3M of each host; it counts here (zero.after_fit=auto)" in text
+    )
+
+    document, text = whole(command, "auto", "3MB")  # nothing fits beside it, and nothing need
+    assert row_of(document, "zero0", "none")["fits"] and row_of(document, "zero0", "none")["per_host"] == 0
+    assert "After a run the module stays sharded: a whole copy takes 3.3M of each host, which have no room" in text
+
+    document, text = whole(command, "whole", "3MB")
+    row = row_of(document, "zero0", "none")
+    lack = -int(-nbytes / 0.9 // 1) - 3_000_000  # a tenth of what is there stays free
+    assert not row["fits"] and row["missing"] == {"host": lack}
+    assert "set zero.after_fit=auto" in text
+
+    document, text = whole(command, "sharded", "3MB")
+    assert row_of(document, "zero0", "none")["after_run"] is None
+    assert "After a run the module stays sharded (zero.after_fit=sharded)." in text
+
+
+def test_the_copy_does_not_add_to_the_peak_of_a_step() -> None:
+    shapes = (BucketShape(0, (2**20,), Itemsizes(4, 4, 4, 4)),)
+    machine = Machine(gpus=2, gpu_memory=0, host_memory=10**9, nvme=0, shared=True)
+    rows = [
+        plan_row(
+            replace(Model(("",), shapes, Limits(0, 0, 1)), after_fit=setting),
+            Stage.zero0,
+            Offload.none,
+            machine,
+            plan.OffloadConfig(),
+        )
+        for setting in AfterFit
+    ]
+    auto, must, sharded = rows
+    assert auto.together == must.together
+    rest = 2 * 4 * 4 * 2**20  # parameters, gradients and two states, of two processes
+    assert sum(auto.after_run.values()) * 2 == rest + 4 * 2**20
+    assert sharded.together <= auto.together == max(sharded.together, rest + 4 * 2**20)
 
 
 # -- activations, seconds, auto, pictures -----------------------------------------------------------------------------

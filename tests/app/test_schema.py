@@ -319,6 +319,9 @@ def command_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.
         ),
         ("zero.offload=nvm", ["got zero.offload=nvm", "Write zero/offload=nvme."]),
         ("stage=zero2", ["got stage=zero2", "Write zero/stage=zero2."]),
+        ("machine=h100", ["machine: lightning_zero.plan and lightning_zero.submit have", "Drop machine=h100."]),
+        ("callbacks.best.monitor=x", ["there is no callbacks.best without callbacks=best", "Add callbacks=best."]),
+        ("logger.wandb.offline=true", ["got logger.wandb.offline=true", "Add logger=wandb."]),
         ("zero/prefetch_bytes=3", ["got zero/prefetch_bytes=3", "write zero.prefetch_bytes=3."]),
         ("zero.unit=3", ["zero.unit", "got zero.unit=3", "zero.unit.classes"]),
         # behind a plus

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import threading
 import time
 import warnings
 from collections import Counter
@@ -23,6 +24,7 @@ import lightning_zero
 from lightning_zero import ZeroStrategy
 from lightning_zero.config import ConfigError, make_config
 from lightning_zero.device import recording
+from lightning_zero.device.accelerator import Accelerator
 from lightning_zero.device.recording import Span
 from lightning_zero.engine.timeline.lanes import in_rows, lanes_of, outermost, without
 from tests.engine.support import Model, Sharded, language_work
@@ -189,11 +191,28 @@ def test_a_disk_that_is_full_ends_no_training(tmp_path: Path) -> None:
 
 
 @on_ranks(2)
+def test_a_picture_that_cannot_be_drawn_ends_no_training(tmp_path: Path) -> None:
+    with Sharded(Model(), debug={"timeline": str(tmp_path), "timeline_after": 1}) as side, warned() as found:
+        draws = {"draw": mock.Mock(side_effect=ImportError("built for another numpy")), "can_draw": lambda: True}
+        with mock.patch.multiple("lightning_zero.engine.timeline.record", **draws):
+            steps(side, 5)
+        assert side.engine.rank or (tmp_path / "timeline.html").exists()
+    assert ["ImportError: built for another numpy" in text for text in found] == [True] * (dist.get_rank() == 0)
+
+
+@on_ranks(2)
 def test_an_exception_while_it_records_leaves_nothing(tmp_path: Path) -> None:
     with Sharded(Model(), debug={"timeline": str(tmp_path), "timeline_after": 1, "timeline_steps": 9}) as side:
         steps(side, 2)
         side.engine.abort()
-        side.engine.rest()
+        # A device may wait for a message of a rank that is gone: nobody may wait for the device.
+        accelerator = side.engine.comm.streams.accelerator
+        with mock.patch.object(type(accelerator), "synchronize", side_effect=AssertionError("waits")):
+            side.engine.rest()
+        assert recording._recorder is None
+    with Sharded(Model(), debug={"timeline": str(tmp_path), "timeline_after": 1, "timeline_steps": 9}) as side:
+        steps(side, 2)
+        side.engine.release()  # without the end of a run, as without Lightning
         assert recording._recorder is None
     dist.barrier()
     assert not (tmp_path / "trace.json").exists()
@@ -232,6 +251,29 @@ def test_a_wait_inside_of_another_counts_once() -> None:
     assert [(s.waits_for, s.begin, s.end) for s in found] == [("transfer", 0, 2), ("disk", 2, 5), ("transfer", 5, 10)]
     lanes = lanes_of(0, [bar(0, 10, why="transfer"), bar(2, 5, why="disk"), *(Span("mark", "", t, t) for t in (1, 9))])
     assert lanes.stood() == {"transfer": 5, "disk": 3}
+    # A device's clock is coarse: both may begin at once.
+    assert lanes_of(0, [bar(0, 4, why="disk"), bar(0, 9, why="transfer")]).stood() == {"disk": 4, "transfer": 5}
+
+
+def test_waits_of_two_threads_are_not_inside_of_each_other() -> None:
+    """Autograd's thread may wait while the main one does."""
+    clock = iter([0.0, 1.0, 3.0, 6.0])
+    recorder = recording.Recorder(Accelerator(torch.device("cpu")))
+    inside, over = threading.Event(), threading.Event()
+
+    def other() -> None:
+        with recorder.standing("disk", "", on_host=True):
+            inside.set()
+            over.wait(10)
+
+    with mock.patch.object(recorder, "moment", lambda on_host: next(clock)):
+        with recorder.standing("gather", "", on_host=True):
+            thread = threading.Thread(target=other)
+            thread.start()
+            inside.wait(10)
+        over.set()
+        thread.join()
+    assert recorder.stands_so_far() == {"gather": 3.0, "disk": 5.0}
 
 
 def test_what_overlaps_lies_in_rows() -> None:

@@ -271,17 +271,35 @@ def test_gradients_cannot_be_used_by_mistake(stage: int) -> None:
     with sharded:
         assert weight.grad is not None and weight.grad.shape == weight.shape
         for use in (
-            lambda: torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0),
-            lambda: torch.nn.utils.clip_grad_value_(module.parameters(), 1.0),
             lambda: weight.grad.norm(dim=0),
-            lambda: weight.grad.mul_(2),
+            lambda: weight.grad.mul_(weight.grad),
+            lambda: weight.grad.add_(1),
+            lambda: weight.grad.pow_(2),
             lambda: weight.grad.sum().item(),
             lambda: weight.grad + 1,
             lambda: weight.grad.clone(),
         ):
-            with pytest.raises(RuntimeError, match=r"gradient of \S+ is sharded.*grad_norm"):
+            with pytest.raises(RuntimeError, match=r"gradient of \S+ is sharded.*gather"):
                 use()
         assert "head.weight" in repr(weight.grad)
+
+
+@on_ranks(2)
+def test_norms_and_clipping_inside_gather_are_torchs() -> None:
+    sharded, _ = trained(stage=3)
+    module = sharded.module
+    with sharded:
+        before = lightning_zero.grad_norm(module)
+        with lightning_zero.gather(module, grads=True):
+            for use in (
+                lambda: lightning_zero.grad_norm(module),
+                lambda: lightning_zero.clip_grad_norm_(module, 0.1),
+            ):
+                with pytest.raises(RuntimeError, match="a whole tensor here.*clip_grad_norm_"):
+                    use()
+            norm = torch.nn.utils.clip_grad_norm_(module.parameters(), 0.1)
+            torch.testing.assert_close(norm, before)
+        assert lightning_zero.grad_norm(module) == pytest.approx(0.1, rel=1e-4)
 
 
 @on_ranks(2)

@@ -292,7 +292,9 @@ class Ours(Side):
                 self.optimizer.step()
 
     def clip(self, max_norm: float) -> Tensor:
-        return lightning_zero.clip_grad_norm_(self.module, max_norm)
+        if self.engine.reducer.unreduced:  # torch's is refused then, where gradients are shards too
+            return lightning_zero.clip_grad_norm_(self.module, max_norm)
+        return nn.utils.clip_grad_norm_(self.module.parameters(), max_norm)
 
     def zero_grad(self, *, set_to_none: bool = True) -> None:
         self.optimizer.zero_grad(set_to_none=set_to_none)

@@ -10,13 +10,11 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 
-from lightning_zero.config import Precision
-from lightning_zero.engine import Engine
 from lightning_zero.engine.parameters.writes import Writes
 from lightning_zero.engine.passes.bucket_grads import BucketGrads
+from lightning_zero.engine.passes.grad_norms import GradNorms
 from lightning_zero.engine.passes.gradient_sentinels import Sentinels
 from lightning_zero.engine.steps.after_step import AfterStep
-from lightning_zero.engine.whole import norms
 from tests.fuzz import programs as p
 from tests.fuzz.programs import Model, Node, Program, script, source
 from tests.fuzz.run import Runner, Verdict
@@ -84,14 +82,14 @@ def forwards_do_not_wait_for_steps() -> None:
 
 def clipping_raises_in_lower_precision() -> None:
     """At all stages: there the engine at stage 0 is what others are compared with."""
-    clip = norms.clip_by_norm
+    total = GradNorms.total
 
-    def broken(engine: Engine, *args: Any, **kwargs: Any) -> Any:
-        if engine.precision is not Precision.fp32:
+    def broken(self: GradNorms, *args: Any, **kwargs: Any) -> Any:
+        if any(bucket.dtypes.compute is not torch.float32 for bucket in self._reducer.grads):
             raise AttributeError("no such thing")
-        return clip(engine, *args, **kwargs)
+        return total(self, *args, **kwargs)
 
-    norms.clip_by_norm = broken
+    GradNorms.total = broken  # type: ignore[method-assign]
 
 
 # With what every program begins, so that it is not long until the mistake matters.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from lightning_zero.config import ConfigError
 from lightning_zero.ranks import peers, watchdog
 from lightning_zero.ranks.waits import StallError, Waits
 from tests.engine.support import places_posted_often
-from tests.harness import on_ranks
+from tests.harness import on_ranks, run
 
 CPU = torch.device("cpu")
 
@@ -107,6 +108,23 @@ def test_ranks_that_wait_for_different_things_all_hear_of_it() -> None:
         assert time.monotonic() - started < 6.0
         own.close()
         comm.waits.close()
+
+
+@pytest.mark.parametrize("gone", [0, 1])
+def test_a_patient_wait_for_a_rank_that_has_ended_is_over(gone: int) -> None:
+    """Also where it is rank 0, with whom the store has gone."""
+    with pytest.raises(RuntimeError, match="exit code 3") as caught:
+        run(2, _one_ends, gone)
+    assert "PeerError" in "".join(caught.value.__notes__)
+
+
+def _one_ends(gone: int) -> None:
+    with quick():
+        own = waits(30.0)
+        barrier(dist.group.WORLD, own, "the start")
+        if own.rank == gone:
+            os._exit(3)
+        barrier(dist.group.WORLD, own, "the end")
 
 
 # -- refusing together ------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
@@ -19,9 +20,12 @@ from torch import Tensor, nn
 
 import lightning_zero
 from lightning_zero import ZeroStrategy
-from lightning_zero.config import ConfigError
+from lightning_zero.config import ConfigError, Precision, ZeroConfig
 from lightning_zero.engine import engine_of
+from lightning_zero.engine.units.describe import bucket_shapes, describe_units
 from lightning_zero.engine.whole import host_copy
+from lightning_zero.planning.layout import round_up
+from lightning_zero.planning.whole import COPY_ALIGN, copy_nbytes
 from tests.harness import on_ranks
 from tests.trainer.toys import (
     ALL_STAGES,
@@ -287,7 +291,7 @@ def test_one_copy_for_all_ranks_of_a_host(tmp_path: Path) -> None:
     run = fit("zero3", tmp_path, seeded(Wide), max_epochs=1)
     module, engine = run.module, engine_of(run.module)
     assert engine is not None
-    nbytes = sum(host_copy.round_up(p.nbytes, host_copy.ALIGN) for p in module.parameters())
+    nbytes = sum(round_up(p.nbytes, COPY_ALIGN) for p in module.parameters())
     assert engine.host_copy.nbytes == nbytes
     module(Samples()[0][0][None])
     float(module.wide.weight.sum())
@@ -336,6 +340,37 @@ def test_without_room_it_stays_sharded(after_fit: str, tmp_path: Path) -> None:
     with lightning_zero.gather(module):
         module.state_dict()
     of.save_checkpoint(tmp_path / "saved.ckpt")
+
+
+@pytest.mark.parametrize("call", ["fit", "test"])
+def test_without_room_here_nothing_starts(call: str, tmp_path: Path) -> None:
+    strategy = ZeroStrategy("zero3", summary=False, after_fit="whole")
+    of = pl.Trainer(strategy=strategy, accelerator="cpu", devices=2, logger=False, default_root_dir=tmp_path)
+    launcher = of.strategy.launcher
+    assert launcher is not None
+    with (
+        mock.patch.object(launcher, "launch", side_effect=AssertionError("processes start")),
+        mock.patch.object(host_copy, "available_host_memory", lambda: 1000),
+        pytest.raises(
+            ConfigError,
+            match=r"zero\.after_fit=whole: expected room for a whole copy of the module, [\d,]+ bytes, on this host, "
+            r"got 1,000 bytes that are available \(90% of them may be used\)\. Set zero\.after_fit=auto",
+        ),
+    ):
+        getattr(of, call)(Lit())
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+def test_the_copy_is_as_large_as_the_plan_says(precision: str, tmp_path: Path) -> None:
+    module = seeded(Lit)
+    of = trainer(ZeroStrategy("zero3", summary=False), tmp_path, max_epochs=1, precision=precision)
+    units = describe_units(module, ZeroConfig(), Precision(precision))
+    planned = copy_nbytes(nbytes for shape in bucket_shapes(units) for nbytes in shape.built_nbytes)
+    of.fit(module, loader())
+    engine = engine_of(module)
+    assert engine is not None and engine.is_whole and engine.host_copy is not None
+    assert engine.host_copy.nbytes == planned
 
 
 @on_ranks(2)

@@ -15,6 +15,7 @@ from lightning_zero import ZeroStrategy
 from lightning_zero.config import ConfigError, Stage, candidate_rows, make_config
 from lightning_zero.trainer import auto_row
 from lightning_zero.trainer.auto_row import KEY
+from lightning_zero.trainer.fake_module import states_of
 from tests.harness import on_ranks
 from tests.trainer import toys
 
@@ -92,6 +93,53 @@ def test_a_step_that_reads_values_is_said(tmp_path: Path) -> None:
     assert "activations are not in the plan" in strategy.decision.reason
     assert "training_step of" in strategy.decision.reason
     assert strategy.decision.samples is None
+
+
+@on_ranks(2)
+def test_an_exception_on_rank_0_reaches_all(tmp_path: Path) -> None:
+    with (
+        memory(10**9),
+        mock.patch.object(auto_row, "model_of", side_effect=KeyError("a bug")),
+        pytest.raises(RuntimeError, match="zero/stage=auto: rank 0 could not decide: KeyError: 'a bug'") as caught,
+    ):
+        fit(tmp_path)
+    assert isinstance(caught.value.__cause__, KeyError) or dist.get_rank()
+
+
+@on_ranks(2)
+def test_the_host_with_the_least_memory_counts(tmp_path: Path) -> None:
+    """As if the ranks were on two hosts."""
+    host = f"host {dist.get_rank()}"
+    with (
+        memory(10**9 if dist.get_rank() else 1000),
+        mock.patch.object(auto_row, "machine", lambda: host),
+        pytest.raises(ConfigError, match="2 host.s.: 900 B of a host's memory"),
+    ):
+        fit(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("make", "states", "why"),
+    [
+        (lambda p: torch.optim.SGD(p, 0.1), 0, ""),
+        (lambda p: torch.optim.SGD(p, 0.1, momentum=0.9), 1, ""),
+        (lambda p: {"optimizer": torch.optim.AdamW(p, amsgrad=True)}, 3, ""),
+        (lambda p: ([torch.optim.SGD(p, 0.1), torch.optim.Adam(p)], []), 2, ""),
+        (lambda p: None, 0, ""),
+        (lambda p: 1 / 0, 2, "configure_optimizers cannot be asked before: ZeroDivisionError"),
+        (lambda p: torch.optim.LBFGS(p), 2, "LBFGS is not known"),
+    ],
+)
+def test_the_state_of_the_optimizers_is_known_before(make: Any, states: int, why: str) -> None:
+    class Own(toys.Lit):
+        def configure_optimizers(self) -> Any:
+            return make(list(self.parameters()))
+
+    module = Own()
+    before = {name: (id(p), p.clone()) for name, p in module.named_parameters()}
+    found, said = states_of(module, None)
+    assert found == states and said.startswith(why) and bool(said) == bool(why)
+    assert all(id(p) == before[n][0] and torch.equal(p, before[n][1]) for n, p in module.named_parameters())
 
 
 @on_ranks(1)

@@ -244,15 +244,27 @@ def test_step_with_a_closure(tmp_path: Path) -> None:
 
 
 class TorchClips(Manual):
+    """As torch's documentation has it, and by value every other step."""
+
     def training_step(self, batch: Any, batch_idx: int) -> None:
-        self.manual_backward(self.loss(batch))
-        nn.utils.clip_grad_norm_(self.parameters(), 1.0)
+        optimizer = self.optimizers()
+        loss = self.loss(batch)
+        self.losses.append(loss.item())
+        self.manual_backward(loss)
+        if batch_idx % 2:
+            self.log("norm", nn.utils.clip_grad_norm_(self.parameters(), 0.1, error_if_nonfinite=True))
+        else:
+            nn.utils.clip_grad_value_(self.parameters(), 0.01)
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 @on_ranks(2)
-def test_torchs_clipping_names_ours(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match=r"lightning_zero\.clip_grad_norm_"):
-        fit("zero3", tmp_path, seeded(TorchClips))
+def test_torchs_clipping(tmp_path: Path) -> None:
+    expected = fit("ddp", tmp_path, seeded(TorchClips))
+    for stage, row in ((1, "none"), (3, "none"), (3, "cpu")):
+        run = fit(ZeroStrategy(stage, offload=row, summary=False), tmp_path, seeded(TorchClips))
+        assert_same(run, expected, what=f"{stage}, {row}")
 
 
 class NormOfParts(Manual):

@@ -404,3 +404,17 @@ def test_another_strategy_is_refused(tmp_path: Path) -> None:
         fit("ddp", tmp_path, callbacks=[ZeroMonitor()])
     with pytest.raises(ConfigError, match="every_n_steps"):
         ZeroMonitor(0)
+
+
+class LeavesOut(Callback):
+    """Ends the first epoch before its first batch, as Lightning's hook may."""
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> int | None:
+        return -1 if trainer.current_epoch == 0 else None
+
+
+@on_ranks(1)
+def test_a_batch_that_is_left_out_leaves_no_counting_behind(tmp_path: Path) -> None:
+    before = torch._C._len_torch_dispatch_stack()
+    monitored("zero3", tmp_path, callbacks=[LeavesOut()], max_epochs=2)
+    assert torch._C._len_torch_dispatch_stack() == before

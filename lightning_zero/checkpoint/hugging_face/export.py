@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +25,8 @@ from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units.home import Home, opened
 from lightning_zero.engine.whole.sharded_state import TensorParts, sharded_state_dict
 from lightning_zero.planning.boxes import boxes
+
+T = TypeVar("T")
 
 
 class _Piece(NamedTuple):
@@ -67,12 +69,13 @@ class _Export:
             folder = Path(self._broadcast(str(part.path) if part is not None else ""))
             writer = self._together("its files", lambda: self._open(stack, files, folder))
             self._together("tensors", lambda: self._write_own(writer, plan, state))
-            for number, group in enumerate(plan.groups):
+            for number, group in enumerate(self._shown(plan.groups, "groups of tensors")):
                 values = {key: self._gather(key) for key in group.members}
                 convert = partial(self._convert, writer, group, values, number)
                 self._together("tensors that are kept otherwise", convert)
             # Before the folder gets its name: what other ranks have written must be on the disk then.
-            self._together("its files on the disk", writer.close)
+            close = partial(self._engine.long_work.call, writer.close, f"{self._path.name}, to the disk")
+            self._together("its files on the disk", close)
             self._together("its end", lambda: self._end(stack, plan, folder))
 
     def _like(self, key: str, value: Tensor) -> Tensor:
@@ -85,6 +88,9 @@ class _Export:
     @property
     def _infos(self) -> dict[str, Any]:
         return {fqn: info for bucket in self._engine.buckets for info in bucket.params for fqn in info.fqns}
+
+    def _shown(self, items: Sequence[T], what: str) -> Iterator[T]:
+        return self._engine.long_work.items(items, f"exporting to {self._path.name}, in {what}")
 
     # -- steps on all ranks ---------------------------------------------------------------------------------------
 
@@ -111,7 +117,7 @@ class _Export:
     def _write_own(self, writer: Writer, plan: Outgoing, state: Mapping[str, Any]) -> None:
         with contextlib.ExitStack() as stack:
             home: Home | None = None
-            for piece in self._pieces(plan, state):
+            for piece in self._shown(self._pieces(plan, state), "pieces"):
                 if piece.home is not home:
                     stack.close()
                     home = piece.home

@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from lightning_zero.checkpoint.sharded.write import Entry
+from lightning_zero.checkpoint.words import words
 from lightning_zero.config import ConfigError
 
 INDEX = ".metadata"
@@ -147,7 +148,7 @@ def refuse_other_folder(target: Path) -> None:
 
 
 def refusal(path: Path, cause: str) -> str:
-    return f"ckpt_path: expected a whole checkpoint, got {path}: {cause}. Give another ckpt_path."
+    return f"{words().key}: expected a whole checkpoint, got {path}: {cause}. Give {words().another}."
 
 
 def _check_files(folder: Path, index: Metadata) -> None:

@@ -30,6 +30,11 @@ class Item(NamedTuple):
     source: Any  # a Part, a Tensor, or the value
 
     @property
+    def nbytes(self) -> int:
+        """Of the box; 0 of other values."""
+        return self.box.numel * self.dtype.itemsize if self.dtype is not None else 0
+
+    @property
     def home(self) -> Home | None:
         """What has to be open while :meth:`tensor` is called and its result is used."""
         return self.source.home if isinstance(self.source, Part) else None

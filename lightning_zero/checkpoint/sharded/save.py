@@ -21,6 +21,7 @@ from lightning_zero.checkpoint.sharded.write import Entry, keep, write_items
 from lightning_zero.comm.agreements import broadcast_object, collect_objects, together
 from lightning_zero.comm.streams import Streams
 from lightning_zero.config import ConfigError
+from lightning_zero.engine.units.long_work import SILENT, Count, LongWork
 from lightning_zero.engine.whole.snapshot import Snapshot
 from lightning_zero.ranks.mailbox import Mailbox
 from lightning_zero.ranks.waits import Waits
@@ -71,6 +72,7 @@ class ShardedSaver:
         *,
         behind: Callable[..., None] | None = None,
         streams: Streams | None = None,
+        long_work: LongWork = SILENT,
     ) -> None:
         """Save ``state`` in the folder ``path``. On all ranks.
 
@@ -81,6 +83,7 @@ class ShardedSaver:
             waits: for the other ranks; None: there are none.
             behind: hands writing over to a thread; None: it is done here.
             streams: of the engine whose values are kept until then.
+            long_work: shows how far it is.
 
         Raises:
             Exception: on all ranks, with folder and cause: it could not be written. What had the name has it still.
@@ -95,7 +98,8 @@ class ShardedSaver:
             if behind is not None and streams is not None:
                 self._hand_over(stack, state, folder, target, partial(behind, number), streams)
                 return
-            write = partial(self._write, items_of(state, self._rank), partial((folder / self._name).open, "wb"), target)
+            items, file = items_of(state, self._rank), partial((folder / self._name).open, "wb")
+            write = partial(self._write, items, file, target, long_work)
             known = self._collect(self._together("this rank's file", write))
             self._together("its index", lambda: self._end(stack, folder, target, known))
 
@@ -119,6 +123,7 @@ class ShardedSaver:
 
         kept: _Kept = self._together("keeping values", prepare, undo=_Kept.close)
         rest = stack.pop_all()
+        count = Count(sum(item.nbytes for item in kept.items))
 
         def close(error: BaseException | None) -> None:
             kept.close()
@@ -126,10 +131,11 @@ class ShardedSaver:
 
         begin(
             target,
-            lambda: self._news(self._write(kept.items, lambda: kept.file, target, kept.snapshot)),
+            lambda: self._news(self._write(kept.items, lambda: kept.file, target, SILENT, kept.snapshot, count)),
             lambda found: self._end(rest, folder, target, self._learn(found)),
             close,
             kept.snapshot.stage,
+            count,
         )
 
     def _begin(self, stack: contextlib.ExitStack, target: Path, extra: Mapping[str, Any]) -> Part | None:
@@ -156,7 +162,13 @@ class ShardedSaver:
         return f"__{self._rank}_0{SUFFIX}"
 
     def _write(
-        self, items: Sequence[Item], opened: Callable[[], Any], target: Path, snapshot: Snapshot | None = None
+        self,
+        items: Sequence[Item],
+        opened: Callable[[], Any],
+        target: Path,
+        long_work: LongWork,
+        snapshot: Snapshot | None = None,
+        count: Count | None = None,
     ) -> list[Entry]:
         name = self._name
         outer = sys.exception()
@@ -164,9 +176,10 @@ class ShardedSaver:
             return []
         try:
             with opened() as file:
-                entries = write_items(items, file, name, snapshot)
-                file.flush()
-                os.fsync(file.fileno())
+                with long_work.bytes(f"saving {target.name}", lambda: sum(item.nbytes for item in items)) as did:
+                    entries = write_items(items, file, name, did if count is None else count.did, snapshot)
+                    file.flush()
+                long_work.call(partial(os.fsync, file.fileno()), f"{target.name}, to the disk")
         except Exception as error:
             cause = cause_of(error, outer)
             text = f"{target / name} could not be written: {said(error, outer)}"

@@ -21,6 +21,7 @@ from lightning_zero.checkpoint.sharded.items import Item, Path
 from lightning_zero.comm.streams import Streams
 from lightning_zero.engine.units.home import Home, opened
 from lightning_zero.engine.units.kept import Sliced
+from lightning_zero.engine.units.long_work import Did
 from lightning_zero.engine.units.param_info import strides_of
 from lightning_zero.engine.whole.snapshot import Snapshot
 
@@ -55,16 +56,21 @@ def keep(items: Sequence[Item], streams: Streams) -> tuple[list[Item], Snapshot]
     return kept, Snapshot(wanted, streams)
 
 
-def write_items(items: Sequence[Item], file: BinaryIO, name: str, snapshot: Snapshot | None = None) -> list[Entry]:
+def write_items(
+    items: Sequence[Item], file: BinaryIO, name: str, did: Did, snapshot: Snapshot | None = None
+) -> list[Entry]:
     """Write ``items`` to ``file``, which will be found under ``name`` in the folder of the checkpoint.
 
     Args:
+        did: is told of each, by ``Item.nbytes``.
         snapshot: of :func:`keep`.
     """
     entries: list[Entry] = []
     for home, own in itertools.groupby(items, key=lambda item: item.home):
         with opened(home) if home is not None and snapshot is None else contextlib.nullcontext():
-            entries += [_write(item, file, name, snapshot) for item in own]
+            for item in own:
+                entries.append(_write(item, file, name, snapshot))
+                did(item.nbytes)
         if home is not None and snapshot is not None:
             snapshot.done_with(home)
     return entries

@@ -15,7 +15,9 @@
     saved_weights       weights that autograd has saved, and that go in between
     gradients           gradients over the ranks, into shards; bucket_grads: those of one bucket before that
     issued              how many reductions all ranks have issued, as far as is known
-    gradient_sentinels  what stands in ``param.grad``; grad_norms: what of gradients it gives
+    gradient_sentinels  what stands in ``param.grad``
+    grad_norms          norms of gradients; total_norm: as torch's clipping asks for that of many
+    grad_changes        what may be done to gradients in place
     recompute           activation checkpointing by unit
     compiled            torch.compile, of what units compute
     output_dtypes       modules that give back the dtype that they were given

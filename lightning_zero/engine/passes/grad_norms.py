@@ -1,7 +1,10 @@
-"""The norm of each parameter's gradient, for users' code that asks ``param.grad`` for it.
+"""Norms of gradients: of each parameter's, for users' code that asks ``param.grad`` for it, and of many together.
 
-Asked for one, all are found: a norm of the parts of each rank's shard, and one exchange of these among the ranks. They
-are kept until gradients change. The cuts are those of the shards at every stage, so all stages agree to the bit.
+A norm is a sum over ranks of what each finds of its shards. The cuts are those of the shards at every stage, also where
+gradients rest replicated, so all stages agree to the bit.
+
+That of many is one message, of a number from each rank. Asked for that of one parameter, those of all are found: one
+exchange of the norms of all parts. These are kept until gradients change.
 
 ::
 
@@ -13,8 +16,10 @@ are kept until gradients change. The cuts are those of the shards at every stage
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,8 +27,10 @@ from torch import Tensor
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.engine.passes.gradients import Reducer
 from lightning_zero.engine.torch_modes import outside_autograd
-from lightning_zero.engine.units.bucket import Bucket
+from lightning_zero.engine.units.bucket import Bucket, Place
+from lightning_zero.engine.units.grad_store import GradStore
 from lightning_zero.engine.units.param_info import ParamInfo
+from lightning_zero.planning.layout import cut_runs
 
 
 def alike(tensors: Mapping[int, Tensor]) -> dict[object, list[int]]:
@@ -44,6 +51,67 @@ def norms_of(tensors: Mapping[int, Tensor], norm_type: float, device: torch.devi
     return norms
 
 
+def slots_of(places: Iterable[Place]) -> dict[Bucket, set[int]]:
+    """Parameters by bucket."""
+    slots: dict[Bucket, set[int]] = {}
+    for bucket, info in places:
+        slots.setdefault(bucket, set()).add(info.slot)
+    return slots
+
+
+def shows_whole(place: Place) -> bool:
+    """Whether ``param.grad`` is a whole gradient: inside ``gather(grads=True)``, or users' own between runs."""
+    return place.bucket.is_plain and type(place.info.param.grad) is Tensor
+
+
+def refuse_whole(places: Iterable[Place]) -> None:
+    """
+    Raises:
+        RuntimeError: on all ranks: ``param.grad`` holds whole gradients, of which shards know nothing yet.
+    """
+    for place in places:
+        if shows_whole(place):
+            raise RuntimeError(
+                f"the gradient of {place.info.fqn} is a whole tensor here (inside gather(grads=True), or of your own "
+                "between runs): use torch.nn.utils.get_total_norm and clip_grad_norm_, or leave the `with` block first."
+            )
+
+
+class Part(NamedTuple):
+    """A part of this rank's shards, or what was found out about it when it was on its way."""
+
+    grad: Tensor | None
+    found: Tensor | None = None
+
+
+def parts_of_shards(
+    buckets: Iterable[Bucket], wanted: Mapping[Bucket, set[int]], found: Callable[[GradStore], Tensor | None]
+) -> list[Part]:
+    """This rank's part of the reduced gradients of ``wanted`` slots, in views that tile its shards, in order.
+
+    Args:
+        found: gives what is known of a bucket's shard already; what is known of is not waited for.
+    """
+    parts: list[Part] = []
+    for bucket in buckets:
+        store = bucket.grad_store
+        if not store.is_there or bucket not in wanted:
+            continue
+        is_whole = len(wanted[bucket]) == len(bucket.params)
+        if is_whole and (known := found(store)) is not None:
+            parts.append(Part(None, known))
+            continue
+        assert store.value is not None
+        shard = store.value[bucket.own_shard_of_owned]
+        if is_whole:
+            parts.append(Part(shard))
+            continue
+        fragments = bucket.layout.fragments(bucket.comm.shard_rank)
+        keys = [True if f.index in wanted[bucket] else None for f in fragments]
+        parts += [Part(shard[run.start : run.stop]) for _, run in cut_runs(fragments, keys)]
+    return parts
+
+
 class GradNorms:
     """The norms of one engine's gradients, as far as they have been asked for.
 
@@ -54,9 +122,7 @@ class GradNorms:
     def __init__(self, reducer: Reducer, comm: Communicator) -> None:
         self._reducer, self._comm = reducer, comm
         self._known: dict[float, dict[int, Tensor]] = {}  # norm type -> id of the parameter -> 0-d fp64
-        self._dtype_of = {
-            id(info.param): bucket.dtypes.master.to_real() for bucket in reducer.grads for info in bucket.params
-        }
+        self._bucket_of = {id(info.param): bucket for bucket in reducer.grads for info in bucket.params}
         self.settle: Callable[[], None] = lambda: None
 
     def changed(self) -> None:
@@ -92,7 +158,62 @@ class GradNorms:
                 "(sync_grad=True), or clear gradients before the first."
             )
         scaled = found * self._reducer.shown_scale(id(info.param))
-        return scaled.to(dtype or self._dtype_of[id(info.param)])
+        return scaled.to(dtype or self.dtype_of(info))
+
+    def dtype_of(self, info: ParamInfo) -> torch.dtype:
+        """Of the norm of one parameter's gradient."""
+        return self._bucket_of[id(info.param)].dtypes.master.to_real()
+
+    @outside_autograd
+    def total(self, places: Iterable[Place], norm_type: float) -> Tensor:
+        """The norm of the reduced gradients at ``places`` together: 0-d, fp32 (fp64 of fp64). On all ranks.
+
+        Raises:
+            ValueError: a norm of a type that does not add up over parts.
+            RuntimeError: on all ranks: gradients wait for a backward that reduces them, or are shown whole.
+        """
+        if not norm_type > 0.0:
+            raise ValueError(
+                f"the norm of gradients: expected a norm type above 0, or inf, got {norm_type}. Read gradients inside "
+                "`with lightning_zero.gather(module, grads=True):`."
+            )
+        places = list(places)
+        refuse_whole(places)
+        wanted = slots_of(places)
+        self.settle()
+        self._reducer.refuse_unreduced(places)
+        device = self._comm.device
+        # A place for each rank, where the others add zeros, and the sum over places afterwards: the order in which a
+        # backend adds up ranks would otherwise be seen in the last bits.
+        partial = torch.zeros(self._comm.shard_size, dtype=torch.float64, device=device)
+        cell = partial[self._comm.shard_rank]
+        own = parts_of_shards(self._reducer.grads, wanted, lambda store: store.norm(norm_type))
+        if own and self._comm.replica == 0:  # the other replicas hold the same
+            norms = _norms_of_parts(own, norm_type, device)  # of all buckets at once: a GPU is asked a few times
+            cell.copy_(norms.max() if math.isinf(norm_type) else (norms**norm_type).sum())
+        place, self._comm.place = self._comm.place, "the norm of gradients, which takes all ranks"
+        self._comm.sum_(partial)
+        self._comm.place = place
+        whole = partial.max() if math.isinf(norm_type) else partial.sum() ** (1.0 / norm_type)
+        # At least fp32, and the same on all ranks, also on one that holds no gradient.
+        dtypes = [bucket.dtypes.grad.to_real() for bucket in wanted]
+        return whole.to(functools.reduce(torch.promote_types, dtypes, torch.float32))
+
+    def total_shown(self, infos: Sequence[ParamInfo], norm_type: float) -> Tensor | None:
+        """As :meth:`total`, multiplied by the loss scale as under DDP; None where that is not one for all."""
+        scales = {self._reducer.shown_scale(id(info.param)) for info in infos}
+        if len(scales) != 1:
+            return None
+        places = [Place(self._bucket_of[id(info.param)], info) for info in infos]
+        # Those without a gradient are zeros in its buckets: with them it is the norm of whole shards, as that of all
+        # the module's parameters is, whose last bits it then has.
+        empty = [
+            Place(bucket, info)
+            for bucket in slots_of(places)
+            for info in bucket.params
+            if info.slot not in self._reducer.grads[bucket].agreed
+        ]
+        return self.total([*places, *empty], norm_type) * scales.pop()
 
     def _find(self, norm_type: float) -> dict[int, Tensor]:
         """All that are known on this rank or after an exchange, unscaled but for those of this rank alone."""
@@ -143,6 +264,14 @@ class GradNorms:
         comm.place = place
         for number, rank in enumerate(comm.topology.shard_groups[0]):
             table[shared, number] = torch.tensor(rows[rank], dtype=torch.float64)
+
+
+def _norms_of_parts(parts: Sequence[Part], norm_type: float, device: torch.device) -> Tensor:
+    """The norm of each, in order, wherever they rest: [len(parts)] fp64 on ``device``."""
+    norms = {place: part.found.double() for place, part in enumerate(parts) if part.found is not None}
+    left = {place: part.grad for place, part in enumerate(parts) if part.grad is not None}
+    norms |= norms_of(left, norm_type, device)
+    return torch.stack([norms[place] for place in range(len(parts))])
 
 
 def _reduced_parts(bucket: Bucket, rank: int) -> list[tuple[int, int, Tensor]]:

@@ -1,7 +1,8 @@
 """Sentinels that stand in ``param.grad`` for gradients that are sharded, from a backward until the user clears them.
 
 A sentinel in its place says that the parameter has a gradient. If it is gone (None) or zeroed at the next backward or
-step, the user has zeroed the gradient, with or without ``set_to_none``.
+step, the user has zeroed the gradient, with or without ``set_to_none``. What else users' code may do to gradients in
+place is noted too, and made to them when somebody needs them, together for all parameters.
 """
 
 from __future__ import annotations
@@ -14,42 +15,64 @@ import torch
 from torch import Tensor
 
 from lightning_zero.engine.passes.bucket_grads import BucketGrads
-from lightning_zero.engine.passes.grad_norms import GradNorms
-from lightning_zero.engine.units.bucket import Bucket
+from lightning_zero.engine.passes.grad_changes import Change, GradChanges
+from lightning_zero.engine.passes.grad_norms import GradNorms, shows_whole
+from lightning_zero.engine.passes.total_norm import DeferredNorm, in_total_norm
+from lightning_zero.engine.units.bucket import Bucket, Place
 from lightning_zero.engine.units.param_info import ParamInfo
 
 _aten = torch.ops.aten
 _ZEROING = {_aten.zero_.default, _aten._foreach_zero_.default}
 _NORM, _NORMS = _aten.linalg_vector_norm.default, _aten._foreach_norm.Scalar
+_CHANGES = {  # the operation: the method that does it to a tensor
+    _aten.mul_.Tensor: "mul_",
+    _aten.mul_.Scalar: "mul_",
+    _aten.div_.Tensor: "div_",
+    _aten.div_.Scalar: "div_",
+    _aten.clamp_.default: "clamp_",
+    _aten.clamp_min_.default: "clamp_min_",
+    _aten.clamp_max_.default: "clamp_max_",
+}
+_CHANGES_OF_MANY = {
+    _aten._foreach_mul_.Tensor: "mul_",
+    _aten._foreach_mul_.Scalar: "mul_",
+    _aten._foreach_div_.Tensor: "div_",
+    _aten._foreach_div_.Scalar: "div_",
+    _aten._foreach_clamp_min_.Scalar: "clamp_min_",
+    _aten._foreach_clamp_max_.Scalar: "clamp_max_",
+}
 
 
 class GradSentinel(Tensor):
     """Stands for the gradient of a sharded parameter in ``param.grad``, from a backward until it is cleared.
 
-    It has the shape of the gradient and no values. Zeroing it is noticed by the engine, and norms of all of it are true
-    ones (``norm``, ``torch.linalg.vector_norm``); any other use raises.
+    It has the shape of the gradient and no values. Zeroing it is noticed by the engine, norms of all of it are true
+    (``norm``, ``torch.linalg.vector_norm``), and it can be multiplied, divided and clamped by numbers, in place; any
+    other use raises.
     """
 
     info: ParamInfo
     zeroed: bool  # by the user, since the last backward
+    changes: list[Change]  # by the user, after that, and not made yet
     added: bool  # autograd added a new gradient to it before the engine took notice of the backward
     incoming: Tensor | None  # that gradient
     # Weakly: Python's garbage collector does not see through ``param.grad``, and the module would live for ever.
     norms: ref[GradNorms]
+    noted: ref[GradChanges]
 
     # What is made of it is no sentinel.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls, info: ParamInfo, norms: GradNorms) -> GradSentinel:
+    def __new__(cls, info: ParamInfo, norms: GradNorms, noted: GradChanges) -> GradSentinel:
         param = info.param
         wrapper: GradSentinel = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, info.shape, dtype=param.dtype, device=param.device, requires_grad=False
         )
         wrapper.info = info
-        wrapper.norms = ref(norms)
+        wrapper.norms, wrapper.noted = ref(norms), ref(noted)
         wrapper.zeroed = wrapper.added = False
-        wrapper.incoming = None
+        wrapper.incoming, wrapper.changes = None, []
         return wrapper
 
     def pop_incoming(self) -> Tensor | None:
@@ -80,9 +103,21 @@ class GradSentinel(Tensor):
         raise _refusal(self.info.fqn)
 
     def zeroed_by_user(self) -> None:
-        self.zeroed = True
+        self.zeroed, self.changes = True, []
         if (norms := self.norms()) is not None:
             norms.changed()
+
+    def change(self, method: str, numbers: Sequence[Any]) -> None:
+        """Note what users' code does to the gradient.
+
+        Raises:
+            RuntimeError: see :meth:`GradChanges.change_of`.
+        """
+        norms, noted = self.norms(), self.noted()
+        if norms is None or noted is None:
+            raise _refusal(self.info.fqn)
+        self.changes.append(noted.change_of(self.info, method, numbers))
+        norms.changed()
 
     def true_norm(self, norm_type: float, dtype: torch.dtype | None) -> Tensor:
         norms = self.norms()
@@ -102,12 +137,24 @@ class GradSentinel(Tensor):
             for tensor in tensors:
                 tensor.zeroed_by_user() if isinstance(tensor, GradSentinel) else tensor.zero_()
             return args[0] if func is _aten.zero_.default else None
-        if func is _aten.add_.Tensor and isinstance(args[0], GradSentinel):
+        if func is _aten.add_.Tensor and isinstance(args[0], GradSentinel) and torch._C._current_graph_task_id() != -1:
             # Autograd accumulates, in a backward that the engine has not heard of yet. The reduced gradient is a shard
             # elsewhere, so nothing is added here: the gradient is kept for our hook, which runs right after.
             args[0].added = True
             args[0].incoming = args[1]
             return args[0]
+        if func in _CHANGES and _are_numbers(args[1:]) and isinstance(args[0], GradSentinel):
+            args[0].change(_CHANGES[func], args[1:])
+            return args[0]
+        if func in _CHANGES_OF_MANY and _are_numbers(args[1:]):
+            for tensor in args[0]:
+                name = _CHANGES_OF_MANY[func]
+                tensor.change(name, args[1:]) if isinstance(tensor, GradSentinel) else getattr(tensor, name)(args[1])
+            return None
+        if func in (_NORM, _NORMS) and in_total_norm():
+            norms = _deferred(func, *args, **(kwargs or {}))
+            if norms is not None:
+                return norms
         if func is _NORM and (found := _whole_norm(*args, **(kwargs or {}))) is not None:
             return found
         if func is _NORMS:
@@ -130,11 +177,26 @@ def _whole_norm(
     return sentinel.true_norm(norm_type, dtype) if is_whole and not keepdim else None
 
 
+def _deferred(func: Any, tensors: Any, norm_type: float = 2.0, *more: Any, **kwargs: Any) -> Any:
+    """The norms of gradients for ``get_total_norm``; None where they are not deferred."""
+    if more or kwargs or not norm_type > 0.0:
+        return None
+    norms = [
+        DeferredNorm([t.info], float(norm_type), t.norms) if isinstance(t, GradSentinel) else t.norm(norm_type)
+        for t in (tensors if func is _NORMS else [tensors])
+    ]
+    return norms if func is _NORMS else norms[0]
+
+
+def _are_numbers(args: Sequence[Any]) -> bool:
+    return not any(isinstance(arg, Tensor) and (arg.dim() or type(arg) is not Tensor) for arg in args)
+
+
 def _refusal(fqn: str) -> RuntimeError:
     return RuntimeError(
-        f"the gradient of {fqn} is sharded over the ranks, and .grad gives its norm only (param.grad.norm()). Use "
-        "lightning_zero.grad_norm(module) for the norm of all, lightning_zero.clip_grad_norm_(module, max_norm) or "
-        "Trainer(gradient_clip_val=) for clipping, lightning_zero.gather(module, grads=True) for values."
+        f"the gradient of {fqn} is sharded over the ranks: .grad gives its norm (param.grad.norm()), and can be "
+        "multiplied, divided or clamped by a number in place, as by torch.nn.utils.clip_grad_norm_. Use "
+        "lightning_zero.gather(module, grads=True) for its values and for anything else."
     )
 
 
@@ -144,11 +206,12 @@ class Sentinels:
     Args:
         grads: the gradients that each bucket has received and reduced.
         norms: what sentinels ask for norms.
+        noted: what makes changes out of what is done to sentinels.
     """
 
-    def __init__(self, grads: Mapping[Bucket, BucketGrads], norms: GradNorms) -> None:
+    def __init__(self, grads: Mapping[Bucket, BucketGrads], norms: GradNorms, noted: GradChanges) -> None:
         self._grads = grads
-        self._norms = norms
+        self._norms, self._noted = norms, noted
         self._of: dict[int, GradSentinel] = {}
 
     def place_used(self) -> None:
@@ -162,17 +225,32 @@ class Sentinels:
         for info in infos:
             sentinel = self._of.get(id(info.param))
             if sentinel is None or sentinel.dtype != info.param.dtype:
-                sentinel = self._of[id(info.param)] = GradSentinel(info, self._norms)
+                sentinel = self._of[id(info.param)] = GradSentinel(info, self._norms, self._noted)
             sentinel.zeroed = sentinel.added = False
+            sentinel.changes = []
             info.param.grad = sentinel
 
     def forget_zeroed(self) -> None:
-        """Drop the gradients that the user has cleared, and zero those zeroed, since they were placed."""
+        """Drop the gradients that the user has cleared since they were placed, and zero or change others as asked."""
         for bucket, grads in self._grads.items():
             if grads.used or grads.written or bucket.grad_store.is_there:
                 cleared, zeroed = self._changes(bucket)
                 grads.forget(cleared)
                 grads.zero(zeroed)
+        self._make_changes()
+
+    def _make_changes(self) -> None:
+        while self._noted.any:
+            rounds: dict[int, tuple[Change, dict[Bucket, set[int]]]] = {}
+            for bucket in self._grads:
+                for info in bucket.params:
+                    sentinel = self._of.get(id(info.param))
+                    if sentinel is not None and sentinel.changes:
+                        change = sentinel.changes.pop(0)
+                        rounds.setdefault(id(change), (change, {}))[1].setdefault(bucket, set()).add(info.slot)
+            for change, wanted in rounds.values():
+                self._noted.make(change, wanted)
+            self._noted.any = bool(rounds)
 
     def used_params(self) -> set[int]:
         """Ids of the parameters that any rank gave a gradient since it was last cleared.
@@ -190,8 +268,11 @@ class Sentinels:
     def _changes(self, bucket: Bucket) -> tuple[list[int], list[int]]:
         """Slots whose gradients the user has cleared, and slots whose gradients the user has zeroed, since placed."""
         cleared, zeroed = [], []
+        is_plain = bucket.is_plain
         for info in bucket.params:
             sentinel = self._of.get(id(info.param))
+            if is_plain and shows_whole(Place(bucket, info)):
+                continue
             if sentinel is None or not (info.param.grad is sentinel or sentinel.added):
                 cleared.append(info.slot)
             elif sentinel.zeroed:

@@ -38,6 +38,7 @@ from lightning_zero.engine.torch_modes import without_autocast
 from lightning_zero.engine.units.bucket import Bucket, Place
 from lightning_zero.engine.units.grad_store import Arrived
 from lightning_zero.engine.units.home import opened
+from lightning_zero.engine.units.long_work import SILENT, LongWork
 
 
 class ShardedOptimizer:
@@ -118,9 +119,9 @@ class ShardedOptimizer:
                 result.setdefault(place.bucket, {})[place.info.slot] = index
         return result
 
-    def load_param_states(self, states: ParamStates) -> None:
+    def load_param_states(self, states: ParamStates, long_work: LongWork = SILENT) -> None:
         """Replace all state; see :meth:`Runs.load`."""
-        self.runs.load(states, self._group_of())
+        self.runs.load(states, self._group_of(), long_work)
 
     # -- step -----------------------------------------------------------------------------------------------------
 

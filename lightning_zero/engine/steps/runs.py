@@ -16,6 +16,7 @@ from lightning_zero.engine.steps.torch_optimizers import PER_TENSOR, is_elementw
 from lightning_zero.engine.units.bucket import Bucket
 from lightning_zero.engine.units.home import opened
 from lightning_zero.engine.units.kept import Sliced
+from lightning_zero.engine.units.long_work import LongWork
 from lightning_zero.planning.layout import Fragment, Run, cut_runs
 
 ParamStates = Mapping[tuple[Bucket, int], dict[str, Any]]  # state of the parameter at a slot of a bucket
@@ -220,7 +221,7 @@ class Runs:
                     return [(run.tensor, name, value) for name, value in state.items()]
         return []
 
-    def load(self, states: ParamStates, groups_of: Mapping[Bucket, dict[int, int]]) -> None:
+    def load(self, states: ParamStates, groups_of: Mapping[Bucket, dict[int, int]], long_work: LongWork) -> None:
         """Replace all state. ``states``: for a parameter, its full tensors (any shape of its numel) or plain values.
 
         Tensors that are there, for the same elements, get the new values: a second set would be in memory for a while.
@@ -238,7 +239,7 @@ class Runs:
             self.cut(bucket, groups_of[bucket])
         held = {run.tensor: self.optimizer.state.get(run.tensor, {}) for bucket in kept for run in self.of(bucket)}
         self.optimizer.state.clear()
-        for bucket in kept:
+        for bucket in long_work.items(kept, "loading optimizer state, in buckets"):
             self._fill(bucket, states, held)
 
     def _fill(self, bucket: Bucket, states: ParamStates, held: dict[Tensor, dict[str, Any]]) -> None:

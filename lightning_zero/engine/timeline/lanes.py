@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -72,20 +74,25 @@ def in_rows(spans: Sequence[Span]) -> list[list[Span]]:
 
 
 def outermost(waits: Sequence[Span]) -> list[Span]:
-    """Waits, in the order of their beginnings, without what inner ones have: each instant is that of the innermost."""
+    """Waits without what inner ones have: each instant is that of the innermost."""
+    waits = sorted(waits, key=lambda s: (s.begin, -s.end))  # those that begin at once: the outer one first
+    begins = [wait.begin for wait in waits]
     found: list[Span] = []
     for number, wait in enumerate(waits):
-        inner = [other for other in waits[number + 1 :] if other.begin < wait.end and other.end <= wait.end]
-        found += without([wait], inner)
+        meanwhile = waits[number + 1 : bisect.bisect_left(begins, wait.end)]
+        found += without([wait], [other for other in meanwhile if other.end <= wait.end])
     return sorted(found, key=lambda s: s.begin)
 
 
 def without(bars: Iterable[Span], holes: Sequence[Span]) -> list[Span]:
-    """What is left of ``bars`` between ``holes``."""
+    """What is left of ``bars`` between ``holes``, which come in the order of their beginnings."""
     found: list[Span] = []
+    # The last end so far: a rank may have thousands of waits, and only those near a bar are looked at.
+    ends = list(itertools.accumulate((hole.end for hole in holes), max))
+    begins = [hole.begin for hole in holes]
     for bar in bars:
         begin = bar.begin
-        for hole in (h for h in holes if h.end > bar.begin and h.begin < bar.end):
+        for hole in holes[bisect.bisect_right(ends, begin) : bisect.bisect_left(begins, bar.end)]:
             if hole.begin > begin:
                 found.append(bar._replace(begin=begin, end=hole.begin))
             begin = max(begin, hole.end)

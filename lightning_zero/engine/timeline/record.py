@@ -81,13 +81,20 @@ class Timeline:
             if together:
                 self._end()
             else:
-                self._forget()
+                self.close()
         elif 0 < self._steps < self._after and self._comm.rank == 0:
             warnings.warn(
                 f"zero.debug.timeline: nothing was recorded, as the run ended after {self._steps} steps. Recording "
                 f"begins after step {self._after}: lower zero.debug.timeline_after.",
                 stacklevel=2,
             )
+
+    def close(self) -> None:
+        """Drop what is being recorded. Waits for nobody, and sends no message."""
+        recorder, self._recorder = self._recorder, None
+        if recorder is not None:
+            recorder.drop_spans()
+            recording.let_go()
 
     def _begin(self) -> None:
         self._offset = self._compare_clocks()
@@ -109,18 +116,18 @@ class Timeline:
         all_clocks = self._comm.all_gather_objects((begins, ends), "the clocks of a timeline")
         return offsets([b for b, _ in all_clocks], [e for _, e in all_clocks])[self._comm.rank]
 
-    def _forget(self) -> list[Span]:
-        recorder, self._recorder = self._recorder, None
-        assert recorder is not None
-        spans = recorder.take_spans()
-        recording.let_go()
-        return spans
+    def _take(self) -> list[Span]:
+        assert self._recorder is not None
+        try:
+            return self._recorder.take_spans()
+        finally:
+            self.close()
 
     def _end(self) -> None:
         closed = time.perf_counter()
         self._settle()
         # What the main thread waits for in ``settle`` it would not have waited for here.
-        spans = [span for span in self._forget() if not (span.waits_for and span.begin >= closed)]
+        spans = [span for span in self._take() if not (span.waits_for and span.begin >= closed)]
         moved = [s._replace(begin=s.begin + self._offset.seconds, end=s.end + self._offset.seconds) for s in spans]
         mine = [tuple(span) for span in moved], self._offset.error
         found = self._comm.all_gather_objects(mine, "what a timeline has recorded")
@@ -128,8 +135,9 @@ class Timeline:
             ranks = [lanes_of(rank, map(Span._make, theirs)) for rank, (theirs, _) in enumerate(found)]
             try:
                 self._write(ranks, max(error for _, error in found))
-            except OSError as error:  # training counts more
-                warnings.warn(f"zero.debug.timeline: {self._config.timeline}: {error}", stacklevel=2)
+            except Exception as error:  # training counts more: a full disk, a matplotlib that does not work
+                what = f"{self._config.timeline}: {type(error).__name__}: {error}"
+                warnings.warn(f"zero.debug.timeline: {what}", stacklevel=2)
 
     def _write(self, ranks: list[RankLanes], error: float) -> None:
         assert self._config.timeline is not None

@@ -13,7 +13,7 @@ from lightning_zero.config import Precision, ZeroConfig
 from lightning_zero.engine.units.bucket import Bucket
 from lightning_zero.engine.units.describe import TRUE_DTYPES, UnitGroup
 from lightning_zero.engine.units.home import Tiers
-from lightning_zero.engine.units.long_work import shown
+from lightning_zero.engine.units.long_work import SILENT, LongWork
 from lightning_zero.engine.units.materialise import materialise, move_param
 from lightning_zero.engine.units.module_buffers import replicate_buffers
 from lightning_zero.engine.units.unit import Unit
@@ -29,6 +29,7 @@ def build_units(
     rows: Sequence[TierRow],
     tiers: Tiers,
     sources: Mapping[str, Tensor] | None = None,
+    long_work: LongWork = SILENT,
 ) -> list[Unit]:
     """Units of ``module`` with filled buckets, at rest; the root first.
 
@@ -46,7 +47,7 @@ def build_units(
     built: dict[int, Unit] = {}
     some_meta = comm.max_(torch.tensor([any(t.is_meta for t in _tensors_of(module))], dtype=torch.uint8)).item()
     in_order = [*list(enumerate(groups))[1:], (0, groups[0])]  # the root last: it owns what units share
-    for index, group in shown(in_order, "sharding, in units", shows=comm.rank == 0 and config.summary):
+    for index, group in long_work.items(in_order, "sharding, in units"):
         if some_meta and comm.device.type != "meta":
             make = functools.partial(materialise, module, group.name, names, comm.device, sources)
             comm.together(f"first values of unit {group.name or '(root)'}", make)

@@ -55,7 +55,8 @@ class BucketGroup:
     def shape(self, unit: int) -> BucketShape:
         """What planning needs to know."""
         numels = tuple(info.numel for info in self.params)
-        return BucketShape(unit, numels, itemsizes(self.dtypes), self.trainable, self.whole)
+        built = tuple(info.numel * info.dtype.itemsize for info in self.params)
+        return BucketShape(unit, numels, itemsizes(self.dtypes), self.trainable, self.whole, built)
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,11 +34,10 @@ from lightning_zero.engine.units.param_info import ParamInfo, same_bits
 from lightning_zero.engine.units.unit import State
 from lightning_zero.engine.whole.module_state import write_param
 from lightning_zero.planning.layout import round_up
+from lightning_zero.planning.whole import COPY_ALIGN, copy_nbytes, no_room_for, on_the_way_nbytes
 from lightning_zero.ranks.peers import machine
 from lightning_zero.tiers.limits import available_host_memory
 
-ALIGN = 64  # bytes
-SPARE = 0.9  # of the memory that is there; the rest is for what the process does with the module
 CALLS = "trainer.save_checkpoint(path) saves it, and `with lightning_zero.gather(model):`, on all ranks, shows it whole"
 
 
@@ -156,11 +155,26 @@ def check_room(engine: Assembly) -> None:
     """
     if engine.config.after_fit is AfterFit.whole and engine.host_copy is None:
         table = engine.comm.meet((machine(), available_host_memory()), "room for the whole module")
-        refusal = _no_room(engine, [row[0] for row in table], [row[1] for row in table])
-        if refusal is not None:
-            raise ConfigError(
-                f"zero.after_fit=whole: {refusal}. Set zero.after_fit=auto: the module then stays sharded; {CALLS}."
-            )
+        _refuse(_no_room(engine, [row[0] for row in table], [row[1] for row in table]))
+
+
+def check_room_here(nbytes: int) -> None:
+    """As :func:`check_room`, on this host alone, and before any process starts.
+
+    Args:
+        nbytes: of the copy.
+
+    Raises:
+        ConfigError: with the bytes that are needed and available.
+    """
+    _refuse(no_room_for(nbytes, available_host_memory(), "this host"))
+
+
+def _refuse(why: str | None) -> None:
+    if why is not None:
+        raise ConfigError(
+            f"zero.after_fit=whole: {why}. Set zero.after_fit=auto: the module then stays sharded; {CALLS}."
+        )
 
 
 def _lay_out(engine: Assembly) -> tuple[list[_Slot], int]:
@@ -168,8 +182,8 @@ def _lay_out(engine: Assembly) -> tuple[list[_Slot], int]:
     for bucket in engine.buckets:
         for info in bucket.params:
             slots.append(_Slot(bucket, info, start))
-            start = round_up(start + info.numel * info.dtype.itemsize, ALIGN)
-    return slots, max(start, ALIGN)
+            start = round_up(start + info.numel * info.dtype.itemsize, COPY_ALIGN)
+    return slots, copy_nbytes(slot.info.numel * slot.info.dtype.itemsize for slot in slots)
 
 
 def _gathers(engine: Assembly, hosts: Sequence[str]) -> bool:
@@ -181,17 +195,14 @@ def _gathers(engine: Assembly, hosts: Sequence[str]) -> bool:
 def _no_room(engine: Assembly, hosts: Sequence[str], available: Sequence[int]) -> str | None:
     """Why some host has no room; the same on all ranks."""
     nbytes = _lay_out(engine)[1]
-    largest = max((b.layout.numel * b.dtypes.master.itemsize for b in engine.buckets), default=0)
-    on_the_way = largest if engine.comm.device.type == "cpu" and _gathers(engine, hosts) else 0
+    gathers = engine.comm.device.type == "cpu" and _gathers(engine, hosts)
+    on_the_way = on_the_way_nbytes([bucket.plan for bucket in engine.buckets], gathers=gathers)
     for host in dict.fromkeys(hosts):
         left = [free for name, free in zip(hosts, available, strict=True) if name == host]
-        needed = nbytes + on_the_way * len(left)
-        if needed > SPARE * min(left):
-            ranks = ", ".join(str(rank) for rank, name in enumerate(hosts) if name == host)
-            return (
-                f"expected room for a whole copy of the module, {needed:,} bytes, on the host of ranks {ranks}, got "
-                f"{min(left):,} bytes that are available ({SPARE:.0%} of them may be used)"
-            )
+        ranks = ", ".join(str(rank) for rank, name in enumerate(hosts) if name == host)
+        found = no_room_for(nbytes + on_the_way * len(left), min(left), f"the host of ranks {ranks}")
+        if found is not None:
+            return found
     return None
 
 
@@ -238,7 +249,7 @@ def _fill(engine: Assembly, copy: HostCopy, hosts: Sequence[str]) -> None:
     gathers = _gathers(engine, hosts)
     group = comm.topology.shard_group_of(comm.rank)
     places = iter(copy.original)
-    for bucket in engine.buckets:
+    for bucket in engine.long_work.items(engine.buckets, "making the module whole, in buckets"):
         targets = [info.flattened(place) for info, place in zip(bucket.params, places, strict=False)]
         if bucket.plan.shards_master and not gathers:
             if here[0] in group:  # other ranks here have the same shards, under hybrid sharding

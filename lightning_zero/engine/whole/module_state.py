@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ def full_parameters(engine: Assembly, *, only_rank_0: bool) -> dict[int, Tensor]
     """Every parameter by ``id``, on the host in its checkpoint dtype; empty where it is not wanted. On all ranks."""
     _take_writes_over(engine)
     result: dict[int, Tensor] = {}
-    for bucket in engine.buckets:
+    for bucket in engine.long_work.items(engine.buckets, "gathering weights, in buckets"):
         full = bucket.full_master()  # a gather: ranks that do not want the values take part in it
         if only_rank_0 and engine.rank != 0:
             continue
@@ -123,6 +123,7 @@ class _CopyIntoShards(TorchFunctionMode):
         super().__init__()
         self.engine = engine
         self.failed: OSError | None = None  # what has kept a value from being read
+        self.did: Callable[[nn.Parameter], object] = lambda param: None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.copy_ and isinstance(args[1], KeptTensor):
@@ -134,6 +135,7 @@ class _CopyIntoShards(TorchFunctionMode):
             except OSError as error:
                 self.failed = error
                 raise
+            self.did(args[0])
             return args[0]
         return func(*args, **(kwargs or {}))
 
@@ -151,7 +153,14 @@ def write_param(place: Place, value: Tensor) -> None:
 
 def load_whole(engine: Assembly, state: Mapping[str, Any], *, strict: bool = True) -> Any:
     """See ``Engine.load_state_dict``."""
-    with loading_into_shards(engine) as copies:
+    own: dict[int, int] = {}
+
+    def total() -> int:
+        own.update(_own_nbytes(engine))
+        return sum(own.values())
+
+    with loading_into_shards(engine) as copies, engine.long_work.bytes("loading weights", total) as did:
+        copies.did = lambda param: did(own.pop(id(param), 0))  # once, of those that are tied
 
         def load() -> Any:
             try:
@@ -163,6 +172,16 @@ def load_whole(engine: Assembly, state: Mapping[str, Any], *, strict: bool = Tru
 
         # A rank that cannot read its part would leave the others waiting in what follows a load.
         return engine.comm.together("loading a checkpoint", load, patient=True)
+
+
+def _own_nbytes(engine: Assembly) -> dict[int, int]:
+    """By ``id`` of a parameter: the bytes of its masters that this rank has."""
+    found: dict[int, int] = {}
+    for bucket in engine.buckets:
+        for fragment in bucket.owned_fragments():
+            param = bucket.params[fragment.index].param
+            found[id(param)] = found.get(id(param), 0) + fragment.numel * bucket.home.master.element_size()
+    return found
 
 
 def keeping_frozen(module: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:

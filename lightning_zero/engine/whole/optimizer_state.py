@@ -17,6 +17,7 @@ from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units.bucket import Bucket, Place
 from lightning_zero.engine.units.home import opened
 from lightning_zero.engine.units.kept import Sliced
+from lightning_zero.engine.units.long_work import SILENT
 from lightning_zero.engine.whole.ranges import Hollow, Value, full_state, local_parts
 
 
@@ -63,7 +64,8 @@ def _full_states(
     known = all_who_have_what(engine, sharded)
     result: dict[tuple[Bucket, int], dict[str, Any]] = {}
     index = engine.optimizers.index(sharded)
-    for i, bucket in enumerate(engine.buckets):
+    long_work = engine.long_work if hollow is None else SILENT
+    for i, bucket in enumerate(long_work.items(engine.buckets, "gathering optimizer state, in buckets")):
         slots = known.get(i, {})
         if hollow is not None:
             whole = _hollow_part(hollow, bucket, i, index)
@@ -136,7 +138,7 @@ def load_whole(engine: Assembly, optimizer: Optimizer, state: Mapping[str, Any])
         if place is not None and found:
             states[place.bucket, place.info.slot] = found
     with torch.inference_mode(False), torch.no_grad():
-        sharded.load_param_states(states)
+        sharded.load_param_states(states, engine.long_work)
 
 
 def check_whole(engine: Assembly, optimizer: Optimizer, state: Mapping[str, Any], what: str) -> None:

@@ -9,14 +9,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.lightning_table.bench import Bench
-from tests.lightning_table.table import Refusal, feature
+from tests.lightning_table.table import feature
 from tests.trainer.toys import Block, Lit, seeded
 
 
-@feature(
-    "torch.nn.utils.clip_grad_norm_ in on_before_optimizer_step",
-    refused=Refusal("`param.grad` of a reduced gradient", "clip_grad_norm_"),
-)
+@feature("torch.nn.utils.clip_grad_norm_ in on_before_optimizer_step")
 def torch_clipping(bench: Bench) -> Any:
     """Losses, metrics, weights"""
 

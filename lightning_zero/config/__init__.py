@@ -1,0 +1,90 @@
+"""Every setting of lightning_zero, once: Hydra schema, Python API and documentation.
+
+::
+
+    groups      the dataclasses of zero/*: the schema of the Hydra groups, and the reference that a user reads
+    settings    ZeroConfig, all of them together: the arguments of ZeroStrategy
+    names       enums: what may be written for a setting, and ConfigError
+    values      types of settings, and sizes such as 80GB
+    rows        settings made from keywords, names of rows, and other settings
+"""
+
+from lightning_zero.config.groups import (
+    CheckpointConfig,
+    CommConfig,
+    CompileConfig,
+    DebugConfig,
+    OffloadConfig,
+    OptimizerConfig,
+    PrecisionConfig,
+    StageConfig,
+    UnitConfig,
+    check_rounding,
+    without_effect,
+)
+from lightning_zero.config.names import (
+    AfterFit,
+    CheckpointFormat,
+    Compile,
+    ConfigError,
+    DType,
+    Hierarchy,
+    Offload,
+    Precision,
+    Recompute,
+    Stage,
+    Transport,
+    choose,
+    nearest,
+)
+from lightning_zero.config.rows import (
+    candidate_rows,
+    check_decided,
+    for_layout,
+    is_decided,
+    make_config,
+    offload_row,
+    offload_row_path,
+    with_rows,
+)
+from lightning_zero.config.settings import ZeroConfig, check_rows
+from lightning_zero.config.values import MIB, parse_bytes
+
+__all__ = [
+    "AfterFit",
+    "CheckpointConfig",
+    "CheckpointFormat",
+    "CommConfig",
+    "Compile",
+    "CompileConfig",
+    "ConfigError",
+    "DType",
+    "DebugConfig",
+    "Hierarchy",
+    "MIB",
+    "Offload",
+    "OffloadConfig",
+    "OptimizerConfig",
+    "Precision",
+    "PrecisionConfig",
+    "Recompute",
+    "Stage",
+    "StageConfig",
+    "Transport",
+    "UnitConfig",
+    "ZeroConfig",
+    "candidate_rows",
+    "check_decided",
+    "check_rounding",
+    "check_rows",
+    "choose",
+    "for_layout",
+    "is_decided",
+    "make_config",
+    "nearest",
+    "offload_row",
+    "offload_row_path",
+    "parse_bytes",
+    "with_rows",
+    "without_effect",
+]

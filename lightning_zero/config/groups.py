@@ -1,0 +1,330 @@
+"""The groups of settings: the schema of ``zero/*``. Each checks its own values, so that a bad one is refused before any
+process starts, with the key to change."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from lightning_zero.config.names import (
+    CheckpointFormat,
+    Compile,
+    ConfigError,
+    DType,
+    Hierarchy,
+    Offload,
+    Precision,
+    Stage,
+    Transport,
+)
+from lightning_zero.config.values import MIB, check_types, positive
+
+
+@dataclass(kw_only=True, slots=True)
+class StageConfig:
+    """Group ``zero/stage``: which roles are sharded over the ranks.
+
+    Attributes:
+        name: ``zero0`` replicates everything (as DDP does); ``zero1`` shards optimizer state and master
+            weights; ``zero2`` gradients too; ``zero3`` parameters too. ``auto`` is for the strategy: it takes the
+            fastest row that fits, of this group and, under ``zero/offload=auto``, of that one too.
+    """
+
+    name: Stage = Stage.zero3
+
+    def __post_init__(self) -> None:
+        check_types("zero.stage", self)
+
+
+def check_rounding(stochastic: bool, precision: Precision) -> None:
+    """Only weights that rest in bf16 are rounded at a step."""
+    if stochastic and precision is not Precision.bf16_true:
+        raise ConfigError(
+            "zero.precision.stochastic_rounding: expected false (masters are fp32 and not rounded), got true with "
+            f"zero/precision={precision.name}. Choose zero/precision=bf16_true or drop "
+            "zero.precision.stochastic_rounding."
+        )
+
+
+@dataclass(kw_only=True, slots=True)
+class PrecisionConfig:
+    """Group ``zero/precision``: the dtype of each role.
+
+    Attributes:
+        name: ``fp32`` (Lightning's ``32-true``), ``bf16`` (``bf16-mixed``: fp32 master, parameters gathered and
+            used in bf16 under autocast), ``fp16`` (``16-mixed``: the same in fp16, with dynamic loss scaling) or
+            ``bf16_true``, ``fp16_true``, ``fp64`` (one dtype everywhere, buffers too). ``None`` follows
+            ``Trainer(precision=)``.
+        reduce_dtype: what gradients travel in. ``None``: fp32; under the rows of one dtype, that.
+        grad_dtype: what gradients rest and accumulate in. ``None``: fp32; under the rows of one dtype, that.
+        fp32_modules: class names (``*`` matches anything) whose parameters keep fp32 under ``bf16`` and ``fp16``.
+            What parametrizations compute weights from keeps it too.
+        stochastic_rounding: under ``bf16_true``, compute steps in fp32 and round weights and optimizer state to bf16 up
+            or down at random, right on average; to nearest, changes below 1/512 of a weight are lost.
+    """
+
+    name: Precision | None = None
+    reduce_dtype: DType | None = None
+    grad_dtype: DType | None = None
+    fp32_modules: list[str] = field(
+        default_factory=lambda: ["LayerNorm", "GroupNorm", "BatchNorm?d", "*Norm", "Bilinear"]
+    )
+    stochastic_rounding: bool = False
+
+    def __post_init__(self) -> None:
+        check_types("zero.precision", self)
+        if self.name is not None:
+            check_rounding(self.stochastic_rounding, self.name)
+        lower = [k for k in ("reduce_dtype", "grad_dtype") if getattr(self, k) is DType.bf16]
+        if self.name is Precision.fp32 and lower:
+            raise ConfigError(
+                f"zero.precision.{lower[0]}: expected fp32 under zero/precision=fp32, got bf16. "
+                f"Choose zero/precision=bf16 or drop zero.precision.{lower[0]}."
+            )
+        given = [k for k in ("reduce_dtype", "grad_dtype") if getattr(self, k) is not None]
+        if self.name in (Precision.fp16_true, Precision.fp64) and given:
+            raise ConfigError(
+                f"zero.precision.{given[0]}: expected none under zero/precision={self.name.name}, where gradients "
+                f"have the dtype of the weights, got {getattr(self, given[0]).name}. Drop zero.precision.{given[0]}."
+            )
+        if self.name is Precision.bf16_true:
+            upper = [k for k in ("reduce_dtype", "grad_dtype") if getattr(self, k) is DType.fp32]
+            if "grad_dtype" in upper:
+                raise ConfigError(
+                    "zero.precision.grad_dtype: expected bf16 under zero/precision=bf16_true (the optimizer steps bf16 "
+                    "weights with bf16 gradients), got fp32. Choose zero/precision=bf16 for fp32 masters."
+                )
+
+
+@dataclass(kw_only=True, slots=True)
+class OffloadConfig:
+    """Group ``zero/offload``: the tier on which each role rests.
+
+    Attributes:
+        name: ``none`` keeps everything on the device; ``optimizer_cpu`` and ``optimizer_nvme`` hold optimizer state and
+            master weights in host memory or in files; ``cpu``, ``nvme`` and ``optimizer_cpu_param_nvme`` the
+            parameters too (stage 3 only). ``auto`` splits the optimizer by units over device, host and files, under
+            the budgets.
+        nvme_path: the folder for the files. By preset string it is taken from ``LIGHTNING_ZERO_NVME_PATH``. It may hold
+            ``$LOCAL_RANK``, ``$RANK`` and variables of each node's environment.
+        device_budget: bytes of optimizer state, master weights and gradients that one rank may hold on the device
+            under ``auto``. ``None``: none on a CPU, half of the free memory on a GPU.
+        host_budget: bytes of host memory that one rank may hold at rest. ``None``: what the machine has available.
+        nvme_budget: bytes of files that one rank may hold. ``None``: what the disk has free.
+        threads: CPU threads of a rank's offloaded step. ``None``: the cores that it may use over the ranks that share
+            them, less one for transfers where there are more than two.
+        io_threads: reads and writes in flight at a time. ``None``: 4.
+        step_in_backward: step a bucket as soon as its gradient has been reduced, while the backward goes on. For
+            automatic optimization with one optimizer, where nothing looks at gradients before the step; what stands in
+            the way is refused at the start.
+    """
+
+    name: Offload = Offload.none
+    nvme_path: str | None = None
+    device_budget: int | None = None
+    host_budget: int | None = None
+    nvme_budget: int | None = None
+    threads: int | None = None
+    io_threads: int | None = None
+    step_in_backward: bool = False
+
+    def __post_init__(self) -> None:
+        check_types("zero.offload", self)
+        for key in ("device_budget", "host_budget", "nvme_budget", "threads", "io_threads"):
+            value = getattr(self, key)
+            if value is not None:
+                positive(f"zero.offload.{key}", value, zero_ok=key == "device_budget")
+        uses_nvme = "nvme" in self.name.name or self.name is Offload.auto
+        if uses_nvme and not self.nvme_path and self.name is not Offload.auto:
+            raise ConfigError(
+                f"zero.offload.nvme_path: expected a folder on a local disk for zero/offload={self.name.name}, got "
+                "none. Set zero.offload.nvme_path=/path, or LIGHTNING_ZERO_NVME_PATH=/path for a preset string."
+            )
+        ignored = [
+            k for k in without_effect(self.name) if getattr(self, k) is not None and getattr(self, k) is not False
+        ]
+        if ignored:
+            raise ConfigError(
+                f"zero.offload.{ignored[0]} has no effect with zero/offload={self.name.name}. Drop it, or choose a row "
+                "of zero/offload that uses it."
+            )
+
+
+def without_effect(row: Offload) -> list[str]:
+    """The settings of :class:`OffloadConfig` that have no effect with a row of ``zero/offload``."""
+    found = []
+    if "nvme" not in row.name and row is not Offload.auto:
+        found += ["nvme_path", "nvme_budget", "io_threads"]
+    if row is not Offload.auto:
+        found.append("device_budget")
+    if row is Offload.none:
+        found += ["host_budget", "threads", "step_in_backward"]
+    if row in (Offload.optimizer_nvme, Offload.nvme):
+        found.append("host_budget")  # nothing but gradients rests on the host there
+    return found
+
+
+@dataclass(kw_only=True, slots=True)
+class UnitConfig:
+    """Which modules are units: what is gathered and dropped together. (It is reduced bucket by bucket.)
+
+    Attributes:
+        classes: class names of the modules that become units. Empty: found from the model (``_no_split_modules``
+            of Hugging Face models, else repeated blocks in ModuleList and Sequential; where these hold less than half
+            of a model of more than 1 MiB, the rest by size: modules of an eighth of it, or less).
+        min_bytes: a module with fewer bytes of its own (in the parameters' original dtype) stays with its parent.
+        max_bytes: units found by themselves that hold more bytes are divided into their children, where they can be.
+    """
+
+    classes: list[str] = field(default_factory=list)
+    min_bytes: int = 0
+    max_bytes: int = 4096 * MIB
+
+    def __post_init__(self) -> None:
+        check_types("zero.unit", self)
+        positive("zero.unit.min_bytes", self.min_bytes, zero_ok=True)
+        positive("zero.unit.max_bytes", self.max_bytes)
+        if self.min_bytes > self.max_bytes:
+            raise ConfigError(
+                f"zero.unit.min_bytes: expected at most zero.unit.max_bytes ({self.max_bytes}), got {self.min_bytes}. "
+                "Lower zero.unit.min_bytes or raise zero.unit.max_bytes."
+            )
+
+
+@dataclass(kw_only=True, slots=True)
+class CommConfig:
+    """Group ``zero/comm``: how the bytes travel.
+
+    Attributes:
+        transport: ``plain`` uses the library's gather and reduce-scatter; ``direct`` gathers by broadcasts and
+            reduces by an all-to-all and a local sum, which on gloo is several times faster at few ranks;
+            ``auto`` chooses by backend and number of ranks.
+        hierarchy: ``flat`` shards over all ranks; ``node`` over those of each node, with a replica on every node
+            (hybrid sharding): gathers stay within nodes, which hold more. ``auto`` takes ``node`` where there are
+            several nodes with as many ranks each, and what rests fits into half of the memory; else ``flat``.
+        even_alone: gather and reduce over a group of one rank as over many, so that a transport can be tried on one
+            GPU. It is slower, and trains the same.
+    """
+
+    transport: Transport = Transport.auto
+    hierarchy: Hierarchy = Hierarchy.auto
+    even_alone: bool = False
+
+    def __post_init__(self) -> None:
+        check_types("zero.comm", self)
+
+
+@dataclass(kw_only=True, slots=True)
+class CheckpointConfig:
+    """Group ``zero/checkpoint``: the form in which checkpoints are saved. Both are loaded at any setting.
+
+    Attributes:
+        name: ``full``: one ordinary file, which all ranks write, each its own ranges. ``sharded``: a folder in the
+            format of PyTorch's distributed checkpoints, which all ranks must see: each writes a file of its shards.
+        exclude_frozen: leave frozen parameters out (adapters); a run that goes on keeps those it has.
+        verify: compare a checkpoint with its checksums before it is loaded. ``None``: where a job that was started
+            again goes on from it.
+        background: training goes on while a checkpoint is written. What changes meanwhile is copied to host memory
+            first.
+    """
+
+    name: CheckpointFormat = CheckpointFormat.full
+    exclude_frozen: bool = False
+    verify: bool | None = None
+    background: bool = False
+
+    def __post_init__(self) -> None:
+        check_types("zero.checkpoint", self)
+
+
+# Modes of torch.compile, and whether they record CUDA graphs.
+_MODES = {
+    "default": False,
+    "max-autotune-no-cudagraphs": False,
+    "reduce-overhead": True,
+    "max-autotune": True,
+}
+
+
+@dataclass(kw_only=True, slots=True)
+class CompileConfig:
+    """Group ``zero/compile``: what ``torch.compile`` is applied to.
+
+    Attributes:
+        name: ``blocks`` compiles the forward of every unit but the root, one graph for all blocks of a class. Modules
+            that the user has compiled stay as they are, under ``none`` too.
+        backend: of ``torch.compile``; ``inductor`` needs a C++ compiler on every node.
+        mode: of ``inductor``. ``reduce-overhead`` and ``max-autotune`` record CUDA graphs, which stage 3 refuses.
+        dynamic: whether graphs are for any sizes of inputs. ``None``: from when sizes are found to change.
+    """
+
+    name: Compile = Compile.none
+    backend: str = "inductor"
+    mode: str | None = None
+    dynamic: bool | None = None
+
+    def __post_init__(self) -> None:
+        check_types("zero.compile", self)
+        if self.mode is not None and self.mode not in _MODES:
+            raise ConfigError(
+                f"zero.compile.mode: expected one of {', '.join(_MODES)}, got {self.mode!r}. Change zero.compile.mode."
+            )
+        if self.name is Compile.none:
+            given = [k for k in ("mode", "dynamic") if getattr(self, k) is not None]
+            given += ["backend"] * (self.backend != "inductor")
+            if given:
+                raise ConfigError(
+                    f"zero.compile.{given[0]} has no effect with zero/compile=none. Drop it, or choose "
+                    "zero/compile=blocks."
+                )
+        if self.mode is not None and self.backend != "inductor":
+            raise ConfigError(
+                f"zero.compile.mode: expected none with zero.compile.backend={self.backend} (modes are those of "
+                f"inductor), got {self.mode!r}. Drop zero.compile.mode."
+            )
+
+    @property
+    def records_cuda_graphs(self) -> bool:
+        return _MODES[self.mode or "default"]
+
+
+@dataclass(kw_only=True, slots=True)
+class OptimizerConfig:
+    """Settings of the sharded optimizer step.
+
+    Attributes:
+        elementwise: declares that an optimizer unknown to us computes each element of a parameter from that
+            element's own value, gradient and state alone, so that it may step slices of parameters.
+    """
+
+    elementwise: bool = False
+
+    def __post_init__(self) -> None:
+        check_types("zero.optimizer", self)
+
+
+@dataclass(kw_only=True, slots=True)
+class DebugConfig:
+    """What a run tells of itself.
+
+    Attributes:
+        timeline: a folder for a timeline of some steps: a trace for Perfetto, a page, and a PNG where matplotlib is
+            installed.
+        timeline_after: steps of the optimizer before the first that is recorded. ``None``: 5.
+        timeline_steps: how many are recorded. ``None``: 2.
+    """
+
+    timeline: str | None = None
+    timeline_after: int | None = None
+    timeline_steps: int | None = None
+
+    def __post_init__(self) -> None:
+        check_types("zero.debug", self)
+        for key in ("timeline_after", "timeline_steps"):
+            value = getattr(self, key)
+            if value is not None:
+                positive(f"zero.debug.{key}", value)
+                if self.timeline is None:
+                    raise ConfigError(
+                        f"zero.debug.{key} has no effect without zero.debug.timeline. Drop it, or give "
+                        "zero.debug.timeline=FOLDER."
+                    )

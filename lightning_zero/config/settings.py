@@ -1,0 +1,132 @@
+"""All settings together, and which of them go with each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from lightning_zero.config.groups import (
+    CheckpointConfig,
+    CommConfig,
+    CompileConfig,
+    DebugConfig,
+    OffloadConfig,
+    OptimizerConfig,
+    PrecisionConfig,
+    StageConfig,
+    UnitConfig,
+)
+from lightning_zero.config.names import AfterFit, Compile, ConfigError, Offload, Recompute, Stage
+from lightning_zero.config.values import MIB, check_types, positive
+
+
+@dataclass(kw_only=True, slots=True)
+class ZeroConfig:
+    """All settings of the strategy: the group ``zero``.
+
+    Attributes:
+        prefetch_bytes: bytes of gathered parameters that may be in flight or waiting ahead of compute. One unit is
+            always gathered ahead, whatever its size, unless this is 0, which turns prefetching off.
+        keep_gathered_bytes: bytes of units that stay gathered between forward and backward (the last units
+            first), which saves their second gather. The last unit of the forward always stays.
+        reduce_bucket_bytes: a bucket holds at most this many bytes of gradient (one parameter that is larger
+            travels alone): it bounds the buffers that a reduction needs.
+        activation_checkpointing: ``blocks``: every unit but the root keeps its inputs only and computes the rest again
+            in backward; ``offload``: and these inputs wait in host memory.
+        dynamic: ranks may take different paths through the model; they agree on every gather by a small exchange.
+        init_from: a folder with safetensors files of Hugging Face, from which parameters get their first values; those
+            of a module on the meta device need no others. A checkpoint that is loaded counts more.
+        stall_timeout_s: seconds that a rank waits for others before it raises, naming unit, ranks and places; at the
+            start of a run, the ranks that have not come.
+        after_fit: after fit, test or predict the module is ``whole`` again, one copy per host, or stays ``sharded``;
+            ``auto``: whole where all hosts have room.
+        summary: print the table of units at the start and, at the end of training, that of bytes planned and measured.
+        sequence_parallel: ranks that share one sequence, each with a part of its positions (Ulysses): so many adjacent
+            ranks have one batch. What rests is sharded over all ranks as always.
+    """
+
+    stage: StageConfig = field(default_factory=StageConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
+    unit: UnitConfig = field(default_factory=UnitConfig)
+    comm: CommConfig = field(default_factory=CommConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    compile: CompileConfig = field(default_factory=CompileConfig)
+    debug: DebugConfig = field(default_factory=DebugConfig)
+    prefetch_bytes: int = 256 * MIB
+    keep_gathered_bytes: int = 0
+    reduce_bucket_bytes: int = 256 * MIB
+    activation_checkpointing: Recompute = Recompute.none
+    dynamic: bool = False
+    init_from: str | None = None
+    stall_timeout_s: float = 300.0
+    after_fit: AfterFit = AfterFit.auto
+    summary: bool = True
+    sequence_parallel: int = 1
+
+    def __post_init__(self) -> None:
+        check_types("zero", self)
+        check_rows(self.stage.name, self.offload.name)
+        positive("zero.prefetch_bytes", self.prefetch_bytes, zero_ok=True)
+        positive("zero.keep_gathered_bytes", self.keep_gathered_bytes, zero_ok=True)
+        positive("zero.reduce_bucket_bytes", self.reduce_bucket_bytes)
+        positive("zero.stall_timeout_s", self.stall_timeout_s)
+        positive("zero.sequence_parallel", self.sequence_parallel)
+        if self.sequence_parallel > 1 and self.compile.name is not Compile.none:
+            raise ConfigError(
+                "zero.sequence_parallel: expected 1 with zero/compile=blocks (attention is found while modules run, "
+                f"which graphs hide), got {self.sequence_parallel}. Choose zero/compile=none, or drop "
+                "zero.sequence_parallel."
+            )
+        if self.keep_gathered_bytes and self.stage.name is not Stage.zero3:
+            raise ConfigError(
+                "zero.keep_gathered_bytes: expected 0 (parameters are never dropped below stage 3), got "
+                f"{self.keep_gathered_bytes} with zero/stage={self.stage.name.name}. Choose zero/stage=zero3 or drop "
+                "zero.keep_gathered_bytes."
+            )
+        if self.dynamic and self.stage.name is not Stage.zero3:
+            raise ConfigError(
+                "zero.dynamic: expected false (only stage 3 gathers along the path of the model), got true with "
+                f"zero/stage={self.stage.name.name}. Choose zero/stage=zero3 or drop zero.dynamic."
+            )
+        if self.compile.records_cuda_graphs and self.stage.name is Stage.zero3:
+            raise ConfigError(
+                "zero.compile.mode: expected default or max-autotune-no-cudagraphs at stage 3 (a CUDA graph replays "
+                "kernels on fixed addresses, and gathered parameters are somewhere else each time), got "
+                f"{self.compile.mode!r}. Change zero.compile.mode, or choose zero/stage=zero2."
+            )
+        if self.offload.step_in_backward:
+            self._check_step_in_backward()
+
+    def _check_step_in_backward(self) -> None:
+        if self.dynamic:
+            why = "under zero.dynamic no rank knows, before the backward is over, what the others will reduce"
+            change = "Drop zero.dynamic"
+        elif self.offload.name is Offload.optimizer_nvme and self.stage.name is not Stage.zero3:
+            why = (
+                f"at zero/stage={self.stage.name.name} the backward reads parameters that would have to be read from "
+                "the files once more after it"
+            )
+            change = "Choose zero/offload=optimizer_cpu or zero/stage=zero3"
+        else:
+            return
+        raise ConfigError(
+            f"zero.offload.step_in_backward: expected false ({why}), got true. {change}, or drop "
+            "zero.offload.step_in_backward."
+        )
+
+
+def check_rows(stage: Stage, offload: Offload) -> None:
+    """Which rows of ``zero/offload`` go with which stages."""
+    if offload is not Offload.none and stage is Stage.zero0:
+        raise ConfigError(
+            f"zero/offload={offload.name}: stage 0 replicates the optimizer, so every rank would step all of it on the "
+            "host. Choose zero/stage=zero1, zero2 or zero3, or zero/offload=none."
+        )
+    moves_params = offload in {Offload.cpu, Offload.nvme, Offload.optimizer_cpu_param_nvme}
+    if moves_params and stage is not Stage.zero3:
+        raise ConfigError(
+            f"zero/offload={offload.name}: parameters can be offloaded at stage 3 only (below it every rank uses all "
+            f"of them), got zero/stage={stage.name}. Choose zero/stage=zero3, or zero/offload="
+            f"{'optimizer_nvme' if offload is Offload.nvme else 'optimizer_cpu'}."
+        )

@@ -1,0 +1,108 @@
+"""What a setting may hold: its type is checked, whoever gives it; what may be written in another way is converted."""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import re
+from dataclasses import fields
+from enum import Enum
+from numbers import Integral, Real
+from types import NoneType
+from typing import Any, get_args, get_type_hints
+
+from lightning_zero.config.names import ROWS, ConfigError, choose
+
+MIB = 1024 * 1024
+
+
+def check_types(key: str, settings: Any) -> None:
+    """Refuse what is not of its field's type; names become members of enums, paths and tuples become text and lists.
+
+    Args:
+        key: of the dataclass ``settings``: ``zero.comm``.
+
+    Raises:
+        ConfigError: with what was expected, what was got, and the key.
+    """
+    group = key.partition(".")[2]
+    own: Any = type(settings)
+    for name, kind in kinds_of(own).items():
+        value = getattr(settings, name)
+        if name == "name" and group in ROWS and not (value is None and NoneType in get_args(kind)):
+            setattr(settings, name, choose(group, value))
+        else:
+            setattr(settings, name, _taken(f"{key}.{name}", kind, value))
+
+
+@functools.cache
+def kinds_of(settings: type[object]) -> dict[str, Any]:
+    """The types of the fields of a dataclass."""
+    hints = get_type_hints(settings)
+    return {f.name: hints[f.name] for f in fields(settings)}  # type: ignore[arg-type]
+
+
+def _taken(key: str, kind: Any, value: Any) -> Any:
+    """``value`` as a field of type ``kind`` holds it."""
+    optional = NoneType in get_args(kind)
+    if optional:
+        if value is None:
+            return None
+        kind = next(k for k in get_args(kind) if k is not NoneType)
+    found, expected = _fitted(kind, value)
+    if expected:
+        raise ConfigError(f"{key}: expected {expected}{' or null' * optional}, got {value!r}. Change {key}.")
+    return found
+
+
+def _fitted(kind: Any, value: Any) -> tuple[Any, str]:
+    """``value`` as it is held, and what was expected in its place; nothing, if it is that."""
+    is_bool = isinstance(value, bool)
+    if kind is bool:
+        return value, "" if is_bool else "true or false"
+    if kind is int:
+        return value, "" if isinstance(value, Integral) and not is_bool else "a whole number"
+    if kind is float:
+        return value, "" if isinstance(value, Real) and not is_bool and math.isfinite(value) else "a number"
+    if kind is str:
+        text = os.fspath(value) if isinstance(value, os.PathLike) else value
+        return text, "" if isinstance(text, str) else "a text"
+    if kind == list[str]:
+        items = list(value) if isinstance(value, (list, tuple)) else None
+        fine = items is not None and all(isinstance(item, str) for item in items)
+        return items, "" if fine else "a list of names"
+    if issubclass(kind, Enum):
+        member = kind.__members__.get(value) if isinstance(value, str) else value
+        return member, "" if isinstance(member, kind) else f"one of {', '.join(kind.__members__)}"
+    return value, "" if isinstance(value, kind) else f"a mapping of settings, or {kind.__name__}"
+
+
+def positive(key: str, value: float, *, zero_ok: bool = False) -> None:
+    """
+    Raises:
+        ConfigError: a number is negative, or 0 where it may not be.
+    """
+    if value < 0 or (value == 0 and not zero_ok):
+        bound = ">= 0" if zero_ok else "> 0"
+        raise ConfigError(f"{key}: expected a number {bound}, got {value!r}. Change {key}.")
+
+
+_UNITS = {"": 1, "B": 1} | {
+    f"{letter}{i}B": (1024 if i else 1000) ** power for power, letter in enumerate("KMGTP", 1) for i in ("", "i")
+}
+
+
+def parse_bytes(key: str, value: Any) -> int:
+    """``80GB``, ``74.5GiB`` or a plain number of bytes.
+
+    Raises:
+        ConfigError: it is nothing of that.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d*)?(?:e\d+)?) *([a-z]*)", str(value).strip(), re.IGNORECASE)
+    unit = next((n for name, n in _UNITS.items() if match and name.lower() == match[2].lower()), None)
+    if match is None or unit is None or isinstance(value, bool):
+        raise ConfigError(
+            f"{key}: expected a size such as 80GB, 80GiB or a number of bytes, got {value!r}. Change {key}."
+        )
+    return int(float(match[1]) * unit)

@@ -1,0 +1,145 @@
+"""A copy of a module with fake tensors, which have no memory, that runs its steps and changes nothing of the module.
+
+It logs nothing, steps nothing, and finds a trainer: that of the run, or a stand-in.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+from collections.abc import Callable, Mapping
+from types import MethodType
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.core.optimizer import _configure_optimizers
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch import nn
+from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
+
+from lightning_zero.engine.steps.torch_optimizers import base_of, count_states
+from lightning_zero.planning.memory import ADAM_STATES
+
+CPU = torch.device("cpu")
+
+
+class _Stand:
+    """A trainer for the copy: the one of the run, if there is one, with optimizers that step nothing."""
+
+    def __init__(self, trainer: Any, optimizers: list[Any]) -> None:
+        self.__dict__.update(_trainer=trainer, optimizers=optimizers)
+
+    def __getattr__(self, name: str) -> Any:
+        trainer = self.__dict__["_trainer"]
+        if trainer is None:
+            default = _TRAINER.get(name, _TRAINER)
+            if default is _TRAINER:
+                raise AttributeError(f"trainer.{name} is not known before a run")
+            return default
+        return getattr(trainer, name)
+
+
+_TRAINER: dict[str, Any] = {
+    "world_size": 1,
+    "num_devices": 1,
+    "global_rank": 0,
+    "local_rank": 0,
+    "is_global_zero": True,
+    "current_epoch": 0,
+    "global_step": 0,
+    "max_epochs": None,
+    "max_steps": -1,
+    "log_every_n_steps": 50,
+    "sanity_checking": False,
+    "training": True,
+    "validating": False,
+    "testing": False,
+    "predicting": False,
+    "loggers": [],
+    "logger": None,
+    "callbacks": [],
+    "callback_metrics": {},
+    "logged_metrics": {},
+    "accumulate_grad_batches": 1,
+    "gradient_clip_val": None,
+    "estimated_stepping_batches": math.inf,
+}
+
+
+def fake_copy(
+    module: pl.LightningModule, dtypes: Mapping[int, torch.dtype], mode: FakeTensorMode
+) -> pl.LightningModule:
+    """A copy with fake tensors: parameters in ``dtypes`` by id, ties kept."""
+    memo: dict[int, Any] = {id(None): None}
+    for owner in ("_trainer", "_fabric"):
+        held = module.__dict__.get(owner)
+        if held is not None:
+            memo[id(held)] = None
+    with mode:
+        for param in module.parameters():
+            fake = torch.empty_strided(
+                param.shape, param.stride(), dtype=dtypes.get(id(param), param.dtype), device=CPU
+            )
+            memo[id(param)] = nn.Parameter(fake, requires_grad=param.requires_grad)
+        for buffer in module.buffers():
+            dtype = dtypes.get(id(buffer), buffer.dtype)
+            memo[id(buffer)] = torch.empty_strided(buffer.shape, buffer.stride(), dtype=dtype, device=CPU)
+    with FakeCopyMode(mode):
+        return copy.deepcopy(module, memo)
+
+
+def detach_from_lightning(module: pl.LightningModule, trainer: Any, backward: Callable[..., Any]) -> None:
+    """Have the copy log nothing, step nothing, and find a trainer."""
+    optimizers = [torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.0)]
+    module.__dict__["_trainer"] = _Stand(trainer, optimizers)
+
+    def nothing(self: Any, *_: Any, **__: Any) -> None: ...
+
+    for name in ("log", "log_dict", "print", "toggle_optimizer", "untoggle_optimizer", "clip_gradients"):
+        module.__dict__[name] = MethodType(nothing, module)
+    module.__dict__["manual_backward"] = lambda loss, *_, **__: backward(loss)
+    module.__dict__["lr_schedulers"] = lambda: None
+    module.__dict__["all_gather"] = lambda data, *_, **__: data
+
+
+def give_fake_optimizers(module: pl.LightningModule) -> None:
+    """For manual optimization: as many optimizers as the module's own, which do nothing."""
+
+    class Nothing:
+        param_groups = ({"lr": 0.0},)
+
+        def step(self, closure: Any = None, **_: Any) -> Any:
+            return closure() if closure is not None else None
+
+        def zero_grad(self, *_: Any, **__: Any) -> None: ...
+
+        def toggle_model(self, *_: Any, **__: Any) -> Any:
+            return contextlib.nullcontext()
+
+    found = module.configure_optimizers()
+    if isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], (list, tuple)):
+        found = found[0]
+    several = list(found) if isinstance(found, (list, tuple)) else [found]
+    made = [Nothing() for _ in several]
+    module.__dict__["optimizers"] = lambda *_, **__: made if len(made) > 1 else made[0]
+
+
+def states_of(module: pl.LightningModule, trainer: Any) -> tuple[int, str]:
+    """Tensors of state for each parameter, the most that any optimizer of a copy of ``module`` keeps; where that cannot
+    be found, as many as Adam has, and why.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    try:
+        with isolate_rng(include_cuda=False):
+            made = fake_copy(module, {}, mode)
+            detach_from_lightning(made, trainer, lambda _: None)
+            with mode:
+                found: Any = made.configure_optimizers()
+            optimizers = [] if found is None else _configure_optimizers(found)[0]
+            unknown = [type(o).__name__ for o in optimizers if base_of(o) is None]
+            counts = [count_states(o) for o in optimizers]
+    except Exception as error:  # of users' code, which training will meet again, if it is more than the moment
+        return ADAM_STATES, f"configure_optimizers cannot be asked before: {type(error).__name__}: {error}"
+    return (ADAM_STATES, f"{unknown[0]} is not known") if unknown else (max(counts, default=0), "")

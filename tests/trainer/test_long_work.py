@@ -1,0 +1,132 @@
+"""Saves and loads say how far they are: on rank 0, in bytes that add up, and where the Trainer has a progress bar."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback, TQDMProgressBar
+
+from lightning_zero import ZeroStrategy
+from lightning_zero.engine import Engine
+from lightning_zero.engine.units import long_work
+from tests.harness import on_ranks
+from tests.trainer.toys import Lit, loader, seeded, trainer
+
+SEEN: list[Seen] = []
+
+
+class Seen:
+    """What stands for a bar: it keeps what it is told."""
+
+    def __init__(self, what: str, total: int | None, *, in_bytes: bool) -> None:
+        self.what, self.total, self.in_bytes, self.done, self.over = what, total, in_bytes, [0], False
+        SEEN.append(self)
+
+    def __enter__(self) -> Seen:
+        return self
+
+    def at(self, done: int) -> None:
+        assert not any(other is not self and not other.over for other in SEEN), "two bars at once"
+        self.done.append(done)
+
+    def __exit__(self, *_: object) -> None:
+        self.over = True
+
+
+class Silent(TQDMProgressBar):
+    """Lightning's own bar, which draws nothing."""
+
+    def _nothing(self, *_: Any, **__: Any) -> None: ...
+
+    on_sanity_check_start = on_train_start = on_train_epoch_start = on_train_batch_end = on_train_epoch_end = _nothing
+    on_train_end = on_validation_start = on_validation_batch_start = on_validation_batch_end = _nothing
+    on_validation_end = _nothing
+
+
+class SavesOnce(Callback):
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, of: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            of.save_checkpoint(self.path)
+
+
+def run(root: Path, checkpoint: dict[str, Any], *, summary: bool = True, bar: bool = True, **fit: Any) -> list[Seen]:
+    """What has been shown on this rank in a fit that saves."""
+    SEEN.clear()
+    strategy = ZeroStrategy("zero3", checkpoint=checkpoint, summary=summary, after_fit="sharded")
+    callbacks: list[Callback] = [SavesOnce(root / "a.ckpt"), *([Silent()] if bar else [])]
+    of = trainer(strategy, root, max_epochs=1, callbacks=callbacks, enable_progress_bar=bar)
+    with mock.patch.object(long_work, "_Bar", Seen):
+        of.fit(seeded(lambda: Lit(optimizer="adamw")), loader(), **fit)
+    return list(SEEN)
+
+
+def _nbytes(engine: Engine, tensors: int) -> int:
+    """Of this rank's shards: the masters and so many tensors of optimizer state."""
+    return sum(f.numel * 4 for b in engine.buckets for f in b.layout.fragments(b.comm.shard_rank)) * tensors
+
+
+@pytest.mark.parametrize(
+    ("name", "background"), [("full", False), ("sharded", False), ("full", True), ("sharded", True)]
+)
+@on_ranks(2)
+def test_saves_and_loads_count_their_bytes(name: str, background: bool, tmp_path: Path) -> None:
+    engines: list[Engine] = []
+    before = Engine.rest
+
+    def noted(engine: Engine) -> None:
+        engines[:] = [engine]
+        before(engine)
+
+    settings = {"name": name, "background": background, "verify": True}
+    with mock.patch.object(Engine, "rest", noted):
+        saved = run(tmp_path, settings)
+        loaded = run(tmp_path, settings, ckpt_path=tmp_path / "a.ckpt")
+    if dist.get_rank():
+        assert not saved and not loaded
+        return
+    assert saved[0].what == "sharding, in units" and all(seen.over for seen in saved + loaded)
+    writes = [seen for seen in saved if seen.what == "saving a.ckpt"]
+    assert len(writes) == 1 and writes[0].in_bytes
+    # Step counts of parameters are tensors of a few bytes, which a folder has in files of its own.
+    own = _nbytes(engines[0], 3)
+    assert own <= writes[0].total <= own + 200, (own, writes[0].total)
+    if not background:
+        assert writes[0].done == sorted(writes[0].done) and writes[0].done[-1] == writes[0].total
+        assert "a.ckpt, to the disk" in [seen.what for seen in saved]
+    by_name = {seen.what: seen for seen in loaded}
+    weights = by_name["loading weights"]
+    assert weights.total == weights.done[-1] == _nbytes(engines[0], 1) and len(weights.done) > 5
+    states = by_name["loading optimizer state, in buckets"]
+    assert states.total == len(engines[0].buckets) and states.done[-1] == states.total - 1
+    checked = by_name["checksums of a.ckpt"]
+    assert 0 < checked.done[-1] <= checked.total
+    assert ("reading a.ckpt, in values" in by_name) == (name == "sharded")
+
+
+@on_ranks(2)
+def test_a_wait_for_a_write_behind_training_has_its_bytes(tmp_path: Path) -> None:
+    """The count is the writer's, whoever waits and when."""
+    counts: list[long_work.Count] = []
+    before = long_work.LongWork.wait
+
+    def noted(self: Any, future: Any, what: str, count: Any = None) -> None:
+        before(self, future, what, count)
+        counts.append(count)
+
+    with mock.patch.object(long_work.LongWork, "wait", noted):
+        run(tmp_path, {"name": "full", "background": True})
+    assert [count.done == count.total > 0 for count in counts if count is not None] == [True]
+
+
+@pytest.mark.parametrize("off", [{"summary": False}, {"bar": False}])
+@on_ranks(1)
+def test_nothing_is_shown_where_it_is_not_wanted(off: dict[str, bool], tmp_path: Path) -> None:
+    assert not run(tmp_path, {"name": "full", "verify": True}, **off)
+    assert not run(tmp_path, {"name": "full", "verify": True}, ckpt_path=tmp_path / "a.ckpt", **off)
