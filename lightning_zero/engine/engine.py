@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_zero.config import with_rows
+from lightning_zero.config import check_accumulation, with_rows
 from lightning_zero.engine.assembly import LIVE, Assembly
 from lightning_zero.engine.parameters.classes import disown
 from lightning_zero.engine.passes.hooks import ENGINE
@@ -78,9 +78,6 @@ class Engine(Assembly):
         self.passes.hooks.remove()
         for undo in self._undo:
             undo()
-        if not agrees:
-            # Some ranks may have issued gathers that others have not, which those below would be matched with.
-            self.comm.resume()
         for bucket in self.buckets:
             bucket.show_plain(bucket.full_master())
             for info in bucket.params:
@@ -252,7 +249,12 @@ class Engine(Assembly):
             loss.backward(**kwargs)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Let backwards inside accumulate without reducing, where gradients rest replicated (stages 0 and 1)."""
+        """Let backwards inside accumulate without reducing, where gradients rest replicated (stages 0 and 1).
+
+        Raises:
+            ConfigError: on all ranks: ``zero.comm.grad_wire=bf16`` asks for what their sum does not fit into.
+        """
+        check_accumulation(self.config)
         return self.reducer.no_sync()
 
     @property
