@@ -108,6 +108,16 @@ class Communicator:
                 if group is not None:
                     number = torch.zeros(1, device=self.device)
                     self._run(partial(dist.all_reduce, number, group=group), number, kind, "groups")
+            if self._groups.reduce is not None and self._transport.exchanges:
+                # NCCL connects each pair of ranks at the first message between the two.
+                numbers, own = torch.zeros(2, self.shard_size, device=self.device)
+                send = partial(dist.all_to_all_single, numbers, own, group=self._groups.reduce)
+                self._run(send, numbers, "reduce", "groups")
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether a reduction can be an all-to-all, whose parts may be narrower than their sum."""
+        return self._groups is not None and self._groups.reduce is not None and self._transport.exchanges
 
     @property
     def issued(self) -> int:
@@ -143,29 +153,43 @@ class Communicator:
             )
             return self._pending("gather", label, works, lambda: fulls[0][0], stream, span)
 
-    def reduce_scatter(self, full: Tensor, label: str, *, factor: float = 1.0) -> Reduction:
+    def reduce_scatter(
+        self, full: Tensor, label: str, *, factor: float = 1.0, total_dtype: torch.dtype | None = None
+    ) -> Reduction:
         """Sum ``full`` [shard_size * n] over all ranks, which gives this rank's slice [n]; ``full`` is used up.
 
         Args:
             factor: the sum is multiplied by it.
+            total_dtype: of the sum, which is then made by an all-to-all (:attr:`exchanges`): parts of a narrower dtype
+                are added in this one, in an order that does not depend on their dtype. None: that of ``full``.
         """
-        self._count("reduce_scatter", label, full)
-        return Reduction(self._reduce(full, label, factor), *self._over_replicas(label))
+        self._count("reduce_scatter", label, full, total_dtype)
+        return Reduction(self._reduce(full, label, factor, total_dtype), *self._over_replicas(label))
 
-    def all_reduce(self, full: Tensor, label: str, *, factor: float = 1.0) -> Reduction:
-        """Sum ``full`` over all ranks, in place, which gives ``full``. See :meth:`reduce_scatter`."""
-        self._count("all_reduce", label, full)
+    def all_reduce(
+        self, full: Tensor, label: str, *, factor: float = 1.0, total_dtype: torch.dtype | None = None
+    ) -> Reduction:
+        """Sum ``full`` over all ranks, which gives ``full``, or another tensor in ``total_dtype``. See
+        :meth:`reduce_scatter`."""
+        self._count("all_reduce", label, full, total_dtype)
+        first = self._reduce(full, label, factor, total_dtype, whole=True)
         if self._groups is None or self.streams.are_there:
-            return Reduction(self._reduce(full, label, factor, whole=True))
+            return Reduction(first)
 
         def gather(shard: Tensor) -> Pending:
             # ``full`` held what was to be summed. The sum is complete here, so nothing reads its old contents any more.
-            own = full.view(self.shard_size, -1)[self.shard_rank]
-            if own.data_ptr() != shard.data_ptr():
-                own.copy_(shard)
-            return self._gather(full, label, "second_half")
+            return self._gather(self._spread(shard, full), label, "second_half")
 
-        return Reduction(self._reduce(full, label, factor, whole=True), *self._over_replicas(label), gather)
+        return Reduction(first, *self._over_replicas(label), gather)
+
+    def _spread(self, shard: Tensor, full: Tensor) -> Tensor:
+        """``full``, or a tensor like it in the dtype of ``shard``, with ``shard`` at the place of this rank."""
+        if shard.dtype != full.dtype:
+            full = torch.empty_like(full, dtype=shard.dtype)
+        own = full.view(self.shard_size, -1)[self.shard_rank]
+        if own.untyped_storage()._cdata != shard.untyped_storage()._cdata:  # else it was summed there
+            own.copy_(shard)
+        return full
 
     def broadcast(self, tensor: Tensor, src: int = 0, *, among: Literal["gather", "reduce"] = "gather") -> None:
         """Blocking: every rank gets ``tensor`` of rank ``src``: first one rank of each replica, then the others.
@@ -289,7 +313,9 @@ class Communicator:
             works = self._transport.gather(full, self.shard_rank, self.shard_size, getattr(self._groups, group))
             return self._pending(kind, label, works, lambda: full, stream, span)
 
-    def _reduce(self, full: Tensor, label: str, factor: float, *, whole: bool = False) -> Pending:
+    def _reduce(
+        self, full: Tensor, label: str, factor: float, total_dtype: torch.dtype | None, *, whole: bool = False
+    ) -> Pending:
         """Issue the sum over the ranks that share shards. On a stream also issue the messages that follow it.
 
         On a stream nobody waits in between. So all messages are issued in the order of reductions, which is the same on
@@ -307,7 +333,7 @@ class Communicator:
             total: Callable[[], Tensor] = lambda: full  # noqa: E731
             if self._groups.reduce is not None:
                 works, total = self._transport.reduce(
-                    full, self.shard_rank, self.shard_size, self._groups.reduce, in_place=whole
+                    full, self.shard_rank, self.shard_size, self._groups.reduce, in_place=whole, total_dtype=total_dtype
                 )
             if factor != 1.0:
                 total = _multiplied(total, factor)
@@ -327,7 +353,7 @@ class Communicator:
             return shard
         # On the reductions' own group: each reduction is issued with all of its messages, so one order holds for all.
         if self._groups.reduce is not None:
-            full.view(self.shard_size, -1)[self.shard_rank].copy_(shard)
+            full = self._spread(shard, full)
             self._wait_in_stream(self._transport.gather(full, self.shard_rank, self.shard_size, self._groups.reduce))
         return full
 
@@ -414,16 +440,17 @@ class Communicator:
         """See :meth:`Waits.wait_work`."""
         self.waits.wait_work(work, label)
 
-    def _count(self, kind: str, label: str, full: Tensor) -> None:
+    def _count(self, kind: str, label: str, full: Tensor, total_dtype: torch.dtype | None = None) -> None:
         if self._groups is not None:
             self.counts[kind, label] += 1
             self.waits.note(label)
             # What one rank receives, by whatever messages: every slice but its own, once for each half.
-            nbytes = full.nbytes - full.nbytes // self.shard_size
+            others = full.numel() - full.numel() // self.shard_size
             if kind != "all_gather":
-                recording.moved("reduce", nbytes)
+                recording.moved("reduce", others * full.itemsize)
             if kind != "reduce_scatter":
-                recording.moved("gather" if kind == "all_gather" else "reduce", nbytes)
+                itemsize = (total_dtype or full.dtype).itemsize
+                recording.moved("gather" if kind == "all_gather" else "reduce", others * itemsize)
             self._note(kind, label)
 
     def _note(self, kind: str, label: str) -> None:

@@ -19,6 +19,7 @@ from lightning_zero.config.groups import (
     PrecisionConfig,
     StageConfig,
     UnitConfig,
+    check_grad_wire,
     check_rounding,
     without_effect,
 )
@@ -28,6 +29,7 @@ from lightning_zero.config.names import (
     Compile,
     ConfigError,
     DType,
+    GradWire,
     Hierarchy,
     Offload,
     Precision,
@@ -47,7 +49,7 @@ from lightning_zero.config.rows import (
     offload_row_path,
     with_rows,
 )
-from lightning_zero.config.settings import ZeroConfig, check_rows
+from lightning_zero.config.settings import ZeroConfig, check_accumulation, check_rows
 from lightning_zero.config.values import MIB, parse_bytes
 
 __all__ = [
@@ -60,6 +62,7 @@ __all__ = [
     "ConfigError",
     "DType",
     "DebugConfig",
+    "GradWire",
     "Hierarchy",
     "MIB",
     "Offload",
@@ -74,7 +77,9 @@ __all__ = [
     "UnitConfig",
     "ZeroConfig",
     "candidate_rows",
+    "check_accumulation",
     "check_decided",
+    "check_grad_wire",
     "check_rounding",
     "check_rows",
     "choose",

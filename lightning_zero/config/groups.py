@@ -10,6 +10,7 @@ from lightning_zero.config.names import (
     Compile,
     ConfigError,
     DType,
+    GradWire,
     Hierarchy,
     Offload,
     Precision,
@@ -43,6 +44,26 @@ def check_rounding(stochastic: bool, precision: Precision) -> None:
             f"zero/precision={precision.name}. Choose zero/precision=bf16_true or drop "
             "zero.precision.stochastic_rounding."
         )
+
+
+def check_grad_wire(wire: GradWire, precision: Precision, reduce_dtype: DType | None) -> None:
+    """Gradients travel in bf16, and are summed in fp32, where they are made in bf16 to be summed in fp32."""
+    if wire is not GradWire.bf16:
+        return
+    mixed = precision is Precision.bf16 or (precision is Precision.bf16_true and reduce_dtype is DType.fp32)
+    if mixed and reduce_dtype is not DType.bf16:
+        return
+    if precision in (Precision.bf16, Precision.bf16_true):
+        given = reduce_dtype.name if reduce_dtype is not None else "bf16, that of the weights"
+        raise ConfigError(
+            f"zero.comm.grad_wire: expected auto or full with zero.precision.reduce_dtype={given} (gradients travel in "
+            "bf16 then, and are summed in it), got bf16. Choose zero.precision.reduce_dtype=fp32, or drop "
+            "zero.comm.grad_wire."
+        )
+    raise ConfigError(
+        f"zero.comm.grad_wire: expected auto or full with zero/precision={precision.name} (gradients are not made in "
+        "bf16, and would lose digits), got bf16. Choose zero/precision=bf16, or drop zero.comm.grad_wire."
+    )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -201,16 +222,26 @@ class CommConfig:
         hierarchy: ``flat`` shards over all ranks; ``node`` over those of each node, with a replica on every node
             (hybrid sharding): gathers stay within nodes, which hold more. ``auto`` takes ``node`` where there are
             several nodes with as many ranks each, and what rests fits into half of the memory; else ``flat``.
+        grad_wire: what gradients travel in where autograd makes them in bf16 and they are summed in fp32. ``auto``: in
+            bf16 wherever that loses no bit, which gives the sums of ``full``; ``full``: in fp32; ``bf16``: as ``auto``,
+            and an error where they would have to travel in fp32. See ``docs/communication.md``.
         even_alone: gather and reduce over a group of one rank as over many, so that a transport can be tried on one
             GPU. It is slower, and trains the same.
     """
 
     transport: Transport = Transport.auto
     hierarchy: Hierarchy = Hierarchy.auto
+    grad_wire: GradWire = GradWire.auto
     even_alone: bool = False
 
     def __post_init__(self) -> None:
         check_types("zero.comm", self)
+        if self.grad_wire is GradWire.bf16 and self.transport is Transport.plain:
+            raise ConfigError(
+                "zero.comm.grad_wire: expected auto or full with zero.comm.transport=plain (the library adds in the "
+                "dtype in which it sends), got bf16. Choose zero.comm.transport=auto or direct, or drop "
+                "zero.comm.grad_wire."
+            )
 
 
 @dataclass(kw_only=True, slots=True)

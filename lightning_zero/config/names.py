@@ -74,6 +74,12 @@ class Transport(Enum):
     direct = "direct"
 
 
+class GradWire(Enum):
+    auto = "auto"
+    full = "full"
+    bf16 = "bf16"
+
+
 class AfterFit(Enum):
     """What a module is between runs."""
 

@@ -14,8 +14,19 @@ from lightning_zero.config.groups import (
     PrecisionConfig,
     StageConfig,
     UnitConfig,
+    check_grad_wire,
 )
-from lightning_zero.config.names import AfterFit, Compile, ConfigError, Offload, Recompute, Stage
+from lightning_zero.config.names import (
+    AfterFit,
+    Compile,
+    ConfigError,
+    DType,
+    GradWire,
+    Offload,
+    Precision,
+    Recompute,
+    Stage,
+)
 from lightning_zero.config.values import MIB, check_types, positive
 
 
@@ -95,6 +106,8 @@ class ZeroConfig:
                 "kernels on fixed addresses, and gathered parameters are somewhere else each time), got "
                 f"{self.compile.mode!r}. Change zero.compile.mode, or choose zero/stage=zero2."
             )
+        if self.precision.name is not None:
+            check_grad_wire(self.comm.grad_wire, self.precision.name, self.precision.reduce_dtype)
         if self.offload.step_in_backward:
             self._check_step_in_backward()
 
@@ -113,6 +126,23 @@ class ZeroConfig:
         raise ConfigError(
             f"zero.offload.step_in_backward: expected false ({why}), got true. {change}, or drop "
             "zero.offload.step_in_backward."
+        )
+
+
+def check_accumulation(config: ZeroConfig) -> None:
+    """Backwards that add gradients up on each rank, before they travel, make them fp32."""
+    precision = config.precision
+    adds_up_in_bf16 = precision.name is Precision.bf16_true or precision.grad_dtype is DType.bf16
+    if (
+        config.comm.grad_wire is GradWire.bf16
+        and config.stage.name in (Stage.zero0, Stage.zero1)
+        and not adds_up_in_bf16
+    ):
+        raise ConfigError(
+            "zero.comm.grad_wire: expected auto or full where backwards add up before they are reduced "
+            f"(accumulate_grad_batches, no_sync, at zero/stage={config.stage.name.name}: their sum is fp32, and bf16 "
+            "would lose its digits), got bf16. Choose zero/stage=zero2 or zero3, which reduce each backward, or "
+            "zero.comm.grad_wire=auto."
         )
 
 

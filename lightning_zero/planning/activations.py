@@ -154,13 +154,15 @@ def _gradients_at(moment: Moment, buckets: Sequence[BucketPlan], rank: int) -> i
 def _is_apart(bucket: BucketPlan, limits: Limits) -> bool:
     """Whether a gradient is reduced in another buffer than that in which it waits for more micro-batches."""
     waits = limits.micro_batches > 1 and bucket.accumulates_locally
-    return not (waits and bucket.itemsizes.reduce == bucket.itemsizes.grad)
+    return not (waits and bucket.wire_itemsize(limits.micro_batches) == bucket.itemsizes.grad)
 
 
 def _spare_nbytes(buckets: Sequence[BucketPlan], limits: Limits) -> int:
     """Buffers of reductions that are over and stay for the next ones: where the device is the host."""
-    sizes = [b.layout.numel * b.itemsizes.reduce for b in buckets if b.trainable and b.layout.world_size > 1]
-    room = min(KEPT_BUFFERS * max(sizes, default=0), KEPT_BUFFERS_NBYTES) * (not limits.has_link)
+    reduced = [b for b in buckets if b.trainable and b.layout.world_size > 1]
+    largest = max((b.layout.numel * b.itemsizes.reduce for b in reduced), default=0)
+    room = min(KEPT_BUFFERS * largest, KEPT_BUFFERS_NBYTES) * (not limits.has_link)
+    sizes = [b.layout.numel * b.wire_itemsize(limits.micro_batches) for b in reduced]
     kept = 0
     for size in sorted(sizes, reverse=True):
         kept += size if kept + size <= room else 0
@@ -193,7 +195,7 @@ class _Gradients:
     def __init__(self, buckets: Sequence[BucketPlan], limits: Limits) -> None:
         self._buckets, self._room, self._limits = buckets, limits.reduce_bucket_bytes, limits
         several = any(bucket.layout.world_size > 1 for bucket in buckets)
-        # What a rank on the host receives of the others, to be summed there.
+        # What a rank receives of the others, to be summed there: always on the host.
         self._receives = several and not limits.has_link
         self._filling: set[int] = set()
         self._full: list[int] = []  # all of their gradients came in the last stretch
@@ -214,8 +216,9 @@ class _Gradients:
             if not bucket.grads_on_host:  # else its place is kept
                 self.landed += bucket.owned_numel * bucket.itemsizes.grad
         filling = (b for b in map(self._bucket, self._filling) if _is_apart(b, self._limits))
-        wide = (max(b.itemsizes.reduce, b.itemsizes.compute) * b.layout.numel for b in filling)
-        received = self._receives * max(map(self._size, self._under_way), default=0)
+        several = self._limits.micro_batches
+        wide = (max(b.wire_itemsize(several), b.itemsizes.compute) * b.layout.numel for b in filling)
+        received = max(map(self._received, self._under_way), default=0)
         # With more micro-batches the shard that a reduction brings is added to one that is there.
         brought = [b.owned_numel * b.itemsizes.reduce for b in map(self._bucket, self._under_way) if self._brings(b)]
         own = sum(self._size(number) for number in self._under_way if _is_apart(self._bucket(number), self._limits))
@@ -230,4 +233,8 @@ class _Gradients:
 
     def _size(self, number: int) -> int:
         bucket = self._buckets[number]
-        return bucket.layout.numel * bucket.itemsizes.reduce
+        return bucket.layout.numel * bucket.wire_itemsize(self._limits.micro_batches)
+
+    def _received(self, number: int) -> int:
+        comes = self._receives or self._bucket(number).exchanges(self._limits.micro_batches)
+        return self._size(number) * comes

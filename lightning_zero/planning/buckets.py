@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 from lightning_zero.planning.layout import BucketLayout, lay_out
 from lightning_zero.planning.placement import ON_DEVICE, REPLICATED, Placement, StageRow, Tier, TierRow
+from lightning_zero.planning.topology import EXCHANGE_MAX_RANKS
 
 
 class Role(Enum):
@@ -50,12 +51,20 @@ class ParamsRest(Enum):
 
 
 class Itemsizes(NamedTuple):
-    """Bytes of an element of each role. Compute and master have one dtype where these are equal."""
+    """Bytes of an element of each role. Compute and master have one dtype where these are equal.
+
+    Attributes:
+        reduce: of a gradient as it is summed.
+        wire: of one as it travels; 0: as it is summed.
+        exchanged: it travels by an all-to-all, where there are not too many ranks for that; else as it is summed.
+    """
 
     compute: int
     master: int
     reduce: int
     grad: int
+    wire: int = 0
+    exchanged: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,6 +219,17 @@ class BucketPlan:
         """Elements that an optimizer has state for: the owned range up to its padding. Rank 0 has the most."""
         low, high = self.owned_range(rank)
         return max(0, min(high, self.layout.used_numel) - low)
+
+    def exchanges(self, micro_batches: int = 1) -> bool:
+        """Whether gradients are reduced by an all-to-all, in a step of that many backwards."""
+        sizes = self.itemsizes
+        # What was added up on a rank is no gradient as autograd makes it, unless it was added in its dtype.
+        as_made = micro_batches == 1 or not self.accumulates_locally or sizes.grad == sizes.compute
+        return sizes.exchanged and self._divided and self.layout.world_size <= EXCHANGE_MAX_RANKS and as_made
+
+    def wire_itemsize(self, micro_batches: int = 1) -> int:
+        """Bytes of an element of a gradient as it travels."""
+        return (self.itemsizes.wire if self.exchanges(micro_batches) else 0) or self.itemsizes.reduce
 
     @property
     def full_nbytes(self) -> int:

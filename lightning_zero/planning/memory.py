@@ -215,24 +215,37 @@ def _reducing_nbytes(buckets: Sequence[BucketPlan], limits: Limits) -> int:
 
     The unit that is filled is in its buffers; on a device as autograd made it, until a bucket has all of its gradients.
     Gradients that wait replicated for more micro-batches are reduced where they lie, if in their own dtype. The shard
-    that a reduction brings is the gradient at rest; with more micro-batches it comes beside that.
+    that a reduction brings is the gradient at rest; with more micro-batches it comes beside that. On a device parts
+    of the others are received beside the own ones, by one reduction after the other.
     """
     trainable = [b for b in buckets if b.trainable]
     more = limits.micro_batches > 1
 
-    def apart(bucket: BucketPlan) -> bool:
-        return not (more and bucket.accumulates_locally and bucket.itemsizes.reduce == bucket.itemsizes.grad)
+    def wire(bucket: BucketPlan) -> int:
+        return bucket.wire_itemsize(limits.micro_batches)
 
-    sizes = [b.layout.numel * b.itemsizes.reduce for b in trainable]
+    def apart(bucket: BucketPlan) -> bool:
+        return not (more and bucket.accumulates_locally and wire(bucket) == bucket.itemsizes.grad)
+
+    sizes = [b.layout.numel * wire(b) for b in trainable]
     under_way = min(sum(sizes), max(limits.reduce_bucket_bytes, max(sizes, default=0)))
-    brought = [b.layout.world_size for b in trainable if more and b.shards_master and b.layout.world_size > 1]
-    shards = under_way // min(brought) if brought else 0
+    brought = [b for b in trainable if more and b.shards_master and b.layout.world_size > 1]
+    shards = max((under_way * b.itemsizes.reduce // wire(b) // b.layout.world_size for b in brought), default=0)
     filling = max(
-        by_unit(trainable, lambda b: b.layout.numel * max(b.itemsizes.reduce, b.itemsizes.compute) * apart(b)),
+        by_unit(trainable, lambda b: b.layout.numel * max(wire(b), b.itemsizes.compute) * apart(b)),
         default=0,
     )
     own = [size for size, bucket in zip(sizes, trainable, strict=True) if apart(bucket)]
-    return min(sum(own), min(sum(own), under_way) + filling) + shards
+    return (
+        min(sum(own), min(sum(own), under_way) + filling) + shards + limits.has_link * received_nbytes(buckets, limits)
+    )
+
+
+def received_nbytes(buckets: Iterable[BucketPlan], limits: Limits) -> int:
+    """Bytes that the largest reduction by an all-to-all receives, to be added up."""
+    several = limits.micro_batches
+    sizes = (b.layout.numel * b.wire_itemsize(several) for b in buckets if b.trainable and b.exchanges(several))
+    return max(sizes, default=0)
 
 
 def _staging(buckets: Sequence[BucketPlan], limits: Limits, state_tensors: int, rank: int) -> dict[Phase, Bytes]:

@@ -13,7 +13,9 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from lightning_zero.config import ConfigError
+from lightning_zero.config import CommConfig, ConfigError, GradWire, Transport
+
+EXCHANGE_MAX_RANKS = 64  # above it an all-to-all of one bucket would be many small messages
 
 
 class Topology(NamedTuple):
@@ -56,6 +58,20 @@ def by_node(names: Sequence[str]) -> Topology:
             "on each, or set zero.comm.hierarchy=flat."
         )
     return Topology(tuple(tuple(r for r, n in enumerate(names) if n == node) for node in dict.fromkeys(names)))
+
+
+def check_exchange(topology: Topology, comm: CommConfig) -> None:
+    """
+    Raises:
+        ConfigError: gradients are to travel in bf16, and too many ranks share shards.
+    """
+    auto = comm.transport is Transport.auto
+    if comm.grad_wire is GradWire.bf16 and auto and topology.shard_size > EXCHANGE_MAX_RANKS:
+        raise ConfigError(
+            f"zero.comm.grad_wire: expected auto or full where more than {EXCHANGE_MAX_RANKS} ranks share shards (an "
+            f"all-to-all would be many small messages), got bf16 with {topology.shard_size}. Choose zero/comm=node, or "
+            "drop zero.comm.grad_wire."
+        )
 
 
 def is_even(names: Sequence[str]) -> bool:

@@ -40,12 +40,21 @@ _AT_ONCE = contextlib.nullcontext()
 
 @dataclass(frozen=True, slots=True)
 class Dtypes:
-    """The dtype of each role of a bucket."""
+    """The dtype of each role of a bucket.
+
+    Attributes:
+        reduce: gradients are summed in it.
+        wire: they travel in it: ``reduce``, or that of ``compute`` where no bit is lost.
+        exchanged: they travel by an all-to-all, after which each rank adds, whatever ``wire`` is: the sum of the same
+            values is the same in both.
+    """
 
     compute: torch.dtype
     master: torch.dtype
     reduce: torch.dtype
     grad: torch.dtype
+    wire: torch.dtype
+    exchanged: bool = False
 
 
 class Bucket:

@@ -35,7 +35,7 @@ from lightning_zero.planning.placement import (
     default_budgets,
     split_by_budget,
 )
-from lightning_zero.planning.topology import Topology, by_node, flat, is_even
+from lightning_zero.planning.topology import Topology, by_node, check_exchange, flat, is_even
 from lightning_zero.ranks.peers import machine
 from lightning_zero.ranks.waits import Waits
 from lightning_zero.tiers.host import HostTier
@@ -298,7 +298,8 @@ def find_topology(
         node: names the node of this rank.
 
     Raises:
-        ConfigError: ``zero.comm.hierarchy=node`` on nodes with different numbers of ranks.
+        ConfigError: ``zero.comm.hierarchy=node`` on nodes with different numbers of ranks, or ``grad_wire=bf16`` among
+            too many.
     """
     own = (node, machine(), accelerator_of(device).free_nbytes(), available_host_memory())
     table = gather_objects(group, own, waits, "which ranks share a node")
@@ -312,7 +313,9 @@ def find_topology(
             for _, name, gpu, host in table
         )
         hierarchy = Hierarchy.node if by_node_fits else Hierarchy.flat
-    return by_node(names) if hierarchy is Hierarchy.node else flat(len(names))
+    topology = by_node(names) if hierarchy is Hierarchy.node else flat(len(names))
+    check_exchange(topology, config.comm)
+    return topology
 
 
 def _fits_half(
