@@ -39,7 +39,7 @@ class SequencePart:
         return None if self.length is None else self.length * self.size
 
     def of(self, tensor: Tensor, dim: int = 1, *, overlap: int = 0) -> Tensor:
-        """This rank's part of ``tensor``: a view of ``length + overlap`` positions along ``dim``.
+        """This rank's part of ``tensor``: ``length + overlap`` positions along ``dim``.
 
         Args:
             overlap: positions of the next part that come too; ``tensor`` has as many more at its end. With 1, a tensor
@@ -62,7 +62,8 @@ class SequencePart:
                 f"(dimension {dim} of {tuple(tensor.shape)}). Cut what belongs to other sequences in split_sequence."
             )
         self.length = length
-        return tensor.narrow(dim, self.rank * length, length + overlap)
+        # In memory of its own, as a whole batch is: steps call ``labels.view(-1)``.
+        return tensor.narrow(dim, self.rank * length, length + overlap).contiguous()
 
     def count(self, counts: Tensor) -> None:
         """Say which tokens count in the loss: ``counts [batch, positions] bool``, of the whole sequence."""

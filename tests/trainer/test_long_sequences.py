@@ -426,15 +426,20 @@ class Evaluated(Helped):
         return lightning_zero.mean_over_tokens(nats, dim=1)
 
 
+class EvaluatedEncoder(Evaluated, Encoder):
+    """torch has kernels for its own layers in evaluation, which attention would be hidden in."""
+
+
 @on_ranks(2, full=(4,))
-def test_evaluations_and_predictions_equal_one_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [Evaluated, EvaluatedEncoder])
+def test_evaluations_and_predictions_equal_one_process(kind: Any, tmp_path: Path) -> None:
     size = 2
     data = Texts("pair", dist.get_world_size() // size)
-    plain = seeded(Evaluated)
+    plain = seeded(kind).eval()
     with torch.no_grad():
         expected = F.cross_entropy(plain(data.tokens).transpose(1, 2), data.labels, reduction="none")
     of = trainer(ZeroStrategy(3, sequence_parallel=size, summary=False), tmp_path)
-    module = seeded(Evaluated)
+    module = seeded(kind)
     (found,) = of.validate(module, loader(data, of), verbose=False)
     assert found["val"] == pytest.approx(expected.mean().item(), rel=1e-6)
     predictions = of.predict(module, loader(data, of))

@@ -163,6 +163,14 @@ def test_transformers_without_positions_or_with_packed_texts(tmp_path: Path) -> 
             of.fit(module, DataLoader([batch], batch_size=None))
 
 
+@on_ranks(2)
+def test_compiled_blocks_are_refused(tmp_path: Path) -> None:
+    module = seeded(Own)
+    module.blocks[1].compile(backend="eager")
+    with pytest.raises(ConfigError, match=r"Drop torch\.compile"):
+        fit(module, Texts("pair", 1), tmp_path, 2, 1)
+
+
 @on_ranks(2, 4)
 def test_ranks_of_a_group_with_other_batches_are_refused(tmp_path: Path) -> None:
     data = Texts("pair", 2)
