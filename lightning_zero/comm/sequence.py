@@ -65,6 +65,11 @@ class SequenceGroup:
         self._through_host = backend == "gloo" and device.type != "cpu"
         self._group = make_group(members, "sequence", backend)
         self._control = make_group(members, "sequence, small", host_backend(parent))
+        if device.type != "cpu":
+            # Now, where all ranks come: at the first message of a group NCCL has the host wait for the others, which
+            # may be waiting for another message of this rank in the middle of a step.
+            self.exchange(torch.zeros(size, 1, device=device))
+            self.sum_(torch.zeros(1, device=device))
 
     @property
     def issued(self) -> int:

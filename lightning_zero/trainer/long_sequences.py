@@ -22,22 +22,29 @@ LARGEST_SEED = 2**62
 
 
 class LongSequences:
-    """Steps on whole sequences, or on parts of them.
+    """Steps on whole sequences, until :meth:`open` has made them steps on parts.
 
-    Args:
-        size: ranks that share a sequence.
+    Attributes:
+        group: the ranks that share a sequence with this one; ``None``: sequences are whole.
     """
 
-    def __init__(self, module: nn.Module, engine: Engine, size: int) -> None:
-        """All ranks make it together.
-
-        Raises:
-            ConfigError: the ranks do not divide.
-        """
-        check_sequence_parallel(size, engine.world_size)
-        self._device = engine.comm.device
+    def __init__(self) -> None:
+        self._device = torch.device("cpu")
         self.group: SequenceGroup | None = None
         self._steps: SequenceSteps | None = None
+
+    @classmethod
+    def open(cls, module: nn.Module, engine: Engine, size: int) -> LongSequences:
+        """All ranks call it together.
+
+        Args:
+            size: ranks that share a sequence.
+
+        Raises:
+            ConfigError: the ranks do not divide, or the module is compiled.
+        """
+        found = cls()
+        check_sequence_parallel(size, engine.world_size)
         if size > 1:
             if engine.is_compiled:
                 raise ConfigError(
@@ -45,8 +52,10 @@ class LongSequences:
                     f"while modules run, which graphs hide), got a compiled one with zero.sequence_parallel={size}. "
                     "Drop torch.compile, or zero.sequence_parallel."
                 )
-            self.group = open_sequence_group(dist.group.WORLD, size, self._device, engine.comm.waits)
-            self._steps = SequenceSteps(module, self.group)
+            found._device = engine.comm.device
+            found.group = open_sequence_group(dist.group.WORLD, size, found._device, engine.comm.waits)
+            found._steps = SequenceSteps(module, found.group)
+        return found
 
     def check_alike(self, batch: Any) -> None:
         """See :func:`check_alike`."""

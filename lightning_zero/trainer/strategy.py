@@ -127,7 +127,7 @@ class ZeroStrategy(Processes, RestagingStrategy):
         self.command_to_go_on: Callable[[str], str] = call_to_go_on
         self._interruptions: Interruptions | None = None
         self._random_numbers: RandomNumbers | None = None
-        self._sequences: LongSequences
+        self._sequences = LongSequences()
         self._evaluation_starts = False
         self._trained = False
         self._left = False  # on a signal, in a hurry
@@ -267,7 +267,7 @@ class ZeroStrategy(Processes, RestagingStrategy):
         if fitting and self._layer_sync:
             self.model = self._sync_layers(self.model)
         self.model = self._setup_model(self.model)
-        self._sequences = LongSequences(self.model, self.engine, self.config.sequence_parallel)
+        self._sequences = LongSequences.open(self.model, self.engine, self.config.sequence_parallel)
         if fitting:
             saved, self._saved_rng = self._saved_rng, None
             self._random_numbers = RandomNumbers(trainer, self.root_device, saved)
@@ -363,6 +363,7 @@ class ZeroStrategy(Processes, RestagingStrategy):
             self._interruptions = None
         if self._random_numbers is not None:
             self._random_numbers.let_go()
+        self._sequences = LongSequences()
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()

@@ -334,7 +334,7 @@ class Counts(pl.Callback):
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         self.before = trainer.strategy._sequences.group.counts.copy()
 
-    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self.found = trainer.strategy._sequences.group.counts - self.before
 
 
