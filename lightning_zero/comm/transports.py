@@ -60,6 +60,14 @@ class Transport(Protocol):
         """
         ...
 
+    def exchange(
+        self, out: Tensor, data: Tensor, out_sizes: Sequence[int], sizes: Sequence[int], group: Any
+    ) -> list[Any]:
+        """Send a part of ``data`` [sum(sizes)] to each rank, and fill ``out`` [sum(out_sizes)] with theirs, in rank
+        order."""
+        work = dist.all_to_all_single(out, data, list(out_sizes), list(sizes), group=group, async_op=not _queues(data))
+        return _works(work)
+
 
 class PlainTransport(Transport):
     """One library call for each logical operation."""
@@ -215,6 +223,15 @@ class HostTransport(Transport):
             self._waits.wait_work(work, "a reduction through host memory")
         out = total().to(full.device)
         return [], lambda: out
+
+    def exchange(
+        self, out: Tensor, data: Tensor, out_sizes: Sequence[int], sizes: Sequence[int], group: Any
+    ) -> list[Any]:
+        host = torch.empty_like(out, device="cpu")
+        for work in self._inner.exchange(host, data.cpu(), out_sizes, sizes, group):
+            self._waits.wait_work(work, "an exchange through host memory")
+        out.copy_(host)
+        return []
 
 
 TRANSPORTS: dict[TransportName, Callable[[], Transport]] = {

@@ -36,6 +36,7 @@ from lightning_zero.config.names import (
     Recompute,
     Stage,
     Transport,
+    Whole,
     choose,
     nearest,
 )
@@ -49,7 +50,7 @@ from lightning_zero.config.rows import (
     offload_row_path,
     with_rows,
 )
-from lightning_zero.config.settings import ZeroConfig, check_accumulation, check_rows
+from lightning_zero.config.settings import ZeroConfig, check_accumulation, check_hierarchy, check_rows
 from lightning_zero.config.values import MIB, parse_bytes
 
 __all__ = [
@@ -75,11 +76,13 @@ __all__ = [
     "StageConfig",
     "Transport",
     "UnitConfig",
+    "Whole",
     "ZeroConfig",
     "candidate_rows",
     "check_accumulation",
     "check_decided",
     "check_grad_wire",
+    "check_hierarchy",
     "check_rounding",
     "check_rows",
     "choose",

@@ -4,6 +4,7 @@ process starts, with the key to change."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from lightning_zero.config.names import (
     CheckpointFormat,
@@ -16,6 +17,7 @@ from lightning_zero.config.names import (
     Precision,
     Stage,
     Transport,
+    Whole,
 )
 from lightning_zero.config.values import MIB, check_types, positive
 
@@ -220,8 +222,10 @@ class CommConfig:
             reduces by an all-to-all and a local sum, which on gloo is several times faster at few ranks;
             ``auto`` chooses by backend and number of ranks.
         hierarchy: ``flat`` shards over all ranks; ``node`` over those of each node, with a replica on every node
-            (hybrid sharding): gathers stay within nodes, which hold more. ``auto`` takes ``node`` where there are
-            several nodes with as many ranks each, and what rests fits into half of the memory; else ``flat``.
+            (hybrid sharding): gathers stay within nodes, which hold more. ``node_backward`` shards over all ranks, and
+            a unit keeps a shard of its node from its forward to the end of the backward, whose gathers stay within
+            nodes. ``auto`` takes ``node`` where there are several nodes with as many ranks each, and what rests fits
+            into half of the memory; else ``flat``.
         grad_wire: what gradients travel in where autograd makes them in bf16 and they are summed in fp32. ``auto``: in
             bf16 wherever that loses no bit, which gives the sums of ``full``; ``full``: in fp32; ``bf16``: as ``auto``,
             and an error where they would have to travel in fp32. See ``docs/communication.md``.
@@ -325,12 +329,26 @@ class OptimizerConfig:
     Attributes:
         elementwise: declares that an optimizer unknown to us computes each element of a parameter from that
             element's own value, gradient and state alone, so that it may step slices of parameters.
+        whole: which optimizers step whole tensors, each on one rank: ``auto``, those that are not known to be
+            element-wise; ``true``, all; ``false``, none, so that the others are refused.
     """
 
     elementwise: bool = False
+    whole: Any = Whole.auto  # for Hydra, which takes true for no name of a member
 
     def __post_init__(self) -> None:
         check_types("zero.optimizer", self)
+        given = str(self.whole).lower() if isinstance(self.whole, bool | str) else self.whole
+        self.whole = Whole.__members__.get(given) if isinstance(given, str) else given
+        if not isinstance(self.whole, Whole):
+            raise ConfigError(
+                f"zero.optimizer.whole: expected one of auto, true, false, got {given!r}. Change zero.optimizer.whole."
+            )
+        if self.whole is Whole.true and self.elementwise:
+            raise ConfigError(
+                "zero.optimizer.whole=true has no effect with zero.optimizer.elementwise=true, by which optimizers "
+                "step slices. Drop one of the two."
+            )
 
 
 @dataclass(kw_only=True, slots=True)

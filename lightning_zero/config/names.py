@@ -56,6 +56,7 @@ class Hierarchy(Enum):
     auto = "auto"
     flat = "flat"
     node = "node"
+    node_backward = "node_backward"
 
 
 class CheckpointFormat(Enum):
@@ -86,6 +87,14 @@ class AfterFit(Enum):
     auto = "auto"
     whole = "whole"
     sharded = "sharded"
+
+
+class Whole(Enum):
+    """Which optimizers step whole tensors: those not known to be element-wise, all, or none."""
+
+    auto = "auto"
+    true = True
+    false = False
 
 
 # The groups of zero/* that a row's name chooses from.

@@ -22,6 +22,7 @@ from lightning_zero.config.names import (
     ConfigError,
     DType,
     GradWire,
+    Hierarchy,
     Offload,
     Precision,
     Recompute,
@@ -78,6 +79,7 @@ class ZeroConfig:
     def __post_init__(self) -> None:
         check_types("zero", self)
         check_rows(self.stage.name, self.offload.name)
+        check_hierarchy(self.comm.hierarchy, self.stage.name, self.offload.name)
         positive("zero.prefetch_bytes", self.prefetch_bytes, zero_ok=True)
         positive("zero.keep_gathered_bytes", self.keep_gathered_bytes, zero_ok=True)
         positive("zero.reduce_bucket_bytes", self.reduce_bucket_bytes)
@@ -146,6 +148,26 @@ def check_accumulation(config: ZeroConfig) -> None:
         )
 
 
+def check_hierarchy(hierarchy: Hierarchy, stage: Stage, offload: Offload) -> None:
+    """A shard of the node is of parameters that are gathered for the backward, and lies on the device."""
+    if hierarchy is not Hierarchy.node_backward:
+        return
+    if stage is not Stage.zero3:
+        raise ConfigError(
+            "zero.comm.hierarchy: expected auto, flat or node below stage 3 (nothing is gathered in a backward), got "
+            f"node_backward with zero/stage={stage.name}. Choose zero/stage=zero3, or drop zero.comm.hierarchy."
+        )
+    if offload in _MOVES_PARAMS:
+        raise ConfigError(
+            "zero.comm.hierarchy: expected auto, flat or node where parameters rest off the device (the shard of a "
+            f"node would take the memory that they leave), got node_backward with zero/offload={offload.name}. Choose "
+            "zero/offload=optimizer_cpu or none, or drop zero.comm.hierarchy."
+        )
+
+
+_MOVES_PARAMS = {Offload.cpu, Offload.nvme, Offload.optimizer_cpu_param_nvme}
+
+
 def check_rows(stage: Stage, offload: Offload) -> None:
     """Which rows of ``zero/offload`` go with which stages."""
     if offload is not Offload.none and stage is Stage.zero0:
@@ -153,8 +175,7 @@ def check_rows(stage: Stage, offload: Offload) -> None:
             f"zero/offload={offload.name}: stage 0 replicates the optimizer, so every rank would step all of it on the "
             "host. Choose zero/stage=zero1, zero2 or zero3, or zero/offload=none."
         )
-    moves_params = offload in {Offload.cpu, Offload.nvme, Offload.optimizer_cpu_param_nvme}
-    if moves_params and stage is not Stage.zero3:
+    if offload in _MOVES_PARAMS and stage is not Stage.zero3:
         raise ConfigError(
             f"zero/offload={offload.name}: parameters can be offloaded at stage 3 only (below it every rank uses all "
             f"of them), got zero/stage={stage.name}. Choose zero/stage=zero3, or zero/offload="

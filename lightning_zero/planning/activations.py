@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 from lightning_zero.planning import memory
 from lightning_zero.planning.buckets import BucketPlan, Role
-from lightning_zero.planning.memory import ADAM_STATES, Bytes, Limits, Moment, Phase
+from lightning_zero.planning.memory import ADAM_STATES, Bytes, Limits, Moment, Phase, States
 from lightning_zero.planning.placement import Tier
 
 KEPT_BUFFERS = 2  # of the size of the largest bucket that are kept for the next reductions, on the host
@@ -115,7 +115,7 @@ def peaks_with(
     activations: Activations,
     rank: int = 0,
     *,
-    state_tensors: int = ADAM_STATES,
+    state_tensors: States = ADAM_STATES,
 ) -> dict[Phase, Bytes]:
     """Bytes of one rank at the worst moment of each phase, as :func:`memory.peak_bytes`, with activations."""
     bounds = memory.peak_bytes(buckets, limits, rank, state_tensors=state_tensors)
@@ -177,11 +177,12 @@ def _gathered(buckets: Sequence[BucketPlan], limits: Limits, stretches: Sequence
         at[unit, backward] = max(at.get((unit, backward), 0), held)
     root = nbytes[0] if nbytes else 0
     own = [at.get((s.unit, s.backward)) for s in stretches]
+    kept = memory.kept_nbytes(buckets, limits)
     for index, held_by_unit in enumerate(own):
         if held_by_unit is not None:
-            yield held_by_unit
+            yield held_by_unit + kept
         else:  # between units: what the one before has left, or what comes ahead
-            yield max([root, *(held for held in own[max(0, index - 1) : index + 2] if held is not None)])
+            yield kept + max([root, *(held for held in own[max(0, index - 1) : index + 2] if held is not None)])
 
 
 class _Gradients:

@@ -48,14 +48,21 @@ GPU_RATES = Rates(
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """Bytes that one rank sends in one optimizer step."""
+    """Bytes that one rank sends in one optimizer step.
+
+    Attributes:
+        in_node: of gathers that stay within a node, beside the others.
+        exchanged: among ranks that share a sequence.
+    """
 
     gathers: float
     reductions: float
+    in_node: float = 0.0
     exchanged: float = 0.0
 
     @property
     def nbytes(self) -> float:
+        """Over the network."""
         return self.gathers + self.reductions + self.exchanged
 
 
@@ -68,25 +75,35 @@ def sent_by(buckets: Sequence[BucketPlan], limits: Limits, *, replicas: int = 1,
     """
     sizes = by_unit(buckets, lambda b: b.full_nbytes * b.reshards)
     last = max((unit for unit, nbytes in enumerate(sizes) if unit and nbytes), default=0)
-    gathers = reductions = 0.0
+    gathers = reductions = in_node = 0.0
     for bucket in buckets:
         ranks = bucket.layout.world_size
         stays = bucket.unit in (0, last)
         share = (ranks - 1) / ranks
         row = bucket.row
+        kept = _in_node(bucket, limits) if not stays else 0.0
+        in_node += kept
         if not bucket.trainable:
             if bucket.reshards:
-                gathers += limits.micro_batches * (1 if stays else 2) * bucket.full_nbytes * share
+                gathers += limits.micro_batches * (1 if stays or kept else 2) * bucket.full_nbytes * share
             continue
         counts = logical_collectives(row, limits.micro_batches, stays_gathered=stays)
-        gathers += counts["all_gather"] * bucket.full_nbytes * share
+        gathers += (limits.micro_batches if kept else counts["all_gather"]) * bucket.full_nbytes * share
         reduced = bucket.layout.numel * bucket.itemsizes.reduce
         sent = bucket.layout.numel * bucket.wire_itemsize(limits.micro_batches)
         reductions += (counts["reduce_scatter"] * sent + counts["all_reduce"] * (sent + reduced)) * share
         if replicas > 1:
             own = reduced / ranks if row.master is Placement.sharded else reduced
             reductions += (counts["reduce_scatter"] + counts["all_reduce"]) * 2 * own * (replicas - 1) / replicas
-    return Sent(gathers, reductions, float(exchanged * limits.micro_batches))
+    return Sent(gathers, reductions, in_node, float(exchanged * limits.micro_batches))
+
+
+def _in_node(bucket: BucketPlan, limits: Limits) -> float:
+    """Bytes of the second gathers of a bucket, if they are of what the node has kept."""
+    ranks = limits.node_ranks
+    if not ranks or not bucket.reshards:
+        return 0.0
+    return limits.micro_batches * bucket.full_nbytes * (ranks - 1) / ranks
 
 
 @dataclass(frozen=True, slots=True)

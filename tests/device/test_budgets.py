@@ -212,6 +212,12 @@ def test_the_peak_is_the_planned_one(
     stage: int, precision: str, micro_batches: int, reduce_bucket_bytes: int, trained: Trained
 ) -> None:
     """The model's own tensors, which are not planned, are small here."""
-    settings = {"prefetch_bytes": 1, "reduce_bucket_bytes": reduce_bucket_bytes}
+    settings: dict[str, Any] = {"prefetch_bytes": 1, "reduce_bucket_bytes": reduce_bucket_bytes}
     found = trained(Case(stage, precision=precision, blocks=12, steps=(Step(micro_batches),) * 3, settings=settings))
+    assert 0.93 < found.steps[-1].peak / found.planned_nbytes < 1.07
+
+
+def test_the_peak_with_what_a_node_keeps_is_the_planned_one(trained: Trained) -> None:
+    settings = {"prefetch_bytes": 1, "reduce_bucket_bytes": 1200, "comm": {"hierarchy": "node_backward"}}
+    found = trained(Case(3, blocks=12, nodes=2, steps=(Step(2),) * 3, settings=settings))
     assert 0.93 < found.steps[-1].peak / found.planned_nbytes < 1.07

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention as by_name
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import lightning_zero
@@ -69,7 +70,8 @@ class Attention(nn.Module):
         batch, length, width = x.shape
         q = self.q(x).view(batch, length, self.heads, -1).transpose(1, 2)
         k, v = self.kv(x).view(batch, length, 2, self.keys, -1).permute(2, 0, 3, 1, 4)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.heads != self.keys)
+        attention = by_name if self.heads == self.keys else F.scaled_dot_product_attention
+        y = attention(q, k, v, is_causal=True, enable_gqa=self.heads != self.keys)
         return x + self.out(y.transpose(1, 2).reshape(batch, length, width))
 
 
