@@ -464,5 +464,8 @@ def test_tokens_of_a_group_are_counted_once(tmp_path: Path) -> None:
             sums.flops / sums.batches,
         )
         assert ("zero/moved_bytes/sequence" in of.callback_metrics) == (size > 1)
+        tokens = torch.zeros(2, LENGTH + 1, dtype=torch.int64)
+        plan = measure(gpt(position="rotary"), tokens, make_config(sequence_parallel=size), Precision.fp32)
+        assert of.callback_metrics.get("zero/moved_bytes/sequence", 0) == plan.exchanged
     assert seen[1][0] == 2 * seen[2][0] == 2 * 2 * (LENGTH + 1)  # two batches at once, or one
     assert seen[1][1] == pytest.approx(2 * seen[2][1], rel=1e-6)  # each rank computes a half

@@ -15,7 +15,10 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 import lightning_zero
 from lightning_zero import ZeroStrategy, config
+from lightning_zero.app.parts import groups_of_ranks
+from lightning_zero.app.schema import TrainConfig
 from lightning_zero.config import ConfigError
+from lightning_zero.data.synthetic import SyntheticData
 from lightning_zero.ranks.waits import StallError
 from lightning_zero.sequence.model import check_model
 from tests.engine.support import places_posted_often
@@ -213,6 +216,15 @@ def test_a_run_whose_ranks_or_heads_do_not_divide_is_refused_before_it_starts(tm
 def test_settings_that_cannot_work(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         config.make_config(**settings)
+
+
+def test_the_main_job_refuses_lengths_and_counts_groups() -> None:
+    job = TrainConfig(zero=config.make_config(sequence_parallel=2))
+    assert groups_of_ranks(job, SyntheticData(block_size=64), 4) == 2
+    with pytest.raises(ConfigError, match=r"data.block_size: expected a multiple of .* \(2\)"):
+        groups_of_ranks(job, SyntheticData(block_size=63), 4)
+    with pytest.raises(ConfigError, match="zero.sequence_parallel"):
+        groups_of_ranks(job, SyntheticData(block_size=64), 3)
 
 
 def test_shard_and_fabric_refuse_it() -> None:
