@@ -40,7 +40,8 @@ def agreed_precision(config: TrainConfig) -> str | None:
 
 
 def build_optimizer(config: TrainConfig) -> Any:
-    """Makes an optimizer from param groups. Tried on one parameter, so that a bad value is found now."""
+    """Makes an optimizer from param groups. Tried on one parameter, so that a bad value is found now; on a matrix where
+    it takes no other (Muon)."""
     import torch
 
     if not config.optimizer.get("_partial_"):
@@ -49,13 +50,16 @@ def build_optimizer(config: TrainConfig) -> Any:
             f"{config.optimizer.get('_partial_')!r}. Change optimizer._partial_."
         )
     make = build("optimizer", config.optimizer)
-    try:
-        make([torch.nn.Parameter(torch.zeros(1))])
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ConfigError(
-            f"optimizer: {config.optimizer['_target_']} refuses these settings: {error}. Change optimizer.*."
-        ) from error
-    return make
+    refused: list[Exception] = []
+    for shape in ((1,), (2, 2)):
+        try:
+            make([torch.nn.Parameter(torch.zeros(shape))])
+            return make
+        except (TypeError, ValueError, RuntimeError) as error:
+            refused.append(error)
+    raise ConfigError(
+        f"optimizer: {config.optimizer['_target_']} refuses these settings: {refused[0]}. Change optimizer.*."
+    ) from refused[0]
 
 
 def build_model(config: TrainConfig, explicit: set[str]) -> LightningModule:

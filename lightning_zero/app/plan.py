@@ -196,7 +196,7 @@ def run(config: TrainConfig, asked: MachineConfig, extras: dict[str, Any]) -> No
     model, machine = described.model, find_machine(asked, config)
     check_sequence_parallel(config.zero.sequence_parallel, machine.world_size)
     rates, given = find_rates(asked, machine)
-    candidates = [(stage, offload, _budgets(config, offload)) for stage, offload in allowed_rows()]
+    candidates = [(stage, offload, _budgets(config, offload)) for stage, offload in allowed_rows(machine.hierarchy)]
     rows = [plan_row(model, *row[:2], machine, row[2], rates) for row in candidates]
     advices = [
         Advice(None, None) if row.fits else advise(model, row, machine, _budgets(config, row.offload), rows)

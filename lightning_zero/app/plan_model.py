@@ -122,15 +122,23 @@ def on_meta(config: TrainConfig, precision: Precision) -> Iterator[None]:
 
 
 def optimizer_states(config: TrainConfig) -> int:
-    """Tensors of state that the optimizer of the configuration keeps for each parameter: found by one step of it."""
+    """Tensors of state that the optimizer of the configuration keeps for each parameter: found by one step of it.
+
+    Of state of other shapes than the parameter's nothing is known here.
+    """
     import torch
 
     from lightning_zero.engine.steps.torch_optimizers import states_after_step
 
     if not config.optimizer:
         return ADAM_STATES
-    param = torch.nn.Parameter(torch.zeros(2))
-    return states_after_step(build_optimizer(config)([param]), param)
+    make = build_optimizer(config)
+    try:
+        param = torch.nn.Parameter(torch.zeros(2))
+        return states_after_step(make([param]), param)
+    except ValueError:  # Muon takes matrices only
+        param = torch.nn.Parameter(torch.eye(2))
+        return states_after_step(make([param]), param)
 
 
 # -- activations ------------------------------------------------------------------------------------------------------

@@ -156,7 +156,7 @@ def check_memory(config: TrainConfig, asked: MachineConfig) -> str:
         return f"{choice.rows}, if activations leave room for it: {choice.reason}. {after}"
     chosen = plan_row(model, config.zero.stage.name, settings.name, machine, settings)
     if not chosen.fits:
-        rows = [plan_row(model, stage, row, machine, OffloadConfig()) for stage, row in allowed_rows()]
+        rows = [plan_row(model, stage, row, machine, OffloadConfig()) for stage, row in allowed_rows(machine.hierarchy)]
         advice: Advice = advise(model, chosen, machine, settings, rows)
         raise ConfigError(
             f"the run does not fit into the memory of machine.*: {advice_lines(machine, [chosen], [advice])[0]}. "

@@ -38,6 +38,9 @@ class Machine:
         nodes: hosts.
         shared: there are no GPUs: what rests on the device takes host memory.
         hierarchy: which ranks share shards, as ``zero.comm.hierarchy``.
+
+    Raises:
+        ConfigError: its ranks cannot be divided so.
     """
 
     gpus: int
@@ -47,6 +50,10 @@ class Machine:
     nodes: int = 1
     shared: bool = False
     hierarchy: Hierarchy = Hierarchy.auto
+
+    def __post_init__(self) -> None:
+        if self.hierarchy is Hierarchy.node_backward:
+            check_nodes(self.nodes, self.gpus)
 
     @property
     def world_size(self) -> int:
@@ -149,13 +156,14 @@ class Advice:
     offload: Offload | None
 
 
-def allowed_rows() -> list[tuple[Stage, Offload]]:
-    """Every stage with every row of ``zero/offload`` that goes with it."""
+def allowed_rows(hierarchy: Hierarchy = Hierarchy.auto) -> list[tuple[Stage, Offload]]:
+    """Every stage with every row of ``zero/offload`` that goes with it, and with ``zero.comm.hierarchy``."""
     found = []
     for stage in STAGES:
         for offload in Offload:
             try:
                 check_rows(stage, offload)
+                check_hierarchy(hierarchy, stage, offload)
             except ConfigError:
                 continue
             found.append((stage, offload))
@@ -176,16 +184,13 @@ def plan_row(
         settings: budgets for ``auto``.
         rates: of the machine, for the time of a step.
     """
-    keeps = machine.hierarchy is Hierarchy.node_backward
     try:
-        check_hierarchy(machine.hierarchy, stage, offload)
-        if keeps:
-            check_nodes(machine.nodes, machine.gpus)
         tiers = _tiers(model, stage, offload, machine, settings)
     except ConfigError as error:
         return Row(stage, offload, Counter(), {}, dict.fromkeys(Tier, 0), dict.fromkeys(Tier, 0), 0, (), str(error))
     buckets = _placed(model, stage, tiers, machine)
-    limits = replace(model.limits, has_link=not machine.shared, node_ranks=machine.gpus * keeps)
+    kept_by = machine.gpus if machine.hierarchy is Hierarchy.node_backward else 0
+    limits = replace(model.limits, has_link=not machine.shared, node_ranks=kept_by)
     waiting = Moment.accumulating if limits.micro_batches > 1 else Moment.reduced
     rest = memory.planned_bytes(buckets, state_tensors=model.states, moment=waiting)
     activations = model.micro_batch
