@@ -208,6 +208,11 @@ def activations_line(model: Model, described: Described) -> str:
     return (
         f"Peaks hold {short_bytes(most)} of activations of {model.samples} sample(s){parts}{other}, "
         f"{short_bytes(found.saved)} of them kept for the backward."
+        + (
+            f" Of sequences that ranks share, a rank sends {short_bytes(found.exchanged)} a micro-batch besides."
+            if found.exchanged
+            else ""
+        )
     )
 
 

@@ -18,6 +18,7 @@ from lightning_zero.config.groups import (
 )
 from lightning_zero.config.names import (
     AfterFit,
+    Compile,
     ConfigError,
     DType,
     GradWire,
@@ -54,6 +55,8 @@ class ZeroConfig:
         after_fit: after fit, test or predict the module is ``whole`` again, one copy per host, or stays ``sharded``;
             ``auto``: whole where all hosts have room.
         summary: print the table of units at the start and, at the end of training, that of bytes planned and measured.
+        sequence_parallel: ranks that share one sequence, each with a part of its positions (Ulysses): so many adjacent
+            ranks have one batch. What rests is sharded over all ranks as always.
     """
 
     stage: StageConfig = field(default_factory=StageConfig)
@@ -75,6 +78,7 @@ class ZeroConfig:
     stall_timeout_s: float = 300.0
     after_fit: AfterFit = AfterFit.auto
     summary: bool = True
+    sequence_parallel: int = 1
 
     def __post_init__(self) -> None:
         check_types("zero", self)
@@ -86,6 +90,8 @@ class ZeroConfig:
         positive("zero.stall_timeout_s", self.stall_timeout_s)
         positive("zero.micro_batches", self.micro_batches)
         self._check_micro_batches()
+        positive("zero.sequence_parallel", self.sequence_parallel)
+        self._check_sequence_parallel()
         if self.keep_gathered_bytes and self.stage.name is not Stage.zero3:
             raise ConfigError(
                 "zero.keep_gathered_bytes: expected 0 (parameters are never dropped below stage 3), got "
@@ -107,6 +113,20 @@ class ZeroConfig:
             check_grad_wire(self.comm.grad_wire, self.precision.name, self.precision.reduce_dtype)
         if self.offload.step_in_backward:
             self._check_step_in_backward()
+
+    def _check_sequence_parallel(self) -> None:
+        if self.sequence_parallel > 1 and self.compile.name is not Compile.none:
+            raise ConfigError(
+                "zero.sequence_parallel: expected 1 with zero/compile=blocks (attention is found while modules run, "
+                f"which graphs hide), got {self.sequence_parallel}. Choose zero/compile=none, or drop "
+                "zero.sequence_parallel."
+            )
+        if self.sequence_parallel > 1 and self.micro_batches > 1:
+            raise ConfigError(
+                "zero.sequence_parallel: expected 1 with zero.micro_batches above 1 (a batch is shared along its "
+                f"sequence or divided along its samples, not both), got {self.sequence_parallel}. Drop one of them; "
+                "trainer.accumulate_grad_batches goes with zero.sequence_parallel."
+            )
 
     def _check_micro_batches(self) -> None:
         if self.micro_batches > 1 and self.activation_checkpointing is Recompute.none:

@@ -82,6 +82,12 @@ def shard(
     """
     config = make_config(config, **settings)
     check_decided(config)
+    if config.sequence_parallel > 1:
+        raise ConfigError(
+            "zero.sequence_parallel: expected 1 with lightning_zero.shard and Fabric, which do not see the steps that "
+            f"batches are cut for, got {config.sequence_parallel}. Train with ZeroStrategy, or drop "
+            "zero.sequence_parallel."
+        )
     if process_group is None and dist.is_available() and dist.is_initialized():
         process_group = dist.group.WORLD
     where = default_device() if device is None else with_index(torch.device(device))

@@ -1,7 +1,7 @@
 """A small GPT, the model that the main job trains by default.
 
-``GPT`` is an ordinary ``nn.Module``: nothing in it knows about sharding. Its blocks sit in a ``ModuleList``, which is
-where the engine finds its units.
+``GPT`` is an ordinary ``nn.Module``: nothing in it knows about sharding, but it asks where its tokens are in their
+sequence. Its blocks sit in a ``ModuleList``, which is where the engine finds its units.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from lightning_zero.config import ConfigError
 from lightning_zero.engine.vertical.loss import chunked_loss, chunks_of
 from lightning_zero.models.language_model import LanguageModel, MakeOptimizer
+from lightning_zero.sequence.part import sequence_positions
 
 POSITIONS = ("learned", "rotary")
 ROTARY_BASE = 10_000.0
@@ -50,10 +51,10 @@ class Block(nn.Module):
         return x + F.dropout(y, drop, self.training)
 
 
-def rotations(length: int, head_width: int, device: torch.device) -> Tensor:
+def rotations(positions: Tensor, head_width: int) -> Tensor:
     """Cosines and sines ``[2, length, head_width / 2]`` of rotary embedding (Su et al. 2021, arXiv 2104.09864)."""
-    half = torch.arange(head_width // 2, device=device)
-    angles = torch.outer(torch.arange(length, device=device), ROTARY_BASE ** (-2 * half / head_width))
+    even = torch.arange(0, head_width, 2, device=positions.device)
+    angles = torch.outer(positions, ROTARY_BASE ** (-even / head_width))
     return torch.stack([angles.cos(), angles.sin()])
 
 
@@ -129,12 +130,12 @@ class GPT(nn.Module):
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         """Logits; with ``targets [batch, length]`` the nats of each of them instead, from logits in chunks."""
-        length = tokens.shape[1]
         x, rotation = self.embed(tokens), None
+        positions = sequence_positions(tokens.shape[1], tokens.device)
         if self.position is not None:
-            x = x + self.position(torch.arange(length, device=tokens.device))
+            x = x + self.position(positions)
         else:
-            rotation = rotations(length, self.head_width, tokens.device)[None]
+            rotation = rotations(positions, self.head_width)[None]
         for block in self.blocks:
             x = block(x, rotation)
         x = self.norm(x)

@@ -17,7 +17,7 @@ from lightning_zero.config import (
     check_rows,
 )
 from lightning_zero.planning import memory, whole
-from lightning_zero.planning.activations import ByBatchSize, peaks_with
+from lightning_zero.planning.activations import Activations, ByBatchSize, peaks_with
 from lightning_zero.planning.buckets import BucketPlan, BucketShape, place
 from lightning_zero.planning.memory import ADAM_STATES, Bytes, Limits, Moment, Phase
 from lightning_zero.planning.placement import OFFLOADS, STAGES, Tier, TierRow, default_budgets, split_by_budget
@@ -92,9 +92,13 @@ class Model:
     @property
     def flops(self) -> float:
         """Of a forward and a backward; 6 for each parameter and sample where nothing was measured."""
-        if self.activations is None:
-            return 6.0 * sum(shape.numel for shape in self.shapes) * (self.samples or 1)
-        return self.activations.of(self.samples or self.activations.sizes[0]).flops
+        found = self.micro_batch
+        return 6.0 * sum(shape.numel for shape in self.shapes) * (self.samples or 1) if found is None else found.flops
+
+    @property
+    def micro_batch(self) -> Activations | None:
+        """What one needs."""
+        return None if self.activations is None else self.activations.of(self.samples or self.activations.sizes[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,16 +195,19 @@ def plan_row(
     limits = replace(model.limits, has_link=not machine.shared, node_ranks=kept_by)
     waiting = Moment.accumulating if limits.micro_batches > 1 else Moment.reduced
     rest = memory.planned_bytes(buckets, state_tensors=model.states, moment=waiting)
-    if model.activations is None:
+    activations = model.micro_batch
+    if activations is None:
         peaks = memory.peak_bytes(buckets, limits, state_tensors=model.states)
     else:
-        activations = model.activations.of(model.samples or model.activations.sizes[0])
         peaks = peaks_with(buckets, limits, activations, state_tensors=model.states)
+    exchanged = activations.exchanged if activations is not None else 0
     replicas = max(1, machine.world_size // buckets[0].layout.world_size) if buckets else 1
-    sent = sent_by(buckets, limits, replicas=replicas)
+    sent = sent_by(buckets, limits, replicas=replicas, exchanged=exchanged)
     time = None
     if rates is not None:
-        time = expected(buckets, limits, model.flops, rates, replicas=replicas, on_cpu=machine.shared)
+        time = expected(
+            buckets, limits, model.flops, rates, replicas=replicas, exchanged=exchanged, on_cpu=machine.shared
+        )
     after, lack = _after_run(model, buckets, machine)
     is_whole = bool(after) and not (lack and model.after_fit is AfterFit.auto)
     moments = [*peaks.values(), *([after] if is_whole else [])]

@@ -20,6 +20,7 @@
     step_peak       the most bytes of a step on the CPU
     activations     what a micro-batch needs, found on tensors without memory; fake_module: the copy that has such
     compiled        LightningModules that torch.compile has made
+    long_sequences  steps on parts of sequences
     averaging, stochastic_averaging, finetuning, pruning  Lightning's callbacks that need to know of shards
     monitor         ZeroMonitor                  flops          floating-point operations of a batch
     summary         what is shown at the start and at the end     bars  whether the Trainer has a progress bar

@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import flop_registry
 
+from lightning_zero.comm.sequence import OnPaper
 from lightning_zero.config import ConfigError, Precision, Recompute, ZeroConfig
 from lightning_zero.engine.passes.hooks import watch_gradients
 from lightning_zero.engine.passes.output_dtypes import dtype_hooks
@@ -35,6 +36,7 @@ from lightning_zero.engine.vertical.coupled import units_around, whole_batch_uni
 from lightning_zero.engine.vertical.loss import assuming
 from lightning_zero.engine.vertical.split import Inputs, first_size
 from lightning_zero.planning.activations import Activations, ByBatchSize, Stretch
+from lightning_zero.sequence.step import SequenceSteps
 from lightning_zero.trainer.fake_module import CPU, detach_from_lightning, fake_copy, give_fake_optimizers
 
 
@@ -240,6 +242,7 @@ class _Measurement:
             for inner in fp32_modules(self._module, config.precision.fp32_modules):
                 _keep_output_dtype(inner)
         self._saved: dict[int, int] = {}
+        self._sharers = OnPaper(config.sequence_parallel)
 
     def _plainly(self, module: nn.Module, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         return inner(*args, **kwargs)
@@ -312,17 +315,32 @@ class _Measurement:
                     saved_tensors_hooks(pack, lambda tensor: tensor),
                     self._context(),
                 ):
-                    loss = _loss_of(self._module.training_step(*self._arguments(fake)))
-                    if loss is not None and self._module.automatic_optimization:
-                        self._backward(loss)
-                    del loss
+                    self._train(fake)
                     self._recorder.enter(0, backward=True)
             finally:
                 for handle in handles:
                     handle.remove()
             nbytes = sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in _tensors(fake)}.values())
         total = float(self._live.flops)
-        return Activations(tuple(self._recorder.stretches), sum(self._saved.values()), nbytes, total)
+        exchanged = self._sharers.sent
+        return Activations(tuple(self._recorder.stretches), sum(self._saved.values()), nbytes, total, exchanged)
+
+    def _train(self, batch: Any) -> None:
+        """One step, of a part of the batch where ranks share sequences."""
+        step = self._module.training_step
+        if self._config.sequence_parallel == 1:
+            self._step(step, batch)
+            return
+        steps = SequenceSteps(self._module, self._sharers)
+        loss = _loss_of(steps.training_step(step, *self._arguments(batch)))
+        with steps.backward():
+            if loss is not None and self._module.automatic_optimization:
+                self._backward(loss)
+
+    def _step(self, step: Callable[..., Any], batch: Any) -> None:
+        loss = _loss_of(step(*self._arguments(batch)))
+        if loss is not None and self._module.automatic_optimization:
+            self._backward(loss)
 
     def _backward(self, loss: Tensor) -> None:
         self._recorder.enter(0, backward=True)
