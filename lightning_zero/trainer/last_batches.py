@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -19,7 +20,8 @@ def check_last_batches(trainer: pl.Trainer, micro_batches: int) -> None:
     loaders: Any = trainer.fit_loop._combined_loader
     if micro_batches == 1 or not isinstance(loaders, CombinedLoader):
         return
-    for loader, limit in zip(loaders.flattened, loaders.limits or [None] * len(loaders.flattened), strict=False):
+    limits: Sequence[float | None] = loaders.limits or [None] * len(loaders.flattened)
+    for loader, limit in zip(loaders.flattened, limits, strict=False):
         sampler = getattr(loader, "batch_sampler", None) if isinstance(loader, DataLoader) else None
         if not isinstance(sampler, BatchSampler):
             continue
