@@ -172,7 +172,7 @@ def _as_command(
     for logger in (logging.root, *logging.root.manager.loggerDict.values()):
         for handler in getattr(logger, "handlers", ()):
             if type(handler) is logging.StreamHandler:  # one that pytest has not made
-                handler.setStream(sys.stderr)
+                handler.stream = sys.stderr  # the old one may be closed, and would be flushed by ``setStream``
     call()
 
 

@@ -251,7 +251,8 @@ class Peers:
         """The ranks that do not answer a roll call. One rank holds it, once, and all others read its result."""
         caller = self._store.compare_set(self._key("roll"), "", str(self._rank)).decode()
         if caller != str(self._rank):
-            return self._result_of_another(self.roll_call_s + 2 * self._every_s)
+            # Twice: on a busy machine the rank that holds it is late.
+            return self._result_of_another(2 * self.roll_call_s + 2 * self._every_s)
         self._store.set(self._key(f"here/{self._rank}"), "")
         waiting = list(range(self._world_size))
         deadline = time.monotonic() + self.roll_call_s
