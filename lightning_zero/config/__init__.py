@@ -20,6 +20,7 @@ from lightning_zero.config.groups import (
     StageConfig,
     UnitConfig,
     check_rounding,
+    check_state_dtype,
     without_effect,
 )
 from lightning_zero.config.names import (
@@ -33,6 +34,7 @@ from lightning_zero.config.names import (
     Precision,
     Recompute,
     Stage,
+    StateDtype,
     Transport,
     choose,
     nearest,
@@ -69,6 +71,7 @@ __all__ = [
     "PrecisionConfig",
     "Recompute",
     "Stage",
+    "StateDtype",
     "StageConfig",
     "Transport",
     "UnitConfig",
@@ -76,6 +79,7 @@ __all__ = [
     "candidate_rows",
     "check_decided",
     "check_rounding",
+    "check_state_dtype",
     "check_rows",
     "choose",
     "for_layout",

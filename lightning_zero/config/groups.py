@@ -14,6 +14,7 @@ from lightning_zero.config.names import (
     Offload,
     Precision,
     Stage,
+    StateDtype,
     Transport,
 )
 from lightning_zero.config.values import MIB, check_types, positive
@@ -42,6 +43,16 @@ def check_rounding(stochastic: bool, precision: Precision) -> None:
             "zero.precision.stochastic_rounding: expected false (masters are fp32 and not rounded), got true with "
             f"zero/precision={precision.name}. Choose zero/precision=bf16_true or drop "
             "zero.precision.stochastic_rounding."
+        )
+
+
+def check_state_dtype(state: StateDtype, precision: Precision) -> None:
+    """State in bf16 is narrower than that beside masters of four bytes."""
+    if state is StateDtype.bf16 and precision in (Precision.bf16_true, Precision.fp16_true):
+        raise ConfigError(
+            f"zero.optimizer.state_dtype: expected fp32 (the dtype of the masters) or int8 with zero/precision="
+            f"{precision.name}, where state is of two bytes already, got bf16. Drop zero.optimizer.state_dtype, or "
+            "choose zero/precision=bf16."
         )
 
 
@@ -294,9 +305,12 @@ class OptimizerConfig:
     Attributes:
         elementwise: declares that an optimizer unknown to us computes each element of a parameter from that
             element's own value, gradient and state alone, so that it may step slices of parameters.
+        state_dtype: what the moments of torch's optimizers rest in: ``fp32`` (the dtype of the masters), ``bf16``, or
+            ``int8`` (8-bit codes, and an exponent for each 256 elements). Steps are computed in fp32.
     """
 
     elementwise: bool = False
+    state_dtype: StateDtype = StateDtype.fp32
 
     def __post_init__(self) -> None:
         check_types("zero.optimizer", self)

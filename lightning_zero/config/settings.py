@@ -14,6 +14,7 @@ from lightning_zero.config.groups import (
     PrecisionConfig,
     StageConfig,
     UnitConfig,
+    check_state_dtype,
 )
 from lightning_zero.config.names import AfterFit, ConfigError, Offload, Recompute, Stage
 from lightning_zero.config.values import MIB, check_types, positive
@@ -64,6 +65,8 @@ class ZeroConfig:
     def __post_init__(self) -> None:
         check_types("zero", self)
         check_rows(self.stage.name, self.offload.name)
+        if self.precision.name is not None:
+            check_state_dtype(self.optimizer.state_dtype, self.precision.name)
         positive("zero.prefetch_bytes", self.prefetch_bytes, zero_ok=True)
         positive("zero.keep_gathered_bytes", self.keep_gathered_bytes, zero_ok=True)
         positive("zero.reduce_bucket_bytes", self.reduce_bucket_bytes)

@@ -292,6 +292,7 @@ class Engine(Assembly):
             device_type=self.comm.device.type,
             declared_elementwise=self.config.optimizer.elementwise,
             stochastic_rounding=self.config.precision.stochastic_rounding,
+            state_dtype=self.config.optimizer.state_dtype,
         )
 
     def stepping_in_backward(self) -> contextlib.AbstractContextManager[None]:

@@ -19,8 +19,10 @@ from enum import Enum
 from functools import cached_property
 from typing import NamedTuple
 
+from lightning_zero.config import StateDtype
 from lightning_zero.planning.layout import BucketLayout, lay_out
 from lightning_zero.planning.placement import ON_DEVICE, REPLICATED, Placement, StageRow, Tier, TierRow
+from lightning_zero.planning.state_dtype import param_align, state_nbytes
 
 
 class Role(Enum):
@@ -50,12 +52,17 @@ class ParamsRest(Enum):
 
 
 class Itemsizes(NamedTuple):
-    """Bytes of an element of each role. Compute and master have one dtype where these are equal."""
+    """Bytes of an element of each role. Compute and master have one dtype where these are equal.
+
+    Attributes:
+        state: how wide optimizer state rests, which may take less than a byte more for an element than its code.
+    """
 
     compute: int
     master: int
     reduce: int
     grad: int
+    state: StateDtype = StateDtype.fp32
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,6 +218,10 @@ class BucketPlan:
         low, high = self.owned_range(rank)
         return max(0, min(high, self.layout.used_numel) - low)
 
+    def state_nbytes(self, numel: int) -> int:
+        """Bytes of one tensor of state for ``numel`` elements, as it rests."""
+        return state_nbytes(numel, self.itemsizes.state, self.itemsizes.master)
+
     @property
     def full_nbytes(self) -> int:
         """Compute parameters, gathered."""
@@ -223,7 +234,7 @@ def place(
     """A bucket under a stage and an offload row."""
     return BucketPlan(
         shape.unit,
-        lay_out(shape.numels, world_size),
+        lay_out(shape.numels, world_size, param_align(shape.itemsizes.state)),
         REPLICATED if shape.whole else row,
         ON_DEVICE if shape.whole else tiers,
         shape.itemsizes,

@@ -26,13 +26,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from lightning_zero.config import StateDtype
 from lightning_zero.planning.buckets import RESTING, BucketPlan, BucketShape, ParamsRest, Role, place
 from lightning_zero.planning.layout import round_up
 from lightning_zero.planning.placement import ON_DEVICE, StageRow, Tier, UnitBytes
 from lightning_zero.planning.schedule import Cursor, compile_plan, may_come_ahead
+from lightning_zero.planning.state_dtype import scratch_nbytes
 
 ADAM_STATES = 2  # tensors of optimizer state for each parameter
 FILE_PAGE_NBYTES = 4096  # extents of files are whole pages
+HOST_ALIGN_NBYTES = 64  # extents of host memory begin at multiples
 RING_COUNT = 4  # staging buffers of files
 RING_NBYTES = 32 << 20  # each
 PAIR_NBYTES = 32 << 20  # each of two pinned buffers that pieces pass through by turns
@@ -59,6 +62,7 @@ class Phase(Enum):
 
 
 Bytes = Counter[tuple[Role, Tier]]
+_ALIGN = {Tier.device: 1, Tier.host: HOST_ALIGN_NBYTES, Tier.nvme: FILE_PAGE_NBYTES}
 
 
 def unit_bytes(name: str, shapes: Iterable[BucketShape], row: StageRow, world_size: int) -> UnitBytes:
@@ -66,7 +70,8 @@ def unit_bytes(name: str, shapes: Iterable[BucketShape], row: StageRow, world_si
     state = grad = 0
     for bucket in (place(shape, row, ON_DEVICE, world_size) for shape in shapes):
         if bucket.trainable:
-            state += bucket.owned_numel * bucket.itemsizes.master * (1 + ADAM_STATES)
+            state += bucket.owned_numel * bucket.itemsizes.master
+            state += bucket.state_nbytes(bucket.owned_numel) * ADAM_STATES
             grad += bucket.owned_numel * bucket.itemsizes.grad
     return UnitBytes(name, state, grad)
 
@@ -80,7 +85,7 @@ def planned_bytes(
     """Bytes of one rank at rest, by role and tier. Rank 0 has the most: padding is at the end.
 
     Args:
-        state_tensors: elementwise tensors that the optimizer keeps for each parameter, in the master's dtype.
+        state_tensors: elementwise tensors that the optimizer keeps for each parameter, as wide as the bucket says.
         moment: which gradients there are.
     """
     total: Bytes = Counter({(role, Tier.device): 0 for role in RESTING})
@@ -88,7 +93,7 @@ def planned_bytes(
     for bucket in buckets:
         files |= Tier.nvme in bucket.tiers
         for role, tier, nbytes in at_rest(bucket, rank, state_tensors=state_tensors, moment=moment):
-            total[role, tier] += round_up(nbytes, FILE_PAGE_NBYTES) if tier is Tier.nvme else nbytes
+            total[role, tier] += round_up(nbytes, _ALIGN[tier])
     if files:
         total[Role.staging, Tier.host] += RING_COUNT * RING_NBYTES
     return total
@@ -106,7 +111,7 @@ def at_rest(bucket: BucketPlan, rank: int, *, state_tensors: int, moment: Moment
     if not bucket.trainable:
         return
     for _ in range(state_tensors):
-        yield Role.optim_state, tiers.master, bucket.state_numel(rank) * sizes.master
+        yield Role.optim_state, tiers.master, bucket.state_nbytes(bucket.state_numel(rank))
     if moment is Moment.accumulating and bucket.accumulates_locally:
         yield Role.grad, Tier.device, bucket.layout.numel * sizes.grad  # not reduced, so not sent to its tier
     if bucket.grads_on_host:
@@ -246,7 +251,7 @@ def _staging(buckets: Sequence[BucketPlan], limits: Limits, state_tensors: int, 
     if any(b.grads_on_host for b in trainable):
         found[Phase.backward][host] += pair  # gradients that are added to those that are there
     in_files = [
-        (b.owned_numel + state_tensors * b.state_numel(rank)) * b.itemsizes.master
+        b.owned_numel * b.itemsizes.master + state_tensors * b.state_nbytes(b.state_numel(rank))
         for b in trainable
         if b.tiers.master is Tier.nvme
     ]
@@ -255,10 +260,15 @@ def _staging(buckets: Sequence[BucketPlan], limits: Limits, state_tensors: int, 
     in_steps = max(windows, default=0) + pair * bool(in_files)  # what is stepped is sent by pieces
     cast = [b for b in trainable if b.itemsizes.grad != b.itemsizes.master]
     in_steps += STEP_CHUNK_NBYTES * any(b.steps_on_host for b in cast)
+    narrow = [b for b in trainable if state_tensors and b.itemsizes.state is not StateDtype.fp32]
+    on_host = max((b.owned_numel for b in narrow if b.steps_on_host), default=0)
+    in_steps += scratch_nbytes(on_host, on_device=False)
     found[Phase.step][host] += in_steps
     found[Phase.forward][host] += in_steps
     on_device = max((b.owned_numel * b.itemsizes.master for b in cast if not b.steps_on_host), default=0)
     found[Phase.step][Role.staging, Tier.device] += min(DEVICE_STEP_CHUNK_NBYTES, on_device)
+    on_device = max((b.owned_numel for b in narrow if not b.steps_on_host), default=0)
+    found[Phase.step][Role.staging, Tier.device] += scratch_nbytes(on_device, on_device=True)
     return found
 
 

@@ -23,6 +23,7 @@ from torch.autograd.graph import increment_version
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.profiling import profiled
 from lightning_zero.comm.reduction import Pending
+from lightning_zero.config import StateDtype
 from lightning_zero.device import recording
 from lightning_zero.engine.parameters.classes import set_values
 from lightning_zero.engine.units.awaited_step import AwaitedStep
@@ -46,6 +47,7 @@ class Dtypes:
     master: torch.dtype
     reduce: torch.dtype
     grad: torch.dtype
+    state: StateDtype = StateDtype.fp32
 
 
 class Bucket:

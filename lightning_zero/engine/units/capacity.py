@@ -162,7 +162,7 @@ def check_state_fits(
 
     def needed(tier: Tier) -> int:
         return sum(
-            states * bucket.owned_numel * bucket.dtypes.master.itemsize
+            states * bucket.plan.state_nbytes(bucket.owned_numel)
             for bucket in buckets
             if bucket.trainable and bucket.plan.tiers.master is tier
         )

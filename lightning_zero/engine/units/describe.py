@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FunctionType
 
 import torch
@@ -69,7 +69,8 @@ class UnitGroup:
 
 def itemsizes(dtypes: Dtypes) -> Itemsizes:
     """The dtypes of a bucket's roles, as planning takes them."""
-    return Itemsizes(dtypes.compute.itemsize, dtypes.master.itemsize, dtypes.reduce.itemsize, dtypes.grad.itemsize)
+    compute, master = dtypes.compute.itemsize, dtypes.master.itemsize
+    return Itemsizes(compute, master, dtypes.reduce.itemsize, dtypes.grad.itemsize, dtypes.state)
 
 
 def describe_units(module: nn.Module, config: ZeroConfig, precision: Precision) -> list[UnitGroup]:
@@ -181,7 +182,7 @@ def _group(
     # add in another order at each stage, and stages would not agree to the bit.
     groups: dict[tuple[Dtypes, bool, bool], list[ParamInfo]] = {}
     for param, fqns in members:
-        dtypes = _dtypes(param, id(param) in fp32, config, precision)
+        dtypes = replace(_dtypes(param, id(param) in fp32, config, precision), state=config.optimizer.state_dtype)
         whole = stays_whole(param)
         dtype = dtypes.master if precision in TRUE_DTYPES else param.dtype
         if find_owner(param) is not None:

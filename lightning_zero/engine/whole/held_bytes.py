@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from lightning_zero.engine.assembly import Assembly
+from lightning_zero.engine.steps.torch_optimizers import is_elementwise
 from lightning_zero.engine.units.bucket import Bucket
 from lightning_zero.planning.buckets import RESTING, BucketPlan, Role
 from lightning_zero.planning.layout import round_up
@@ -90,8 +91,8 @@ def _state_tensors(engine: Assembly, bucket: Bucket) -> Iterator[Tensor]:
     for sharded in engine.optimizers:
         for run in sharded.runs.of(bucket):
             # A list at once: a step may be under way in the worker, which adds entries.
-            state = list(sharded.optimizer.state.get(run.tensor, {}).values())
-            yield from (v for v in state if isinstance(v, Tensor) and v.shape == run.tensor.shape)
+            state = list(sharded.optimizer.state.get(run.tensor, {}).items())
+            yield from (value for name, value in state if is_elementwise(name, value, run.tensor))
 
 
 def plan_of(engine: Assembly) -> list[BucketPlan]:

@@ -1,0 +1,207 @@
+"""Steps runs whose optimizer state rests in fewer bits: ``zero.optimizer.state_dtype``.
+
+::
+
+    state at rest --widen--> [ fp32, a piece at a time ] --torch's own step--> --round--> state at rest
+
+Pieces are whole blocks, and every number of a piece is computed from that element (or block) alone. So results do not
+depend on where pieces, runs or shards are cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_zero.config import ConfigError, StateDtype
+from lightning_zero.engine.steps.mixed_dtypes import round_stochastically, salt_of
+from lightning_zero.engine.steps.torch_optimizers import base_of, is_elementwise, overrides_step, start_state
+from lightning_zero.engine.units.narrow import Format
+from lightning_zero.planning.layout import Fragment
+from lightning_zero.planning.state_dtype import CHUNK, DEVICE_CHUNK, MAX_CHUNK
+
+_M1, _M2 = 0x7FEB352D, 0x846CA68B - (1 << 32)  # multipliers of a 32-bit integer hash with low bias, as int32
+
+# State with an element for each element of a parameter, and whether it may be negative. At most two: each takes half of
+# the 32 random bits of an element.
+_MOMENTS = {"exp_avg": True, "exp_avg_sq": False}
+STATES: dict[type[Optimizer], dict[str, bool]] = {
+    torch.optim.Adam: _MOMENTS,
+    torch.optim.AdamW: _MOMENTS,
+    torch.optim.NAdam: _MOMENTS,
+    torch.optim.RAdam: _MOMENTS,
+    torch.optim.Adamax: {"exp_avg": True, "exp_inf": False},
+    torch.optim.RMSprop: {"momentum_buffer": True, "square_avg": False},
+    torch.optim.Adagrad: {"sum": False},
+    torch.optim.Adadelta: {"acc_delta": False, "square_avg": False},
+    torch.optim.SGD: {"momentum_buffer": True},
+}
+_KEY = "zero.optimizer.state_dtype"
+
+
+def check_narrow(optimizer: Optimizer, state: StateDtype, *, declared_elementwise: bool) -> None:
+    """Refuse optimizers whose state cannot rest in fewer bits.
+
+    Raises:
+        ConfigError: why, and what to change.
+    """
+    if state is StateDtype.fp32:
+        return
+    kind = type(optimizer)
+    name, asked = f"{kind.__module__}.{kind.__qualname__}", f"{_KEY}={state.name}"
+    base = base_of(optimizer)
+    if base is None or (declared_elementwise and overrides_step(optimizer)):
+        raise ConfigError(
+            f"{asked}: expected one of torch's element-wise optimizers with torch's step, got {name}, whose state is "
+            f"not known. Use torch.optim.AdamW, or drop {_KEY}."
+        )
+    if base not in STATES:
+        raise ConfigError(
+            f"{asked}: torch.optim.{base.__name__} keeps more than moments (step sizes, or a second copy of the "
+            f"weights), which must not be rounded. Use torch.optim.AdamW, or drop {_KEY}."
+        )
+    for group in optimizer.param_groups:
+        if base is torch.optim.SGD and not group["momentum"]:
+            raise ConfigError(
+                f"{asked}: SGD without momentum keeps no state, so there is nothing to narrow. Drop {_KEY}, or give "
+                "momentum to each param group."
+            )
+        for flag, why in (
+            ("amsgrad", "the greatest of second moments that are rounded at random grows with the number of steps"),
+            ("centered", "the difference of two averages that are rounded may be negative, and its root is taken"),
+        ):
+            if group.get(flag):
+                raise ConfigError(f"{asked}: {kind.__name__}({flag}=True): {why}. Drop {flag}, or {_KEY}.")
+        if any(p.is_complex() for p in group["params"]):
+            raise ConfigError(f"{asked}: expected real parameters, got complex ones. Drop {_KEY}.")
+
+
+def formats_of(optimizer: Optimizer, state: StateDtype) -> dict[str, Format]:
+    """How each state rests, by name; empty where it rests as torch makes it."""
+    base = base_of(optimizer)
+    if state is StateDtype.fp32 or base is None:
+        return {}
+    return {name: Format(state, signed) for name, signed in STATES[base].items()}
+
+
+class _Pieces:
+    """Memory for the pieces of one run: fixed, and counted in the plan."""
+
+    def __init__(self, numel: int, device: torch.device, formats: Mapping[str, Format]) -> None:
+        self.random = torch.empty(numel, dtype=torch.int32, device=device)
+        self.between = torch.empty(numel, dtype=torch.int32, device=device)
+        self.states = {name: torch.empty(numel, dtype=torch.float32, device=device) for name in formats}
+
+
+def step_narrow(
+    optimizer: Optimizer,
+    group: dict[str, Any],
+    run: Tensor,
+    grad: Tensor,
+    formats: Mapping[str, Format],
+    places: list[tuple[Fragment, str]],
+    step: int,
+    *,
+    factor: Tensor | None = None,
+    rounding: tuple[int, int] | None = None,
+) -> None:
+    """``optimizer`` steps ``run`` [n] with ``grad`` [n], with state that rests as ``formats`` say.
+
+    Args:
+        optimizer: one of torch's element-wise ones, with one param group and ``run``'s state in ``state``.
+        group: that param group; its ``params`` are replaced.
+        places: the fragments of the run, counted from the run's start, with names of their parameters.
+        step: how many steps there are with this one.
+        factor: 0-d, what ``grad`` is multiplied by; itself it stays as it is.
+        rounding: index of the run's first element and a salt, to round parameters in bf16 stochastically.
+    """
+    state = optimizer.state[run]
+    before, after = dict(state), dict[str, Any]()
+    wide = torch.promote_types(run.dtype, torch.float32)
+    chunk = min(CHUNK * torch.get_num_threads(), MAX_CHUNK) if run.device.type == "cpu" else DEVICE_CHUNK
+    pieces = _Pieces(min(chunk, run.numel()), run.device, formats)
+    for low in range(0, run.numel(), chunk):
+        high = min(low + chunk, run.numel())
+        piece = run[low:high].to(wide)
+        part = grad[low:high].to(device=run.device, dtype=wide)
+        piece.grad = part if factor is None else torch.mul(part, factor)
+        group["params"] = [piece]
+        if before:
+            # Each piece starts from the numbers of before: a step count would be raised once by each piece.
+            optimizer.state[piece] = {
+                name: formats[name]
+                .widen(formats[name].part(value, low, high), pieces.states[name][: high - low])
+                .to(wide)
+                if name in formats and value is not None
+                else _copy_of(value)
+                for name, value in before.items()
+            }
+        else:
+            start_state(optimizer, group, [piece])
+        type(optimizer).step(optimizer)
+        after = optimizer.state.pop(piece)
+        random = _random_bits(pieces, places, low, high, step)
+        for number, (name, form) in enumerate(formats.items()):
+            value = after.get(name)
+            if value is None or not is_elementwise(name, value, piece):
+                continue
+            if state.get(name) is None:
+                state[name] = form.zeros(run.numel(), run.device)
+            noise = pieces.between[: high - low]
+            if number:
+                torch.bitwise_right_shift(random, 16, out=noise)
+                noise.bitwise_and_(0xFFFF)
+            else:
+                torch.bitwise_and(random, 0xFFFF, out=noise)
+            form.narrow(value.float(), form.part(state[name], low, high), noise)
+        if piece.data_ptr() != run[low:high].data_ptr():
+            _put(run[low:high], low, piece, rounding)
+    state.update({name: value for name, value in after.items() if name not in formats})
+    if isinstance(optimizer, torch.optim.SGD):
+        # It counts no steps. Here they name the random bits, also those of the steps that follow a checkpoint.
+        state["step"] = torch.tensor(float(step))
+
+
+def _put(target: Tensor, low: int, piece: Tensor, rounding: tuple[int, int] | None) -> None:
+    if rounding is None:
+        target.copy_(piece)
+    else:
+        first, salt = rounding
+        target.copy_(round_stochastically(piece, first + low, salt_of(salt, "")))
+
+
+def _copy_of(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _random_bits(pieces: _Pieces, places: list[tuple[Fragment, str]], low: int, high: int, step: int) -> Tensor:
+    """32 bits for each element of a piece, by its place in its parameter, the parameter's name and the step."""
+    bits, between = pieces.random[: high - low], pieces.between[: high - low]
+    bits.zero_()  # between parameters: state there is not always 0, and counts for the exponent of its block
+    for fragment, name in places:
+        first, last = max(low, fragment.start), min(high, fragment.start + fragment.numel)
+        if first >= last:
+            continue
+        offset = _as_int32(fragment.offset + first - fragment.start + salt_of(name))
+        piece = bits[first - low : last - low]
+        if offset + last - first < 1 << 31:
+            torch.arange(offset, offset + last - first, dtype=torch.int32, out=piece)
+        else:
+            piece.copy_(torch.arange(offset, offset + last - first, dtype=torch.int64, device=bits.device))
+    bits.bitwise_xor_(_as_int32(salt_of("step", step)))
+    for shift, multiplier in ((16, _M1), (15, _M2), (16, 0)):
+        torch.bitwise_right_shift(bits, shift, out=between)
+        between.bitwise_and_((1 << (32 - shift)) - 1)  # the shift of a signed integer brings its sign along
+        bits.bitwise_xor_(between)
+        if multiplier:
+            bits.mul_(multiplier)
+    return bits
+
+
+def _as_int32(value: int) -> int:
+    value &= 0xFFFFFFFF
+    return value - (1 << 32) if value >= 1 << 31 else value
