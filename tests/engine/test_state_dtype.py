@@ -21,6 +21,7 @@ import lightning_zero
 from lightning_zero.config import ConfigError, StateDtype
 from lightning_zero.engine.units.narrow import Format
 from lightning_zero.engine.whole.held_bytes import held_bytes, plan_of, state_tensors
+from lightning_zero.engine.whole.snapshot import KeptRanges
 from lightning_zero.planning.buckets import Role
 from lightning_zero.planning.memory import Moment, planned_bytes
 from lightning_zero.planning.placement import Tier
@@ -126,7 +127,10 @@ OPTIMIZERS: dict[str, tuple[Callable[[Any], Optimizer], dict[str, bool]]] = {
         lambda params: torch.optim.RMSprop(params, lr=0.01, momentum=0.5),
         {"momentum_buffer": True, "square_avg": False},
     ),
-    "adagrad": (lambda params: torch.optim.Adagrad(params, lr=0.05, initial_accumulator_value=0.1), {"sum": False}),
+    "adagrad": (
+        lambda params: torch.optim.Adagrad(params, lr=0.05, initial_accumulator_value=0.1, fused=True),
+        {"sum": False},
+    ),
     "adadelta": (lambda params: torch.optim.Adadelta(params), {"acc_delta": False, "square_avg": False}),
     "sgd": (lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9), {"momentum_buffer": True}),
 }
@@ -266,6 +270,33 @@ def test_the_plan_is_what_is_held(stage: int, row: str, dtype: str, tmp_path: Pa
             numel = sum(b.plan.state_numel(engine.rank) for b in engine.buckets if b.trainable)
             each = numel * 2 if dtype == "bf16" else numel // 256 * 257
             assert held[Role.optim_state, Tier.device] == 2 * each
+
+
+class Everything:
+    """Of values, all."""
+
+    def __contains__(self, value: object) -> bool:
+        return True
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("dtype", ["bf16", "int8"])
+@pytest.mark.parametrize(("stage", "row"), [(0, "none"), (1, "optimizer_cpu"), (3, "nvme")])
+def test_what_is_kept_is_read_behind_a_step(stage: int, row: str, dtype: str, tmp_path: Path) -> None:
+    with Side(seeded(), dtype, stage=stage, offload=settings(row, tmp_path)) as side:
+        seldom(side, range(2))
+        before, engine = everything(side), side.engine
+        kept = KeptRanges(engine, Everything(), {})
+        kept.snapshot.stage()
+        seldom(side, range(2, 4))
+        seen = 0
+        for value, start, values in kept:
+            info = engine.buckets[value.bucket].params[value.slot]
+            expected = info.flattened(before[info.fqn + (f".{value.name}" if value.name else "")])
+            assert torch.equal(values, expected[start : start + len(values)]), (info.fqn, value)
+            seen += bool(value.name)
+        kept.snapshot.close()
+        assert seen
 
 
 # -- other programs, other settings ----------------------------------------------------------------------------------
@@ -428,8 +459,7 @@ def test_losses_follow_those_of_fp32() -> None:
 
     exact = losses("fp32")
     assert exact[-20:].mean() < 0.2 * exact[:5].mean()
-    for dtype, near in (("bf16", 0.01), ("int8", 0.03)):
+    for dtype, near in (("bf16", 0.001), ("int8", 0.01)):
         found = losses(dtype)
-        print(dtype, (found - exact).abs().max(), exact[0], exact[-20:].mean(), found[-20:].mean())
         assert (found - exact).abs().max() < near * exact[0]
-        assert abs(found[-20:].mean() / exact[-20:].mean() - 1) < near
+        assert abs(found[-20:].mean() / exact[-20:].mean() - 1) < 0.05

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from lightning_zero.config import ConfigError, StateDtype
 from lightning_zero.engine.steps.mixed_dtypes import round_stochastically, salt_of
-from lightning_zero.engine.steps.torch_optimizers import base_of, is_elementwise, overrides_step, start_state
+from lightning_zero.engine.steps.torch_optimizers import base_of, overrides_step, start_state
 from lightning_zero.engine.units.narrow import Format
 from lightning_zero.planning.layout import Fragment
 from lightning_zero.planning.state_dtype import CHUNK, DEVICE_CHUNK, MAX_CHUNK
@@ -131,33 +131,13 @@ def step_narrow(
         piece.grad = part if factor is None else torch.mul(part, factor)
         group["params"] = [piece]
         if before:
-            # Each piece starts from the numbers of before: a step count would be raised once by each piece.
-            optimizer.state[piece] = {
-                name: formats[name]
-                .widen(formats[name].part(value, low, high), pieces.states[name][: high - low])
-                .to(wide)
-                if name in formats and value is not None
-                else _copy_of(value)
-                for name, value in before.items()
-            }
+            optimizer.state[piece] = _widened(before, formats, pieces, low, high, wide)
         else:
             start_state(optimizer, group, [piece])
         type(optimizer).step(optimizer)
         after = optimizer.state.pop(piece)
         random = _random_bits(pieces, places, low, high, step)
-        for number, (name, form) in enumerate(formats.items()):
-            value = after.get(name)
-            if value is None or not is_elementwise(name, value, piece):
-                continue
-            if state.get(name) is None:
-                state[name] = form.zeros(run.numel(), run.device)
-            noise = pieces.between[: high - low]
-            if number:
-                torch.bitwise_right_shift(random, 16, out=noise)
-                noise.bitwise_and_(0xFFFF)
-            else:
-                torch.bitwise_and(random, 0xFFFF, out=noise)
-            form.narrow(value.float(), form.part(state[name], low, high), noise)
+        _round_moments(after, state, formats, pieces, random, low, run)
         if piece.data_ptr() != run[low:high].data_ptr():
             _put(run[low:high], low, piece, rounding)
     state.update({name: value for name, value in after.items() if name not in formats})
@@ -166,16 +146,49 @@ def step_narrow(
         state["step"] = torch.tensor(float(step))
 
 
+def _widened(
+    state: Mapping[str, Any], formats: Mapping[str, Format], pieces: _Pieces, low: int, high: int, wide: torch.dtype
+) -> dict[str, Any]:
+    """The state of the elements ``[low, high)`` as a step takes it."""
+    found: dict[str, Any] = {}
+    for name, value in state.items():
+        if name in formats and value is not None:
+            part = formats[name].part(value, low, high)
+            found[name] = formats[name].widen(part, pieces.states[name][: high - low]).to(wide)
+        else:
+            # Each piece starts from the numbers of before: a step count would be raised once by each piece.
+            found[name] = value.clone() if isinstance(value, Tensor) else value
+    return found
+
+
+def _round_moments(
+    after: Mapping[str, Any],
+    state: dict[str, Any],
+    formats: Mapping[str, Format],
+    pieces: _Pieces,
+    random: Tensor,
+    low: int,
+    run: Tensor,
+) -> None:
+    """Put the moments of a piece, which a step has made, into ``state`` of the run, from element ``low`` on."""
+    for number, (name, form) in enumerate(formats.items()):
+        value = after.get(name)
+        if value is None:
+            continue
+        if state.get(name) is None:
+            state[name] = form.zeros(run.numel(), run.device)
+        noise = pieces.between[: len(value)]
+        torch.bitwise_right_shift(random, 16 * number, out=noise)
+        noise.bitwise_and_(0xFFFF)
+        form.narrow(value.float(), form.part(state[name], low, low + len(value)), noise)
+
+
 def _put(target: Tensor, low: int, piece: Tensor, rounding: tuple[int, int] | None) -> None:
     if rounding is None:
         target.copy_(piece)
     else:
         first, salt = rounding
         target.copy_(round_stochastically(piece, first + low, salt_of(salt, "")))
-
-
-def _copy_of(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
 
 
 def _random_bits(pieces: _Pieces, places: list[tuple[Fragment, str]], low: int, high: int, step: int) -> Tensor:
