@@ -31,7 +31,7 @@ STAMP := $(VENV)/.installed-$(CHOICE)
 DEV_STAMP := $(VENV)/.installed-dev-$(CHOICE)
 SLURM_STAMP := $(VENV)/.installed-slurm-$(CHOICE)
 
-.PHONY: help install train test test-full test-slurm fuzz bench bench-offload bench-scale bench-checkpoint gpu-check lightning-table image image-test structure lint format clean
+.PHONY: help install train test test-full test-slurm fuzz bench bench-offload bench-whole bench-scale bench-checkpoint gpu-check lightning-table image image-test structure lint format clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -84,6 +84,9 @@ bench: $(STAMP) ## speed beside DDP and FSDP2 (docs/benchmarks.md)
 
 bench-offload: $(STAMP) ## what offload costs
 	$(PY) -m benchmarks.bench_offload $(ARGS)
+
+bench-whole: $(STAMP) ## steps of whole tensors, replicated and divided
+	$(PY) -m benchmarks.bench_whole $(ARGS)
 
 bench-scale: $(STAMP) ## one rank of up to 4096
 	$(PY) -m benchmarks.bench_scale $(ARGS)

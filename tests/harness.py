@@ -36,16 +36,19 @@ import faulthandler
 import functools
 import gc
 import inspect
+import logging
 import multiprocessing
 import os
 import pickle
 import random
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import time
 import traceback
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
@@ -117,6 +120,66 @@ def on_ranks(
         return pytest.mark.parametrize("world", cases)(test)
 
     return decorate
+
+
+def forked(
+    call: Callable[[], object], folder: Path, argv: Sequence[str], *, timeout: float = 200.0, **environ: str
+) -> subprocess.CompletedProcess[str]:
+    """What a command gives whose Python code is ``call``: its exit code and what it prints.
+
+    It is a fork of this process: seconds of imports are not done again. What it starts by itself are real processes.
+
+    Args:
+        folder: to run in; modules there can be imported.
+        argv: ``sys.argv``.
+        environ: variables to set; those of launchers are taken away.
+    """
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        files = out.fileno(), err.fileno()
+        context = multiprocessing.get_context("fork")
+        process = context.Process(target=_as_command, args=(call, folder, list(argv), environ, *files))
+        process.start()
+        process.join(timeout)
+        late = process.is_alive()
+        process.kill()
+        process.join()
+        said = []
+        for file in (out, err):
+            file.seek(0)
+            said.append(file.read())
+    assert not late, f"took longer than {timeout:g} s\n{said[0]}\n{said[1]}"
+    assert process.exitcode is not None
+    return subprocess.CompletedProcess(list(argv), process.exitcode, *said)
+
+
+def _as_command(
+    call: Callable[[], object], folder: Path, argv: list[str], environ: dict[str, str], out: int, err: int
+) -> None:
+    os.dup2(out, 1)
+    os.dup2(err, 2)
+    sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
+    sys.stdin = open(os.devnull)  # noqa: SIM115
+    for key in [key for key in os.environ if key.startswith(("LOCAL_", "SLURM_", "TORCHELASTIC_"))]:
+        del os.environ[key]
+    os.environ.update(environ)
+    os.chdir(folder)
+    sys.path.insert(0, str(folder))
+    sys.argv = argv
+    warnings.resetwarnings()  # those of pytest; then Python's own
+    for category in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
+        warnings.simplefilter("ignore", category)
+    warnings.showwarning = _show_warning  # pytest would keep them for its report
+    for logger in (logging.root, *logging.root.manager.loggerDict.values()):
+        for handler in getattr(logger, "handlers", ()):
+            if type(handler) is logging.StreamHandler:  # one that pytest has not made
+                handler.setStream(sys.stderr)
+    call()
+
+
+def _show_warning(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, file: Any = None, line: Any = None
+) -> None:
+    sys.stderr.write(warnings.formatwarning(message, category, filename, lineno, line))
 
 
 def assert_gone(references: Sequence[weakref.ref[Any]]) -> None:

@@ -43,6 +43,7 @@ def test_every_side_of_the_table_runs() -> None:
         assert all(row[f"vs_{other}"] > 0 for other in peers)
 
 
+@pytest.mark.slow
 def test_one_rank_with_its_memory() -> None:
     rows = run("--case", "4:fp32", "--one-rank", "--sides", "bare,zero0,zero3")
     assert [row["side"] for row in rows] == ["bare", "zero0", "zero3"]

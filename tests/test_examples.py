@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from hydra.core.global_hydra import GlobalHydra
+
+from tests.harness import forked
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
@@ -59,7 +63,12 @@ def test_vision(tmp_path: Path) -> None:
 
 
 def test_vision_with_hydra_refuses_in_our_words(tmp_path: Path) -> None:
-    done = run(tmp_path, "vision_hydra.py", "zero.prefetch_bytes=-1", "hydra.run.dir=run")
+    def call() -> None:
+        sys.path.insert(0, str(EXAMPLES))
+        GlobalHydra.instance().clear()
+        runpy.run_path(str(EXAMPLES / "vision_hydra.py"), run_name="__main__")
+
+    done = forked(call, tmp_path, ["vision_hydra.py", "zero.prefetch_bytes=-1", "hydra.run.dir=run"])
     assert done.returncode != 0
     assert "error: zero.prefetch_bytes: expected a number >= 0, got -1" in done.stderr
     assert "Traceback" not in done.stderr

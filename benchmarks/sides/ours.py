@@ -1,4 +1,5 @@
-"""Stages of the engine, with a row of offload, units that stay gathered, or compiled: ``zero3+optimizer_cpu``."""
+"""Stages of the engine: with a row of offload, units that stay gathered, gradients that travel in fp32, or compiled
+(``zero3+optimizer_cpu``, ``zero3+keep``, ``zero3+full_wire``)."""
 
 from __future__ import annotations
 
@@ -18,6 +19,8 @@ def build(name: str, model: nn.Module, precision: str) -> Side:
     settings: dict[str, Any] = {}
     if option == "keep":
         settings = {"keep_gathered_bytes": 1 << 40}
+    elif option == "full_wire":
+        settings = {"comm": {"grad_wire": "full"}}
     elif option:
         settings = {"offload": option}  # a row of zero/offload
     if name.endswith(COMPILED):

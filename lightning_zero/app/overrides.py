@@ -205,8 +205,13 @@ def _unknown_key(given: str, conf: _Conf) -> str:
     """Neither a group nor a setting of this name."""
     key, is_given, value = given.lstrip("+~").partition("=")
     what = f"got {given}" if is_given else f"got {key}"
+    if key == "machine":
+        return f"machine: lightning_zero.plan and lightning_zero.submit have this group, {what}. Drop {given}."
     if key.replace(".", "/") in conf.groups:  # a group's name with a dot
         return _group_by_slash(key.replace(".", "/"), value, what, conf)
+    group, _, inside = key.partition(".")
+    if (file := inside.partition(".")[0]) != inside and file in conf.groups.get(group, ()):
+        return f"{key}: there is no {group}.{file} without {group}={file}, {what}. Add {group}={file}."
     if (dotted := key.replace("/", ".")) in conf.settings:
         return f"{key}: expected a group before a slash, {what}. {dotted} is a setting: write {dotted}={value}."
     if "/" in key:
@@ -218,9 +223,9 @@ def _unknown_key(given: str, conf: _Conf) -> str:
     right: str | None = f"{path}.{close}" if path and close else close
     if right is None:  # in another part, or a group's last name
         right = next((k for k in conf.settings if k.rpartition(".")[2] == last), None)
-    group = next((g for g in conf.groups if g.rpartition("/")[2] == last), None)
-    if group is not None and not path:
-        return _group_by_slash(group, value, what, conf)
+    same_name = next((g for g in conf.groups if g.rpartition("/")[2] == last), None)
+    if same_name is not None and not path:
+        return _group_by_slash(same_name, value, what, conf)
     beside = conf.inside(key)
     there = f"; there are {', '.join(beside)}" if beside else ""
     where = f" in {path}" if path else ""

@@ -48,7 +48,9 @@ def build_optimizer(config: TrainConfig) -> Any:
     try:
         make([torch.nn.Parameter(torch.zeros(1))])
     except (TypeError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"optimizer: {config.optimizer['_target_']} refuses these settings: {error}.") from error
+        raise ConfigError(
+            f"optimizer: {config.optimizer['_target_']} refuses these settings: {error}. Change optimizer.*."
+        ) from error
     return make
 
 

@@ -11,7 +11,7 @@ import contextlib
 import json
 import os
 import shutil
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from typing import Any
 
 import hydra
@@ -99,7 +99,7 @@ def row_document(row: Row, advice: Advice, chosen: ZeroConfig) -> dict[str, Any]
         "refused": row.refused or None,
         "gpus_that_fit": None if row.fits else advice.gpus,
         "offload_that_fits": None if row.fits or advice.offload is None else advice.offload.value,
-        "sent_per_step": None if row.sent is None else {"gathers": row.sent.gathers, "reductions": row.sent.reductions},
+        "sent_per_step": None if row.sent is None else asdict(row.sent),
         "seconds_per_step": None if row.time is None else row.time.seconds,
         "bound_by": None if row.time is None else row.time.binding,
         "seconds_by_resource": None if row.time is None else row.time.resources,

@@ -61,6 +61,8 @@ def rows() -> list[Row]:
 
     found = []
     for stage in Stage:
+        if stage is Stage.auto:  # one of the others, which the strategy chooses
+            continue
         for offload in Offload:
             with contextlib.suppress(ConfigError):
                 check_rows(stage, offload)

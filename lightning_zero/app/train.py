@@ -23,7 +23,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from lightning_zero.app import sweep
 from lightning_zero.app.instantiate import build_all
@@ -318,6 +318,8 @@ def refusals() -> Iterator[None]:
         yield
     except ConfigError as error:
         _refuse(str(error), final=type(error) is ConfigError)  # ranks that did not come may come the next time
+    except MissingMandatoryValue as error:  # "???" in a file of a user's own
+        _refuse(f"{error.full_key}: expected a value, got none. Give {error.full_key}=...")
     except OmegaConfBaseException as error:
         if isinstance(error.__cause__, ConfigError):
             _refuse(str(error.__cause__))

@@ -1,7 +1,8 @@
 """Logical operations on whole buckets, their order and their counts.
 
 The engine asks for *logical* operations on whole buckets: ``all_gather``, ``reduce_scatter``, ``all_reduce`` (which is
-the two of them, so that all stages add in the same order). A :class:`Transport` turns each into messages.
+the two of them, so that all stages add in the same order); and for ``exchange_parts``, of a step of whole tensors. A
+:class:`Transport` turns each into messages.
 
 Topology. Shards are divided among all ranks, or among those of a node (``planning/topology.py``). Then a reduced shard
 is summed over the nodes by a second message, and agreements still go over all ranks, so that all keep one order.
@@ -49,6 +50,8 @@ class Communicator:
     Attributes:
         rank, world_size: place among all ranks of the group.
         shard_rank, shard_size: place among the ranks that share shards; all of them, or those of this node.
+        node_rank, node_size: place among the ranks of the node that share what units keep for the backward; a size of
+            0: they keep nothing.
         replica: which copy of the shards this rank has a part of.
         counts: logical operations asked for, by kind and bucket: ``counts["all_gather", label]``.
         observers: called with (kind, label) when an operation is issued.
@@ -81,12 +84,14 @@ class Communicator:
         self.topology = topology if topology is not None else flat(self.world_size)
         self._shards = self.topology.shard_group_of(self.rank)
         self.shard_rank, self.shard_size = self._shards.index(self.rank), self.topology.shard_size
+        neighbours = self.topology.node_group_of(self.rank)
+        self.node_rank, self.node_size = (neighbours.index(self.rank), len(neighbours)) if neighbours else (0, 0)
         self.replica = self.topology.shard_groups.index(self._shards)
         self.counts: Counter[tuple[str, str]] = Counter()
         self.observers: list[Callable[[str, str], None]] = []
         self._groups: Groups | None = None
         self.waits = waits if waits is not None else open_waits(group, device, stall_timeout_s)
-        self.waits.all_take_part = len(self.topology.shard_groups) == 1
+        self.waits.all_take_part = len(self.topology.shard_groups) == 1 and not self.node_size
         self.streams = Streams(accelerator_of(device))
         if self.world_size > 1 or (even_alone and group is not None):
             backend = backend_for(group, device)
@@ -102,12 +107,23 @@ class Communicator:
         if self.streams.are_there:
             for kind, group in (
                 ("gather", self._groups.gather),
+                ("gather", self._groups.node_gather),
                 ("reduce", self._groups.reduce),
                 ("reduce", self._groups.replicate),
             ):
                 if group is not None:
                     number = torch.zeros(1, device=self.device)
                     self._run(partial(dist.all_reduce, number, group=group), number, kind, "groups")
+            if self._groups.reduce is not None and self._transport.exchanges:
+                # NCCL connects each pair of ranks at the first message between the two.
+                numbers, own = torch.zeros(2, self.shard_size, device=self.device)
+                send = partial(dist.all_to_all_single, numbers, own, group=self._groups.reduce)
+                self._run(send, numbers, "reduce", "groups")
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether a reduction can be an all-to-all, whose parts may be narrower than their sum."""
+        return self._groups is not None and self._groups.reduce is not None and self._transport.exchanges
 
     @property
     def issued(self) -> int:
@@ -124,48 +140,86 @@ class Communicator:
 
     # -- logical operations -------------------------------------------------------------------------------------
 
-    def all_gather(self, full: Tensor, label: str) -> Pending:
-        """Fill ``full`` [shard_size * n] with every rank's slice, in place; this rank's slice is filled already."""
-        self._count("all_gather", label, full)
-        return self._gather(full, label, "gather")
+    def all_gather(self, full: Tensor, label: str, *, of_node: bool = False) -> Pending:
+        """Fill ``full`` [shard_size * n] with every rank's slice, in place; this rank's slice is filled already.
 
-    def all_gather_together(self, fulls: Sequence[tuple[Tensor, str]]) -> Pending:
+        Args:
+            of_node: with the slices of the ranks of this node, [node_size * n]. All nodes do so.
+        """
+        self._count("all_gather", label, full, slices=self.node_size if of_node else self.shard_size)
+        return self._gather(full, label, "node_gather" if of_node else "gather")
+
+    def all_gather_together(self, fulls: Sequence[tuple[Tensor, str]], *, of_node: bool = False) -> Pending:
         """Several :meth:`all_gather` at once, each with its label: one message where the device has streams."""
+        rank, size = (self.node_rank, self.node_size) if of_node else (self.shard_rank, self.shard_size)
         for full, label in fulls:
-            self._count("all_gather", label, full)
+            self._count("all_gather", label, full, slices=size)
         label = fulls[0][1]
         if self._groups is None or self._groups.gather is None:
             return Pending(self, label, [], lambda: fulls[0][0], kind="transfer", event=self.streams.mark())
         with self.streams.on("gather") as stream:
             span = recording.begin("gather", label)
-            works = self._transport.gather_all(
-                [full for full, _ in fulls], self.shard_rank, self.shard_size, self._groups.gather
-            )
+            group = self._groups.node_gather if of_node else self._groups.gather
+            works = self._transport.gather_all([full for full, _ in fulls], rank, size, group)
             return self._pending("gather", label, works, lambda: fulls[0][0], stream, span)
 
-    def reduce_scatter(self, full: Tensor, label: str, *, factor: float = 1.0) -> Reduction:
+    def reduce_scatter(
+        self, full: Tensor, label: str, *, factor: float = 1.0, total_dtype: torch.dtype | None = None
+    ) -> Reduction:
         """Sum ``full`` [shard_size * n] over all ranks, which gives this rank's slice [n]; ``full`` is used up.
 
         Args:
             factor: the sum is multiplied by it.
+            total_dtype: of the sum, which is then made by an all-to-all (:attr:`exchanges`): parts of a narrower dtype
+                are added in this one, in an order that does not depend on their dtype. None: that of ``full``.
         """
-        self._count("reduce_scatter", label, full)
-        return Reduction(self._reduce(full, label, factor), *self._over_replicas(label))
+        self._count("reduce_scatter", label, full, total_dtype)
+        return Reduction(self._reduce(full, label, factor, total_dtype), *self._over_replicas(label))
 
-    def all_reduce(self, full: Tensor, label: str, *, factor: float = 1.0) -> Reduction:
-        """Sum ``full`` over all ranks, in place, which gives ``full``. See :meth:`reduce_scatter`."""
-        self._count("all_reduce", label, full)
+    def all_reduce(
+        self, full: Tensor, label: str, *, factor: float = 1.0, total_dtype: torch.dtype | None = None
+    ) -> Reduction:
+        """Sum ``full`` over all ranks, which gives ``full``, or another tensor in ``total_dtype``. See
+        :meth:`reduce_scatter`."""
+        self._count("all_reduce", label, full, total_dtype)
+        first = self._reduce(full, label, factor, total_dtype, whole=True)
         if self._groups is None or self.streams.are_there:
-            return Reduction(self._reduce(full, label, factor, whole=True))
+            return Reduction(first)
 
         def gather(shard: Tensor) -> Pending:
             # ``full`` held what was to be summed. The sum is complete here, so nothing reads its old contents any more.
-            own = full.view(self.shard_size, -1)[self.shard_rank]
-            if own.data_ptr() != shard.data_ptr():
-                own.copy_(shard)
-            return self._gather(full, label, "second_half")
+            return self._gather(self._spread(shard, full), label, "second_half")
 
-        return Reduction(self._reduce(full, label, factor, whole=True), *self._over_replicas(label), gather)
+        return Reduction(first, *self._over_replicas(label), gather)
+
+    def _spread(self, shard: Tensor, full: Tensor) -> Tensor:
+        """``full``, or a tensor like it in the dtype of ``shard``, with ``shard`` at the place of this rank."""
+        if shard.dtype != full.dtype:
+            full = torch.empty_like(full, dtype=shard.dtype)
+        own = full.view(self.shard_size, -1)[self.shard_rank]
+        if own.untyped_storage()._cdata != shard.untyped_storage()._cdata:  # else it was summed there
+            own.copy_(shard)
+        return full
+
+    def exchange_parts(self, data: Tensor, sizes: Sequence[int], out_sizes: Sequence[int], label: str) -> Pending:
+        """Send parts of ``data`` [bytes] to the ranks that share shards, which gives what these have sent here.
+
+        Ordered with reductions.
+
+        Args:
+            sizes: bytes for each rank, which lie in ``data`` in rank order.
+            out_sizes: bytes from each rank, in rank order; each is what that rank has in ``sizes`` for this one.
+        """
+        assert self._groups is not None and self._groups.reduce is not None, "there is nobody else"
+        out = torch.empty(sum(out_sizes), dtype=torch.uint8, device=data.device)
+        self.counts["all_to_all", label] += 1
+        self.waits.note(label)
+        recording.moved("reduce", out.nbytes - out_sizes[self.shard_rank])
+        self._note("all_to_all", label)
+        with self.streams.on("reduce") as stream:
+            span = recording.begin("reduce", label)
+            works = self._transport.exchange(out, data, out_sizes, sizes, self._groups.reduce)
+            return self._pending("reduce", label, works, lambda: out, stream, span, keep=data)
 
     def broadcast(self, tensor: Tensor, src: int = 0, *, among: Literal["gather", "reduce"] = "gather") -> None:
         """Blocking: every rank gets ``tensor`` of rank ``src``: first one rank of each replica, then the others.
@@ -284,12 +338,16 @@ class Communicator:
         # Counted apart from the all-reduce that it ends: ranks come here at different moments, see :meth:`resume`.
         self._groups.issued += group == "second_half"
         kind = "reduce" if group == "second_half" else "gather"
+        of_node = group == "node_gather"
+        rank, size = (self.node_rank, self.node_size) if of_node else (self.shard_rank, self.shard_size)
         with self.streams.on("gather") as stream:
             span = recording.begin(kind, label)
-            works = self._transport.gather(full, self.shard_rank, self.shard_size, getattr(self._groups, group))
+            works = self._transport.gather(full, rank, size, getattr(self._groups, group))
             return self._pending(kind, label, works, lambda: full, stream, span)
 
-    def _reduce(self, full: Tensor, label: str, factor: float, *, whole: bool = False) -> Pending:
+    def _reduce(
+        self, full: Tensor, label: str, factor: float, total_dtype: torch.dtype | None, *, whole: bool = False
+    ) -> Pending:
         """Issue the sum over the ranks that share shards. On a stream also issue the messages that follow it.
 
         On a stream nobody waits in between. So all messages are issued in the order of reductions, which is the same on
@@ -307,7 +365,7 @@ class Communicator:
             total: Callable[[], Tensor] = lambda: full  # noqa: E731
             if self._groups.reduce is not None:
                 works, total = self._transport.reduce(
-                    full, self.shard_rank, self.shard_size, self._groups.reduce, in_place=whole
+                    full, self.shard_rank, self.shard_size, self._groups.reduce, in_place=whole, total_dtype=total_dtype
                 )
             if factor != 1.0:
                 total = _multiplied(total, factor)
@@ -327,7 +385,7 @@ class Communicator:
             return shard
         # On the reductions' own group: each reduction is issued with all of its messages, so one order holds for all.
         if self._groups.reduce is not None:
-            full.view(self.shard_size, -1)[self.shard_rank].copy_(shard)
+            full = self._spread(shard, full)
             self._wait_in_stream(self._transport.gather(full, self.shard_rank, self.shard_size, self._groups.reduce))
         return full
 
@@ -414,16 +472,25 @@ class Communicator:
         """See :meth:`Waits.wait_work`."""
         self.waits.wait_work(work, label)
 
-    def _count(self, kind: str, label: str, full: Tensor) -> None:
+    def _count(
+        self,
+        kind: str,
+        label: str,
+        full: Tensor,
+        total_dtype: torch.dtype | None = None,
+        *,
+        slices: int | None = None,
+    ) -> None:
         if self._groups is not None:
             self.counts[kind, label] += 1
             self.waits.note(label)
             # What one rank receives, by whatever messages: every slice but its own, once for each half.
-            nbytes = full.nbytes - full.nbytes // self.shard_size
+            others = full.numel() - full.numel() // (slices or self.shard_size)
             if kind != "all_gather":
-                recording.moved("reduce", nbytes)
+                recording.moved("reduce", others * full.itemsize)
             if kind != "reduce_scatter":
-                recording.moved("gather" if kind == "all_gather" else "reduce", nbytes)
+                itemsize = (total_dtype or full.dtype).itemsize
+                recording.moved("gather" if kind == "all_gather" else "reduce", others * itemsize)
             self._note(kind, label)
 
     def _note(self, kind: str, label: str) -> None:

@@ -44,6 +44,7 @@ class Groups:
     reduce: Any
     second_half: Any  # the gather that ends an all-reduce, where the host waits for the first half
     replicate: Any  # the same shards on other nodes
+    node_gather: Any  # ranks of this node, of what units keep for the backward
     control: Any  # host-side, all ranks
     issued: int = 0
     user: Callable[[], object | None] = lambda: None
@@ -53,6 +54,7 @@ class Groups:
         rank, ranks = dist.get_rank(parent), dist.get_process_group_ranks(parent)
         shards = [ranks[r] for r in kind.topology.shard_group_of(rank)]
         replicas = [ranks[r] for r in kind.topology.replicate_group_of(rank)]
+        neighbours = [ranks[r] for r in kind.topology.node_group_of(rank)]
 
         def new(members: Sequence[int], name: str, backend: str = kind.backend) -> Any:
             return _new_group(members, name, backend) if len(members) > 1 or kind.even_alone else None
@@ -63,6 +65,7 @@ class Groups:
             new(shards, "reduce"),
             None if kind.in_streams else new(shards, "second half"),
             new(replicas, "replicate") if len(replicas) > 1 else None,
+            new(neighbours, "node gather") if neighbours else None,
             new(ranks, "control", _host_backend(parent)),
         )
 

@@ -142,6 +142,7 @@ class Reduction:
         self._now = first
         self._later = list(later)
         self.used_up: Tensor | None = None  # what was summed; the caller may leave it here until the end
+        self.nbytes = 0  # of that; the caller keeps it here
 
     def done(self) -> bool:
         """Whether ``land`` would wait for nothing."""

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_zero.config import Transport as TransportName
+from lightning_zero.planning.topology import EXCHANGE_MAX_RANKS
 from lightning_zero.ranks.waits import Waits
 
 # The names before torch 2.13 still exist there, but warn at every call.
@@ -18,12 +19,20 @@ _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.re
 
 DIRECT_MAX_RANKS = 8  # above this many ranks one broadcast per rank costs more than the library's ring
 
+Reduced = tuple[list[Any], Callable[[], Tensor]]
+"""The works of a reduction, and what gives the sum once they are over."""
+
 
 class Transport(Protocol):
     """How a logical operation becomes messages. All methods are asynchronous and work on contiguous tensors.
 
     On the host the works that they give are to be waited for. On a device messages are queued on the current stream.
+
+    Attributes:
+        exchanges: it can reduce by an all-to-all, after which each rank adds its parts itself (:func:`exchange`).
     """
+
+    exchanges: bool
 
     def gather(self, full: Tensor, rank: int, world_size: int, group: Any) -> list[Any]:
         """Fill ``full`` [world_size * n] in place; the slice of ``rank`` is filled already."""
@@ -34,18 +43,37 @@ class Transport(Protocol):
         return [work for full in fulls for work in self.gather(full, rank, world_size, group)]
 
     def reduce(
-        self, full: Tensor, rank: int, world_size: int, group: Any, *, in_place: bool = False
-    ) -> tuple[list[Any], Callable[[], Tensor]]:
+        self,
+        full: Tensor,
+        rank: int,
+        world_size: int,
+        group: Any,
+        *,
+        in_place: bool = False,
+        total_dtype: torch.dtype | None = None,
+    ) -> Reduced:
         """Sum ``full`` [world_size * n] over ranks; after the works, the callable gives this rank's sum [n].
 
         Args:
             in_place: the sum may lie in ``full``, in the slice of ``rank``; else it lies in other memory.
+            total_dtype: of the sum, where it is to be made by :func:`exchange`; None: as is best, in the own dtype.
         """
         ...
+
+    def exchange(
+        self, out: Tensor, data: Tensor, out_sizes: Sequence[int], sizes: Sequence[int], group: Any
+    ) -> list[Any]:
+        """Send a part of ``data`` [sum(sizes)] to each rank, and fill ``out`` [sum(out_sizes)] with theirs, in rank
+        order."""
+        work = dist.all_to_all_single(out, data, list(out_sizes), list(sizes), group=group, async_op=not _queues(data))
+        return _works(work)
 
 
 class PlainTransport(Transport):
     """One library call for each logical operation."""
+
+    def __init__(self, *, exchanges: bool = False) -> None:
+        self.exchanges = exchanges
 
     def gather(self, full: Tensor, rank: int, world_size: int, group: Any) -> list[Any]:
         return _works(all_gather_single(full, _own(full, rank, world_size), group=group, async_op=not _queues(full)))
@@ -61,8 +89,17 @@ class PlainTransport(Transport):
         return []
 
     def reduce(
-        self, full: Tensor, rank: int, world_size: int, group: Any, *, in_place: bool = False
-    ) -> tuple[list[Any], Callable[[], Tensor]]:
+        self,
+        full: Tensor,
+        rank: int,
+        world_size: int,
+        group: Any,
+        *,
+        in_place: bool = False,
+        total_dtype: torch.dtype | None = None,
+    ) -> Reduced:
+        if total_dtype is not None:
+            return exchange(full, rank, world_size, group, total_dtype, in_place=in_place)
         out = full.new_empty(full.numel() // world_size)
         return _works(_reduce_scatter_single(out, full, group=group, async_op=not _queues(full))), lambda: out
 
@@ -88,6 +125,8 @@ class DirectTransport(Transport):
     0.2 ms where ``reduce_scatter_tensor`` blocks.
     """
 
+    exchanges = True
+
     def gather(self, full: Tensor, rank: int, world_size: int, group: Any) -> list[Any]:
         parts = full.view(world_size, -1)
         # In rank order on every rank: gloo matches messages of one group by the order in which they are issued.
@@ -97,32 +136,58 @@ class DirectTransport(Transport):
         return [work for work in sent if work is not None]
 
     def reduce(
-        self, full: Tensor, rank: int, world_size: int, group: Any, *, in_place: bool = False
-    ) -> tuple[list[Any], Callable[[], Tensor]]:
-        parts = full.view(world_size, -1)
-        # This rank's own part needs no copy. What is left is one piece of memory, as a message must be, on the first
-        # and on the last rank; those in the middle send themselves theirs too.
-        low, high = (1, world_size) if rank == 0 else (0, rank) if rank == world_size - 1 else (0, world_size)
-        received = torch.empty_like(parts[low:high])
-        counts = [full.numel() // world_size if low <= r < high else 0 for r in range(world_size)]
-        work = dist.all_to_all_single(
-            received.view(-1), parts[low:high].view(-1), counts, counts, group=group, async_op=not _queues(full)
-        )
+        self,
+        full: Tensor,
+        rank: int,
+        world_size: int,
+        group: Any,
+        *,
+        in_place: bool = False,
+        total_dtype: torch.dtype | None = None,
+    ) -> Reduced:
+        return exchange(full, rank, world_size, group, total_dtype or full.dtype, in_place=in_place)
 
-        def total() -> Tensor:
-            # Added in rank order, whatever came first: floating-point sums depend on the order, and all stages and
-            # runs must agree to the bit.
-            terms = [received[r - low] if low <= r < high else parts[r] for r in range(world_size)]
-            first, last = terms[0], terms[-1]
-            for term in terms[1:-1]:
-                first.add_(term)
-            if world_size == 1:
-                return first
-            # The sum shares memory with no other part, if it is not in place: who keeps it keeps no more than it.
-            into = parts[rank] if in_place else received[0] if len(received) == 1 else torch.empty_like(first)
-            return torch.add(first, last, out=into)
 
-        return _works(work), total
+def exchange(
+    full: Tensor, rank: int, world_size: int, group: Any, total_dtype: torch.dtype, *, in_place: bool = False
+) -> Reduced:
+    """Sum ``full`` [world_size * n] over ranks by an all-to-all: each rank adds its own parts, in ``total_dtype``.
+
+    On the host they are added in rank order. On a device one kernel adds them, in an order that follows from their
+    number: for parts in bf16 as for the same values in fp32. See :meth:`Transport.reduce`.
+    """
+    if _queues(full):
+        received = torch.empty_like(full)
+        dist.all_to_all_single(received, full, group=group, async_op=False)
+        return [], lambda: torch.sum(received.view(world_size, -1), 0, dtype=total_dtype)
+    parts = full.view(world_size, -1)
+    # This rank's own part needs no copy. What is left is one piece of memory, as a message must be, on the first and on
+    # the last rank; those in the middle send themselves theirs too.
+    low, high = (1, world_size) if rank == 0 else (0, rank) if rank == world_size - 1 else (0, world_size)
+    received = torch.empty_like(parts[low:high])
+    counts = [full.numel() // world_size if low <= r < high else 0 for r in range(world_size)]
+    work = dist.all_to_all_single(
+        received.view(-1), parts[low:high].view(-1), counts, counts, group=group, async_op=True
+    )
+
+    def total() -> Tensor:
+        # Added in rank order, whatever came first: floating-point sums depend on the order, and all stages and runs
+        # must agree to the bit.
+        first, *others = [received[r - low] if low <= r < high else parts[r] for r in range(world_size)]
+        if total_dtype != full.dtype:
+            wide = first.to(total_dtype)
+            for other in others:
+                wide.add_(other)
+            return wide
+        if not others:
+            return first
+        for other in others[:-1]:
+            first.add_(other)
+        # The sum shares memory with no other part, if it is not in place: who keeps it keeps no more than it.
+        into = parts[rank] if in_place else received[0] if len(received) == 1 else torch.empty_like(first)
+        return torch.add(first, others[-1], out=into)
+
+    return _works(work), total
 
 
 class HostTransport(Transport):
@@ -134,6 +199,7 @@ class HostTransport(Transport):
 
     def __init__(self, inner: Transport, waits: Waits) -> None:
         self._inner, self._waits = inner, waits
+        self.exchanges = inner.exchanges
 
     def gather(self, full: Tensor, rank: int, world_size: int, group: Any) -> list[Any]:
         host = full.cpu()  # waits for the device: the slice must have been written before it is sent
@@ -143,13 +209,29 @@ class HostTransport(Transport):
         return []
 
     def reduce(
-        self, full: Tensor, rank: int, world_size: int, group: Any, *, in_place: bool = False
-    ) -> tuple[list[Any], Callable[[], Tensor]]:
-        works, total = self._inner.reduce(full.cpu(), rank, world_size, group)
+        self,
+        full: Tensor,
+        rank: int,
+        world_size: int,
+        group: Any,
+        *,
+        in_place: bool = False,
+        total_dtype: torch.dtype | None = None,
+    ) -> Reduced:
+        works, total = self._inner.reduce(full.cpu(), rank, world_size, group, total_dtype=total_dtype)
         for work in works:
             self._waits.wait_work(work, "a reduction through host memory")
         out = total().to(full.device)
         return [], lambda: out
+
+    def exchange(
+        self, out: Tensor, data: Tensor, out_sizes: Sequence[int], sizes: Sequence[int], group: Any
+    ) -> list[Any]:
+        host = torch.empty_like(out, device="cpu")
+        for work in self._inner.exchange(host, data.cpu(), out_sizes, sizes, group):
+            self._waits.wait_work(work, "an exchange through host memory")
+        out.copy_(host)
+        return []
 
 
 TRANSPORTS: dict[TransportName, Callable[[], Transport]] = {
@@ -161,14 +243,19 @@ TRANSPORTS: dict[TransportName, Callable[[], Transport]] = {
 def choose_transport(
     name: TransportName, backend: str, world_size: int, device: torch.device, waits: Waits
 ) -> Transport:
-    """The transport of ``zero.comm.transport``; ``auto`` takes ``direct`` on gloo with few ranks, else ``plain``.
+    """The transport of ``zero.comm.transport``.
+
+    ``auto`` takes ``direct`` on gloo with few ranks, else ``plain``; there, up to :data:`EXCHANGE_MAX_RANKS`, with an
+    all-to-all for reductions whose terms are narrower than their sum.
 
     Args:
         backend: that serves ``device``.
     """
     host_side = backend == "gloo"
-    if name is TransportName.auto:
-        direct = host_side and world_size <= DIRECT_MAX_RANKS
-        name = TransportName.direct if direct else TransportName.plain
-    transport = TRANSPORTS[name]()
+    if name is not TransportName.auto:
+        transport = TRANSPORTS[name]()
+    elif host_side and world_size <= DIRECT_MAX_RANKS:
+        transport = DirectTransport()
+    else:
+        transport = PlainTransport(exchanges=world_size <= EXCHANGE_MAX_RANKS)
     return HostTransport(transport, waits) if host_side and device.type != "cpu" else transport

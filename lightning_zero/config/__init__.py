@@ -19,6 +19,7 @@ from lightning_zero.config.groups import (
     PrecisionConfig,
     StageConfig,
     UnitConfig,
+    check_grad_wire,
     check_rounding,
     check_state_dtype,
     without_effect,
@@ -29,6 +30,7 @@ from lightning_zero.config.names import (
     Compile,
     ConfigError,
     DType,
+    GradWire,
     Hierarchy,
     Offload,
     Precision,
@@ -36,6 +38,7 @@ from lightning_zero.config.names import (
     Stage,
     StateDtype,
     Transport,
+    Whole,
     choose,
     nearest,
 )
@@ -49,7 +52,7 @@ from lightning_zero.config.rows import (
     offload_row_path,
     with_rows,
 )
-from lightning_zero.config.settings import ZeroConfig, check_rows
+from lightning_zero.config.settings import ZeroConfig, check_accumulation, check_hierarchy, check_rows
 from lightning_zero.config.values import MIB, parse_bytes
 
 __all__ = [
@@ -62,6 +65,7 @@ __all__ = [
     "ConfigError",
     "DType",
     "DebugConfig",
+    "GradWire",
     "Hierarchy",
     "MIB",
     "Offload",
@@ -75,9 +79,13 @@ __all__ = [
     "StageConfig",
     "Transport",
     "UnitConfig",
+    "Whole",
     "ZeroConfig",
     "candidate_rows",
+    "check_accumulation",
     "check_decided",
+    "check_grad_wire",
+    "check_hierarchy",
     "check_rounding",
     "check_state_dtype",
     "check_rows",

@@ -4,18 +4,21 @@ process starts, with the key to change."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from lightning_zero.config.names import (
     CheckpointFormat,
     Compile,
     ConfigError,
     DType,
+    GradWire,
     Hierarchy,
     Offload,
     Precision,
     Stage,
     StateDtype,
     Transport,
+    Whole,
 )
 from lightning_zero.config.values import MIB, check_types, positive
 
@@ -54,6 +57,26 @@ def check_state_dtype(state: StateDtype, precision: Precision) -> None:
             f"{precision.name}, where state is of two bytes already, got bf16. Drop zero.optimizer.state_dtype, or "
             "choose zero/precision=bf16."
         )
+
+
+def check_grad_wire(wire: GradWire, precision: Precision, reduce_dtype: DType | None) -> None:
+    """Gradients travel in bf16, and are summed in fp32, where they are made in bf16 to be summed in fp32."""
+    if wire is not GradWire.bf16:
+        return
+    mixed = precision is Precision.bf16 or (precision is Precision.bf16_true and reduce_dtype is DType.fp32)
+    if mixed and reduce_dtype is not DType.bf16:
+        return
+    if precision in (Precision.bf16, Precision.bf16_true):
+        given = reduce_dtype.name if reduce_dtype is not None else "bf16, that of the weights"
+        raise ConfigError(
+            f"zero.comm.grad_wire: expected auto or full with zero.precision.reduce_dtype={given} (gradients travel in "
+            "bf16 then, and are summed in it), got bf16. Choose zero.precision.reduce_dtype=fp32, or drop "
+            "zero.comm.grad_wire."
+        )
+    raise ConfigError(
+        f"zero.comm.grad_wire: expected auto or full with zero/precision={precision.name} (gradients are not made in "
+        "bf16, and would lose digits), got bf16. Choose zero/precision=bf16, or drop zero.comm.grad_wire."
+    )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -210,18 +233,30 @@ class CommConfig:
             reduces by an all-to-all and a local sum, which on gloo is several times faster at few ranks;
             ``auto`` chooses by backend and number of ranks.
         hierarchy: ``flat`` shards over all ranks; ``node`` over those of each node, with a replica on every node
-            (hybrid sharding): gathers stay within nodes, which hold more. ``auto`` takes ``node`` where there are
-            several nodes with as many ranks each, and what rests fits into half of the memory; else ``flat``.
+            (hybrid sharding): gathers stay within nodes, which hold more. ``node_backward`` shards over all ranks, and
+            a unit keeps a shard of its node from its forward to the end of the backward, whose gathers stay within
+            nodes. ``auto`` takes ``node`` where there are several nodes with as many ranks each, and what rests fits
+            into half of the memory; else ``flat``.
+        grad_wire: what gradients travel in where autograd makes them in bf16 and they are summed in fp32. ``auto``: in
+            bf16 wherever that loses no bit, which gives the sums of ``full``; ``full``: in fp32; ``bf16``: as ``auto``,
+            and an error where they would have to travel in fp32. See ``docs/communication.md``.
         even_alone: gather and reduce over a group of one rank as over many, so that a transport can be tried on one
             GPU. It is slower, and trains the same.
     """
 
     transport: Transport = Transport.auto
     hierarchy: Hierarchy = Hierarchy.auto
+    grad_wire: GradWire = GradWire.auto
     even_alone: bool = False
 
     def __post_init__(self) -> None:
         check_types("zero.comm", self)
+        if self.grad_wire is GradWire.bf16 and self.transport is Transport.plain:
+            raise ConfigError(
+                "zero.comm.grad_wire: expected auto or full with zero.comm.transport=plain (the library adds in the "
+                "dtype in which it sends), got bf16. Choose zero.comm.transport=auto or direct, or drop "
+                "zero.comm.grad_wire."
+            )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -305,15 +340,29 @@ class OptimizerConfig:
     Attributes:
         elementwise: declares that an optimizer unknown to us computes each element of a parameter from that
             element's own value, gradient and state alone, so that it may step slices of parameters.
+        whole: which optimizers step whole tensors, each on one rank: ``auto``, those that are not known to be
+            element-wise; ``true``, all; ``false``, none, so that the others are refused.
         state_dtype: what the moments of torch's optimizers rest in: ``fp32`` (the dtype of the masters), ``bf16``, or
             ``int8`` (8-bit codes, and an exponent for each 256 elements). Steps are computed in fp32.
     """
 
     elementwise: bool = False
+    whole: Any = Whole.auto  # for Hydra, which takes true for no name of a member
     state_dtype: StateDtype = StateDtype.fp32
 
     def __post_init__(self) -> None:
         check_types("zero.optimizer", self)
+        given = str(self.whole).lower() if isinstance(self.whole, bool | str) else self.whole
+        self.whole = Whole.__members__.get(given) if isinstance(given, str) else given
+        if not isinstance(self.whole, Whole):
+            raise ConfigError(
+                f"zero.optimizer.whole: expected one of auto, true, false, got {given!r}. Change zero.optimizer.whole."
+            )
+        if self.whole is Whole.true and self.elementwise:
+            raise ConfigError(
+                "zero.optimizer.whole=true has no effect with zero.optimizer.elementwise=true, by which optimizers "
+                "step slices. Drop one of the two."
+            )
 
 
 @dataclass(kw_only=True, slots=True)

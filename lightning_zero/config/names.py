@@ -64,6 +64,7 @@ class Hierarchy(Enum):
     auto = "auto"
     flat = "flat"
     node = "node"
+    node_backward = "node_backward"
 
 
 class CheckpointFormat(Enum):
@@ -82,12 +83,26 @@ class Transport(Enum):
     direct = "direct"
 
 
+class GradWire(Enum):
+    auto = "auto"
+    full = "full"
+    bf16 = "bf16"
+
+
 class AfterFit(Enum):
     """What a module is between runs."""
 
     auto = "auto"
     whole = "whole"
     sharded = "sharded"
+
+
+class Whole(Enum):
+    """Which optimizers step whole tensors: those not known to be element-wise, all, or none."""
+
+    auto = "auto"
+    true = True
+    false = False
 
 
 # The groups of zero/* that a row's name chooses from.

@@ -14,9 +14,20 @@ from lightning_zero.config.groups import (
     PrecisionConfig,
     StageConfig,
     UnitConfig,
+    check_grad_wire,
     check_state_dtype,
 )
-from lightning_zero.config.names import AfterFit, ConfigError, Offload, Recompute, Stage
+from lightning_zero.config.names import (
+    AfterFit,
+    ConfigError,
+    DType,
+    GradWire,
+    Hierarchy,
+    Offload,
+    Precision,
+    Recompute,
+    Stage,
+)
 from lightning_zero.config.values import MIB, check_types, positive
 
 
@@ -67,6 +78,7 @@ class ZeroConfig:
         check_rows(self.stage.name, self.offload.name)
         if self.precision.name is not None:
             check_state_dtype(self.optimizer.state_dtype, self.precision.name)
+        check_hierarchy(self.comm.hierarchy, self.stage.name, self.offload.name)
         positive("zero.prefetch_bytes", self.prefetch_bytes, zero_ok=True)
         positive("zero.keep_gathered_bytes", self.keep_gathered_bytes, zero_ok=True)
         positive("zero.reduce_bucket_bytes", self.reduce_bucket_bytes)
@@ -88,6 +100,8 @@ class ZeroConfig:
                 "kernels on fixed addresses, and gathered parameters are somewhere else each time), got "
                 f"{self.compile.mode!r}. Change zero.compile.mode, or choose zero/stage=zero2."
             )
+        if self.precision.name is not None:
+            check_grad_wire(self.comm.grad_wire, self.precision.name, self.precision.reduce_dtype)
         if self.offload.step_in_backward:
             self._check_step_in_backward()
 
@@ -109,6 +123,43 @@ class ZeroConfig:
         )
 
 
+def check_accumulation(config: ZeroConfig) -> None:
+    """Backwards that add gradients up on each rank, before they travel, make them fp32."""
+    precision = config.precision
+    adds_up_in_bf16 = precision.name is Precision.bf16_true or precision.grad_dtype is DType.bf16
+    if (
+        config.comm.grad_wire is GradWire.bf16
+        and config.stage.name in (Stage.zero0, Stage.zero1)
+        and not adds_up_in_bf16
+    ):
+        raise ConfigError(
+            "zero.comm.grad_wire: expected auto or full where backwards add up before they are reduced "
+            f"(accumulate_grad_batches, no_sync, at zero/stage={config.stage.name.name}: their sum is fp32, and bf16 "
+            "would lose its digits), got bf16. Choose zero/stage=zero2 or zero3, which reduce each backward, or "
+            "zero.comm.grad_wire=auto."
+        )
+
+
+def check_hierarchy(hierarchy: Hierarchy, stage: Stage, offload: Offload) -> None:
+    """A shard of the node is of parameters that are gathered for the backward, and lies on the device."""
+    if hierarchy is not Hierarchy.node_backward:
+        return
+    if stage is not Stage.zero3:
+        raise ConfigError(
+            "zero.comm.hierarchy: expected auto, flat or node below stage 3 (nothing is gathered in a backward), got "
+            f"node_backward with zero/stage={stage.name}. Choose zero/stage=zero3, or drop zero.comm.hierarchy."
+        )
+    if offload in _MOVES_PARAMS:
+        raise ConfigError(
+            "zero.comm.hierarchy: expected auto, flat or node where parameters rest off the device (the shard of a "
+            f"node would take the memory that they leave), got node_backward with zero/offload={offload.name}. Choose "
+            "zero/offload=optimizer_cpu or none, or drop zero.comm.hierarchy."
+        )
+
+
+_MOVES_PARAMS = {Offload.cpu, Offload.nvme, Offload.optimizer_cpu_param_nvme}
+
+
 def check_rows(stage: Stage, offload: Offload) -> None:
     """Which rows of ``zero/offload`` go with which stages."""
     if offload is not Offload.none and stage is Stage.zero0:
@@ -116,8 +167,7 @@ def check_rows(stage: Stage, offload: Offload) -> None:
             f"zero/offload={offload.name}: stage 0 replicates the optimizer, so every rank would step all of it on the "
             "host. Choose zero/stage=zero1, zero2 or zero3, or zero/offload=none."
         )
-    moves_params = offload in {Offload.cpu, Offload.nvme, Offload.optimizer_cpu_param_nvme}
-    if moves_params and stage is not Stage.zero3:
+    if offload in _MOVES_PARAMS and stage is not Stage.zero3:
         raise ConfigError(
             f"zero/offload={offload.name}: parameters can be offloaded at stage 3 only (below it every rank uses all "
             f"of them), got zero/stage={stage.name}. Choose zero/stage=zero3, or zero/offload="

@@ -59,6 +59,8 @@ def _taken(key: str, kind: Any, value: Any) -> Any:
 def _fitted(kind: Any, value: Any) -> tuple[Any, str]:
     """``value`` as it is held, and what was expected in its place; nothing, if it is that."""
     is_bool = isinstance(value, bool)
+    if kind is Any:
+        return value, ""  # which the settings check themselves
     if kind is bool:
         return value, "" if is_bool else "true or false"
     if kind is int:

@@ -25,7 +25,15 @@ from torch import Tensor, nn
 from lightning_zero.comm.agreements import open_waits, together
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.share import Share, share_of_machine
-from lightning_zero.config import ConfigError, Offload, Precision, ZeroConfig, check_rounding, check_state_dtype
+from lightning_zero.config import (
+    ConfigError,
+    Offload,
+    Precision,
+    ZeroConfig,
+    check_grad_wire,
+    check_rounding,
+    check_state_dtype,
+)
 from lightning_zero.engine.parameters.access import Access
 from lightning_zero.engine.parameters.classes import make_plain
 from lightning_zero.engine.parameters.fence import Fence
@@ -238,6 +246,7 @@ class Assembly:
             )
         check_rounding(self.config.precision.stochastic_rounding, self.precision)
         check_state_dtype(self.config.optimizer.state_dtype, self.precision)
+        check_grad_wire(self.config.comm.grad_wire, self.precision, self.config.precision.reduce_dtype)
         check_compiler(self.config.compile)
         check_timeline(self.config.debug)
         groups = describe.describe_units(module, self.config, self.precision)

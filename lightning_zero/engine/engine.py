@@ -11,15 +11,17 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_zero.config import with_rows
+from lightning_zero.config import Whole, check_accumulation, with_rows
 from lightning_zero.engine.assembly import LIVE, Assembly
 from lightning_zero.engine.parameters.classes import disown
 from lightning_zero.engine.passes.hooks import ENGINE
+from lightning_zero.engine.steps.narrow_states import refuse_narrow_whole
 from lightning_zero.engine.steps.optimizer import ShardedOptimizer
-from lightning_zero.engine.steps.torch_optimizers import count_states
+from lightning_zero.engine.steps.whole_optimizer import WholeOptimizer, is_stepped_whole
 from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units import capacity
 from lightning_zero.engine.whole import host_copy, module_state, optimizer_state, ranges
+from lightning_zero.engine.whole.held_bytes import state_to_come
 from lightning_zero.engine.whole.ranges import Copies, Hollow, Range, Value
 from lightning_zero.engine.whole.restage import Follow
 from lightning_zero.engine.whole.restage import restage as restage_to
@@ -249,7 +251,12 @@ class Engine(Assembly):
             loss.backward(**kwargs)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Let backwards inside accumulate without reducing, where gradients rest replicated (stages 0 and 1)."""
+        """Let backwards inside accumulate without reducing, where gradients rest replicated (stages 0 and 1).
+
+        Raises:
+            ConfigError: on all ranks: ``zero.comm.grad_wire=bf16`` asks for what their sum does not fit into.
+        """
+        check_accumulation(self.config)
         return self.reducer.no_sync()
 
     @property
@@ -275,17 +282,27 @@ class Engine(Assembly):
         """Make ``optimizer`` step this engine's shards.
 
         Raises:
-            ConfigError: it is not element-wise, or has parameters that are not ours; the same on all ranks.
+            ConfigError: it cannot step shards, or has parameters that are not ours; the same on all ranks.
         """
         make = partial(self._make_sharded, optimizer)
         sharded = self.comm.together("adding an optimizer", make, undo=ShardedOptimizer.release)
-        capacity.check_state_fits(
-            self.comm, self.tiers, sharded.buckets(), count_states(optimizer), self.config.offload
-        )
+        capacity.check_state_fits(self.comm, self.tiers, partial(state_to_come, sharded), self.config.offload)
         self.optimizers.append(sharded)
         return sharded
 
     def _make_sharded(self, optimizer: Optimizer) -> ShardedOptimizer:
+        settings = self.config.optimizer
+        if is_stepped_whole(optimizer, whole=settings.whole, declared_elementwise=settings.elementwise):
+            refuse_narrow_whole(optimizer, settings.state_dtype)
+            return WholeOptimizer(
+                optimizer,
+                self.around_step,
+                self.comm,
+                {bucket: number for number, bucket in enumerate(self.buckets)},
+                window_nbytes=self.config.reduce_bucket_bytes,
+                unprobed=settings.whole is Whole.true,
+                stochastic_rounding=self.config.precision.stochastic_rounding,
+            )
         return ShardedOptimizer(
             optimizer,
             self.around_step,

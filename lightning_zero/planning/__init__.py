@@ -10,6 +10,7 @@
     topology    which ranks share shards
     schedule    the order of gathers, and what comes ahead
     buckets     what rests where: the plan of one bucket
+    owners      which rank steps which tensor whole, and what travels for it
     memory      bytes by role, tier and moment
     activations bytes along a forward and a backward, and the peaks of all bytes together
     speed       the least time of a step        timeline  the time of a schedule

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 from lightning_zero.planning import memory
 from lightning_zero.planning.buckets import BucketPlan, Role
-from lightning_zero.planning.memory import ADAM_STATES, Bytes, Limits, Moment, Phase
+from lightning_zero.planning.memory import ADAM_STATES, Bytes, Limits, Moment, Phase, States
 from lightning_zero.planning.placement import Tier
 
 KEPT_BUFFERS = 2  # of the size of the largest bucket that are kept for the next reductions, on the host
@@ -109,7 +109,7 @@ def peaks_with(
     activations: Activations,
     rank: int = 0,
     *,
-    state_tensors: int = ADAM_STATES,
+    state_tensors: States = ADAM_STATES,
 ) -> dict[Phase, Bytes]:
     """Bytes of one rank at the worst moment of each phase, as :func:`memory.peak_bytes`, with activations."""
     bounds = memory.peak_bytes(buckets, limits, rank, state_tensors=state_tensors)
@@ -148,13 +148,15 @@ def _gradients_at(moment: Moment, buckets: Sequence[BucketPlan], rank: int) -> i
 def _is_apart(bucket: BucketPlan, limits: Limits) -> bool:
     """Whether a gradient is reduced in another buffer than that in which it waits for more micro-batches."""
     waits = limits.micro_batches > 1 and bucket.accumulates_locally
-    return not (waits and bucket.itemsizes.reduce == bucket.itemsizes.grad)
+    return not (waits and bucket.wire_itemsize(limits.micro_batches) == bucket.itemsizes.grad)
 
 
 def _spare_nbytes(buckets: Sequence[BucketPlan], limits: Limits) -> int:
     """Buffers of reductions that are over and stay for the next ones: where the device is the host."""
-    sizes = [b.layout.numel * b.itemsizes.reduce for b in buckets if b.trainable and b.layout.world_size > 1]
-    room = min(KEPT_BUFFERS * max(sizes, default=0), KEPT_BUFFERS_NBYTES) * (not limits.has_link)
+    reduced = [b for b in buckets if b.trainable and b.layout.world_size > 1]
+    largest = max((b.layout.numel * b.itemsizes.reduce for b in reduced), default=0)
+    room = min(KEPT_BUFFERS * largest, KEPT_BUFFERS_NBYTES) * (not limits.has_link)
+    sizes = [b.layout.numel * b.wire_itemsize(limits.micro_batches) for b in reduced]
     kept = 0
     for size in sorted(sizes, reverse=True):
         kept += size if kept + size <= room else 0
@@ -169,11 +171,12 @@ def _gathered(buckets: Sequence[BucketPlan], limits: Limits, stretches: Sequence
         at[unit, backward] = max(at.get((unit, backward), 0), held)
     root = nbytes[0] if nbytes else 0
     own = [at.get((s.unit, s.backward)) for s in stretches]
+    kept = memory.kept_nbytes(buckets, limits)
     for index, held_by_unit in enumerate(own):
         if held_by_unit is not None:
-            yield held_by_unit
+            yield held_by_unit + kept
         else:  # between units: what the one before has left, or what comes ahead
-            yield max([root, *(held for held in own[max(0, index - 1) : index + 2] if held is not None)])
+            yield kept + max([root, *(held for held in own[max(0, index - 1) : index + 2] if held is not None)])
 
 
 class _Gradients:
@@ -187,7 +190,7 @@ class _Gradients:
     def __init__(self, buckets: Sequence[BucketPlan], limits: Limits) -> None:
         self._buckets, self._room, self._limits = buckets, limits.reduce_bucket_bytes, limits
         several = any(bucket.layout.world_size > 1 for bucket in buckets)
-        # What a rank on the host receives of the others, to be summed there.
+        # What a rank receives of the others, to be summed there: always on the host.
         self._receives = several and not limits.has_link
         self._filling: set[int] = set()
         self._full: list[int] = []  # all of their gradients came in the last stretch
@@ -208,8 +211,9 @@ class _Gradients:
             if not bucket.grads_on_host:  # else its place is kept
                 self.landed += bucket.owned_numel * bucket.itemsizes.grad
         filling = (b for b in map(self._bucket, self._filling) if _is_apart(b, self._limits))
-        wide = (max(b.itemsizes.reduce, b.itemsizes.compute) * b.layout.numel for b in filling)
-        received = self._receives * max(map(self._size, self._under_way), default=0)
+        several = self._limits.micro_batches
+        wide = (max(b.wire_itemsize(several), b.itemsizes.compute) * b.layout.numel for b in filling)
+        received = max(map(self._received, self._under_way), default=0)
         # With more micro-batches the shard that a reduction brings is added to one that is there.
         brought = [b.owned_numel * b.itemsizes.reduce for b in map(self._bucket, self._under_way) if self._brings(b)]
         own = sum(self._size(number) for number in self._under_way if _is_apart(self._bucket(number), self._limits))
@@ -224,4 +228,8 @@ class _Gradients:
 
     def _size(self, number: int) -> int:
         bucket = self._buckets[number]
-        return bucket.layout.numel * bucket.itemsizes.reduce
+        return bucket.layout.numel * bucket.wire_itemsize(self._limits.micro_batches)
+
+    def _received(self, number: int) -> int:
+        comes = self._receives or self._bucket(number).exchanges(self._limits.micro_batches)
+        return self._size(number) * comes

@@ -23,6 +23,7 @@ from lightning_zero.config import StateDtype
 from lightning_zero.planning.layout import BucketLayout, lay_out
 from lightning_zero.planning.placement import ON_DEVICE, REPLICATED, Placement, StageRow, Tier, TierRow
 from lightning_zero.planning.state_dtype import param_align, state_nbytes
+from lightning_zero.planning.topology import EXCHANGE_MAX_RANKS
 
 
 class Role(Enum):
@@ -55,6 +56,9 @@ class Itemsizes(NamedTuple):
     """Bytes of an element of each role. Compute and master have one dtype where these are equal.
 
     Attributes:
+        reduce: of a gradient as it is summed.
+        wire: of one as it travels; 0: as it is summed.
+        exchanged: it travels by an all-to-all, where there are not too many ranks for that; else as it is summed.
         state: how wide optimizer state rests, which may take less than a byte more for an element than its code.
     """
 
@@ -62,6 +66,8 @@ class Itemsizes(NamedTuple):
     master: int
     reduce: int
     grad: int
+    wire: int = 0
+    exchanged: bool = False
     state: StateDtype = StateDtype.fp32
 
 
@@ -221,6 +227,17 @@ class BucketPlan:
     def state_nbytes(self, numel: int) -> int:
         """Bytes of one tensor of state for ``numel`` elements, as it rests."""
         return state_nbytes(numel, self.itemsizes.state, self.itemsizes.master)
+
+    def exchanges(self, micro_batches: int = 1) -> bool:
+        """Whether gradients are reduced by an all-to-all, in a step of that many backwards."""
+        sizes = self.itemsizes
+        # What was added up on a rank is no gradient as autograd makes it, unless it was added in its dtype.
+        as_made = micro_batches == 1 or not self.accumulates_locally or sizes.grad == sizes.compute
+        return sizes.exchanged and self._divided and self.layout.world_size <= EXCHANGE_MAX_RANKS and as_made
+
+    def wire_itemsize(self, micro_batches: int = 1) -> int:
+        """Bytes of an element of a gradient as it travels."""
+        return (self.itemsizes.wire if self.exchanges(micro_batches) else 0) or self.itemsizes.reduce
 
     @property
     def full_nbytes(self) -> int:

@@ -6,7 +6,16 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from lightning_zero.config import AfterFit, ConfigError, Hierarchy, Offload, OffloadConfig, Stage, check_rows
+from lightning_zero.config import (
+    AfterFit,
+    ConfigError,
+    Hierarchy,
+    Offload,
+    OffloadConfig,
+    Stage,
+    check_hierarchy,
+    check_rows,
+)
 from lightning_zero.planning import memory, whole
 from lightning_zero.planning.activations import ByBatchSize, peaks_with
 from lightning_zero.planning.buckets import BucketPlan, BucketShape, place
@@ -14,6 +23,7 @@ from lightning_zero.planning.memory import ADAM_STATES, Bytes, Limits, Moment, P
 from lightning_zero.planning.placement import OFFLOADS, STAGES, Tier, TierRow, default_budgets, split_by_budget
 from lightning_zero.planning.speed import Rates
 from lightning_zero.planning.step_time import Sent, StepTime, expected, sent_by
+from lightning_zero.planning.topology import check_nodes
 
 MOST_DOUBLINGS = 10  # of the number of GPUs, when looking for one that fits
 
@@ -162,12 +172,16 @@ def plan_row(
         settings: budgets for ``auto``.
         rates: of the machine, for the time of a step.
     """
+    keeps = machine.hierarchy is Hierarchy.node_backward
     try:
+        check_hierarchy(machine.hierarchy, stage, offload)
+        if keeps:
+            check_nodes(machine.nodes, machine.gpus)
         tiers = _tiers(model, stage, offload, machine, settings)
     except ConfigError as error:
         return Row(stage, offload, Counter(), {}, dict.fromkeys(Tier, 0), dict.fromkeys(Tier, 0), 0, (), str(error))
     buckets = _placed(model, stage, tiers, machine)
-    limits = replace(model.limits, has_link=not machine.shared)
+    limits = replace(model.limits, has_link=not machine.shared, node_ranks=machine.gpus * keeps)
     waiting = Moment.accumulating if limits.micro_batches > 1 else Moment.reduced
     rest = memory.planned_bytes(buckets, state_tensors=model.states, moment=waiting)
     if model.activations is None:
@@ -211,7 +225,7 @@ def _placed(model: Model, stage: Stage, tiers: Sequence[TierRow], machine: Machi
     def over(ranks: int) -> list[BucketPlan]:
         return [place(s, STAGES[stage], tiers[s.unit], ranks) for s in model.shapes]
 
-    if machine.nodes == 1 or machine.hierarchy is Hierarchy.flat:
+    if machine.nodes == 1 or machine.hierarchy in (Hierarchy.flat, Hierarchy.node_backward):
         return over(machine.world_size)
     by_node = over(machine.gpus)
     rest = memory.planned_bytes(by_node)

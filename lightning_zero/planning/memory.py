@@ -65,6 +65,22 @@ Bytes = Counter[tuple[Role, Tier]]
 _ALIGN = {Tier.device: 1, Tier.host: HOST_ALIGN_NBYTES, Tier.nvme: FILE_PAGE_NBYTES}
 
 
+@dataclass(frozen=True, slots=True)
+class StateOfRank:
+    """Optimizer state of one rank where some optimizer steps whole tensors: it follows from who owns them.
+
+    Attributes:
+        tensors: bytes of each tensor of state, by bucket.
+        step: bytes beside the shards while they are stepped: see :func:`~lightning_zero.planning.owners.step_peak`.
+    """
+
+    tensors: tuple[tuple[int, ...], ...]
+    step: int = 0
+
+
+States = int | StateOfRank  # or: element-wise tensors that the optimizer keeps for each parameter
+
+
 def unit_bytes(name: str, shapes: Iterable[BucketShape], row: StageRow, world_size: int) -> UnitBytes:
     """What a unit's optimizer needs at rest beside its compute parameters, wherever it is put."""
     state = grad = 0
@@ -80,27 +96,45 @@ def unit_bytes(name: str, shapes: Iterable[BucketShape], row: StageRow, world_si
 
 
 def planned_bytes(
-    buckets: Iterable[BucketPlan], rank: int = 0, *, state_tensors: int = ADAM_STATES, moment: Moment = Moment.reduced
+    buckets: Iterable[BucketPlan],
+    rank: int = 0,
+    *,
+    state_tensors: States = ADAM_STATES,
+    moment: Moment = Moment.reduced,
 ) -> Bytes:
-    """Bytes of one rank at rest, by role and tier. Rank 0 has the most: padding is at the end.
+    """Bytes of one rank at rest, by role and tier. Of element-wise state rank 0 has the most: padding is at the end.
 
     Args:
-        state_tensors: elementwise tensors that the optimizer keeps for each parameter, as wide as the bucket says.
+        state_tensors: elementwise tensors that the optimizer keeps for each parameter, as wide as the bucket says; or
+            what ``rank`` has of each bucket.
         moment: which gradients there are.
     """
     total: Bytes = Counter({(role, Tier.device): 0 for role in RESTING})
     files = False
-    for bucket in buckets:
+    for number, bucket in enumerate(buckets):
         files |= Tier.nvme in bucket.tiers
-        for role, tier, nbytes in at_rest(bucket, rank, state_tensors=state_tensors, moment=moment):
+        for role, tier, nbytes in at_rest(
+            bucket, rank, state=_state(bucket, number, rank, state_tensors), moment=moment
+        ):
             total[role, tier] += round_up(nbytes, _ALIGN[tier])
     if files:
         total[Role.staging, Tier.host] += RING_COUNT * RING_NBYTES
     return total
 
 
-def at_rest(bucket: BucketPlan, rank: int, *, state_tensors: int, moment: Moment) -> Iterator[tuple[Role, Tier, int]]:
-    """Role, tier and bytes of each thing of a bucket that rests. See :func:`planned_bytes`."""
+def _state(bucket: BucketPlan, number: int, rank: int, states: States) -> Sequence[int]:
+    """Bytes of each tensor of state that ``rank`` has of a bucket."""
+    if isinstance(states, StateOfRank):
+        return states.tensors[number]
+    return [bucket.state_nbytes(bucket.state_numel(rank))] * states
+
+
+def at_rest(bucket: BucketPlan, rank: int, *, state: Sequence[int], moment: Moment) -> Iterator[tuple[Role, Tier, int]]:
+    """Role, tier and bytes of each thing of a bucket that rests. See :func:`planned_bytes`.
+
+    Args:
+        state: bytes of each tensor of optimizer state.
+    """
     sizes, tiers, owned = bucket.itemsizes, bucket.tiers, bucket.owned_numel
     if not bucket.reshards:
         yield Role.compute_param, Tier.device, bucket.full_nbytes
@@ -110,8 +144,8 @@ def at_rest(bucket: BucketPlan, rank: int, *, state_tensors: int, moment: Moment
         yield bucket.home_role, bucket.home_tier, owned * bucket.home_itemsize
     if not bucket.trainable:
         return
-    for _ in range(state_tensors):
-        yield Role.optim_state, tiers.master, bucket.state_nbytes(bucket.state_numel(rank))
+    for nbytes in state:
+        yield Role.optim_state, tiers.master, nbytes
     if moment is Moment.accumulating and bucket.accumulates_locally:
         yield Role.grad, Tier.device, bucket.layout.numel * sizes.grad  # not reduced, so not sent to its tier
     if bucket.grads_on_host:
@@ -130,6 +164,8 @@ class Limits:
     Attributes:
         micro_batches: backwards per step.
         has_link: the device is not the host: what goes from one to the other passes through pinned buffers.
+        node_ranks: ranks of a node that keep a shard of each unit from its forward to the end of the backward; 0: they
+            do not.
     """
 
     prefetch_bytes: int
@@ -137,6 +173,7 @@ class Limits:
     reduce_bucket_bytes: int
     micro_batches: int = 1
     has_link: bool = True
+    node_ranks: int = 0
 
 
 def gathered_peaks(nbytes: Sequence[int], limits: Limits) -> tuple[int, int]:
@@ -182,7 +219,7 @@ def gathered_along(nbytes: Sequence[int], limits: Limits) -> Iterator[tuple[int,
 
 
 def peak_bytes(
-    buckets: Sequence[BucketPlan], limits: Limits, rank: int = 0, *, state_tensors: int = ADAM_STATES
+    buckets: Sequence[BucketPlan], limits: Limits, rank: int = 0, *, state_tensors: States = ADAM_STATES
 ) -> dict[Phase, Bytes]:
     """Bytes of one rank at the peak of each phase.
 
@@ -190,7 +227,7 @@ def peak_bytes(
 
         forward  = rest + gradients of the last backward + gathered (root, current, ahead)
         backward = rest + gradients + gathered + reducing (the filling unit, under way) + copies to the host
-        step     = rest + gradients + pieces of them, cast + buckets of files in host memory
+        step     = rest + gradients + pieces of them, cast + buckets of files in host memory + whole tensors
     """
     waiting = Moment.accumulating if limits.micro_batches > 1 else Moment.reduced
 
@@ -199,12 +236,20 @@ def peak_bytes(
 
     total = {Phase.forward: rest(waiting), Phase.backward: rest(waiting), Phase.step: rest(Moment.reduced)}
     forward, backward = gathered_peaks(by_unit(buckets, lambda b: b.full_nbytes * b.reshards), limits)
-    total[Phase.forward][Role.gathered, Tier.device] = forward
-    total[Phase.backward][Role.gathered, Tier.device] = backward
+    kept = kept_nbytes(buckets, limits)
+    total[Phase.forward][Role.gathered, Tier.device] = forward + kept
+    total[Phase.backward][Role.gathered, Tier.device] = backward + kept
     total[Phase.backward][Role.reducing, Tier.device] = _reducing_nbytes(buckets, limits)
     for phase, staging in _staging(buckets, limits, state_tensors, rank).items():
         total[phase].update(staging)
     return {phase: +held for phase, held in total.items()}
+
+
+def kept_nbytes(buckets: Iterable[BucketPlan], limits: Limits) -> int:
+    """Bytes that units keep for their node, all of them, the root apart."""
+    if not limits.node_ranks:
+        return 0
+    return sum(b.full_nbytes // limits.node_ranks for b in buckets if b.reshards and b.unit)
 
 
 def by_unit(buckets: Iterable[BucketPlan], size: Callable[[BucketPlan], int]) -> list[int]:
@@ -220,27 +265,40 @@ def _reducing_nbytes(buckets: Sequence[BucketPlan], limits: Limits) -> int:
 
     The unit that is filled is in its buffers; on a device as autograd made it, until a bucket has all of its gradients.
     Gradients that wait replicated for more micro-batches are reduced where they lie, if in their own dtype. The shard
-    that a reduction brings is the gradient at rest; with more micro-batches it comes beside that.
+    that a reduction brings is the gradient at rest; with more micro-batches it comes beside that. On a device parts
+    of the others are received beside the own ones, by one reduction after the other.
     """
     trainable = [b for b in buckets if b.trainable]
     more = limits.micro_batches > 1
 
-    def apart(bucket: BucketPlan) -> bool:
-        return not (more and bucket.accumulates_locally and bucket.itemsizes.reduce == bucket.itemsizes.grad)
+    def wire(bucket: BucketPlan) -> int:
+        return bucket.wire_itemsize(limits.micro_batches)
 
-    sizes = [b.layout.numel * b.itemsizes.reduce for b in trainable]
+    def apart(bucket: BucketPlan) -> bool:
+        return not (more and bucket.accumulates_locally and wire(bucket) == bucket.itemsizes.grad)
+
+    sizes = [b.layout.numel * wire(b) for b in trainable]
     under_way = min(sum(sizes), max(limits.reduce_bucket_bytes, max(sizes, default=0)))
-    brought = [b.layout.world_size for b in trainable if more and b.shards_master and b.layout.world_size > 1]
-    shards = under_way // min(brought) if brought else 0
+    brought = [b for b in trainable if more and b.shards_master and b.layout.world_size > 1]
+    shards = max((under_way * b.itemsizes.reduce // wire(b) // b.layout.world_size for b in brought), default=0)
     filling = max(
-        by_unit(trainable, lambda b: b.layout.numel * max(b.itemsizes.reduce, b.itemsizes.compute) * apart(b)),
+        by_unit(trainable, lambda b: b.layout.numel * max(wire(b), b.itemsizes.compute) * apart(b)),
         default=0,
     )
     own = [size for size, bucket in zip(sizes, trainable, strict=True) if apart(bucket)]
-    return min(sum(own), min(sum(own), under_way) + filling) + shards
+    return (
+        min(sum(own), min(sum(own), under_way) + filling) + shards + limits.has_link * received_nbytes(buckets, limits)
+    )
 
 
-def _staging(buckets: Sequence[BucketPlan], limits: Limits, state_tensors: int, rank: int) -> dict[Phase, Bytes]:
+def received_nbytes(buckets: Iterable[BucketPlan], limits: Limits) -> int:
+    """Bytes that the largest reduction by an all-to-all receives, to be added up."""
+    several = limits.micro_batches
+    sizes = (b.layout.numel * b.wire_itemsize(several) for b in buckets if b.trainable and b.exchanges(several))
+    return max(sizes, default=0)
+
+
+def _staging(buckets: Sequence[BucketPlan], limits: Limits, states: States, rank: int) -> dict[Phase, Bytes]:
     """Bytes between tiers besides the ring, all of them bounded by a few buckets."""
     found: dict[Phase, Bytes] = {phase: Counter() for phase in Phase}
     trainable = [b for b in buckets if b.trainable]
@@ -251,16 +309,16 @@ def _staging(buckets: Sequence[BucketPlan], limits: Limits, state_tensors: int, 
     if any(b.grads_on_host for b in trainable):
         found[Phase.backward][host] += pair  # gradients that are added to those that are there
     in_files = [
-        b.owned_numel * b.itemsizes.master + state_tensors * b.state_nbytes(b.state_numel(rank))
-        for b in trainable
-        if b.tiers.master is Tier.nvme
+        b.owned_numel * b.itemsizes.master + sum(_state(b, number, rank, states))
+        for number, b in enumerate(buckets)
+        if b.trainable and b.tiers.master is Tier.nvme
     ]
     windows = (sum(in_files[i : i + STEPS_IN_MEMORY]) for i in range(len(in_files)))
     # The step overlaps the next forward.
     in_steps = max(windows, default=0) + pair * bool(in_files)  # what is stepped is sent by pieces
     cast = [b for b in trainable if b.itemsizes.grad != b.itemsizes.master]
     in_steps += STEP_CHUNK_NBYTES * any(b.steps_on_host for b in cast)
-    narrow = [b for b in trainable if state_tensors and b.itemsizes.state is not StateDtype.fp32]
+    narrow = [b for b in trainable if states and b.itemsizes.state is not StateDtype.fp32]
     on_host = max((b.owned_numel for b in narrow if b.steps_on_host), default=0)
     in_steps += scratch_nbytes(on_host, on_device=False)
     found[Phase.step][host] += in_steps
@@ -269,6 +327,8 @@ def _staging(buckets: Sequence[BucketPlan], limits: Limits, state_tensors: int, 
     found[Phase.step][Role.staging, Tier.device] += min(DEVICE_STEP_CHUNK_NBYTES, on_device)
     on_device = max((b.owned_numel for b in narrow if not b.steps_on_host), default=0)
     found[Phase.step][Role.staging, Tier.device] += scratch_nbytes(on_device, on_device=True)
+    if isinstance(states, StateOfRank):
+        found[Phase.step][Role.staging, Tier.device] += states.step
     return found
 
 

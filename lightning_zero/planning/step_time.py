@@ -3,8 +3,10 @@
 Bytes that a rank sends for a bucket of n elements over N ranks (ring algorithms; Thakur, Rabenseifner, Gropp 2005)::
 
     gather           n * compute itemsize * (N - 1) / N       stages 1, 2: one; stage 3: two for each micro-batch
-    reduce-scatter   n * reduce itemsize * (N - 1) / N        stage 2, 3: each micro-batch; stages 0, 1: one
-    all-reduce       both of them, in the reduce dtype
+    reduce-scatter   n * wire itemsize * (N - 1) / N          stage 2, 3: each micro-batch; stages 0, 1: one
+    all-reduce       that, and a gather of the sum, in the reduce dtype
+
+The wire itemsize is that of the reduce dtype, or of the compute dtype where ``zero.comm.grad_wire`` says so.
 
 On a GPU everything overlaps but the first gather and the last reduction, which stand alone (``speed.py``). On a CPU all
 of it is done by the same cores, so it adds up.
@@ -46,13 +48,19 @@ GPU_RATES = Rates(
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """Bytes that one rank sends in one optimizer step."""
+    """Bytes that one rank sends in one optimizer step.
+
+    Attributes:
+        in_node: of gathers that stay within a node, beside the others.
+    """
 
     gathers: float
     reductions: float
+    in_node: float = 0.0
 
     @property
     def nbytes(self) -> float:
+        """Over the network."""
         return self.gathers + self.reductions
 
 
@@ -64,25 +72,35 @@ def sent_by(buckets: Sequence[BucketPlan], limits: Limits, *, replicas: int = 1)
     """
     sizes = by_unit(buckets, lambda b: b.full_nbytes * b.reshards)
     last = max((unit for unit, nbytes in enumerate(sizes) if unit and nbytes), default=0)
-    gathers = reductions = 0.0
+    gathers = reductions = in_node = 0.0
     for bucket in buckets:
         ranks = bucket.layout.world_size
         stays = bucket.unit in (0, last)
         share = (ranks - 1) / ranks
         row = bucket.row
+        kept = _in_node(bucket, limits) if not stays else 0.0
+        in_node += kept
         if not bucket.trainable:
             if bucket.reshards:
-                gathers += limits.micro_batches * (1 if stays else 2) * bucket.full_nbytes * share
+                gathers += limits.micro_batches * (1 if stays or kept else 2) * bucket.full_nbytes * share
             continue
         counts = logical_collectives(row, limits.micro_batches, stays_gathered=stays)
-        gathers += counts["all_gather"] * bucket.full_nbytes * share
+        gathers += (limits.micro_batches if kept else counts["all_gather"]) * bucket.full_nbytes * share
         reduced = bucket.layout.numel * bucket.itemsizes.reduce
-        times = counts["reduce_scatter"] + 2 * counts["all_reduce"]
-        reductions += times * reduced * share
+        sent = bucket.layout.numel * bucket.wire_itemsize(limits.micro_batches)
+        reductions += (counts["reduce_scatter"] * sent + counts["all_reduce"] * (sent + reduced)) * share
         if replicas > 1:
             own = reduced / ranks if row.master is Placement.sharded else reduced
             reductions += (counts["reduce_scatter"] + counts["all_reduce"]) * 2 * own * (replicas - 1) / replicas
-    return Sent(gathers, reductions)
+    return Sent(gathers, reductions, in_node)
+
+
+def _in_node(bucket: BucketPlan, limits: Limits) -> float:
+    """Bytes of the second gathers of a bucket, if they are of what the node has kept."""
+    ranks = limits.node_ranks
+    if not ranks or not bucket.reshards:
+        return 0.0
+    return limits.micro_batches * bucket.full_nbytes * (ranks - 1) / ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,14 +143,14 @@ def expected(
     if on_cpu:
         return StepTime(sum(resources.values()), resources or {"compute": 0.0})
     seconds = least_seconds(work, rates, micro_batches=micro_batches)
-    return StepTime(seconds + _alone(buckets) / rates.network, resources or {"compute": 0.0})
+    return StepTime(seconds + _alone(buckets, micro_batches) / rates.network, resources or {"compute": 0.0})
 
 
-def _alone(buckets: Sequence[BucketPlan]) -> float:
+def _alone(buckets: Sequence[BucketPlan], micro_batches: int) -> float:
     """Bytes of the first gather and of the last reduction, which nothing hides."""
     shares = {b.unit: (b.layout.world_size - 1) / b.layout.world_size for b in buckets}
     gathers = by_unit(buckets, lambda b: b.full_nbytes * b.reshards)
-    reductions = by_unit(buckets, lambda b: b.layout.numel * b.itemsizes.reduce * b.trainable)
+    reductions = by_unit(buckets, lambda b: b.layout.numel * b.wire_itemsize(micro_batches) * b.trainable)
     first = next((unit for unit, nbytes in enumerate(gathers) if unit and nbytes), 0)
     last = next((unit for unit, nbytes in enumerate(reductions) if unit and nbytes), 0)
     gathered = gathers[first] * shares.get(first, 0.0) if gathers else 0.0

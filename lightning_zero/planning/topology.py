@@ -5,6 +5,8 @@
     flat, 2 nodes x 2 ranks      node, 2 nodes x 2 ranks
     shards   : 0 1 2 3           shards   : 0 1 | 2 3      gathers and reduce-scatters stay within a node
     replicas : -                 replicas : 0 2 | 1 3      reduced shards are summed across nodes
+
+Under ``node_backward`` all ranks share shards, and those of a node share what units keep between forward and backward.
 """
 
 from __future__ import annotations
@@ -13,7 +15,9 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from lightning_zero.config import ConfigError
+from lightning_zero.config import CommConfig, ConfigError, GradWire, Transport
+
+EXCHANGE_MAX_RANKS = 64  # above it an all-to-all of one bucket would be many small messages
 
 
 class Topology(NamedTuple):
@@ -21,9 +25,11 @@ class Topology(NamedTuple):
 
     Attributes:
         shard_groups: ranks that share shards, in the order of the shards.
+        node_groups: ranks that share what units keep for the backward; empty: units keep nothing.
     """
 
     shard_groups: tuple[tuple[int, ...], ...]
+    node_groups: tuple[tuple[int, ...], ...] = ()
 
     @property
     def shard_size(self) -> int:
@@ -31,6 +37,10 @@ class Topology(NamedTuple):
 
     def shard_group_of(self, rank: int) -> tuple[int, ...]:
         return next(group for group in self.shard_groups if rank in group)
+
+    def node_group_of(self, rank: int) -> tuple[int, ...]:
+        """Ranks that keep shards for the backward together with ``rank``; none, where nothing is kept."""
+        return next((group for group in self.node_groups if rank in group), ())
 
     def replicate_group_of(self, rank: int) -> tuple[int, ...]:
         """Ranks that hold the same shards as ``rank``, itself among them."""
@@ -43,8 +53,11 @@ def flat(world_size: int) -> Topology:
     return Topology((tuple(range(world_size)),))
 
 
-def by_node(names: Sequence[str]) -> Topology:
+def by_node(names: Sequence[str], hierarchy: str = "node") -> Topology:
     """The ranks of each node share shards; nodes hold replicas. ``names``: the node of each rank.
+
+    Args:
+        hierarchy: that asks for it.
 
     Raises:
         ConfigError: nodes have different numbers of ranks.
@@ -52,10 +65,49 @@ def by_node(names: Sequence[str]) -> Topology:
     if not is_even(names):
         counts = ", ".join(f"{count} on {name}" for name, count in Counter(names).items())
         raise ConfigError(
-            f"zero.comm.hierarchy=node: expected the same number of ranks on every node, got {counts}. Start as many "
-            "on each, or set zero.comm.hierarchy=flat."
+            f"zero.comm.hierarchy={hierarchy}: expected the same number of ranks on every node, got {counts}. Start as "
+            "many on each, or set zero.comm.hierarchy=flat."
         )
     return Topology(tuple(tuple(r for r, n in enumerate(names) if n == node) for node in dict.fromkeys(names)))
+
+
+def within_nodes(names: Sequence[str]) -> Topology:
+    """All ranks share shards; those of each node share what units keep for the backward. See :func:`by_node`.
+
+    Raises:
+        ConfigError: nodes have different numbers of ranks, there is one node, or each has one rank.
+    """
+    nodes = by_node(names, "node_backward").shard_groups
+    check_nodes(len(nodes), len(nodes[0]))
+    return Topology(flat(len(names)).shard_groups, nodes)
+
+
+def check_nodes(nodes: int, ranks: int) -> None:
+    """
+    Raises:
+        ConfigError: ``zero.comm.hierarchy=node_backward`` on ``nodes`` of ``ranks`` each would do nothing.
+    """
+    if nodes > 1 and ranks > 1:
+        return
+    got, why = ("one node", "gathers stay on it anyway") if nodes == 1 else ("one", "there is nobody to gather from")
+    raise ConfigError(
+        f"zero.comm.hierarchy=node_backward: expected several nodes of several ranks each, got {got}"
+        f"{'' if nodes == 1 else ' rank on each'} ({why}). Set zero.comm.hierarchy=flat."
+    )
+
+
+def check_exchange(topology: Topology, comm: CommConfig) -> None:
+    """
+    Raises:
+        ConfigError: gradients are to travel in bf16, and too many ranks share shards.
+    """
+    auto = comm.transport is Transport.auto
+    if comm.grad_wire is GradWire.bf16 and auto and topology.shard_size > EXCHANGE_MAX_RANKS:
+        raise ConfigError(
+            f"zero.comm.grad_wire: expected auto or full where more than {EXCHANGE_MAX_RANKS} ranks share shards (an "
+            f"all-to-all would be many small messages), got bf16 with {topology.shard_size}. Choose zero/comm=node, or "
+            "drop zero.comm.grad_wire."
+        )
 
 
 def is_even(names: Sequence[str]) -> bool:

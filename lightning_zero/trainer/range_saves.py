@@ -361,6 +361,8 @@ def _replaced(state: Any, values: Mapping[int, Any]) -> Any:
     """``state`` with other tensors, by the ``id`` of those that they replace; its mappings are changed in place."""
     if isinstance(state, Tensor):
         return values.get(id(state), state)
+    if type(state) in (list, tuple):
+        return type(state)(_replaced(value, values) for value in state)
     if isinstance(state, MutableMapping):
         for key, value in state.items():
             state[key] = _replaced(value, values)

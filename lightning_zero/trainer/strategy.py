@@ -19,7 +19,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.nn import Module, SyncBatchNorm
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lightning_zero.config import AfterFit, ZeroConfig, for_layout, is_decided
+from lightning_zero.config import AfterFit, ZeroConfig, check_accumulation, for_layout, is_decided
 from lightning_zero.engine import Engine, engine_of, shard
 from lightning_zero.engine.units.describe import TRUE_DTYPES, bucket_shapes, describe_units
 from lightning_zero.engine.whole.host_copy import check_room, check_room_here
@@ -253,6 +253,8 @@ class ZeroStrategy(Processes, RestagingStrategy):
         if self.lightning_module is not None:
             auto_row.decide(self, trainer, self.lightning_module, fitting=fitting)
         self._has_values = engine_of(self.model) is not None  # of a run before, whatever its settings
+        if fitting and trainer.accumulate_grad_batches > 1:
+            check_accumulation(with_precision(self.config, self.precision_plugin.row))
         if fitting and self._layer_sync:
             self.model = self._sync_layers(self.model)
         self.model = self._setup_model(self.model)

@@ -11,7 +11,7 @@ from rich.table import Table
 from lightning_zero.planning import memory
 from lightning_zero.planning.activations import Activations, peaks_with
 from lightning_zero.planning.buckets import BucketPlan, Role
-from lightning_zero.planning.memory import Bytes, Limits, Moment, Phase
+from lightning_zero.planning.memory import Bytes, Limits, Moment, Phase, States
 from lightning_zero.planning.placement import ON_DEVICE, Tier
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ def planned_peaks(
     engine: Engine,
     buckets: Sequence[BucketPlan],
     limits: Limits,
-    states: int,
+    states: States,
     activations: Activations | None,
 ) -> dict[Phase, Bytes]:
     """Bytes of this rank at the worst moment of each phase."""

@@ -132,12 +132,17 @@ def test_a_value_that_a_callback_refuses_is_named(override: str, key: str) -> No
 
 @pytest.mark.parametrize("name", files("optimizer"))
 def test_optimizers_step_slices(name: str) -> None:
-    """Each is one of those that the engine knows to be element-wise."""
+    """Each but one is one of those that the engine knows to be element-wise."""
+    from lightning_zero.config import Whole
     from lightning_zero.engine.steps.torch_optimizers import check_supported
+    from lightning_zero.engine.steps.whole_optimizer import is_stepped_whole
 
     weight = nn.Parameter(torch.ones(4))
     optimizer = parts.build_optimizer(config_of(f"optimizer={name}"))([weight])
-    check_supported(optimizer, declared_elementwise=False, stochastic_rounding=False)
+    if name == "adafactor":
+        assert is_stepped_whole(optimizer, whole=Whole.auto, declared_elementwise=False)
+    else:
+        check_supported(optimizer, declared_elementwise=False, stochastic_rounding=False)
     weight.grad = torch.ones(4)
     optimizer.step()
     assert (weight < 1).all()
@@ -291,6 +296,8 @@ def test_a_dataset_on_disk(tokenizer: Path, tmp_path: Path, monkeypatch: pytest.
 def test_a_dataset_that_is_none(tmp_path: Path) -> None:
     from lightning_zero.data.dataset import DatasetText
 
+    with pytest.raises(ConfigError, match=r"data\.path: expected the folder of a dataset.* Set data\.path"):
+        parts.build_data(config_of("data=dataset"), set())
     with pytest.raises(ConfigError, match=r"data\.path: expected the folder of a dataset"):
         DatasetText(str(tmp_path))
     if not installed("datasets"):

@@ -300,6 +300,14 @@ def command_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.
     root.setLevel(level)
 
 
+def test_without_room_for_a_whole_copy_nothing_starts(command_line: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_zero.engine.whole.host_copy.available_host_memory", lambda: 1000)
+    code, said = command_line("experiment=tiny", "trainer.accelerator=cpu", "zero.after_fit=whole", "data=synthetic")
+    assert code == 2, said
+    assert "zero.after_fit=whole: expected room for a whole copy of the module, " in said
+    assert "on this host, got 1,000 bytes" in said and "Set zero.after_fit=auto" in said
+
+
 @pytest.mark.parametrize(
     ("overrides", "parts"),
     [
@@ -319,6 +327,9 @@ def command_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.
         ),
         ("zero.offload=nvm", ["got zero.offload=nvm", "Write zero/offload=nvme."]),
         ("stage=zero2", ["got stage=zero2", "Write zero/stage=zero2."]),
+        ("machine=h100", ["machine: lightning_zero.plan and lightning_zero.submit have", "Drop machine=h100."]),
+        ("callbacks.best.monitor=x", ["there is no callbacks.best without callbacks=best", "Add callbacks=best."]),
+        ("logger.wandb.offline=true", ["got logger.wandb.offline=true", "Add logger=wandb."]),
         ("zero/prefetch_bytes=3", ["got zero/prefetch_bytes=3", "write zero.prefetch_bytes=3."]),
         ("zero.unit=3", ["zero.unit", "got zero.unit=3", "zero.unit.classes"]),
         # behind a plus

@@ -46,7 +46,7 @@ def test_time_that_is_over_is_a_failure(tmp_path: Path) -> None:
 def test_every_row_that_is_allowed_is_tried() -> None:
     rows = selftest.rows()
     assert len({row.name for row in rows}) == len(rows)
-    assert {row.stage for row in rows} == set(Stage.__members__)
+    assert {row.stage for row in rows} == set(Stage.__members__) - {"auto"}  # which is one of the others
     assert {row.offload for row in rows if row.stage == "zero3"} == set(Offload.__members__)
     assert {row.offload for row in rows if row.stage == "zero0"} == {"none"}
 

@@ -16,13 +16,15 @@ from types import SimpleNamespace
 import lightning.pytorch  # noqa: F401  here, because it sets environment variables
 import pytest
 import torch
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from lightning_zero.app import jobs, progress
+from lightning_zero.app import jobs, progress, train
 from lightning_zero.config import ConfigError
 from lightning_zero.models.gpt import GPT, LitGPT
 from lightning_zero.models.language_model import decay_groups, warmup_cosine
 from lightning_zero.models.sample import SampleText
+from tests.harness import forked
 
 ROOT = Path(__file__).parent.parent.parent
 LIMIT_S = 880  # of a busy machine
@@ -54,6 +56,17 @@ def run(folder: Path, *overrides: str, module: tuple[str, ...] = ("-m", "lightni
     environ |= {"PYTHONPATH": f"{ROOT}:{folder}", "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(folder / "cache")}
     command = [sys.executable, *module, *overrides]
     return subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=LIMIT_S)
+
+
+def alone(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
+    """As :func:`run`, of a run of one process."""
+    cache = str(folder / "cache")
+    return forked(_main, folder, ["train", *overrides], timeout=LIMIT_S, XDG_CACHE_HOME=cache)
+
+
+def _main() -> None:
+    GlobalHydra.instance().clear()
+    train.main()
 
 
 def bits_per_byte(out: str) -> float:
@@ -137,7 +150,7 @@ def test_a_checkpoint_is_tested_and_predicted_from(
 ) -> None:
     last = finished[0] / "run" / "checkpoints" / "last.ckpt"
     settings = (*SMALL[:2], "trainer.devices=1", f"ckpt_path={last}", "logger=none")
-    done = run(tmp_path, *settings, "task=test", "hydra.run.dir=test", "trainer.limit_test_batches=8", "tags=[mine]")
+    done = alone(tmp_path, *settings, "task=test", "hydra.run.dir=test", "trainer.limit_test_batches=8", "tags=[mine]")
     assert done.returncode == 0, done.stderr
     (bits,) = re.findall(r"^test bits per byte: (\S+)$", done.stdout, re.MULTILINE)
     assert float(bits) == pytest.approx(bits_per_byte(finished[1].stdout), abs=0.3)  # the same 32 pieces of text
@@ -146,7 +159,7 @@ def test_a_checkpoint_is_tested_and_predicted_from(
     assert results["metrics"]["test_bits_per_byte"] == pytest.approx(float(bits), abs=1e-4)
     assert "dirpath has changed" not in done.stderr
 
-    done = run(tmp_path, *settings, "task=predict", "hydra.run.dir=predict", "trainer.limit_predict_batches=8")
+    done = alone(tmp_path, *settings, "task=predict", "hydra.run.dir=predict", "trainer.limit_predict_batches=8")
     assert done.returncode == 0, done.stderr
     written = torch.load(tmp_path / "predict" / "predictions" / "rank-0.pt")
     assert [i for indices, _ in written for i in indices] == list(range(32))
@@ -189,7 +202,7 @@ def test_a_checkpoint_that_may_run_code_is_refused_with_the_key(
 def test_resumes_at_another_stage_and_precision(
     finished: tuple[Path, subprocess.CompletedProcess[str]], tmp_path: Path
 ) -> None:
-    done = run(
+    done = alone(
         tmp_path,
         *SMALL,
         f"ckpt_path={odd_checkpoint(finished[0], tmp_path)}",
@@ -221,7 +234,7 @@ def test_a_model_of_ones_own_whose_mistake_keeps_its_traceback(tmp_path: Path) -
 def test_a_model_that_expects_other_batches_is_told_what_a_batch_is(tmp_path: Path) -> None:
     (tmp_path / "users_model.py").write_text(OWN_MODEL.replace("if self.global_rank", "x, y = batch\n        if self"))
     overrides = ("experiment=tiny", "debug=fast", "trainer.accelerator=cpu", "model._target_=users_model.Lit")
-    done = run(tmp_path, *overrides, "hydra.run.dir=run")
+    done = alone(tmp_path, *overrides, "hydra.run.dir=run")
     assert done.returncode == 1
     assert "x, y = batch" in done.stderr and "ValueError: too many values to unpack" in done.stderr
     assert "A batch of data._target_=lightning_zero.data.text.TextData, the default, is one tensor of" in done.stderr
@@ -244,7 +257,7 @@ def test_a_path_with_nothing_there_is_refused_before_anything_large_is_imported(
 def test_one_process_without_logs_and_callbacks(tmp_path: Path) -> None:
     (tmp_path / "users_model.py").write_text(OWN_MODEL)
     (tmp_path / "words.txt").write_text("some words of text\n" * 500)
-    done = run(
+    done = alone(
         tmp_path,
         "experiment=tiny",
         "debug=fast",

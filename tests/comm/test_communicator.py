@@ -19,6 +19,7 @@ from lightning_zero.comm.transports import (
     DirectTransport,
     HostTransport,
     PlainTransport,
+    Transport,
     choose_transport,
 )
 from lightning_zero.config import Transport as TransportName
@@ -270,3 +271,30 @@ def test_groups_on_which_ranks_differ_are_not_used_again() -> None:
         groups.issued += comm.rank  # an exception kept one rank from an operation
     with communicator() as again:
         assert again._groups is not groups
+
+
+# -- sums of narrower parts -------------------------------------------------------------------------------------------
+
+
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("transport", [DirectTransport(), PlainTransport(exchanges=True)], ids=["direct", "plain"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_parts_are_added_in_rank_order_in_the_dtype_of_the_sum(transport: Transport, dtype: torch.dtype) -> None:
+    world, rank = dist.get_world_size(), dist.get_rank()
+    inputs = [_input(r, world, torch.bfloat16).float() for r in range(world)]
+    expected = inputs[0].clone()
+    for other in inputs[1:]:
+        expected += other
+    expected *= 0.25
+    own = slice(rank * 512, (rank + 1) * 512)
+    for inner in (transport, HostTransport(transport, ALONE)):
+        with communicator(even_alone=True) as comm:
+            comm._transport = inner
+            assert comm.exchanges
+            full = inputs[rank].to(dtype, copy=True)
+            part = comm.reduce_scatter(full, "x", factor=0.25, total_dtype=torch.float32).finish()
+            assert torch.equal(part, expected[own])
+            total = comm.all_reduce(
+                inputs[rank].to(dtype, copy=True), "x", factor=0.25, total_dtype=torch.float32
+            ).finish()
+            assert torch.equal(total, expected)

@@ -9,7 +9,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -20,9 +20,10 @@ from torch import Tensor, nn
 
 import lightning_zero
 from lightning_zero.engine.units import capacity
-from lightning_zero.planning.memory import Limits, on_tier, peak_bytes
+from lightning_zero.engine.whole.held_bytes import limits_of
+from lightning_zero.planning.memory import on_tier, peak_bytes
 from lightning_zero.planning.placement import Tier
-from lightning_zero.planning.topology import by_node
+from lightning_zero.planning.topology import by_node, within_nodes
 from tests.device.machine import Machine, Tally
 from tests.device.virtual import Pace, simulated
 
@@ -150,9 +151,11 @@ def world(ranks: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def on_nodes(ranks: int, nodes: int) -> Iterator[None]:
+def on_nodes(case: Case) -> Iterator[None]:
     """The other ranks would say where they are."""
-    topology = by_node([str(rank * nodes // ranks) for rank in range(ranks)])
+    hierarchy = case.settings.get("comm", {}).get("hierarchy", "node")
+    divided = within_nodes if hierarchy == "node_backward" else by_node
+    topology = divided([str(rank * case.nodes // case.ranks) for rank in range(case.ranks)])
     with mock.patch.object(capacity, "find_topology", lambda *_: topology):
         yield
 
@@ -222,7 +225,7 @@ def train(case: Case, mutations: Sequence[tuple[str, Any]] = (), *, then: Callab
             stack.enter_context(fused_on_meta())
             # No tensor has values: each is taken for one that was written to.
             stack.enter_context(mock.patch("lightning_zero.engine.whole.gather.same_bits", lambda *_: False))
-            stack.enter_context(on_nodes(case.ranks, case.nodes))
+            stack.enter_context(on_nodes(case))
             stack.enter_context(simulated(machine, case.worker))
             return _train(case, machine, files, then)
     finally:
@@ -274,7 +277,6 @@ def _train(case: Case, machine: Machine, files: str, then: Callable[..., None] |
 
 
 def _planned(engine: Any, micro_batches: int) -> int:
-    config = engine.config
-    limits = Limits(config.prefetch_bytes, config.keep_gathered_bytes, config.reduce_bucket_bytes, micro_batches)
+    limits = replace(limits_of(engine, micro_batches), has_link=True)
     peaks = peak_bytes([bucket.plan for bucket in engine.buckets], limits)
     return max(on_tier(held, Tier.device) for held in peaks.values())

@@ -57,6 +57,7 @@ def test_training_has_no_race(case: Case, trained: Trained) -> None:
 
 
 SMALL = {"reduce_bucket_bytes": 1200}  # less than any two buckets: a reduction is waited for before the next
+NODE_BACKWARD: dict[str, Any] = {"comm": {"hierarchy": "node_backward"}}
 EARLY = (Step(early=True),) * 4
 
 
@@ -72,6 +73,10 @@ EARLY = (Step(early=True),) * 4
             Case(settings={"comm": {"transport": "direct"}}),
             *(Case(stage, ranks=1, steps=MIXED, settings={"comm": {"even_alone": True}}) for stage in (0, 1, 3)),
             Case(precision="bf16_true"),
+            *(
+                Case(stage, row, "bf16", ranks=ranks, steps=MIXED, settings=SMALL | {"optimizer": {"whole": True}})
+                for stage, row, ranks in ((1, "none", 4), (3, "none", 4), (3, "optimizer_cpu", 1), (3, "nvme", 4))
+            ),
             Case(precision="bf16", grad_dtype="bf16"),
             *(
                 Case(3, row, "bf16", "bf16", ranks, settings=SMALL)  # gradients are cast on their way to the host
@@ -90,7 +95,13 @@ EARLY = (Step(early=True),) * 4
             Case(3, "nvme", "bf16", settings=SMALL),
             Case(3, "auto", steps=MIXED),
             *(Case(stage, nodes=nodes, steps=MIXED) for stage in (0, 1, 3) for nodes in (2, 4)),
+            *(Case(stage, precision="bf16", nodes=2, steps=MIXED, settings=SMALL) for stage in (0, 3)),
             Case(3, "optimizer_cpu", nodes=2, settings=SMALL),
+            *(
+                Case(3, row, "bf16", nodes=2, steps=MIXED, settings=NODE_BACKWARD | settings)
+                for row in ("none", "optimizer_cpu")
+                for settings in ({}, {"prefetch_bytes": 0}, {"dynamic": True}, {"activation_checkpointing": "blocks"})
+            ),
         ]
     ),
 )

@@ -153,6 +153,7 @@ class Twin:
         self._each = each
         self._local: dict[nn.Parameter, Tensor] = {}
         self._reduce_dtype = {"bf16": torch.float32, "fp16": torch.float32, **TRUE}.get(precision)
+        self._divides_sums = precision == "bf16"  # of gradients that are made in bf16, and added in fp32
         self.masters = _lower(self.module, precision)
         self.optimizer = optimizer([master.flat for master in self.masters.values()])
 
@@ -165,15 +166,18 @@ class Twin:
             self._average()
 
     def _take(self) -> None:
-        scale = 1 / dist.get_world_size()
         for param in self.masters:
             if param.grad is None:
                 continue
+            scale = 1.0 if self._is_divided_later(param) else 1 / dist.get_world_size()
             if param in self._local:
                 self._local[param].add_(param.grad, alpha=scale)
             else:
                 self._local[param] = param.grad.to(self._reduce_dtype or param.dtype) * scale
             param.grad = None
+
+    def _is_divided_later(self, param: nn.Parameter) -> bool:
+        return self._divides_sums and param.dtype is torch.bfloat16
 
     def _average(self) -> None:
         """A gradient that no rank has stays none."""
@@ -186,6 +190,8 @@ class Twin:
             if flag
         }
         for param, total in _sum_over_ranks(local).items():
+            if self._is_divided_later(param):
+                total.mul_(1 / dist.get_world_size())
             self.grads[param] = self.grads[param] + total if param in self.grads else total
 
     @contextlib.contextmanager

@@ -36,6 +36,7 @@ class LateTransport:
 
     def __init__(self, inner: Any, chance: random.Random) -> None:
         self._inner, self._chance = inner, chance
+        self.exchanges = inner.exchanges
 
     def _pause(self) -> float:
         return self._chance.random() ** 4 * MAX_DELAY_S  # mostly short

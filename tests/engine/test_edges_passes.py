@@ -824,7 +824,9 @@ def test_a_backward_that_is_told_of_takes_no_gradients_of_one_that_failed_unnoti
     torch.manual_seed(3)
     module = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
     twin = Twin(module, each=stage >= 2)
-    with Sharded(module, stage=stage, unit={"classes": ["Linear"]}) as sharded:
+    # One rank may have issued the second half of a sum, and the other not.
+    soon = mock.patch("lightning_zero.engine.passes.passes.ABANDON_S", 0.5)
+    with soon, Sharded(module, stage=stage, unit={"classes": ["Linear"]}) as sharded:
         for side in (twin, sharded):
             with side.engine.step_scope() if side is sharded else contextlib.nullcontext():
                 first = side.module[0](floats(0, 4, WIDTH))

@@ -449,7 +449,9 @@ def test_gradients_that_lack_a_part_are_not_stepped(stage: int, plain: bool) -> 
     torch.manual_seed(3)
     module = Model()
     twin = Twin(module, each=stage >= 2)
-    with Sharded(module, stage=stage, plain=plain) as side:
+    # One rank may have issued the second half of a sum, and the other not.
+    soon = mock.patch("lightning_zero.engine.passes.passes.ABANDON_S", 0.5)
+    with soon, Sharded(module, stage=stage, plain=plain) as side:
         side.backward(language_loss(side.module, tokens(0)))
         hook = raise_in(side.module.blocks[1])
         with pytest.raises(ZeroDivisionError):

@@ -183,6 +183,9 @@ def test_dtypes_of_gradients_are_those_of_the_row(name: str, key: str) -> None:
 class Narrow(Twin):
     """Its gradients are added up over the ranks in bf16, and rest in fp32."""
 
+    def _is_divided_later(self, param: nn.Parameter) -> bool:
+        return False
+
     def _average(self) -> None:
         self._local = {param: grad.to(torch.bfloat16) for param, grad in self._local.items()}
         self._reduce_dtype = torch.bfloat16

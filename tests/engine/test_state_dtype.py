@@ -355,6 +355,8 @@ REFUSED: dict[str, tuple[Callable[[Any], Optimizer], dict[str, Any], str]] = {
     "amsgrad": (lambda p: torch.optim.AdamW(p, amsgrad=True), {}, r"AdamW\(amsgrad=True\)"),
     "centered": (lambda p: torch.optim.RMSprop(p, centered=True), {}, r"RMSprop\(centered=True\)"),
     "unknown": (Unknown, {"elementwise": True}, "whose state is not known"),
+    "whole": (lambda p: torch.optim.AdamW(p), {"whole": True}, "steps whole tensors"),
+    "stepped whole": (Unknown, {}, "steps whole tensors"),
     "own step": (OwnStep, {"elementwise": True}, "whose state is not known"),
     "torchao": (
         lambda p: type("AdamW8bit", (Unknown,), {"__module__": "torchao.optim.adam"})(p),

@@ -69,6 +69,7 @@ class Settings:
     keep_gathered_bytes: int = 0
     reduce_bucket_bytes: int = 10**6
     transport: str = "auto"
+    grad_wire: str = "auto"
     dynamic: bool = False
     ranks_per_node: int = 0
     plain: bool = False

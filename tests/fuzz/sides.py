@@ -344,7 +344,7 @@ def arguments(program: Program, settings: Settings, folder: str) -> dict[str, An
         "activation_checkpointing": settings.recompute,
         "prefetch_bytes": settings.prefetch_bytes,
         "reduce_bucket_bytes": settings.reduce_bucket_bytes,
-        "comm": {"transport": settings.transport},
+        "comm": {"transport": settings.transport, "grad_wire": settings.grad_wire},
     }
     if "nvme" in settings.offload:
         found["offload"] = {"name": settings.offload, "nvme_path": folder}
@@ -387,6 +387,7 @@ class _LateTransport:
 
     def __init__(self, inner: Any, seconds: float) -> None:
         self._inner, self._seconds = inner, seconds
+        self.exchanges = inner.exchanges
         self._chance = random.Random(dist.get_rank())
 
     def _pause(self) -> None:

@@ -141,6 +141,7 @@ def _settings(draw: DrawFn, model: p.Model, world: int) -> p.Settings:
         keep_gathered_bytes=draw(st.sampled_from([0, 0, 700, 10**6])) if stage == 3 else 0,
         reduce_bucket_bytes=draw(st.sampled_from([10**6, 500, 100])),
         transport=draw(st.sampled_from(["auto", "plain", "direct"])),
+        grad_wire=draw(st.sampled_from(["auto", "full"])),
         dynamic=draw(_rarely()) if stage == 3 else False,
         ranks_per_node=draw(_rarely()) * (world // 2),
         plain=draw(st.booleans()),

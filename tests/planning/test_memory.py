@@ -22,6 +22,7 @@ from lightning_zero.planning.memory import (
     planned_bytes,
 )
 from lightning_zero.planning.placement import OFFLOADS, ON_DEVICE, STAGES, Placement, Tier, TierRow
+from lightning_zero.planning.topology import EXCHANGE_MAX_RANKS
 
 NUMELS = st.lists(st.integers(1, 5000), min_size=1, max_size=6)
 
@@ -211,6 +212,23 @@ def test_reductions_after_step_are_bounded() -> None:
     for limit, expected in ((1, 2), (2 * 4096, 3), (10**9, 8)):  # buckets of 4096 bytes; one is filling
         peak = peak_bytes(plans, Limits(0, 0, limit))[Phase.backward]
         assert peak[Role.reducing, D] == expected * 4096
+
+
+def test_gradients_that_travel_as_they_are_made_take_half_of_the_buffers() -> None:
+    """Beside what is received, by one after the other, on a device."""
+    wide, narrow = Itemsizes(2, 4, 4, 4, 4, exchanged=True), Itemsizes(2, 4, 4, 4, 2, exchanged=True)
+    for sizes, nbytes in ((wide, 4096), (narrow, 2048)):
+        shapes = [BucketShape(unit, (1024,), sizes) for unit in range(8)]
+        plans = [place(s, STAGES[Stage.zero3], ON_DEVICE, 2) for s in shapes]
+        for has_link, buffers in ((False, 2), (True, 3)):
+            peak = peak_bytes(plans, Limits(0, 0, 1, has_link=has_link))[Phase.backward]
+            assert peak[Role.reducing, D] == buffers * nbytes
+    # Where they add up, and among too many ranks, they travel as they are summed.
+    assert place(shapes[0], STAGES[Stage.zero1], ON_DEVICE, 2).wire_itemsize(1) == 2
+    assert place(shapes[0], STAGES[Stage.zero1], ON_DEVICE, 2).wire_itemsize(2) == 4
+    assert place(shapes[0], STAGES[Stage.zero2], ON_DEVICE, 2).wire_itemsize(2) == 2
+    assert place(shapes[0], STAGES[Stage.zero3], ON_DEVICE, EXCHANGE_MAX_RANKS + 1).wire_itemsize() == 4
+    assert place(shapes[0], STAGES[Stage.zero3], ON_DEVICE, 1).wire_itemsize() == 4
 
 
 def test_replicated_gradients_wait_for_more_micro_batches() -> None:

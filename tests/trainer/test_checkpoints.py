@@ -643,9 +643,10 @@ def test_a_checkpoint_on_an_exception_of_all_ranks(tmp_path: Path) -> None:
 
 def _fail_alone(stage: str, root: Path) -> str:
     """What this rank ends with; the pool does not outlive this."""
+    from lightning_zero.engine.passes import passes
     from lightning_zero.trainer import interruptions
 
-    interruptions.MEET_S = 1.0
+    interruptions.MEET_S, passes.ABANDON_S = 1.0, 0.5
     strategy = ZeroStrategy(stage, summary=False, stall_timeout_s=3.0)
     of = trainer(strategy, root, enable_checkpointing=True, callbacks=[OnExceptionCheckpoint(root)])
     try:

@@ -49,6 +49,25 @@ def _fit(stage: int, folder: Path) -> None:
     assert sorted(p.name for p in folder.glob("*.ckpt")) == ["flat.ckpt", "node.ckpt"]
 
 
+def _keeps(folder: Path) -> None:
+    os.environ |= {"LOCAL_RANK": str(dist.get_rank() % 2), "NODE_RANK": str(dist.get_rank() // 2)}
+    found = []
+    for hierarchy in ("node_backward", "flat"):
+        strategy = ZeroStrategy(3, comm={"hierarchy": hierarchy}, cluster_environment=TwoNodes(), summary=False)
+        module = seeded(lambda: Lit(optimizer="adamw"))
+        settings = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1, "val_check_interval": 2}
+        result = fit(strategy, folder, module, max_epochs=2, devices=2, num_nodes=2, **settings)
+        assert strategy.engine.comm.node_size == (2 if hierarchy == "node_backward" else 0)
+        found.append(result)
+        strategy.engine.release()
+    assert found[0].losses == found[1].losses
+    assert_weights(found[0].weights, found[1].weights, tolerance=0.0)
+
+
+def test_gathers_of_the_backward_within_nodes(tmp_path: Path) -> None:
+    run(4, _keeps, tmp_path)
+
+
 @pytest.mark.parametrize("stage", [1, 3])
 def test_two_nodes_of_two_ranks(stage: int, tmp_path: Path) -> None:
     run(4, _fit, stage, tmp_path)

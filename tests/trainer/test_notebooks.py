@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from lightning_zero import ZeroFabricStrategy, ZeroStrategy
 from lightning_zero.config import ConfigError
 from lightning_zero.presets import PRESETS
 from lightning_zero.trainer import launchers
+from tests.harness import forked
 
 
 @pytest.fixture
@@ -150,9 +152,10 @@ def test_cells_with_one_device_and_with_two(tmp_path: Path) -> None:
     assert found.returncode == 0 and "trained" in found.stdout, found.stderr[-3000:]
 
 
-def test_a_pool_of_threads_does_not_hang_forked_processes() -> None:
+@pytest.mark.usefixtures("notebook")
+def test_a_pool_of_threads_does_not_hang_forked_processes(tmp_path: Path) -> None:
     """Under DDP it does."""
-    found = run(THREADS)
+    found = forked(partial(exec, NOTEBOOK + THREADS, {}), tmp_path, [""])
     assert found.returncode == 0, found.stderr[-3000:]
     assert found.stdout.splitlines()[-1] == "1 None"
     assert "compute on one thread each" in found.stderr

@@ -65,14 +65,16 @@ def with_optimizer(make: Any) -> Lit:
 
 
 @on_ranks(2)
-def test_optimizers_of_whole_matrices(tmp_path: Path) -> None:
+def test_optimizers_that_couple_tensors_or_may_not_have_whole_ones(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"zero\.optimizer\.whole.*depends on the other tensors.*zero0"):
+        fit("zero3", tmp_path, with_optimizer(lambda m: torch.optim.LBFGS(m.parameters())))
     for make in (
-        lambda m: torch.optim.LBFGS(m.parameters()),
         lambda m: torch.optim.Adafactor(m.parameters()),
         lambda m: torch.optim.Muon([p for p in m.parameters() if p.ndim == 2]),
     ):
-        with pytest.raises(ConfigError, match=r"zero\.optimizer\.elementwise.*AdamW"):
-            fit("zero3", tmp_path, with_optimizer(make))
+        with pytest.raises(ConfigError, match=r"zero\.optimizer\.whole=false.*elementwise=true"):
+            strategy = ZeroStrategy("zero3", summary=False, optimizer={"whole": False})
+            fit(strategy, tmp_path, with_optimizer(make))
 
 
 @on_ranks(2)
@@ -220,3 +222,11 @@ def test_a_rank_that_prepares_for_long_is_waited_for(tmp_path: Path) -> None:
 
     run = fit(ZeroStrategy("zero3", summary=False, stall_timeout_s=1.0), tmp_path, Prepares(), max_epochs=1)
     assert run.losses
+
+
+@on_ranks(2)
+def test_gradients_that_add_up_do_not_fit_into_bf16(tmp_path: Path) -> None:
+    comm, settings = {"grad_wire": "bf16"}, {"precision": "bf16-mixed", "accumulate_grad_batches": 2}
+    with pytest.raises(ConfigError, match=r"grad_wire: .*accumulate_grad_batches.*zero/stage=zero1"):
+        fit(ZeroStrategy(1, comm=comm), tmp_path, **settings)
+    fit(ZeroStrategy(2, comm=comm), tmp_path, max_epochs=1, **settings)

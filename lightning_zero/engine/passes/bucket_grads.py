@@ -7,6 +7,11 @@
     complete  zeros where none came; the buffer is handed out to be reduced
 
 Where gradients rest replicated (stages 0 and 1) the buffer itself accumulates until a backward synchronizes.
+
+Where gradients are narrower than their sum (made in bf16, summed in fp32) the buffer holds them as autograd has made
+them: not divided, which the sum is, and not added up. Then they may travel in their own dtype, without the loss of a
+bit. A second gradient of a parameter in one backward waits apart, and is reduced in fp32 at its end. All of that is so
+under each ``zero.comm.grad_wire``, so that they have the same sums.
 """
 
 from __future__ import annotations
@@ -33,6 +38,8 @@ class BucketGrads:
     written: set[int] = field(default_factory=set)  # slots of ``local`` that hold a gradient
     together: bool = False  # gradients wait until the bucket has all, and go into ``local`` in one call
     waiting: dict[int, Tensor] = field(default_factory=dict)  # those, by slot, as autograd has made them
+    as_made: bool = False  # ``local`` holds gradients of one backward, as autograd has made them
+    again: dict[int, Tensor] = field(default_factory=dict)  # those that cannot be there too, by slot: reduce_dtype
     arrived: set[int] = field(default_factory=set)  # slots with a gradient of this backward
     reduced: frozenset[int] = frozenset()  # slots whose gradient of this backward was in the buffer that is reduced
     issued: bool = False  # reduced in this backward
@@ -44,11 +51,36 @@ class BucketGrads:
     def accumulates(self) -> bool:
         return self.bucket.plan.accumulates_locally
 
-    def take(self, slot: int, grad: Tensor) -> None:
-        """Move one parameter's gradient into the local buffer, or keep it until the others have come."""
+    @property
+    def _exchanges(self) -> bool:
+        """Whether gradients that are as autograd has made them are reduced by an all-to-all, and divided afterwards."""
+        return self.bucket.dtypes.exchanged and self.bucket.comm.exchanges
+
+    def begin(self, *, fresh: bool) -> None:
+        """A backward starts.
+
+        Args:
+            fresh: it reduces, and none that did not has come since the last that did: the same on all ranks.
+        """
+        self.arrived, self.reduced, self.issued = set(), frozenset(), False
+        self.as_made = self._exchanges and (fresh or not self.accumulates)
+
+    def take(self, slot: int, grad: Tensor) -> bool:
+        """Move one parameter's gradient into the local buffer, or keep it until the others have come.
+
+        Returns:
+            Whether it is to be reduced at the end of the backward, behind what ``complete`` hands out first.
+        """
         if grad.layout is not torch.strided:
             grad = grad.to_dense()  # sparse embedding gradients: shards are dense
-        if self.together:
+        fits = not self.as_made or (slot not in self.arrived and grad.dtype == self.bucket.dtypes.compute)
+        late = self.issued or not fits
+        if self.as_made and late:
+            if slot in self.again:
+                self.again[slot].add_(grad)
+            else:
+                self.again[slot] = grad.to(self.bucket.dtypes.reduce, copy=True)
+        elif self.together:
             if slot in self.waiting:
                 self.copy_in()
             self.waiting[slot] = grad
@@ -56,6 +88,7 @@ class BucketGrads:
             self._write(slot, grad)
         self.used.add(slot)
         self.arrived.add(slot)
+        return late
 
     def _allocate(self, device: torch.device) -> Tensor:
         if self.local is None:
@@ -74,21 +107,24 @@ class BucketGrads:
         return {} if self.local is None else {slot: self._place(self.local, slot) for slot in sorted(self.written)}
 
     def _write(self, slot: int, grad: Tensor) -> None:
-        view = self._place(self._allocate(grad.device), slot)
+        view, now = self._place(self._allocate(grad.device), slot), self._factor_now
         if slot in self.written:
-            view.add_(grad, alpha=self.scale)
+            view.add_(grad, alpha=now)
         else:
-            _put(view, grad, self.scale)
+            _put(view, grad, now)
         self.written.add(slot)
 
     @property
     def factor(self) -> float:
-        """What the sum over ranks is still to be multiplied by: ``scale``, where that gives what it gives before.
+        """What the sum over ranks is still to be multiplied by: ``scale``, where gradients are summed as autograd has
+        made them, and where that gives what it gives before.
 
         It does where the product is exact, and it costs less there, for a slice has fewer elements: by a power of two,
         in a dtype of the range of fp32. (At the ends of that range, below 1e-38 and above 1e38, digits may differ.) It
         is the same on all ranks, also on those that have no gradient.
         """
+        if self._exchanges:
+            return self.scale
         wide = torch.float16 not in (self.bucket.dtypes.reduce, self._local_dtype)
         return self.scale if self.together and wide and math.frexp(self.scale)[0] == 0.5 else 1.0
 
@@ -100,8 +136,32 @@ class BucketGrads:
                 self.local.mul_(before / self.factor)
 
     @property
+    def _factor_now(self) -> float:
+        """What a gradient is multiplied by as it goes into the local buffer."""
+        return 1.0 if self.factor != 1.0 else self.scale
+
+    @property
     def _local_dtype(self) -> torch.dtype:
-        return self.bucket.dtypes.grad if self.accumulates else self.bucket.dtypes.reduce
+        dtypes = self.bucket.dtypes
+        if self.as_made:
+            return dtypes.wire
+        return dtypes.grad if self.accumulates else dtypes.reduce
+
+    @property
+    def total_dtype(self) -> torch.dtype | None:
+        """Of the sum of what ``complete`` hands out next, where that travels by an all-to-all."""
+        dtypes = self.bucket.dtypes
+        narrow = self.as_made or (self._exchanges and self._local_dtype == dtypes.compute)
+        return dtypes.reduce if narrow and not self.issued else None
+
+    @property
+    def _sent_dtype(self) -> torch.dtype:
+        return self.bucket.dtypes.reduce if self.total_dtype is None else self.bucket.dtypes.wire
+
+    @property
+    def sent_nbytes(self) -> int:
+        """Bytes of what ``complete`` hands out next."""
+        return self.bucket.layout.numel * self._sent_dtype.itemsize
 
     def copy_in(self) -> None:
         """Move the gradients that wait into the local buffer, in one call for all."""
@@ -109,7 +169,7 @@ class BucketGrads:
             return
         waiting, self.waiting = self.waiting, {}
         local = self._allocate(next(iter(waiting.values())).device)
-        now = 1.0 if self.factor != 1.0 else self.scale
+        now = self._factor_now
         views = {slot: self._place(local, slot) for slot in waiting}
         new = [slot for slot in waiting if slot not in self.written]
         if now == 1.0 and new:
@@ -122,13 +182,14 @@ class BucketGrads:
         self.written.update(waiting)
 
     def complete(self) -> Tensor:
-        """Hand out the local buffer to be reduced, with zeros wherever no gradient came."""
-        bucket = self.bucket
+        """Hand out the local buffer to be reduced, with zeros wherever no gradient came; in a backward that has handed
+        it out before, what has come since."""
+        bucket, dtype = self.bucket, self._sent_dtype
         self.copy_in()
         full = self.local
         # No gradient on this rank: zeros take part all the same. Other ranks reduce the bucket, and would wait for it.
         if full is None:
-            full = torch.zeros(bucket.layout.numel, dtype=bucket.dtypes.reduce, device=bucket.comm.device)
+            full = torch.zeros(bucket.layout.numel, dtype=dtype, device=bucket.comm.device)
         else:
             empty = [full[low:high] for low, high in bucket.gaps]
             for place in bucket.layout.slots:
@@ -136,11 +197,20 @@ class BucketGrads:
                     empty.append(full[place.start : place.start + place.numel])
             if empty:
                 torch._foreach_zero_(empty)
+        if self.issued:
+            for slot, grad in self.again.items():
+                self._place(full, slot).copy_(grad)
+            self.again = {}
         # Let go of: the reduction keeps the buffer as long as a stream reads it, and no longer.
         self.local = None
         self.written = set()
         self.reduced = frozenset(self.arrived)
-        return full if full.dtype == bucket.dtypes.reduce else full.to(bucket.dtypes.reduce)
+        return full if full.dtype == dtype else full.to(dtype)
+
+    def drop(self) -> None:
+        """Drop what is not reduced: a backward has raised."""
+        self.partial = set(self.used)
+        self.local, self.written, self.waiting, self.again = None, set(), {}, {}
 
     def forget(self, slots: Iterable[int]) -> None:
         """Drop these parameters' gradients, because the user has cleared them."""
@@ -153,6 +223,7 @@ class BucketGrads:
         self.written -= gone
         for slot in gone:
             self.waiting.pop(slot, None)
+            self.again.pop(slot, None)
         if not self.written:
             self.local = None  # else what is left in it would be reduced with the next backward
         if self.agreed:

@@ -107,7 +107,7 @@ class Reducer:
         self.completed = []
         self._next = 0
         for grads in self.grads.values():
-            grads.arrived, grads.reduced, grads.issued = set(), frozenset(), False
+            grads.begin(fresh=not self.unreduced)
         self._end_early_steps()
 
     @contextlib.contextmanager
@@ -143,16 +143,16 @@ class Reducer:
         grads = self.grads[bucket]
         if bucket.awaited_step.in_backward:
             bucket.awaited_step.refuse_in_backward(f"another gradient of {bucket.params[slot].fqn} arrived")
-        grads.take(slot, grad)
+        late = grads.take(slot, grad)
         if not self._synchronizes(bucket):
             if len(grads.arrived) == self._expected[bucket]:
                 grads.copy_in()
             return
-        if grads.issued:
+        if late:
             # A second arrival (a module that is used again under checkpointing). Only this rank may know of it now, so
             # it is not reduced here: the ranks agree at the end on what they reduce again.
             self._late.add(bucket)
-        elif len(grads.arrived) == self._expected[bucket] and bucket not in self._ready:
+        if not grads.issued and len(grads.arrived) == self._expected[bucket] and bucket not in self._ready:
             self._set_ready(bucket)
             self._pump()
 
@@ -323,8 +323,7 @@ class Reducer:
         self._in_flight, self._second_half = [], []
         self._flying_nbytes = 0
         for grads in self.grads.values():
-            grads.partial = set(grads.used)
-            grads.local, grads.written, grads.waiting = None, set(), {}
+            grads.drop()
         self._end_early_steps()
 
     def _end_early_steps(self) -> None:
@@ -353,7 +352,8 @@ class Reducer:
             self._next += 1
 
     def _issue(self, bucket: Bucket) -> None:
-        nbytes = bucket.layout.numel * bucket.dtypes.reduce.itemsize
+        grads = self.grads[bucket]
+        nbytes, total_dtype = grads.sent_nbytes, grads.total_dtype
         # The oldest first, always: landing issues the second half of an all-reduce, and these halves share a group
         # whose operations must come in one order on all ranks. When a rank lands, on the other hand, is its own affair.
         while self._in_flight:
@@ -362,26 +362,30 @@ class Reducer:
             if not (pending.done() or (crowded and self._may_wait_for(pending))):
                 break
             self._land()
-        grads = self.grads[bucket]
         full = grads.complete()
         grads.issued = True
         self._issued.here += 1
         operation = self.comm.reduce_scatter if bucket.plan.shards_master else self.comm.all_reduce
         with profiled("reduce", bucket.label):
-            reduction = operation(full, bucket.label, factor=grads.factor)
+            reduction = operation(full, bucket.label, factor=grads.factor, total_dtype=total_dtype)
         if not self.comm.streams.are_there:
             reduction.used_up = full
+        reduction.nbytes = nbytes
         self._in_flight.append((bucket, reduction))
         self._flying_nbytes += nbytes
 
     def _land(self) -> None:
         bucket, reduction = self._in_flight.pop(0)
-        self._flying_nbytes -= bucket.layout.numel * bucket.dtypes.reduce.itemsize
+        self._flying_nbytes -= reduction.nbytes
         with profiled("wait for", bucket.label):
             is_over = reduction.land()
         if is_over:
             self._add(bucket, reduction)
         else:
+            if reduction.used_up is not None and reduction.used_up.dtype != bucket.dtypes.reduce:
+                # The sum lies elsewhere. Second halves are many, and are waited for at the end only.
+                self.spare.give_back(reduction.used_up)
+                reduction.used_up = None
             self._second_half.append((bucket, reduction))
 
     def _land_second_halves(self) -> None:

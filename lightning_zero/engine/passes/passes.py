@@ -222,6 +222,9 @@ class Passes:
         self._open = _Pass(full_key, evaluates=evaluation, ends_with_call=owner is not None)
         self.comm.place = f"pass {full_key}"
         self.order.begin(full_key, cyclic=evaluation)
+        if not evaluation:
+            for unit in self.units[1:]:  # the root stays until the pass ends
+                unit.pass_begins()
         self.after_step.refresh(self.root)
         if self.root.state is State.SHARDED:
             self.root.unshard_begin()
@@ -253,7 +256,7 @@ class Passes:
         self.hooks.forget_inputs()
         self.progress.pass_ends()
         for unit in self.units:
-            unit.drop()
+            unit.pass_ends()
         self._ordinal += not self._open.evaluates
         self._enter(Phase.BETWEEN)
         self._open = _Pass(None)
@@ -292,7 +295,7 @@ class Passes:
         self.hooks.forget_inputs()
         self.progress.pass_ends()
         for unit in self.units:
-            unit.abandon(deadline)
+            unit.pass_ends(deadline)
         # Set and not entered: an exception comes in any phase, between two passes too.
         self.phase, self._open = Phase.BETWEEN, _Pass(None)
 

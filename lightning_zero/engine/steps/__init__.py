@@ -4,12 +4,18 @@ r"""A step: from reduced gradients to new parameters.
 
     optimizer.step() --interception--> optimizer --> runs --> torch's kernels, on slices
                                            \--> around --> after_step --> worker (offloaded buckets)
+                                           \--> whole_optimizer --> windows --> the class's own step, on whole tensors
 
     interception      how step() of the user's object leads here
     optimizer         one step, from top to bottom
     around            what it waits for before, and what follows from it
     runs              the slices of a bucket that an optimizer steps, and their state
     torch_optimizers  what is known of torch's optimizers: which are element-wise, what state they keep
+    whole_optimizer   one step of tensors that are stepped whole, each on the rank that owns it
+    windows           ... what of them is stepped at a time, and its way from shards and back
+    owned             ... those of this rank, and their state
+    in_parts          ... by several calls of the class's step
+    probe             ... tried on small tensors before training
     mixed_dtypes      steps where a slice and its gradient differ in dtype
     narrow_states     steps whose state rests in bf16 or in 8 bits
     worker            a thread that steps what rests off the device

@@ -68,13 +68,16 @@ class AfterStep:
                 bucket.show(gathered=False)
             if refreshed:
                 self._stale.append((unit, refreshed))
-            if buckets and unit.reshards and unit.state is not State.SHARDED:
+            is_here = unit.reshards and unit.state is not State.SHARDED
+            if buckets and is_here:
                 # A step inside a pass: gathered values, in use or ahead of use, are those of before. The root is
                 # gathered on all ranks as long as a pass is open, so all gather it again. Other units may be gathered
                 # on some ranks only; they come back when they are needed, in an order that is agreed.
                 unit.drop()
-                if unit is self._units[0]:
-                    unit.unshard_begin()
+            if buckets:
+                unit.forget_kept()
+            if buckets and is_here and unit is self._units[0]:
+                unit.unshard_begin()
         self.refresh()
 
     def refresh(self, needed: Unit | None = None) -> None:

@@ -172,7 +172,7 @@ def _not_called(kind: type[Optimizer]) -> str:
     return (
         f"{kind.__qualname__}.step() has not called super().step(), and ranks hold only slices of parameters. If it "
         "computes each element from its own value, gradient and state alone, set zero.optimizer.elementwise=true; else "
-        "use torch.optim.AdamW or another element-wise one."
+        "set zero.optimizer.whole=true, by which it steps whole tensors."
     )
 
 

@@ -80,6 +80,19 @@ def check_narrow(optimizer: Optimizer, state: StateDtype, *, declared_elementwis
             raise ConfigError(f"{asked}: expected real parameters, got complex ones. Drop {_KEY}.")
 
 
+def refuse_narrow_whole(optimizer: Optimizer, state: StateDtype) -> None:
+    """
+    Raises:
+        ConfigError: state of an optimizer that steps whole tensors is to rest in fewer bits.
+    """
+    if state is not StateDtype.fp32:
+        kind = type(optimizer)
+        raise ConfigError(
+            f"{_KEY}={state.name}: {kind.__module__}.{kind.__qualname__} steps whole tensors, and keeps state that is "
+            f"not known. Use torch.optim.AdamW for all parameters (and not zero.optimizer.whole=true), or drop {_KEY}."
+        )
+
+
 def formats_of(optimizer: Optimizer, state: StateDtype) -> dict[str, Format]:
     """How each state rests, by name; empty where it rests as torch makes it."""
     base = base_of(optimizer)

@@ -26,6 +26,7 @@ from lightning_zero.engine.steps.around import AroundStep
 from lightning_zero.engine.steps.interception import Stepping, keeps_own_step
 from lightning_zero.engine.steps.mixed_dtypes import dtype_of_step, salt_of, step_in_chunks
 from lightning_zero.engine.steps.narrow_states import check_narrow, formats_of, step_narrow
+from lightning_zero.engine.steps.owned import Owned, WholeTensor
 from lightning_zero.engine.steps.runs import FlatRun, ParamStates, Runs, steps_in
 from lightning_zero.engine.steps.torch_optimizers import (
     ELEMENTWISE,
@@ -42,6 +43,7 @@ from lightning_zero.engine.units.bucket import Bucket, Place
 from lightning_zero.engine.units.grad_store import Arrived
 from lightning_zero.engine.units.home import opened
 from lightning_zero.engine.units.long_work import SILENT, LongWork
+from lightning_zero.planning.placement import StageRow
 
 
 class ShardedOptimizer:
@@ -50,7 +52,10 @@ class ShardedOptimizer:
     Attributes:
         optimizer: the user's object, patched.
         runs: what stands in its param groups inside ``step``.
+        owned: stands there where tensors are stepped whole; see ``whole_optimizer.py``.
     """
+
+    owned: Owned | None = None
 
     def __init__(
         self,
@@ -125,6 +130,24 @@ class ShardedOptimizer:
                 result.setdefault(place.bucket, {})[place.info.slot] = index
         return result
 
+    def check_row(self, row: StageRow) -> None:
+        """Refuse a row of ``zero/stage`` that the optimizer cannot be stepped under.
+
+        Raises:
+            ConfigError: why not.
+        """
+
+    def replanned(self) -> None:
+        """Follow other plans of buckets."""
+
+    def state_nbytes(self, tensor: WholeTensor) -> list[int]:
+        """Bytes of each tensor of state that a tensor which is stepped whole will have."""
+        raise NotImplementedError
+
+    def step_peak(self) -> int:
+        """The most bytes that this rank holds beside its shards while they are stepped on the device."""
+        return 0
+
     def load_param_states(self, states: ParamStates, long_work: LongWork = SILENT) -> None:
         """Replace all state; see :meth:`Runs.load`."""
         self.runs.load(states, self._group_of(), long_work)
@@ -138,6 +161,20 @@ class ShardedOptimizer:
             loss, early = self._run_closure(closure)
         self._around.begins(self.params(), early)
         used = self._around.used()
+        changed = self._step(used, early)
+        self._around.ends(changed | early, [p for p in self.params() if id(p) in used])
+        return loss
+
+    def _step(self, used: set[int], early: set[Bucket]) -> set[Bucket]:
+        """Step what got a gradient.
+
+        Args:
+            used: ids of the parameters that did.
+            early: buckets that have been stepped already.
+
+        Returns:
+            The buckets that this changes, on any rank.
+        """
         changed = self._arrange(used, early)
         lazy = [b for b in self.runs.buckets() if b in changed and self._is_lazy(b)]
         eager = [b for b in self.runs.buckets() if b in changed and b not in lazy]
@@ -166,8 +203,7 @@ class ShardedOptimizer:
         for bucket in changed:
             if not self.runs.of(bucket) and self._is_lazy(bucket):
                 bucket.awaited_step.nothing_to_do()
-        self._around.ends(changed | early, [p for p in self.params() if id(p) in used])
-        return loss
+        return changed
 
     def _run_closure(self, closure: Callable[[], Any]) -> tuple[Any, set[Bucket]]:
         """Run the closure. Returns its result, and the buckets that were stepped inside its backward."""

@@ -67,10 +67,10 @@ def check_supported(optimizer: Optimizer, *, declared_elementwise: bool, stochas
     kind = type(optimizer)
     if base_of(optimizer) is None and not declared_elementwise:
         raise ConfigError(
-            f"zero.optimizer.elementwise: {kind.__module__}.{kind.__qualname__} is not known to compute each element "
+            f"zero.optimizer.whole=false: {kind.__module__}.{kind.__qualname__} is not known to compute each element "
             "from its own value, gradient and state alone, and ranks hold only slices of parameters. If it is "
-            "element-wise, set zero.optimizer.elementwise=true; optimizers that need whole matrices (Muon, Shampoo, "
-            "Adafactor, LAMB, LBFGS) are not supported: use torch.optim.AdamW, Adam, SGD or another element-wise one."
+            "element-wise, set zero.optimizer.elementwise=true; if it may need whole tensors, as Muon and Shampoo do, "
+            "drop zero.optimizer.whole=false."
         )
     for group in optimizer.param_groups:
         if group.get("differentiable"):

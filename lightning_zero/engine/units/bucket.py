@@ -41,12 +41,21 @@ _AT_ONCE = contextlib.nullcontext()
 
 @dataclass(frozen=True, slots=True)
 class Dtypes:
-    """The dtype of each role of a bucket."""
+    """The dtype of each role of a bucket.
+
+    Attributes:
+        reduce: gradients are summed in it.
+        wire: they travel in it: ``reduce``, or that of ``compute`` where no bit is lost.
+        exchanged: they travel by an all-to-all, after which each rank adds, whatever ``wire`` is: the sum of the same
+            values is the same in both.
+    """
 
     compute: torch.dtype
     master: torch.dtype
     reduce: torch.dtype
     grad: torch.dtype
+    wire: torch.dtype
+    exchanged: bool = False
     state: StateDtype = StateDtype.fp32
 
 
@@ -90,6 +99,7 @@ class Bucket:
         self.is_plain = False  # inside gather(): parameters hold full masters
         self._values_here = True
         self._pushed: Any = None  # the end of the way of what the last step has changed
+        self.kept: Tensor | None = None  # compute_param, a slice for each rank of the node, from a use to the next
         self.layout = plan.layout
         self.gaps = self.layout.gaps()
         self._placeholders: list[Tensor] = []
@@ -112,6 +122,8 @@ class Bucket:
         # back, because that happens under the same storage object (``flat_buffer.py``).
         low, high = self.owned_range
         self._own_part = self.full.data[low:high]  # [owned numel]
+        low, high = self._node_range
+        self._node_part = self.full.data[low:high]  # [numel / ranks of the node], empty where no shard of it is kept
         for info in self.params:
             info.gathered = self.full.view(self.layout.slots[info.slot].start, info.shape, info.strides)
 
@@ -140,6 +152,12 @@ class Bucket:
         low, high = self.layout.shard_range(self.comm.shard_rank)
         base = self.owned_range[0]
         return slice(low - base, high - base)
+
+    @property
+    def _node_range(self) -> tuple[int, int]:
+        """The elements that this rank keeps for its node."""
+        numel = self.layout.numel // self.comm.node_size if self.comm.node_size else 0
+        return self.comm.node_rank * numel, (self.comm.node_rank + 1) * numel
 
     # -- values at rest -------------------------------------------------------------------------------------------
 
@@ -312,11 +330,17 @@ class Bucket:
             yield
 
     def write_master(self, info: ParamInfo, value: Tensor, *, before: Tensor | None = None) -> None:
-        """Set one parameter in the masters, from a full value of its shape: every rank takes its own part.
+        """Set one parameter in the masters, from a full value of its shape: every rank takes its own part; and in what
+        is kept for the node.
 
         Args:
             before: compute parameters of the owned range. Where ``value`` equals them, masters keep their digits.
         """
+        if self.kept is not None:
+            start, (low, high) = self.layout.slots[info.slot].start, self._node_range
+            first, last = max(low, start), min(high, start + info.numel)
+            if first < last:
+                info.copy_part(value, first - start, self.kept[first - low : last - low])
         with opened(self.home, changed=True) as master:
             for fragment in self.owned_fragments():
                 if fragment.index != info.slot:
@@ -336,10 +360,31 @@ class Bucket:
         """Whether its gather may be a part of one message: the device has streams, and what it sends is there."""
         return self.comm.streams.are_there and not self._is_elsewhere
 
-    def gather_begin(self) -> Pending:
-        """Issue the gather of the compute parameters. The full buffer has memory from here on."""
-        if self.can_gather_together:
-            return gather_together([self])
+    def keep(self) -> None:
+        """Keep this rank's part of the gathered values for its node, until :meth:`forget_kept`."""
+        with torch.inference_mode(False):
+            self.kept = self._node_part.clone()
+
+    def kept_becomes(self, full: Tensor) -> None:
+        """Values have changed: ``full`` [layout.numel] is what all ranks have now."""
+        if self.kept is not None:
+            self.kept.copy_(full[slice(*self._node_range)])
+
+    def forget_kept(self) -> None:
+        """Keep nothing for the node any more. Who has read it is over, on the current stream."""
+        self.kept = None
+
+    def gather_begin(self, *, of_node: bool = False) -> Pending:
+        """Issue the gather of the compute parameters. The full buffer has memory from here on.
+
+        Args:
+            of_node: of what the ranks of this node have kept.
+        """
+        if self.comm.streams.are_there and (of_node or not self._is_elsewhere):
+            return gather_together([self], of_node=of_node)
+        if of_node:
+            data, label = self.prepare_gather(of_node=True)
+            return self.comm.all_gather(data, label, of_node=True)
         # Until the step is over the masters, and the shard that follows from them, belong to the step's thread.
         self.awaited_step.wait()
         with self.comm.streams.pool_of("gather"):
@@ -355,11 +400,15 @@ class Bucket:
             self.home.read_until(self.comm.streams.mark())
             return self.comm.all_gather(self.full.data, self.label)
 
-    def prepare_gather(self) -> tuple[Tensor, str]:
+    def prepare_gather(self, *, of_node: bool = False) -> tuple[Tensor, str]:
         """Take memory and fill this rank's slice, on the gather stream. Returns what is to be gathered."""
         self.awaited_step.wait()
         self.full.allocate()
-        self.param_store.prepare(self._own_part)
+        if of_node:
+            assert self.kept is not None, f"{self.label}: nothing was kept"
+            self._node_part.copy_(self.kept)
+        else:
+            self.param_store.prepare(self._own_part)
         return self.full.data, self.label
 
     def leave_memory(self) -> None:
@@ -430,10 +479,13 @@ class Bucket:
             increment_version(params)
 
 
-def gather_together(buckets: Sequence[Bucket]) -> Pending:
+def gather_together(buckets: Sequence[Bucket], *, of_node: bool = False) -> Pending:
     """Issue the gathers of buckets of which each :attr:`~Bucket.can_gather_together`, as one message.
 
     Either all are dropped after use, or none is.
+
+    Args:
+        of_node: of what the ranks of this node have kept.
     """
     comm = buckets[0].comm
     # Where memory comes and goes, nothing here waits for what compute has queued beyond the last use of the memory and
@@ -441,7 +493,8 @@ def gather_together(buckets: Sequence[Bucket]) -> Pending:
     # stay are in use, until a step has replaced this rank's part of them.
     waits = comm.streams.on_free_memory if buckets[0].reshards else comm.streams.on
     with waits("gather"):
-        return comm.all_gather_together([bucket.prepare_gather() for bucket in buckets])
+        prepared = [bucket.prepare_gather(of_node=of_node) for bucket in buckets]
+        return comm.all_gather_together(prepared, of_node=of_node)
 
 
 class Place(NamedTuple):

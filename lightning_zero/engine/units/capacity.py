@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shutil
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,7 +19,6 @@ from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.share import Share, own_path, ranks_on_disk
 from lightning_zero.config import ConfigError, Hierarchy, Offload, OffloadConfig, ZeroConfig
 from lightning_zero.device import accelerator_of
-from lightning_zero.engine.units.bucket import Bucket
 from lightning_zero.engine.units.describe import UnitGroup, bucket_shapes, sizes_of
 from lightning_zero.engine.units.home import Tiers
 from lightning_zero.engine.units.landing import Landing
@@ -35,7 +34,7 @@ from lightning_zero.planning.placement import (
     default_budgets,
     split_by_budget,
 )
-from lightning_zero.planning.topology import Topology, by_node, flat, is_even
+from lightning_zero.planning.topology import Topology, by_node, check_exchange, flat, is_even, within_nodes
 from lightning_zero.ranks.peers import machine
 from lightning_zero.ranks.waits import Waits
 from lightning_zero.tiers.host import HostTier
@@ -147,26 +146,15 @@ def make_files(path: str, offload: OffloadConfig, rank: int, instances: Collecti
     )
 
 
-def check_state_fits(
-    comm: Communicator, tiers: Tiers, buckets: Sequence[Bucket], states: int, offload: OffloadConfig
-) -> None:
+def check_state_fits(comm: Communicator, tiers: Tiers, needed: Callable[[Tier], int], offload: OffloadConfig) -> None:
     """Check that host memory and files will hold the state that an optimizer makes at its first step.
 
     Args:
-        buckets: whose masters it steps.
-        states: element-wise tensors of state for each parameter.
+        needed: bytes of it on a tier, of this rank.
 
     Raises:
         ConfigError: they will not.
     """
-
-    def needed(tier: Tier) -> int:
-        return sum(
-            states * bucket.plan.state_nbytes(bucket.owned_numel)
-            for bucket in buckets
-            if bucket.trainable and bucket.plan.tiers.master is tier
-        )
-
     if tiers.host is not None:
         check_host_memory(comm, needed(Tier.host), offload.host_budget, held=tiers.host.nbytes)
     if tiers.nvme is not None:
@@ -298,7 +286,8 @@ def find_topology(
         node: names the node of this rank.
 
     Raises:
-        ConfigError: ``zero.comm.hierarchy=node`` on nodes with different numbers of ranks.
+        ConfigError: ``zero.comm.hierarchy=node`` or ``node_backward`` on nodes with different numbers of ranks; the
+            latter on one node, or on nodes of one rank; or ``grad_wire=bf16`` among too many ranks.
     """
     own = (node, machine(), accelerator_of(device).free_nbytes(), available_host_memory())
     table = gather_objects(group, own, waits, "which ranks share a node")
@@ -312,7 +301,10 @@ def find_topology(
             for _, name, gpu, host in table
         )
         hierarchy = Hierarchy.node if by_node_fits else Hierarchy.flat
-    return by_node(names) if hierarchy is Hierarchy.node else flat(len(names))
+    kinds = {Hierarchy.node: by_node, Hierarchy.node_backward: within_nodes}
+    topology = kinds[hierarchy](names) if hierarchy in kinds else flat(len(names))
+    check_exchange(topology, config.comm)
+    return topology
 
 
 def _fits_half(

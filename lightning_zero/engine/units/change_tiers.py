@@ -6,7 +6,7 @@ What is held gives way bucket by bucket to what takes its place, so only what co
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -44,11 +44,15 @@ class Held(NamedTuple):
     Attributes:
         states: element-wise tensors of state for each parameter, that there are.
         later: that there will be.
+        whole: bytes of the state of tensors that are stepped whole, that there are.
+        whole_later: ... that there will be under another plan.
     """
 
     plan: BucketPlan
     states: int
     later: int
+    whole: int = 0
+    whole_later: Callable[[BucketPlan], int] = lambda _: 0
 
 
 def change_tiers(
@@ -74,10 +78,11 @@ def change_tiers(
     """
     offload, accelerator = config.offload, comm.streams.accelerator
     path = path_of(offload, comm, share)
-    held = _sum((bucket.plan, bucket.states) for bucket in buckets)
+    held = _sum((bucket.plan, bucket.states, bucket.whole) for bucket in buckets)
     rows = choose_rows(groups, config, comm, share, path, held)
     plans = placed(groups, rows, config, comm.shard_size)
-    wanted = _sum(((plan, bucket.later) for plan, bucket in zip(plans, buckets, strict=True)), Moment.reduced)
+    to_come = ((plan, b.later, b.whole_later(plan)) for plan, b in zip(plans, buckets, strict=True))
+    wanted = _sum(to_come, Moment.reduced)
     more = {tier: memory.on_tier(wanted, tier) - memory.on_tier(held, tier) for tier in Tier}
     on_device = more[Tier.device]
     accelerator.release_cached()
@@ -133,10 +138,11 @@ def _files_for(
     return nvme
 
 
-def _sum(buckets: Iterable[tuple[BucketPlan, int]], moment: Moment = Moment.cleared) -> memory.Bytes:
-    """Bytes of one rank at rest, with so many tensors of state for each parameter."""
+def _sum(buckets: Iterable[tuple[BucketPlan, int, int]], moment: Moment = Moment.cleared) -> memory.Bytes:
+    """Bytes of one rank at rest, with so many tensors of state for each parameter, and so many bytes of other state."""
     total: memory.Bytes = Counter()
-    for plan, states in buckets:
+    for plan, states, more in buckets:
+        total[Role.optim_state, plan.tiers.master] += more
         found = memory.planned_bytes([plan], state_tensors=states, moment=moment)
         ring = found.pop((Role.staging, Tier.host), 0)
         total.update(found)

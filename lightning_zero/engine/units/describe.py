@@ -18,7 +18,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-from lightning_zero.config import ConfigError, DType, Precision, ZeroConfig
+from lightning_zero.config import ConfigError, DType, GradWire, Precision, Transport, ZeroConfig
 from lightning_zero.engine.parameters.classes import classes_of, find_owner
 from lightning_zero.engine.units.bucket import Dtypes
 from lightning_zero.engine.units.param_info import ParamInfo, strides_of
@@ -69,8 +69,15 @@ class UnitGroup:
 
 def itemsizes(dtypes: Dtypes) -> Itemsizes:
     """The dtypes of a bucket's roles, as planning takes them."""
-    compute, master = dtypes.compute.itemsize, dtypes.master.itemsize
-    return Itemsizes(compute, master, dtypes.reduce.itemsize, dtypes.grad.itemsize, dtypes.state)
+    return Itemsizes(
+        dtypes.compute.itemsize,
+        dtypes.master.itemsize,
+        dtypes.reduce.itemsize,
+        dtypes.grad.itemsize,
+        dtypes.wire.itemsize,
+        exchanged=dtypes.exchanged,
+        state=dtypes.state,
+    )
 
 
 def describe_units(module: nn.Module, config: ZeroConfig, precision: Precision) -> list[UnitGroup]:
@@ -217,13 +224,22 @@ def _dtypes(param: nn.Parameter, keeps_fp32: bool, config: ZeroConfig, precision
     own = param.dtype
     wide = torch.promote_types(own, torch.float32)
     if not own.is_floating_point or own.itemsize == 1:
-        return Dtypes(compute=own, master=own, reduce=own, grad=own)
+        return Dtypes(compute=own, master=own, reduce=own, grad=own, wire=own)
     if (true := TRUE_DTYPES.get(precision)) is not None:
         reduce = _DTYPES[config.precision.reduce_dtype] if config.precision.reduce_dtype else true
-        return Dtypes(compute=true, master=true, reduce=reduce, grad=true)
+        return _with_wire(Dtypes(compute=true, master=true, reduce=reduce, grad=true, wire=reduce), config)
     if precision is Precision.fp32:
-        return Dtypes(compute=own, master=own, reduce=own, grad=own)
+        return Dtypes(compute=own, master=own, reduce=own, grad=own, wire=own)
     reduce = _DTYPES[config.precision.reduce_dtype] if config.precision.reduce_dtype else wide
     grad = _DTYPES[config.precision.grad_dtype] if config.precision.grad_dtype else wide
     compute = own if keeps_fp32 or own.itemsize > 4 else AUTOCAST_DTYPES[precision]
-    return Dtypes(compute=compute, master=wide, reduce=reduce, grad=grad)
+    return _with_wire(Dtypes(compute=compute, master=wide, reduce=reduce, grad=grad, wire=reduce), config)
+
+
+def _with_wire(dtypes: Dtypes, config: ZeroConfig) -> Dtypes:
+    """``dtypes`` with what gradients travel in under ``zero.comm.grad_wire``."""
+    bf16, fp32 = torch.bfloat16, torch.float32
+    if (dtypes.compute, dtypes.reduce) != (bf16, fp32) or config.comm.transport is Transport.plain:
+        return dtypes
+    wire = fp32 if config.comm.grad_wire is GradWire.full else bf16
+    return replace(dtypes, wire=wire, exchanged=True)

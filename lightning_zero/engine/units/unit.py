@@ -51,6 +51,8 @@ class Unit:
     resharded: list[Bucket] = field(init=False)  # those that are dropped after use
     state: State = State.GATHERED
     pending: list[Pending] = field(default_factory=list)
+    keeps: bool = False  # a pass with a backward is open: what is dropped in it is kept for the node
+    comes_of_node: bool = False  # it has been gathered in it: the next gather is of what the node has kept
     before_drop: Callable[[Bucket], None] = lambda _: None  # called while the values are still there
     has_other_memory: Callable[[], None] = lambda: None  # called when buffers have left their storages
 
@@ -109,16 +111,20 @@ class Unit:
         self._enter(State.GATHERING)
         with profiled("gather", self.title):
             self.pending = []
-            self._issue(self.resharded)
+            self._issue(self.resharded, of_node=self.comes_of_node)
+        # Told by the gathers alone, whose order is one on all ranks, and not by what this rank has done with the unit:
+        # all must come to the next one as members of the same group.
+        self.comes_of_node = self.keeps
 
-    def _issue(self, buckets: Sequence[Bucket]) -> None:
-        together = [bucket for bucket in buckets if bucket.can_gather_together]
+    def _issue(self, buckets: Sequence[Bucket], *, of_node: bool = False) -> None:
+        are_there = bool(buckets) and buckets[0].comm.streams.are_there
+        together = [b for b in buckets if b.can_gather_together or (of_node and are_there)]
         if together:
-            self.pending.append(gather_together(together))
+            self.pending.append(gather_together(together, of_node=of_node))
         # One by one: if a bucket's gather cannot be issued, those before it are known, and ``abandon`` ends them.
         for bucket in buckets:
             if bucket not in together:
-                self.pending.append(bucket.gather_begin())
+                self.pending.append(bucket.gather_begin(of_node=of_node))
 
     def refresh_begin(self, buckets: Sequence[Bucket]) -> None:
         """After a step: issue the gathers of replicated compute parameters.
@@ -169,6 +175,8 @@ class Unit:
             return
         for bucket in self.resharded:
             self.before_drop(bucket)  # what the user wrote to the values goes into the masters now, or is lost
+            if self.keeps and bucket.kept is None:  # else it follows the masters: ``Bucket.write_master``
+                bucket.keep()
         self._enter(State.SHARDED)
         # Both: a parameter that went on pointing at a storage of size 0 could crash the process when it is read. Under
         # a placeholder the engine answers.
@@ -183,6 +191,29 @@ class Unit:
             self.unshard_wait()  # a gather in flight writes to the memory that is released next
             self.reshard()
 
+    def pass_begins(self) -> None:
+        """A pass with a backward begins: keep a shard of the node of what is dropped in it."""
+        self.keeps = self.reshards and self.buckets[0].comm.node_size > 0
+
+    def pass_ends(self, deadline: float | None = None) -> None:
+        """Bring the unit to rest, and keep nothing for the node any more.
+
+        Args:
+            deadline: an exception has ended the pass; see :meth:`abandon`.
+        """
+        self.keeps = False
+        if deadline is None:
+            self.drop()
+        else:
+            self.abandon(deadline)
+        self.forget_kept()
+
+    def forget_kept(self) -> None:
+        """Masters are others now, or the pass is over: the next gather is of all ranks' shards. On all ranks."""
+        self.comes_of_node = False
+        for bucket in self.buckets:
+            bucket.forget_kept()
+
     def serve(self) -> None:
         """Take part in a gather that other ranks need while this one has the unit gathered already, or under way."""
         # This rank's own slice may still be under way to the buffer, and would be sent before it has arrived.
@@ -190,7 +221,8 @@ class Unit:
         # Into a copy, because the buffer is in use: kernels may be reading it, and writes of the user's that other
         # ranks have not taken over yet would be overwritten.
         for bucket in self.resharded:
-            bucket.comm.all_gather(bucket.full.data.clone(), bucket.label).wait()
+            bucket.comm.all_gather(bucket.full.data.clone(), bucket.label, of_node=self.comes_of_node).wait()
+        self.comes_of_node = self.keeps
 
     def stage_ahead(self) -> None:
         """Start reading what rests in files, because the unit will be gathered soon."""

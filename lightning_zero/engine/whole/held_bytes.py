@@ -8,11 +8,12 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from lightning_zero.engine.assembly import Assembly
-from lightning_zero.engine.steps.torch_optimizers import is_elementwise
+from lightning_zero.engine.steps.optimizer import ShardedOptimizer
+from lightning_zero.engine.steps.torch_optimizers import count_states, is_elementwise
 from lightning_zero.engine.units.bucket import Bucket
 from lightning_zero.planning.buckets import RESTING, BucketPlan, Role
 from lightning_zero.planning.layout import round_up
-from lightning_zero.planning.memory import FILE_PAGE_NBYTES, Bytes, Limits, Moment, at_rest
+from lightning_zero.planning.memory import FILE_PAGE_NBYTES, Bytes, Limits, Moment, StateOfRank, States, at_rest
 from lightning_zero.planning.placement import Tier
 
 
@@ -65,12 +66,15 @@ def live_bytes(engine: Assembly) -> Bytes:
     for bucket in engine.buckets:
         if bucket.reshards and bucket.full.allocated:
             held[Role.gathered, Tier.device] += bucket.full.nbytes
+        if bucket.kept is not None:
+            held[Role.gathered, Tier.device] += bucket.kept.nbytes
         grads = engine.reducer.grads[bucket]
         if grads.local is not None and not grads.accumulates:
             nbytes = grads.local.untyped_storage().nbytes()
             held[Role.grad, Tier.device] -= nbytes
             held[Role.reducing, Tier.device] += nbytes
-        held[Role.reducing, Tier.device] += sum(grad.nbytes for grad in grads.waiting.values())
+        waiting = (*grads.waiting.values(), *grads.again.values())
+        held[Role.reducing, Tier.device] += sum(grad.nbytes for grad in waiting)
     held[Role.reducing, Tier.device] += engine.reducer.flying_nbytes + engine.reducer.spare.nbytes
     held[Role.staging, Tier.host] += engine.tiers.staging_nbytes
     return held
@@ -80,7 +84,7 @@ def _in_files(engine: Assembly, total: int) -> Bytes:
     """Bytes in files by role. The tier knows their sum: what is neither master nor compute parameter is state."""
     held: Bytes = Counter()
     for bucket in engine.buckets:
-        for role, tier, nbytes in at_rest(bucket.plan, engine.rank, state_tensors=0, moment=Moment.cleared):
+        for role, tier, nbytes in at_rest(bucket.plan, engine.rank, state=(), moment=Moment.cleared):
             if tier is Tier.nvme:
                 held[role, tier] += round_up(nbytes, FILE_PAGE_NBYTES)
     held[Role.optim_state, Tier.nvme] = total - sum(held.values())
@@ -93,6 +97,24 @@ def _state_tensors(engine: Assembly, bucket: Bucket) -> Iterator[Tensor]:
             # A list at once: a step may be under way in the worker, which adds entries.
             state = list(sharded.optimizer.state.get(run.tensor, {}).items())
             yield from (value for name, value in state if is_elementwise(name, value, run.tensor))
+        if sharded.owned is not None:
+            yield from (leaf for _, _, leaf in sharded.owned.leaves(bucket))
+
+
+def state_to_come(sharded: ShardedOptimizer, tier: Tier) -> int:
+    """Bytes that the state of an optimizer will take on ``tier`` on this rank, as far as they are known before."""
+    if sharded.owned is not None:
+        return sum(
+            sum(sharded.state_nbytes(tensor))
+            for tensor in sharded.owned.tensors.values()
+            if tensor.is_here and tensor.bucket.plan.tiers.master is tier
+        )
+    states = count_states(sharded.optimizer)
+    return sum(
+        states * bucket.plan.state_nbytes(bucket.owned_numel)
+        for bucket in sharded.buckets()
+        if bucket.trainable and bucket.plan.tiers.master is tier
+    )
 
 
 def plan_of(engine: Assembly) -> list[BucketPlan]:
@@ -100,8 +122,12 @@ def plan_of(engine: Assembly) -> list[BucketPlan]:
     return [bucket.plan for bucket in engine.buckets]
 
 
-def state_tensors(engine: Assembly) -> int:
-    """Elementwise tensors that the optimizers keep for each parameter, as far as they have stepped."""
+def state_tensors(engine: Assembly) -> States:
+    """Elementwise tensors that the optimizers keep for each parameter, as far as they have stepped; or all state of
+    this rank, as it follows from the owners, where some step whole tensors."""
+    if any(sharded.owned is not None for sharded in engine.optimizers):
+        tensors = tuple(tuple(_planned_state(engine, bucket)) for bucket in engine.buckets)
+        return StateOfRank(tensors, max(sharded.step_peak() for sharded in engine.optimizers))
     counts = [0]
     for bucket in engine.buckets:
         runs = sum(len(sharded.runs.of(bucket)) for sharded in engine.optimizers)
@@ -109,8 +135,25 @@ def state_tensors(engine: Assembly) -> int:
     return max(counts)
 
 
+def _planned_state(engine: Assembly, bucket: Bucket) -> Iterator[int]:
+    """Bytes of each tensor of state of a bucket that this rank has, where steps have been made."""
+    for sharded in engine.optimizers:
+        if sharded.owned is not None and sharded.owned.has_stepped(bucket):
+            for tensor in sharded.owned.here(bucket):
+                yield from sharded.state_nbytes(tensor)
+        for run in sharded.runs.of(bucket):
+            states = count_states(sharded.optimizer) if sharded.optimizer.state.get(run.tensor) else 0
+            yield from [run.tensor.nbytes] * states
+
+
 def limits_of(engine: Assembly, micro_batches: int = 1) -> Limits:
     """The settings that bound the bytes that come and go."""
     config = engine.config
-    link = engine.comm.streams.are_there
-    return Limits(config.prefetch_bytes, config.keep_gathered_bytes, config.reduce_bucket_bytes, micro_batches, link)
+    return Limits(
+        config.prefetch_bytes,
+        config.keep_gathered_bytes,
+        config.reduce_bucket_bytes,
+        micro_batches,
+        has_link=engine.comm.streams.are_there,
+        node_ranks=engine.comm.node_size,
+    )

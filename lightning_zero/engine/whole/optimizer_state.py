@@ -18,6 +18,7 @@ from lightning_zero.engine.units.bucket import Bucket, Place
 from lightning_zero.engine.units.home import opened
 from lightning_zero.engine.units.kept import Sliced
 from lightning_zero.engine.units.long_work import SILENT
+from lightning_zero.engine.whole.owned_state import full_entries, with_values
 from lightning_zero.engine.whole.ranges import Hollow, Value, full_state, local_parts
 
 
@@ -72,6 +73,9 @@ def _full_states(
         else:
             full = full_states_of(bucket, sharded, slots)
             whole = _part_of(full, bucket)
+        if sharded.owned is not None:
+            result |= {(bucket, s): e for s, e in _whole_entries(bucket, i, sharded, index, slots, wanted, hollow)}
+            continue
         if not wanted:
             continue
         for slot, entry in slots.items():
@@ -82,6 +86,29 @@ def _full_states(
                 for name, value in entry.items()
             }
     return result
+
+
+def _whole_entries(
+    bucket: Bucket,
+    number: int,
+    sharded: ShardedOptimizer,
+    index: int,
+    slots: Mapping[int, Entry],
+    wanted: bool,
+    hollow: Hollow | None,
+) -> Iterator[tuple[int, Entry]]:
+    if hollow is None:
+        found = full_entries(bucket, sharded, slots, lambda values: values.cpu() if wanted else values[:0])
+    elif wanted:
+        found = {
+            slot: with_values(
+                entry,
+                lambda leaf, slot=slot: hollow.tensor(Value(number, slot, index, leaf.name), leaf, leaf.dtype),  # type: ignore[misc]
+            )
+            for slot, entry in slots.items()
+        }
+    if wanted:
+        yield from found.items()
 
 
 def full_states_of(bucket: Bucket, sharded: ShardedOptimizer, slots: Mapping[int, Entry]) -> dict[str, Tensor]:
@@ -105,7 +132,10 @@ def _part_of(full: Mapping[str, Tensor], bucket: Bucket) -> Callable[[int, str, 
 
 
 def all_who_have_what(engine: Assembly, sharded: ShardedOptimizer) -> dict[int, dict[int, Entry]]:
-    """By number of the bucket and slot: the state of each parameter on any rank. On all ranks."""
+    """By number of the bucket and slot: the state of each parameter on any rank. On all ranks.
+
+    Of whole tensors it has a Leaf for each tensor.
+    """
     known: dict[int, dict[int, Entry]] = {}
     for contribution in engine.comm.all_gather_objects(_who_has_what(engine.buckets, sharded), "optimizer state"):
         for (number, slot), entry in contribution.items():
@@ -124,6 +154,8 @@ def _who_has_what(buckets: list[Bucket], sharded: ShardedOptimizer) -> dict[_Key
                     entry[name] = value.dtype
                 else:
                     entry[name] = value.cpu() if isinstance(value, Tensor) else value
+        if sharded.owned is not None:
+            local |= {(i, slot): entry for slot, entry in sharded.owned.entries(bucket).items()}
     return local
 
 
@@ -162,7 +194,7 @@ def check_whole(engine: Assembly, optimizer: Optimizer, state: Mapping[str, Any]
                 "Build the optimizer as it was when the checkpoint was saved."
             )
     for _, _, place, found in _pairs(optimizer, sharded, state, what):
-        if place is not None and found:
+        if place is not None and found and sharded.owned is None:  # which knows what shapes its state has
             _check_shapes(place, found, what)
 
 

@@ -10,10 +10,12 @@ from torch import Tensor
 
 from lightning_zero.engine.assembly import Assembly
 from lightning_zero.engine.steps.optimizer import ShardedOptimizer
+from lightning_zero.engine.steps.owned import Leaf
 from lightning_zero.engine.units.bucket import Bucket
 from lightning_zero.engine.units.home import Home, opened
 from lightning_zero.engine.units.kept import Sliced
 from lightning_zero.engine.units.param_info import ParamInfo
+from lightning_zero.engine.whole.owned_state import gathered_leaves, told_entries
 from lightning_zero.planning.layout import Fragment
 
 MASTER = ""  # the name of a parameter's own values
@@ -21,7 +23,10 @@ COPY = -1  # in the place of an optimizer: a copy of the masters, which somebody
 
 
 class Value(NamedTuple):
-    """A value of a parameter's shape: its own, one of the states that an optimizer keeps for it, or a copy."""
+    """A value of a parameter: its own, one of the states that an optimizer keeps for it, or a copy.
+
+    It is of the parameter's shape, but for state of optimizers that step whole tensors.
+    """
 
     bucket: int
     slot: int
@@ -51,12 +56,12 @@ class Hollow:
     def __reduce__(self) -> Any:
         return type(self), ()  # a copy of what has saved begins anew
 
-    def tensor(self, value: Value, info: ParamInfo, dtype: torch.dtype) -> Tensor:
-        """A tensor for ``value``, with the strides that the parameter has in its flat buffer."""
+    def tensor(self, value: Value, like: ParamInfo | Leaf, dtype: torch.dtype) -> Tensor:
+        """A tensor for ``value``, with shape and strides of ``like``: those of a parameter in its flat buffer, say."""
         made = self._kept.pop((value, dtype), None)
-        if made is None or (made.shape, made.stride()) != (info.shape, info.strides):
+        if made is None or (made.shape, made.stride()) != (like.shape, like.strides):
             with self._mode:
-                made = torch.empty_strided(info.shape, info.strides, dtype=dtype, device="cpu")
+                made = torch.empty_strided(like.shape, like.strides, dtype=dtype, device="cpu")
         self.made.append((value, made))
         return made
 
@@ -97,6 +102,7 @@ def own_parts(engine: Assembly, wanted: Container[Value], copies: Copies) -> Ite
         return
     for number, bucket in enumerate(engine.buckets):
         found = [*_of_masters(bucket, number, bucket.home, {}), *_of_states(engine, bucket, number)]
+        found += _of_whole_states(engine, bucket, number)
         by_home = [(bucket.home, found)]
         for name, homes in copies.items():
             kind = {"optimizer": COPY, "name": name}
@@ -124,6 +130,13 @@ def _of_states(engine: Assembly, bucket: Bucket, number: int) -> Iterator[OwnPar
                 yield OwnPart(Value(number, fragment.index, index, name), start, values)
 
 
+def _of_whole_states(engine: Assembly, bucket: Bucket, number: int) -> Iterator[OwnPart]:
+    for index, sharded in enumerate(engine.optimizers):
+        if sharded.owned is not None:
+            for tensor, name, _, values in sharded.owned.parts(bucket):
+                yield OwnPart(Value(number, tensor.info.slot, index, name), 0, values)
+
+
 def _within(fragment: Fragment, keep: slice) -> tuple[int, int, int] | None:
     """The part of a fragment inside a range of its shard: first element of the parameter; range inside the fragment."""
     low = max(fragment.start, keep.start) - fragment.start
@@ -144,8 +157,19 @@ def gathered_ranges(engine: Assembly, wanted: Mapping[Value, torch.dtype], copie
     Args:
         wanted: the same on all ranks, with the dtype of each.
     """
+    told = told_entries(engine)
     for number, bucket in enumerate(engine.buckets):
-        dtypes = {(v.optimizer, v.name): dtype for v, dtype in wanted.items() if v.bucket == number}
+        for index, entries in told.items():
+            sharded = engine.optimizers[index]
+            for slot, leaf, values in gathered_leaves(bucket, sharded, entries.get(number, {})):
+                value = Value(number, slot, index, leaf.name)
+                if value in wanted:
+                    yield Range(value, 0, values.as_strided((leaf.numel,), (1,)))
+        dtypes = {
+            (v.optimizer, v.name): dtype
+            for v, dtype in wanted.items()
+            if v.bucket == number and (v.name == MASTER or v.optimizer not in told)
+        }
         for index, name in sorted(dtypes):
             if name == MASTER:
                 full = bucket.full_master()

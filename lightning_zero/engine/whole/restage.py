@@ -32,8 +32,10 @@ from lightning_zero.engine.units.change_tiers import Held, change_tiers
 from lightning_zero.engine.units.describe import BucketGroup, UnitGroup, refuse_cuda_graphs, stays_whole
 from lightning_zero.engine.units.home import Tiers, opened
 from lightning_zero.engine.whole.optimizer_state import Entry, all_who_have_what, full_states_of
+from lightning_zero.engine.whole.owned_state import full_entries, own_entries
 from lightning_zero.engine.whole.ranges import full_state
 from lightning_zero.planning.buckets import BucketPlan
+from lightning_zero.planning.placement import STAGES
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +84,8 @@ def restage(engine: Assembly, config: ZeroConfig, follow: Sequence[Follow] = ())
     """
     if not _agree(engine, config):
         return
+    for sharded in engine.optimizers:
+        sharded.check_row(STAGES[config.stage.name])
     passes, comm = engine.passes, engine.comm
     passes.recover()
     passes.leave()
@@ -102,6 +106,8 @@ def restage(engine: Assembly, config: ZeroConfig, follow: Sequence[Follow] = ())
         # Budgets are of what rests, and not of what is between two places.
         tiers.set_budgets(None, None)
         _move_all(engine, plans, known, follow)
+        for sharded in engine.optimizers:
+            sharded.replanned()
         tiers.set_budgets(config.offload.host_budget, config.offload.nvme_budget)
         if tiers.nvme is not None:
             tiers.nvme.trim()
@@ -196,15 +202,35 @@ def _make_tiers(engine: Assembly, config: ZeroConfig, share: Share) -> tuple[Tie
         )
         for unit in engine.units
     ]
-    counts = {sharded: count_states(sharded.optimizer) for sharded in engine.optimizers}
+    counts = {s: count_states(s.optimizer) if s.owned is None else 0 for s in engine.optimizers}
     owners = {sharded: set(sharded.buckets()) for sharded in engine.optimizers}
     held = []
     for bucket in engine.buckets:
         own = [sharded for sharded in engine.optimizers if bucket in owners[sharded]]
         later = sum(counts[sharded] for sharded in own)
-        held.append(Held(bucket.plan, sum(counts[s] for s in own if s.runs.has_stepped(bucket)), later))
+        now = sum(leaf.nbytes for s in own if s.owned is not None for _, _, leaf in s.owned.leaves(bucket))
+        held.append(
+            Held(
+                bucket.plan,
+                sum(counts[s] for s in own if s.runs.has_stepped(bucket)),
+                later,
+                now,
+                partial(_whole_state_under, own, bucket),
+            )
+        )
     taken = {other.tiers.nvme.instance for other in LIVE if other.tiers.nvme is not None}
     return change_tiers(groups, config, engine.comm, taken, share, engine.tiers, held)
+
+
+def _whole_state_under(optimizers: Sequence[ShardedOptimizer], bucket: Bucket, plan: BucketPlan) -> int:
+    """Bytes of state that this rank will have under ``plan`` of a bucket's tensors that are stepped whole."""
+    return sum(
+        sum(sharded.state_nbytes(tensor))
+        for sharded in optimizers
+        if sharded.owned is not None
+        for tensor in sharded.owned.tensors.values()
+        if tensor.bucket is bucket and (tensor.is_owner or not plan.shards_master)
+    )
 
 
 # -- the move ---------------------------------------------------------------------------------------------------------
@@ -246,13 +272,20 @@ def _move(engine: Assembly, move: Move, known: Sequence[dict[int, Entry]]) -> No
             full_states_of(bucket, sharded, slots) if move.changes_range else {}
             for sharded, slots in zip(engine.optimizers, known, strict=True)
         ]
+        wholes = [
+            _whole_states(move, sharded, slots) if move.changes_range else {}
+            for sharded, slots in zip(engine.optimizers, known, strict=True)
+        ]
         grad = None if keeps_grad or bucket.grad is None else move.of(bucket.grad)
 
         def settle_in() -> None:
             bucket.rest_as(plan, tiers, values, keeps_home=keeps_home, grad=grad, keeps_grad=keeps_grad)
             if not keeps_home:
-                for sharded, slots, full in zip(engine.optimizers, known, states, strict=True):
-                    _move_state(move, sharded, slots, full, changes_range)
+                for sharded, slots, full, whole in zip(engine.optimizers, known, states, wholes, strict=True):
+                    if sharded.owned is not None:
+                        _move_owned(move.bucket, sharded, whole, changes_range)
+                    else:
+                        _move_state(move, sharded, slots, full, changes_range)
 
         changes_range = move.changes_range  # before the bucket has the new plan
         comm.together(f"restaging {bucket.label}", settle_in)
@@ -272,6 +305,24 @@ def _keeps_home(move: Move, tiers: Tiers) -> bool:
 def _keeps_grad(move: Move, tiers: Tiers) -> bool:
     same = move.bucket.plan.grads_on_host == move.plan.grads_on_host
     return same and not move.changes_range and move.bucket.is_on(move.plan.tiers.grad, tiers)
+
+
+def _whole_states(move: Move, sharded: ShardedOptimizer, slots: dict[int, Entry]) -> dict[int, Entry]:
+    """State of the tensors that are stepped whole, which this rank is to have: on all ranks."""
+    if sharded.owned is None:
+        return {}
+    if move.bucket.plan.shards_master:
+        return full_entries(move.bucket, sharded, slots, lambda values: values)
+    return own_entries(move.bucket, sharded.owned)
+
+
+def _move_owned(bucket: Bucket, sharded: ShardedOptimizer, states: dict[int, Entry], changes_range: bool) -> None:
+    assert sharded.owned is not None
+    if not changes_range:
+        sharded.owned.follow(bucket)
+        return
+    sharded.owned.forget(bucket)
+    sharded.owned.fill(bucket, {(bucket, slot): entry for slot, entry in states.items()}, lambda tensor, name: None)
 
 
 def _move_state(

@@ -14,12 +14,16 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_zero.engine.assembly import Assembly
+from lightning_zero.engine.steps.owned import Owned
 from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units.bucket import Bucket
 from lightning_zero.engine.units.home import Home
 from lightning_zero.engine.units.kept import Sliced
+from lightning_zero.engine.units.param_info import strides_of
 from lightning_zero.engine.whole.module_state import state_dict_with
 from lightning_zero.engine.whole.optimizer_state import sharded_optimizer
+from lightning_zero.engine.whole.owned_state import own_entries, tensors_to
+from lightning_zero.planning.boxes import memory_order
 from lightning_zero.planning.layout import Fragment
 
 
@@ -132,7 +136,10 @@ def sharded_optimizer_state(engine: Assembly, optimizer: Optimizer) -> dict[str,
     state: dict[str, dict[str, Any]] = {}
     for bucket in engine.buckets:
         slots = {place.info.slot for group in places for place in group if place.bucket is bucket}
-        for slot, entry in _bucket_state(sharded.runs.fragment_states(bucket), bucket).items():
+        found = _bucket_state(sharded.runs.fragment_states(bucket), bucket)
+        if sharded.owned is not None:
+            found |= _whole_state(sharded.owned, bucket)
+        for slot, entry in found.items():
             if slot in slots:
                 state[bucket.params[slot].fqn] = entry
     groups = [
@@ -140,6 +147,21 @@ def sharded_optimizer_state(engine: Assembly, optimizer: Optimizer) -> dict[str,
         for group, own in zip(optimizer.param_groups, places, strict=True)
     ]
     return {"state": state, "param_groups": groups}
+
+
+def _whole_state(owned: Owned, bucket: Bucket) -> dict[int, dict[str, Any]]:
+    """By slot: what this rank saves of a bucket's tensors that are stepped whole."""
+    if bucket.comm.replica:
+        return {}
+    parts: dict[int, dict[str, TensorParts]] = {}
+    for tensor, name, leaf, source in owned.parts(bucket):
+        strides = strides_of(leaf)
+        own = TensorParts(leaf.shape, leaf.dtype, [_part(0, source, bucket.home)], memory_order(strides))
+        parts.setdefault(tensor.info.slot, {})[name] = own
+    return {
+        slot: tensors_to(state, lambda name, _, slot=slot: parts[slot][name], Lone)  # type: ignore[misc]
+        for slot, state in own_entries(bucket, owned).items()
+    }
 
 
 def _bucket_state(states: Any, bucket: Bucket) -> dict[int, dict[str, Any]]:

@@ -44,6 +44,7 @@ for _name, _make in {
     "AdamW(fused)": lambda m: torch.optim.AdamW(m.parameters(), lr=0.01, fused=True),
     "RMSprop": lambda m: torch.optim.RMSprop(m.parameters(), lr=0.01, momentum=0.5, centered=True),
     "Adagrad": lambda m: torch.optim.Adagrad(m.parameters(), lr=0.05),
+    "Adafactor": lambda m: torch.optim.Adafactor(m.parameters(), lr=0.05),
     "NAdam, foreach": lambda m: torch.optim.NAdam(m.parameters(), lr=0.01, foreach=True),
 }.items():
 
@@ -54,7 +55,7 @@ for _name, _make in {
     feature(f"torch.optim.{_name}")(_optimizer)
 
 
-@feature("torch.optim.LBFGS", refused=Refusal("`torch.optim.LBFGS`", r"zero\.optimizer\.elementwise"))
+@feature("torch.optim.LBFGS", refused=Refusal("`torch.optim.LBFGS`", r"zero\.optimizer\.whole"))
 def lbfgs(bench: Bench) -> Any:
     """Losses, metrics, weights"""
     return bench.fit(_optimizers(lambda m: torch.optim.LBFGS(m.parameters(), lr=0.1, max_iter=2))).seen

@@ -1,0 +1,190 @@
+"""One step of an optimizer by several calls of its class's ``step``, each for some of the tensors.
+
+Beside the state of tensors an optimizer may keep something for a whole param group (``group["step"] += 1``) or for
+itself (``self.steps += 1``). Each call finds that as it was before the step; afterwards it is as one call would have
+left it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+_NAMES = "param_names"  # of torch, beside ``params`` and in their order
+_NOT_SETTINGS = ("params", _NAMES)
+_PLAIN = (bool, int, float, complex, str, type(None))
+_OF_TORCH = ("state", "param_groups", "defaults")
+
+
+class Noted(NamedTuple):
+    """A setting as it was: the object, a copy of its value, and torch's count of changes."""
+
+    value: Any
+    copied: Any
+    version: int
+
+
+class Outcome(NamedTuple):
+    """What a step has changed beside tensors and their state.
+
+    Attributes:
+        groups: of each param group, the settings that are new.
+        stepped: of each param group, whether the calls listed tensors of it.
+        own: attributes of the optimizer that are new.
+        called: whether there was a call.
+    """
+
+    groups: list[dict[str, Any]]
+    stepped: list[bool]
+    own: dict[str, Any]
+    called: bool
+
+    @property
+    def is_there(self) -> bool:
+        return bool(self.own) or any(self.groups)
+
+
+class StepInParts:
+    """The calls of one step. Inside of the ``with`` param groups list what :meth:`call` is given.
+
+    Args:
+        step: of the optimizer's class, without the hooks of torch.
+    """
+
+    def __init__(self, optimizer: Optimizer, step: Callable[..., Any]) -> None:
+        self._optimizer, self._step = optimizer, step
+        groups = optimizer.param_groups
+        self._kept = [{name: group[name] for name in _NOT_SETTINGS if name in group} for group in groups]
+        self._before = [_noted(group, _NOT_SETTINGS) for group in groups]
+        self._own_before = _noted_own(optimizer)
+        self._own_names = set(optimizer.__dict__)
+        self._after: list[dict[str, Any]] = [{} for _ in groups]
+        self._stepped = [False] * len(groups)
+        self._own_after: dict[str, Any] = {}
+        self._called = False
+
+    def __enter__(self) -> StepInParts:
+        optimizer = self._optimizer
+        # The user's hooks have run, or will: once a step, also where a class calls the step of its base.
+        self._hooks = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+        optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        optimizer = self._optimizer
+        optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = self._hooks
+        for group, kept in zip(optimizer.param_groups, self._kept, strict=True):
+            group.update(kept)
+
+    def call(self, lists: Sequence[Sequence[tuple[int, Tensor]]], *arguments: Any) -> None:
+        """Step these tensors: of each param group, each with its place in the group."""
+        optimizer = self._optimizer
+        for group, kept, listed in zip(optimizer.param_groups, self._kept, lists, strict=True):
+            group["params"] = [tensor for _, tensor in listed]
+            if _NAMES in kept:
+                group[_NAMES] = [kept[_NAMES][place] for place, _ in listed]
+        self._step(optimizer, *arguments)
+        for number, (group, before) in enumerate(zip(optimizer.param_groups, self._before, strict=True)):
+            changed = _taken_back(group, before, _NOT_SETTINGS)
+            has_some = bool(lists[number])
+            if has_some or not self._stepped[number]:
+                self._after[number] = changed
+            self._stepped[number] |= has_some
+        self._own_after = _taken_back(optimizer.__dict__, self._own_before, self._own_names)
+        self._called = True
+
+    @property
+    def outcome(self) -> Outcome:
+        return Outcome(self._after, self._stepped, self._own_after, self._called)
+
+
+def keep(optimizer: Optimizer, outcomes: Sequence[Outcome]) -> None:
+    """Set what a step has changed beside tensors, from the outcomes of all ranks, in rank order."""
+    called = [outcome for outcome in outcomes if outcome.called]
+    for number, group in enumerate(optimizer.param_groups):
+        found = next((o for o in called if o.stepped[number]), called[0] if called else None)
+        if found is not None:
+            _set(group, found.groups[number])
+    if called:
+        _set(optimizer.__dict__, called[0].own)
+
+
+def _noted(values: Mapping[str, Any], but: Sequence[str]) -> dict[str, Noted]:
+    return {name: _note(value) for name, value in values.items() if name not in but}
+
+
+def _noted_own(optimizer: Optimizer) -> dict[str, Noted]:
+    """Attributes of an optimizer that are plain values or tensors."""
+    found = {
+        name: value
+        for name, value in optimizer.__dict__.items()
+        if name not in _OF_TORCH and (isinstance(value, (*_PLAIN, Tensor)) or _is_plain_tuple(value))
+    }
+    return _noted(found, ())
+
+
+def _is_plain_tuple(value: Any) -> bool:
+    return type(value) is tuple and all(isinstance(item, _PLAIN) for item in value)
+
+
+def _note(value: Any) -> Noted:
+    if isinstance(value, Tensor):
+        return Noted(value, value.detach().clone(), value._version)
+    if isinstance(value, _PLAIN) or callable(value) or _is_plain_tuple(value):
+        return Noted(value, value, 0)
+    try:
+        return Noted(value, copy.deepcopy(value), 0)
+    except Exception:  # of a class of the user's: it is left alone
+        return Noted(value, value, 0)
+
+
+def _taken_back(values: dict[str, Any], before: dict[str, Noted], but: Collection[str]) -> dict[str, Any]:
+    """Set what has changed to what it was. Returns what it had become, and what is new beyond ``but``."""
+    changed: dict[str, Any] = {}
+    for name, noted in before.items():
+        now = values.get(name)
+        if isinstance(now, Tensor):
+            if now is noted.value and now._version == noted.version:
+                continue
+            changed[name] = now.detach().clone()
+        elif _equal(now, noted.copied):
+            continue
+        else:
+            changed[name] = copy.deepcopy(now)
+        before[name] = _take_back(values, name, noted)
+    for name in [name for name in values if name not in before and name not in but]:
+        changed[name] = values.pop(name)
+    return changed
+
+
+def _take_back(values: dict[str, Any], name: str, noted: Noted) -> Noted:
+    if isinstance(value := noted.value, Tensor):  # the same object: a scheduler may hold it
+        with torch.no_grad():
+            value.copy_(noted.copied)
+    else:
+        value = noted.copied if isinstance(noted.copied, _PLAIN) else copy.deepcopy(noted.copied)
+    values[name] = value
+    return Noted(value, noted.copied, value._version if isinstance(value, Tensor) else 0)
+
+
+def _equal(one: Any, other: Any) -> bool:
+    try:
+        return one is other or bool(type(one) is type(other) and one == other)
+    except Exception:  # arrays, tensors inside
+        return False
+
+
+def _set(values: dict[str, Any], new: Mapping[str, Any]) -> None:
+    for name, value in new.items():
+        held = values.get(name)
+        if isinstance(held, Tensor) and isinstance(value, Tensor) and held.shape == value.shape:
+            with torch.no_grad():
+                held.copy_(value)
+        else:
+            values[name] = value

@@ -1,0 +1,358 @@
+"""The tensors that an optimizer steps whole on this rank, and their state.
+
+A *stand-in* takes the place of a parameter in the optimizer's param groups inside of a step: a plain Parameter of the
+same shape and strides, which has values for the time of a step only. The optimizer's state is by stand-ins. It lies on
+the rank that owns the tensor (on all ranks where masters are replicated), and rests where the bucket's masters rest.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_zero.engine.steps.probe import leaves_of, map_leaves
+from lightning_zero.engine.units.bucket import Bucket
+from lightning_zero.engine.units.home import opened
+from lightning_zero.engine.units.kept import Sliced
+from lightning_zero.engine.units.param_info import ParamInfo, strides_of
+from lightning_zero.engine.units.stored import StoredTensor
+from lightning_zero.planning.placement import Tier
+
+
+class Leaf(NamedTuple):
+    """Stands for a tensor of a parameter's state, in what ranks tell each other.
+
+    Attributes:
+        name: its way in the state; see :func:`leaves_of`.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, name: str, tensor: Tensor) -> Leaf:
+        return cls(name, tuple(tensor.shape), strides_of(tensor), tensor.dtype)
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def empty(self, device: torch.device) -> Tensor:
+        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=device)
+
+
+WholeEntry = dict[str, Any]  # state of a parameter, with a Leaf for each tensor
+
+
+@dataclass(eq=False, slots=True)
+class WholeTensor:
+    """A parameter that is stepped whole.
+
+    Attributes:
+        owner: the rank, of those that share shards, that steps it, and saves its state.
+        group, place: its param group, and its place there.
+        stand_in: where this rank steps it.
+    """
+
+    bucket: Bucket
+    info: ParamInfo
+    owner: int
+    group: int
+    place: int
+    stand_in: nn.Parameter | None = None
+
+    @property
+    def key(self) -> nn.Parameter:
+        """The stand-in, by which the optimizer keeps its state; this rank has one."""
+        assert self.stand_in is not None
+        return self.stand_in
+
+    @property
+    def is_replicated(self) -> bool:
+        return not self.bucket.plan.shards_master
+
+    @property
+    def travels(self) -> bool:
+        """Whether its shards are on several ranks."""
+        return self.bucket.plan.shards_master and self.bucket.comm.shard_size > 1
+
+    @property
+    def is_owner(self) -> bool:
+        return self.owner == self.bucket.comm.shard_rank
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this rank steps it."""
+        return self.is_replicated or self.is_owner
+
+
+Key = tuple[Bucket, int]  # with a slot
+
+
+class Owned:
+    """The whole tensors of one optimizer and their state.
+
+    Attributes:
+        tensors: all of them, also those of other ranks.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self.tensors: dict[Key, WholeTensor] = {}
+        self._carriers: dict[Bucket, dict[int, tuple[Tensor, Tensor]]] = {}  # by the id of a tensor of state
+        self._stepped: set[Key] = set()
+        self._at_home: dict[WholeTensor, dict[str, Tensor]] = {}  # state that rests elsewhere, and is on the device now
+
+    # -- which tensors --------------------------------------------------------------------------------------------
+
+    def take(self, wanted: Sequence[WholeTensor]) -> None:
+        """Follow the param groups. Of tensors that are gone the state is dropped; others stay the same objects."""
+        found = {(tensor.bucket, tensor.info.slot): tensor for tensor in wanted}
+        for key in [key for key in self.tensors if key not in found]:
+            self.drop(key)
+        for key, tensor in found.items():
+            known = self.tensors.get(key)
+            if known is not None:
+                known.group, known.place = tensor.group, tensor.place
+                found[key] = known
+        self.tensors = found
+        for tensor in found.values():
+            self._have_stand_in(tensor)
+
+    def _have_stand_in(self, tensor: WholeTensor) -> None:
+        if not tensor.is_here:
+            if tensor.stand_in is not None:
+                self._optimizer.state.pop(tensor.stand_in, None)
+                tensor.stand_in = None
+        elif tensor.stand_in is None:
+            param = tensor.info.param
+            grows = param.is_floating_point() or param.is_complex()
+            tensor.stand_in = nn.Parameter(_nothing(tensor), requires_grad=grows)
+            tensor.stand_in.__dict__.update(param.__dict__)  # what users note on parameters, for their optimizers
+
+    def here(self, bucket: Bucket) -> Iterator[WholeTensor]:
+        """Those of a bucket that this rank steps."""
+        for info in bucket.params:
+            tensor = self.tensors.get((bucket, info.slot))
+            if tensor is not None and tensor.stand_in is not None:
+                yield tensor
+
+    def buckets(self) -> list[Bucket]:
+        return list(dict.fromkeys(bucket for bucket, _ in self.tensors))
+
+    def stepped(self, tensors: Iterable[WholeTensor]) -> None:
+        self._stepped |= {(tensor.bucket, tensor.info.slot) for tensor in tensors}
+
+    def has_stepped(self, bucket: Bucket) -> bool:
+        """Whether any of the bucket's tensors has been stepped: the same on all ranks."""
+        return any(other is bucket for other, _ in self._stepped)
+
+    # -- values of a step -----------------------------------------------------------------------------------------
+
+    def show(self, tensor: WholeTensor, values: Tensor, grad: Tensor | None) -> None:
+        """Give a stand-in its values [shape], and its gradient. What it has of state comes to the same device."""
+        tensor.key.data = values
+        tensor.key.grad = grad
+        state = self.state(tensor)
+        if state and values.device.type != "cpu" and tensor.bucket.plan.home_tier is not Tier.device:
+            self._at_home[tensor] = dict(leaves_of(state))
+            self._optimizer.state[tensor.key] = map_leaves(state, lambda _, leaf: leaf.to(values.device))
+
+    def hide(self, tensor: WholeTensor) -> None:
+        tensor.key.data = _nothing(tensor)
+        tensor.key.grad = None
+
+    # -- state at rest --------------------------------------------------------------------------------------------
+
+    def state(self, tensor: WholeTensor) -> dict[str, Any]:
+        found: dict[str, Any] = self._optimizer.state.get(tensor.key, {})
+        return found
+
+    def settle(self, bucket: Bucket) -> None:
+        """Have the state of a bucket's tensors rest beside its masters, whose home is open."""
+        if bucket.plan.home_tier is Tier.device:
+            return
+        before, now = self._carriers.get(bucket, {}), dict[int, tuple[Tensor, Tensor]]()
+        for tensor in self.here(bucket):
+            state, at_home = self.state(tensor), self._at_home.pop(tensor, {})
+            if any(not _is_alone(leaf) for _, leaf in leaves_of(state)):
+                state = map_leaves(state, partial(_alone, at_home))
+                self._optimizer.state[tensor.key] = state
+            for _, leaf in leaves_of(state):
+                known = before.get(id(leaf))
+                if known is None or known[1].untyped_storage()._cdata != leaf.untyped_storage()._cdata:
+                    known = leaf, flat_view(leaf)
+                now[id(leaf)] = known
+        self._carriers[bucket] = now
+        bucket.home.adopt(self, [carrier for _, carrier in now.values()])
+        for leaf, carrier in now.values():
+            if carrier.untyped_storage()._cdata != leaf.untyped_storage()._cdata:  # it has been given other memory
+                leaf.data = carrier.as_strided(leaf.shape, leaf.stride(), carrier.storage_offset())
+
+    def leaves(self, bucket: Bucket) -> Iterator[tuple[WholeTensor, str, Tensor]]:
+        """Tensors of state that this rank holds of a bucket."""
+        for tensor in self.here(bucket):
+            for name, leaf in leaves_of(self.state(tensor)):
+                yield tensor, name, leaf
+
+    def entries(self, bucket: Bucket) -> dict[int, WholeEntry]:
+        """By slot, the state that this rank saves, without its values."""
+        found: dict[int, WholeEntry] = {}
+        for tensor in self.here(bucket):
+            if tensor.is_owner and (state := self.state(tensor)):
+                found[tensor.info.slot] = _on_host(map_leaves(state, Leaf.of))
+        return found
+
+    def parts(self, bucket: Bucket) -> Iterator[tuple[WholeTensor, str, Tensor, Sliced]]:
+        """Tensors of state that this rank saves, each flat as it lies in memory; the home need not be open."""
+        carriers = self._carriers.get(bucket, {})
+        for tensor, name, leaf in self.leaves(bucket):
+            if tensor.is_owner:
+                known = carriers.get(id(leaf))
+                flat = known[1] if known is not None else flat_view(leaf)
+                yield tensor, name, leaf, Sliced(flat, 0, leaf.numel())
+
+    def drop(self, key: Key) -> None:
+        """The optimizer has no such parameter any more."""
+        tensor = self.tensors.pop(key)
+        self._stepped.discard(key)
+        if tensor.stand_in is not None and self._optimizer.state.pop(tensor.stand_in, None):
+            with opened(tensor.bucket.home):
+                self.settle(tensor.bucket)
+
+    def clear(self) -> None:
+        """Drop all state, and all owners."""
+        for bucket in self.buckets():
+            for tensor in self.here(bucket):
+                self._optimizer.state.pop(tensor.key, None)
+            with opened(bucket.home):
+                self.settle(bucket)
+        self.tensors, self._stepped, self._carriers = {}, set(), {}
+
+    def fill(self, bucket: Bucket, states: Mapping[Key, Mapping[str, Any]], dtype_of: DtypeOf) -> None:
+        """Set the state of a bucket's tensors.
+
+        Args:
+            states: of all parameters that have any, with whole tensors in memory or in files.
+            dtype_of: of a tensor of state, where it is known.
+        """
+        with opened(bucket.home, changed=True) as master:
+            for key in [(bucket, info.slot) for info in bucket.params]:
+                if key in states and key in self.tensors:
+                    self._stepped.add(key)
+            for tensor in self.here(bucket):
+                state = states.get((bucket, tensor.info.slot))
+                self._optimizer.state.pop(tensor.key, None)
+                if state:
+                    self._optimizer.state[tensor.key] = _taken(state, tensor, master.device, dtype_of)
+            self.settle(bucket)
+
+    # -- another plan of the bucket ---------------------------------------------------------------------------------
+
+    def follow(self, bucket: Bucket) -> None:
+        """Move the state of a bucket to its new home. The old one is open, and is let go by then."""
+        self._carriers.pop(bucket, None)
+        with opened(bucket.home) as master:
+            for tensor in self.here(bucket):
+                if state := self.state(tensor):
+                    copied = map_leaves(state, lambda _, leaf: _copied(leaf, master.device))
+                    self._optimizer.state[tensor.key] = copied
+            self.settle(bucket)
+
+    def forget(self, bucket: Bucket) -> None:
+        """Drop the state of a bucket whose home is gone, and have stand-ins as its new plan says."""
+        self._carriers.pop(bucket, None)
+        for info in bucket.params:
+            if (tensor := self.tensors.get((bucket, info.slot))) is not None:
+                if tensor.stand_in is not None:
+                    self._optimizer.state.pop(tensor.stand_in, None)
+                self._have_stand_in(tensor)
+
+
+DtypeOf = Callable[[WholeTensor, str], torch.dtype | None]
+
+
+def _nothing(tensor: WholeTensor) -> Tensor:
+    """A tensor of its shape without memory of that size."""
+    bucket = tensor.bucket
+    return torch.zeros((), dtype=bucket.dtypes.master, device=bucket.comm.device).expand(tensor.info.shape)
+
+
+def flat_view(tensor: Tensor) -> Tensor:
+    """All elements [numel] in the order of memory; a copy where they have gaps or lie on each other."""
+    if strides_of(tensor) != tensor.stride():
+        tensor = tensor.contiguous()
+    return tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+
+
+def _is_alone(leaf: Tensor) -> bool:
+    """Whether a tensor is without gaps, and nothing else is in its memory."""
+    alone = leaf.untyped_storage().nbytes() == leaf.numel() * leaf.element_size()
+    return alone and strides_of(leaf) == leaf.stride() and leaf.device.type == "cpu"
+
+
+def _alone(before: Mapping[str, Tensor], name: str, leaf: Tensor) -> Tensor:
+    """``leaf`` on the host, in memory of its own: where it was before, if it has kept its form."""
+    if _is_alone(leaf):
+        return leaf
+    at_home = before.get(name)
+    if at_home is not None and Leaf.of("", at_home) == Leaf.of("", leaf):
+        return at_home.copy_(leaf.detach())
+    return _copied(leaf, torch.device("cpu"))
+
+
+def _copied(leaf: Tensor, device: torch.device) -> Tensor:
+    """A copy without gaps, whose dimensions lie in memory in the same order."""
+    made = torch.empty_strided(leaf.shape, strides_of(leaf), dtype=leaf.dtype, device=device)
+    return made.copy_(leaf.detach())
+
+
+def _taken(state: Mapping[str, Any], tensor: WholeTensor, device: torch.device, dtype_of: DtypeOf) -> dict[str, Any]:
+    def take(name: str, leaf: Tensor) -> Tensor:
+        dtype = dtype_of(tensor, name) or leaf.dtype
+        own_shape = leaf.shape == tensor.info.shape
+        if isinstance(leaf, StoredTensor):
+            strides = tensor.info.strides if own_shape else torch.empty(leaf.shape, device="meta").stride()
+            leaf = leaf.whole()
+        else:
+            strides = tensor.info.strides if own_shape else strides_of(leaf)
+        return torch.empty_strided(leaf.shape, strides, dtype=dtype, device=device).copy_(leaf.detach())
+
+    def small(value: Any) -> Any:
+        if isinstance(value, Tensor) and value.numel() <= 1:
+            return (value.whole() if isinstance(value, StoredTensor) else value).clone()
+        return value
+
+    return map_values(copy.copy(map_leaves(dict(state), take)), small)
+
+
+def map_values(value: Any, change: Callable[[Any], Any]) -> Any:
+    """A copy of nested mappings and lists with other values in them."""
+    if isinstance(value, Mapping):
+        new = {k: map_values(v, change) for k, v in value.items()}
+        if type(value) is dict:
+            return new
+        rebuilt: Any = copy.copy(value)
+        rebuilt.update(new)
+        return rebuilt
+    if type(value) in (list, tuple):
+        return type(value)(map_values(v, change) for v in value)
+    return change(value)
+
+
+def _on_host(entry: WholeEntry) -> WholeEntry:
+    """With small tensors on the host, in copies."""
+    found: WholeEntry = map_values(
+        entry, lambda value: value.detach().cpu().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
+    )
+    return found

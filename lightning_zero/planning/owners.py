@@ -1,0 +1,220 @@
+"""Which rank steps which tensor whole, in which windows, and what travels there and back. Arithmetic on integers.
+
+::
+
+    shards    rank 0 | p0 p0 p0 p1 |   rank 1 | p1 p2 p2 p2 |      masters and gradients, flat
+    owners    rank 0 | p0 p2       |   rank 1 | p1          |      whole tensors, for the time of a step
+
+A *window* is what is stepped at a time: adjacent units, as many as fit. Inside of a window the ranks that share shards
+divide the tensors among them; the next window is on its way meanwhile.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from lightning_zero.planning.layout import BucketLayout, round_up
+
+MESSAGE_ALIGN = 16  # bytes; any dtype can be read from such a place
+
+
+def matrix_work(shape: Sequence[int]) -> int:
+    """What a step of a tensor costs, to compare: ``max(m, n) * min(m, n)**2`` for a matrix [m, n].
+
+    That is the order of a product of the matrix with its Gram matrix, of an orthogonalisation and of an eigenvector
+    basis of its shorter side. A tensor of more dimensions counts as [shape[0], the rest], others by their elements.
+    """
+    if len(shape) < 2:
+        return math.prod(shape)
+    rows, columns = shape[0], math.prod(shape[1:])
+    return max(rows, columns) * min(rows, columns) ** 2
+
+
+def split_windows(nbytes: Sequence[int], units: Sequence[int], limit: int) -> list[list[int]]:
+    """Places of tensors, window by window: whole units in order up to ``limit`` bytes, parts of a unit beyond it.
+
+    Args:
+        nbytes: of each tensor.
+        units: of each tensor, in order.
+    """
+    by_unit: dict[int, list[int]] = {}
+    for place, unit in enumerate(units):
+        by_unit.setdefault(unit, []).append(place)
+    windows: list[list[int]] = []
+    room = 0
+    for _, places in sorted(by_unit.items()):
+        fits = sum(nbytes[place] for place in places) <= room
+        for place in places:
+            if not windows or (not fits and (place == places[0] or nbytes[place] > room)):
+                windows.append([])
+                room = limit
+            windows[-1].append(place)
+            room -= nbytes[place]
+    return windows
+
+
+def choose_owners(
+    costs: Sequence[int], windows: Sequence[Sequence[int]], ranks: int, kept: Sequence[int | None]
+) -> list[int]:
+    """The owner of each tensor: the largest first, each to the rank with the least work (LPT; Graham 1969, within 4/3
+    of the best). Of ranks with as much, to the one with the least in the tensor's window.
+
+    Blocks of a model are alike, so ranks are often equal, and the work of each window is spread over them: they meet at
+    each window.
+
+    Args:
+        costs: of each tensor.
+        kept: owners that stay: their ranks hold state. None: to be chosen.
+    """
+    owners: list[int] = [0] * len(costs)
+    window_of = {place: number for number, window in enumerate(windows) for place in window}
+    total = [0] * ranks
+    load = [[0] * ranks for _ in windows]
+    for place in sorted(range(len(costs)), key=lambda p: (kept[p] is None, -costs[p], p)):
+        own = load[window_of[place]]
+        owner = kept[place]
+        if owner is None:
+            owner = min(range(ranks), key=lambda rank: (total[rank], own[rank], rank))
+        owners[place] = owner
+        total[owner] += costs[place]
+        own[owner] += costs[place]
+    return owners
+
+
+class Traveller(NamedTuple):
+    """A tensor of a window whose shards travel.
+
+    Attributes:
+        bucket: index of its layout.
+        itemsize: bytes of an element of the master.
+        grad_itemsize: of an element of its gradient; 0: it has none.
+    """
+
+    bucket: int
+    slot: int
+    owner: int
+    itemsize: int
+    grad_itemsize: int
+
+
+class Piece(NamedTuple):
+    """Adjacent elements of a tensor, in the shard of one rank and in a message.
+
+    Attributes:
+        traveller: index in the window.
+        offset: first element, counted from the tensor's start.
+        start: first element, counted from the shard's start.
+        value: first byte of the masters in the message to the owner.
+        grad: first byte of the gradient there.
+        back: first byte in the message from the owner.
+    """
+
+    traveller: int
+    offset: int
+    numel: int
+    start: int
+    value: int
+    grad: int
+    back: int
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """What one rank sends and gets in one window, in bytes by rank.
+
+    Attributes:
+        own: pieces of its shard, in the message that it sends to their owners.
+        owned: pieces of the tensors that it owns, in the message that it gets.
+        kept: pieces of its shard of tensors that it owns, which are in no message.
+    """
+
+    own: tuple[Piece, ...]
+    owned: tuple[Piece, ...]
+    kept: tuple[Piece, ...]
+    own_sizes: tuple[int, ...]
+    owned_sizes: tuple[int, ...]
+    own_back: tuple[int, ...]
+    owned_back: tuple[int, ...]
+
+    @property
+    def there_nbytes(self) -> int:
+        """Both messages to the owners."""
+        return sum(self.own_sizes) + sum(self.owned_sizes)
+
+    @property
+    def back_nbytes(self) -> int:
+        """Both messages from them."""
+        return sum(self.own_back) + sum(self.owned_back)
+
+
+def find_route(window: Sequence[Traveller], layouts: Sequence[BucketLayout], rank: int) -> Route:
+    """What ``rank`` sends and gets.
+
+    Args:
+        layouts: of all buckets, over the same ranks.
+    """
+    ranks = layouts[window[0].bucket].world_size if window else 1
+    others = [other for other in range(ranks) if other != rank]
+    own, own_sizes, own_back = _lay_out(window, layouts, [(other, rank, other) for other in others], ranks)
+    owned, owned_sizes, owned_back = _lay_out(window, layouts, [(other, other, rank) for other in others], ranks)
+    kept, _, _ = _lay_out(window, layouts, [(rank, rank, rank)], ranks)
+    return Route(own, owned, kept, own_sizes, owned_sizes, own_back, owned_back)
+
+
+def _lay_out(
+    window: Sequence[Traveller], layouts: Sequence[BucketLayout], pairs: Sequence[tuple[int, int, int]], ranks: int
+) -> tuple[tuple[Piece, ...], tuple[int, ...], tuple[int, ...]]:
+    """One message: its pieces, and its bytes by rank, there and back.
+
+    Args:
+        pairs: the other rank of each part, the rank whose shard it is of, and the owner that it is for; in rank order.
+    """
+    pieces: list[Piece] = []
+    sizes, backs = [0] * ranks, [0] * ranks
+    there = back = 0
+    for other, source, owner in pairs:
+        first_there, first_back = there, back
+        for index, traveller in enumerate(window):
+            if traveller.owner != owner:
+                continue
+            slot = layouts[traveller.bucket].slots[traveller.slot]
+            low, high = layouts[traveller.bucket].shard_range(source)
+            first, last = max(low, slot.start), min(high, slot.start + slot.numel)
+            if first >= last:
+                continue
+            value = round_up((last - first) * traveller.itemsize, MESSAGE_ALIGN)
+            grad = round_up((last - first) * traveller.grad_itemsize, MESSAGE_ALIGN)
+            pieces.append(Piece(index, first - slot.start, last - first, first - low, there, there + value, back))
+            there += value + grad
+            back += value
+        sizes[other], backs[other] = there - first_there, back - first_back
+    return tuple(pieces), tuple(sizes), tuple(backs)
+
+
+def step_peak(routes: Sequence[Route], values: Sequence[int], grads: Sequence[int]) -> int:
+    """The most bytes that one rank holds beside its shards while it steps window by window.
+
+    ::
+
+        window 1    there | -> tensors | step ........ | back ... | -> shards
+        window 2                       | there ....... | -> tensors | step ...
+
+    At most two and a half windows of masters and gradients: the tensors of one, another that comes, and the masters of
+    one that go back.
+
+    Args:
+        routes: of each window.
+        values, grads: bytes of the tensors that the rank owns in each window, and of their gradients.
+    """
+    most = 0
+    for place, route in enumerate(routes):
+        before = routes[place - 1].back_nbytes if place else 0
+        following = routes[place + 1].there_nbytes if place + 1 < len(routes) else 0
+        arriving = sum(route.owned_sizes) + values[place] + grads[place] + before
+        stepping = values[place] + grads[place] + following
+        leaving = values[place] + following + route.back_nbytes
+        most = max(most, route.there_nbytes, arriving, stepping, leaving)
+    return most

@@ -1,0 +1,191 @@
+"""Optimizers of users' own, of which the package knows nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+
+class _Toy(Optimizer):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.update()
+        return loss
+
+    def update(self) -> None:
+        raise NotImplementedError
+
+
+class Lamb(_Toy):
+    """Adam's update scaled by the ratio of two norms of the whole tensor (You et al. 2020, arXiv:1904.00962)."""
+
+    def __init__(self, params: Any, lr: float = 0.02, weight_decay: float = 0.01) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "betas": (0.9, 0.99)})
+
+    def update(self) -> None:
+        for group in self.param_groups:
+            first, second = group["betas"]
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state.update(step=0, exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
+                state["step"] += 1
+                state["exp_avg"].lerp_(p.grad, 1 - first)
+                state["exp_avg_sq"].mul_(second).addcmul_(p.grad, p.grad, value=1 - second)
+                update = state["exp_avg"] / (state["exp_avg_sq"].sqrt() + 1e-6) + group["weight_decay"] * p
+                ratio = p.norm() / update.norm().clamp(min=1e-9)
+                p.add_(update * ratio, alpha=-group["lr"])
+
+
+class Shampoo(_Toy):
+    """A root of a Gram matrix for each dimension (Gupta et al. 2018, arXiv:1802.09568): lists of tensors of other
+    shapes than the parameter's, some of them made anew at each step, and not contiguous."""
+
+    def __init__(self, params: Any, lr: float = 0.05) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def update(self) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state, update = self.state[p], p.grad
+                if not state:
+                    state["grams"] = [torch.eye(n, dtype=p.dtype, device=p.device) for n in p.shape]
+                    state["roots"] = [None for _ in p.shape]
+                for dim in range(p.dim()):
+                    matrix = update.transpose(0, dim).reshape(p.shape[dim], -1)
+                    state["grams"][dim].add_(matrix @ matrix.T)
+                    values, vectors = torch.linalg.eigh(state["grams"][dim].float())
+                    root = vectors * values.clamp(min=1e-6).pow(-0.5 / p.dim())
+                    state["roots"][dim] = (root @ vectors.T).T.to(p.dtype)
+                    shape = update.transpose(0, dim).shape
+                    update = (state["roots"][dim] @ matrix).reshape(shape).transpose(0, dim)
+                p.add_(update, alpha=-group["lr"])
+
+
+class SignDescent(_Toy):
+    """Element-wise, which nobody says."""
+
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def update(self) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
+                    momentum.lerp_(p.grad, 0.1)
+                    p.sub_(momentum.sign(), alpha=group["lr"])
+
+
+class Decaying(SignDescent):
+    """Decays what has no gradient, too."""
+
+    def update(self) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.mul_(0.9)
+        super().update()
+
+
+class MuonAndAdam(_Toy):
+    """As users have it in one class: matrices orthogonalised in some groups, Adam in others, and a count of steps for
+    a group and for all."""
+
+    def __init__(self, groups: Any, *, own_count: bool = True) -> None:
+        self.steps, self.own_count = 0, own_count
+        super().__init__(groups, {"lr": 0.02, "use_muon": False, "step": 0})
+
+    def update(self) -> None:
+        self.steps += self.own_count
+        for group in self.param_groups:
+            group["step"] += 1
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if group["use_muon"]:
+                    momentum = state.setdefault("momentum", torch.zeros_like(p)).lerp_(p.grad, 0.1)
+                    u, _, v = torch.linalg.svd(momentum.reshape(len(p), -1).float(), full_matrices=False)
+                    p.add_((u @ v).reshape(p.shape).to(p.dtype), alpha=-group["lr"] / max(1, self.steps))
+                else:
+                    first = state.setdefault("first", torch.zeros_like(p)).lerp_(p.grad, 0.1)
+                    second = state.setdefault("second", torch.zeros_like(p)).lerp_(p.grad.square(), 0.01)
+                    p.addcdiv_(first / (1 - 0.9 ** group["step"]), second.sqrt().add_(1e-6), value=-group["lr"])
+
+
+class Flagged(_Toy):
+    """Notes in the state of each parameter how it is to be stepped, when it is built; reads a mark on parameters."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.01})
+        for group in self.param_groups:
+            for place, p in enumerate(group["params"]):
+                self.state[p]["sign"] = place % 2 == 0
+
+    def update(self) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    change = p.grad.sign() if self.state[p]["sign"] else p.grad / p.grad.norm()
+                    p.sub_(change, alpha=group["lr"] * getattr(p, "scale", 1.0))
+
+
+class NormOverAll(_Toy):
+    """Couples tensors: all are scaled by one norm."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def update(self) -> None:
+        grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([grad.norm() for grad in grads]).norm() if grads else torch.ones(())
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad / norm, alpha=group["lr"])
+
+
+class Langevin(_Toy):
+    """Draws random numbers, one tensor after the other."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    def update(self) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad + torch.randn_like(p), alpha=0.01)
+
+
+def matrices_and_rest(params: Any) -> list[dict[str, Any]]:
+    """Param groups of :class:`MuonAndAdam`."""
+    params = list(params)
+    return [
+        {"params": [p for p in params if p.dim() == 2 and p.numel()], "use_muon": True},
+        {"params": [p for p in params if p.dim() != 2 or not p.numel()], "lr": 0.003},
+    ]
+
+
+def adafactor(params: Any) -> Optimizer:
+    return torch.optim.Adafactor(params, lr=0.05)
+
+
+def muon_and_adam(params: Any) -> Optimizer:
+    return MuonAndAdam(matrices_and_rest(params))
+
+
+def state_of(value: Any) -> Any:
+    """A state without tensors' identity: to compare."""
+    return value.tolist() if isinstance(value, Tensor) else value

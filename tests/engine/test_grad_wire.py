@@ -1,0 +1,491 @@
+"""Gradients that autograd makes in bf16 travel in bf16, and their sums are those of fp32, to the bit."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import pickle
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import lightning_zero
+from lightning_zero.comm import transports
+from lightning_zero.comm.communicator import Communicator
+from lightning_zero.comm.transports import DirectTransport, HostTransport, choose_transport
+from lightning_zero.config import ConfigError, make_config
+from lightning_zero.config import Transport as TransportName
+from lightning_zero.device import accelerator_of, recording
+from lightning_zero.engine.passes.bucket_grads import BucketGrads
+from lightning_zero.engine.whole.held_bytes import plan_of
+from lightning_zero.planning.memory import Limits
+from lightning_zero.planning.step_time import sent_by
+from lightning_zero.planning.topology import EXCHANGE_MAX_RANKS, check_exchange, flat
+from lightning_zero.ranks.waits import PeerError, StallError
+from tests.engine.support import (
+    Model,
+    Sharded,
+    accumulate,
+    adamw,
+    autocast,
+    floats,
+    language_loss,
+    pairwise_selection,
+    places_posted_often,
+    sgd,
+    tokens,
+)
+from tests.engine.test_gradients_together import together
+from tests.engine.test_offload import offload
+from tests.harness import Pool, on_ranks, run
+
+CPU = torch.device("cpu")
+WIRES = ("full", "auto")
+WHOLE_BF16 = {"name": "bf16", "fp32_modules": []}
+
+
+@contextlib.contextmanager
+def sent_dtypes(found: list[tuple[torch.dtype, torch.dtype | None]]) -> Iterator[None]:
+    """Of what is handed to reductions, and of their sums where these are made by an all-to-all."""
+    reduce = Communicator._reduce
+
+    def seen(self: Communicator, full: Tensor, label: str, factor: float, total: Any, **options: Any) -> Any:
+        found.append((full.dtype, total))
+        return reduce(self, full, label, factor, total, **options)
+
+    with mock.patch.object(Communicator, "_reduce", seen):
+        yield
+
+
+def trained(
+    build: Callable[[], nn.Module],
+    work: Callable[[Sharded, int], Any],
+    wire: str,
+    *,
+    clips: bool = False,
+    steps: int = 3,
+    optimizer: Any = adamw,
+    comm: dict[str, Any] | None = None,
+    **config: Any,
+) -> list[Tensor]:
+    """Losses, norms and masters of a training in bf16."""
+    torch.manual_seed(3)
+    found: list[Tensor] = []
+    config = {"precision": "bf16"} | config
+    with Sharded(build(), optimizer=optimizer, comm={"grad_wire": wire, **(comm or {})}, **config) as side:
+        for step in range(steps):
+            with autocast("bf16"):
+                found.append(torch.as_tensor(work(side, step)))
+            if clips:
+                found.append(side.clip(0.3))
+            side.step()
+            side.zero_grad()
+        with lightning_zero.gather(side.module):
+            found += [p.detach().clone() for p in side.module.parameters()]
+    return found
+
+
+def assert_equal(one: list[Tensor], other: list[Tensor]) -> None:
+    for place, (a, b) in enumerate(zip(one, other, strict=True)):
+        assert torch.equal(a, b), place
+
+
+class Case(NamedTuple):
+    world: int
+    stage: int
+    micro_batches: int
+    clips: bool
+    row: str
+    together: bool
+    precision: Any
+
+    def __str__(self) -> str:
+        return "-".join(map(str, self))
+
+
+CASES = [
+    case
+    for case in (
+        Case(*values)
+        for values in itertools.product(
+            (1, 2, 3, 4),
+            range(4),
+            (1, 3),
+            (False, True),
+            ("none", "optimizer_cpu", "nvme"),
+            (False, True),
+            ("bf16", "bf16_true"),
+        )
+    )
+    if (case.row == "none" or (case.stage > 0 and not case.together)) and (case.row != "nvme" or case.stage == 3)
+]
+SELECTED = pairwise_selection(CASES)
+
+
+def _check(case: Case, folder: Path) -> None:
+    def work(side: Sharded, step: int) -> Tensor:
+        return accumulate(side, step, case.micro_batches)
+
+    config: dict[str, Any] = {"stage": case.stage, **offload(case.row, folder)}
+    if case.precision == "bf16_true":
+        config["precision"] = {"name": "bf16_true", "reduce_dtype": "fp32"}
+    found, sent = [], []
+    for wire in WIRES:
+        kinds: list[tuple[torch.dtype, torch.dtype | None]] = []
+        with together() if case.together else contextlib.nullcontext(), sent_dtypes(kinds):
+            found.append(trained(Model, work, wire, clips=case.clips, optimizer=sgd, **config))
+        sent.append(kinds)
+    assert_equal(*found)
+    # The same sums are made by an all-to-all; what is sent by it is narrower under ``auto``.
+    assert [total for _, total in sent[0]] == [total for _, total in sent[1]]
+    exchanged = [dtype for dtype, total in sent[1] if total is not None]
+    assert set(exchanged) == ({torch.bfloat16} if exchanged else set())
+    adds_up = case.stage < 2 and case.micro_batches > 1 and case.precision == "bf16"
+    assert bool(exchanged) == (case.world > 1 and not adds_up)
+    assert torch.bfloat16 not in [dtype for dtype, _ in sent[0]]
+
+
+@pytest.mark.parametrize("case", SELECTED, ids=str)
+def test_both_wires_have_the_same_bits(case: Case, tmp_path: Path) -> None:
+    run(case.world, _check, case, tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", [c for c in CASES if c not in SELECTED], ids=str)
+def test_both_wires_have_the_same_bits_in_the_whole_matrix(case: Case, tmp_path: Path) -> None:
+    run(case.world, _check, case, tmp_path)
+
+
+# -- bytes ------------------------------------------------------------------------------------------------------------
+
+
+def _moved(stage: int, wire: str, micro_batches: int, **config: Any) -> tuple[int, Any]:
+    """Bytes of reductions that a rank receives in a step, and what the plan says of them."""
+    with Sharded(Model(), stage=stage, comm={"grad_wire": wire}, **{"precision": WHOLE_BF16, **config}) as side:
+        recorder = recording.listen(accelerator_of(CPU))
+        before = recorder.moved["reduce"]
+        with autocast("bf16"):
+            accumulate(side, 0, micro_batches)
+        side.step()
+        side.zero_grad()
+        moved = recorder.moved["reduce"] - before
+        recording.let_go()
+        limits = Limits(1 << 28, 0, 1 << 28, micro_batches, has_link=False)
+        return moved, sent_by(plan_of(side.engine), limits).reductions
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("stage", "micro_batches", "part"),
+    [(0, 1, 3 / 4), (1, 1, 1 / 2), (2, 2, 1 / 2), (3, 1, 1 / 2), (3, 3, 1 / 2), (0, 2, 1), (1, 3, 1)],
+)
+def test_half_of_the_bytes_are_sent(stage: int, micro_batches: int, part: float) -> None:
+    """The second half of an all-reduce gathers sums, which are fp32; and what was added up on a rank is fp32."""
+    full, planned_full = _moved(stage, "full", micro_batches)
+    auto, planned = _moved(stage, "auto", micro_batches)
+    assert auto == full * part
+    assert (planned_full, planned) == (full, auto)
+
+
+@on_ranks(2)
+def test_only_gradients_that_are_made_in_bf16_are_sent_so() -> None:
+    """Norms keep fp32 by default; under other rows nothing changes."""
+    kinds: list[tuple[torch.dtype, torch.dtype | None]] = []
+    with sent_dtypes(kinds):
+        trained(Model, lambda side, step: accumulate(side, step, 1), "bf16")
+    assert set(kinds) == {(torch.bfloat16, torch.float32), (torch.float32, None)}
+    for config in (
+        {"precision": "fp32"},
+        {"precision": "bf16_true"},
+        {"precision": {"name": "bf16", "reduce_dtype": "bf16"}},
+        {"precision": "bf16", "comm": {"transport": "plain"}},
+    ):
+        kinds.clear()
+        with sent_dtypes(kinds):
+            trained(Model, lambda side, step: accumulate(side, step, 1), "auto", steps=1, **config)
+        assert kinds and {total for _, total in kinds} == {None}
+
+
+# -- gradients that are not as autograd makes them --------------------------------------------------------------------
+
+
+class Part(nn.Linear):
+    """A unit."""
+
+
+class Again(nn.Module):
+    """Gradients that come in parts: before their bucket is complete (that of the root), and after."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.start, self.first = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.parts = nn.ModuleList(Part(8, 8) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.start(x)
+        for module in (self.first, *self.parts):
+            for _ in range(3):
+                x = checkpoint(module, x, use_reentrant=True)
+        return x
+
+
+def again(side: Sharded, step: int) -> Tensor:
+    loss = side.module(floats(step, 4, 8).requires_grad_()).float().square().mean()
+    side.backward(loss)
+    return loss.detach()
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_gradients_that_come_again_are_added_in_fp32(stage: int, alone: bool) -> None:
+    counts: set[tuple[str, int]] = set()
+    apart: list[torch.dtype] = []
+    complete = BucketGrads.complete
+
+    def completed(self: BucketGrads) -> Tensor:
+        apart.extend(grad.dtype for grad in self.again.values())
+        return complete(self)
+
+    def counted(side: Sharded, step: int) -> Tensor:
+        side.engine.comm.counts.clear()
+        loss = again(side, step)
+        counts.update((label, n) for (kind, label), n in side.engine.comm.counts.items() if "reduce" in kind)
+        return loss
+
+    found = []
+    for wire in WIRES:
+        with mock.patch.object(BucketGrads, "complete", completed), contextlib.nullcontext() if alone else together():
+            found.append(trained(Again, counted, wire, stage=stage, unit={"classes": ["Part"]}))
+    assert_equal(*found)
+    assert set(apart) == {torch.float32}
+    assert {n for _, n in counts} == {2}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_gradient_of_another_dtype_keeps_its_digits(stage: int) -> None:
+    """``grad_dtype`` allows a hook to leave one in fp32."""
+
+    def widen(param: nn.Parameter) -> None:
+        assert param.grad is not None
+        param.grad = param.grad.float() * (1 + 2**-12)
+
+    def work(side: Sharded, step: int) -> Tensor:
+        weight = side.module.head.weight
+        if not step:
+            weight.grad_dtype = None
+            weight.register_post_accumulate_grad_hook(widen)
+        loss = accumulate(side, step, 1)
+        with lightning_zero.gather(side.module, grads=True):
+            assert not torch.equal(weight.grad, weight.grad.bfloat16().float())
+        return loss
+
+    assert_equal(*(trained(Model, work, wire, stage=stage, optimizer=sgd) for wire in WIRES))
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_gradients_of_any_scale_are_divided_in_fp32(stage: int) -> None:
+    """Also by what is no power of two."""
+
+    def work(side: Sharded, step: int) -> Tensor:
+        side.engine.reducer.set_loss_scale(3.0)
+        loss = language_loss(side.module, tokens(step))
+        side.backward(loss * 3.0)
+        return loss.detach()
+
+    assert_equal(*(trained(Model, work, wire, stage=stage) for wire in WIRES))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_backward_that_raised_leaves_nothing_behind(stage: int) -> None:
+    def work(side: Sharded, step: int) -> Tensor:
+        if step == 1:
+            loss = side.module(floats(9, 4, 8).requires_grad_()).float().square().mean()
+            handle = side.module.first.weight.register_hook(_raise)
+            with pytest.raises(ZeroDivisionError):
+                side.backward(loss)
+            handle.remove()
+            assert not any(g.again or g.waiting or g.local is not None for g in side.engine.reducer.grads.values())
+            side.zero_grad()
+        return again(side, step)
+
+    found = [trained(Again, work, wire, stage=stage, unit={"classes": ["Part"]}) for wire in WIRES]
+    assert_equal(*found)
+    assert_equal(found[0], trained(Again, again, "auto", stage=stage, unit={"classes": ["Part"]}))
+
+
+def _raise(_: Tensor) -> None:
+    raise ZeroDivisionError
+
+
+# -- transports and hierarchy -----------------------------------------------------------------------------------------
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_transports_have_the_same_bits(stage: int) -> None:
+    """``auto`` beyond a few ranks, and over NCCL: gathers by the library, gradients by an all-to-all."""
+
+    def work(side: Sharded, step: int) -> Tensor:
+        return accumulate(side, step, 1)
+
+    def through_host(name: Any, backend: str, world: int, device: Any, waits: Any) -> Any:
+        return HostTransport(DirectTransport(), waits)
+
+    expected = trained(Model, work, "full", stage=stage, precision=WHOLE_BF16)
+    for wire in WIRES:
+        with mock.patch.object(transports, "DIRECT_MAX_RANKS", 1):
+            assert_equal(expected, trained(Model, work, wire, stage=stage, precision=WHOLE_BF16))
+        with mock.patch("lightning_zero.comm.communicator.choose_transport", through_host):
+            assert_equal(expected, trained(Model, work, wire, stage=stage, precision=WHOLE_BF16))
+
+
+def _hierarchical(stage: int) -> None:
+    def work(side: Sharded, step: int) -> Tensor:
+        return accumulate(side, step, 1)
+
+    node = f"node {dist.get_rank() // 2}"
+    found, sent = [], []
+    for wire in WIRES:
+        kinds: list[tuple[torch.dtype, torch.dtype | None]] = []
+        with sent_dtypes(kinds):
+            found.append(trained(Model, work, wire, stage=stage, node=node, comm={"hierarchy": "node"}))
+        sent.append({dtype for dtype, total in kinds if total is not None})
+    assert_equal(*found)
+    assert sent == [{torch.float32}, {torch.bfloat16}]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_sums_over_nodes_are_of_sums_in_fp32(stage: int) -> None:
+    run(4, _hierarchical, stage)
+
+
+@pytest.mark.parametrize(
+    ("name", "backend", "world", "exchanges"),
+    [
+        (TransportName.auto, "gloo", 2, True),
+        (TransportName.auto, "gloo", 32, True),
+        (TransportName.auto, "nccl", EXCHANGE_MAX_RANKS, True),
+        (TransportName.auto, "nccl", EXCHANGE_MAX_RANKS + 1, False),
+        (TransportName.plain, "nccl", 2, False),
+        (TransportName.direct, "nccl", 2, True),
+    ],
+)
+def test_an_all_to_all_is_for_groups_of_some_ranks(
+    name: TransportName, backend: str, world: int, exchanges: bool
+) -> None:
+    assert choose_transport(name, backend, world, CPU, None).exchanges is exchanges  # type: ignore[arg-type]
+
+
+# -- what is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"precision": "fp32"}, r"grad_wire: .*zero/precision=fp32 .*got bf16\. Choose zero/precision=bf16"),
+        ({"precision": "fp16"}, r"grad_wire: .*zero/precision=fp16"),
+        ({"precision": "bf16_true"}, r"grad_wire: .*reduce_dtype=bf16, that of the weights"),
+        ({"precision": {"name": "bf16", "reduce_dtype": "bf16"}}, r"grad_wire: .*reduce_dtype=bf16 .*got bf16"),
+        ({"precision": "bf16", "comm": {"transport": "plain"}}, r"grad_wire: .*zero\.comm\.transport=plain .*got bf16"),
+        ({"comm": {"grad_wire": "int8"}}, r"zero\.comm\.grad_wire: expected one of auto, full, bf16, got 'int8'"),
+    ],
+)
+def test_a_wire_that_would_lose_digits_is_refused(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        make_config(**settings | {"comm": {"grad_wire": "bf16", **settings.get("comm", {})}})
+
+
+@on_ranks(2)
+def test_a_row_that_is_chosen_later_is_refused_on_all_ranks() -> None:
+    with pytest.raises(ConfigError, match=r"grad_wire: .*zero/precision=fp32"):
+        lightning_zero.shard(Model(), device="cpu", comm={"grad_wire": "bf16"})
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [0, 1])
+def test_sums_of_backwards_are_refused_before_the_first(stage: int) -> None:
+    said = rf"grad_wire: .*zero/stage=zero{stage}.*Choose zero/stage=zero2"
+    with (
+        Sharded(Model(), stage=stage, precision="bf16", comm={"grad_wire": "bf16"}) as side,
+        pytest.raises(ConfigError, match=said),
+    ):
+        side.no_sync()
+    narrow = {"name": "bf16", "grad_dtype": "bf16"}  # they are added in bf16, as was asked for
+    found = [
+        trained(Model, lambda side, step: accumulate(side, step, 2), wire, stage=stage, precision=narrow)
+        for wire in ("full", "bf16")
+    ]
+    assert_equal(*found)
+
+
+# -- ranks that fail in the middle of an exchange ---------------------------------------------------------------------
+
+
+def failing(rank: int, error: Callable[[], Any], times: int) -> Any:
+    """Rank ``rank`` fails when it comes to that reduction."""
+    left = [times]
+    reduce = DirectTransport.reduce
+
+    def maybe(self: DirectTransport, *args: Any, **options: Any) -> Any:
+        left[0] -= 1
+        if left[0] == 0 and dist.get_rank() == rank:
+            error()
+        return reduce(self, *args, **options)
+
+    return mock.patch.object(DirectTransport, "reduce", maybe)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_rank_that_raises_in_the_middle_is_named(stage: int) -> None:
+    def error() -> None:
+        raise OSError("no buffer")
+
+    with places_posted_often(), mock.patch("lightning_zero.engine.passes.passes.ABANDON_S", 0.5):
+        side = Sharded(Model(), stage=stage, precision="bf16", stall_timeout_s=1.5)
+        with autocast("bf16"), failing(1, error, 3):
+            loss = language_loss(side.module, tokens(0))
+            expected = OSError if dist.get_rank() == 1 else StallError
+            with pytest.raises(expected) as caught:
+                side.backward(loss)
+    if dist.get_rank() == 0:
+        assert "rank 1" in str(caught.value)
+    side.engine.comm.waits.close()  # messages were lost: there is no release
+
+
+def _dies(folder: Path) -> None:
+    with places_posted_often(), failing(1, lambda: os.kill(os.getpid(), signal.SIGKILL), 3):
+        side = Sharded(Model(), precision="bf16", stall_timeout_s=20)
+        with autocast("bf16"), pytest.raises(PeerError) as caught:
+            side.backward(language_loss(side.module, tokens(0)))
+    (folder / "said").write_text(str(caught.value))
+
+
+def test_a_rank_that_is_killed_in_the_middle_is_named(tmp_path: Path) -> None:
+    pool = Pool(2)
+    try:
+        with pytest.raises(RuntimeError, match="exit code -9"):
+            pool.run(pickle.dumps((_dies, (tmp_path,), {})), 40)
+        assert "rank 1 (on " in (tmp_path / "said").read_text()
+    finally:
+        pool.kill()
+
+
+def test_many_ranks_are_refused() -> None:
+    comm = make_config(comm={"grad_wire": "bf16"}, precision="bf16").comm
+    check_exchange(flat(EXCHANGE_MAX_RANKS), comm)
+    with pytest.raises(ConfigError, match=r"grad_wire: .*more than 64 ranks .*with 65\. Choose zero/comm=node"):
+        check_exchange(flat(EXCHANGE_MAX_RANKS + 1), comm)

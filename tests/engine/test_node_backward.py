@@ -1,0 +1,449 @@
+"""A unit keeps a shard of its node from its forward to the end of the backward: the bits of flat sharding, and half of
+the bytes that gathers bring from other nodes.
+
+Nodes are virtual, as in ``test_hierarchy.py``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import lightning_zero
+from lightning_zero.config import ConfigError, Hierarchy, Offload, OffloadConfig, Stage, make_config
+from lightning_zero.engine.units.unit import State, Unit
+from lightning_zero.engine.whole.held_bytes import limits_of, live_bytes, plan_of
+from lightning_zero.planning.buckets import BucketShape, Itemsizes, Role
+from lightning_zero.planning.fit import Machine, plan_row
+from lightning_zero.planning.fit import Model as PlannedModel
+from lightning_zero.planning.memory import Limits, Phase, kept_nbytes, peak_bytes
+from lightning_zero.planning.placement import Tier
+from lightning_zero.planning.step_time import sent_by
+from lightning_zero.planning.topology import within_nodes
+from lightning_zero.ranks.waits import StallError
+from tests.engine.support import (
+    Model,
+    Sharded,
+    accumulate,
+    autocast,
+    floats,
+    language_loss,
+    pairwise_selection,
+    places_posted_often,
+    tokens,
+)
+from tests.engine.test_gradients_together import together
+from tests.engine.test_hierarchy import bytes_from_other_nodes, sharded
+from tests.engine.test_offload import offload, whole
+from tests.harness import run
+
+BOTH = ("flat", "node_backward")
+PER_NODE = 2
+
+Work = Callable[[Sharded, int], Any]
+
+
+def trained(hierarchy: str, work: Work, *, build: Callable[[], nn.Module] = Model, **config: Any) -> list[Any]:
+    """What ``work`` found in each of three steps, and all masters and states."""
+    torch.manual_seed(3)
+    found: list[Any] = []
+    with sharded(build(), PER_NODE, hierarchy, **config) as side:
+        assert side.engine.comm.shard_size == dist.get_world_size()
+        for step in range(3):
+            with autocast(str(config.get("precision", "fp32"))):
+                found.append(work(side, step))
+            side.step()
+            side.zero_grad()
+            assert not kept(side)
+        return found + whole(side)
+
+
+def kept(side: Sharded) -> list[str]:
+    return [b.label for b in side.engine.buckets if b.kept is not None]
+
+
+def assert_equal(one: Any, other: Any) -> None:
+    if isinstance(one, (list, tuple)):
+        assert len(one) == len(other)
+        for a, b in zip(one, other, strict=True):
+            assert_equal(a, b)
+    elif isinstance(one, Tensor):
+        assert torch.equal(one, other), (one, other)
+    else:
+        assert one == other
+
+
+# -- parity -----------------------------------------------------------------------------------------------------------
+
+
+class Case(NamedTuple):
+    precision: str
+    micro_batches: int
+    clips: bool
+    row: str
+    prefetch_bytes: int
+    keep_gathered_bytes: int
+    recompute: str
+    dynamic: bool
+    together: bool
+
+    def __str__(self) -> str:
+        return "-".join(map(str, self))
+
+
+CASES = [
+    case
+    for case in (
+        Case(*values)
+        for values in itertools.product(
+            ("fp32", "bf16"),
+            (1, 3),
+            (False, True),
+            ("none", "optimizer_cpu"),
+            (0, 10_000, 1 << 28),
+            (0, 10_000),
+            ("none", "blocks"),
+            (False, True),
+            (False, True),
+        )
+    )
+    if not (case.together and (case.row != "none" or case.dynamic))
+]
+SELECTED = pairwise_selection(CASES)
+
+
+def _check(case: Case, folder: Path) -> None:
+    def work(side: Sharded, step: int) -> Any:
+        loss = accumulate(side, step, case.micro_batches)
+        return loss, side.clip(0.3) if case.clips else None
+
+    config = {
+        "precision": case.precision,
+        "prefetch_bytes": case.prefetch_bytes,
+        "keep_gathered_bytes": case.keep_gathered_bytes,
+        "activation_checkpointing": case.recompute,
+        "dynamic": case.dynamic,
+        **offload(case.row, folder),
+    }
+    found = []
+    for hierarchy in BOTH:
+        with together() if case.together else contextlib.nullcontext():
+            found.append(trained(hierarchy, work, **config))
+    assert_equal(*found)
+
+
+@pytest.mark.parametrize("case", SELECTED, ids=str)
+def test_it_equals_flat_to_the_bit(case: Case, tmp_path: Path) -> None:
+    run(4, _check, case, tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", [c for c in CASES if c not in SELECTED], ids=str)
+def test_it_equals_flat_in_the_whole_matrix(case: Case, tmp_path: Path) -> None:
+    run(4, _check, case, tmp_path)
+
+
+# -- bytes ------------------------------------------------------------------------------------------------------------
+
+
+def _bytes(micro_batches: int, recompute: str) -> None:
+    across = {}
+    for hierarchy in BOTH:
+        with sharded(Model(), PER_NODE, hierarchy, activation_checkpointing=recompute) as side:
+            accumulate(side, 0, micro_batches)
+            side.step()  # the order is known from here on
+            side.zero_grad()
+            with bytes_from_other_nodes(side.engine.comm, PER_NODE) as found:
+                accumulate(side, 1, micro_batches)
+            across[hierarchy] = found["gather"], found["reduce"]
+            sent = sent_by(plan_of(side.engine), limits_of(side.engine, micro_batches))
+            units = [sum(b.full.nbytes for b in unit.buckets) for unit in side.engine.units]
+    # The root and the last unit stay between forward and backward. Half of each gather comes from the other node.
+    once, twice = units[0] + units[-1], sum(units[1:-1])
+    assert across["flat"][0] == micro_batches * (once + 2 * twice) // 2
+    assert across["node_backward"][0] == micro_batches * (once + twice) // 2
+    assert across["flat"][1] == across["node_backward"][1]
+    assert sent.gathers == micro_batches * (once + twice) * 3 / 4
+    assert sent.in_node == micro_batches * twice / 2
+
+
+@pytest.mark.parametrize(("micro_batches", "recompute"), [(1, "none"), (2, "blocks")])
+def test_gathers_of_the_backward_stay_within_the_node(micro_batches: int, recompute: str) -> None:
+    run(4, _bytes, micro_batches, recompute)
+
+
+# -- nothing that is kept is ever old ---------------------------------------------------------------------------------
+
+
+def on_both(work: Work, **config: Any) -> None:
+    assert_equal(*(trained(hierarchy, work, **config) for hierarchy in BOTH))
+
+
+def _evaluates() -> None:
+    """Between backwards of a step, between steps, and between forward and backward."""
+
+    def work(side: Sharded, step: int) -> Any:
+        found = []
+        for micro in range(2):
+            with side.no_sync() if not micro else contextlib.nullcontext():
+                side.backward(language_loss(side.module, tokens(step, micro)))
+            with side.engine.step_scope(evaluation=True), torch.no_grad():
+                found.append(language_loss(side.module, tokens(step, 7)))
+                assert not kept(side)
+        return found
+
+    on_both(work)
+
+
+def _loads() -> None:
+    """Between two forwards of one pass."""
+
+    def work(side: Sharded, step: int) -> Any:
+        draw = torch.Generator().manual_seed(step)
+        state = {name: torch.randn(p.shape, generator=draw) * 0.1 for name, p in side.module.named_parameters()}
+        with side.engine.step_scope():
+            with torch.no_grad():
+                first = language_loss(side.module, tokens(step))
+            assert step or bool(kept(side)) == (side.engine.comm.node_size > 0)
+            side.engine.load_state_dict(state)
+            assert not kept(side)
+            loss = language_loss(side.module, tokens(step))
+            assert loss != first
+            side.backward(loss)
+        return first, loss.detach()
+
+    on_both(work)
+
+
+def _writes() -> None:
+    """To values that are here, to those that have gone, and by ``gather``."""
+
+    def work(side: Sharded, step: int) -> Any:
+        weight = side.module.blocks[0].up.weight
+        with side.engine.step_scope():
+            losses = [language_loss(side.module, tokens(step)).detach()]
+            with torch.no_grad():
+                weight.mul_(1.5)
+            losses.append(language_loss(side.module, tokens(step)).detach())
+            weight.data = torch.full_like(weight, 0.01 * (step + 1))
+            losses.append(language_loss(side.module, tokens(step)).detach())
+            with lightning_zero.gather(side.module), torch.no_grad():
+                for param in side.module.parameters():
+                    param.mul_(0.9)
+            loss = language_loss(side.module, tokens(step))
+            side.backward(loss)
+        assert len({float(value) for value in losses}) == 3
+        return losses, loss.detach()
+
+    on_both(work)
+    on_both(work, precision="bf16")
+
+
+def _steps_in_a_scope() -> None:
+    """Several backwards and steps in a scope, as in manual optimization; and a step between two forwards of a pass."""
+
+    def work(side: Sharded, step: int) -> Any:
+        found = []
+        with side.engine.step_scope():
+            for micro in range(2):
+                loss = language_loss(side.module, tokens(step, micro))
+                side.backward(loss)
+                side.step()
+                side.zero_grad()
+                with torch.no_grad():
+                    found += [loss.detach(), language_loss(side.module, tokens(step, 5))]
+            side.optimizer.step(lambda: None)
+            loss = language_loss(side.module, tokens(step, 3))
+            side.backward(loss)
+        return [*found, loss.detach()]
+
+    on_both(work)
+
+
+def _restages() -> None:
+    """To rows below stage 3, where nothing is gathered, it is refused; another row of offload is followed."""
+
+    def work(side: Sharded, step: int) -> Any:
+        if step == 1:
+            with pytest.raises(ConfigError, match=r"node_backward with zero/stage=zero1") if _is_kept(side) else _NONE:
+                side.engine.restage(stage=1) if _is_kept(side) else None
+            side.engine.restage(offload="optimizer_cpu")
+        return accumulate(side, step, 2)
+
+    on_both(work)
+
+
+_NONE = contextlib.nullcontext()
+
+
+def _is_kept(side: Sharded) -> bool:
+    return side.engine.comm.node_size > 0
+
+
+def _raises() -> None:
+    """A backward that raised, and one that goes well, with other values in between."""
+
+    def error(_: Tensor) -> None:
+        raise ZeroDivisionError
+
+    def work(side: Sharded, step: int) -> Any:
+        loss = language_loss(side.module, tokens(step))
+        handle = side.module.blocks[1].up.weight.register_hook(error)
+        with pytest.raises(ZeroDivisionError):
+            side.backward(loss)
+        handle.remove()
+        assert not kept(side)
+        side.zero_grad()
+        return accumulate(side, step, 2)
+
+    on_both(work)
+
+
+class Paths(nn.Module):
+    """Ranks that take other paths, and come to a unit several times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+
+    def forward(self, x: Tensor, path: tuple[int, ...]) -> Tensor:
+        for index in path:
+            x = self.blocks[index](x).tanh()
+        return x
+
+
+def _paths() -> None:
+    def work(side: Sharded, step: int) -> Any:
+        rank = dist.get_rank()
+        path = [(0, 1, 2, 3), (1, 0, 1), (3, 3, 2), (0,)][(rank + step) % 4]
+        loss = side.module(floats(step, 2, 6), path).square().mean()
+        side.backward(loss)
+        return loss.detach()
+
+    on_both(work, build=Paths, dynamic=True, unit={"classes": ["Linear"]})
+    on_both(work, build=Paths, dynamic=True, unit={"classes": ["Linear"]}, prefetch_bytes=0)
+
+
+@pytest.mark.parametrize(
+    "case", [_evaluates, _loads, _writes, _steps_in_a_scope, _restages, _raises, _paths], ids=lambda case: case.__name__
+)
+def test_what_is_kept_is_never_old(case: Callable[[], None]) -> None:
+    run(4, case)
+
+
+# -- memory -----------------------------------------------------------------------------------------------------------
+
+
+def _memory() -> None:
+    most = 0
+    reshard = Unit.reshard
+
+    def seen(self: Unit) -> None:
+        nonlocal most
+        reshard(self)
+        most = max(most, sum(b.kept.nbytes for b in side.engine.buckets if b.kept is not None))
+
+    with (
+        sharded(Model(), PER_NODE, "node_backward", precision="bf16") as side,
+        mock.patch.object(Unit, "reshard", seen),
+    ):
+        with autocast("bf16"):
+            accumulate(side, 0, 1)
+        units = [sum(b.full.nbytes for b in unit.buckets) for unit in side.engine.units]
+        limits = limits_of(side.engine)
+        assert most == sum(units[1:]) // PER_NODE == kept_nbytes(plan_of(side.engine), limits)
+        flat = Limits(limits.prefetch_bytes, 0, limits.reduce_bucket_bytes, has_link=False)
+        for phase in (Phase.forward, Phase.backward):
+            peaks = [
+                peak_bytes(plan_of(side.engine), each)[phase][Role.gathered, Tier.device] for each in (limits, flat)
+            ]
+            assert peaks[0] - peaks[1] == most
+        assert live_bytes(side.engine)[Role.gathered, Tier.device] == 0
+        with side.engine.step_scope(), autocast("bf16"):
+            loss = language_loss(side.module, tokens(1))
+            here = sum(b.full.nbytes for b in side.engine.buckets if b.full.allocated)
+            kept_now = sum(b.kept.nbytes for b in side.engine.buckets if b.kept is not None)
+            assert live_bytes(side.engine)[Role.gathered, Tier.device] == here + kept_now > here
+            side.backward(loss)
+
+
+def test_the_plan_counts_what_is_kept() -> None:
+    run(4, _memory)
+
+
+def test_the_plan_of_a_machine_knows_it() -> None:
+    shapes = tuple(BucketShape(unit, (8192,), Itemsizes(2, 4, 4, 4)) for unit in range(9))
+    model = PlannedModel(tuple(map(str, range(9))), shapes, Limits(0, 0, 1))
+
+    def row(hierarchy: Hierarchy, nodes: int = 2, stage: Stage = Stage.zero3, offload: Offload = Offload.none) -> Any:
+        machine = Machine(4, 10**9, 10**10, 10**10, nodes, hierarchy=hierarchy)
+        return plan_row(model, stage, offload, machine, OffloadConfig())
+
+    flat, kept_rows = row(Hierarchy.flat), row(Hierarchy.node_backward)
+    assert kept_rows.per_rank[Tier.device] - flat.per_rank[Tier.device] == 8 * 8192 * 2 // 4
+    assert kept_rows.sent.gathers < flat.sent.gathers and kept_rows.sent.in_node > 0 == flat.sent.in_node
+    assert "expected several nodes" in row(Hierarchy.node_backward, nodes=1).refused
+    assert "zero/stage=zero2" in row(Hierarchy.node_backward, stage=Stage.zero2).refused
+    assert "zero/offload=cpu" in row(Hierarchy.node_backward, offload=Offload.cpu).refused
+
+
+# -- what is refused, and ranks that fail -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"stage": 2}, r"hierarchy: expected .* got node_backward with zero/stage=zero2\. Choose zero/stage=zero3"),
+        ({"offload": "cpu"}, r"hierarchy: expected .* got node_backward with zero/offload=cpu\. Choose"),
+    ],
+)
+def test_rows_that_it_cannot_work_with_are_refused(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        make_config(comm={"hierarchy": "node_backward"}, **settings)
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        ("aaaa", r"node_backward: expected several nodes of several ranks each, got one node .*hierarchy=flat"),
+        ("abcd", r"node_backward: expected several nodes of several ranks each, got one rank on each"),
+        ("aaab", r"node_backward: expected the same number of ranks on every node, got 3 on a, 1 on b"),
+    ],
+)
+def test_nodes_that_it_cannot_work_with_are_refused(names: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        within_nodes(names)
+
+
+def _fails() -> None:
+    """In the middle of a gather of its node: the ranks of the other one come to wait for it later."""
+    begin = Unit.unshard_begin
+
+    def failing(self: Unit) -> None:
+        if self.comes_of_node and self.name == "blocks.1" and dist.get_rank() == 3:
+            raise OSError("no buffer")
+        begin(self)
+
+    with places_posted_often(), mock.patch("lightning_zero.engine.passes.passes.ABANDON_S", 0.2):
+        side = sharded(Model(), PER_NODE, "node_backward", stall_timeout_s=1.0)
+        with mock.patch.object(Unit, "unshard_begin", failing):
+            loss = language_loss(side.module, tokens(0))
+            with pytest.raises(OSError if dist.get_rank() == 3 else StallError) as caught:
+                side.backward(loss)
+        if dist.get_rank() == 2:
+            assert "rank 3" in str(caught.value)
+        assert not kept(side) and all(unit.state is State.SHARDED for unit in side.engine.units)
+        side.engine.comm.waits.close()  # messages were lost: there is no release
+
+
+def test_a_rank_that_fails_is_named() -> None:
+    run(4, _fails)

@@ -1,0 +1,601 @@
+"""Optimizers that need whole tensors: their steps are those of one process, to the bit, wherever shards rest."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.profiler import profile
+from torch.optim import Optimizer
+
+import lightning_zero
+from lightning_zero.comm.agreements import FailedElsewhereError
+from lightning_zero.config import ConfigError, Whole, make_config
+from lightning_zero.engine.whole.held_bytes import held_bytes, plan_of, state_tensors
+from lightning_zero.planning.memory import Moment, planned_bytes
+from lightning_zero.trainer.step_peak import _silence
+from tests.engine.optimizers import (
+    Decaying,
+    Flagged,
+    Lamb,
+    Langevin,
+    NormOverAll,
+    Shampoo,
+    SignDescent,
+    adafactor,
+    muon_and_adam,
+)
+from tests.engine.support import (
+    VOCABULARY,
+    Master,
+    Model,
+    Sharded,
+    Twin,
+    assert_same,
+    language_loss,
+    pairwise_selection,
+    tokens,
+)
+from tests.harness import on_ranks, run
+
+SMALL_WINDOWS = 3000  # bytes: several windows for the models here
+
+
+class ShapedMaster:
+    """What a plain optimizer steps for one parameter: of its shape."""
+
+    def __init__(self, param: nn.Parameter) -> None:
+        self.flat = nn.Parameter(param.detach().clone(), requires_grad=param.requires_grad)
+
+    @property
+    def value(self) -> Tensor:
+        return self.flat.detach()
+
+    @property
+    def grad(self) -> Tensor | None:
+        return self.flat.grad
+
+    @grad.setter
+    def grad(self, grad: Tensor | None) -> None:
+        self.flat.grad = None if grad is None else grad.clone().to(self.flat.dtype)
+
+
+class WholeTwin(Twin):
+    """A twin whose optimizer steps tensors of the parameters' own shapes, as one process does."""
+
+    def __init__(self, module: nn.Module, *, optimizer: Any, precision: str = "fp32", each: bool = True) -> None:
+        super().__init__(module, optimizer=lambda _: torch.optim.SGD([torch.zeros(1)]), precision=precision, each=each)
+        for param, master in self.masters.items():
+            value = nn.Parameter(master.value.clone(), requires_grad=param.requires_grad)
+            self.masters[param] = ShapedMaster(value)  # type: ignore[assignment]
+        self.optimizer = optimizer([master.flat for master in self.masters.values()])
+
+    def clip_by(self, norm: Tensor, max_norm: float) -> None:
+        """Clip by a norm that the ranks have found: a sum in one order on all sides."""
+        self.show_grads()
+        own = torch.nn.utils.get_total_norm([grad.float() for grad in self.grads.values()])
+        torch.testing.assert_close(norm, own)
+        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        self.grads = {param: grad * factor for param, grad in self.grads.items()}
+
+
+class Case(NamedTuple):
+    world: int
+    stage: int
+    micro_batches: int
+    clip: bool
+    precision: str
+    offload: str
+    window: int
+    optimizer: str
+
+    def __str__(self) -> str:
+        return "-".join(map(str, self))
+
+
+OPTIMIZERS = {
+    "adafactor": adafactor,
+    "lamb": Lamb,
+    "shampoo": Shampoo,
+    "sign": SignDescent,
+    "muon_and_adam": muon_and_adam,
+}
+VALUES: dict[str, Sequence[Any]] = {
+    "world": (1, 2, 3, 4),
+    "stage": (0, 1, 2, 3),
+    "micro_batches": (1, 2),
+    "clip": (False, True),
+    "precision": ("fp32", "bf16", "bf16_true"),
+    "offload": ("none", "optimizer_cpu", "cpu", "optimizer_nvme", "nvme"),
+    "window": (SMALL_WINDOWS, 1 << 28),
+    "optimizer": tuple(OPTIMIZERS),
+}
+MATRIX = [
+    case
+    for case in (Case(*values) for values in itertools.product(*VALUES.values()))
+    if (case.stage > 0 or case.offload == "none") and (case.stage == 3 or case.offload not in ("cpu", "nvme"))
+]
+SELECTED = pairwise_selection(MATRIX)
+MORE = [  # every row and number of ranks with every optimizer, and all ways to train with one
+    case
+    for case in MATRIX
+    if case not in SELECTED
+    and case.window == SMALL_WINDOWS
+    and (case[2:5] == (2, True, "bf16") or (case.optimizer == "muon_and_adam" and case.world == 2))
+]
+
+
+def train(case: Case, folder: str, steps: int = 3) -> None:
+    torch.default_generator.manual_seed(3)
+    module = Model()
+    make = OPTIMIZERS[case.optimizer]
+    twin = WholeTwin(module, optimizer=make, precision=case.precision, each=case.stage >= 2)
+    offload: Any = {"name": case.offload} | ({"nvme_path": folder} if "nvme" in case.offload else {})
+    settings: dict[str, Any] = {"offload": offload, "reduce_bucket_bytes": case.window}
+    with Sharded(module, stage=case.stage, precision=case.precision, optimizer=make, **settings) as sharded:
+        for step in range(steps):
+            for side in (sharded, twin):
+                for micro in range(case.micro_batches):
+                    last = micro == case.micro_batches - 1
+                    with torch.autocast("cpu", torch.bfloat16, enabled=case.precision == "bf16", cache_enabled=False):
+                        if last:
+                            side.backward(language_loss(side.module, tokens(step, micro)) / case.micro_batches)
+                        else:
+                            with side.no_sync():
+                                side.backward(language_loss(side.module, tokens(step, micro)) / case.micro_batches)
+            if case.clip:
+                twin.clip_by(sharded.clip(0.05), 0.05)
+            for side in (sharded, twin):
+                side.step()
+                side.zero_grad()
+            assert_same(sharded, twin, what=f"step {step}: ")
+
+
+@pytest.mark.parametrize("case", SELECTED, ids=str)
+def test_a_step_is_that_of_one_process(case: Case, tmp_path: Any) -> None:
+    run(case.world, train, case, str(tmp_path))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", MORE, ids=str)
+def test_a_step_is_that_of_one_process_in_every_row(case: Case, tmp_path: Any) -> None:
+    run(case.world, train, case, str(tmp_path))
+
+
+# -- state ------------------------------------------------------------------------------------------------------------
+
+
+def steps_of(sharded: Sharded, first: int, count: int) -> None:
+    for step in range(first, first + count):
+        sharded.backward(language_loss(sharded.module, tokens(step)))
+        sharded.step()
+        sharded.zero_grad()
+
+
+def plain_state(make: Any, steps: int) -> tuple[dict[str, Any], list[Tensor]]:
+    """State and parameters of a plain optimizer after ``steps`` steps of a twin."""
+    torch.default_generator.manual_seed(3)
+    twin = WholeTwin(Model(), optimizer=make)
+    for step in range(steps):
+        twin.backward(language_loss(twin.module, tokens(step)))
+        twin.step()
+        twin.zero_grad()
+    return twin.optimizer.state_dict(), [master.value for master in twin.masters.values()]
+
+
+def assert_equal(found: Any, expected: Any, what: str = "") -> None:
+    if isinstance(expected, Tensor):
+        assert found.dtype == expected.dtype and torch.equal(found, expected), what
+    elif isinstance(expected, dict):
+        assert found.keys() == expected.keys(), (what, found.keys(), expected.keys())
+        for key in expected:
+            assert_equal(found[key], expected[key], f"{what}/{key}")
+    elif isinstance(expected, list | tuple):
+        assert len(found) == len(expected), what
+        for place, (one, other) in enumerate(zip(found, expected, strict=True)):
+            assert_equal(one, other, f"{what}/{place}")
+    else:
+        assert found == expected, what
+
+
+@on_ranks(3, full=(1,))
+@pytest.mark.parametrize("name", ["shampoo", "muon_and_adam"])
+@pytest.mark.parametrize("row", ["0 none", "2 optimizer_cpu", "3 nvme"])
+def test_whole_state_is_that_of_the_plain_optimizer_and_goes_on(name: str, row: str, tmp_path: Any) -> None:
+    make, (stage, offload) = OPTIMIZERS[name], row.split()
+    settings = {"name": offload} | ({"nvme_path": str(tmp_path)} if "nvme" in offload else {})
+    expected, _ = plain_state(make, 2)
+    _, later = plain_state(make, 4)
+    torch.default_generator.manual_seed(3)
+    with Sharded(Model(), stage=stage, offload=settings, optimizer=make, reduce_bucket_bytes=SMALL_WINDOWS) as side:
+        steps_of(side, 0, 2)
+        state = side.engine.optimizer_state(side.optimizer, only_rank_0=False)
+        assert_equal(state, expected)
+        weights = side.engine.state_dict(only_rank_0=False)
+        steps_of(side, 2, 1)  # something else, which is to be forgotten
+        vars(side.optimizer)["steps"] = 2  # what no state_dict has, under torch either
+        side.engine.load_state_dict(weights)
+        side.engine.load_optimizer_state(side.optimizer, copy.deepcopy(state))
+        steps_of(side, 2, 2)
+        found = side.engine.state_dict(only_rank_0=False)
+        assert_equal(list(found.values()), later)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", ["shampoo", "muon_and_adam"])
+def test_restaged_training_is_the_one_that_was_not(name: str, tmp_path: Any) -> None:
+    make = OPTIMIZERS[name]
+    rows = ["3 none", "0 none", "2 optimizer_cpu", "2 none", "0 none", "3 nvme", "3 cpu", "0 none", "1 none"]
+    _, expected = plain_state(make, len(rows))
+    torch.default_generator.manual_seed(3)
+    with Sharded(Model(), stage=1, optimizer=make, reduce_bucket_bytes=SMALL_WINDOWS) as side:
+        for step, row in enumerate(rows):
+            stage, offload = row.split()
+            settings = {"name": offload} | ({"nvme_path": str(tmp_path)} if "nvme" in offload else {})
+            if step:
+                side.engine.restage(f"zero{stage}", settings)
+            steps_of(side, step, 1)
+            side.engine.settle()
+            side.engine.forget_zeroed()
+            engine = side.engine
+            states = state_tensors(engine)
+            plan = planned_bytes(plan_of(engine), engine.rank, state_tensors=states, moment=Moment.cleared)
+            assert held_bytes(engine) == plan, row
+        assert_equal(list(side.engine.state_dict(only_rank_0=False).values()), expected)
+
+
+# -- what people do to optimizers -------------------------------------------------------------------------------------
+
+
+def side_by_side(
+    make: Any,
+    work: Any,
+    *,
+    build: Any = Model,
+    steps: int = 3,
+    between: Any = lambda side, step: None,
+    **settings: Any,
+) -> None:
+    """Train as :class:`WholeTwin` trains; ``between`` is called on both sides behind each step."""
+    torch.default_generator.manual_seed(3)
+    module = build()
+    twin = WholeTwin(module, optimizer=make)
+    settings = {"reduce_bucket_bytes": SMALL_WINDOWS, "optimizer_settings": {}} | settings
+    own = settings.pop("optimizer_settings")
+    with sharded_with(module, make, own, **settings) as sharded:
+        for step in range(steps):
+            for side in (sharded, twin):
+                work(side, step)
+                side.step()
+                side.zero_grad()
+                side.module.zero_grad()
+                between(side, step)
+            assert_same(sharded, twin, what=f"step {step}: ")
+
+
+class sharded_with(Sharded):
+    """With settings of the group ``optimizer``."""
+
+    def __init__(self, module: nn.Module, make: Any, own: dict[str, Any], **config: Any) -> None:
+        self.module = module
+        self.engine = lightning_zero.shard(module, device="cpu", summary=False, optimizer=own, **config)
+        self.optimizer = make(module.parameters())
+        self.engine.add_optimizer(self.optimizer)
+        self._plain = False
+
+
+def language(side: Any, step: int) -> None:
+    side.backward(language_loss(side.module, tokens(step)))
+
+
+def muon_and_adamw(params: Any) -> list[Optimizer]:
+    """Muon of torch for the matrices of blocks and AdamW for the rest, as two optimizers of a loop."""
+    params = list(params)
+    matrices = [p for p in params if p.dim() == 2 and VOCABULARY not in p.shape]
+    rest = [p for p in params if not any(p is matrix for matrix in matrices)]
+    return [torch.optim.Muon(matrices, lr=0.05), torch.optim.AdamW(rest, lr=0.01, fused=True)]
+
+
+@on_ranks(3, full=(1, 2))
+@pytest.mark.parametrize("row", ["0 none", "3 none", "2 optimizer_cpu"])
+def test_muon_for_matrices_and_adamw_for_the_rest_share_buckets(row: str) -> None:
+    stage, offload = row.split()
+    torch.default_generator.manual_seed(3)
+    module = Model()
+    twin = WholeTwin(module, optimizer=lambda params: torch.optim.SGD(params, lr=0))
+    for param, master in twin.masters.items():
+        if param.dim() < 2 or VOCABULARY in param.shape:  # AdamW of torch steps slices: see Master
+            twin.masters[param] = Master(nn.Parameter(master.value))
+    shaped = {p: m for p, m in twin.masters.items() if p.dim() == 2 and VOCABULARY not in p.shape}
+    flat = [m.flat for p, m in twin.masters.items() if p not in shaped]
+    plain = [
+        torch.optim.Muon([m.flat for m in shaped.values()], lr=0.05),
+        torch.optim.AdamW(flat, lr=0.01, fused=True),
+    ]
+    engine = lightning_zero.shard(module, stage=int(stage), offload=offload, device="cpu", summary=False)
+    optimizers = muon_and_adamw(module.parameters())
+    made = [engine.add_optimizer(optimizer) for optimizer in optimizers]
+    assert [sharded.owned is not None for sharded in made] == [True, False]
+    for step in range(3):
+        language(twin, step)
+        twin.show_grads()
+        engine.backward(language_loss(module, tokens(step)))
+        for optimizer in (*plain, *optimizers):
+            optimizer.step()
+        twin.step()
+        twin.zero_grad()
+        module.zero_grad()
+    engine.settle()
+    engine.forget_zeroed()
+    planned = planned_bytes(plan_of(engine), engine.rank, state_tensors=state_tensors(engine), moment=Moment.cleared)
+    assert held_bytes(engine) == planned
+    expected = [master.value for master in twin.masters.values()]
+    assert_equal(list(engine.state_dict(only_rank_0=False).values()), expected)
+    engine.release()
+
+
+class Optional(nn.Module):
+    """Uses a part of its parameters in some steps, and never another part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(9, 40), nn.Linear(40, 9)
+        self.never = nn.Linear(7, 30)
+
+    def forward(self, x: Tensor, full: bool) -> Tensor:
+        out = self.first(x)
+        return self.second(out) if full else out
+
+
+@on_ranks(4, full=(2,))
+@pytest.mark.parametrize("make", [Lamb, Decaying, muon_and_adam], ids=["lamb", "decaying", "muon_and_adam"])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_parameters_without_a_gradient_are_stepped_as_in_one_process(make: Any, stage: int) -> None:
+    """On more ranks than there are tensors, of which some own nothing."""
+
+    def work(side: Any, step: int) -> None:
+        side.backward(side.module(torch.full((2, 9), step + 1.0), step % 2 == 1).square().sum())
+
+    side_by_side(make, work, build=Optional, steps=4, stage=stage)
+
+
+@on_ranks(2)
+def test_schedules_new_groups_and_what_is_thawed() -> None:
+    def build() -> nn.Module:
+        module = Model()
+        module.blocks[1].requires_grad_(False)
+        return module
+
+    def make(params: Any) -> Optimizer:
+        trained = [p for p in params if p.requires_grad]
+        return Lamb(trained[:-1])
+
+    def between(side: Any, step: int) -> None:
+        module, optimizer = side.module, side.optimizer
+        if step == 0:
+            for group in optimizer.param_groups:
+                group["lr"] = 0.005
+        if step == 1:
+            own = list(module.parameters())
+            params = own if isinstance(side, Sharded) else [side.masters[p].flat for p in own]
+            own[-1].requires_grad_(True)
+            for param in module.blocks[1].parameters():
+                param.requires_grad_(True)
+            for param in params:
+                param.requires_grad_(True)
+            frozen = [p for p, o in zip(params, own, strict=True) if any(o is q for q in module.blocks[1].parameters())]
+            optimizer.add_param_group({"params": [*frozen, params[-1]], "lr": 0.03})
+
+    side_by_side(make, language, build=build, steps=4, between=between, stage=3)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [0, 2])
+def test_all_optimizers_step_whole_tensors_if_asked(stage: int) -> None:
+    def make(params: Any) -> Optimizer:
+        return torch.optim.AdamW(params, lr=0.01, weight_decay=0.1, fused=True)
+
+    side_by_side(make, language, stage=stage, optimizer_settings={"whole": True})
+
+
+@on_ranks(3)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_what_an_optimizer_notes_when_it_is_built_goes_to_the_owners(stage: int) -> None:
+    def make(params: Any) -> Optimizer:
+        params = list(params)
+        for place, param in enumerate(params):
+            param.scale = 1.0 + place % 3
+        return Flagged(params)
+
+    side_by_side(make, language, stage=stage)
+    with Sharded(Model(), stage=stage, optimizer=Flagged) as side:
+        state = side.engine.optimizer_state(side.optimizer, only_rank_0=False)["state"]
+        assert [entry["sign"] for entry in state.values()] == [n % 2 == 0 for n in range(len(state))]
+
+
+@on_ranks(2)
+def test_state_that_finds_no_room_is_an_error_on_all() -> None:
+    """A budget that the state is beyond, after all that could be known of it before."""
+    settings = {"offload": "optimizer_cpu", "reduce_bucket_bytes": SMALL_WINDOWS}
+    side = Sharded(Model(), stage=2, optimizer=Shampoo, **settings)
+    language(side, 0)
+    tiers = side.engine.tiers
+    if side.engine.rank:
+        tiers.set_budgets(tiers.host.nbytes + 3000, None)  # type: ignore[union-attr]
+    with pytest.raises((ConfigError, FailedElsewhereError), match="budget"):
+        side.step()
+    tiers.set_budgets(None, None)
+    side.engine.release()
+
+
+@on_ranks(2)
+def test_hooks_run_once_a_step_and_see_parameters() -> None:
+    torch.default_generator.manual_seed(3)
+    seen: list[str] = []
+    with Sharded(Model(), stage=2, optimizer=Shampoo, reduce_bucket_bytes=SMALL_WINDOWS) as side:
+        names = {id(p) for p in side.module.parameters()}
+
+        def hook(name: str) -> Any:
+            def note(optimizer: Any, args: Any, kwargs: Any) -> None:
+                assert {id(p) for g in optimizer.param_groups for p in g["params"]} == names
+                seen.append(name)
+
+            return note
+
+        side.optimizer.register_step_pre_hook(hook("before"))
+        side.optimizer.register_step_post_hook(hook("after"))
+        scheduler = torch.optim.lr_scheduler.ConstantLR(side.optimizer)
+        language(side, 0)
+        side.optimizer.step()
+        scheduler.step()  # which warns where no step has come
+        loss = side.optimizer.step(lambda: torch.ones(()))
+        assert float(loss) == 1 and seen == ["before", "after"] * 2
+
+
+@on_ranks(2)
+def test_the_next_window_is_on_its_way_while_one_is_stepped() -> None:
+    torch.default_generator.manual_seed(3)
+    events: list[str] = []
+
+    class Telling(SignDescent):
+        def update(self) -> None:
+            events.append("step")
+            super().update()
+
+    with Sharded(Model(), stage=3, optimizer=Telling, reduce_bucket_bytes=SMALL_WINDOWS) as side:
+        language(side, 0)
+        events.clear()  # of the trial
+        side.engine.comm.observers.append(lambda kind, label: events.append(kind) if kind == "all_to_all" else None)
+        side.optimizer.step()
+        owned = side.engine.optimizers[0].owned
+        assert owned is not None and {t.owner for t in owned.tensors.values()} == {0, 1}
+    windows = events.count("all_to_all") // 2
+    sent = [events[:place].count("all_to_all") for place, event in enumerate(events) if event == "step"]
+    # Before window n is stepped: n + 1 windows there, n back, and the next one there.
+    assert windows > 3 and sent and set(sent) <= {*range(2, 2 * windows, 2), 2 * windows - 1}
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("window", [1 << 14, 1 << 28])
+def test_a_step_takes_the_bytes_and_messages_that_were_planned(window: int) -> None:
+    torch.default_generator.manual_seed(3)
+    module = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(6)))
+    with Sharded(module, stage=3, optimizer=SignDescent, reduce_bucket_bytes=window) as side:
+        engine, sharded = side.engine, side.engine.optimizers[0]
+        side.backward(module(torch.ones(2, 64)).square().sum())
+        side.step()
+        before = engine.comm.counts.copy()
+        largest = peak_of(side.step)
+        sent = engine.comm.counts - before
+        windows = sharded._windows  # type: ignore[attr-defined]
+        assert sum(n for (kind, _), n in sent.items() if kind == "all_to_all") == 2 * len(windows)
+        assert all(kind == "all_to_all" for kind, _ in sent)
+        planned = sharded.step_peak()
+        temporary = 64 * 64 * 4  # of the optimizer: a sign
+        assert planned <= largest <= planned + temporary + 20_000
+        whole = max(sum(2 * 4 * tensor.info.numel for tensor in w) for w in windows)
+        assert largest <= 3 * whole + temporary + 20_000
+
+
+def peak_of(act: Any) -> int:
+    """The most bytes that torch's memory grows by while ``act`` runs."""
+    with _silence(), profile(use_kineto=True, profile_memory=True) as recorded:
+        act()
+    now = most = 0
+    for event in recorded.kineto_results.events():
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            most = max(most, now)
+    return most
+
+
+@on_ranks(4)
+def test_shards_within_a_node_and_replicas_across_nodes() -> None:
+    """Each replica steps all tensors, divided among its ranks; one saves their state."""
+    node = f"node {torch.distributed.get_rank() // 2}"
+    found = []
+    for stage in (0, 3):
+        torch.default_generator.manual_seed(3)
+        settings: dict[str, Any] = {"comm": {"hierarchy": "node"}, "node": node, "reduce_bucket_bytes": SMALL_WINDOWS}
+        with Sharded(Model(), stage=stage, optimizer=muon_and_adam, **settings) as side:
+            steps_of(side, 0, 3)
+            state = side.engine.optimizer_state(side.optimizer, only_rank_0=False)
+            found.append((side.engine.state_dict(only_rank_0=False), state))
+    assert_equal(found[1], found[0])
+
+
+@on_ranks(2)
+def test_what_fails_on_one_rank_fails_on_all_and_none_waits() -> None:
+    class Failing(SignDescent):
+        broken = False
+
+        def update(self) -> None:
+            if self.broken and any(tuple(p.shape) == (11,) for g in self.param_groups for p in g["params"]):
+                raise ArithmeticError("no root")
+            super().update()
+
+    side = Sharded(Model(), stage=3, optimizer=Failing, reduce_bucket_bytes=SMALL_WINDOWS)
+    language(side, 0)
+    side.optimizer.broken = True  # type: ignore[attr-defined]
+    with pytest.raises((ArithmeticError, FailedElsewhereError), match="no root") as caught:
+        side.optimizer.step()
+    kinds = side.engine.comm.all_gather_objects(type(caught.value).__name__, "what was raised")
+    assert sorted(kinds) == ["ArithmeticError", "FailedElsewhereError"]
+    assert "load the last checkpoint" in caught.value.__notes__[0]
+    side.engine.release()
+
+
+# -- what is refused --------------------------------------------------------------------------------------------------
+
+
+class Sending(SignDescent):
+    def update(self) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                torch.distributed.all_reduce(p.grad)
+        super().update()
+
+
+class Picky(SignDescent):
+    def update(self) -> None:
+        assert all(p.shape[0] > 6 for group in self.param_groups for p in group["params"]), "too small"
+        super().update()
+
+
+@on_ranks(2)
+def test_what_cannot_be_stepped_apart_is_refused() -> None:
+    refusals = {
+        NormOverAll: "depends on the other tensors",
+        Langevin: "depends on the other tensors.*zero/stage=zero0",
+        torch.optim.LBFGS: "depends on the other tensors",
+        Sending: "sends messages between ranks itself",
+        Picky: "(?s)could not be tried on small tensors.*too small.*zero.optimizer.whole=true",
+    }
+    for make, match in refusals.items():
+        module = Model()
+        engine = lightning_zero.shard(module, device="cpu", stage=1, summary=False)
+        with pytest.raises(ConfigError, match=match):
+            engine.add_optimizer(make(module.parameters()))
+        engine.release()
+    side_by_side(Picky, language, stage=1, optimizer_settings={"whole": True})
+    side_by_side(NormOverAll, language, stage=0)  # in one call, as in one process
+    with Sharded(Model(), stage=0, optimizer=NormOverAll) as side, pytest.raises(ConfigError, match="depends on"):
+        side.engine.restage("zero2")
+    with pytest.raises(ConfigError, match="calls its closure itself"):
+        Sharded(Model(), stage=0, optimizer=torch.optim.LBFGS)
+
+
+def test_settings_that_contradict_each_other_are_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"zero\.optimizer\.whole: expected one of auto, true, false, got 'sometimes'"
+    ):
+        make_config(optimizer={"whole": "sometimes"})
+    with pytest.raises(ConfigError, match=r"zero\.optimizer\.whole=true has no effect.*elementwise"):
+        make_config(optimizer={"whole": "true", "elementwise": True})
+    for given in ("false", False):
+        assert make_config(optimizer={"whole": given}).optimizer.whole is Whole.false
