@@ -16,6 +16,7 @@ ROW = BLOCK + 1  # bytes of a block
 # Buffers of 4 bytes an element that a step needs for its pieces: two states, a gradient, random bits, what lies
 # between, and three for the codes of int8.
 BUFFERS = 8
+TABLE_NBYTES = 1 << 22  # random bits
 CHUNK = 1 << 18  # elements of a piece for each thread
 MAX_CHUNK = 1 << 21  # ... for all threads of the host
 DEVICE_CHUNK = 1 << 23  # ... on a device
@@ -35,4 +36,5 @@ def state_nbytes(numel: int, state: StateDtype, master_itemsize: int) -> int:
 
 def scratch_nbytes(numel: int, *, on_device: bool) -> int:
     """Bytes beside the state while the largest range of ``numel`` elements is stepped in pieces."""
-    return BUFFERS * 4 * min(numel, DEVICE_CHUNK if on_device else MAX_CHUNK)
+    pieces = BUFFERS * 4 * min(numel, DEVICE_CHUNK if on_device else MAX_CHUNK)
+    return pieces + TABLE_NBYTES if numel else 0

@@ -27,10 +27,10 @@ def narrow_twin(make: Callable[[Any], Optimizer], names: Sequence[str], dtype: s
             step(*args)
             for name, param in used:
                 count[name] = count.get(name, 0) + 1
-                bits = random_bits(name, param.numel(), count[name])
                 for which, (state, has_sign) in enumerate(signed.items()):
                     value = optimizer.state[param][state]
-                    rounded = narrowed(value.numpy().reshape(-1), bits >> (16 * which) & 0xFFFF, dtype, has_sign)
+                    bits = random_bits(name, param.numel(), count[name], which)
+                    rounded = narrowed(value.numpy().reshape(-1), bits, dtype, has_sign)
                     value.copy_(torch.from_numpy(rounded).view(value.shape))
 
         optimizer.step = rounding_step  # type: ignore[method-assign]
@@ -39,13 +39,25 @@ def narrow_twin(make: Callable[[Any], Optimizer], names: Sequence[str], dtype: s
     return build
 
 
-def random_bits(name: str, numel: int, step: int) -> Any:
-    """[numel] of 32 bits."""
-    x = (np.arange(numel, dtype=np.uint64) + salt(name)) & 0xFFFFFFFF
-    x ^= salt(f"step/{step}")
+TABLE, SPAN = 1 << 20, 1 << 18
+
+
+def mixed(x: Any) -> Any:
     for shift, multiplier in ((16, 0x7FEB352D), (15, 0x846CA68B), (16, 1)):
-        x = ((x ^ (x >> np.uint64(shift))) * np.uint64(multiplier)) & 0xFFFFFFFF
-    return x.astype(np.int64)
+        x = ((x ^ (x >> np.uint64(shift))) * np.uint64(multiplier)) & np.uint64(0xFFFFFFFF)
+    return x
+
+
+NUMBERS = (mixed(np.arange(TABLE, dtype=np.uint64)) & np.uint64(0xFFFF)).astype(np.int64)
+
+
+def random_bits(name: str, numel: int, step: int, state: int) -> Any:
+    """[numel] of 16 bits."""
+    parts = []
+    for block in range(-(-numel // SPAN)):
+        start = int(mixed(salt(f"{name}/{state}/{block}/{step}"))) % (TABLE - SPAN)
+        parts.append(NUMBERS[start : start + min(SPAN, numel - block * SPAN)])
+    return np.concatenate(parts)
 
 
 def salt(text: str) -> Any:

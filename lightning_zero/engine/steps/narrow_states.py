@@ -11,6 +11,7 @@ depend on where pieces, runs or shards are cut.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -22,12 +23,12 @@ from lightning_zero.engine.steps.mixed_dtypes import round_stochastically, salt_
 from lightning_zero.engine.steps.torch_optimizers import base_of, overrides_step, start_state
 from lightning_zero.engine.units.narrow import Format
 from lightning_zero.planning.layout import Fragment
-from lightning_zero.planning.state_dtype import CHUNK, DEVICE_CHUNK, MAX_CHUNK
+from lightning_zero.planning.state_dtype import CHUNK, DEVICE_CHUNK, MAX_CHUNK, TABLE_NBYTES
 
-_M1, _M2 = 0x7FEB352D, 0x846CA68B - (1 << 32)  # multipliers of a 32-bit integer hash with low bias, as int32
+_MIX = ((16, 0x7FEB352D), (15, 0x846CA68B), (16, 1))  # a 32-bit integer hash with low bias: shifts, multipliers
+_TABLE, _SPAN = TABLE_NBYTES // 4, 1 << 18  # elements
 
-# State with an element for each element of a parameter, and whether it may be negative. At most two: each takes half of
-# the 32 random bits of an element.
+# State with an element for each element of a parameter, and whether it may be negative.
 _MOMENTS = {"exp_avg": True, "exp_avg_sq": False}
 STATES: dict[type[Optimizer], dict[str, bool]] = {
     torch.optim.Adam: _MOMENTS,
@@ -105,8 +106,7 @@ class _Pieces:
     """Memory for the pieces of one run: fixed, and counted in the plan."""
 
     def __init__(self, numel: int, device: torch.device, formats: Mapping[str, Format]) -> None:
-        self.random = torch.empty(numel, dtype=torch.int32, device=device)
-        self.between = torch.empty(numel, dtype=torch.int32, device=device)
+        self.noise = torch.empty(numel, dtype=torch.int32, device=device)
         self.states = {name: torch.empty(numel, dtype=torch.float32, device=device) for name in formats}
 
 
@@ -149,8 +149,10 @@ def step_narrow(
             start_state(optimizer, group, [piece])
         type(optimizer).step(optimizer)
         after = optimizer.state.pop(piece)
-        random = _random_bits(pieces, places, low, high, step)
-        _round_moments(after, state, formats, pieces, random, low, run)
+        for number, name in enumerate(formats):
+            if after.get(name) is not None:
+                _fill_noise(pieces.noise[: high - low], places, low, high, step, number)
+                _round(name, after[name], state, formats[name], pieces.noise[: high - low], low, run)
         if piece.data_ptr() != run[low:high].data_ptr():
             _put(run[low:high], low, piece, rounding)
     state.update({name: value for name, value in after.items() if name not in formats})
@@ -174,26 +176,11 @@ def _widened(
     return found
 
 
-def _round_moments(
-    after: Mapping[str, Any],
-    state: dict[str, Any],
-    formats: Mapping[str, Format],
-    pieces: _Pieces,
-    random: Tensor,
-    low: int,
-    run: Tensor,
-) -> None:
-    """Put the moments of a piece, which a step has made, into ``state`` of the run, from element ``low`` on."""
-    for number, (name, form) in enumerate(formats.items()):
-        value = after.get(name)
-        if value is None:
-            continue
-        if state.get(name) is None:
-            state[name] = form.zeros(run.numel(), run.device)
-        noise = pieces.between[: len(value)]
-        torch.bitwise_right_shift(random, 16 * number, out=noise)
-        noise.bitwise_and_(0xFFFF)
-        form.narrow(value.float(), form.part(state[name], low, low + len(value)), noise)
+def _round(name: str, value: Tensor, state: dict[str, Any], form: Format, noise: Tensor, low: int, run: Tensor) -> None:
+    """Put a moment of a piece, which a step has made, into ``state`` of the run, from element ``low`` on."""
+    if state.get(name) is None:
+        state[name] = form.zeros(run.numel(), run.device)
+    form.narrow(value.float(), form.part(state[name], low, low + len(value)), noise)
 
 
 def _put(target: Tensor, low: int, piece: Tensor, rounding: tuple[int, int] | None) -> None:
@@ -204,30 +191,36 @@ def _put(target: Tensor, low: int, piece: Tensor, rounding: tuple[int, int] | No
         target.copy_(round_stochastically(piece, first + low, salt_of(salt, "")))
 
 
-def _random_bits(pieces: _Pieces, places: list[tuple[Fragment, str]], low: int, high: int, step: int) -> Tensor:
-    """32 bits for each element of a piece, by its place in its parameter, the parameter's name and the step."""
-    bits, between = pieces.random[: high - low], pieces.between[: high - low]
-    bits.zero_()  # between parameters: state there is not always 0, and counts for the exponent of its block
+def _fill_noise(noise: Tensor, places: list[tuple[Fragment, str]], low: int, high: int, step: int, number: int) -> None:
+    """Random bits for each element of a piece: by its place in its parameter, the parameter's name, the step and the
+    number of the state.
+
+    They are copied out of one table, from another place for each block of :data:`_SPAN` elements: a hash of each
+    element would take longer than the step.
+    """
+    table = _table(noise.device)
+    noise.zero_()  # between parameters: state there is not always 0, and counts for the exponent of its block
     for fragment, name in places:
         first, last = max(low, fragment.start), min(high, fragment.start + fragment.numel)
-        if first >= last:
-            continue
-        offset = _as_int32(fragment.offset + first - fragment.start + salt_of(name))
-        piece = bits[first - low : last - low]
-        if offset + last - first < 1 << 31:
-            torch.arange(offset, offset + last - first, dtype=torch.int32, out=piece)
-        else:
-            piece.copy_(torch.arange(offset, offset + last - first, dtype=torch.int64, device=bits.device))
-    bits.bitwise_xor_(_as_int32(salt_of("step", step)))
-    for shift, multiplier in ((16, _M1), (15, _M2), (16, 0)):
-        torch.bitwise_right_shift(bits, shift, out=between)
-        between.bitwise_and_((1 << (32 - shift)) - 1)  # the shift of a signed integer brings its sign along
-        bits.bitwise_xor_(between)
-        if multiplier:
-            bits.mul_(multiplier)
-    return bits
+        shift = fragment.offset - fragment.start  # from the run to the parameter
+        while first < last:
+            block, inside = divmod(first + shift, _SPAN)
+            stop = min(last, first + _SPAN - inside)
+            start = _mixed(salt_of(name, number, block, step)) % (_TABLE - _SPAN) + inside
+            noise[first - low : stop - low].copy_(table[start : start + stop - first])
+            first = stop
 
 
-def _as_int32(value: int) -> int:
-    value &= 0xFFFFFFFF
-    return value - (1 << 32) if value >= 1 << 31 else value
+@lru_cache(maxsize=8)
+def _table(device: torch.device) -> Tensor:
+    """[_TABLE] int32, of which :data:`NOISE` bits are random, the same in every process."""
+    bits = torch.arange(_TABLE, dtype=torch.int64)
+    for shift, multiplier in _MIX:
+        bits = ((bits ^ (bits >> shift)) * multiplier) & 0xFFFFFFFF
+    return (bits & 0xFFFF).to(torch.int32).to(device)
+
+
+def _mixed(value: int) -> int:
+    for shift, multiplier in _MIX:
+        value = ((value ^ (value >> shift)) * multiplier) & 0xFFFFFFFF
+    return value

@@ -97,8 +97,9 @@ class Format:
         elif noise is None:
             part.copy_(values)
         else:
-            # Not a NaN: the sum may carry into its sign.
-            noise.masked_fill_(values.isnan(), 0)
+            # Not a NaN: the sum may carry into its sign. A look for one is cheap where it need not be waited for.
+            if values.device.type != "cpu" or values.amax().isnan():
+                noise.masked_fill_(values.isnan(), 0)
             noise.add_(values.view(torch.int32)).bitwise_and_(-0x10000)
             part.copy_(noise.view(torch.float32))
 
