@@ -17,7 +17,7 @@ ROW = BLOCK + 1  # bytes of a block
 # between, and three for the codes of int8.
 BUFFERS = 8
 TABLE_NBYTES = 1 << 22  # random bits
-CHUNK = 1 << 18  # elements of a piece for each thread
+CHUNK = 1 << 20  # elements of a piece for each thread
 MAX_CHUNK = 1 << 21  # ... for all threads of the host
 DEVICE_CHUNK = 1 << 23  # ... on a device
 

@@ -199,7 +199,8 @@ def _fill_noise(noise: Tensor, places: list[tuple[Fragment, str]], low: int, hig
     element would take longer than the step.
     """
     table = _table(noise.device)
-    noise.zero_()  # between parameters: state there is not always 0, and counts for the exponent of its block
+    if sum(fragment.numel for fragment, _ in places) < places[-1][0].stop:
+        noise.zero_()  # between parameters: state there is not always 0, and counts for the exponent of its block
     for fragment, name in places:
         first, last = max(low, fragment.start), min(high, fragment.start + fragment.numel)
         shift = fragment.offset - fragment.start  # from the run to the parameter
