@@ -7,6 +7,7 @@ measured.
 
     python -m benchmarks.bench_offload --nvme /path/on/a/local/disk
     python -m benchmarks.bench_offload --states    # steps with state in fp32, bf16 and int8, by turns
+    python -m benchmarks.bench_offload --nvme /path/on/a/local/disk --vertical 8    # bench_vertical
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks import bench
+from benchmarks import bench, bench_vertical
 from benchmarks.rates import disk_rates
 from benchmarks.sides.ours import EARLY
 from benchmarks.sides.side import make_adamw
@@ -113,11 +114,15 @@ def main() -> None:
     parser.add_argument("--no-memory", action="store_true")
     parser.add_argument("--early", action="store_true", help="each row against itself, stepped inside the backward")
     parser.add_argument("--states", action="store_true", help="nothing but zero.optimizer.state_dtype, by turns")
+    parser.add_argument("--vertical", type=int, nargs="?", const=8, help="nvme: a batch in so many parts, and no more")
     args = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="lightning_zero_bench_", dir=args.nvme))
     print(f"{date.today()}, {os.cpu_count()} CPU cores, torch {torch.__version__}")
     if args.states:
         print(json.dumps(bench.launch(states_in_turn, 1, str(folder))))
+        return
+    if args.vertical:
+        bench_vertical.compare(folder, "nvme", args.vertical, args.rounds)
         return
     print(json.dumps(bench.launch(optimizer_only, 1, str(folder))), flush=True)
     rows: list[dict[str, Any]] = []

@@ -122,6 +122,11 @@ def test_lora(llama: Path, tmp_path: Path) -> None:
     assert "adapter_model.safetensors" in files and "model.safetensors" not in files
 
 
+@pytest.mark.slow
+def test_long_sequences(tmp_path: Path) -> None:
+    assert accuracy(run(tmp_path, "long_sequences.py")) > 0.9
+
+
 def test_every_example_has_a_test() -> None:
     here = Path(__file__).read_text()
     assert all(f'"{f.name}"' in here for f in EXAMPLES.glob("*.py"))

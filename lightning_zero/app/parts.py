@@ -8,9 +8,13 @@ from typing import TYPE_CHECKING, Any
 from lightning_zero.app.instantiate import accepted_arguments, build, build_all, is_first
 from lightning_zero.app.schema import TrainConfig, trainer_precision
 from lightning_zero.config import ConfigError
+from lightning_zero.planning.topology import check_sequence_parallel
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningDataModule, LightningModule
+
+    from lightning_zero.data.synthetic import SyntheticData
+    from lightning_zero.data.text import TextData
 
 TEXT_DATA = "lightning_zero.data.text.TextData"
 PRECISION_ALIASES = {"32": "32-true", "64": "64-true", "bf16": "bf16-mixed", "16": "16-mixed"}
@@ -36,7 +40,8 @@ def agreed_precision(config: TrainConfig) -> str | None:
 
 
 def build_optimizer(config: TrainConfig) -> Any:
-    """Makes an optimizer from param groups. Tried on one parameter, so that a bad value is found now."""
+    """Makes an optimizer from param groups. Tried on one parameter, so that a bad value is found now; on a matrix where
+    it takes no other (Muon)."""
     import torch
 
     if not config.optimizer.get("_partial_"):
@@ -45,13 +50,16 @@ def build_optimizer(config: TrainConfig) -> Any:
             f"{config.optimizer.get('_partial_')!r}. Change optimizer._partial_."
         )
     make = build("optimizer", config.optimizer)
-    try:
-        make([torch.nn.Parameter(torch.zeros(1))])
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ConfigError(
-            f"optimizer: {config.optimizer['_target_']} refuses these settings: {error}. Change optimizer.*."
-        ) from error
-    return make
+    refused: list[Exception] = []
+    for shape in ((1,), (2, 2)):
+        try:
+            make([torch.nn.Parameter(torch.zeros(shape))])
+            return make
+        except (TypeError, ValueError, RuntimeError) as error:
+            refused.append(error)
+    raise ConfigError(
+        f"optimizer: {config.optimizer['_target_']} refuses these settings: {refused[0]}. Change optimizer.*."
+    ) from refused[0]
 
 
 def build_model(config: TrainConfig, explicit: set[str]) -> LightningModule:
@@ -112,3 +120,19 @@ def _defaults_of(ours: type, node: dict[str, Any]) -> set[str]:
     """Arguments that are in a group for our class, and mean nothing to another in its place."""
     is_ours = node.get("_target_") == f"{ours.__module__}.{ours.__qualname__}"
     return set() if is_ours else accepted_arguments(ours) or set()
+
+
+def groups_of_ranks(config: TrainConfig, data: TextData | SyntheticData, world_size: int) -> int:
+    """How many batches ``world_size`` ranks train on at once: those that share sequences have one.
+
+    Raises:
+        ConfigError: ranks, or the length of a sequence, that ``zero.sequence_parallel`` does not divide.
+    """
+    n = config.zero.sequence_parallel
+    check_sequence_parallel(n, world_size)
+    if data.block_size % n:
+        raise ConfigError(
+            f"data.block_size: expected a multiple of zero.sequence_parallel ({n}), whose ranks have equal parts of a "
+            f"sequence, got {data.block_size}. Change data.block_size or zero.sequence_parallel."
+        )
+    return world_size // n

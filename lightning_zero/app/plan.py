@@ -32,6 +32,7 @@ from lightning_zero.planning.memory import Bytes
 from lightning_zero.planning.placement import Tier
 from lightning_zero.planning.speed import Rates
 from lightning_zero.planning.step_time import CPU_RATES, GPU_RATES
+from lightning_zero.planning.topology import check_sequence_parallel
 
 EXTRA_KEYS = ("machine", "json", "optimizer_states", "activations", "hugging_face", "picture", "dark")
 
@@ -115,6 +116,7 @@ def activations_document(found: Activations | None) -> dict[str, Any] | None:
         "backward": found.peak(backward=True),
         "batch": found.batch,
         "flops": found.flops,
+        "exchanged": found.exchanged,
     }
 
 
@@ -141,6 +143,7 @@ def document(
             "precision": described.precision,
             "whole_copy": model.copy_nbytes,
             "after_fit": model.after_fit.value,
+            "micro_batches": model.in_parts,
         },
         "activations": {
             "samples": model.samples,
@@ -192,8 +195,9 @@ def run(config: TrainConfig, asked: MachineConfig, extras: dict[str, Any]) -> No
         hugging_face=extras["hugging_face"],
     )
     model, machine = described.model, find_machine(asked, config)
+    check_sequence_parallel(config.zero.sequence_parallel, machine.world_size)
     rates, given = find_rates(asked, machine)
-    candidates = [(stage, offload, _budgets(config, offload)) for stage, offload in allowed_rows()]
+    candidates = [(stage, offload, _budgets(config, offload)) for stage, offload in allowed_rows(machine.hierarchy)]
     rows = [plan_row(model, *row[:2], machine, row[2], rates) for row in candidates]
     advices = [
         Advice(None, None) if row.fits else advise(model, row, machine, _budgets(config, row.offload), rows)

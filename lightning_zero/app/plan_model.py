@@ -92,7 +92,15 @@ def describe(
         states = optimizer_states(config)
     names, shapes = tuple(unit.name for unit in units), tuple(bucket_shapes(units))
     recomputes = zero.activation_checkpointing is not Recompute.none
-    model = Model(names, shapes, limits, states, recomputes=recomputes, after_fit=zero.after_fit)
+    model = Model(
+        names,
+        shapes,
+        limits,
+        states,
+        recomputes=recomputes,
+        in_parts=zero.micro_batches,
+        after_fit=zero.after_fit,
+    )
     found = Described(model, precision.name)
     if not activations:
         return found
@@ -122,15 +130,23 @@ def on_meta(config: TrainConfig, precision: Precision) -> Iterator[None]:
 
 
 def optimizer_states(config: TrainConfig) -> int:
-    """Tensors of state that the optimizer of the configuration keeps for each parameter: found by one step of it."""
+    """Tensors of state that the optimizer of the configuration keeps for each parameter: found by one step of it.
+
+    Of state of other shapes than the parameter's nothing is known here.
+    """
     import torch
 
     from lightning_zero.engine.steps.torch_optimizers import states_after_step
 
     if not config.optimizer:
         return ADAM_STATES
-    param = torch.nn.Parameter(torch.zeros(2))
-    return states_after_step(build_optimizer(config)([param]), param)
+    make = build_optimizer(config)
+    try:
+        param = torch.nn.Parameter(torch.zeros(2))
+        return states_after_step(make([param]), param)
+    except ValueError:  # Muon takes matrices only
+        param = torch.nn.Parameter(torch.eye(2))
+        return states_after_step(make([param]), param)
 
 
 # -- activations ------------------------------------------------------------------------------------------------------
@@ -156,8 +172,10 @@ def with_activations(
     other = None
     if both_ways and len(found.model.names) > 1:
         how = Recompute.none if found.model.recomputes else Recompute.blocks
+        whole = replace(zero.unit, whole_batch=[])
+        config_of_other = make_config(zero, activation_checkpointing=how, micro_batches=1, unit=whole)
         with contextlib.suppress(NotMeasured):
-            other = measure(module, batch, make_config(zero, activation_checkpointing=how), precision)
+            other = measure(module, batch, config_of_other, precision)
     return replace(found, model=replace(found.model, activations=sizes, samples=sizes.sizes[0]), other=other)
 
 

@@ -66,7 +66,8 @@ def machine_line(machine: Machine) -> str:
 
 def title_of(model: Model, machine: Machine, precision: str) -> str:
     count = sum(shape.numel for shape in model.shapes)
-    return f"{count:,} parameters, {precision}; {machine_line(machine)}"
+    parts = f", batches in {model.in_parts} parts" if model.in_parts > 1 else ""
+    return f"{count:,} parameters, {precision}{parts}; {machine_line(machine)}"
 
 
 def _roles(row: Row) -> list[str]:
@@ -203,9 +204,15 @@ def activations_line(model: Model, described: Described) -> str:
         less = max(described.other.peak(backward=False), described.other.peak(backward=True))
         with_it = "without" if model.recomputes else "with"
         other = f" ({short_bytes(less)} {with_it} zero.activation_checkpointing=blocks)"
+    parts = f" in {model.in_parts} parts (zero.micro_batches)" if model.in_parts > 1 else ""
     return (
-        f"Peaks hold {short_bytes(most)} of activations of {model.samples} sample(s){other}, "
+        f"Peaks hold {short_bytes(most)} of activations of {model.samples} sample(s){parts}{other}, "
         f"{short_bytes(found.saved)} of them kept for the backward."
+        + (
+            f" Of sequences that ranks share, a rank sends {short_bytes(found.exchanged)} a micro-batch besides."
+            if found.exchanged
+            else ""
+        )
     )
 
 

@@ -26,7 +26,7 @@ from omegaconf import DictConfig, OmegaConf
 from lightning_zero.app import train
 from lightning_zero.app.jobs import check_saves, fit_trainer
 from lightning_zero.app.overrides import check_keys
-from lightning_zero.app.parts import agreed_precision, build_data
+from lightning_zero.app.parts import agreed_precision, build_data, groups_of_ranks
 from lightning_zero.app.plan_model import describe
 from lightning_zero.app.plan_tables import advice_lines, after_run_line, short_bytes
 from lightning_zero.app.schema import MachineConfig, TrainConfig
@@ -44,6 +44,7 @@ from lightning_zero.planning.choose import choose_row
 from lightning_zero.planning.fit import Advice, Machine, advise, allowed_rows, plan_row
 from lightning_zero.planning.placement import Tier
 from lightning_zero.planning.step_time import CPU_RATES, GPU_RATES
+from lightning_zero.planning.topology import check_sequence_parallel
 
 EXTRA_KEYS = ("machine", "dry_run")
 PLENTY = 2**60  # bytes of what nobody has described
@@ -88,12 +89,13 @@ def check_run(config: TrainConfig, explicit: set[str]) -> None:
     offload = config.zero.offload
     if offload.nvme_path is not None:
         offload = replace(offload, nvme_path=os.curdir)
-    zero = replace(config.zero, precision=PrecisionConfig(), offload=offload)
+    zero = replace(config.zero, precision=PrecisionConfig(), offload=offload, sequence_parallel=1)
     trial = replace(config.trainer, accelerator="cpu", devices=1, num_nodes=1, precision=None)
+    check_sequence_parallel(config.zero.sequence_parallel, config.cluster.world_size)
     with _silent():
         data = build_data(config, explicit)
         if isinstance(data, TextData):
-            data.check(config.cluster.world_size)
+            data.check(groups_of_ranks(config, data, config.cluster.world_size))
         train.build_trainer(replace(config, zero=zero, trainer=trial), plugins=[LightningEnvironment()])
 
 
@@ -154,7 +156,7 @@ def check_memory(config: TrainConfig, asked: MachineConfig) -> str:
         return f"{choice.rows}, if activations leave room for it: {choice.reason}. {after}"
     chosen = plan_row(model, config.zero.stage.name, settings.name, machine, settings)
     if not chosen.fits:
-        rows = [plan_row(model, stage, row, machine, OffloadConfig()) for stage, row in allowed_rows()]
+        rows = [plan_row(model, stage, row, machine, OffloadConfig()) for stage, row in allowed_rows(machine.hierarchy)]
         advice: Advice = advise(model, chosen, machine, settings, rows)
         raise ConfigError(
             f"the run does not fit into the memory of machine.*: {advice_lines(machine, [chosen], [advice])[0]}. "

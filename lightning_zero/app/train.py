@@ -43,7 +43,14 @@ from lightning_zero.app.overrides import (
     hydra_prints,
     hydra_raises,
 )
-from lightning_zero.app.parts import TEXT_DATA, agreed_precision, build_data, build_loggers, build_model
+from lightning_zero.app.parts import (
+    TEXT_DATA,
+    agreed_precision,
+    build_data,
+    build_loggers,
+    build_model,
+    groups_of_ranks,
+)
 from lightning_zero.app.plan_model import describe, optimizer_states
 from lightning_zero.app.schema import Task, TrainConfig, TrainerConfig, register_schema
 from lightning_zero.app.slurm.sweeps import check_launcher, register_launcher
@@ -244,8 +251,10 @@ def run(config: TrainConfig) -> float | None:
     trainer = build_trainer(config)
     check_launch(trainer)
     keep_work(config, trainer)
-    if isinstance(data, (TextData, SyntheticData)) and config.task is Task.fit:
-        data.check(trainer.world_size)
+    if isinstance(data, (TextData, SyntheticData)):
+        groups = groups_of_ranks(config, data, trainer.world_size)
+        if config.task is Task.fit:
+            data.check(groups)
     check_vocabulary(model, data)
     check_whole(config, trainer)
     ckpt_path = checkpoint_to_resume(config, trainer) if config.task is Task.fit else config.ckpt_path

@@ -9,6 +9,7 @@
     groups        process groups, which are used again
     reduction     operations in flight
     agreements    small messages by which ranks agree, also before there is a communicator
+    sequence      messages among the ranks that share a sequence
     streams       CUDA streams of one engine, one for each kind of transfer
     profiling     ranges for profilers
     share         what a rank shares with the others of its machine: memory, disks, cores

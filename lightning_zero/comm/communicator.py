@@ -114,7 +114,7 @@ class Communicator:
                 if group is not None:
                     number = torch.zeros(1, device=self.device)
                     self._run(partial(dist.all_reduce, number, group=group), number, kind, "groups")
-            if self._groups.reduce is not None and self._transport.exchanges:
+            if self.exchanges and not isinstance(self._transport, HostTransport):
                 # NCCL connects each pair of ranks at the first message between the two.
                 numbers, own = torch.zeros(2, self.shard_size, device=self.device)
                 send = partial(dist.all_to_all_single, numbers, own, group=self._groups.reduce)

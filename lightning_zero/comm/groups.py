@@ -57,7 +57,7 @@ class Groups:
         neighbours = [ranks[r] for r in kind.topology.node_group_of(rank)]
 
         def new(members: Sequence[int], name: str, backend: str = kind.backend) -> Any:
-            return _new_group(members, name, backend) if len(members) > 1 or kind.even_alone else None
+            return make_group(members, name, backend) if len(members) > 1 or kind.even_alone else None
 
         # All ranks make their groups in this order. Making one is a collective, so another order would hang.
         return cls(
@@ -66,7 +66,7 @@ class Groups:
             None if kind.in_streams else new(shards, "second half"),
             new(replicas, "replicate") if len(replicas) > 1 else None,
             new(neighbours, "node gather") if neighbours else None,
-            new(ranks, "control", _host_backend(parent)),
+            new(ranks, "control", host_backend(parent)),
         )
 
 
@@ -77,7 +77,7 @@ def backend_for(group: Any, device: torch.device) -> str:
     return served.get(device.type, str(dist.get_backend(group)))
 
 
-def _host_backend(parent: Any) -> str:
+def host_backend(parent: Any) -> str:
     """The backend of agreements, which are a few integers: gloo exists in every build.
 
     A simulated world (torch's fake process group) is of one process, with nobody for gloo to connect to.
@@ -86,7 +86,7 @@ def _host_backend(parent: Any) -> str:
     return backend if backend == "fake" else "gloo"
 
 
-def _new_group(ranks: Sequence[int], name: str, backend: str) -> Any:
+def make_group(ranks: Sequence[int], name: str, backend: str) -> Any:
     name = f"lightning_zero: {name}"
     # Synchronized among its members only: otherwise all ranks of the default group would have to call this, also those
     # that are no part of a module's process group, and the members would wait for them.
@@ -132,7 +132,7 @@ class GroupPool:
         found = next((parent for parent in self._parents if parent.group is group), None)
         if found is None:
             ranks = dist.get_process_group_ranks(group)
-            found = _Parent(group, _new_group(ranks, "agreement", _host_backend(group)), [])
+            found = _Parent(group, make_group(ranks, "agreement", host_backend(group)), [])
             self._parents.append(found)
         return found
 

@@ -207,11 +207,14 @@ class UnitConfig:
             of a model of more than 1 MiB, the rest by size: modules of an eighth of it, or less).
         min_bytes: a module with fewer bytes of its own (in the parameters' original dtype) stays with its parent.
         max_bytes: units found by themselves that hold more bytes are divided into their children, where they can be.
+        whole_batch: class names; under ``zero.micro_batches`` units of these classes, or with such a module inside,
+            run on the whole batch.
     """
 
     classes: list[str] = field(default_factory=list)
     min_bytes: int = 0
     max_bytes: int = 4096 * MIB
+    whole_batch: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         check_types("zero.unit", self)

@@ -19,6 +19,7 @@ from lightning_zero.config.groups import (
 )
 from lightning_zero.config.names import (
     AfterFit,
+    Compile,
     ConfigError,
     DType,
     GradWire,
@@ -44,6 +45,9 @@ class ZeroConfig:
             travels alone): it bounds the buffers that a reduction needs.
         activation_checkpointing: ``blocks``: every unit but the root keeps its inputs only and computes the rest again
             in backward; ``offload``: and these inputs wait in host memory.
+        micro_batches: the batch of a step goes through each unit but the root in so many parts, one after the other,
+            before the next unit: as many backwards of accumulation would, with one gather for all (vertical
+            accumulation). Needs ``activation_checkpointing``.
         dynamic: ranks may take different paths through the model; they agree on every gather by a small exchange.
         init_from: a folder with safetensors files of Hugging Face, from which parameters get their first values; those
             of a module on the meta device need no others. A checkpoint that is loaded counts more.
@@ -52,6 +56,8 @@ class ZeroConfig:
         after_fit: after fit, test or predict the module is ``whole`` again, one copy per host, or stays ``sharded``;
             ``auto``: whole where all hosts have room.
         summary: print the table of units at the start and, at the end of training, that of bytes planned and measured.
+        sequence_parallel: ranks that share one sequence, each with a part of its positions (Ulysses): so many adjacent
+            ranks have one batch. What rests is sharded over all ranks as always.
     """
 
     stage: StageConfig = field(default_factory=StageConfig)
@@ -67,11 +73,13 @@ class ZeroConfig:
     keep_gathered_bytes: int = 0
     reduce_bucket_bytes: int = 256 * MIB
     activation_checkpointing: Recompute = Recompute.none
+    micro_batches: int = 1
     dynamic: bool = False
     init_from: str | None = None
     stall_timeout_s: float = 300.0
     after_fit: AfterFit = AfterFit.auto
     summary: bool = True
+    sequence_parallel: int = 1
 
     def __post_init__(self) -> None:
         check_types("zero", self)
@@ -83,6 +91,10 @@ class ZeroConfig:
         positive("zero.keep_gathered_bytes", self.keep_gathered_bytes, zero_ok=True)
         positive("zero.reduce_bucket_bytes", self.reduce_bucket_bytes)
         positive("zero.stall_timeout_s", self.stall_timeout_s)
+        positive("zero.micro_batches", self.micro_batches)
+        self._check_micro_batches()
+        positive("zero.sequence_parallel", self.sequence_parallel)
+        self._check_sequence_parallel()
         if self.keep_gathered_bytes and self.stage.name is not Stage.zero3:
             raise ConfigError(
                 "zero.keep_gathered_bytes: expected 0 (parameters are never dropped below stage 3), got "
@@ -104,6 +116,37 @@ class ZeroConfig:
             check_grad_wire(self.comm.grad_wire, self.precision.name, self.precision.reduce_dtype)
         if self.offload.step_in_backward:
             self._check_step_in_backward()
+
+    def _check_sequence_parallel(self) -> None:
+        if self.sequence_parallel > 1 and self.compile.name is not Compile.none:
+            raise ConfigError(
+                "zero.sequence_parallel: expected 1 with zero/compile=blocks (attention is found while modules run, "
+                f"which graphs hide), got {self.sequence_parallel}. Choose zero/compile=none, or drop "
+                "zero.sequence_parallel."
+            )
+        if self.sequence_parallel > 1 and self.micro_batches > 1:
+            raise ConfigError(
+                "zero.sequence_parallel: expected 1 with zero.micro_batches above 1 (a batch is shared along its "
+                f"sequence or divided along its samples, not both), got {self.sequence_parallel}. Drop one of them; "
+                "trainer.accumulate_grad_batches goes with zero.sequence_parallel."
+            )
+
+    def _check_micro_batches(self) -> None:
+        if self.micro_batches > 1 and self.activation_checkpointing is Recompute.none:
+            raise ConfigError(
+                "zero.micro_batches: expected 1 with zero.activation_checkpointing=none (units that run in parts keep "
+                f"their inputs only, and compute the rest again), got {self.micro_batches}. Set "
+                "zero.activation_checkpointing=blocks, or offload, or drop zero.micro_batches."
+            )
+        if self.micro_batches > 1 and self.comm.grad_wire is GradWire.bf16:
+            raise ConfigError(
+                "zero.comm.grad_wire: expected auto or full with zero.micro_batches above 1 (gradients of the parts "
+                "are added in fp32 before they travel), got bf16. Drop zero.comm.grad_wire or zero.micro_batches."
+            )
+        if self.unit.whole_batch and self.micro_batches == 1:
+            raise ConfigError(
+                "zero.unit.whole_batch has no effect with zero.micro_batches=1. Drop it, or set zero.micro_batches."
+            )
 
     def _check_step_in_backward(self) -> None:
         if self.dynamic:

@@ -58,11 +58,12 @@ class ResumableLoader(DataLoader[Tensor]):
 
     def __init__(self, data: Dataset[Tensor], batch_size: int, *, trainer: Trainer | None, **options: Any) -> None:
         self._trainer = trainer
-        # As Lightning's own sampler has it.
+        # As Lightning's own sampler has it: ranks that share a sequence have the same samples.
+        shares = (trainer.distributed_sampler_kwargs if trainer is not None else None) or {}
         sampler = ShuffledFrom(
             data,
-            num_replicas=trainer.world_size if trainer is not None else 1,
-            rank=trainer.global_rank if trainer is not None else 0,
+            num_replicas=shares.get("num_replicas", 1),
+            rank=shares.get("rank", 0),
             seed=int(os.environ.get("PL_GLOBAL_SEED", 0)),
         )
         super().__init__(data, batch_size, sampler=sampler, **options)

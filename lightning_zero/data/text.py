@@ -221,7 +221,7 @@ class TextData(LightningDataModule):
 
     def setup(self, stage: str) -> None:
         if self.trainer is not None:
-            self.check(self.trainer.world_size)
+            self.check((self.trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1))
         split = self.split()
         self.train_data = Chunks(self.cache_file, split.train, self.block_size, self.dtype)
         self.val_data = Chunks(self.cache_file, split.val, self.block_size, self.dtype)

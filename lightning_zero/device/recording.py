@@ -23,8 +23,8 @@ from lightning_zero.device.accelerator import Accelerator
 
 COMPUTE = "compute"
 LANES = (COMPUTE, "gather", "reduce", "h2d", "d2h", "disk", "step")
-STANDS = ("gather", "reduce", "transfer", "disk", "step", "agree")  # what compute stands still for
-MOVES = ("gather", "reduce", "h2d", "d2h", "disk_read", "disk_write")
+STANDS = ("gather", "reduce", "transfer", "disk", "step", "agree", "sequence")  # what compute stands still for
+MOVES = ("gather", "reduce", "sequence", "h2d", "d2h", "disk_read", "disk_write")
 MANY = 512  # events of waits that nobody has asked for: beyond it those that are over are taken in
 
 _NOBODY: AbstractContextManager[None] = nullcontext()

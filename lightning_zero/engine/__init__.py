@@ -18,6 +18,7 @@ Where to look::
     pretrained   first values from a folder of Hugging Face
     passes       forward and backward: gathers, gradients, reductions
     parameters   what users' code meets between the calls of units
+    vertical     units in chunks of the batch, all chunks before the next unit
     steps        optimizers, offloaded steps, the loss scale
     timeline     what each rank did in some steps
     whole        state dicts, gather, norms, bytes held
@@ -40,10 +41,11 @@ from lightning_zero.config import ConfigError, ZeroConfig, check_decided, make_c
 from lightning_zero.device.cuda import default_device, with_index
 from lightning_zero.engine.engine import Engine, engine_of, engines
 from lightning_zero.engine.units.long_work import LongWork
+from lightning_zero.engine.vertical.loss import chunked_loss
 from lightning_zero.engine.whole import norms
 from lightning_zero.engine.whole.gather import show_full
 
-__all__ = ["Engine", "clip_grad_norm_", "engine_of", "engines", "gather", "grad_norm", "shard"]
+__all__ = ["Engine", "chunked_loss", "clip_grad_norm_", "engine_of", "engines", "gather", "grad_norm", "shard"]
 
 Target = nn.Module | nn.Parameter | Iterable[nn.Parameter]
 
@@ -80,6 +82,12 @@ def shard(
     """
     config = make_config(config, **settings)
     check_decided(config)
+    if config.sequence_parallel > 1:
+        raise ConfigError(
+            "zero.sequence_parallel: expected 1 with lightning_zero.shard and Fabric, which do not see the steps that "
+            f"batches are cut for, got {config.sequence_parallel}. Train with ZeroStrategy, or drop "
+            "zero.sequence_parallel."
+        )
     if process_group is None and dist.is_available() and dist.is_initialized():
         process_group = dist.group.WORLD
     where = default_device() if device is None else with_index(torch.device(device))

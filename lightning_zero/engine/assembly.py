@@ -29,6 +29,7 @@ from lightning_zero.config import (
     ConfigError,
     Offload,
     Precision,
+    Recompute,
     ZeroConfig,
     check_grad_wire,
     check_rounding,
@@ -64,6 +65,8 @@ from lightning_zero.engine.units.home import Tiers, opened
 from lightning_zero.engine.units.long_work import LongWork
 from lightning_zero.engine.units.module_buffers import BufferSync
 from lightning_zero.engine.units.unit import Unit
+from lightning_zero.engine.vertical.coupled import check_divided, units_around, whole_batch_units
+from lightning_zero.engine.vertical.units import Vertical
 from lightning_zero.planning.placement import TierRow
 
 # Weakly: the module owns its engine, and both go together. A table that held engines would keep every module alive to
@@ -120,12 +123,7 @@ class Assembly:
             from_settings(config.compile),
             lambda function, name: describe.refuse_cuda_graph(function, name, self.config),
         )
-        self._undo = recompute_blocks(
-            [(unit, module.get_submodule(unit.name)) for unit in self.units[1:]],
-            config.activation_checkpointing,
-            self.passes,
-            pin_memory=self.comm.streams.are_there,
-        )
+        self._undo = self._recompute(module)
         self._undo.append(self._compiled.undo)
         self._buffer_sync = BufferSync(module, self.comm)
         self._register_hooks(module)
@@ -134,6 +132,24 @@ class Assembly:
         # Last: an engine whose construction raises is found nowhere.
         LIVE.add(self)
         module.__dict__[ENGINE] = self
+
+    def _recompute(self, module: nn.Module) -> list[Callable[[], None]]:
+        """Have units compute their forwards again in the backward, in chunks or whole; returns what undoes it."""
+        config, pin_memory = self.config, self.comm.streams.are_there
+        blocks = [(unit, module.get_submodule(unit.name)) for unit in self.units[1:]]
+        offload = config.activation_checkpointing is Recompute.offload
+        self.passes.vertical = vertical = Vertical(
+            config.micro_batches, self.passes, offload_inputs=offload, pin_memory=pin_memory
+        )
+        if config.micro_batches == 1:
+            return recompute_blocks(blocks, config.activation_checkpointing, self.passes, pin_memory=pin_memory)
+        names = [unit.name for unit in self.units]
+        whole, around = whole_batch_units(module, names, config), units_around(names)
+        undo = [vertical.wrap(unit, block) for unit, block in blocks if unit.name not in whole]
+        whole_blocks = [(unit, block) for unit, block in blocks if unit.name in whole - around]
+        return undo + recompute_blocks(
+            whole_blocks, config.activation_checkpointing, self.passes, pin_memory=pin_memory
+        )
 
     def _shard(
         self,
@@ -251,6 +267,7 @@ class Assembly:
         check_timeline(self.config.debug)
         groups = describe.describe_units(module, self.config, self.precision)
         check_blocks(groups[1:], self.config.activation_checkpointing)
+        check_divided(module, [group.name for group in groups], self.config)
         check_compiled_blocks(groups[1:], self.config.compile)
         return groups
 

@@ -241,6 +241,22 @@ class Engine(Assembly):
             stack.enter_context(self.passes.scope(key, evaluation=evaluation))
             yield
 
+    def batch_scope(self, batch: Any, *, evaluation: bool = False) -> contextlib.AbstractContextManager[None]:
+        """Around the user's code of a step that is given ``batch``: its units divide along the first dimension of the
+        first tensor in it, under ``micro_batches``.
+
+        Raises:
+            ConfigError: a batch to train on whose size does not divide.
+        """
+        return self.passes.vertical.step(batch, evaluation=evaluation)
+
+    def keep_gathered(self, module: nn.Module) -> None:
+        """Have the units of the parameters of ``module`` stay gathered from their next use until the pass ends."""
+        wanted = {id(param) for param in module.parameters()}
+        for unit in self.units[1:]:
+            if unit.reshards and any(id(info.param) in wanted for info in unit.infos()):
+                self.passes.progress.hold(unit)
+
     def backward_scope(self) -> contextlib.AbstractContextManager[None]:
         """Around a backward that all ranks run: at its end every bucket is reduced."""
         return self.passes.backward_scope()

@@ -269,6 +269,11 @@ def _refuse_settings_of_the_trainer(config: ZeroConfig) -> None:
             "zero/stage: expected zero0, zero1, zero2 or zero3 with Fabric, where a strategy does not see the step "
             "that it would have to measure, got auto. Give the row that `python -m lightning_zero.plan` names."
         )
+    if config.sequence_parallel > 1:
+        raise ConfigError(
+            "zero.sequence_parallel: expected 1 with Fabric, where a strategy does not see the steps that batches are "
+            f"cut for, got {config.sequence_parallel}. Train with ZeroStrategy, or drop zero.sequence_parallel."
+        )
     if config.checkpoint.background:
         raise ConfigError(
             "zero.checkpoint.background: expected false with Fabric, whose save returns when a checkpoint is written, "

@@ -1,7 +1,7 @@
 """A small GPT, the model that the main job trains by default.
 
-``GPT`` is an ordinary ``nn.Module``: nothing in it knows about sharding. Its blocks sit in a ``ModuleList``, which is
-where the engine finds its units.
+``GPT`` is an ordinary ``nn.Module``: nothing in it knows about sharding, but it asks where its tokens are in their
+sequence. Its blocks sit in a ``ModuleList``, which is where the engine finds its units.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_zero.config import ConfigError
+from lightning_zero.engine.vertical.loss import chunked_loss, chunks_of
 from lightning_zero.models.language_model import LanguageModel, MakeOptimizer
+from lightning_zero.sequence.part import sequence_positions
 
 POSITIONS = ("learned", "rotary")
 ROTARY_BASE = 10_000.0
@@ -35,11 +37,12 @@ class Block(nn.Module):
         self.down = nn.Linear(4 * d_model, d_model)
 
     def forward(self, x: Tensor, rotation: Tensor | None = None) -> Tensor:
+        """``x [batch, length, d_model]``; ``rotation [1, 2, length, head_width / 2]``, the same for the whole batch."""
         batch, length, width = x.shape
         heads = self.qkv(self.norm1(x)).view(batch, length, 3, self.n_head, width // self.n_head)
         q, k, v = heads.permute(2, 0, 3, 1, 4)
         if rotation is not None:
-            q, k = rotate(q, rotation), rotate(k, rotation)
+            q, k = rotate(q, rotation[0]), rotate(k, rotation[0])
         drop = self.dropout if self.training else 0.0
         y = F.scaled_dot_product_attention(q, k, v, dropout_p=drop, is_causal=True)
         y = self.proj(y.transpose(1, 2).reshape(batch, length, width))
@@ -48,10 +51,10 @@ class Block(nn.Module):
         return x + F.dropout(y, drop, self.training)
 
 
-def rotations(length: int, head_width: int, device: torch.device) -> Tensor:
+def rotations(positions: Tensor, head_width: int) -> Tensor:
     """Cosines and sines ``[2, length, head_width / 2]`` of rotary embedding (Su et al. 2021, arXiv 2104.09864)."""
-    half = torch.arange(head_width // 2, device=device)
-    angles = torch.outer(torch.arange(length, device=device), ROTARY_BASE ** (-2 * half / head_width))
+    even = torch.arange(0, head_width, 2, device=positions.device)
+    angles = torch.outer(positions, ROTARY_BASE ** (-even / head_width))
     return torch.stack([angles.cos(), angles.sin()])
 
 
@@ -125,16 +128,18 @@ class GPT(nn.Module):
             elif name.endswith("bias"):
                 nn.init.zeros_(p)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        length = tokens.shape[1]
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Logits; with ``targets [batch, length]`` the nats of each of them instead, from logits in chunks."""
         x, rotation = self.embed(tokens), None
+        positions = sequence_positions(tokens.shape[1], tokens.device)
         if self.position is not None:
-            x = x + self.position(torch.arange(length, device=tokens.device))
+            x = x + self.position(positions)
         else:
-            rotation = rotations(length, self.head_width, tokens.device)
+            rotation = rotations(positions, self.head_width)[None]
         for block in self.blocks:
             x = block(x, rotation)
-        return self.head(self.norm(x))
+        x = self.norm(x)
+        return self.head(x) if targets is None else chunked_loss(self.head, None, x, targets, reduction="none")
 
 
 def _check_sizes(sizes: dict[str, Any]) -> None:
@@ -174,3 +179,8 @@ class LitGPT(LanguageModel):
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.gpt(tokens)
+
+    def _losses(self, batch: Tensor) -> Tensor:
+        if chunks_of(self.gpt.head) == 1:
+            return super()._losses(batch)
+        return self.gpt(batch[:, :-1], batch[:, 1:])

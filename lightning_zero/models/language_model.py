@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
 from lightning_zero.config import ConfigError
+from lightning_zero.sequence.part import SequencePart, mean_over_tokens
 
 SHOWN_EVERY = 10  # batches between two losses in the progress bar, where nothing is logged
 
@@ -58,12 +59,16 @@ class LanguageModel(LightningModule):
             batch.shape[0], -1
         )
 
+    def split_sequence(self, batch: Tensor, part: SequencePart) -> Tensor:
+        """Under ``zero.sequence_parallel``: a part's tokens, and the one that its last token is to predict."""
+        return part.of(batch, overlap=1)
+
     def _bits_per_byte(self, nats: Tensor) -> Tensor:
         datamodule = getattr(self.trainer, "datamodule", None)
         return nats / (math.log(2) * getattr(datamodule, "bytes_per_token", 1.0))
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        loss = self._losses(batch).mean()
+        loss = mean_over_tokens(self._losses(batch))
         # Read where it is logged, every few steps. The progress bar's values Lightning reads after every batch, and the
         # read of a value on a GPU waits for all that the GPU has to do: see :meth:`on_train_batch_end`.
         self.log("train_loss", loss)
@@ -84,7 +89,7 @@ class LanguageModel(LightningModule):
 
     def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         """Bits per byte of each text of the batch ``[batch]``: how much it surprises the model."""
-        return self._bits_per_byte(self._losses(batch).mean(dim=1))
+        return self._bits_per_byte(mean_over_tokens(self._losses(batch), dim=1))
 
     def on_train_batch_end(self, outputs: Any, batch: Tensor, batch_idx: int) -> None:
         every = getattr(self.trainer, "log_every_n_steps", 0) or SHOWN_EVERY

@@ -52,12 +52,14 @@ class Activations:
         saved: bytes of what autograd keeps for the backward, parameters and buffers not counted.
         batch: bytes of the batch.
         flops: floating-point operations of matrix products, of the forward and the backward.
+        exchanged: bytes that a rank sends to those that share its sequence.
     """
 
     stretches: tuple[Stretch, ...]
     saved: int
     batch: int
     flops: float
+    exchanged: int = 0
 
     def peak(self, *, backward: bool) -> int:
         """The most bytes in the forward, or in the backward."""
@@ -99,7 +101,11 @@ class ByBatchSize:
             replace(a, nbytes=at(a.nbytes, b.nbytes)) for a, b in zip(small.stretches, large.stretches, strict=True)
         )
         return Activations(
-            stretches, at(small.saved, large.saved), at(small.batch, large.batch), at(small.flops, large.flops)
+            stretches,
+            at(small.saved, large.saved),
+            at(small.batch, large.batch),
+            at(small.flops, large.flops),
+            at(small.exchanged, large.exchanged),
         )
 
 

@@ -91,14 +91,15 @@ def _rank(row: Row) -> tuple[float, float, int, str]:
 
 def largest_batch(model: Model, room: Machine, row: Row, settings: OffloadConfig) -> int | None:
     """The most samples in a micro-batch of one rank with which ``row`` still fits, ``MOST_SAMPLES`` at most; ``None``:
-    not known."""
+    not known. It divides into the parts in which a batch goes through units."""
     if model.activations is None or not model.activations.scales:
         return None
 
-    def fits(samples: int) -> bool:
+    def fits(of_a_part: int) -> bool:
+        samples = of_a_part * model.in_parts
         return plan_row(replace(model, samples=samples), row.stage, row.offload, room, settings).fits
 
-    return _largest(fits)
+    return _largest(fits) * model.in_parts
 
 
 def _largest(fits: Callable[[int], bool]) -> int:

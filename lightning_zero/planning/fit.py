@@ -17,7 +17,7 @@ from lightning_zero.config import (
     check_rows,
 )
 from lightning_zero.planning import memory, whole
-from lightning_zero.planning.activations import ByBatchSize, peaks_with
+from lightning_zero.planning.activations import Activations, ByBatchSize, peaks_with
 from lightning_zero.planning.buckets import BucketPlan, BucketShape, place
 from lightning_zero.planning.memory import ADAM_STATES, Bytes, Limits, Moment, Phase
 from lightning_zero.planning.placement import OFFLOADS, STAGES, Tier, TierRow, default_budgets, split_by_budget
@@ -38,6 +38,9 @@ class Machine:
         nodes: hosts.
         shared: there are no GPUs: what rests on the device takes host memory.
         hierarchy: which ranks share shards, as ``zero.comm.hierarchy``.
+
+    Raises:
+        ConfigError: its ranks cannot be divided so.
     """
 
     gpus: int
@@ -47,6 +50,10 @@ class Machine:
     nodes: int = 1
     shared: bool = False
     hierarchy: Hierarchy = Hierarchy.auto
+
+    def __post_init__(self) -> None:
+        if self.hierarchy is Hierarchy.node_backward:
+            check_nodes(self.nodes, self.gpus)
 
     @property
     def world_size(self) -> int:
@@ -63,6 +70,7 @@ class Model:
         activations: of micro-batches; ``None``: they do not count.
         samples: of a micro-batch; default: as many as the smaller one that was measured.
         recomputes: these are with activation checkpointing.
+        in_parts: in how many parts a batch goes through a unit, one after the other; these are with them.
         after_fit: whether the module is whole between runs: ``whole`` must have room, ``auto`` may.
     """
 
@@ -73,6 +81,7 @@ class Model:
     activations: ByBatchSize | None = None
     samples: int | None = None
     recomputes: bool = False
+    in_parts: int = 1
     after_fit: AfterFit = AfterFit.auto
 
     @property
@@ -83,9 +92,13 @@ class Model:
     @property
     def flops(self) -> float:
         """Of a forward and a backward; 6 for each parameter and sample where nothing was measured."""
-        if self.activations is None:
-            return 6.0 * sum(shape.numel for shape in self.shapes) * (self.samples or 1)
-        return self.activations.of(self.samples or self.activations.sizes[0]).flops
+        found = self.micro_batch
+        return 6.0 * sum(shape.numel for shape in self.shapes) * (self.samples or 1) if found is None else found.flops
+
+    @property
+    def micro_batch(self) -> Activations | None:
+        """What one needs."""
+        return None if self.activations is None else self.activations.of(self.samples or self.activations.sizes[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,13 +158,14 @@ class Advice:
     offload: Offload | None
 
 
-def allowed_rows() -> list[tuple[Stage, Offload]]:
-    """Every stage with every row of ``zero/offload`` that goes with it."""
+def allowed_rows(hierarchy: Hierarchy = Hierarchy.auto) -> list[tuple[Stage, Offload]]:
+    """Every stage with every row of ``zero/offload`` that goes with it, and with ``zero.comm.hierarchy``."""
     found = []
     for stage in STAGES:
         for offload in Offload:
             try:
                 check_rows(stage, offload)
+                check_hierarchy(hierarchy, stage, offload)
             except ConfigError:
                 continue
             found.append((stage, offload))
@@ -172,28 +186,28 @@ def plan_row(
         settings: budgets for ``auto``.
         rates: of the machine, for the time of a step.
     """
-    keeps = machine.hierarchy is Hierarchy.node_backward
     try:
-        check_hierarchy(machine.hierarchy, stage, offload)
-        if keeps:
-            check_nodes(machine.nodes, machine.gpus)
         tiers = _tiers(model, stage, offload, machine, settings)
     except ConfigError as error:
         return Row(stage, offload, Counter(), {}, dict.fromkeys(Tier, 0), dict.fromkeys(Tier, 0), 0, (), str(error))
     buckets = _placed(model, stage, tiers, machine)
-    limits = replace(model.limits, has_link=not machine.shared, node_ranks=machine.gpus * keeps)
+    kept_by = machine.gpus if machine.hierarchy is Hierarchy.node_backward else 0
+    limits = replace(model.limits, has_link=not machine.shared, node_ranks=kept_by)
     waiting = Moment.accumulating if limits.micro_batches > 1 else Moment.reduced
     rest = memory.planned_bytes(buckets, state_tensors=model.states, moment=waiting)
-    if model.activations is None:
+    activations = model.micro_batch
+    if activations is None:
         peaks = memory.peak_bytes(buckets, limits, state_tensors=model.states)
     else:
-        activations = model.activations.of(model.samples or model.activations.sizes[0])
         peaks = peaks_with(buckets, limits, activations, state_tensors=model.states)
+    exchanged = activations.exchanged if activations is not None else 0
     replicas = max(1, machine.world_size // buckets[0].layout.world_size) if buckets else 1
-    sent = sent_by(buckets, limits, replicas=replicas)
+    sent = sent_by(buckets, limits, replicas=replicas, exchanged=exchanged)
     time = None
     if rates is not None:
-        time = expected(buckets, limits, model.flops, rates, replicas=replicas, on_cpu=machine.shared)
+        time = expected(
+            buckets, limits, model.flops, rates, replicas=replicas, exchanged=exchanged, on_cpu=machine.shared
+        )
     after, lack = _after_run(model, buckets, machine)
     is_whole = bool(after) and not (lack and model.after_fit is AfterFit.auto)
     moments = [*peaks.values(), *([after] if is_whole else [])]

@@ -52,23 +52,26 @@ class Sent:
 
     Attributes:
         in_node: of gathers that stay within a node, beside the others.
+        exchanged: among ranks that share a sequence.
     """
 
     gathers: float
     reductions: float
     in_node: float = 0.0
+    exchanged: float = 0.0
 
     @property
     def nbytes(self) -> float:
         """Over the network."""
-        return self.gathers + self.reductions
+        return self.gathers + self.reductions + self.exchanged
 
 
-def sent_by(buckets: Sequence[BucketPlan], limits: Limits, *, replicas: int = 1) -> Sent:
+def sent_by(buckets: Sequence[BucketPlan], limits: Limits, *, replicas: int = 1, exchanged: int = 0) -> Sent:
     """What a rank sends in a step of ``limits.micro_batches`` backwards.
 
     Args:
         replicas: groups of ranks that each hold all shards; their shards are summed too.
+        exchanged: bytes of one micro-batch, to ranks that share its sequence.
     """
     sizes = by_unit(buckets, lambda b: b.full_nbytes * b.reshards)
     last = max((unit for unit, nbytes in enumerate(sizes) if unit and nbytes), default=0)
@@ -92,7 +95,7 @@ def sent_by(buckets: Sequence[BucketPlan], limits: Limits, *, replicas: int = 1)
         if replicas > 1:
             own = reduced / ranks if row.master is Placement.sharded else reduced
             reductions += (counts["reduce_scatter"] + counts["all_reduce"]) * 2 * own * (replicas - 1) / replicas
-    return Sent(gathers, reductions, in_node)
+    return Sent(gathers, reductions, in_node, float(exchanged * limits.micro_batches))
 
 
 def _in_node(bucket: BucketPlan, limits: Limits) -> float:
@@ -128,17 +131,19 @@ def expected(
     rates: Rates,
     *,
     replicas: int = 1,
+    exchanged: int = 0,
     on_cpu: bool = False,
 ) -> StepTime:
     """How long a step takes, in which nothing but its resources is waited for.
 
     Args:
         flops: of one micro-batch, forward and backward, recomputation included.
+        exchanged: see :func:`sent_by`.
         on_cpu: one set of cores does it all.
     """
     micro_batches = limits.micro_batches
     work = work_of(buckets, flops * micro_batches, micro_batches=micro_batches)
-    work.network = sent_by(buckets, limits, replicas=replicas).nbytes
+    work.network = sent_by(buckets, limits, replicas=replicas, exchanged=exchanged).nbytes
     resources = {name: seconds for name, seconds in work.seconds(rates).items() if seconds}
     if on_cpu:
         return StepTime(sum(resources.values()), resources or {"compute": 0.0})

@@ -113,3 +113,25 @@ def check_exchange(topology: Topology, comm: CommConfig) -> None:
 def is_even(names: Sequence[str]) -> bool:
     """Whether all nodes have the same number of ranks."""
     return len(set(Counter(names).values())) == 1
+
+
+# -- ranks that share a sequence --------------------------------------------------------------------------------------
+
+
+def sequence_group_of(rank: int, size: int) -> range:
+    """The ranks that share a sequence with ``rank``: ``size`` adjacent ones. What rests is sharded over all ranks."""
+    first = rank - rank % size
+    return range(first, first + size)
+
+
+def check_sequence_parallel(size: int, world_size: int) -> None:
+    """
+    Raises:
+        ConfigError: the ranks cannot be divided into groups of ``size``.
+    """
+    if world_size % size:
+        divisors = ", ".join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
+        raise ConfigError(
+            f"zero.sequence_parallel: expected a number that divides the {world_size} rank(s) of the run ({divisors}), "
+            f"got {size}. Change zero.sequence_parallel, trainer.devices or trainer.num_nodes."
+        )

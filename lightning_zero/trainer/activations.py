@@ -26,11 +26,17 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import flop_registry
 
+from lightning_zero.comm.sequence import OnPaper
 from lightning_zero.config import ConfigError, Precision, Recompute, ZeroConfig
 from lightning_zero.engine.passes.hooks import watch_gradients
 from lightning_zero.engine.passes.output_dtypes import dtype_hooks
 from lightning_zero.engine.units.describe import AUTOCAST_DTYPES, TRUE_DTYPES, describe_units, fp32_modules
+from lightning_zero.engine.vertical.chunked import Chunked
+from lightning_zero.engine.vertical.coupled import units_around, whole_batch_units
+from lightning_zero.engine.vertical.loss import assuming
+from lightning_zero.engine.vertical.split import Inputs, first_size
 from lightning_zero.planning.activations import Activations, ByBatchSize, Stretch
+from lightning_zero.sequence.step import SequenceSteps
 from lightning_zero.trainer.fake_module import CPU, detach_from_lightning, fake_copy, give_fake_optimizers
 
 
@@ -223,18 +229,52 @@ class _Measurement:
         detach_from_lightning(self._module, trainer, self._backward)
         if not self._module.automatic_optimization:
             give_fake_optimizers(self._module)
+        names = [group.name for group in groups]
+        self._batch_size: int | None = None
+        around = units_around(names) if config.micro_batches > 1 else set()
+        whole = whole_batch_units(self._module, names, config) if config.micro_batches > 1 else set(names)
         for number, group in enumerate(groups):
             if number:
-                self._watch(self._module.get_submodule(group.name), number)
+                inner_module = self._module.get_submodule(group.name)
+                how = self._plainly if group.name in around else self._again if group.name in whole else self._in_chunks
+                self._watch(inner_module, number, how)
         if precision in AUTOCAST_DTYPES:
             for inner in fp32_modules(self._module, config.precision.fp32_modules):
                 _keep_output_dtype(inner)
         self._saved: dict[int, int] = {}
+        self._sharers = OnPaper(config.sequence_parallel)
 
-    def _watch(self, module: nn.Module, unit: int) -> None:
-        """Have the recorder know when ``module`` runs."""
-        inner = module.forward
+    def _plainly(self, module: nn.Module, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        return inner(*args, **kwargs)
+
+    def _again(self, module: nn.Module, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """As a unit runs by itself: computed again in the backward, if so set."""
         again = self._config.activation_checkpointing is not Recompute.none
+        return checkpoint(inner, *args, use_reentrant=False, **kwargs) if again else inner(*args, **kwargs)
+
+    def _in_chunks(self, module: nn.Module, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """As under ``zero.micro_batches``."""
+        trained = [param for param in module.parameters() if param.requires_grad]
+        inputs = Inputs(args, kwargs, self._batch_size, self._config.micro_batches)
+        if (why := inputs.why_not()) is not None:
+            raise ConfigError(f"zero.micro_batches: a {type(module).__name__}: {why}.")
+
+        @contextlib.contextmanager
+        def in_backward() -> Iterator[None]:
+            sums = [
+                torch.empty(param.shape, dtype=torch.promote_types(param.dtype, torch.float32)) for param in trained
+            ]
+            yield
+            del sums
+
+        call = Chunked(inner, inputs, title=type(module).__name__, in_backward=in_backward)
+        if not torch.is_grad_enabled() or not (trained or any(tensor.requires_grad for tensor in inputs.tensors)):
+            return call.without_graph()
+        return call.with_graph(torch.zeros((), requires_grad=True) if trained else None)
+
+    def _watch(self, module: nn.Module, unit: int, how: Callable[..., Any]) -> None:
+        """Have the recorder know when ``module`` runs, and ``how`` it does."""
+        inner = module.forward
         recorder = self._recorder
 
         def begins() -> None:
@@ -242,7 +282,7 @@ class _Measurement:
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             recorder.enter(unit, backward=recorder.in_backward)
-            output = checkpoint(inner, *args, use_reentrant=False, **kwargs) if again else inner(*args, **kwargs)
+            output = how(module, inner, args, kwargs)
             recorder.enter(0, backward=recorder.in_backward)
             return tree_map(mark, output)
 
@@ -262,28 +302,45 @@ class _Measurement:
 
             def pack(tensor: Tensor) -> Tensor:
                 storage = tensor.untyped_storage()
-                if storage._cdata not in known:
+                if storage._cdata not in known and not self._recorder.in_backward:  # else for a second forward
                     self._saved[storage._cdata] = storage.nbytes()
                 return tensor
 
             handles = watch_gradients(self._gradients)
             try:
+                self._batch_size = first_size(fake)
                 with (
+                    assuming(self._config.micro_batches),
                     self._live,
                     saved_tensors_hooks(pack, lambda tensor: tensor),
                     self._context(),
                 ):
-                    loss = _loss_of(self._module.training_step(*self._arguments(fake)))
-                    if loss is not None and self._module.automatic_optimization:
-                        self._backward(loss)
-                    del loss
+                    self._train(fake)
                     self._recorder.enter(0, backward=True)
             finally:
                 for handle in handles:
                     handle.remove()
             nbytes = sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in _tensors(fake)}.values())
         total = float(self._live.flops)
-        return Activations(tuple(self._recorder.stretches), sum(self._saved.values()), nbytes, total)
+        exchanged = self._sharers.sent
+        return Activations(tuple(self._recorder.stretches), sum(self._saved.values()), nbytes, total, exchanged)
+
+    def _train(self, batch: Any) -> None:
+        """One step, of a part of the batch where ranks share sequences."""
+        step = self._module.training_step
+        if self._config.sequence_parallel == 1:
+            self._step(step, batch)
+            return
+        steps = SequenceSteps(self._module, self._sharers)
+        loss = _loss_of(steps.training_step(step, *self._arguments(batch)))
+        with steps.backward():
+            if loss is not None and self._module.automatic_optimization:
+                self._backward(loss)
+
+    def _step(self, step: Callable[..., Any], batch: Any) -> None:
+        loss = _loss_of(step(*self._arguments(batch)))
+        if loss is not None and self._module.automatic_optimization:
+            self._backward(loss)
 
     def _backward(self, loss: Tensor) -> None:
         self._recorder.enter(0, backward=True)

@@ -259,6 +259,7 @@ def model_of(
         states,
         found,
         recomputes=recomputes,
+        in_parts=config.micro_batches,
         after_fit=config.after_fit,
     )
     return model, assumed

@@ -66,16 +66,17 @@ class ZeroMonitor(Callback):
         zero/bytes_over_plan         these together, over those planned: 1.0
         zero/peak_bytes/device       the most that tensors have taken of a GPU
         zero/wait_s_per_step         seconds that compute stood still, of which
-        zero/wait_s/<what>           gather, reduce, agree (small messages), transfer, disk, step (an offloaded one)
-        zero/moved_bytes/<what>      per step and rank: gather, reduce, h2d, d2h, disk_read, disk_write
+        zero/wait_s/<what>           gather, reduce, agree (small messages), transfer, disk, step (an offloaded one),
+                                     sequence (the exchange of heads)
+        zero/moved_bytes/<what>      per step and rank: gather, reduce, sequence, h2d, d2h, disk_read, disk_write
         zero/prefetch_hits           gathers that were issued before they were needed, of 1
 
     Speeds are averages over the last ten logs, the rest is since the last one. Metrics are of rank 0, and what belongs
     to no part of the run (disk without files, say) is not logged.
 
     Model FLOPs are counted by torch's formulas while the first batch is computed, or taken from the module's
-    ``flops_per_batch`` (forward and backward of one batch on one device), as Lightning's ThroughputMonitor does. Where
-    modules are compiled only the latter is possible.
+    ``flops_per_batch`` (forward and backward of one batch, which ranks that share a sequence divide), as Lightning's
+    ThroughputMonitor does. Where modules are compiled only the latter is possible.
 
     Args:
         every_n_steps: optimizer steps between two logs; default: ``Trainer(log_every_n_steps=)``.
@@ -150,7 +151,7 @@ class ZeroMonitor(Callback):
         if counted is not None and counted.of_model and samples:
             self._flops_per_sample = counted.of_model / samples
         if (given := getattr(pl_module, "flops_per_batch", None)) is not None:
-            sums.flops += float(given)
+            sums.flops += float(given) * _batches_at_once(trainer) / trainer.world_size
         elif self._flops_per_sample is not None:
             sums.flops += self._flops_per_sample * samples
         every = self._every_n_steps or getattr(trainer, "log_every_n_steps", 0)
@@ -231,9 +232,9 @@ class ZeroMonitor(Callback):
         found = {"zero/steps_per_s": (now.steps - oldest.steps) / seconds}
         tokens, samples, flops = now.tokens - oldest.tokens, now.samples - oldest.samples, now.flops - oldest.flops
         if tokens:
-            found["zero/tokens_per_s"] = trainer.world_size * tokens / seconds
+            found["zero/tokens_per_s"] = _batches_at_once(trainer) * tokens / seconds
         elif samples:
-            found["zero/samples_per_s"] = trainer.world_size * samples / seconds
+            found["zero/samples_per_s"] = _batches_at_once(trainer) * samples / seconds
         if flops:
             found["zero/tflops_per_s"] = flops / seconds / 1e12
             if self._peak is not None:
@@ -281,6 +282,12 @@ def at_rest(held: Bytes) -> int:
 
 def _engine(trainer: pl.Trainer) -> Engine:
     return trainer.strategy.engine  # type: ignore[attr-defined]
+
+
+def _batches_at_once(trainer: pl.Trainer) -> int:
+    """That all ranks together compute: one each, or one for all that share a sequence."""
+    batches: int = trainer.strategy.distributed_sampler_kwargs["num_replicas"]  # type: ignore[attr-defined]
+    return batches
 
 
 def _kinds(engine: Engine) -> set[str]:

@@ -27,6 +27,7 @@ from lightning_zero.config import ConfigError, ZeroConfig
 from lightning_zero.device import accelerator_of
 from lightning_zero.device.cuda import default_device
 from lightning_zero.engine.engine import Engine, engines
+from lightning_zero.planning.topology import check_sequence_parallel
 from lightning_zero.ranks import rendezvous
 from lightning_zero.ranks.allocation import check_allocation
 from lightning_zero.ranks.environments import own_environment
@@ -122,7 +123,11 @@ class Processes:
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": self.num_nodes * self.num_processes, "rank": self.global_rank}
+        """Ranks that share a sequence have the same samples."""
+        return {
+            "num_replicas": self.num_nodes * self.num_processes // self.config.sequence_parallel,
+            "rank": self.global_rank // self.config.sequence_parallel,
+        }
 
     @property
     def process_group_backend(self) -> str | None:
@@ -143,6 +148,7 @@ class Processes:
 
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
+        check_sequence_parallel(self.config.sequence_parallel, self.num_nodes * self.num_processes)
         check_allocation(self.cluster_environment, nodes=self.num_nodes, devices=self.num_processes)
         by_script, by_fork = self.launchers
         if self._start_method == "fork":

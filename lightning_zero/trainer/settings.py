@@ -37,5 +37,5 @@ def settings_of(
 
 
 def with_precision(config: ZeroConfig, row: Precision) -> ZeroConfig:
-    """``config`` for an engine that computes in ``row``."""
-    return make_config(config, precision=replace(config.precision, name=row))
+    """``config`` for an engine that computes in ``row``. It knows nothing of sequences: they are the strategy's."""
+    return make_config(config, precision=replace(config.precision, name=row), sequence_parallel=1)

@@ -16,6 +16,7 @@ from lightning.pytorch.core.optimizer import _MockOptimizer
 from lightning.pytorch.plugins.precision import Precision as LightningPrecision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor
 from torch.nn import Module, SyncBatchNorm
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -25,6 +26,7 @@ from lightning_zero.engine.units.describe import TRUE_DTYPES, bucket_shapes, des
 from lightning_zero.engine.whole.host_copy import check_room, check_room_here
 from lightning_zero.planning.activations import Activations
 from lightning_zero.planning.whole import copy_nbytes
+from lightning_zero.sequence.model import check_model
 from lightning_zero.trainer import (
     auto_row,
     averaging,
@@ -39,7 +41,9 @@ from lightning_zero.trainer import (
 )
 from lightning_zero.trainer.checkpoint_io import async_writer
 from lightning_zero.trainer.interruptions import Interruptions, Left
+from lightning_zero.trainer.last_batches import check_last_batches
 from lightning_zero.trainer.launchers import TRAINERS
+from lightning_zero.trainer.long_sequences import LongSequences
 from lightning_zero.trainer.precision import ZeroPrecision
 from lightning_zero.trainer.processes import Processes
 from lightning_zero.trainer.random_numbers import RandomNumbers
@@ -124,6 +128,7 @@ class ZeroStrategy(Processes, RestagingStrategy):
         self.command_to_go_on: Callable[[str], str] = call_to_go_on
         self._interruptions: Interruptions | None = None
         self._random_numbers: RandomNumbers | None = None
+        self._sequences = LongSequences()
         self._evaluation_starts = False
         self._trained = False
         self._left = False  # on a signal, in a hurry
@@ -228,9 +233,13 @@ class ZeroStrategy(Processes, RestagingStrategy):
         Raises:
             ConfigError: what the settings ask for does not fit here.
         """
+        self._check_layers(model)
         if self.config.after_fit is AfterFit.whole and self.speaks_for_all and engine_of(model) is None:
             units = describe_units(model, for_layout(self.config), self.precision_plugin.row)
             check_room_here(copy_nbytes(nbytes for shape in bucket_shapes(units) for nbytes in shape.built_nbytes))
+
+    def _check_layers(self, model: Module) -> None:
+        check_model(model, self.config.sequence_parallel, syncs_norms=self._layer_sync is not None)
 
     # -- setup and teardown ---------------------------------------------------------------------------------------
 
@@ -252,12 +261,14 @@ class ZeroStrategy(Processes, RestagingStrategy):
             engine.hide_whole(keep=not fitting)  # a step changes all values
         if self.lightning_module is not None:
             auto_row.decide(self, trainer, self.lightning_module, fitting=fitting)
+        self._check_layers(self.model)
         self._has_values = engine_of(self.model) is not None  # of a run before, whatever its settings
         if fitting and trainer.accumulate_grad_batches > 1:
             check_accumulation(with_precision(self.config, self.precision_plugin.row))
         if fitting and self._layer_sync:
             self.model = self._sync_layers(self.model)
         self.model = self._setup_model(self.model)
+        self._sequences = LongSequences.open(self.model, self.engine, self.config.sequence_parallel)
         if fitting:
             saved, self._saved_rng = self._saved_rng, None
             self._random_numbers = RandomNumbers(trainer, self.root_device, saved)
@@ -353,6 +364,7 @@ class ZeroStrategy(Processes, RestagingStrategy):
             self._interruptions = None
         if self._random_numbers is not None:
             self._random_numbers.let_go()
+        self._sequences = LongSequences()
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
@@ -397,22 +409,33 @@ class ZeroStrategy(Processes, RestagingStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self.engine.sync_buffers()  # as DDP does: ranks compute with rank 0's, which its own batches have changed
-        with self.engine.step_scope("training_step"):
-            return super().training_step(*args, **kwargs)
+        with self.engine.step_scope("training_step"), self.engine.batch_scope((args, kwargs)):
+            return self._sequences.training_step(super().training_step, *args, **kwargs)
+
+    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
+        module = self.lightning_module
+        if module is not None and not module.automatic_optimization:
+            closure_loss = self._sequences.manual_loss(closure_loss)
+        with self._sequences.backward():
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        self._sequences.check_alike(batch)
+        return super().batch_to_device(batch, device, dataloader_idx)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         if self._interruptions is not None:
             self._interruptions.between_validation_batches()
-        with self._evaluation("validation_step"):
-            return super().validation_step(*args, **kwargs)
+        with self._evaluation("validation_step", args, kwargs):
+            return self._sequences.evaluation_step(super().validation_step, *args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._evaluation("test_step"):
-            return super().test_step(*args, **kwargs)
+        with self._evaluation("test_step", args, kwargs):
+            return self._sequences.evaluation_step(super().test_step, *args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._evaluation("predict_step"):
-            return super().predict_step(*args, **kwargs)
+        with self._evaluation("predict_step", args, kwargs):
+            return self._sequences.evaluation_step(super().predict_step, *args, **kwargs)
 
     def on_validation_start(self) -> None:
         self._evaluation_starts = True
@@ -428,11 +451,14 @@ class ZeroStrategy(Processes, RestagingStrategy):
     def on_predict_start(self) -> None:
         self._evaluation_starts = True
 
-    def _evaluation(self, key: str) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def _evaluation(self, key: str, args: Any, kwargs: Any) -> Generator[None, None, None]:
         if self._evaluation_starts:  # once: nothing changes buffers now, and ranks may have more or fewer batches
             self._evaluation_starts = False
             self.engine.sync_buffers()
-        return self.engine.step_scope(key, evaluation=True)
+        engine = self.engine
+        with engine.step_scope(key, evaluation=True), engine.batch_scope((args, kwargs), evaluation=True):
+            yield
 
     def on_train_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         if self._step_peak is not None and self.lightning_module is not None:
@@ -444,6 +470,7 @@ class ZeroStrategy(Processes, RestagingStrategy):
         if self._random_numbers is not None:
             self._random_numbers.on_train_start()
         assert self.lightning_module is not None
+        check_last_batches(self.lightning_module.trainer, self.config.micro_batches)
         validations.repair_counts(self.lightning_module.trainer)
 
     def on_train_end(self) -> None:

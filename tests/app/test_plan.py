@@ -189,7 +189,12 @@ def test_sizes() -> None:
 
 @pytest.mark.parametrize(
     ("optimizer", "states"),
-    [(("optimizer=adamw",), 2), (("optimizer=sgd",), 1), (("optimizer=sgd", "optimizer.momentum=0"), 0)],
+    [
+        (("optimizer=adamw",), 2),
+        (("optimizer=sgd",), 1),
+        (("optimizer=sgd", "optimizer.momentum=0"), 0),
+        (("optimizer=adafactor", "optimizer._target_=torch.optim.Muon"), 1),
+    ],
 )
 def test_states_are_those_of_the_optimizer(command: Any, optimizer: tuple[str, ...], states: int) -> None:
     assert json.loads(command("json=true", *optimizer)[1])["model"]["optimizer_states"] == states

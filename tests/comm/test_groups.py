@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from lightning_zero.comm import agreements
 from lightning_zero.comm.communicator import Communicator
-from lightning_zero.comm.groups import GroupKind, Groups, _new_group, backend_for
+from lightning_zero.comm.groups import GroupKind, Groups, backend_for, make_group
 from lightning_zero.planning.topology import flat
 from tests.harness import on_ranks
 
@@ -55,7 +55,7 @@ def test_a_group_is_made_without_a_split_of_the_default_group() -> None:
     default.bound_device_id = torch.device("cpu", 0)
     try:
         with mock.patch.object(dist, "new_group", made):
-            _new_group([0, 1], "a test", "gloo")
+            make_group([0, 1], "a test", "gloo")
         assert seen == [None] and default.bound_device_id == torch.device("cpu", 0)
     finally:
         default.bound_device_id = None

@@ -23,7 +23,7 @@ from lightning_zero.config import ConfigError, Hierarchy, Offload, OffloadConfig
 from lightning_zero.engine.units.unit import State, Unit
 from lightning_zero.engine.whole.held_bytes import limits_of, live_bytes, plan_of
 from lightning_zero.planning.buckets import BucketShape, Itemsizes, Role
-from lightning_zero.planning.fit import Machine, plan_row
+from lightning_zero.planning.fit import Machine, allowed_rows, plan_row
 from lightning_zero.planning.fit import Model as PlannedModel
 from lightning_zero.planning.memory import Limits, Phase, kept_nbytes, peak_bytes
 from lightning_zero.planning.placement import Tier
@@ -384,16 +384,18 @@ def test_the_plan_of_a_machine_knows_it() -> None:
     shapes = tuple(BucketShape(unit, (8192,), Itemsizes(2, 4, 4, 4)) for unit in range(9))
     model = PlannedModel(tuple(map(str, range(9))), shapes, Limits(0, 0, 1))
 
-    def row(hierarchy: Hierarchy, nodes: int = 2, stage: Stage = Stage.zero3, offload: Offload = Offload.none) -> Any:
+    def row(hierarchy: Hierarchy, nodes: int = 2) -> Any:
         machine = Machine(4, 10**9, 10**10, 10**10, nodes, hierarchy=hierarchy)
-        return plan_row(model, stage, offload, machine, OffloadConfig())
+        return plan_row(model, Stage.zero3, Offload.none, machine, OffloadConfig())
 
     flat, kept_rows = row(Hierarchy.flat), row(Hierarchy.node_backward)
     assert kept_rows.per_rank[Tier.device] - flat.per_rank[Tier.device] == 8 * 8192 * 2 // 4
     assert kept_rows.sent.gathers < flat.sent.gathers and kept_rows.sent.in_node > 0 == flat.sent.in_node
-    assert "expected several nodes" in row(Hierarchy.node_backward, nodes=1).refused
-    assert "zero/stage=zero2" in row(Hierarchy.node_backward, stage=Stage.zero2).refused
-    assert "zero/offload=cpu" in row(Hierarchy.node_backward, offload=Offload.cpu).refused
+    with pytest.raises(ConfigError, match="node_backward: expected several nodes"):
+        row(Hierarchy.node_backward, nodes=1)
+    rows = {offload for stage, offload in allowed_rows(Hierarchy.node_backward) if stage is Stage.zero3}
+    assert rows == {Offload.none, Offload.optimizer_cpu, Offload.optimizer_nvme, Offload.auto}
+    assert {stage for stage, _ in allowed_rows(Hierarchy.node_backward)} == {Stage.zero3}
 
 
 # -- what is refused, and ranks that fail -----------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from torch import nn
 
 from lightning_zero import ZeroFabricStrategy
 from lightning_zero.config import ConfigError
+from tests.engine.optimizers import Shampoo
 from tests.fabric.toys import Net, Run, adamw, assert_equal, fabric, make, train, weights
 from tests.harness import on_ranks
 from tests.trainer.toys import assert_weights
@@ -198,3 +199,22 @@ def test_states_of_the_users_own_objects(tmp_path: Path) -> None:
     again.fabric.load(tmp_path / "state", state_of(again, schedule=other))
     assert other.state_dict() == schedule.state_dict()
     assert isinstance(again.fabric, Fabric) and dist.get_world_size() == 2
+
+
+@on_ranks(2)
+def test_state_of_whole_tensors_comes_back_with_its_lists(tmp_path: Path) -> None:
+    """In a folder and in a file, from stage to stage and to DDP."""
+    first = train(ZeroFabricStrategy("zero3", checkpoint="sharded", summary=False), optimizer=Shampoo)
+    first.fabric.save(tmp_path / "folder", state_of(first))
+    found = []
+    for strategy in ("zero1", "ddp"):
+        of = fabric(strategy)
+        model = Net()
+        again = Run(of, *of.setup(model, Shampoo(model.parameters())))
+        source = "folder" if strategy == "zero1" else "file"
+        assert again.fabric.load(tmp_path / source, state_of(again, epoch=0)) == {}
+        again.fabric.save(tmp_path / "file", state_of(again))
+        found.append(torch.load(tmp_path / "file", weights_only=True)["optimizer"]["state"])
+    for ours, theirs in zip(found[0].values(), found[1].values(), strict=True):
+        for gram, other in zip([*ours["grams"], *ours["roots"]], [*theirs["grams"], *theirs["roots"]], strict=True):
+            assert torch.equal(gram, other)

@@ -46,7 +46,7 @@ EQUAL: dict[str, dict[str, Any]] = {
 }
 OFTEN = {"offload.files", "unit.classes", "comm", "compile", "activation_checkpointing"}
 # Those with tests of their own, here or beside.
-ELSEWHERE = {"stage", "precision", "checkpoint", "debug", "init_from"}
+ELSEWHERE = {"stage", "precision", "checkpoint", "debug", "init_from", "micro_batches"}
 
 
 def test_no_field_is_left_out() -> None:
@@ -71,6 +71,12 @@ def test_it_changes_no_number(name: str, tmp_path: Path) -> None:
     group = name.partition(".")[0]
     assert getattr(config, group) != getattr(ZeroConfig(), group)
     assert_equal(found, expected)
+
+
+@on_ranks(2)
+def test_batches_in_parts(tmp_path: Path) -> None:
+    found = train(strategy(tmp_path, micro_batches=2, activation_checkpointing="blocks"))
+    assert found.losses == pytest.approx(train("zero3").losses, rel=1e-4)
 
 
 @on_ranks(2)

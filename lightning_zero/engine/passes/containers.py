@@ -15,16 +15,21 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
     Containers that hold no changed tensor are returned as they are.
     """
+    return map_leaves(value, lambda leaf: change(leaf) if isinstance(leaf, Tensor) else leaf)
+
+
+def map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
+    """As :func:`map_tensors`, with all that is no container in the place of tensors."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        items = [map_tensors(v, change) for v in value]
+        items = [map_leaves(v, change) for v in value]
         return type(value)(*items) if _differ(items, value) else value
     if type(value) in (list, tuple):
-        items = [map_tensors(v, change) for v in value]
+        items = [map_leaves(v, change) for v in value]
         return type(value)(items) if _differ(items, value) else value
     if isinstance(value, dict):
-        new = {k: map_tensors(v, change) for k, v in value.items()}
+        new = {k: map_leaves(v, change) for k, v in value.items()}
         if _differ(new.values(), value.values()):
             return _rebuild_dict(value, new)
         return value
@@ -32,13 +37,14 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
         changes = {}
         for f in dataclasses.fields(value):
             old = getattr(value, f.name)
-            if (new_value := map_tensors(old, change)) is not old:
+            if (new_value := map_leaves(old, change)) is not old:
                 changes[f.name] = new_value
         if changes:
             value = copy.copy(value)
             for name, item in changes.items():
                 object.__setattr__(value, name, item)  # past a frozen dataclass, of which this is a copy of our own
-    return value
+        return value
+    return change(value)
 
 
 def copy_containers(value: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -24,6 +24,9 @@ class PassEvents(Protocol):
 
     @property
     def progress(self) -> Progress: ...
+
+    def root_called(self, args: Any, kwargs: Any) -> None:
+        """The whole module is called, with these arguments."""
 
     def pre_forward(self, unit: Unit) -> None:
         """The module of ``unit`` is called."""

@@ -186,7 +186,8 @@ class Hooks:
             names = [name for name in lifted if name in module.__dict__] + ["forward"] * ours_too
             attributes.append((module, {name: module.__dict__.pop(name) for name in names}))
             for name, table in vars(module).items():
-                if (name.endswith("_hooks") or "_hooks_" in name) and ours & set(table):
+                is_table = isinstance(table, dict) and (name.endswith("_hooks") or "_hooks_" in name)
+                if is_table and ours & set(table):
                     tables.append((table, list(table.items())))
                     for number in ours & set(table):
                         del table[number]
@@ -206,6 +207,8 @@ class Hooks:
 
     def _pre_forward(self, unit: Unit, args: Any, kwargs: Any) -> None:
         passes = self.passes
+        if unit.index == 0:
+            passes.root_called(args, kwargs)
         try:
             passes.pre_forward(unit)
         except Exception:

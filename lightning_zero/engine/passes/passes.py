@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from weakref import ReferenceType, WeakMethod, ref
 
 import torch
@@ -37,6 +37,7 @@ from lightning_zero.engine.steps.after_step import AfterStep
 from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units.bucket import Bucket
 from lightning_zero.engine.units.unit import State, Unit
+from lightning_zero.engine.vertical.units import Vertical
 
 _DROPPED = "for storage of size 0"  # what torch says of a saved view whose memory is gone
 _CHANGED = "modified by an inplace operation"
@@ -138,6 +139,7 @@ class Passes:
         aborted: an exception has ended a pass, and none has begun since.
         calls_meet: steps are told by scopes. A call of a module outside of them may be one rank's alone, and its
             gathers would be matched with others of ranks that are in a step; so all come together before it.
+        vertical: runs units in chunks, where that is asked for.
     """
 
     def __init__(
@@ -174,6 +176,7 @@ class Passes:
         self._needed: Unit | None = None  # the last unit whose weights a backward has read
         self.aborted = False
         self.calls_meet = False
+        self.vertical = Vertical(1, self, offload_inputs=False, pin_memory=False)
 
     @property
     def root(self) -> Unit:
@@ -333,6 +336,10 @@ class Passes:
             self._ordinal = 0
 
     # -- forward ------------------------------------------------------------------------------------------------------
+
+    def root_called(self, args: Any, kwargs: Any) -> None:
+        """The whole module is called, with these arguments."""
+        self.vertical.root_called(args, kwargs)
 
     def pre_forward(self, unit: Unit) -> None:
         """The module of ``unit`` is called."""
@@ -516,6 +523,9 @@ class Passes:
     def grad_arrived(self, unit: Unit, bucket: Bucket, slot: int, grad: Tensor) -> None:
         """Autograd accumulated the gradient of one parameter."""
         # Not ``outside_autograd`` as a whole: it comes for every parameter, and what it calls is so where that matters.
+        if self.vertical.sums is not None:
+            self.vertical.sums.add(unit, bucket, slot, grad)
+            return
         self.backward_begins()
         self.lane.arrived(f"{unit.title} backward")
         self.reducer.take(bucket, slot, grad)

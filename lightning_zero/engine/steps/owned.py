@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -97,6 +97,7 @@ class WholeTensor:
 
 
 Key = tuple[Bucket, int]  # with a slot
+Carriers = dict[int, tuple[Tensor, Tensor]]  # by the id of a tensor of state: it, and a flat view that a home holds
 
 
 class Owned:
@@ -109,7 +110,7 @@ class Owned:
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self.tensors: dict[Key, WholeTensor] = {}
-        self._carriers: dict[Bucket, dict[int, tuple[Tensor, Tensor]]] = {}  # by the id of a tensor of state
+        self._carriers: dict[Bucket, dict[WholeTensor, Carriers]] = {}  # of what rests off the device
         self._stepped: set[Key] = set()
         self._at_home: dict[WholeTensor, dict[str, Tensor]] = {}  # state that rests elsewhere, and is on the device now
 
@@ -178,24 +179,35 @@ class Owned:
         found: dict[str, Any] = self._optimizer.state.get(tensor.key, {})
         return found
 
-    def settle(self, bucket: Bucket) -> None:
-        """Have the state of a bucket's tensors rest beside its masters, whose home is open."""
+    def settle(self, bucket: Bucket, only: Collection[WholeTensor] | None = None) -> None:
+        """Have the state of a bucket's tensors rest beside its masters, whose home is open.
+
+        Args:
+            only: these; others may be on the device, for a step that is to come.
+        """
         if bucket.plan.home_tier is Tier.device:
             return
-        before, now = self._carriers.get(bucket, {}), dict[int, tuple[Tensor, Tensor]]()
+        before = self._carriers.get(bucket, {})
+        now: dict[WholeTensor, Carriers] = {}
         for tensor in self.here(bucket):
+            known_of = before.get(tensor, {})
+            if only is not None and tensor not in only:
+                now[tensor] = known_of
+                continue
             state, at_home = self.state(tensor), self._at_home.pop(tensor, {})
             if any(not _is_alone(leaf) for _, leaf in leaves_of(state)):
                 state = map_leaves(state, partial(_alone, at_home))
                 self._optimizer.state[tensor.key] = state
+            now[tensor] = {}
             for _, leaf in leaves_of(state):
-                known = before.get(id(leaf))
+                known = known_of.get(id(leaf))
                 if known is None or known[1].untyped_storage()._cdata != leaf.untyped_storage()._cdata:
                     known = leaf, flat_view(leaf)
-                now[id(leaf)] = known
+                now[tensor][id(leaf)] = known
         self._carriers[bucket] = now
-        bucket.home.adopt(self, [carrier for _, carrier in now.values()])
-        for leaf, carrier in now.values():
+        every = [pair for carriers in now.values() for pair in carriers.values()]
+        bucket.home.adopt(self, [carrier for _, carrier in every])
+        for leaf, carrier in every:
             if carrier.untyped_storage()._cdata != leaf.untyped_storage()._cdata:  # it has been given other memory
                 leaf.data = carrier.as_strided(leaf.shape, leaf.stride(), carrier.storage_offset())
 
@@ -218,7 +230,7 @@ class Owned:
         carriers = self._carriers.get(bucket, {})
         for tensor, name, leaf in self.leaves(bucket):
             if tensor.is_owner:
-                known = carriers.get(id(leaf))
+                known = carriers.get(tensor, {}).get(id(leaf))
                 flat = known[1] if known is not None else flat_view(leaf)
                 yield tensor, name, leaf, Sliced(flat, 0, leaf.numel())
 

@@ -175,7 +175,7 @@ class _Trial:
             if name == "param_groups":
                 value = [{k: v for k, v in listed.items() if k != "params"} for listed in value]
             try:
-                made.__dict__[name] = copy.deepcopy(value, memo)
+                made.__dict__[name] = value if isinstance(value, nn.Module) else copy.deepcopy(value, memo)
             except Exception:  # it is shared then
                 made.__dict__[name] = value
         made.__dict__.update({name: type(optimizer.__dict__[name])() for name in _HOOKS})

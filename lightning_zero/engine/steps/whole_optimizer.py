@@ -81,7 +81,6 @@ class WholeOptimizer(ShardedOptimizer):
         self._device_type = comm.device.type
         self._stochastic, self._known = False, False
         self._window_nbytes = window_nbytes
-        self.places()
         self._unprobed = unprobed
         self._try()
         _check_settings(optimizer, stochastic_rounding=stochastic_rounding)

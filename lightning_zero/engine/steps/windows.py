@@ -166,7 +166,7 @@ class Window:
                 part.copy_(_at(data, piece.back, piece.numel, master.dtype))
         for bucket in self.buckets:
             try:
-                self._owned.settle(bucket)
+                self._owned.settle(bucket, self.here)
             except Exception as error:
                 failed = error
             # Once: what a push sends may be on its way to the device for long, and is not written to meanwhile.

@@ -241,5 +241,7 @@ def _with_wire(dtypes: Dtypes, config: ZeroConfig) -> Dtypes:
     bf16, fp32 = torch.bfloat16, torch.float32
     if (dtypes.compute, dtypes.reduce) != (bf16, fp32) or config.comm.transport is Transport.plain:
         return dtypes
+    if config.micro_batches > 1:  # their sum is fp32
+        return dtypes
     wire = fp32 if config.comm.grad_wire is GradWire.full else bf16
     return replace(dtypes, wire=wire, exchanged=True)

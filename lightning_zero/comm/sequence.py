@@ -1,0 +1,158 @@
+"""Messages among the ranks that share a sequence: ``n`` adjacent ranks of all (``zero.sequence_parallel=n``).
+
+::
+
+    4 ranks, n = 2      ranks 0 1 have one batch, each half of its positions; ranks 2 3 another one
+
+On the host a message is waited for, with the bounds and names of every other one. On a device it is queued on the
+stream of compute, which reads what it brings.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_zero.comm.agreements import gather_objects, gather_on
+from lightning_zero.comm.groups import backend_for, host_backend, make_group
+from lightning_zero.device import recording
+from lightning_zero.planning.topology import sequence_group_of
+from lightning_zero.ranks.waits import Waits
+
+HEADS = "the exchange of heads around attention"
+TOKENS = "a sum over the tokens of a sequence"
+
+
+class Sharers(Protocol):
+    """The ranks that share a sequence, as those see them who compute with parts of it.
+
+    Attributes:
+        rank, size: this rank's place among them, and how many they are.
+    """
+
+    rank: int
+    size: int
+
+    def exchange(self, rows: Tensor, label: str = HEADS) -> Tensor:
+        """Send row ``r`` of ``rows [size, elements]`` to rank ``r``; row ``r`` of the result came from there."""
+        ...
+
+    def sum_(self, tensor: Tensor) -> Tensor:
+        """Sum a small tensor over the ranks, in place."""
+        ...
+
+
+class SequenceGroup:
+    """The ranks that share a sequence with this one, with their process groups.
+
+    Attributes:
+        counts: messages that were asked for, by kind.
+        waits: for other ranks; of the engine, as soon as there is one.
+    """
+
+    def __init__(self, parent: Any, size: int, device: torch.device, waits: Waits) -> None:
+        """All ranks of ``parent`` make it together."""
+        ranks = dist.get_process_group_ranks(parent)
+        members = [ranks[r] for r in sequence_group_of(dist.get_rank(parent), size)]
+        backend = backend_for(parent, device)
+        self.parent, self.size, self.device, self.waits = parent, size, device, waits
+        self.rank = dist.get_rank(parent) % size
+        self.counts: Counter[str] = Counter()
+        self._through_host = backend == "gloo" and device.type != "cpu"
+        self._group = make_group(members, "sequence", backend)
+        self._control = make_group(members, "sequence, small", host_backend(parent))
+        if device.type != "cpu":
+            # Now, where all ranks come: at the first message of a group NCCL has the host wait for the others, which
+            # may be waiting for another message of this rank in the middle of a step.
+            self.exchange(torch.zeros(size, 1, device=device))
+            self.sum_(torch.zeros(1, device=device))
+
+    @property
+    def issued(self) -> int:
+        return self.counts.total()
+
+    def exchange(self, rows: Tensor, label: str = HEADS) -> Tensor:
+        self.counts["all_to_all"] += 1
+        recording.moved("sequence", rows.nbytes - rows.nbytes // self.size)
+        if self._through_host:
+            return self._exchange_on_host(rows.cpu(), label).to(self.device)
+        if rows.device.type == "cpu":
+            return self._exchange_on_host(rows, label)
+        received = torch.empty_like(rows)
+        dist.all_to_all_single(received, rows, group=self._group)
+        return received
+
+    def _exchange_on_host(self, rows: Tensor, label: str) -> Tensor:
+        received = torch.empty_like(rows)
+        work = dist.all_to_all_single(received, rows, group=self._group, async_op=True)
+        self._wait(work, label)
+        return received
+
+    def sum_(self, tensor: Tensor) -> Tensor:
+        self.counts["all_reduce"] += 1
+        if self._through_host:
+            return tensor.copy_(self._sum_on_host(tensor.cpu()))
+        if tensor.device.type == "cpu":
+            return self._sum_on_host(tensor)
+        dist.all_reduce(tensor, group=self._group)
+        return tensor
+
+    def _sum_on_host(self, tensor: Tensor) -> Tensor:
+        self._wait(dist.all_reduce(tensor, group=self._group, async_op=True), TOKENS)
+        return tensor
+
+    def _wait(self, work: Any, label: str) -> None:
+        with recording.stands("sequence", label, on_host=True):
+            self.waits.wait_work(work, label)
+
+    def gather_objects(self, value: Any, what: str) -> list[Any]:
+        """Blocking: a small picklable object from each rank of the group."""
+        self.counts["objects"] += 1
+        return gather_on(self._control, value, self.waits, what)
+
+
+_made: list[SequenceGroup] = []  # torch never frees groups, so they are used again
+
+
+def open_sequence_group(parent: Any, size: int, device: torch.device, waits: Waits) -> SequenceGroup:
+    """The group of this rank. All ranks of ``parent`` call it.
+
+    One that was there before is taken again where all ranks have issued as many messages on it: after an exception some
+    may have issued more, which the next message of another would be matched with.
+    """
+    made = [g for g in _made if g.parent is parent and g.size == size and g.device == device]
+    issued, what = [g.issued for g in made], "the groups of zero.sequence_parallel"
+    table = gather_objects(parent, issued, waits, what, patient=True)
+    for index, group in enumerate(made):
+        counts = [row[index] for row in table]
+        if all(len(set(counts[first : first + size])) == 1 for first in range(0, len(counts), size)):
+            group.waits = waits
+            return group
+    _made.append(SequenceGroup(parent, size, device, waits))
+    return _made[-1]
+
+
+class OnPaper:
+    """Ranks that are not there: for sizes and counts on tensors without values.
+
+    Attributes:
+        sent: bytes that one rank would send.
+    """
+
+    rank = 0
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.sent = 0
+
+    def exchange(self, rows: Tensor, label: str = HEADS) -> Tensor:
+        nbytes = rows.numel() * rows.element_size()
+        self.sent += nbytes - nbytes // self.size
+        return torch.empty_like(rows)
+
+    def sum_(self, tensor: Tensor) -> Tensor:
+        return tensor

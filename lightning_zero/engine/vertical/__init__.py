@@ -1,0 +1,12 @@
+"""Vertical accumulation: all micro-batches of a step go through a unit before the next unit (``zero.micro_batches``).
+
+::
+
+    split        a call's inputs in chunks, and what the chunks give put together
+    surroundings random numbers and autocast of a chunk, for its second forward
+    chunked      the autograd function: chunks without a graph, and each computed again in the backward
+    escapes      tensors that leave a call by another way than its results
+    units        units whose forwards are divided so; sums of their gradients
+    coupled      units that are not to be divided, found by class
+    loss         a head and its loss in chunks, for the user's step
+"""

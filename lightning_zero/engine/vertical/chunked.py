@@ -1,0 +1,228 @@
+"""Runs a function chunk by chunk without a graph, and each chunk once more in the backward.
+
+::
+
+    forward    for each chunk:   keep the random numbers' state; run; put the result in its place of the whole
+    backward   for each chunk:   put that state back; run on detached inputs; its backward; gradients of the inputs
+                                 into their place
+
+Nothing but the inputs is kept from one to the other. A chunk's backward is one of its own, inside of the outer one: so
+gradients of parameters come once for each chunk, by whatever way the function has reached them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import saved_tensors_hooks
+
+from lightning_zero.engine.passes.containers import map_tensors
+from lightning_zero.engine.vertical.escapes import Escapes
+from lightning_zero.engine.vertical.split import CannotDivide, Inputs, Outputs, leaves, same_leaves
+from lightning_zero.engine.vertical.surroundings import Autocast, RandomState, device_type_of
+
+Context = Callable[[], contextlib.AbstractContextManager[Any]]
+
+
+class Chunked:
+    """One call of ``function`` in chunks.
+
+    Args:
+        title: of what is called, in messages.
+        in_chunk: entered around each call of ``function``.
+        in_backward: entered around all of the backward; ``again`` inside of it, around each second call.
+        first: what is called has not been called before: see whether tensors leave it by other ways than its results.
+        help: what a user can do where the call cannot be divided.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        inputs: Inputs,
+        *,
+        title: str,
+        in_chunk: Context = contextlib.nullcontext,
+        in_backward: Context = contextlib.nullcontext,
+        again: Context = contextlib.nullcontext,
+        first: bool = False,
+        help: str = "",
+    ) -> None:
+        self._function, self._inputs, self._title, self._help = function, inputs, title, help
+        self._in_chunk, self._in_backward, self._again = in_chunk, in_backward, again
+        self._first = first
+        self._outputs = Outputs(inputs)
+        self._device_type = device_type_of(inputs.tensors)
+        self._autocast = Autocast(self._device_type)
+        self._states: list[RandomState] = []
+
+    def without_graph(self) -> Any:
+        """The result, where no backward follows."""
+        tensors = self._inputs.tensors
+        with torch.no_grad():
+            self.run(tensors, keep_states=False)
+        return self._outputs.filled(self._outputs.tensors, tensors)
+
+    def with_graph(self, trigger: Tensor | None) -> Any:
+        """The result, with a backward that computes all chunks again.
+
+        Args:
+            trigger: requires a gradient: so that there is a backward, where no input requires one.
+        """
+        tensors = self._inputs.tensors
+        self._inputs.let_go()  # autograd keeps them, or copies on the host
+        found = _Function.apply(self, trigger, *tensors)  # type: ignore[no-untyped-call]
+        result = self._outputs.filled(found, tensors)
+        self._outputs.let_go()
+        return result
+
+    def run(self, tensors: Sequence[Tensor], *, keep_states: bool) -> list[Tensor]:
+        """The first forward of all chunks."""
+        inputs = self._inputs
+        before = _versions(tensors) if keep_states else []
+        objects = inputs.state_of_objects()
+        for index in range(inputs.count):
+            given = inputs.chunk(tensors, index)
+            if keep_states:
+                self._states.append(RandomState(tensors))
+            args, kwargs = inputs.arguments(given)
+            handed_over = leaves((args, kwargs))
+            with self._autocast.again(), self._in_chunk():
+                if keep_states and self._first and index == 0:
+                    given, result = self._watched(given)
+                else:
+                    result = self._function(*args, **kwargs)
+            if keep_states and before != _versions(tensors):
+                self._refuse("it changes an input in place, from which it is computed again. Work on a copy of it")
+            if not same_leaves(leaves((args, kwargs)), handed_over) or objects != inputs.state_of_objects():
+                self._refuse(
+                    "it changes a list, a dict or an object that it is given (a cache of keys and values?), and would "
+                    "do so for each chunk. Return what it collects, or call it without (use_cache=False)"
+                )
+            try:
+                self._outputs.add(index, result, given)
+            except CannotDivide as error:
+                self._refuse(str(error), error)
+        return self._outputs.tensors
+
+    def _watched(self, given: Sequence[Tensor]) -> tuple[list[Tensor], Any]:
+        """The result for one chunk, made with a graph that is dropped: what lives on then has left by another way."""
+        with torch.enable_grad():
+            # Copies: a leaf would refuse to be changed in place, in words that do not help.
+            inside = [t.detach().requires_grad_().clone() if t.is_floating_point() else t for t in given]
+        args, kwargs = self._inputs.arguments(inside)
+        # Other hooks would keep the very tensors, and these would live on.
+        saves = saved_tensors_hooks(lambda tensor: tensor.detach(), lambda tensor: tensor)
+        with torch.enable_grad(), saves, Escapes() as made:
+            result = self._function(*args, **kwargs)
+        own = {id(tensor) for tensor in inside}
+        plain = map_tensors(result, lambda tensor: tensor if id(tensor) in own else tensor.detach())
+        del result, args, kwargs
+        if (kept := made.kept(inside)) is not None:
+            self._refuse(
+                f"a tensor {list(kept.shape)} leaves it by another way than its results (a hook that collects it, an "
+                "attribute), and would have no gradient. Detach what is only looked at"
+            )
+        return inside, plain
+
+    def _refuse(self, why: str, error: Exception | None = None) -> None:
+        raise CannotDivide(f"{self._title} is run in {self._inputs.count} chunks: {why}. {self._help}") from error
+
+    def backward(
+        self, tensors: Sequence[Tensor], grads: Sequence[Tensor | None], needed: Sequence[bool]
+    ) -> list[Tensor | None]:
+        """Compute all chunks again, with their backwards; returns the gradients of the inputs.
+
+        Args:
+            grads: of the results.
+            needed: which inputs require a gradient.
+        """
+        if not torch.autograd._is_checkpoint_valid():  # type: ignore[attr-defined]
+            raise RuntimeError(
+                f"{self._title} is run in chunks (zero.micro_batches), whose gradients come by backward() only. "
+                "Expected a backward of the loss, got torch.autograd.grad() or backward(inputs=...). Use "
+                "loss.backward(), or set zero.micro_batches=1."
+            )
+        sums = _InputGrads(self._inputs, tensors, needed)
+        with self._in_backward(), self._states[0].put_back(self._device_type):
+            for index in range(self._inputs.count):
+                self._backward_of(index, tensors, grads, needed, sums)
+        return sums.whole()
+
+    def _backward_of(
+        self,
+        index: int,
+        tensors: Sequence[Tensor],
+        grads: Sequence[Tensor | None],
+        needed: Sequence[bool],
+        sums: _InputGrads,
+    ) -> None:
+        inputs = self._inputs
+        given = [t.detach().requires_grad_(n) for t, n in zip(inputs.chunk(tensors, index), needed, strict=True)]
+        args, kwargs = inputs.arguments(given)
+        self._states[index].restore(self._device_type)
+        with torch.enable_grad(), self._autocast.again(), self._in_chunk(), self._again():
+            result = self._function(*args, **kwargs)
+        _, found = self._outputs.places(result, given)
+        del result, args, kwargs
+        roots: list[Tensor] = []
+        of_roots: list[Tensor] = []
+        for number, (tensor, grad) in enumerate(zip(found, grads, strict=True)):
+            if grad is not None and tensor.requires_grad:
+                roots.append(tensor)
+                of_roots.append(self._outputs.gradient_of(number, index, grad).to(tensor.dtype))
+        if roots:
+            torch.autograd.backward(roots, of_roots)
+        sums.add(index, given)
+
+
+class _InputGrads:
+    """Gradients of the inputs: of chunks in their place of the whole, of what all chunks are given added in fp32."""
+
+    def __init__(self, inputs: Inputs, tensors: Sequence[Tensor], needed: Sequence[bool]) -> None:
+        self._inputs, self._tensors, self._needed = inputs, tensors, needed
+        self._found: list[Tensor | None] = [None] * len(tensors)
+
+    def add(self, index: int, given: Sequence[Tensor]) -> None:
+        size = self._inputs.chunk_size
+        for number, (tensor, needed) in enumerate(zip(given, self._needed, strict=True)):
+            grad, tensor.grad = tensor.grad if needed else None, None
+            if grad is None:
+                continue
+            whole, found = self._tensors[number], self._found[number]
+            if self._inputs.divided[number]:
+                if found is None:
+                    found = self._found[number] = torch.zeros_like(whole)
+                found.narrow(0, index * size, size).copy_(grad)
+            elif found is None:
+                self._found[number] = grad.to(torch.promote_types(grad.dtype, torch.float32), copy=True)
+            else:
+                found.add_(grad)
+
+    def whole(self) -> list[Tensor | None]:
+        pairs = zip(self._found, self._tensors, strict=True)
+        return [grad if grad is None else grad.to(tensor.dtype) for grad, tensor in pairs]
+
+
+class _Function(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: Chunked, trigger: Tensor | None, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors)
+        found = call.run(tensors, keep_states=True)
+        ctx.mark_non_differentiable(*(t for t in found if not (t.is_floating_point() or t.is_complex())))
+        return tuple(found)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return None, None, *ctx.call.backward(ctx.saved_tensors, grads, ctx.needs_input_grad[2:])
+
+
+def _versions(tensors: Sequence[Tensor]) -> list[int]:
+    return [tensor._version for tensor in tensors]

@@ -1,0 +1,143 @@
+"""A head and its loss in chunks of tokens, so that the logits of a whole batch never exist."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_zero.config import ConfigError
+from lightning_zero.engine.engine import Engine, engines
+from lightning_zero.engine.vertical.chunked import Chunked
+from lightning_zero.engine.vertical.split import Inputs
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+_REDUCTIONS = ("mean", "sum", "none")
+_ASSUMED: ContextVar[int | None] = ContextVar("chunks without an engine", default=None)
+
+
+def chunked_loss(
+    head: nn.Module,
+    loss: Loss | None,
+    hidden: Tensor,
+    targets: Tensor,
+    *,
+    chunks: int | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+) -> Tensor:
+    """``loss(head(hidden), targets)``, with as many of the logits at a time as one of ``chunks`` has.
+
+    In the backward the logits of each chunk are computed again. Gradients are those of the whole: of the head's
+    parameters they are added in fp32 where an engine shards them.
+
+    Args:
+        head: takes ``[tokens, width]`` to logits ``[tokens, ...]``; it sees no other shape than that.
+        loss: takes logits ``[tokens, ...]`` and targets ``[tokens]`` to the loss of each token ``[tokens]``. Default:
+            cross entropy, in fp32, which is 0 where the target is ``ignore_index``.
+        hidden: ``[..., width]``.
+        targets: ``[...]``, of the same sizes.
+        chunks: default: ``zero.micro_batches`` of the engine that shards ``head``; 1 without one.
+        ignore_index: targets that do not count.
+        reduction: ``mean``: over the tokens that count, of the whole batch: exact, also where chunks have different
+            numbers of them (NaN if none counts). ``sum``, or ``none``: the losses, in the shape of ``targets``.
+
+    Raises:
+        ConfigError: sizes that do not fit, a ``loss`` that does not give one number for each token, or an unknown
+            ``reduction``.
+    """
+    if reduction not in _REDUCTIONS:
+        raise ConfigError(f"chunked_loss: expected reduction to be one of {', '.join(_REDUCTIONS)}, got {reduction!r}.")
+    if hidden.shape[:-1] != targets.shape:
+        raise ConfigError(
+            f"chunked_loss: expected hidden [..., width] and targets [...] of the same sizes, got "
+            f"{list(hidden.shape)} and {list(targets.shape)}."
+        )
+    if chunks is not None and (isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1):
+        raise ConfigError(f"chunked_loss: expected chunks to be a whole number > 0, got {chunks!r}.")
+    count = chunks_of(head) if chunks is None else chunks
+    flat, wanted = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
+    of_tokens = _losses(head, loss or _cross_entropy(ignore_index), flat, wanted, count)
+    if reduction == "none":
+        return of_tokens.view(targets.shape)
+    total = of_tokens.sum()
+    return total if reduction == "sum" else total / (wanted != ignore_index).sum()
+
+
+def chunks_of(head: nn.Module) -> int:
+    """``zero.micro_batches`` of the engine that shards ``head``; 1 without one."""
+    if (assumed := _ASSUMED.get()) is not None:
+        return assumed
+    engine = _engine_of(head)
+    return 1 if engine is None else engine.config.micro_batches
+
+
+@contextlib.contextmanager
+def assuming(chunks: int) -> Iterator[None]:
+    """Inside, heads are run in ``chunks`` without an engine: where only sizes are asked."""
+    token = _ASSUMED.set(chunks)
+    try:
+        yield
+    finally:
+        _ASSUMED.reset(token)
+
+
+def _engine_of(head: nn.Module) -> Engine | None:
+    params = list(head.parameters())
+    return next((engine for engine in engines() if any(engine.owns(param) for param in params)), None)
+
+
+def _cross_entropy(ignore_index: int) -> Loss:
+    def loss(logits: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(logits.float(), targets, reduction="none", ignore_index=ignore_index)
+
+    return loss
+
+
+def _losses(head: nn.Module, loss: Loss, hidden: Tensor, targets: Tensor, count: int) -> Tensor:
+    def function(hidden: Tensor, targets: Tensor) -> Tensor:
+        found = loss(head(hidden), targets)
+        if found.shape != targets.shape:
+            raise ConfigError(
+                f"chunked_loss: expected a loss that gives one number for each of {len(targets)} tokens "
+                f"(reduction='none'), got {list(found.shape)}."
+            )
+        return found
+
+    in_chunks = len(targets) // count * count
+    if count == 1 or not in_chunks:
+        return function(hidden, targets)
+    found = _run(head, function, hidden[:in_chunks], targets[:in_chunks], count)
+    if in_chunks == len(targets):
+        return found
+    # A few tokens fewer than there are chunks.
+    return torch.cat([found, function(hidden[in_chunks:], targets[in_chunks:])])
+
+
+def _run(head: nn.Module, function: Callable[..., Any], hidden: Tensor, targets: Tensor, count: int) -> Tensor:
+    inputs = Inputs((hidden, targets), {}, len(targets), count)
+    trains = any(param.requires_grad for param in head.parameters())
+    engine = _engine_of(head)
+    title = f"chunked_loss of {type(head).__name__}"
+    if engine is None:
+        call = Chunked(function, inputs, title=title)
+        if not torch.is_grad_enabled() or not (trains or hidden.requires_grad):
+            return _tensor(call.without_graph())
+        return _tensor(call.with_graph(torch.zeros((), requires_grad=True) if trains else None))
+    vertical = engine.passes.vertical
+    engine.keep_gathered(head)
+    call = Chunked(function, inputs, title=title, in_chunk=vertical.in_chunk, in_backward=vertical.adding_up)
+    if not torch.is_grad_enabled() or not (trains or hidden.requires_grad):
+        return _tensor(call.without_graph())
+    return _tensor(vertical.with_graph(call, trains))
+
+
+def _tensor(value: Any) -> Tensor:
+    assert isinstance(value, Tensor)
+    return value

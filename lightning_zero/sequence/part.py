@@ -1,0 +1,186 @@
+"""The part of a sequence that a rank computes with: where it lies, and means over the tokens of all parts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_zero.comm.sequence import Sharers
+from lightning_zero.config import ConfigError
+
+
+class SequencePart:
+    """This rank's part of the sequences of a batch: equal parts, in the order of the ranks.
+
+    Attributes:
+        sharers: the ranks that have the other parts.
+        length: positions of one part; ``None``: nothing was cut yet.
+        met: calls of attention that were given the whole sequence.
+        averaged: the loss is a mean over the tokens of all parts already.
+        knows_positions: the model has asked where its part lies.
+        counts: tokens that count in the loss, of this part and of all: 0-d tensors; ``None``: all parts have as many.
+        whole_positions: ``[batch, positions]`` of the whole sequence, where the batch had them.
+    """
+
+    def __init__(self, sharers: Sharers) -> None:
+        self.sharers = sharers
+        self.rank, self.size = sharers.rank, sharers.size
+        self.length: int | None = None
+        self.met = 0
+        self.averaged = False
+        self.knows_positions = False
+        self.counts: tuple[Tensor, Tensor] | None = None
+        self.whole_positions: Tensor | None = None
+
+    @property
+    def whole_length(self) -> int | None:
+        return None if self.length is None else self.length * self.size
+
+    def of(self, tensor: Tensor, dim: int = 1, *, overlap: int = 0) -> Tensor:
+        """This rank's part of ``tensor``: ``length + overlap`` positions along ``dim``.
+
+        Args:
+            overlap: positions of the next part that come too; ``tensor`` has as many more at its end. With 1, a tensor
+                of ``length + 1`` tokens gives each part its inputs and, shifted by one, its labels.
+
+        Raises:
+            ConfigError: the positions do not divide into equal parts, or tensors of one batch have other lengths.
+        """
+        whole = tensor.shape[dim] - overlap
+        if whole % self.size or whole < self.size:
+            raise ConfigError(
+                f"zero.sequence_parallel: expected sequences whose length is a multiple of {self.size}, got {whole} "
+                f"positions (dimension {dim} of {tuple(tensor.shape)}). Pad or cut them in the collate function, or "
+                "change zero.sequence_parallel."
+            )
+        length = whole // self.size
+        if self.length not in (None, length):
+            raise ConfigError(
+                f"zero.sequence_parallel: expected tensors of {self.whole_length} positions in one batch, got {whole} "
+                f"(dimension {dim} of {tuple(tensor.shape)}). Cut what belongs to other sequences in split_sequence."
+            )
+        self.length = length
+        # In memory of its own, as a whole batch is: steps call ``labels.view(-1)``.
+        return tensor.narrow(dim, self.rank * length, length + overlap).contiguous()
+
+    def count(self, counts: Tensor) -> None:
+        """Say which tokens count in the loss: ``counts [batch, positions] bool``, of the whole sequence."""
+        own = self.of(counts).sum()
+        self.counts = own, counts.sum()
+
+    def positions(self, length: int, device: Any = None) -> Tensor:
+        """``[length] int64``: where the tokens of this part are in the whole sequence."""
+        if self.length not in (None, length):
+            raise ConfigError(
+                f"lightning_zero.sequence_positions: expected {self.length} positions, as many as a part of this batch "
+                f"has, got {length}. Pass the length of what forward was given."
+            )
+        self.knows_positions = True
+        return _arange(self.rank * length, (self.rank + 1) * length, device)
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        """All parts of ``tensor [batch, length]`` together, without gradients: ``[batch, length * size]``."""
+        rows = tensor.detach().contiguous().view(1, -1).expand(self.size, -1).contiguous()
+        parts = self.sharers.exchange(rows, "parts of a small tensor").view(self.size, *tensor.shape)
+        return torch.cat(list(parts), dim=1)
+
+    def mean(self, loss: Tensor) -> Tensor:
+        """The mean over all parts of ``loss``, the mean over the tokens of this part: the same value on all ranks."""
+        self.averaged = True
+        if self.counts is None:
+            return sum_of_parts(loss / self.size, self.sharers)
+        own, whole = (count.to(loss.device) for count in self.counts)
+        # A part without tokens has a mean of NaN and gradients of 0. It counts nothing. Where no part has any, the mean
+        # is NaN as it is in one process.
+        share = own.to(torch.float64) / whole.clamp(min=1)
+        part = torch.where(own > 0, loss * share.to(loss.dtype), torch.where(whole > 0, loss.new_zeros(()), loss))
+        return sum_of_parts(part, self.sharers)
+
+
+def _arange(first: int, end: int, device: Any) -> Tensor:
+    with torch._C.DisableTorchFunction():  # not taken for positions that a model makes up
+        return torch.arange(first, end, device=device)
+
+
+class _SumOfParts(torch.autograd.Function):
+    """The sum over the ranks of a group. Each of them has the result as (a part of) its loss.
+
+    The engine divides the sum of all ranks' gradients by their number. A group's loss is there ``size`` times, and so
+    is what comes back from it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, sharers: Sharers) -> Tensor:
+        ctx.size = sharers.size
+        return sharers.sum_(value.detach().clone(memory_format=torch.contiguous_format))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0] * ctx.size, None
+
+
+def sum_of_parts(value: Tensor, sharers: Sharers) -> Tensor:
+    """Sum a small tensor over the ranks of a group, with gradients."""
+    result: Tensor = _SumOfParts.apply(value, sharers)  # type: ignore[no-untyped-call]
+    return result
+
+
+# -- the step that runs -----------------------------------------------------------------------------------------------
+
+_current: SequencePart | None = None  # of this process: threads of autograd compute blocks again
+
+
+def current() -> SequencePart | None:
+    """The part of the step that runs; ``None`` where sequences are whole."""
+    return _current
+
+
+def set_current(part: SequencePart | None) -> SequencePart | None:
+    """Returns the one before."""
+    global _current
+    before, _current = _current, part
+    return before
+
+
+# -- for users --------------------------------------------------------------------------------------------------------
+
+
+def sequence_positions(length: int, device: torch.device | str | None = None) -> Tensor:
+    """Where the tokens of a forward are in their sequence: ``[length] int64``.
+
+    ``0 .. length - 1``, but under ``zero.sequence_parallel`` inside of a step: those of this rank's part. For models
+    that make positions themselves, in the place of ``torch.arange(length)``.
+
+    Raises:
+        ConfigError: inside of a step, another length than that of a part.
+    """
+    part = current()
+    return torch.arange(length, device=device) if part is None else part.positions(length, device)
+
+
+def mean_over_tokens(values: Tensor, where: Tensor | None = None, *, dim: int | None = None) -> Tensor:
+    """The mean of ``values [batch, length, ...]`` over all tokens, in one process and under ``zero.sequence_parallel``.
+
+    There it is the mean over the tokens of all parts, each token counted once, the same on all ranks of a group, and a
+    loss that ``training_step`` makes of it is taken as it is.
+
+    Args:
+        where: ``bool``, of the same shape: those that count. Default: all.
+        dim: only along this dimension, that of the sequence: one mean for each text, say. Default: along all.
+
+    Returns:
+        A 0-d tensor; with ``dim``, ``values`` without that dimension. NaN where nothing counts.
+    """
+    part = current()
+    if part is not None:
+        part.averaged = True
+    if where is None:
+        mean = values.mean() if dim is None else values.mean(dim)
+        return mean if part is None else sum_of_parts(mean / part.size, part.sharers)
+    kept, counts = torch.where(where, values, torch.zeros_like(values)), where.to(values.dtype)
+    total, count = (kept.sum(), counts.sum()) if dim is None else (kept.sum(dim), counts.sum(dim))
+    if part is None:
+        return total / count
+    return sum_of_parts(total, part.sharers) / part.sharers.sum_(count.contiguous())

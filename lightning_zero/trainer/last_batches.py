@@ -1,0 +1,43 @@
+"""Finds, before the first step, batches that will not divide: at the end of an epoch a run would come to them late."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from torch.utils.data import BatchSampler, DataLoader
+
+from lightning_zero.config import ConfigError
+
+
+def check_last_batches(trainer: pl.Trainer, micro_batches: int) -> None:
+    """
+    Raises:
+        ConfigError: a batch of an epoch of training, as far as loaders say, does not divide into ``micro_batches``.
+    """
+    loaders: Any = trainer.fit_loop._combined_loader
+    if micro_batches == 1 or not isinstance(loaders, CombinedLoader):
+        return
+    limits: Sequence[float | None] = loaders.limits or [None] * len(loaders.flattened)
+    for loader, limit in zip(loaders.flattened, limits, strict=False):
+        sampler = getattr(loader, "batch_sampler", None) if isinstance(loader, DataLoader) else None
+        if not isinstance(sampler, BatchSampler):
+            continue
+        size = sampler.batch_size
+        if size % micro_batches:
+            raise ConfigError(
+                f"zero.micro_batches: expected batches that divide by {micro_batches}, got batch_size={size} in the "
+                "DataLoader of training. Change it (data.batch_size), or zero.micro_batches."
+            )
+        try:
+            batches, rest = divmod(len(sampler.sampler), size)  # type: ignore[arg-type]
+        except TypeError:
+            continue  # nobody knows how long it is
+        if rest % micro_batches and not sampler.drop_last and (limit is None or limit > batches):
+            raise ConfigError(
+                f"zero.micro_batches: expected batches that divide by {micro_batches}, got a DataLoader of training "
+                f"whose last batch of an epoch has {rest} samples. Set drop_last=True in it, or change its batch size "
+                "(data.batch_size) or zero.micro_batches."
+            )

@@ -1,0 +1,471 @@
+"""``zero.sequence_parallel`` through the Trainer: losses and gradients of one process that has whole sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention as by_name
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+import lightning_zero
+from lightning_zero import ZeroMonitor, ZeroStrategy
+from lightning_zero.config import Precision, make_config
+from lightning_zero.models.gpt import LitGPT
+from lightning_zero.trainer.activations import LiveBytes, measure
+from tests.harness import on_ranks
+from tests.trainer.toys import seeded, some_of, trainer
+
+VOCABULARY, LENGTH, STEPS = 13, 8, 2
+LR = 0.3
+
+
+class Texts(Dataset[Any]):
+    """Whole texts, as ``form`` says: each item belongs to one step of one group."""
+
+    def __init__(self, form: str, groups: int, ignored: bool = False) -> None:
+        extra = 1 if form == "next" else 0
+        generator = torch.Generator().manual_seed(5)
+        self.tokens = torch.randint(1, VOCABULARY, (2 * groups * STEPS, LENGTH + extra), generator=generator)
+        self.form, self.labels = form, self.tokens.roll(-1, 1)
+        if ignored:  # the second half of a text, but for one token of the first, and the end of the others
+            self.labels = self.labels.clone()
+            self.labels[::2, LENGTH // 2 :] = -100
+            self.labels[1::2, -1] = -100
+            self.labels[0, : LENGTH - 1] = -100
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: int) -> Any:
+        if self.form == "next":
+            return self.tokens[index]
+        if self.form == "pair":
+            return self.tokens[index], self.labels[index]
+        padding = (torch.arange(LENGTH) < LENGTH - index % 3).long()
+        labels = torch.where(padding > 0, self.tokens[index], -100)
+        if self.form == "prompt":
+            labels[: LENGTH // 2 + 1] = -100
+        return {"input_ids": self.tokens[index], "attention_mask": padding, "labels": labels}
+
+
+class Attention(nn.Module):
+    """Own attention, with fewer heads of keys than of queries."""
+
+    def __init__(self, width: int, heads: int, keys: int) -> None:
+        super().__init__()
+        self.heads, self.keys, self.width = heads, keys, width // heads
+        self.q = nn.Linear(width, width)
+        self.kv = nn.Linear(width, 2 * keys * self.width)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        q = self.q(x).view(batch, length, self.heads, -1).transpose(1, 2)
+        k, v = self.kv(x).view(batch, length, 2, self.keys, -1).permute(2, 0, 3, 1, 4)
+        attention = by_name if self.heads == self.keys else F.scaled_dot_product_attention
+        y = attention(q, k, v, is_causal=True, enable_gqa=self.heads != self.keys)
+        return x + self.out(y.transpose(1, 2).reshape(batch, length, width))
+
+
+class Own(pl.LightningModule):
+    """A language model of the user's own; ``heads`` and ``keys`` of attention."""
+
+    def __init__(self, heads: int = 4, keys: int = 4) -> None:
+        super().__init__()
+        self.embed, self.position = nn.Embedding(VOCABULARY, 16), nn.Embedding(LENGTH, 16)
+        self.blocks = nn.ModuleList(Attention(16, heads, keys) for _ in range(2))
+        self.head = nn.Linear(16, VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens) + self.position(lightning_zero.sequence_positions(tokens.shape[1], tokens.device))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        tokens, labels = batch
+        return F.cross_entropy(self(tokens).flatten(0, 1), labels.flatten())
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", self.training_step(batch, batch_idx), sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=LR)
+
+
+class Llama(pl.LightningModule):
+    """Of transformers, with rotary positions, masks of padding and a shift of labels of its own."""
+
+    def __init__(self, attention: str = "sdpa", keys: int = 2) -> None:
+        super().__init__()
+        import transformers
+
+        config = transformers.LlamaConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=16,
+            intermediate_size=24,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=keys,
+            max_position_embeddings=LENGTH,
+            attn_implementation=attention,
+        )
+        self.model = transformers.LlamaForCausalLM(config)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss: Tensor = self.model(**batch).loss
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=LR)
+
+
+def gpt(**settings: Any) -> LitGPT:
+    sizes = {"vocab_size": VOCABULARY, "n_layer": 2, "n_head": 4, "d_model": 16, "block_size": LENGTH}
+    module = LitGPT(**{**sizes, **settings})
+    module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), lr=LR)  # type: ignore[method-assign]
+    return module
+
+
+class Record(pl.Callback):
+    """Losses of steps, and the gradient of the first step, whole."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.gradients: dict[str, Tensor] = {}
+        self.seen: list[Any] = []
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(float(outputs["loss"]))
+        self.seen.append(batch)
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        if not self.gradients:
+            with lightning_zero.gather(pl_module, grads=True):
+                self.gradients = {n: p.grad.clone() for n, p in pl_module.named_parameters() if p.grad is not None}
+
+
+def loader(data: Dataset[Any], of: pl.Trainer) -> DataLoader[Any]:
+    sampler = DistributedSampler(data, shuffle=False, **of.distributed_sampler_kwargs)  # type: ignore[arg-type]
+    return DataLoader(data, batch_size=2, sampler=sampler)
+
+
+def fit(module: pl.LightningModule, data: Texts, root: Path, size: int, stage: int = 3, **settings: Any) -> Record:
+    record = Record()
+    strategy = ZeroStrategy(stage, sequence_parallel=size, summary=False, **settings.pop("zero", {}))
+    of = trainer(strategy, root, max_epochs=1, callbacks=[record], **settings)
+    of.fit(module, loader(data, of))
+    return record
+
+
+def one_process(
+    module: pl.LightningModule, data: Texts, groups: int, loss: Callable[[Any, Any], Tensor], accumulate: int = 1
+) -> tuple[list[list[float]], dict[str, Tensor]]:
+    """Losses of each group, by steps, and the first gradient: of plain training, with whole sequences."""
+    optimizer = torch.optim.SGD(module.parameters(), lr=LR)
+    losses: list[list[float]] = [[] for _ in range(groups)]
+    gradients: dict[str, Tensor] = {}
+    batches = [
+        list(DataLoader(data, batch_size=2, sampler=DistributedSampler(data, groups, g, shuffle=False)))
+        for g in range(groups)
+    ]
+    for step in range(STEPS):
+        for group in range(groups):
+            found = loss(module, batches[group][step])
+            (found / groups / accumulate).backward()
+            losses[group].append(found.item())
+        if (step + 1) % accumulate == 0:
+            gradients = gradients or {n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None}
+            optimizer.step()
+            optimizer.zero_grad()
+    return losses, gradients
+
+
+def assert_parity(
+    make: Callable[[], pl.LightningModule],
+    loss: Callable[[Any, Any], Tensor],
+    form: str,
+    root: Path,
+    size: int,
+    stage: int = 3,
+    ignored: bool = False,
+    accumulate: int = 1,
+    **settings: Any,
+) -> Record:
+    """Losses and gradients are those of one process; the trained weights too, since later losses are."""
+    groups = dist.get_world_size() // size
+    data = Texts(form, groups, ignored)
+    losses, gradients = one_process(seeded(make), data, groups, loss, accumulate)
+    found = fit(seeded(make), data, root, size, stage, accumulate_grad_batches=accumulate, **settings)
+    expected = losses[dist.get_rank() // size]
+    torch.testing.assert_close(found.losses, [x / accumulate for x in expected], rtol=1e-6, atol=1e-6)
+    assert found.gradients.keys() == gradients.keys()
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(
+            found.gradients[name], gradient, rtol=1e-5, atol=1e-6, msg=lambda t, n=name: f"{n}: {t}"
+        )
+    return found
+
+
+def loss_of_pair(module: Any, batch: Any) -> Tensor:
+    return F.cross_entropy(module(batch[0]).flatten(0, 1), batch[1].flatten())
+
+
+def loss_of_next(module: Any, batch: Any) -> Tensor:
+    return F.cross_entropy(module(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+
+
+def loss_of_llama(module: Any, batch: Any) -> Tensor:
+    loss: Tensor = module.model(**batch).loss
+    return loss
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("stage", some_of(["0", "1", "2", "3"], "0", "3"))
+def test_own_attention_equals_one_process(stage: str, tmp_path: Path) -> None:
+    for heads, keys in ((4, 4), (4, 2), (4, 1)):
+        make = lambda h=heads, k=keys: Own(h, k)  # noqa: E731
+        for size in {2, dist.get_world_size()}:
+            assert_parity(make, loss_of_pair, "pair", tmp_path, size, int(stage), ignored=heads == keys)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("position, recompute", [("learned", "none"), ("rotary", "blocks"), ("rotary", "offload")])
+def test_the_default_model_equals_one_process(position: str, recompute: str, tmp_path: Path) -> None:
+    make = lambda: gpt(position=position)  # noqa: E731
+    zero = {"activation_checkpointing": recompute}
+    assert_parity(make, loss_of_next, "next", tmp_path, 2, 1, zero=zero)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("attention, keys, form", [
+    ("sdpa", 4, "prompt"),
+    ("sdpa", 2, "padded"),
+    ("eager", 1, "padded"),
+])  # fmt: skip
+def test_transformers_equals_one_process(attention: str, keys: int, form: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    make = lambda: Llama(attention, keys)  # noqa: E731
+    assert_parity(make, loss_of_llama, form, tmp_path, 2, accumulate=2)
+
+
+class Masks(Llama):
+    """The step makes mask and labels of its part, and asks where it is."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        tokens = batch["input_ids"]
+        positions = lightning_zero.sequence_positions(tokens.shape[1])[None]
+        labels = torch.where(tokens > 3, tokens, -100)
+        loss: Tensor = self.model(tokens, attention_mask=tokens > 3, position_ids=positions, labels=labels).loss
+        return loss
+
+
+class Encoder(Own):
+    """With torch's own layers: attention inside of ``nn.MultiheadAttention``, and norms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True)
+        self.blocks = nn.ModuleList([nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)])
+
+
+class Manual(Own):
+    """Manual optimization."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.manual_backward(loss)
+        optimizer: Any = self.optimizers()
+        optimizer.step()
+        optimizer.zero_grad()
+        return {"loss": loss}
+
+
+class Helped(Own):
+    """A loss of its own, by the helper: what is logged inside of the step is the mean over all tokens too."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        tokens, labels = batch
+        nats = F.cross_entropy(self(tokens).flatten(0, 1), labels.flatten(), reduction="none").view_as(labels)
+        loss = lightning_zero.mean_over_tokens(nats, labels != -100)
+        self.log("inside", loss)
+        return loss
+
+
+@on_ranks(2, full=(4,))
+def test_layers_and_losses_of_many_forms_equal_one_process(tmp_path: Path) -> None:
+    assert_parity(Encoder, loss_of_pair, "pair", tmp_path, 2, 2)
+    assert_parity(Masks, lambda module, batch: module.training_step(batch, 0), "padded", tmp_path, 2, 1)
+    assert_parity(Helped, loss_of_pair, "pair", tmp_path, 2, 1, ignored=True)
+    data = Texts("pair", dist.get_world_size() // 2, ignored=True)
+    expected = seeded(Own)
+    one_process(expected, data, dist.get_world_size() // 2, loss_of_pair)
+    found = seeded(Manual)
+    fit(found, data, tmp_path, 2, 3)
+    with lightning_zero.gather(found):
+        for name, value in expected.state_dict().items():
+            torch.testing.assert_close(found.state_dict()[name], value, rtol=1e-5, atol=1e-6)
+
+
+@on_ranks(4)
+def test_every_batch_is_seen_once_by_a_group(tmp_path: Path) -> None:
+    data = Texts("pair", 2)
+    record = fit(seeded(Own), data, tmp_path, 2, 1)
+    seen = [text for batch in record.seen for text in batch[0].tolist()]
+    table: list[Any] = [None] * 4
+    dist.all_gather_object(table, seen)
+    assert table[0] == table[1] and table[2] == table[3]
+    assert sorted(table[0] + table[2]) == sorted(data.tokens.tolist())
+
+
+class Counts(pl.Callback):
+    """Messages among the ranks of a group, by kind: of one run."""
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        self.before = trainer.strategy._sequences.group.counts.copy()
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self.found = trainer.strategy._sequences.group.counts - self.before
+
+
+@on_ranks(2)
+def test_messages_are_counted(tmp_path: Path) -> None:
+    """Two for each attention and two for its backward; where blocks are computed again two more, in all ranks alike."""
+    data = Texts("pair", 1)
+    for recompute, calls in (("none", 4), ("blocks", 6)):
+        counts = Counts()
+        strategy = ZeroStrategy(3, sequence_parallel=2, summary=False, activation_checkpointing=recompute)
+        of = trainer(strategy, tmp_path, max_epochs=1, callbacks=[counts])
+        of.fit(seeded(Own), loader(data, of))
+        assert counts.found == {"all_to_all": calls * 2 * STEPS, "all_reduce": STEPS, "objects": STEPS}
+
+
+class Most(pl.Callback):
+    """The most bytes that a step makes beside what is there."""
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self.live = LiveBytes()
+        self.live.__enter__()  # type: ignore[no-untyped-call]
+
+    def on_before_zero_grad(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        if self.live is not None:
+            self.most = self.live.most
+            self.live.__exit__(None, None, None)
+            self.live = None
+
+
+@on_ranks(2)
+def test_activations_are_divided(tmp_path: Path) -> None:
+    """Measured in a run: at most a half and a tenth of what one rank needs for the whole sequence; and planned so."""
+    most, planned = {}, {}
+    tokens = torch.zeros(2, 257, dtype=torch.int64)
+    for size in (1, 2):
+        make = lambda: gpt(block_size=256, n_layer=3, position="rotary")  # noqa: E731
+        callback = Most()
+        of = trainer(
+            ZeroStrategy(0, sequence_parallel=size, summary=False), tmp_path, max_epochs=1, callbacks=[callback]
+        )
+        of.fit(seeded(make), DataLoader([tokens] * 2, batch_size=None))  # type: ignore[arg-type]
+        most[size] = callback.most
+        found = measure(make(), tokens, make_config(sequence_parallel=size), Precision.fp32)
+        planned[size] = found.peak(backward=False)
+        assert (found.exchanged > 0) == (size > 1)
+    assert most[2] <= most[1] * (1 / 2 + 1 / 10)
+    assert planned[2] <= planned[1] * (1 / 2 + 1 / 10)
+    assert most[2] == pytest.approx(planned[2], rel=0.1)
+
+
+class Drops(Own):
+    """Draws in its steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drawn: list[Tensor] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.drawn.append(F.dropout(torch.ones(64)))
+        return super().training_step(batch, batch_idx)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.drawn.append(torch.rand(4))
+
+
+@on_ranks(4)
+def test_dropout_of_parts_is_independent_and_all_else_is_the_same(tmp_path: Path) -> None:
+    module = seeded(Drops)
+    fit(module, Texts("pair", 2), tmp_path, 2, 1)
+    table: list[Any] = [None] * 4
+    dist.all_gather_object(table, module.drawn)
+    inside = [[tuple(d.tolist()) for d in drawn[::2]] for drawn in table]
+    assert len({step for drawn in inside[:2] for step in drawn}) == 2 * STEPS  # other ones on each rank and step
+    outside = [torch.stack(drawn[1::2]) for drawn in table]
+    assert all(torch.equal(other, outside[0]) for other in outside)
+
+
+class Evaluated(Helped):
+    """Values of an evaluation, by the helper and by ``sync_dist``."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        tokens, labels = batch
+        nats = F.cross_entropy(self(tokens).flatten(0, 1), labels.flatten(), reduction="none").view_as(labels)
+        self.log("val", nats.mean(), sync_dist=True)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        tokens, labels = batch
+        nats = F.cross_entropy(self(tokens).flatten(0, 1), labels.flatten(), reduction="none").view_as(labels)
+        return lightning_zero.mean_over_tokens(nats, dim=1)
+
+
+class EvaluatedEncoder(Evaluated, Encoder):
+    """torch has kernels for its own layers in evaluation, which attention would be hidden in."""
+
+
+@on_ranks(2, full=(4,))
+@pytest.mark.parametrize("kind", [Evaluated, EvaluatedEncoder])
+def test_evaluations_and_predictions_equal_one_process(kind: Any, tmp_path: Path) -> None:
+    size = 2
+    data = Texts("pair", dist.get_world_size() // size)
+    plain = seeded(kind).eval()
+    with torch.no_grad():
+        expected = F.cross_entropy(plain(data.tokens).transpose(1, 2), data.labels, reduction="none")
+    of = trainer(ZeroStrategy(3, sequence_parallel=size, summary=False), tmp_path)
+    module = seeded(kind)
+    (found,) = of.validate(module, loader(data, of), verbose=False)
+    assert found["val"] == pytest.approx(expected.mean().item(), rel=1e-6)
+    predictions = of.predict(module, loader(data, of))
+    group, groups = dist.get_rank() // size, dist.get_world_size() // size
+    torch.testing.assert_close(torch.cat(predictions), expected.mean(1)[group::groups], rtol=1e-5, atol=1e-6)
+
+
+@on_ranks(2)
+def test_tokens_of_a_group_are_counted_once(tmp_path: Path) -> None:
+    seen: dict[int, Any] = {}
+    for size in (1, 2):
+        monitor = ZeroMonitor(1)
+        of = trainer(
+            ZeroStrategy(1, sequence_parallel=size, summary=False), tmp_path, max_epochs=1, callbacks=[monitor]
+        )
+        of.fit(seeded(lambda: gpt(position="rotary")), loader(Texts("next", 1), of))
+        sums = monitor._sums
+        seen[size] = (
+            sums.tokens * of.distributed_sampler_kwargs["num_replicas"] / sums.batches,
+            sums.flops / sums.batches,
+        )
+        assert ("zero/moved_bytes/sequence" in of.callback_metrics) == (size > 1)
+        tokens = torch.zeros(2, LENGTH + 1, dtype=torch.int64)
+        plan = measure(gpt(position="rotary"), tokens, make_config(sequence_parallel=size), Precision.fp32)
+        assert of.callback_metrics.get("zero/moved_bytes/sequence", 0) == plan.exchanged
+    assert seen[1][0] == 2 * seen[2][0] == 2 * 2 * (LENGTH + 1)  # two batches at once, or one
+    assert seen[1][1] == pytest.approx(2 * seen[2][1], rel=1e-6)  # each rank computes a half

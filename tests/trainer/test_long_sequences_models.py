@@ -1,0 +1,53 @@
+"""Models of transformers under ``zero.sequence_parallel``: positions, masks and attention of many kinds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+
+from tests.harness import on_ranks
+from tests.trainer.test_long_sequences import LENGTH, VOCABULARY, Llama, assert_parity, loss_of_llama
+from tests.trainer.toys import some_of
+
+transformers = pytest.importorskip("transformers")
+
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": LENGTH,
+    "intermediate_size": 24,
+}
+GPT2 = {"vocab_size": VOCABULARY, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": LENGTH}
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+LATENT = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4, "v_head_dim": 8, "qk_nope_head_dim": 4}
+EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "n_group": 1, "topk_group": 1}
+# By the names of classes: settings, and the model.
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "GPT2LMHeadModel": ("GPT2Config", {**GPT2, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}),
+    "MistralForCausalLM": ("MistralConfig", {**COMMON, "num_key_value_heads": 2, "sliding_window": 3}),
+    "Qwen3ForCausalLM": ("Qwen3Config", {**COMMON, "num_key_value_heads": 2, "head_dim": 8}),
+    "Gemma2ForCausalLM": (
+        "Gemma2Config",
+        {**COMMON, "num_key_value_heads": 2, "head_dim": 4, "sliding_window": 4, "attn_implementation": "eager"},
+    ),
+    "BertForMaskedLM": ("BertConfig", {**COMMON, **NO_DROPOUT}),
+    "DeepseekV3ForCausalLM": ("DeepseekV3Config", {**COMMON, **LATENT, **EXPERTS, "first_k_dense_replace": 1}),
+}
+
+
+class Model(Llama):
+    def __init__(self, kind: str) -> None:
+        pl.LightningModule.__init__(self)
+        config, settings = KINDS[kind]
+        self.model = getattr(transformers, kind)(getattr(transformers, config)(**settings))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kind", some_of(KINDS, "GPT2LMHeadModel", "MistralForCausalLM", "BertForMaskedLM"))
+def test_a_model_equals_one_process(kind: str, tmp_path: Path) -> None:
+    assert_parity(lambda: Model(kind), loss_of_llama, "padded", tmp_path, 2)
