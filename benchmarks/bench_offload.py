@@ -6,6 +6,7 @@ the read and write rates R and W of the disk, which are measured first, through 
 measured.
 
     python -m benchmarks.bench_offload --nvme /path/on/a/local/disk
+    python -m benchmarks.bench_offload --states    # steps with state in fp32, bf16 and int8, by turns
     python -m benchmarks.bench_offload --nvme /path/on/a/local/disk --vertical 8    # bench_vertical
 """
 
@@ -33,40 +34,74 @@ ROWS = ("optimizer_cpu", "cpu", "optimizer_nvme", "optimizer_cpu_param_nvme", "n
 LARGE = {"vocab_size": 8192, "n_layer": 22, "n_head": 16, "d_model": 1024, "block_size": 256}  # 294 M parameters
 
 
+WIDTH, BLOCKS = 2048, 12  # of the model whose optimizer alone is stepped: 50 M parameters
+STATES = ("fp32", "bf16", "int8")
+
+
+class InFiles:
+    """AdamW with its state in files, to be stepped on gradients that are there already."""
+
+    def __init__(self, folder: str, state_dtype: str = "fp32") -> None:
+        import lightning_zero
+
+        self.model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Identity()) for _ in range(BLOCKS)))
+        self.numel = sum(p.numel() for p in self.model.parameters())
+        self.engine = lightning_zero.shard(
+            self.model,
+            stage=3,
+            offload={"name": "optimizer_nvme", "nvme_path": folder},
+            device="cpu",
+            unit={"classes": ["Linear"]},
+            optimizer={"state_dtype": state_dtype},
+        )
+        self.optimizer = make_adamw(self.model)
+        self.engine.add_optimizer(self.optimizer)
+
+    def step(self) -> float:
+        """Seconds of one."""
+        self.model(torch.ones(1, WIDTH)).sum().backward()
+        started = time.perf_counter()
+        self.optimizer.step()
+        self.engine.settle()
+        seconds = time.perf_counter() - started
+        self.optimizer.zero_grad()
+        return seconds
+
+
 def optimizer_only(rank: int, world: int, store: str, folder: str, queue: Any, steps: int = 4) -> None:
     """phi of AdamW with its state in files: steps on gradients that are there already, one rank.
 
     In a process of its own: one that has used torch's threads cannot be forked for the races that follow.
     """
-    import lightning_zero
-
-    width, blocks = 2048, 12
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.Identity()) for _ in range(blocks)))
-    numel = sum(p.numel() for p in model.parameters())
-    offload = {"name": "optimizer_nvme", "nvme_path": folder}
-    engine = lightning_zero.shard(model, stage=3, offload=offload, device="cpu", unit={"classes": ["Linear"]})
-    optimizer = make_adamw(model)
-    engine.add_optimizer(optimizer)
-    times = []
-    for step in range(2 + steps):
-        model(torch.ones(1, width)).sum().backward()
-        started = time.perf_counter()
-        optimizer.step()
-        engine.settle()
-        if step >= 2:
-            times.append(time.perf_counter() - started)
-        optimizer.zero_grad()
-    engine.release()
+    side = InFiles(folder)
+    times = [side.step() for _ in range(2 + steps)][2:]
+    side.engine.release()
     read, write = disk_rates(folder)
-    bound = 12 * numel * (1 / read + 1 / write)
+    bound = 12 * side.numel * (1 / read + 1 / write)
     found = {
         "optimizer_only_s": round(statistics.median(times), 3),
-        "parameters": numel,
+        "parameters": side.numel,
         "read_gb_s": round(read / 1e9, 2),
         "write_gb_s": round(write / 1e9, 2),
         "bound_s": round(bound, 3),
         "phi": round(bound / statistics.median(times), 3),
     }
+    queue.put(found)
+
+
+def states_in_turn(rank: int, world: int, store: str, folder: str, queue: Any, steps: int = 6) -> None:
+    """The same with every ``zero.optimizer.state_dtype``, by turns: what the disk does meanwhile all of them have."""
+    sides = {dtype: InFiles(folder, dtype) for dtype in STATES}
+    times: dict[str, list[float]] = {dtype: [] for dtype in STATES}
+    for _ in range(2 + steps):
+        for dtype, side in sides.items():
+            times[dtype].append(side.step())
+    for side in sides.values():
+        side.engine.release()
+    found: dict[str, Any] = {f"{d}_s": round(statistics.median(times[d][2:]), 3) for d in STATES}
+    for dtype in STATES[1:]:
+        by_turn = [one / other for one, other in zip(times["fp32"][2:], times[dtype][2:], strict=True)]
+        found[f"{dtype}_speed"] = round(statistics.median(by_turn), 2)
     queue.put(found)
 
 
@@ -78,10 +113,14 @@ def main() -> None:
     parser.add_argument("--large", action="store_true", help="the 294 M model too")
     parser.add_argument("--no-memory", action="store_true")
     parser.add_argument("--early", action="store_true", help="each row against itself, stepped inside the backward")
+    parser.add_argument("--states", action="store_true", help="nothing but zero.optimizer.state_dtype, by turns")
     parser.add_argument("--vertical", type=int, nargs="?", const=8, help="nvme: a batch in so many parts, and no more")
     args = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="lightning_zero_bench_", dir=args.nvme))
     print(f"{date.today()}, {os.cpu_count()} CPU cores, torch {torch.__version__}")
+    if args.states:
+        print(json.dumps(bench.launch(states_in_turn, 1, str(folder))))
+        return
     if args.vertical:
         bench_vertical.compare(folder, "nvme", args.vertical, args.rounds)
         return

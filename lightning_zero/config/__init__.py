@@ -21,6 +21,7 @@ from lightning_zero.config.groups import (
     UnitConfig,
     check_grad_wire,
     check_rounding,
+    check_state_dtype,
     without_effect,
 )
 from lightning_zero.config.names import (
@@ -35,6 +36,7 @@ from lightning_zero.config.names import (
     Precision,
     Recompute,
     Stage,
+    StateDtype,
     Transport,
     Whole,
     choose,
@@ -73,6 +75,7 @@ __all__ = [
     "PrecisionConfig",
     "Recompute",
     "Stage",
+    "StateDtype",
     "StageConfig",
     "Transport",
     "UnitConfig",
@@ -84,6 +87,7 @@ __all__ = [
     "check_grad_wire",
     "check_hierarchy",
     "check_rounding",
+    "check_state_dtype",
     "check_rows",
     "choose",
     "for_layout",

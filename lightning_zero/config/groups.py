@@ -16,6 +16,7 @@ from lightning_zero.config.names import (
     Offload,
     Precision,
     Stage,
+    StateDtype,
     Transport,
     Whole,
 )
@@ -45,6 +46,16 @@ def check_rounding(stochastic: bool, precision: Precision) -> None:
             "zero.precision.stochastic_rounding: expected false (masters are fp32 and not rounded), got true with "
             f"zero/precision={precision.name}. Choose zero/precision=bf16_true or drop "
             "zero.precision.stochastic_rounding."
+        )
+
+
+def check_state_dtype(state: StateDtype, precision: Precision) -> None:
+    """State in bf16 is narrower than that beside masters of four bytes."""
+    if state is StateDtype.bf16 and precision in (Precision.bf16_true, Precision.fp16_true):
+        raise ConfigError(
+            f"zero.optimizer.state_dtype: expected fp32 (the dtype of the masters) or int8 with zero/precision="
+            f"{precision.name}, where state is of two bytes already, got bf16. Drop zero.optimizer.state_dtype, or "
+            "choose zero/precision=bf16."
         )
 
 
@@ -334,10 +345,13 @@ class OptimizerConfig:
             element's own value, gradient and state alone, so that it may step slices of parameters.
         whole: which optimizers step whole tensors, each on one rank: ``auto``, those that are not known to be
             element-wise; ``true``, all; ``false``, none, so that the others are refused.
+        state_dtype: what the moments of torch's optimizers rest in: ``fp32`` (the dtype of the masters), ``bf16``, or
+            ``int8`` (8-bit codes, and an exponent for each 256 elements). Steps are computed in fp32.
     """
 
     elementwise: bool = False
     whole: Any = Whole.auto  # for Hydra, which takes true for no name of a member
+    state_dtype: StateDtype = StateDtype.fp32
 
     def __post_init__(self) -> None:
         check_types("zero.optimizer", self)

@@ -52,6 +52,14 @@ class DType(Enum):
     bf16 = "bf16"
 
 
+class StateDtype(Enum):
+    """How wide optimizer state rests; ``fp32``: as the masters do."""
+
+    fp32 = "fp32"
+    bf16 = "bf16"
+    int8 = "int8"
+
+
 class Hierarchy(Enum):
     auto = "auto"
     flat = "flat"

@@ -15,6 +15,7 @@ from lightning_zero.config.groups import (
     StageConfig,
     UnitConfig,
     check_grad_wire,
+    check_state_dtype,
 )
 from lightning_zero.config.names import (
     AfterFit,
@@ -83,6 +84,8 @@ class ZeroConfig:
     def __post_init__(self) -> None:
         check_types("zero", self)
         check_rows(self.stage.name, self.offload.name)
+        if self.precision.name is not None:
+            check_state_dtype(self.optimizer.state_dtype, self.precision.name)
         check_hierarchy(self.comm.hierarchy, self.stage.name, self.offload.name)
         positive("zero.prefetch_bytes", self.prefetch_bytes, zero_ok=True)
         positive("zero.keep_gathered_bytes", self.keep_gathered_bytes, zero_ok=True)

@@ -33,6 +33,7 @@ from lightning_zero.config import (
     ZeroConfig,
     check_grad_wire,
     check_rounding,
+    check_state_dtype,
 )
 from lightning_zero.engine.parameters.access import Access
 from lightning_zero.engine.parameters.classes import make_plain
@@ -260,6 +261,7 @@ class Assembly:
                 "torch.distributed.init_process_group first, or set zero.comm.even_alone=false."
             )
         check_rounding(self.config.precision.stochastic_rounding, self.precision)
+        check_state_dtype(self.config.optimizer.state_dtype, self.precision)
         check_grad_wire(self.config.comm.grad_wire, self.precision, self.config.precision.reduce_dtype)
         check_compiler(self.config.compile)
         check_timeline(self.config.debug)

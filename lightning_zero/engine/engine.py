@@ -15,6 +15,7 @@ from lightning_zero.config import Whole, check_accumulation, with_rows
 from lightning_zero.engine.assembly import LIVE, Assembly
 from lightning_zero.engine.parameters.classes import disown
 from lightning_zero.engine.passes.hooks import ENGINE
+from lightning_zero.engine.steps.narrow_states import refuse_narrow_whole
 from lightning_zero.engine.steps.optimizer import ShardedOptimizer
 from lightning_zero.engine.steps.whole_optimizer import WholeOptimizer, is_stepped_whole
 from lightning_zero.engine.torch_modes import outside_autograd
@@ -308,6 +309,7 @@ class Engine(Assembly):
     def _make_sharded(self, optimizer: Optimizer) -> ShardedOptimizer:
         settings = self.config.optimizer
         if is_stepped_whole(optimizer, whole=settings.whole, declared_elementwise=settings.elementwise):
+            refuse_narrow_whole(optimizer, settings.state_dtype)
             return WholeOptimizer(
                 optimizer,
                 self.around_step,
@@ -323,6 +325,7 @@ class Engine(Assembly):
             device_type=self.comm.device.type,
             declared_elementwise=self.config.optimizer.elementwise,
             stochastic_rounding=self.config.precision.stochastic_rounding,
+            state_dtype=self.config.optimizer.state_dtype,
         )
 
     def stepping_in_backward(self) -> contextlib.AbstractContextManager[None]:

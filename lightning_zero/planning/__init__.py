@@ -6,6 +6,7 @@
     layout      where parameters and shards lie in a bucket
     boxes       what a range of a flattened tensor is in the tensor's own coordinates
     placement   a stage is a row of placements, an offload choice a row of tiers
+    state_dtype how wide optimizer state rests
     topology    which ranks share shards
     schedule    the order of gathers, and what comes ahead
     buckets     what rests where: the plan of one bucket

@@ -19,8 +19,10 @@ from enum import Enum
 from functools import cached_property
 from typing import NamedTuple
 
+from lightning_zero.config import StateDtype
 from lightning_zero.planning.layout import BucketLayout, lay_out
 from lightning_zero.planning.placement import ON_DEVICE, REPLICATED, Placement, StageRow, Tier, TierRow
+from lightning_zero.planning.state_dtype import param_align, state_nbytes
 from lightning_zero.planning.topology import EXCHANGE_MAX_RANKS
 
 
@@ -57,6 +59,7 @@ class Itemsizes(NamedTuple):
         reduce: of a gradient as it is summed.
         wire: of one as it travels; 0: as it is summed.
         exchanged: it travels by an all-to-all, where there are not too many ranks for that; else as it is summed.
+        state: how wide optimizer state rests, which may take less than a byte more for an element than its code.
     """
 
     compute: int
@@ -65,6 +68,7 @@ class Itemsizes(NamedTuple):
     grad: int
     wire: int = 0
     exchanged: bool = False
+    state: StateDtype = StateDtype.fp32
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,6 +224,10 @@ class BucketPlan:
         low, high = self.owned_range(rank)
         return max(0, min(high, self.layout.used_numel) - low)
 
+    def state_nbytes(self, numel: int) -> int:
+        """Bytes of one tensor of state for ``numel`` elements, as it rests."""
+        return state_nbytes(numel, self.itemsizes.state, self.itemsizes.master)
+
     def exchanges(self, micro_batches: int = 1) -> bool:
         """Whether gradients are reduced by an all-to-all, in a step of that many backwards."""
         sizes = self.itemsizes
@@ -243,7 +251,7 @@ def place(
     """A bucket under a stage and an offload row."""
     return BucketPlan(
         shape.unit,
-        lay_out(shape.numels, world_size),
+        lay_out(shape.numels, world_size, param_align(shape.itemsizes.state)),
         REPLICATED if shape.whole else row,
         ON_DEVICE if shape.whole else tiers,
         shape.itemsizes,

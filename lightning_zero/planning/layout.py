@@ -7,7 +7,8 @@
     fragments| p0[0:a]          | p0[a:] p1[0:b]   | p1[b:] p2           |
 
 Every parameter starts at a multiple of ``PARAM_ALIGN`` elements: torch's fused optimizers walk a tensor in units of
-64 bytes and treat a tail differently, so cuts anywhere else would change last bits. Shards are cut at multiples of
+64 bytes and treat a tail differently, so cuts anywhere else would change last bits. (Under 8-bit optimizer state it is
+a multiple of a block of that: ``state_dtype.py``.) Shards are cut at multiples of
 ``SHARD_ALIGN`` elements, wherever that falls inside a parameter. Everything here is arithmetic on integers.
 """
 
@@ -33,11 +34,12 @@ class Slot:
     index: int  # position of the parameter in the bucket
     start: int
     numel: int
+    align: int = PARAM_ALIGN
 
     @property
     def stop(self) -> int:
         """End of the slot, its gap included: where the next slot may start."""
-        return round_up(self.start + self.numel, PARAM_ALIGN)
+        return round_up(self.start + self.numel, self.align)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,17 +99,18 @@ class BucketLayout:
         return tuple(found)
 
 
-def lay_out(numels: Sequence[int], world_size: int) -> BucketLayout:
+def lay_out(numels: Sequence[int], world_size: int, align: int = PARAM_ALIGN) -> BucketLayout:
     """Lay parameters of the given sizes out, one behind the other, for ``world_size`` equal shards.
 
     Args:
         numels: elements of each parameter; none may be empty.
         world_size: ranks that share the bucket.
+        align: each begins at a multiple of it, of :data:`PARAM_ALIGN` and up to :data:`SHARD_ALIGN`.
     """
     slots: list[Slot] = []
     position = 0
     for index, numel in enumerate(numels):
-        slot = Slot(index, position, numel)
+        slot = Slot(index, position, numel, align)
         slots.append(slot)
         position = slot.stop
     shard = round_up(max(position, 1), world_size * SHARD_ALIGN) // world_size

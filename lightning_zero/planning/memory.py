@@ -26,10 +26,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from lightning_zero.config import StateDtype
 from lightning_zero.planning.buckets import RESTING, BucketPlan, BucketShape, ParamsRest, Role, place
 from lightning_zero.planning.layout import round_up
 from lightning_zero.planning.placement import ON_DEVICE, StageRow, Tier, UnitBytes
 from lightning_zero.planning.schedule import Cursor, compile_plan, may_come_ahead
+from lightning_zero.planning.state_dtype import scratch_nbytes
 
 ADAM_STATES = 2  # tensors of optimizer state for each parameter
 FILE_PAGE_NBYTES = 4096  # extents of files are whole pages
@@ -76,7 +78,7 @@ class StateOfRank:
     step: int = 0
 
 
-States = int | StateOfRank  # or: element-wise tensors that the optimizer keeps for each parameter, as the masters
+States = int | StateOfRank  # or: element-wise tensors that the optimizer keeps for each parameter
 
 
 def unit_bytes(name: str, shapes: Iterable[BucketShape], row: StageRow, world_size: int) -> UnitBytes:
@@ -84,7 +86,8 @@ def unit_bytes(name: str, shapes: Iterable[BucketShape], row: StageRow, world_si
     state = grad = 0
     for bucket in (place(shape, row, ON_DEVICE, world_size) for shape in shapes):
         if bucket.trainable:
-            state += bucket.owned_numel * bucket.itemsizes.master * (1 + ADAM_STATES)
+            state += bucket.owned_numel * bucket.itemsizes.master
+            state += bucket.state_nbytes(bucket.owned_numel) * ADAM_STATES
             grad += bucket.owned_numel * bucket.itemsizes.grad
     return UnitBytes(name, state, grad)
 
@@ -102,8 +105,8 @@ def planned_bytes(
     """Bytes of one rank at rest, by role and tier. Of element-wise state rank 0 has the most: padding is at the end.
 
     Args:
-        state_tensors: elementwise tensors that the optimizer keeps for each parameter, in the master's dtype; or what
-            ``rank`` has of each bucket.
+        state_tensors: elementwise tensors that the optimizer keeps for each parameter, as wide as the bucket says; or
+            what ``rank`` has of each bucket.
         moment: which gradients there are.
     """
     total: Bytes = Counter({(role, Tier.device): 0 for role in RESTING})
@@ -123,7 +126,7 @@ def _state(bucket: BucketPlan, number: int, rank: int, states: States) -> Sequen
     """Bytes of each tensor of state that ``rank`` has of a bucket."""
     if isinstance(states, StateOfRank):
         return states.tensors[number]
-    return [bucket.state_numel(rank) * bucket.itemsizes.master] * states
+    return [bucket.state_nbytes(bucket.state_numel(rank))] * states
 
 
 def at_rest(bucket: BucketPlan, rank: int, *, state: Sequence[int], moment: Moment) -> Iterator[tuple[Role, Tier, int]]:
@@ -315,10 +318,15 @@ def _staging(buckets: Sequence[BucketPlan], limits: Limits, states: States, rank
     in_steps = max(windows, default=0) + pair * bool(in_files)  # what is stepped is sent by pieces
     cast = [b for b in trainable if b.itemsizes.grad != b.itemsizes.master]
     in_steps += STEP_CHUNK_NBYTES * any(b.steps_on_host for b in cast)
+    narrow = [b for b in trainable if states and b.itemsizes.state is not StateDtype.fp32]
+    on_host = max((b.owned_numel for b in narrow if b.steps_on_host), default=0)
+    in_steps += scratch_nbytes(on_host, on_device=False)
     found[Phase.step][host] += in_steps
     found[Phase.forward][host] += in_steps
     on_device = max((b.owned_numel * b.itemsizes.master for b in cast if not b.steps_on_host), default=0)
     found[Phase.step][Role.staging, Tier.device] += min(DEVICE_STEP_CHUNK_NBYTES, on_device)
+    on_device = max((b.owned_numel for b in narrow if not b.steps_on_host), default=0)
+    found[Phase.step][Role.staging, Tier.device] += scratch_nbytes(on_device, on_device=True)
     if isinstance(states, StateOfRank):
         found[Phase.step][Role.staging, Tier.device] += states.step
     return found

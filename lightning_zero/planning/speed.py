@@ -7,6 +7,7 @@ Of a parameter in a bucket that is stepped on the host, with itemsizes c (comput
     disk        3 m read and written where the optimizer is in files; c read at every gather and written once where
                 parameters are
 
+Of the 6 m and 3 m, 4 m and 2 m are of states, in which these have less under ``zero.optimizer.state_dtype``.
 On a GPU all of these overlap, so the largest is the bound. But a step that does not begin before the backward is over
 (because of clipping, say) can hide behind the next forward only: the backward after it needs its gradients' place.
 """
@@ -82,7 +83,8 @@ def work_of(buckets: Iterable[BucketPlan], flops: float, *, micro_batches: int =
 def _add_step(work: Work, bucket: BucketPlan, micro_batches: int) -> None:
     n, sizes, tiers = bucket.owned_numel, bucket.itemsizes, bucket.tiers
     gathers = 2 * micro_batches
-    step = n * ((2 + 2 * STATES) * sizes.master + sizes.grad)
+    state = STATES * bucket.state_nbytes(n)
+    step = n * (2 * sizes.master + sizes.grad) + 2 * state
     if not bucket.steps_on_host:
         work.device_memory += step
         return
@@ -92,8 +94,8 @@ def _add_step(work: Work, bucket: BucketPlan, micro_batches: int) -> None:
     elsewhere = tiers.compute_param is not Tier.device and bucket.reshards
     work.to_device += n * sizes.compute * (gathers if elsewhere else 1)
     if tiers.master is Tier.nvme:
-        work.disk_read += n * (1 + STATES) * sizes.master
-        work.disk_write += n * (1 + STATES) * sizes.master
+        work.disk_read += n * sizes.master + state
+        work.disk_write += n * sizes.master + state
     if tiers.compute_param is Tier.nvme:
         work.disk_read += gathers * n * sizes.compute
         work.disk_write += n * sizes.compute

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,10 +20,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zero.comm.profiling import profiled
+from lightning_zero.config import StateDtype
 from lightning_zero.device import recording
 from lightning_zero.engine.steps.around import AroundStep
 from lightning_zero.engine.steps.interception import Stepping, keeps_own_step
 from lightning_zero.engine.steps.mixed_dtypes import dtype_of_step, salt_of, step_in_chunks
+from lightning_zero.engine.steps.narrow_states import check_narrow, formats_of, step_narrow
 from lightning_zero.engine.steps.owned import Owned, WholeTensor
 from lightning_zero.engine.steps.runs import FlatRun, ParamStates, Runs, steps_in
 from lightning_zero.engine.steps.torch_optimizers import (
@@ -62,12 +65,15 @@ class ShardedOptimizer:
         device_type: str = "cpu",
         declared_elementwise: bool = False,
         stochastic_rounding: bool = False,
+        state_dtype: StateDtype = StateDtype.fp32,
     ) -> None:
         check_supported(optimizer, declared_elementwise=declared_elementwise, stochastic_rounding=stochastic_rounding)
+        check_narrow(optimizer, state_dtype, declared_elementwise=declared_elementwise)
         self.optimizer = optimizer
         self._stochastic = stochastic_rounding
         self._around = around
-        self.runs = Runs(optimizer, per_fragment=not isinstance(optimizer, ELEMENTWISE))
+        formats = formats_of(optimizer, state_dtype)
+        self.runs = Runs(optimizer, per_fragment=not isinstance(optimizer, ELEMENTWISE), formats=formats)
         self._device_type = device_type
         own_step = keeps_own_step(optimizer, declared_elementwise=declared_elementwise)
         self._known = own_step or is_known(optimizer)
@@ -322,7 +328,8 @@ class ShardedOptimizer:
                 if full is None or not self._is_used(run, used):
                     continue
                 part = full[run.run.start : run.run.start + run.tensor.numel()]
-                if self._known and (self._rounds(run) or part.dtype != run.tensor.dtype or factor is not None):
+                apart = self._rounds(run) or part.dtype != run.tensor.dtype or factor is not None
+                if self._known and (apart or self.runs.formats):
                     in_pieces.append((index, run, part, factor))
                     continue
                 run.tensor.grad = part.to(run.tensor.device, run.tensor.dtype)
@@ -357,15 +364,35 @@ class ShardedOptimizer:
         for index, run, grad, factor in runs:
             group = groups[index]
             shadow.param_groups = [group]
-            start_state(shadow, group, [run.tensor])
-            dtype = dtype_of_step(run.tensor, grad, rounds=self._rounds(run))
+            narrow = bool(self.runs.formats)
+            if not narrow:
+                start_state(shadow, group, [run.tensor])
+            dtype = dtype_of_step(run.tensor, grad, rounds=self._rounds(run) or narrow)
             if prefers_fused(self.optimizer, group, [torch.empty(0, dtype=dtype, device=run.tensor.device)]):
                 group["fused"] = True
             rounding = None
             if self._rounds(run):
                 salt = salt_of(run.bucket.label, self.runs.step_count(run))
                 rounding = run.bucket.owned_range[0] + run.run.start, salt
-            step_in_chunks(shadow, group, run.tensor, grad, factor=factor, rounding=rounding)
+            if narrow:
+                self._step_narrow(shadow, group, run, grad, factor, rounding)
+            else:
+                step_in_chunks(shadow, group, run.tensor, grad, factor=factor, rounding=rounding)
+
+    def _step_narrow(
+        self,
+        shadow: Optimizer,
+        group: dict[str, Any],
+        run: FlatRun,
+        grad: Tensor,
+        factor: Tensor | None,
+        rounding: tuple[int, int] | None,
+    ) -> None:
+        start, names = run.run.start, run.bucket.params
+        places = [(replace(f, start=f.start - start), names[f.index].fqn) for f in run.run.fragments]
+        step = self.runs.step_count(run)
+        formats = self.runs.formats
+        step_narrow(shadow, group, run.tensor, grad, formats, places, step, factor=factor, rounding=rounding)
 
     def _is_used(self, run: FlatRun, used: set[int]) -> bool:
         slot = run.run.fragments[0].index  # runs are cut where this differs

@@ -5,6 +5,7 @@ A run is of adjacent fragments of one param group with one step count. State fol
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -17,7 +18,10 @@ from lightning_zero.engine.units.bucket import Bucket
 from lightning_zero.engine.units.home import opened
 from lightning_zero.engine.units.kept import Sliced
 from lightning_zero.engine.units.long_work import LongWork
+from lightning_zero.engine.units.narrow import STORE_CHUNK, Format
 from lightning_zero.planning.layout import Fragment, Run, cut_runs
+
+_log = logging.getLogger(__name__)
 
 ParamStates = Mapping[tuple[Bucket, int], dict[str, Any]]  # state of the parameter at a slot of a bucket
 
@@ -34,14 +38,19 @@ class FlatRun(NamedTuple):
 class Runs:
     """The runs of one optimizer."""
 
-    def __init__(self, optimizer: Optimizer, *, per_fragment: bool) -> None:
+    def __init__(
+        self, optimizer: Optimizer, *, per_fragment: bool, formats: Mapping[str, Format] | None = None
+    ) -> None:
         """
         Args:
             optimizer: holds the state, by the runs' tensors.
             per_fragment: make every fragment a run of its own.
+            formats: of each state that rests in fewer bits than the master, how.
         """
         self.optimizer = optimizer
+        self.formats = formats or {}
         self._per_fragment = per_fragment
+        self.rounded = False  # values of the last load
         self._steps: dict[tuple[Bucket, int], int] = {}  # step count of a parameter
         self._runs: dict[Bucket, list[tuple[int, FlatRun]]] = {}  # bucket -> (param group, run), in order
 
@@ -128,15 +137,20 @@ class Runs:
             if pieces:
                 self.optimizer.state[target.tensor] = self._assemble(pieces, target, states)
 
-    @staticmethod
     def _assemble(
-        pieces: Sequence[tuple[int, int, FlatRun]], target: FlatRun, states: dict[int, dict[str, Any]]
+        self, pieces: Sequence[tuple[int, int, FlatRun]], target: FlatRun, states: dict[int, dict[str, Any]]
     ) -> dict[str, Any]:
         low, high, first = pieces[0]
         result: dict[str, Any] = {}
         for name, value in states[id(first)].items():
             if not is_elementwise(name, value, first.tensor):
                 result[name] = _beside(value, first.tensor, target.tensor)
+                continue
+            if (form := self.formats.get(name)) is not None:
+                result[name] = form.zeros(target.tensor.numel(), target.tensor.device)
+                for low, high, source in pieces:
+                    part = form.part(states[id(source)][name], low - source.run.start, high - source.run.start)
+                    form.part(result[name], low - target.run.start, high - target.run.start).copy_(part)
                 continue
             result[name] = torch.zeros_like(target.tensor, dtype=value.dtype)
             for low, high, source in pieces:
@@ -193,11 +207,17 @@ class Runs:
                 yield (
                     fragment,
                     {
-                        name: Sliced(value, start, fragment.numel) if is_elementwise(name, value, run.tensor) else value
+                        name: self._sliced(name, value, start, fragment.numel)
+                        if is_elementwise(name, value, run.tensor)
+                        else value
                         for name, value in state.items()
                     },
                 )
         yield from self._states_of_empty(bucket)
+
+    def _sliced(self, name: str, value: Tensor, start: int, numel: int) -> Sliced:
+        form = self.formats.get(name)
+        return Sliced(value, start, numel, form if form is not None and form.is_packed else None)
 
     def _states_of_empty(self, bucket: Bucket) -> Iterator[tuple[Fragment, dict[str, Any]]]:
         """The state of empty parameters, which lie in no run.
@@ -209,7 +229,7 @@ class Runs:
             steps = self._steps.get((bucket, info.slot), 0) if not info.numel else 0
             state = self._state_after(steps) if steps else {}
             if state:
-                empty = {n: Sliced(v, 0, 0) if is_elementwise(n, v, run) else v for run, n, v in state}
+                empty = {n: self._sliced(n, v, 0, 0) if is_elementwise(n, v, run) else v for run, n, v in state}
                 yield Fragment(info.slot, 0, 0, 0, 0), empty
 
     def _state_after(self, steps: int) -> list[tuple[Tensor, str, Any]]:
@@ -237,10 +257,18 @@ class Runs:
                 self.drop(bucket)
         for bucket in kept:
             self.cut(bucket, groups_of[bucket])
+        self.rounded = False
         held = {run.tensor: self.optimizer.state.get(run.tensor, {}) for bucket in kept for run in self.of(bucket)}
         self.optimizer.state.clear()
         for bucket in long_work.items(kept, "loading optimizer state, in buckets"):
             self._fill(bucket, states, held)
+        if self.rounded:
+            kinds = {form.dtype.name for form in self.formats.values()}
+            _log.info(
+                "zero.optimizer.state_dtype=%s: the optimizer state that was loaded is wider, and was rounded to "
+                "nearest.",
+                *kinds,
+            )
 
     def _fill(self, bucket: Bucket, states: ParamStates, held: dict[Tensor, dict[str, Any]]) -> None:
         with opened(bucket.home, changed=True):
@@ -259,6 +287,9 @@ class Runs:
                 # Fused kernels want the step count on the device; on the host it is there already.
                 state[name] = value.to(run.tensor.device, copy=True) if isinstance(value, Tensor) else value
                 continue
+            if (form := self.formats.get(name)) is not None:
+                state[name] = self._narrowed(run, name, states, form, held.get(name))
+                continue
             flat = _zeros(run.tensor, _state_dtype(value, run.tensor), held.get(name))
             for fragment in run.run.fragments:
                 info, whole = run.bucket.params[fragment.index], states[run.bucket, fragment.index][name]
@@ -266,6 +297,21 @@ class Runs:
                 info.copy_part(whole, fragment.offset, flat[start : start + fragment.numel])
             state[name] = flat
         self.optimizer.state[run.tensor] = state
+
+    def _narrowed(self, run: FlatRun, name: str, states: ParamStates, form: Format, held: Any) -> Tensor:
+        """A state of a run, as ``form`` says: values that it can stand for are kept to the bit."""
+        flat = form.zeros(run.tensor.numel(), run.tensor.device)
+        if isinstance(held, Tensor) and (held.shape, held.dtype, held.device) == (flat.shape, flat.dtype, flat.device):
+            flat = held.zero_()
+        for fragment in run.run.fragments:
+            info, whole = run.bucket.params[fragment.index], states[run.bucket, fragment.index][name]
+            first = fragment.start - run.run.start
+            for low in range(0, fragment.numel, STORE_CHUNK):
+                numel = min(STORE_CHUNK, fragment.numel - low)
+                values = torch.empty(numel, dtype=torch.float32, device=run.tensor.device)
+                info.copy_part(whole, fragment.offset + low, values)
+                self.rounded |= form.store(values, form.place(flat, first + low, numel))
+        return flat
 
 
 def _beside(value: Any, source: Tensor, target: Tensor) -> Any:

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from lightning_zero.config import ConfigError
+from lightning_zero.engine.units.narrow import is_packed
 
 # Optimizers of torch that compute every element from that element's value, gradient and state alone.
 ELEMENTWISE = (
@@ -74,6 +75,8 @@ def check_supported(optimizer: Optimizer, *, declared_elementwise: bool, stochas
     for group in optimizer.param_groups:
         if group.get("differentiable"):
             raise ConfigError("the optimizer's differentiable=True cannot work on shards. Drop it.")
+    if declared_elementwise:
+        refuse_own_low_bits(optimizer)
     if stochastic_rounding and (base_of(optimizer) is None or (declared_elementwise and overrides_step(optimizer))):
         raise ConfigError(
             f"zero.precision.stochastic_rounding: expected one of torch's element-wise optimizers, got "
@@ -81,9 +84,27 @@ def check_supported(optimizer: Optimizer, *, declared_elementwise: bool, stochas
         )
 
 
+def refuse_own_low_bits(optimizer: Optimizer) -> None:
+    """
+    Raises:
+        ConfigError: it keeps state in few bits itself, for tensors of some sizes only, and runs are not of these sizes.
+    """
+    kind = type(optimizer)
+    origins = {base.__module__.partition(".")[0] for base in kind.__mro__}
+    low = any(mark in kind.__name__.lower() for mark in ("8bit", "4bit", "fp8"))
+    if low and origins & {"torchao", "bitsandbytes"}:
+        raise ConfigError(
+            f"zero.optimizer.elementwise=true: {kind.__module__}.{kind.__qualname__} chooses by the size of a tensor "
+            "whether its state is in few bits, and shares a scale among neighbours. Here it would step slices that "
+            "differ by stage and number of ranks, most of them with state in fp32. Use torch.optim.AdamW with "
+            "zero.optimizer.state_dtype=int8 (or bf16)."
+        )
+
+
 def is_elementwise(name: str, value: Any, tensor: Tensor) -> bool:
     """Whether a state value has an element for every element of the run (and not, say, a step count)."""
-    return name not in PER_TENSOR and isinstance(value, Tensor) and value.shape == tensor.shape
+    whole = isinstance(value, Tensor) and (value.shape == tensor.shape or is_packed(value, tensor))
+    return whole and name not in PER_TENSOR
 
 
 def start_state(optimizer: Optimizer, group: Mapping[str, Any], tensors: Sequence[Tensor]) -> None:

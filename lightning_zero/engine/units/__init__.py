@@ -14,6 +14,7 @@
     param_info      what is known of one parameter
     stored          tensors in files, of which the parts are read that somebody needs
     home            where a bucket's masters and optimizer state rest; kept: what they were, for a later reader
+    narrow          optimizer state in bf16 or in 8 bits: what the bits stand for
     param_store     where its compute parameters are between uses
     grad_store      where its reduced gradient is; landing: how it comes to the host
     awaited_step    an offloaded step of the bucket that was asked for

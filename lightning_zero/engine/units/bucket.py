@@ -23,6 +23,7 @@ from torch.autograd.graph import increment_version
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.profiling import profiled
 from lightning_zero.comm.reduction import Pending
+from lightning_zero.config import StateDtype
 from lightning_zero.device import recording
 from lightning_zero.engine.parameters.classes import set_values
 from lightning_zero.engine.units.awaited_step import AwaitedStep
@@ -55,6 +56,7 @@ class Dtypes:
     grad: torch.dtype
     wire: torch.dtype
     exchanged: bool = False
+    state: StateDtype = StateDtype.fp32
 
 
 class Bucket:

@@ -76,6 +76,7 @@ def itemsizes(dtypes: Dtypes) -> Itemsizes:
         dtypes.grad.itemsize,
         dtypes.wire.itemsize,
         exchanged=dtypes.exchanged,
+        state=dtypes.state,
     )
 
 
@@ -188,7 +189,7 @@ def _group(
     # add in another order at each stage, and stages would not agree to the bit.
     groups: dict[tuple[Dtypes, bool, bool], list[ParamInfo]] = {}
     for param, fqns in members:
-        dtypes = _dtypes(param, id(param) in fp32, config, precision)
+        dtypes = replace(_dtypes(param, id(param) in fp32, config, precision), state=config.optimizer.state_dtype)
         whole = stays_whole(param)
         dtype = dtypes.master if precision in TRUE_DTYPES else param.dtype
         if find_owner(param) is not None:

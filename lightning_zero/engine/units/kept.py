@@ -25,6 +25,8 @@ import torch
 from torch import Tensor
 
 from lightning_zero.comm.streams import Streams
+from lightning_zero.engine.units.narrow import Format
+from lightning_zero.planning.state_dtype import BLOCK
 from lightning_zero.tiers.extents import Extent
 from lightning_zero.tiers.limits import available_host_memory
 from lightning_zero.tiers.nvme import NvmeTier
@@ -32,16 +34,46 @@ from lightning_zero.tiers.pages import HostPages
 
 
 class Sliced(NamedTuple):
-    """Adjacent elements of a flat tensor that a home holds: of a fragment, say. The tensor may rest in a file."""
+    """Adjacent elements of a flat tensor that a home holds: of a fragment, say. The tensor may rest in a file.
+
+    Attributes:
+        whole: the tensor; of packed state (``narrow.py``), a row for each block of elements.
+        packed: how the rows are packed.
+    """
 
     whole: Tensor
     start: int
     numel: int
+    packed: Format | None = None
 
     @property
     def tensor(self) -> Tensor:
         """The values [numel]; the home is open."""
-        return self.whole[self.start : self.start + self.numel]
+        low, high = self.rows
+        return self.of(self.whole[low:high])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the values."""
+        return self.whole.dtype if self.packed is None else torch.bfloat16
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        """What of the first dimension of ``whole`` holds the elements."""
+        if self.packed is None:
+            return self.start, self.start + self.numel
+        return self.start // BLOCK, -(-(self.start + self.numel) // BLOCK)
+
+    def of(self, rows: Tensor) -> Tensor:
+        """The values [numel] in a copy of these rows."""
+        if self.packed is None:
+            return rows
+        first = self.start % BLOCK
+        return self.packed.values(rows)[first : first + self.numel]
+
+    def part(self, start: int, numel: int) -> Sliced:
+        """Elements of it, from ``start`` on."""
+        return self._replace(start=self.start + start, numel=numel)
 
 
 class Kept(Protocol):
@@ -62,11 +94,12 @@ class _Span:
 
     def __init__(self, whole: Tensor) -> None:
         self.whole = whole
-        self.start, self.stop = whole.numel(), 0
+        self.start, self.stop = len(whole), 0
         self.copy: Tensor | None = None
 
     def add(self, part: Sliced) -> None:
-        self.start, self.stop = min(self.start, part.start), max(self.stop, part.start + part.numel)
+        low, high = part.rows
+        self.start, self.stop = min(self.start, low), max(self.stop, high)
 
     @property
     def values(self) -> Tensor:
@@ -139,7 +172,7 @@ class KeptInMemory:
                 return self._spare.pop(place)  # type: ignore[union-attr]
         if values.device.type == "cpu":
             # In large pages: to fill these takes half the time.
-            return HostPages(values.nbytes).tensor(0, values.dtype, values.numel())
+            return HostPages(values.nbytes).tensor(0, values.dtype, values.numel()).view(values.shape)
         return self._streams.accelerator.host_memory(values.shape, values.dtype)
 
     def read(self, part: Sliced) -> Tensor:
@@ -152,7 +185,8 @@ class KeptInMemory:
                     accelerator.wait_on_host(self._streams.mark())
                 return host
         accelerator.wait_on_host(self._arrived)
-        return span.copy[part.start - span.start :][: part.numel]
+        low, high = part.rows
+        return part.of(span.copy[low - span.start : high - span.start])
 
     def release(self) -> None:
         with self._turn:
@@ -184,7 +218,8 @@ class KeptInFiles:
             values = torch.empty(extent.numel, dtype=extent.dtype)
             self._tier.stage_in(extent, values).result()
             self._read[key] = values
-        return self._read[key][part.start : part.start + part.numel]
+        low, high = part.rows
+        return part.of(self._read[key].view(-1, *part.whole.shape[1:])[low:high])
 
     def take_extents(self) -> bool:
         """Make them this object's, which frees them. Returns False where nothing is read any more: they are not."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_zero.engine.assembly import Assembly
 from lightning_zero.engine.steps.optimizer import ShardedOptimizer
-from lightning_zero.engine.steps.torch_optimizers import count_states
+from lightning_zero.engine.steps.torch_optimizers import count_states, is_elementwise
 from lightning_zero.engine.units.bucket import Bucket
 from lightning_zero.planning.buckets import RESTING, BucketPlan, Role
 from lightning_zero.planning.layout import round_up
@@ -95,8 +95,8 @@ def _state_tensors(engine: Assembly, bucket: Bucket) -> Iterator[Tensor]:
     for sharded in engine.optimizers:
         for run in sharded.runs.of(bucket):
             # A list at once: a step may be under way in the worker, which adds entries.
-            state = list(sharded.optimizer.state.get(run.tensor, {}).values())
-            yield from (v for v in state if isinstance(v, Tensor) and v.shape == run.tensor.shape)
+            state = list(sharded.optimizer.state.get(run.tensor, {}).items())
+            yield from (value for name, value in state if is_elementwise(name, value, run.tensor))
         if sharded.owned is not None:
             yield from (leaf for _, _, leaf in sharded.owned.leaves(bucket))
 
@@ -111,7 +111,7 @@ def state_to_come(sharded: ShardedOptimizer, tier: Tier) -> int:
         )
     states = count_states(sharded.optimizer)
     return sum(
-        states * bucket.owned_numel * bucket.dtypes.master.itemsize
+        states * bucket.plan.state_nbytes(bucket.owned_numel)
         for bucket in sharded.buckets()
         if bucket.trainable and bucket.plan.tiers.master is tier
     )

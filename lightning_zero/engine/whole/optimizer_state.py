@@ -151,7 +151,7 @@ def _who_has_what(buckets: list[Bucket], sharded: ShardedOptimizer) -> dict[_Key
             entry = local.setdefault((i, fragment.index), {})
             for name, value in state.items():
                 if isinstance(value, Sliced):
-                    entry[name] = value.whole.dtype
+                    entry[name] = value.dtype
                 else:
                     entry[name] = value.cpu() if isinstance(value, Tensor) else value
         if sharded.owned is not None:

@@ -126,7 +126,7 @@ def _of_states(engine: Assembly, bucket: Bucket, number: int) -> Iterator[OwnPar
         for fragment, name, state in _states(bucket, sharded):
             if (part := _within(fragment, bucket.own_shard_of_owned)) is not None:
                 start, low, high = part
-                values = Sliced(state.whole, state.start + low, high - low)
+                values = state.part(low, high - low)
                 yield OwnPart(Value(number, fragment.index, index, name), start, values)
 
 

@@ -182,8 +182,8 @@ def _bucket_state(states: Any, bucket: Bucket) -> dict[int, dict[str, Any]]:
                 if not offset:
                     entry[name] = Lone(value)
                 continue
-            mine = Sliced(value.whole, value.start + low - fragment.start, high - low)
+            mine = value.part(low - fragment.start, high - low)
             parts = [] if low >= high else [_part(offset, mine, bucket.home)]
             before = entry[name].parts if name in entry else ()
-            entry[name] = TensorParts(info.shape, value.whole.dtype, (*before, *parts), info.order)
+            entry[name] = TensorParts(info.shape, value.dtype, (*before, *parts), info.order)
     return found

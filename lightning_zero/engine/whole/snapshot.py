@@ -55,8 +55,8 @@ class KeptRanges:
 
     def __iter__(self) -> Iterator[Range]:
         for home, parts in self._parts:
-            for value, start, (whole, low, numel) in parts:
-                for done in range(0, numel, PIECE_NUMEL):
-                    piece = Sliced(whole, low + done, min(PIECE_NUMEL, numel - done))
+            for value, start, values in parts:
+                for done in range(0, values.numel, PIECE_NUMEL):
+                    piece = values.part(done, min(PIECE_NUMEL, values.numel - done))
                     yield Range(value, start + done, self.snapshot.read(home, piece))
             self.snapshot.done_with(home)
