@@ -41,6 +41,12 @@ def outside_graphs(method: Callable[P, R]) -> Callable[P, R]:
     return disabled
 
 
+def function_modes() -> list[Any]:
+    """The modes that are asked for each of torch's functions here, as ``with torch.device(...)`` is one; the innermost
+    last. Autograd runs a backward without those of its caller."""
+    return torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call, no-any-return]
+
+
 def without_history(method: Callable[P, R]) -> Callable[P, R]:
     """Decorate engine work on tensors that are no parameters, which comes for each of them in a backward.
 

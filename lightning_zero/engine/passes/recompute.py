@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_zero.config import ConfigError, Recompute
 from lightning_zero.engine.passes.containers import copy_containers, find_tensors
 from lightning_zero.engine.passes.events import PassEvents
-from lightning_zero.engine.torch_modes import outside_graphs
+from lightning_zero.engine.torch_modes import function_modes, outside_graphs
 from lightning_zero.engine.units.unit import Unit
 
 WRAPPED = "_lightning_zero_recompute"  # marks a forward that was wrapped here, and changes the one inside of it
@@ -106,6 +106,7 @@ class _Call:
         # Weakly: the checkpoint decides which inputs live on (offloaded ones do not, on the device).
         self._inputs: list[tuple[ref[Tensor], int]] = [(ref(t), t._version) for t in inputs]
         self._again = False
+        self._modes = function_modes()
         self._order: list[int] = []  # of positional arguments among those that are handed over
         self._repeated: dict[str, int] = {}  # arguments by name that are handed over as positional ones
         self._containers: dict[int | str, Any] = {}  # of what is handed over, as they are at first
@@ -140,7 +141,12 @@ class _Call:
             passes.recomputes(self._unit)
         # Ours go inside of the hooks of the checkpoint, which would save bare views of weights: dropped with their
         # unit, these would have no memory when the backward reads them.
-        with passes.saved.packed() if self._unit.reshards else contextlib.nullcontext():
+        with contextlib.ExitStack() as around:
+            if self._unit.reshards:
+                around.enter_context(passes.saved.packed())
+            if self._again and not function_modes():  # autograd has none of those around the forward
+                for mode in self._modes:
+                    around.enter_context(mode)
             result = self._inner(*args, **kwargs)
         if not self._again:
             self._check_inputs("are changed in place by it")
