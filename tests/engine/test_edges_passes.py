@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 import lightning_zero
@@ -711,6 +712,40 @@ def test_an_input_that_is_given_several_times_is_one_tensor_again(stage: int, ho
     """... when the unit is computed again: torch's checkpoint alone gives back one for each argument."""
     settings = {"activation_checkpointing": how, "unit": {"classes": ["MultiheadAttention"]}}
     check(lambda: Attends(by_name=by_name), square_work, stage=stage, tolerance=1e-6, optimizer=sgd, **settings)
+
+
+class Doubles(TorchFunctionMode):
+    """A mode under which ``torch.tanh`` is another function."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return 2 * result.sigmoid() if func is torch.tanh else result
+
+
+class Tanhs(nn.Module):
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + torch.tanh(self.linear(x))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(self.Block(), self.Block())
+
+    def forward(self, x: Tensor) -> Tensor:
+        with Doubles():
+            return self.blocks(x)
+
+
+@on_ranks(2)
+@OUTER_STAGES
+@pytest.mark.parametrize("how", ["blocks", "offload"])
+def test_a_block_is_computed_again_under_the_function_modes_of_its_forward(stage: int, how: str) -> None:
+    """Autograd runs a backward without them: values would be others, or gradients wrong without a word."""
+    check(Tanhs, square_work, stage=stage, activation_checkpointing=how, unit={"classes": ["Block"]})
 
 
 # -- nested units, user hooks -----------------------------------------------------------------------------------------
