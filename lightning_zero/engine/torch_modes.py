@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -45,6 +45,16 @@ def function_modes() -> list[Any]:
     """The modes that are asked for each of torch's functions here, as ``with torch.device(...)`` is one; the innermost
     last. Autograd runs a backward without those of its caller."""
     return torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call, no-any-return]
+
+
+@contextlib.contextmanager
+def under_function_modes(modes: Sequence[Any]) -> Iterator[None]:
+    """Inside, functions go by ``modes`` of an earlier call, where they go by none: in a backward."""
+    with contextlib.ExitStack() as around:
+        if not function_modes():
+            for mode in modes:
+                around.enter_context(mode)
+        yield
 
 
 def without_history(method: Callable[P, R]) -> Callable[P, R]:

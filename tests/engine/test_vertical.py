@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 import lightning_zero
 from lightning_zero.config import ConfigError
@@ -203,6 +204,39 @@ def test_a_chunk_draws_the_same_numbers_again() -> None:
     assert torch.equal(after, torch.rand(3))
     assert_close({name: p.grad for name, p in plain.named_parameters() if p.grad is not None}, gradients(module))
     engine.release()
+
+
+class Doubles(TorchFunctionMode):
+    """A mode under which ``torch.tanh`` is another function."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return 2 * result.sigmoid() if func is torch.tanh else result
+
+
+class UnderMode(nn.Module):
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + torch.tanh(self.linear(x))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.blocks = nn.Linear(8, 8), nn.Sequential(self.Block(), self.Block())
+
+    def forward(self, x: Tensor) -> Tensor:
+        with Doubles():
+            return self.blocks(self.enter(x))
+
+
+def test_a_chunk_is_computed_again_under_the_function_modes_of_its_forward() -> None:
+    batch = torch.randn(ROWS, 8, generator=torch.Generator().manual_seed(1))
+    unit = {"classes": ["Block"]}
+    one, other, *_ = both(UnderMode, batch, loss=lambda module, part: module(part).square().mean(), stage=3, unit=unit)
+    assert_close(one, other)
 
 
 # -- what a unit may be given, and give ------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_zero.config import ConfigError, Recompute
 from lightning_zero.engine.passes.containers import copy_containers, find_tensors
 from lightning_zero.engine.passes.events import PassEvents
-from lightning_zero.engine.torch_modes import function_modes, outside_graphs
+from lightning_zero.engine.torch_modes import function_modes, outside_graphs, under_function_modes
 from lightning_zero.engine.units.unit import Unit
 
 WRAPPED = "_lightning_zero_recompute"  # marks a forward that was wrapped here, and changes the one inside of it
@@ -144,9 +144,7 @@ class _Call:
         with contextlib.ExitStack() as around:
             if self._unit.reshards:
                 around.enter_context(passes.saved.packed())
-            if self._again and not function_modes():  # autograd has none of those around the forward
-                for mode in self._modes:
-                    around.enter_context(mode)
+            around.enter_context(under_function_modes(self._modes))
             result = self._inner(*args, **kwargs)
         if not self._again:
             self._check_inputs("are changed in place by it")

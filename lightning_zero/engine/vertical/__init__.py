@@ -3,7 +3,7 @@
 ::
 
     split        a call's inputs in chunks, and what the chunks give put together
-    surroundings random numbers and autocast of a chunk, for its second forward
+    surroundings random numbers and modes of a chunk, for its second forward
     chunked      the autograd function: chunks without a graph, and each computed again in the backward
     escapes      tensors that leave a call by another way than its results
     units        units whose forwards are divided so; sums of their gradients

@@ -24,7 +24,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from lightning_zero.engine.passes.containers import map_tensors
 from lightning_zero.engine.vertical.escapes import Escapes
 from lightning_zero.engine.vertical.split import CannotDivide, Inputs, Outputs, leaves, same_leaves
-from lightning_zero.engine.vertical.surroundings import Autocast, RandomState, device_type_of
+from lightning_zero.engine.vertical.surroundings import Modes, RandomState, device_type_of
 
 Context = Callable[[], contextlib.AbstractContextManager[Any]]
 
@@ -57,7 +57,7 @@ class Chunked:
         self._first = first
         self._outputs = Outputs(inputs)
         self._device_type = device_type_of(inputs.tensors)
-        self._autocast = Autocast(self._device_type)
+        self._modes = Modes(self._device_type)
         self._states: list[RandomState] = []
 
     def without_graph(self) -> Any:
@@ -91,7 +91,7 @@ class Chunked:
                 self._states.append(RandomState(tensors))
             args, kwargs = inputs.arguments(given)
             handed_over = leaves((args, kwargs))
-            with self._autocast.again(), self._in_chunk():
+            with self._modes.again(), self._in_chunk():
                 if keep_states and self._first and index == 0:
                     given, result = self._watched(given)
                 else:
@@ -165,7 +165,7 @@ class Chunked:
         given = [t.detach().requires_grad_(n) for t, n in zip(inputs.chunk(tensors, index), needed, strict=True)]
         args, kwargs = inputs.arguments(given)
         self._states[index].restore(self._device_type)
-        with torch.enable_grad(), self._autocast.again(), self._in_chunk(), self._again():
+        with torch.enable_grad(), self._modes.again(), self._in_chunk(), self._again():
             result = self._function(*args, **kwargs)
         _, found = self._outputs.places(result, given)
         del result, args, kwargs

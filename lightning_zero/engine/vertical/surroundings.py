@@ -1,4 +1,4 @@
-"""What a forward depends on beside its inputs: random numbers and autocast. Kept for the second forward."""
+"""What a forward depends on beside its inputs: random numbers and torch's modes. Kept for the second forward."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import get_device_states, set_device_states
+
+from lightning_zero.engine.torch_modes import function_modes, under_function_modes
 
 
 class RandomState:
@@ -29,19 +31,21 @@ class RandomState:
             yield
 
 
-class Autocast:
-    """Autocast as it is now, of the CPU and of ``device_type``."""
+class Modes:
+    """Autocast as it is now, of the CPU and of ``device_type``, and the function modes."""
 
     def __init__(self, device_type: str) -> None:
         kinds = [kind for kind in dict.fromkeys(("cpu", device_type)) if torch.amp.is_autocast_available(kind)]
         self._kinds = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
+        self._function_modes = function_modes()
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
-        """Without its cache: a weight that was cast while no graph was made would have no gradient in one that is."""
+        """Without a cache of casts: a weight that was cast while no graph was made would have no gradient in one."""
         with contextlib.ExitStack() as stack:
             for kind, enabled, dtype in self._kinds:
                 stack.enter_context(torch.autocast(kind, enabled=enabled, dtype=dtype, cache_enabled=False))
+            stack.enter_context(under_function_modes(self._function_modes))
             yield
 
 
