@@ -116,15 +116,19 @@ def main() -> None:
     parser.add_argument("--states", action="store_true", help="nothing but zero.optimizer.state_dtype, by turns")
     parser.add_argument("--vertical", type=int, nargs="?", const=8, help="nvme: a batch in so many parts, and no more")
     args = parser.parse_args()
-    folder = Path(tempfile.mkdtemp(prefix="lightning_zero_bench_", dir=args.nvme))
     print(f"{date.today()}, {os.cpu_count()} CPU cores, torch {torch.__version__}")
-    if args.states:
-        print(json.dumps(bench.launch(states_in_turn, 1, str(folder))))
-        return
-    if args.vertical:
-        bench_vertical.compare(folder, "nvme", args.vertical, args.rounds)
-        return
-    print(json.dumps(bench.launch(optimizer_only, 1, str(folder))), flush=True)
+    with tempfile.TemporaryDirectory(prefix="lightning_zero_bench_", dir=args.nvme) as folder:
+        if args.states:
+            print(json.dumps(bench.launch(states_in_turn, 1, folder)))
+        elif args.vertical:
+            bench_vertical.compare(Path(folder), "nvme", args.vertical, args.rounds)
+        else:
+            rows_in_turn(args, folder)
+
+
+def rows_in_turn(args: argparse.Namespace, folder: str) -> None:
+    """The rows of ``zero/offload`` beside ``none``, or each beside itself."""
+    print(json.dumps(bench.launch(optimizer_only, 1, folder)), flush=True)
     rows: list[dict[str, Any]] = []
     sides = ["zero3", *(f"zero3+{row}" for row in ROWS)]
     for ranks in args.ranks:
@@ -134,7 +138,7 @@ def main() -> None:
                 pairs = [(side, side + EARLY) for side in sides[1:]]
             else:
                 pairs = [(sides[0], side) for side in sides[1:]]
-            rows += race_rows(pairs, ranks, args.rounds, str(folder), memory=not args.no_memory)
+            rows += race_rows(pairs, ranks, args.rounds, folder, memory=not args.no_memory)
     print(bench.table(rows))
 
 
