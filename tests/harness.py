@@ -165,6 +165,13 @@ def _as_command(
     os.chdir(folder)
     sys.path.insert(0, str(folder))
     sys.argv = argv
+    # Of an earlier test in this process: Lightning would start the other ranks as those of that job.
+    if "hydra" in sys.modules:  # which is not needed by all tests, nor there everywhere
+        from hydra.core.global_hydra import GlobalHydra
+        from hydra.core.hydra_config import HydraConfig
+
+        HydraConfig.instance().cfg = None
+        GlobalHydra.instance().clear()
     warnings.resetwarnings()  # those of pytest; then Python's own
     for category in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
         warnings.simplefilter("ignore", category)

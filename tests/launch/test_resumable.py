@@ -19,7 +19,10 @@ def trainer(rank: int, world: int, *, batches: int = 0, epoch: int = 0) -> Any:
     loop = SimpleNamespace(batch_progress=SimpleNamespace(current=progress))
     epochs = SimpleNamespace(current=SimpleNamespace(processed=epoch))
     return SimpleNamespace(
-        world_size=world, global_rank=rank, fit_loop=SimpleNamespace(epoch_loop=loop, epoch_progress=epochs)
+        world_size=world,
+        global_rank=rank,
+        distributed_sampler_kwargs={"num_replicas": world, "rank": rank},
+        fit_loop=SimpleNamespace(epoch_loop=loop, epoch_progress=epochs),
     )
 
 
