@@ -315,7 +315,7 @@ class Communicator:
         Messages that were abandoned are not waited for: on groups that are replaced they may never end. On groups that
         stay, each is matched with its own and ends late, in the memory that it was issued with (``LATE``).
         """
-        if self._groups is not None and len({*self.all_gather_objects(self.issued, "going on after an exception")}) > 1:
+        if self._groups is not None and len({*self.meet(self.issued, "going on after an exception")}) > 1:
             # Given back before the pool is asked: the pool then sees that the counts differ, and leaves these alone.
             self._groups.user = lambda: None
             self._groups = GROUP_POOL.take(self._parent, self, self._kind, self.waits)
