@@ -142,7 +142,7 @@ def _parameters_on_meta(build: Callable[[], LightningModule], error: Exception) 
     """
     from torch import nn
 
-    def let_go(module: nn.Module, name: str, param: nn.Parameter | None) -> nn.Parameter | None:
+    def let_go(module: nn.Module, name: str, param: nn.Parameter | None) -> Any:
         if param is None or param.is_meta:  # a tied one stays the same object
             return None
         return nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
