@@ -140,24 +140,17 @@ def _parameters_on_meta(build: Callable[[], LightningModule], error: Exception) 
     Args:
         error: of the attempt without any values.
     """
-    from torch import nn
+    from lightning_zero.engine.passes.hooks import parameters_on_meta
 
-    def let_go(module: nn.Module, name: str, param: nn.Parameter | None) -> Any:
-        if param is None or param.is_meta:  # a tied one stays the same object
-            return None
-        return nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
-
-    hook = nn.modules.module.register_module_parameter_registration_hook(let_go)
     try:
-        return build().to("meta")
+        with parameters_on_meta():
+            return build().to("meta")
     except Exception as again:
         again.add_note(
             "(A plan builds the model without the values of its parameters. Built without any values it raised "
             f"{type(error).__name__}: {error})"
         )
         raise
-    finally:
-        hook.remove()
 
 
 def optimizer_states(config: TrainConfig) -> int:
