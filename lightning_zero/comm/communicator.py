@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_zero.comm.agreements import gather_objects, gather_on, open_waits, together
+from lightning_zero.comm.agreements import collect_objects, gather_objects, gather_on, open_waits, together
 from lightning_zero.comm.groups import GROUP_POOL, GroupKind, Groups, backend_for
 from lightning_zero.comm.reduction import LATE, Pending, Reduction
 from lightning_zero.comm.streams import Streams
@@ -279,6 +279,12 @@ class Communicator:
     def meet(self, value: Any, what: str, *, patient: bool = False) -> list[Any]:
         """As :meth:`all_gather_objects`, where other ranks may be at any other call: see :func:`gather_objects`."""
         return gather_objects(self._parent, value, self.waits, what, patient=patient)
+
+    def collect(self, value: Any, what: str) -> list[Any] | None:
+        """As :meth:`meet`, for objects that are large: on rank 0 alone; others get None."""
+        if self.world_size == 1:
+            return [value]
+        return collect_objects(self._parent, value, self.waits, what)
 
     def together(
         self, what: str, act: Callable[[], T], undo: Callable[[T], Any] = lambda _: None, *, patient: bool = False
