@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_zero.comm.agreements import gather_objects, gather_on, open_waits, together
+from lightning_zero.comm.agreements import collect_objects, gather_objects, gather_on, open_waits, together
 from lightning_zero.comm.groups import GROUP_POOL, GroupKind, Groups, backend_for
 from lightning_zero.comm.reduction import LATE, Pending, Reduction
 from lightning_zero.comm.streams import Streams
@@ -126,9 +126,9 @@ class Communicator:
         return self._groups is not None and self._groups.reduce is not None and self._transport.exchanges
 
     @property
-    def issued(self) -> int:
-        """Operations of all kinds asked for so far on its groups."""
-        return self._groups.issued if self._groups is not None else 0
+    def issued(self) -> list[int]:
+        """See :attr:`Groups.all_issued`."""
+        return self._groups.all_issued if self._groups is not None else []
 
     @property
     def place(self) -> str:
@@ -146,14 +146,14 @@ class Communicator:
         Args:
             of_node: with the slices of the ranks of this node, [node_size * n]. All nodes do so.
         """
-        self._count("all_gather", label, full, slices=self.node_size if of_node else self.shard_size)
+        self._count("all_gather", label, full, of_node=of_node)
         return self._gather(full, label, "node_gather" if of_node else "gather")
 
     def all_gather_together(self, fulls: Sequence[tuple[Tensor, str]], *, of_node: bool = False) -> Pending:
         """Several :meth:`all_gather` at once, each with its label: one message where the device has streams."""
         rank, size = (self.node_rank, self.node_size) if of_node else (self.shard_rank, self.shard_size)
         for full, label in fulls:
-            self._count("all_gather", label, full, slices=size)
+            self._count("all_gather", label, full, of_node=of_node)
         label = fulls[0][1]
         if self._groups is None or self._groups.gather is None:
             return Pending(self, label, [], lambda: fulls[0][0], kind="transfer", event=self.streams.mark())
@@ -280,6 +280,12 @@ class Communicator:
         """As :meth:`all_gather_objects`, where other ranks may be at any other call: see :func:`gather_objects`."""
         return gather_objects(self._parent, value, self.waits, what, patient=patient)
 
+    def collect(self, value: Any, what: str) -> list[Any] | None:
+        """As :meth:`meet`, for objects that are large: on rank 0 alone; others get None."""
+        if self.world_size == 1:
+            return [value]
+        return collect_objects(self._parent, value, self.waits, what)
+
     def together(
         self, what: str, act: Callable[[], T], undo: Callable[[T], Any] = lambda _: None, *, patient: bool = False
     ) -> T:
@@ -306,7 +312,7 @@ class Communicator:
         return table.view(self.world_size, -1).t().tolist()  # type: ignore[no-any-return]
 
     def resume(self) -> None:
-        """Replace the groups if ranks have issued different numbers of operations on them. Blocking, on all ranks.
+        """Replace the groups if ranks have issued different operations on them. Blocking, on all ranks.
 
         It is called after an exception has ended a pass. A rank issues the later half of a reduction when it finds the
         first half complete, so ranks that raised in the same place may have issued different later halves. On groups
@@ -315,7 +321,7 @@ class Communicator:
         Messages that were abandoned are not waited for: on groups that are replaced they may never end. On groups that
         stay, each is matched with its own and ends late, in the memory that it was issued with (``LATE``).
         """
-        if self._groups is not None and len({*self.all_gather_objects(self.issued, "going on after an exception")}) > 1:
+        if self._groups is not None and not _alike(self.meet(self.issued, "going on after an exception")):
             # Given back before the pool is asked: the pool then sees that the counts differ, and leaves these alone.
             self._groups.user = lambda: None
             self._groups = GROUP_POOL.take(self._parent, self, self._kind, self.waits)
@@ -336,7 +342,7 @@ class Communicator:
             # The current stream may be one that still brings the bytes.
             return Pending(self, label, [], lambda: full, kind="transfer", event=self.streams.mark())
         # Counted apart from the all-reduce that it ends: ranks come here at different moments, see :meth:`resume`.
-        self._groups.issued += group == "second_half"
+        self._groups.issued["second_half"] += group == "second_half"
         kind = "reduce" if group == "second_half" else "gather"
         of_node = group == "node_gather"
         rank, size = (self.node_rank, self.node_size) if of_node else (self.shard_rank, self.shard_size)
@@ -415,7 +421,7 @@ class Communicator:
     def _issue_sum(self, shard: Tensor, *, async_op: bool = True) -> Any:
         """Sum ``shard`` over the nodes, in place."""
         assert self._groups is not None
-        self._groups.issued += 1
+        self._groups.issued["replicate"] += 1
         replicas = self.world_size // self.shard_size
         recording.moved("reduce", 2 * (shard.nbytes - shard.nbytes // replicas))
         return dist.all_reduce(shard, group=self._groups.replicate, async_op=async_op)
@@ -451,7 +457,7 @@ class Communicator:
         if self._groups is None:
             return tensor
         host = tensor.device.type == "cpu"
-        self._note("control", str(op))
+        self._note("control", str(op), issued="control" if host else "control on the device")
         if not host and isinstance(self._transport, HostTransport):
             return tensor.copy_(self._small(tensor.cpu(), op))
         groups = (self._groups.control,) if host else (self._groups.reduce, self._groups.replicate)
@@ -479,25 +485,25 @@ class Communicator:
         full: Tensor,
         total_dtype: torch.dtype | None = None,
         *,
-        slices: int | None = None,
+        of_node: bool = False,
     ) -> None:
         if self._groups is not None:
             self.counts[kind, label] += 1
             self.waits.note(label)
             # What one rank receives, by whatever messages: every slice but its own, once for each half.
-            others = full.numel() - full.numel() // (slices or self.shard_size)
+            others = full.numel() - full.numel() // (self.node_size if of_node else self.shard_size)
             if kind != "all_gather":
                 recording.moved("reduce", others * full.itemsize)
             if kind != "reduce_scatter":
                 itemsize = (total_dtype or full.dtype).itemsize
                 recording.moved("gather" if kind == "all_gather" else "reduce", others * itemsize)
-            self._note(kind, label)
+            self._note(kind, label, issued="node_gather" if of_node else kind)
 
-    def _note(self, kind: str, label: str) -> None:
+    def _note(self, kind: str, label: str, *, issued: str | None = None) -> None:
         if self._groups is not None:
             if LATE:
                 LATE.forget()
-            self._groups.issued += 1
+            self._groups.issued[issued or kind] += 1
             self.waits.issued += 1
         for observer in self.observers:
             observer(kind, label)
@@ -517,6 +523,10 @@ def end_with(works: Sequence[Any], span: recording.Open) -> None:
 
     for work in works:
         work.get_future().add_done_callback(over)
+
+
+def _alike(values: Sequence[Any]) -> bool:
+    return all(value == values[0] for value in values)
 
 
 def _multiplied(total: Callable[[], Tensor], factor: float) -> Callable[[], Tensor]:
