@@ -20,13 +20,23 @@ from lightning_zero.engine.whole.held_bytes import held_bytes, plan_of, state_te
 from lightning_zero.planning.memory import Moment, planned_bytes
 from lightning_zero.trainer.step_peak import _silence
 from tests.engine.optimizers import (
+    Batched,
+    Counting,
+    CountingObjects,
     Decaying,
+    Fading,
+    FirstOfGroup,
     Flagged,
     Lamb,
     Langevin,
     NormOverAll,
+    Prepared,
+    RareClip,
+    Remembering,
     Shampoo,
+    Shared,
     SignDescent,
+    Slow,
     adafactor,
     muon_and_adam,
 )
@@ -357,11 +367,25 @@ class Optional(nn.Module):
 @pytest.mark.parametrize("stage", [1, 3])
 def test_parameters_without_a_gradient_are_stepped_as_in_one_process(make: Any, stage: int) -> None:
     """On more ranks than there are tensors, of which some own nothing."""
+    side_by_side(make, in_part, build=Optional, steps=4, stage=stage)
 
-    def work(side: Any, step: int) -> None:
-        side.backward(side.module(torch.full((2, 9), step + 1.0), step % 2 == 1).square().sum())
 
-    side_by_side(make, work, build=Optional, steps=4, stage=stage)
+def in_part(side: Any, step: int) -> None:
+    side.backward(side.module(torch.full((2, 9), step + 1.0), step % 2 == 1).square().sum())
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("make", [Counting, Prepared, Slow, FirstOfGroup, Fading], ids=lambda make: make.__name__)
+def test_classes_as_people_write_them(make: Any) -> None:
+    """Collections and functions in attributes, state from the beginning, wrappers, groups that must not be empty."""
+    side_by_side(make, in_part, build=Optional, steps=5, stage=3, reduce_bucket_bytes=500)
+    with Sharded(Model(), stage=3, optimizer=make, reduce_bucket_bytes=SMALL_WINDOWS) as side:
+        steps_of(side, 0, 2)
+        side.step()  # no gradient at all: counted, as in one process
+        if make is Counting:
+            assert side.optimizer.counts == {"steps": 3}  # type: ignore[attr-defined]
+        if make is FirstOfGroup:
+            assert [group["count"] for group in side.optimizer.param_groups] == [3, 3]
 
 
 @on_ranks(2)
@@ -564,7 +588,7 @@ class Sending(SignDescent):
 
 class Picky(SignDescent):
     def update(self) -> None:
-        assert all(p.shape[0] > 6 for group in self.param_groups for p in group["params"]), "too small"
+        assert all(p.numel() % 2 for group in self.param_groups for p in group["params"]), "too even"
         super().update()
 
 
@@ -572,10 +596,14 @@ class Picky(SignDescent):
 def test_what_cannot_be_stepped_apart_is_refused() -> None:
     refusals = {
         NormOverAll: "depends on the other tensors",
+        RareClip: "depends on the other tensors",
+        Remembering: "depends on the other tensors",
+        CountingObjects: "depends on the other tensors.*outside of its param groups",
+        Batched: "depends on the other tensors",
         Langevin: "depends on the other tensors.*zero/stage=zero0",
         torch.optim.LBFGS: "depends on the other tensors",
         Sending: "sends messages between ranks itself",
-        Picky: "(?s)could not be tried on small tensors.*too small.*zero.optimizer.whole=true",
+        Picky: "(?s)could not be tried on small tensors.*too even.*zero.optimizer.whole=true",
     }
     for make, match in refusals.items():
         module = Model()
@@ -584,7 +612,9 @@ def test_what_cannot_be_stepped_apart_is_refused() -> None:
             engine.add_optimizer(make(module.parameters()))
         engine.release()
     side_by_side(Picky, language, stage=1, optimizer_settings={"whole": True})
-    side_by_side(NormOverAll, language, stage=0)  # in one call, as in one process
+    for make in (NormOverAll, Remembering, Batched):  # in one call, as in one process
+        side_by_side(make, language, stage=0)
+    side_by_side(Shared, in_part, build=Optional, steps=4, stage=0)
     with Sharded(Model(), stage=0, optimizer=NormOverAll) as side, pytest.raises(ConfigError, match="depends on"):
         side.engine.restage("zero2")
     with pytest.raises(ConfigError, match="calls its closure itself"):

@@ -148,7 +148,7 @@ class WholeOptimizer(ShardedOptimizer):
         if self.probed.couples:
             raise ConfigError(
                 f"zero.optimizer.whole: what {kind} does to a tensor depends on the other tensors that it steps (a "
-                "norm over all of them, say), on random numbers, or on tensors that it notes outside of its param "
+                "norm over all of them, say), on random numbers, or on what it notes outside of its param "
                 "groups: small tensors stepped together came out otherwise than each alone. Ranks step different "
                 "tensors at stages 1 to 3. Use an optimizer that steps each tensor by itself, or choose "
                 "zero/stage=zero0."
@@ -230,7 +230,9 @@ class WholeOptimizer(ShardedOptimizer):
     def _step(self, used: set[int], early: set[Bucket]) -> set[Bucket]:
         self._follow_groups()
         tensors = list(self.owned.tensors.values())
-        changed = {t.bucket for t in tensors if id(t.info.param) in used or self.probed.steps_all}
+        # Where no tensor has a gradient, all are shown to the class without one: it may count the step.
+        every = self.probed.steps_all or self.probed.couples or not any(id(t.info.param) in used for t in tensors)
+        changed = {t.bucket for t in tensors if every or id(t.info.param) in used}
         listed = [[tensor for tensor in window if tensor.bucket in changed] for window in self._windows]
         windows = [Window(window, used, self.owned, self._comm, self._find_route) for window in listed if window]
         for place, window in enumerate(windows):
@@ -252,7 +254,7 @@ class WholeOptimizer(ShardedOptimizer):
     def _step_windows(self, windows: Sequence[Window]) -> None:
         error: Exception | None = None
         before: list[Window] = []
-        with StepInParts(self.optimizer, step_of(self.optimizer)) as parts:
+        with StepInParts(self.optimizer, step_of(self.optimizer), hides_empty=self.probed.hides_empty) as parts:
             for place, window in enumerate(windows):
                 following = windows[place + 1] if place + 1 < len(windows) else None
                 if not place:
