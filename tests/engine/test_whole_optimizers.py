@@ -575,6 +575,110 @@ def test_what_fails_on_one_rank_fails_on_all_and_none_waits() -> None:
     side.engine.release()
 
 
+# -- steps that call their closure ------------------------------------------------------------------------------------
+
+
+class Sharpness(Optimizer):
+    """Looks at the gradient at another point, by its closure (Foret et al. 2021, arXiv:2010.01412)."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    def step(self, closure: Any = None) -> Any:
+        if closure is None:
+            raise TypeError("no closure")
+        with torch.enable_grad():
+            loss = closure()
+        params = [p for p in self.param_groups[0]["params"] if p.grad is not None]
+        with torch.no_grad():
+            moves = [0.05 * p.grad / p.grad.norm() for p in params]
+            for p, move in zip(params, moves, strict=True):
+                p.add_(move)
+        with torch.enable_grad():
+            closure()
+        with torch.no_grad():
+            for p, move in zip(params, moves, strict=True):
+                p.sub_(move).sub_(p.grad, alpha=self.param_groups[0]["lr"])
+        return loss
+
+
+def lbfgs(params: Any) -> Optimizer:
+    return torch.optim.LBFGS(params, lr=0.5, max_iter=6, line_search_fn="strong_wolfe")
+
+
+def closure_of(side: Any, step: int) -> Any:
+    def closure() -> Tensor:
+        if isinstance(side, Twin):  # as its step does it, in the middle
+            with torch.no_grad():
+                for param, master in side.masters.items():
+                    param.copy_(master.value)
+            side.zero_grad()
+        else:
+            side.optimizer.zero_grad()
+        loss = language_loss(side.module, tokens(step))
+        side.backward(loss)
+        if not isinstance(side, Twin):
+            return loss
+        side.show_grads()
+        mean = loss.detach().double()
+        torch.distributed.all_reduce(mean)
+        return mean.div_(torch.distributed.get_world_size()).float()
+
+    return closure
+
+
+@on_ranks(3, full=(1, 2))
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("make", [lbfgs, Sharpness], ids=["lbfgs", "sharpness"])
+def test_steps_that_call_their_closure_work_at_stage_0(make: Any, precision: str) -> None:
+    """Ranks whose losses differ go the same way, by the mean."""
+    torch.default_generator.manual_seed(3)
+    module = Model()
+    twin = WholeTwin(module, optimizer=make, precision=precision, each=False)
+    with Sharded(module, stage=0, precision=precision, optimizer=make) as sharded:
+        seen: list[int] = []
+        names = {id(p) for p in module.parameters()}
+
+        def own(step: int) -> Tensor:
+            seen.append(step)
+            assert {id(p) for group in sharded.optimizer.param_groups for p in group["params"]} == names
+            loss: Tensor = closure_of(sharded, step)()
+            return loss
+
+        for step in range(3):
+            expected = twin.optimizer.step(closure_of(twin, step))
+            with torch.no_grad():
+                for param, master in twin.masters.items():
+                    param.copy_(master.value)
+            found = sharded.optimizer.step(lambda step=step: own(step))  # type: ignore[misc]
+            assert torch.equal(torch.as_tensor(found), torch.as_tensor(expected))
+            assert_same(sharded, twin, what=f"step {step}: ")
+            assert not sharded.optimizer.param_groups[0]["params"][0].data.isnan().any()
+        assert len(seen) > 3
+        state = sharded.engine.optimizer_state(sharded.optimizer, only_rank_0=False)
+        assert_equal(state, twin.optimizer.state_dict())
+
+
+@on_ranks(2)
+def test_a_closure_that_raises_in_the_middle_leaves_the_parameters_of_the_user() -> None:
+    side = Sharded(Model(), stage=0, optimizer=lbfgs)
+    calls: list[int] = []
+
+    def closure() -> Tensor:
+        calls.append(1)
+        if len(calls) == 3:
+            raise ArithmeticError("no loss")
+        loss: Tensor = closure_of(side, 0)()
+        return loss
+
+    with pytest.raises(ArithmeticError, match="no loss") as caught:
+        side.optimizer.step(closure)
+    assert "The step was partial" in caught.value.__notes__[0]
+    own = {id(p) for group in side.optimizer.param_groups for p in group["params"]}
+    assert own == {id(p) for p in side.module.parameters()}
+    side.engine.release()
+
+
 # -- what is refused --------------------------------------------------------------------------------------------------
 
 
@@ -584,6 +688,18 @@ class Sending(SignDescent):
             for p in group["params"]:
                 torch.distributed.all_reduce(p.grad)
         super().update()
+
+
+class ScheduleFree(SignDescent):
+    def train(self) -> None: ...
+
+    def eval(self) -> None: ...
+
+
+def patched(params: Any) -> Optimizer:
+    optimizer = SignDescent(params)
+    optimizer.step = lambda closure=None: None  # type: ignore[method-assign]
+    return optimizer
 
 
 class Picky(SignDescent):
@@ -602,6 +718,7 @@ def test_what_cannot_be_stepped_apart_is_refused() -> None:
         Batched: "depends on the other tensors",
         Langevin: "depends on the other tensors.*zero/stage=zero0",
         torch.optim.LBFGS: "depends on the other tensors",
+        Sharpness: "calls its closure itself.*zero/stage=zero0",
         Sending: "sends messages between ranks itself",
         Picky: "(?s)could not be tried on small tensors.*too even.*zero.optimizer.whole=true",
     }
@@ -617,8 +734,9 @@ def test_what_cannot_be_stepped_apart_is_refused() -> None:
     side_by_side(Shared, in_part, build=Optional, steps=4, stage=0)
     with Sharded(Model(), stage=0, optimizer=NormOverAll) as side, pytest.raises(ConfigError, match="depends on"):
         side.engine.restage("zero2")
-    with pytest.raises(ConfigError, match="calls its closure itself"):
-        Sharded(Model(), stage=0, optimizer=torch.optim.LBFGS)
+    for make, match in {ScheduleFree: r"has train\(\) and eval\(\)", patched: r"a step\(\) was set"}.items():
+        with pytest.raises(ConfigError, match=match):
+            Sharded(Model(), stage=0, optimizer=make)
 
 
 def test_settings_that_contradict_each_other_are_refused() -> None:

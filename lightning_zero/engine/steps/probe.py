@@ -105,26 +105,27 @@ def probe(optimizer: Optimizer, dtype_of: Callable[[nn.Parameter], torch.dtype],
         torch.no_grad(),
         _NoMessages(type(optimizer).__qualname__),
     ):
+        asks_again = False
         try:
+            asks_again = _Trial(optimizer, dtype_of, device).asks_again()
             together = _Trial(optimizer, dtype_of, device)
-            together.run(in_parts=False)
-            try:
-                apart, hides_empty = _Trial(optimizer, dtype_of, device), False
-                apart.run(in_parts=True)
-            except ConfigError:
-                raise
-            except Exception:
-                apart, hides_empty = _Trial(optimizer, dtype_of, device), True
-                apart.run(in_parts=True, hides_empty=True)
-            couples, states = not _same(together.result(), apart.result()), together.states()
-            # Of a group that is hidden at each call nothing would be counted.
-            steps_all = together.steps_all() or hides_empty
-            asks_again = together.asks_again()
+            together.run()
         except ConfigError:
             raise
         except Exception as error:
-            return Probed(failed=error)
-    return Probed(couples, steps_all, asks_again, hides_empty, states)
+            return Probed(asks_again=asks_again, failed=error)
+        for hides_empty in (False, True):
+            apart = _Trial(optimizer, dtype_of, device)
+            try:
+                apart.run(in_parts=True, hides_empty=hides_empty)
+            except ConfigError:
+                raise
+            except Exception:  # then all tensors are needed in each call
+                continue
+            couples, states = not _same(together.result(), apart.result()), together.states()
+            # Of a group that is hidden at each call nothing would be counted.
+            return Probed(couples, together.steps_all() or hides_empty, asks_again, hides_empty, states)
+    return Probed(couples=True, asks_again=asks_again, states=together.states())
 
 
 @contextlib.contextmanager
@@ -221,7 +222,7 @@ class _Trial:
                     if same and not made.state[small.tensor]:
                         made.state[small.tensor] = {n: _shrunk(v, param, small.tensor) for n, v in state.items()}
 
-    def run(self, *, in_parts: bool, hides_empty: bool = False) -> None:
+    def run(self, *, in_parts: bool = False, hides_empty: bool = False) -> None:
         step = step_of(self._optimizer)
         for number, scale in enumerate(SCALES[: max(FEWEST, MOST_SMALL // max(1, len(self._small)))]):
             for small in self._small:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from lightning_zero.comm.profiling import profiled
 from lightning_zero.config import ConfigError, Whole
 from lightning_zero.device import recording
 from lightning_zero.engine.steps.around import AroundStep
+from lightning_zero.engine.steps.evaluations import Evaluations
 from lightning_zero.engine.steps.in_parts import Outcome, StepInParts, keep
 from lightning_zero.engine.steps.interception import Stepping
 from lightning_zero.engine.steps.optimizer import ShardedOptimizer
@@ -44,6 +46,10 @@ from lightning_zero.planning.owners import (
 from lightning_zero.planning.placement import Placement, StageRow, Tier
 
 MOST_ROUTES = 1000  # that are remembered
+_PARTIAL = (
+    "The step was partial: some tensors had been stepped when this was raised. Before training goes on, load the last "
+    "checkpoint."
+)
 _FINE, _TELLS, _FAILED = range(3)  # how a step has ended on a rank
 
 
@@ -153,6 +159,8 @@ class WholeOptimizer(ShardedOptimizer):
                 "tensors at stages 1 to 3. Use an optimizer that steps each tensor by itself, or choose "
                 "zero/stage=zero0."
             )
+        if needs_closure(self.optimizer) or (failed is not None and self.probed.asks_again):
+            raise ConfigError(_asks_itself(self.optimizer))
         if failed is not None and not self._unprobed:
             raise ConfigError(
                 f"zero.optimizer.whole: {kind} could not be tried on small tensors, to see if it steps each by itself: "
@@ -226,6 +234,44 @@ class WholeOptimizer(ShardedOptimizer):
         return self._routes[key]
 
     # -- step ---------------------------------------------------------------------------------------------------------
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        if closure is None or not (self.probed.asks_again or needs_closure(self.optimizer)):
+            return super().step(closure)
+        if any(tensor.bucket.plan.shards_master for tensor in self.owned.tensors.values()):
+            raise ConfigError(_asks_itself(self.optimizer))
+        return self._step_around(closure)
+
+    def _step_around(self, closure: Callable[[], Any]) -> Any:
+        """Make a step that calls its closure itself."""
+        self._follow_groups()
+        params, tensors = self.params(), list(self.owned.tensors.values())
+
+        def step(optimizer: Optimizer) -> Any:
+            with StepInParts(optimizer, step_of(optimizer)) as parts:
+                run = partial(self._run_closure, closure)
+                closed = Evaluations(parts, self._around, self._comm, self.owned, tensors, params, lambda: run()[0])
+                closed.show()
+                lists: list[list[tuple[int, Tensor]]] = [[] for _ in optimizer.param_groups]
+                for tensor in sorted(tensors, key=lambda tensor: tensor.place):
+                    lists[tensor.group].append((tensor.place, tensor.key))
+                try:
+                    result = parts.call(lists, closed)
+                except Exception as error:
+                    error.add_note(_PARTIAL)
+                    closed.finish()
+                    raise
+                self.owned.stepped(tensors)
+                closed.finish()
+            keep(optimizer, [parts.outcome])
+            return result
+
+        hooked: Callable[[Optimizer], Any] = Optimizer.profile_hook_step(step)
+        with torch.inference_mode(False), torch.no_grad():
+            result = hooked(self.optimizer)
+        self.optimizer.__dict__["_opt_called"] = True
+        self._around.ends(set(), [])
+        return result
 
     def _step(self, used: set[int], early: set[Bucket]) -> set[Bucket]:
         self._follow_groups()
@@ -311,10 +357,7 @@ class WholeOptimizer(ShardedOptimizer):
             elif most == _TELLS:
                 outcomes = self._comm.all_gather_objects(outcome, what)
         if error is not None:
-            error.add_note(
-                "The step was partial: some tensors had been stepped when this was raised. Before training goes on, "
-                "load the last checkpoint."
-            )
+            error.add_note(_PARTIAL)
             raise error
         keep(self.optimizer, outcomes)
 
@@ -331,9 +374,25 @@ def _check_settings(optimizer: Optimizer, *, stochastic_rounding: bool) -> None:
             f"zero.precision.stochastic_rounding: expected one of torch's element-wise optimizers, got {kind}, which "
             "steps whole tensors. Use torch.optim.AdamW, or drop zero.precision.stochastic_rounding."
         )
-    if needs_closure(optimizer):
+    given: Any = optimizer.__dict__.get("step")
+    while getattr(given, "_wrapped_by_lr_sched", False):  # a scheduler's, which counts
+        given = given.__wrapped__
+    if given is not None and getattr(given, "__func__", given) not in (type(optimizer).step, step_of(optimizer)):
         raise ConfigError(
-            f"zero.optimizer.whole: {kind}.step() calls its closure itself, as often as it likes (LBFGS does), with "
-            "forwards and backwards in the middle of a step. That cannot work on shards. Use torch.optim.AdamW, Muon "
-            "or another one whose step needs gradients only."
+            f"zero.optimizer.whole: a step() was set on the {kind} object itself, and here the step of its class is "
+            "called, for some tensors at a time. Override step() in a subclass."
         )
+    if callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None)):
+        raise ConfigError(
+            f"zero.optimizer.whole: {kind} has train() and eval(), by which it changes parameters outside of its step "
+            "(schedule-free ones do). Parameters and state are not where it looks for them then. Use "
+            "torch.optim.AdamW, and lightning's EMAWeightAveraging for averaged weights."
+        )
+
+
+def _asks_itself(optimizer: Optimizer) -> str:
+    return (
+        f"zero.optimizer.whole: {type(optimizer).__qualname__}.step() calls its closure itself, as often as it likes "
+        "(LBFGS does), with forwards and backwards in the middle of a step. That cannot work on shards. Use "
+        "torch.optim.AdamW, Muon or another one whose step needs gradients only, or choose zero/stage=zero0."
+    )
