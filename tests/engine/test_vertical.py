@@ -649,6 +649,66 @@ def test_the_loss_in_chunks_is_that_of_the_whole(classes: list[str]) -> None:
     engine.release()
 
 
+class Selects(Model):
+    """The loss of some tokens only, whose number does not divide."""
+
+    def forward(self, batch: Tensor, *, count: int, chunks: int | None = None, plain: bool = False) -> Tensor:
+        x = self.embed(batch)
+        for block in self.blocks:
+            x = block(x)
+        hidden, targets = x.flatten(0, 1)[:count], batch.roll(1, 1).flatten()[:count]
+        if plain:
+            return F.cross_entropy(self.head(hidden).float(), targets)
+        return lightning_zero.chunked_loss(self.head, None, hidden, targets, chunks=chunks)
+
+
+@on_ranks(2)
+def test_a_head_that_is_a_unit_takes_any_number_of_tokens() -> None:
+    """Also one that is less than the number of chunks, on one rank alone; and one chunk."""
+    torch.manual_seed(0)
+    module, plain = Selects(), Selects()
+    plain.load_state_dict(module.state_dict())
+    engine = vertical(module, stage=3, unit={"classes": ["Block", "Linear"]})
+    assert any(unit.name == "head" for unit in engine.units)
+    for count, chunks in ((53, None), (3 + 50 * dist.get_rank(), None), (56, 1), (53, None)):
+        module.zero_grad()
+        plain.zero_grad()
+        batch = tokens(0, rows=ROWS)
+        module(batch, count=count, chunks=chunks).backward()
+        plain(batch, count=count, plain=True).backward()
+        for p in plain.parameters():
+            dist.all_reduce(p.grad)
+            p.grad /= 2
+        assert_close({name: p.grad for name, p in plain.named_parameters() if p.grad is not None}, gradients(module))
+    engine.release()
+
+
+def test_ignored_tokens_do_not_count_whatever_the_loss() -> None:
+    """A loss of the user's that is not 0 for them; chunks in which all are ignored; parameters of the loss."""
+
+    class Loss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor(0.7))
+
+        def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+            z = logits.logsumexp(-1).square() * self.scale
+            return z + F.cross_entropy(logits, targets, reduction="none", label_smoothing=0.1)
+
+    torch.manual_seed(0)
+    head, loss = nn.Linear(5, 7).requires_grad_(False), Loss()
+    hidden, targets = torch.randn(6, 4, 5), torch.randint(0, 7, (6, 4))
+    targets[:3] = -100
+    targets[4, 1] = -100
+    found = lightning_zero.chunked_loss(head, loss, hidden, targets, chunks=6)
+    kept = targets != -100
+    wanted = loss(head(hidden[kept]), targets[kept]).mean()
+    assert torch.allclose(found, wanted)
+    (one,) = torch.autograd.grad(wanted, [loss.scale])
+    found.backward()
+    assert loss.scale.grad is not None and torch.allclose(one, loss.scale.grad)
+
+
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("chunks", [1, 3, 100])
 def test_the_loss_in_chunks_without_an_engine(reduction: str, chunks: int) -> None:
@@ -671,13 +731,19 @@ def test_the_loss_in_chunks_without_an_engine(reduction: str, chunks: int) -> No
         ({"reduction": "max"}, "reduction to be one of"),
         ({"targets": torch.zeros(3, dtype=torch.long)}, "of the same sizes"),
         ({"chunks": 0}, "chunks to be a whole number"),
+        ({"head": F.normalize}, "head to be a module"),
         ({"loss": F.cross_entropy, "chunks": 2}, "one number for each of 2 tokens"),
     ],
 )
 def test_a_loss_that_cannot_be_in_chunks_is_refused(settings: dict[str, Any], words: str) -> None:
-    given: dict[str, Any] = {"loss": None, "hidden": torch.randn(4, 5), "targets": torch.zeros(4, dtype=torch.long)}
+    given: dict[str, Any] = {
+        "head": nn.Linear(5, 7),
+        "loss": None,
+        "hidden": torch.randn(4, 5),
+        "targets": torch.zeros(4, dtype=torch.long),
+    }
     with pytest.raises(ConfigError, match=words):
-        lightning_zero.chunked_loss(nn.Linear(5, 7), **{**given, **settings})
+        lightning_zero.chunked_loss(**{**given, **settings})
 
 
 # -- models of transformers ------------------------------------------------------------------------------------------
