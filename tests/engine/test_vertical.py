@@ -518,6 +518,78 @@ def test_a_unit_may_keep_what_has_no_gradient() -> None:
     engine.release()
 
 
+class Turns(nn.Module):
+    """Of a batch, or of a table that is as long as the batch: a cache of rotations, of which it takes the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, table: Tensor, x: Tensor) -> Tensor:
+        return x + self.inner(x) * table[: x.shape[1]]
+
+
+class HasTables(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.blocks = nn.Linear(8, 8), nn.ModuleList([Turns(), Turns(), Turns()])
+        self.learned = nn.Parameter(torch.randn(2 * ROWS, 8))
+        self.cache = torch.nn.Buffer(torch.randn(2 * ROWS, 8))
+        self.short = torch.nn.Buffer(torch.randn(ROWS, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        for block, table in zip(self.blocks, (self.learned[:ROWS], self.cache[:ROWS], self.short), strict=True):
+            x = block(table, x)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("length", [2, ROWS])
+def test_parameters_and_buffers_as_long_as_the_batch_are_not_divided(length: int) -> None:
+    batch = torch.randn(ROWS, length, 8, generator=torch.Generator().manual_seed(0))
+    torch.manual_seed(0)
+    module, plain = HasTables(), HasTables()
+    plain.load_state_dict(module.state_dict())
+    engine = vertical(module, stage=3, offload="cpu")
+    module.cache = module.cache.clone()
+    for inference in (torch.no_grad, torch.inference_mode):
+        with inference():
+            assert torch.allclose(module(batch), plain(batch), rtol=1e-6)
+    module(batch).backward()
+    plain(batch).backward()
+    assert_close({name: p.grad for name, p in plain.named_parameters() if p.grad is not None}, gradients(module))
+    engine.release()
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_mask_as_long_as_the_batch_is_refused(first: bool) -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(8, 8)
+
+        def forward(self, one: Tensor, other: Tensor) -> Tensor:
+            mask, x = (one, other) if first else (other, one)
+            return x + self.inner((x @ x.transpose(1, 2) + mask).softmax(-1) @ x)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.enter, self.blocks = nn.Linear(8, 8), nn.ModuleList([Masked(), Masked()])
+
+        def forward(self, x: Tensor) -> Tensor:
+            x, mask = self.enter(x), torch.ones(x.shape[1], x.shape[1]).tril().log()
+            for block in self.blocks:
+                x = block(*((mask, x) if first else (x, mask)))
+            return x.mean()
+
+    module = Model()
+    engine = vertical(module, k=ROWS, stage=3)
+    with pytest.raises(CannotDivide, match=r"a mask of \[8, ...\] may belong to either, got \[8, 8, 8\]"):
+        module(torch.randn(ROWS, ROWS, 8))
+    engine.release()
+
+
 def test_another_first_dimension_than_the_batch_is_refused() -> None:
     class Turned(Layers):
         def forward(self, x: Tensor) -> Tensor:
@@ -707,6 +779,16 @@ def test_ignored_tokens_do_not_count_whatever_the_loss() -> None:
     (one,) = torch.autograd.grad(wanted, [loss.scale])
     found.backward()
     assert loss.scale.grad is not None and torch.allclose(one, loss.scale.grad)
+
+
+def test_the_loss_of_parameters_and_buffers_is_in_chunks_too() -> None:
+    head, hidden, targets = nn.Linear(5, 7), nn.Parameter(torch.randn(6, 5)), torch.nn.Buffer(torch.arange(6))
+    found = lightning_zero.chunked_loss(head, None, hidden, targets, chunks=3)
+    wanted = F.cross_entropy(head(hidden), targets)
+    assert torch.allclose(found, wanted)
+    (grad,) = torch.autograd.grad(wanted, [hidden])
+    found.backward()
+    assert torch.allclose(grad, hidden.grad, atol=1e-6)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])

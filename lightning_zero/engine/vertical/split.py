@@ -1,15 +1,15 @@
 """Divides the inputs of a call along the batch, and puts together what the chunks give.
 
 A tensor is divided if its first dimension is the batch; all else is given to each chunk as it is (masks ``[1, ...]``,
-rotary caches, numbers). Of what a chunk gives, tensors are put one behind the other, and a floating-point number (a
-0-d tensor: an auxiliary loss) becomes the mean, as ordinary accumulation has it. What all chunks give alike for all
-samples (a bias ``[1, ...]``) stays as it is.
+rotary caches, numbers), and so are parameters and buffers, whatever their sizes are (``tables.py``). Of what a chunk
+gives, tensors are put one behind the other, and a floating-point number (a 0-d tensor: an auxiliary loss) becomes the
+mean, as ordinary accumulation has it. What all chunks give alike for all samples (a bias ``[1, ...]``) stays as it is.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from enum import Enum
 from numbers import Number
 from typing import Any
@@ -57,13 +57,16 @@ def leaves(value: Any) -> list[Any]:
 class Inputs:
     """The arguments of one call, without the tensors, which autograd keeps.
 
+    Args:
+        tables: tensors that are of no batch.
+
     Attributes:
         tensors: those of the call, each once; until :meth:`let_go`.
         size: of the batch.
         count: of chunks.
     """
 
-    def __init__(self, args: Any, kwargs: Any, size: int | None, count: int) -> None:
+    def __init__(self, args: Any, kwargs: Any, size: int | None, count: int, *, tables: Container[Tensor] = ()) -> None:
         self.size, self.count = size or 0, count
         self.tensors: list[Tensor] = []
         numbers: dict[int, int] = {}
@@ -80,14 +83,13 @@ class Inputs:
         self._form = copy_containers(map_leaves((args, kwargs), place))
         self._others = [leaf for leaf in leaves(self._form) if not isinstance(leaf, (_Place, *_PLAIN))]
         self._shapes = [tuple(tensor.shape) for tensor in self.tensors]
-        self.divided = [self._is_divided(tensor) for tensor in self.tensors]
+        self.divided = [self._is_of_batch(tensor) and tensor not in tables for tensor in self.tensors]
 
     def let_go(self) -> None:
         self.tensors = []
 
-    def _is_divided(self, tensor: Tensor) -> bool:
-        is_table = isinstance(tensor, nn.Parameter)  # of weights, whatever its size
-        return not is_table and tensor.ndim > 0 and self.size > 0 and tensor.shape[0] == self.size
+    def _is_of_batch(self, tensor: Tensor) -> bool:
+        return tensor.ndim > 0 and self.size > 0 and tensor.shape[0] == self.size
 
     @property
     def chunk_size(self) -> int:
@@ -106,11 +108,12 @@ class Inputs:
                     f"expected tensors of the batch as arguments or inside tuples, lists, dicts and dataclasses, got "
                     f"them inside of an object of class {type(other).__name__}"
                 )
-        first = self._shapes[self.divided.index(True)]
-        if len(first) == 3 and first[1] == self.size and sum(self.divided) > 1:
+        divided = [shape for shape, is_so in zip(self._shapes, self.divided, strict=True) if is_so]
+        square = next((shape for shape in divided if len(shape) == 3 and shape[1] == self.size), None)
+        if square is not None and len(divided) > 1:
             return (
                 f"expected a batch of another size than what follows it, because a mask of [{self.size}, ...] may "
-                f"belong to either, got {list(first)}"
+                f"belong to either, got {list(square)}"
             )
         return None
 

@@ -25,6 +25,7 @@ from lightning_zero.engine.units.unit import Unit
 from lightning_zero.engine.vertical.chunked import Chunked, Context
 from lightning_zero.engine.vertical.coupled import changes_with_batch
 from lightning_zero.engine.vertical.split import CannotDivide, Inputs, first_size
+from lightning_zero.engine.vertical.tables import Tables
 
 _HELP = (
     "Run such units on the whole batch with zero.unit.whole_batch=[Class], choose other units with zero.unit.classes, "
@@ -66,8 +67,17 @@ class Vertical:
         batch: samples of the batch that the step was given, as far as known.
     """
 
-    def __init__(self, count: int, passes: PassEvents, *, offload_inputs: bool, pin_memory: bool) -> None:
+    def __init__(
+        self,
+        count: int,
+        passes: PassEvents,
+        *,
+        module: nn.Module | None = None,
+        offload_inputs: bool = False,
+        pin_memory: bool = False,
+    ) -> None:
         self.count = count
+        self._tables = Tables(module)
         self.sums: Sums | None = None
         self.batch: int | None = None
         self._told = False
@@ -89,12 +99,14 @@ class Vertical:
         size = first_size(batch) if self.count > 1 else None
         if size is not None and size % self.count and not evaluation:
             raise ConfigError(
-                f"zero.micro_batches: expected a batch that divides by {self.count}, got {size} samples. Change the "
-                "batch size (data.batch_size) or zero.micro_batches; if it is the last batch of an epoch, set "
-                "drop_last=True in its DataLoader."
+                f"zero.micro_batches: expected a batch that divides by {self.count}, got {size} samples (the first "
+                "dimension of the first tensor in it). Change the batch size (data.batch_size) or zero.micro_batches; "
+                "if it is the last batch of an epoch, set drop_last=True in its DataLoader."
             )
         before = self.batch, self._told
         self.batch, self._told = size, size is not None
+        if self.count > 1:
+            self._tables.look()
         try:
             yield
         finally:
@@ -104,6 +116,7 @@ class Vertical:
         """The whole module is called: with the batch, where no step has told of it."""
         if self.count > 1 and not self._told and not self._inside:
             self.batch = first_size((args, kwargs))
+            self._tables.look()
 
     # -- units --------------------------------------------------------------------------------------------------------
 
@@ -146,7 +159,7 @@ class Vertical:
         kwargs: Any,
     ) -> Any:
         size = self.batch if self.batch is not None else first_size((args, kwargs))
-        inputs = Inputs(args, kwargs, size, self.count)
+        inputs = Inputs(args, kwargs, size, self.count, tables=self._tables)
         title = f"unit {unit.title}"
         if not torch.is_grad_enabled():
             # Whatever comes in an evaluation is welcome: a batch of another size, a cache of keys and values.
