@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import weakref
 from collections import Counter
@@ -510,6 +511,16 @@ def test_refused_in_a_forward(module: nn.Module, x: Tensor, words: str) -> None:
     engine.release()
 
 
+def test_an_evaluation_does_not_change_buffers_chunk_by_chunk() -> None:
+    module = Layers(Counts(), Counts())
+    engine = vertical(module, stage=3, offload="cpu")
+    with torch.no_grad(), pytest.raises(RuntimeError, match=r"changes the buffer seen of Counts"):
+        module(torch.randn(ROWS, 8))
+    with torch.no_grad():
+        assert module(torch.randn(ROWS + 1, 8)).isfinite()
+    engine.release()
+
+
 def test_a_unit_may_keep_what_has_no_gradient() -> None:
     module = Passes("looks")
     engine = vertical(module, stage=3, offload="cpu")
@@ -587,6 +598,72 @@ def test_a_mask_as_long_as_the_batch_is_refused(first: bool) -> None:
     engine = vertical(module, k=ROWS, stage=3)
     with pytest.raises(CannotDivide, match=r"a mask of \[8, ...\] may belong to either, got \[8, 8, 8\]"):
         module(torch.randn(ROWS, ROWS, 8))
+    engine.release()
+
+
+class Heads(nn.Module):
+    """Attention with a bias of heads, of which there are as many as samples; and a number for each of two experts."""
+
+    def __init__(self, gives: bool = False) -> None:
+        super().__init__()
+        self.inner, self.gives = nn.Linear(16, 16), gives
+
+    def forward(self, x: Tensor, bias: Tensor) -> Any:
+        q = x.unflatten(2, (8, 2)).transpose(1, 2)
+        scores = q @ q.transpose(2, 3) + bias
+        x = x + self.inner((scores.softmax(-1) @ q).transpose(1, 2).flatten(2))
+        return (x, x.flatten(0, 1)[:, :2].mean(0)) if self.gives else x
+
+
+class OfHeads(nn.Module):
+    def __init__(self, bias: Tensor, gives: bool = False) -> None:
+        super().__init__()
+        self.enter, self.blocks = nn.Linear(16, 16), nn.ModuleList([Heads(gives), Heads(gives)])
+        self.bias = [bias]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, loads = self.enter(x), torch.zeros(2)
+        for block in self.blocks:
+            x = block(x, self.bias[0])
+            x, loads = (x[0], loads + x[1]) if isinstance(x, tuple) else (x, loads)
+        return x.mean() + loads.sum()
+
+
+@pytest.mark.parametrize(
+    ("k", "bias", "gives", "words"),
+    [
+        # A row [1, 5, 5] of the bias fits all heads, and nothing would tell.
+        (8, torch.randn(8, 5, 5), False, r"takes 2 samples as it takes 1.*\[8, 5, 16\], \[8, 5, 5\] are divided"),
+        (8, torch.randn(8, 1, 5, 5), False, None),
+        (4, torch.randn(1, 8, 5, 5), True, r"got one that is \[2\] for 2 samples and \[2\] for 4"),
+        (2, torch.randn(1, 8, 5, 5), True, r"first dimension is that of the 4 samples of a chunk.*got \[2\]"),
+    ],
+    ids=["a bias", "a bias of samples", "a result like chunks", "a result unlike chunks"],
+)
+def test_sizes_that_are_the_batchs_by_chance(k: int, bias: Tensor, gives: bool, words: str | None) -> None:
+    module = OfHeads(bias, gives)
+    engine = vertical(module, k=k, stage=3)
+    x, plain = torch.randn(8, 5, 16), OfHeads(bias, gives)
+    plain.load_state_dict(engine.state_dict())
+    state = torch.get_rng_state()
+    for _ in range(2 if k == 8 else 0):  # in an evaluation it is run whole
+        with torch.no_grad():
+            assert torch.allclose(module(x), plain(x))
+    with pytest.raises(CannotDivide, match=words) if words else contextlib.nullcontext():
+        module(x).backward()
+    assert torch.equal(state, torch.get_rng_state())
+    engine.release()
+
+
+def test_an_error_in_a_chunk_says_what_was_divided() -> None:
+    module = OfHeads(torch.randn(8, 5, 5))
+    engine = vertical(module, k=4, stage=3)
+    with pytest.raises(RuntimeError, match="must match the size") as raised:
+        module(torch.randn(8, 5, 16))
+    assert raised.value.__notes__ == [
+        "unit blocks.0 was being run in 4 chunks: Of its inputs, [8, 5, 16], [8, 5, 5] are divided along their first "
+        "dimension."
+    ]
     engine.release()
 
 

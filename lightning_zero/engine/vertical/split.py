@@ -9,7 +9,7 @@ mean, as ordinary accumulation has it. What all chunks give alike for all sample
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from enum import Enum
 from numbers import Number
 from typing import Any
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero.engine.passes.containers import copy_containers, map_leaves
+from lightning_zero.engine.vertical.tables import Tables
 
 _PLAIN = (type(None), Number, str, bytes, Enum, torch.dtype, torch.device, torch.Size, torch.layout, type, nn.Module)
 _DEPTH = 4  # of objects in objects that are looked into
@@ -66,7 +67,9 @@ class Inputs:
         count: of chunks.
     """
 
-    def __init__(self, args: Any, kwargs: Any, size: int | None, count: int, *, tables: Container[Tensor] = ()) -> None:
+    def __init__(
+        self, args: Any, kwargs: Any, size: int | None, count: int, *, tables: Tables | Collection[Tensor] = ()
+    ) -> None:
         self.size, self.count = size or 0, count
         self.tensors: list[Tensor] = []
         numbers: dict[int, int] = {}
@@ -118,6 +121,10 @@ class Inputs:
         return None
 
     @property
+    def shapes_divided(self) -> str:
+        return ", ".join(str(list(shape)) for shape, is_so in zip(self._shapes, self.divided, strict=True) if is_so)
+
+    @property
     def holds_objects(self) -> bool:
         """Whether an argument is an object with tensors inside, such as a cache of keys and values."""
         return any(True for other in self._others for _ in _tensors_in(other))
@@ -133,6 +140,11 @@ class Inputs:
             tensor.narrow(0, low, self.chunk_size) if divided else tensor
             for tensor, divided in zip(tensors, self.divided, strict=True)
         ]
+
+    def two_chunks(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The tensors of the first two chunks, as if they were one."""
+        pairs = zip(tensors, self.divided, strict=True)
+        return [tensor.narrow(0, 0, 2 * self.chunk_size) if divided else tensor for tensor, divided in pairs]
 
     def arguments(self, tensors: Sequence[Tensor]) -> tuple[Any, Any]:
         """Positional arguments and those by name, with ``tensors`` in their places, in containers of their own."""
@@ -215,6 +227,23 @@ class Outputs:
             return _Place(numbers[id(leaf)])
 
         return map_leaves(result, place), found
+
+    def check_twice(self, result: Any, given: Sequence[Tensor]) -> None:
+        """Check that ``result``, for two chunks as one, is twice as long where results are put one behind the other.
+
+        Raises:
+            CannotDivide: something has the length of a chunk by chance: a number for each of so many experts.
+        """
+        _, found = self.places(result, given)
+        for tensor, whole, length in zip(found, self.tensors, self._chunk_lengths, strict=False):
+            # Of chunks of one sample, a bias [1, ...] is put one behind the other too, which does no harm.
+            expected = (2, 1) if length == 1 else (2 * length,)
+            if length and (not tensor.ndim or tensor.shape[0] not in expected):
+                raise CannotDivide(
+                    "expected results whose first dimension is that of the samples, or 1, or 0-d tensors, got one that "
+                    f"is {[length, *whole.shape[1:]]} for {self._inputs.chunk_size} samples and {list(tensor.shape)} "
+                    f"for {2 * self._inputs.chunk_size}"
+                )
 
     def _make(self, tensor: Tensor) -> Tensor:
         if tensor.layout is not torch.strided or tensor.is_nested:

@@ -85,7 +85,10 @@ class Vertical:
         self._passes = ref(passes)
         self._offload_inputs, self._pin_memory = offload_inputs, pin_memory
         self._trigger: Tensor | None = None
-        self._seen: set[int] = set()  # numbers of units that have been looked at
+        # Numbers of units:
+        self._seen: set[int] = set()  # that have been looked at
+        self._evaluated: set[int] = set()  # ... in an evaluation
+        self._whole: set[int] = set()  # that an evaluation could not divide
 
     # -- the size of the batch ----------------------------------------------------------------------------------------
 
@@ -163,9 +166,19 @@ class Vertical:
         title = f"unit {unit.title}"
         if not torch.is_grad_enabled():
             # Whatever comes in an evaluation is welcome: a batch of another size, a cache of keys and values.
-            if inputs.why_not() is not None or inputs.holds_objects:
+            if unit.index in self._whole or inputs.why_not() is not None or inputs.holds_objects:
                 return inner(*args, **kwargs)
-            return Chunked(inner, inputs, title=title, in_chunk=self._in_chunk, help=_HELP).without_graph()
+            # One row fits everything: there a size that is the batch's by chance would not be told by an error.
+            first = inputs.chunk_size == 1 and unit.index not in self._seen | self._evaluated
+            function = changes_with_batch(inner, module, title)
+            call = Chunked(function, inputs, title=title, in_chunk=self._in_chunk, first=first, help=_HELP)
+            try:
+                result = call.without_graph()
+            except CannotDivide:
+                self._whole.add(unit.index)
+                return inner(*args, **kwargs)
+            self._evaluated.add(unit.index)
+            return result
         if (why := inputs.why_not()) is not None:
             raise CannotDivide(f"{title} is run in {self.count} chunks: {why}. {_HELP}")
         trains = [param.requires_grad for param in params]
