@@ -699,6 +699,8 @@ def test_units_on_the_whole_batch() -> None:
     module(x).backward()
     plain(x).backward()
     assert_close({name: p.grad for name, p in plain.named_parameters() if p.grad is not None}, gradients(module))
+    for buffer, other in zip(module.buffers(), plain.buffers(), strict=True):  # moved once, though computed twice
+        assert torch.equal(buffer, other)
     engine.release()
 
 
