@@ -18,7 +18,7 @@
     gradient_sentinels  what stands in ``param.grad``
     grad_norms          norms of gradients; total_norm: as torch's clipping asks for that of many
     grad_changes        what may be done to gradients in place
-    recompute           activation checkpointing by unit
+    recompute           activation checkpointing by unit; buffers_again: what its second forwards are not to change
     compiled            torch.compile, of what units compute
     output_dtypes       modules that give back the dtype that they were given
     containers          tensors in any container that a module returns

@@ -176,7 +176,7 @@ class Passes:
         self._needed: Unit | None = None  # the last unit whose weights a backward has read
         self.aborted = False
         self.calls_meet = False
-        self.vertical = Vertical(1, self, offload_inputs=False, pin_memory=False)
+        self.vertical = Vertical(1, self)
 
     @property
     def root(self) -> Unit:
