@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from lightning_zero.config import ConfigError
 from lightning_zero.engine.engine import Engine, engines
@@ -52,6 +53,11 @@ def chunked_loss(
         ConfigError: sizes that do not fit, a ``loss`` that does not give one number for each token, or an unknown
             ``reduction``.
     """
+    if has_torch_function_variadic(hidden, targets):  # as torch's own losses ask: a step on parts makes means of them
+        return handle_torch_function(  # type: ignore[no-any-return]
+            chunked_loss, (hidden, targets), head, loss, hidden, targets, chunks=chunks, ignore_index=ignore_index,
+            reduction=reduction,
+        )  # fmt: skip
     if reduction not in _REDUCTIONS:
         raise ConfigError(f"chunked_loss: expected reduction to be one of {', '.join(_REDUCTIONS)}, got {reduction!r}.")
     if hidden.shape[:-1] != targets.shape:
