@@ -165,20 +165,9 @@ class Vertical:
         inputs = Inputs(args, kwargs, size, self.count, tables=self._tables)
         title = f"unit {unit.title}"
         if not torch.is_grad_enabled():
-            # Whatever comes in an evaluation is welcome: a batch of another size, a cache of keys and values.
-            if unit.index in self._whole or inputs.why_not() is not None or inputs.holds_objects:
-                return inner(*args, **kwargs)
-            # One row fits everything: there a size that is the batch's by chance would not be told by an error.
-            first = inputs.chunk_size == 1 and unit.index not in self._seen | self._evaluated
-            function = changes_with_batch(inner, module, title)
-            call = Chunked(function, inputs, title=title, in_chunk=self._in_chunk, first=first, help=_HELP)
-            try:
-                result = call.without_graph()
-            except CannotDivide:
-                self._whole.add(unit.index)
-                return inner(*args, **kwargs)
-            self._evaluated.add(unit.index)
-            return result
+            return self._evaluate(
+                unit, changes_with_batch(inner, module, title), inputs, lambda: inner(*args, **kwargs)
+            )
         if (why := inputs.why_not()) is not None:
             raise CannotDivide(f"{title} is run in {self.count} chunks: {why}. {_HELP}")
         trains = [param.requires_grad for param in params]
@@ -216,6 +205,22 @@ class Vertical:
             return call.without_graph()
         result = self.with_graph(call, any(trains))
         self._seen.add(unit.index)
+        return result
+
+    def _evaluate(self, unit: Unit, function: Callable[..., Any], inputs: Inputs, whole: Callable[[], Any]) -> Any:
+        """Whatever comes in an evaluation is welcome: a batch of another size, a cache of keys and values. ``whole``
+        computes it at once."""
+        if unit.index in self._whole or inputs.why_not() is not None or inputs.holds_objects:
+            return whole()
+        # One row fits everything: there a size that is the batch's by chance would not be told by an error.
+        first = inputs.chunk_size == 1 and unit.index not in self._seen | self._evaluated
+        call = Chunked(function, inputs, title=f"unit {unit.title}", in_chunk=self._in_chunk, first=first, help=_HELP)
+        try:
+            result = call.without_graph()
+        except CannotDivide:
+            self._whole.add(unit.index)
+            return whole()
+        self._evaluated.add(unit.index)
         return result
 
     def with_graph(self, call: Chunked, trains: bool) -> Any:
