@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -70,17 +70,20 @@ def describe(
         hugging_face: a folder, or a ``config.json``, of a causal language model that takes the place of ``model``.
 
     Raises:
-        ConfigError: it cannot be built on the meta device.
+        Exception: of its own code, where it cannot be built.
     """
     from lightning_zero.engine.units.describe import bucket_shapes, describe_units
 
     precision, zero = precision_row(config), for_layout(config.zero)
-    with on_meta(config, precision):
-        if hugging_face is None:
-            module = build_model(config, explicit)
-            module.configure_model()
-        else:
-            module = causal_lm(hugging_face)
+
+    def build() -> LightningModule:
+        if hugging_face is not None:
+            return causal_lm(hugging_face)
+        module = build_model(config, explicit)
+        module.configure_model()
+        return module
+
+    module = on_meta(build, precision)
     units = describe_units(module, zero, precision)
     limits = Limits(
         zero.prefetch_bytes,
@@ -108,25 +111,46 @@ def describe(
     return with_activations(found, module, config, batch, both_ways=both_ways)
 
 
-@contextlib.contextmanager
-def on_meta(config: TrainConfig, precision: Precision) -> Iterator[None]:
-    """Inside, modules are built without memory, in the dtype of a run."""
+def on_meta(build: Callable[[], LightningModule], precision: Precision) -> LightningModule:
+    """The module that ``build`` makes, without memory, in the dtype of a run."""
     import torch
 
     from lightning_zero.engine.units.describe import TRUE_DTYPES
 
     dtype = torch.get_default_dtype()
     # What a model prints belongs to no JSON document.
-    with contextlib.redirect_stdout(sys.stderr), torch.device("meta"):
+    with contextlib.redirect_stdout(sys.stderr):
         try:
             torch.set_default_dtype(TRUE_DTYPES.get(precision, dtype))
-            yield
-        except NotImplementedError as error:
-            raise ConfigError(
-                f"model: {config.model.get('_target_')} cannot be built on the meta device: {error}"
-            ) from error
+            try:
+                with torch.device("meta"):
+                    return build()
+            except ConfigError:
+                raise
+            except Exception as error:
+                return _parameters_on_meta(build, error)
         finally:
             torch.set_default_dtype(dtype)
+
+
+def _parameters_on_meta(build: Callable[[], LightningModule], error: Exception) -> LightningModule:
+    """As :func:`on_meta`, for code that goes by values (``[x.item() for x in torch.linspace(0, 0.1, depth)]``): tensors
+    have values, and a parameter loses them when a module gets it.
+
+    Args:
+        error: of the attempt without any values.
+    """
+    from lightning_zero.engine.passes.hooks import parameters_on_meta
+
+    try:
+        with parameters_on_meta():
+            return build().to("meta")
+    except Exception as again:
+        again.add_note(
+            "(A plan builds the model without the values of its parameters. Built without any values it raised "
+            f"{type(error).__name__}: {error})"
+        )
+        raise
 
 
 def optimizer_states(config: TrainConfig) -> int:

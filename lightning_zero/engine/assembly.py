@@ -358,7 +358,11 @@ class Assembly:
 
     @outside_autograd
     def settle(self) -> None:
-        """Wait for steps and the gathers that follow them: masters may be read and changed from here on."""
+        """Wait for steps and the gathers that follow them: masters may be read and changed from here on.
+
+        On all ranks: after an exception they first agree on whether their groups can still be used.
+        """
+        self.passes.recover()
         self.after_step.settle()
 
     def forget_zeroed(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -18,7 +19,9 @@ class SequencePart:
         sharers: the ranks that have the other parts.
         length: positions of one part; ``None``: nothing was cut yet.
         met: calls of attention that were given the whole sequence.
-        averaged: the loss is a mean over the tokens of all parts already.
+        batch: sequences of the batch; ``None``: nothing was cut yet.
+        exact: the step has made a mean over the tokens of all parts, with gradients: its loss counts them already.
+        unreduced: a loss with gradients that is no mean, in the words of the call; ``None``: there was none.
         knows_positions: the model has asked where its part lies.
         counts: tokens that count in the loss, of this part and of all: 0-d tensors; ``None``: all parts have as many.
         whole_positions: ``[batch, positions]`` of the whole sequence, where the batch had them.
@@ -28,11 +31,14 @@ class SequencePart:
         self.sharers = sharers
         self.rank, self.size = sharers.rank, sharers.size
         self.length: int | None = None
+        self.batch: int | None = None
         self.met = 0
-        self.averaged = False
+        self.exact = False
+        self.unreduced: str | None = None
         self.knows_positions = False
         self.counts: tuple[Tensor, Tensor] | None = None
         self.whole_positions: Tensor | None = None
+        self._means: list[weakref.ref[Tensor]] = []  # over all parts
 
     @property
     def whole_length(self) -> int | None:
@@ -61,7 +67,7 @@ class SequencePart:
                 f"zero.sequence_parallel: expected tensors of {self.whole_length} positions in one batch, got {whole} "
                 f"(dimension {dim} of {tuple(tensor.shape)}). Cut what belongs to other sequences in split_sequence."
             )
-        self.length = length
+        self.length, self.batch = length, tensor.shape[0] if dim == 1 else self.batch
         # In memory of its own, as a whole batch is: steps call ``labels.view(-1)``.
         return tensor.narrow(dim, self.rank * length, length + overlap).contiguous()
 
@@ -86,10 +92,43 @@ class SequencePart:
         parts = self.sharers.exchange(rows, "parts of a small tensor").view(self.size, *tensor.shape)
         return torch.cat(list(parts), dim=1)
 
-    def mean(self, loss: Tensor) -> Tensor:
-        """The mean over all parts of ``loss``, the mean over the tokens of this part: the same value on all ranks."""
-        self.averaged = True
-        if self.counts is None:
+    def mean_of(self, mean: Tensor, count: Tensor) -> Tensor:
+        """The mean over the tokens of all parts, of ``mean`` over the ``count`` tokens of this one, with gradients.
+
+        Args:
+            mean: 0-d; anything where ``count`` is 0.
+            count: 0-d; or the sum of the weights of tokens.
+
+        Returns:
+            The same value on all ranks; NaN where no part has any tokens.
+        """
+        count = count.to(torch.float64)
+        own = torch.where(count > 0, mean.to(torch.float64) * count, 0.0)
+        total, counts = sum_of_parts(torch.stack([own, count]), self.sharers).unbind()
+        return self.is_exact((total / counts).to(mean.dtype))
+
+    def is_exact(self, mean: Tensor) -> Tensor:
+        """Say that ``mean`` is one over the tokens of all parts. Returns it."""
+        self.exact = self.exact or mean.requires_grad
+        self._means.append(weakref.ref(mean))
+        return mean
+
+    def loss(self, loss: Tensor) -> Tensor:
+        """The loss of the whole sequences, of ``loss`` that a step has made of this part.
+
+        Raises:
+            ConfigError: it is made of a sum, or of losses of each token, in a way that nothing tells of.
+        """
+        if any(made() is loss for made in self._means):
+            return loss
+        if self.unreduced is not None and not self.exact:
+            raise ConfigError(
+                "zero.sequence_parallel: expected a loss that is a mean over tokens, got one that is made of "
+                f"{self.unreduced} in a part of the sequence. Use reduction='mean', which is the mean over all parts, "
+                "or lightning_zero.mean_over_tokens(values, where) of the losses of each token."
+            )
+        if self.exact or self.counts is None:
+            # Equal shares: where the loss is a mean over all parts and something beside it, the mean stays what it is.
             return sum_of_parts(loss / self.size, self.sharers)
         own, whole = (count.to(loss.device) for count in self.counts)
         # A part without tokens has a mean of NaN and gradients of 0. It counts nothing. Where no part has any, the mean
@@ -174,13 +213,16 @@ def mean_over_tokens(values: Tensor, where: Tensor | None = None, *, dim: int | 
         A 0-d tensor; with ``dim``, ``values`` without that dimension. NaN where nothing counts.
     """
     part = current()
-    if part is not None:
-        part.averaged = True
-    if where is None:
-        mean = values.mean() if dim is None else values.mean(dim)
-        return mean if part is None else sum_of_parts(mean / part.size, part.sharers)
-    kept, counts = torch.where(where, values, torch.zeros_like(values)), where.to(values.dtype)
-    total, count = (kept.sum(), counts.sum()) if dim is None else (kept.sum(dim), counts.sum(dim))
-    if part is None:
-        return total / count
-    return sum_of_parts(total, part.sharers) / part.sharers.sum_(count.contiguous())
+    dims = tuple(range(values.dim())) if dim is None else (dim,)
+    with torch._C.DisableTorchFunction():  # not taken for a mean of a part
+        if where is None:
+            mean = values.mean(dims)
+            return mean if part is None else part.is_exact(sum_of_parts(mean / part.size, part.sharers))
+        dtype = torch.promote_types(values.dtype, torch.float32)  # sums and counts that half precision does not hold
+        where = where.expand_as(values)
+        total = torch.where(where, values, torch.zeros_like(values)).sum(dims, dtype=dtype)
+        count = where.sum(dims, dtype=dtype)
+        if part is not None:
+            total, count = sum_of_parts(total, part.sharers), part.sharers.sum_(count.contiguous())
+        mean = (total / count).to(values.dtype)
+        return mean if part is None else part.is_exact(mean)

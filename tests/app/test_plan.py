@@ -102,7 +102,7 @@ def test_the_table(command: Any, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []  # nothing is left behind
 
 
-@pytest.mark.parametrize("columns", [80, 100, 120])
+@pytest.mark.parametrize("columns", [80, pytest.param(100, marks=pytest.mark.full), 120])
 def test_a_narrow_terminal(command: Any, monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
     """Nothing is cut off: long sizes, what is split over tiers, and what lacks everywhere."""
     monkeypatch.setenv("COLUMNS", str(columns))
@@ -199,6 +199,34 @@ def test_sizes() -> None:
 def test_states_are_those_of_the_optimizer(command: Any, optimizer: tuple[str, ...], states: int) -> None:
     assert json.loads(command("json=true", *optimizer)[1])["model"]["optimizer_states"] == states
     assert json.loads(command("json=true", "optimizer_states=3", *optimizer)[1])["model"]["optimizer_states"] == 3
+
+
+def test_a_model_that_looks_at_values_while_it_is_built(command: Any, tmp_path: Path) -> None:
+    """As many do for the rates of stochastic depth. What raises anyway says so itself, with its traceback."""
+    (tmp_path / "drops.py").write_text(
+        "import torch\n"
+        "from lightning.pytorch import LightningModule\n"
+        "class Drops(LightningModule):\n"
+        "    def __init__(self, asks=True, raises=False):\n"
+        "        super().__init__()\n"
+        "        depth = int(torch.linspace(1, 3, 2)[-1].item()) if asks else 3\n"
+        "        self.layers = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(depth))\n"
+        "        self.layers[2].weight = self.layers[0].weight\n"
+        "        self.register_buffer('scale', torch.ones(4))\n"
+        "        if raises:\n"
+        "            raise NotImplementedError('not on this machine')\n"
+        "    def training_step(self, batch, batch_idx):\n"
+        "        return self.layers[0](batch[:, :8].float()).sum()\n"
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(tmp_path)
+        own = ("~model", "+model._target_=drops.Drops", "json=true", *MACHINE)
+        code, asking, err = command(*own)
+        assert code == 0, err
+        code, plain, _ = command(*own, "+model.asks=false")
+        assert code == 0 and json.loads(asking) == json.loads(plain)
+        code, _, err = command(*own, "+model.raises=true")
+        assert code == 1 and re.search(r'drops\.py", line 11.*\nNotImplementedError: not on this machine\n', err, re.S)
 
 
 def test_the_machine_at_hand(command: Any, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention as by_name
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import lightning_zero
@@ -161,7 +162,7 @@ def loader(data: Dataset[Any], of: pl.Trainer) -> DataLoader[Any]:
 def fit(module: pl.LightningModule, data: Texts, root: Path, size: int, stage: int = 3, **settings: Any) -> Record:
     record = Record()
     strategy = ZeroStrategy(stage, sequence_parallel=size, summary=False, **settings.pop("zero", {}))
-    of = trainer(strategy, root, max_epochs=1, callbacks=[record], **settings)
+    of = trainer(strategy, root, max_epochs=1, callbacks=[record, *settings.pop("callbacks", ())], **settings)
     of.fit(module, loader(data, of))
     return record
 
@@ -235,6 +236,26 @@ def test_own_attention_equals_one_process(stage: str, tmp_path: Path) -> None:
         make = lambda h=heads, k=keys: Own(h, k)  # noqa: E731
         for size in {2, dist.get_world_size()}:
             assert_parity(make, loss_of_pair, "pair", tmp_path, size, int(stage), ignored=heads == keys)
+
+
+class Again(Own):
+    """Blocks by the user's own activation checkpointing, with attention by a name that only a mode finds."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.reentrant = reentrant
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens) + self.position(lightning_zero.sequence_positions(tokens.shape[1]))
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return self.head(x)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_of_the_users_own_sees_whole_sequences_again(reentrant: bool, tmp_path: Path) -> None:
+    assert_parity(lambda: Again(reentrant), loss_of_pair, "pair", tmp_path, 2, 1)
 
 
 @on_ranks(2)

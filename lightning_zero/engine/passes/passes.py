@@ -236,11 +236,11 @@ class Passes:
     def recover(self) -> None:
         """Go on after an exception has ended a pass, if it has. On all ranks."""
         if self.aborted:
-            self.aborted = False
             # How many refreshes a rank has issued by now depends on its worker. ``resume`` compares the numbers of
             # operations, so each rank issues all of its refreshes first: equal numbers must mean equal operations.
             self.after_step.flush()
             self.comm.resume()
+            self.aborted = False  # last: where ranks have come to different calls, the next one has to agree again
 
     @outside_autograd
     def end(self) -> None:

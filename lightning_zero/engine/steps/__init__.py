@@ -15,6 +15,7 @@ r"""A step: from reduced gradients to new parameters.
     windows           ... what of them is stepped at a time, and its way from shards and back
     owned             ... those of this rank, and their state
     in_parts          ... by several calls of the class's step
+    evaluations       ... by a step that calls its closure itself
     probe             ... tried on small tensors before training
     mixed_dtypes      steps where a slice and its gradient differ in dtype
     narrow_states     steps whose state rests in bf16 or in 8 bits

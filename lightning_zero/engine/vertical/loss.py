@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from lightning_zero.config import ConfigError
 from lightning_zero.engine.engine import Engine, engines
@@ -57,6 +58,11 @@ def chunked_loss(
             f"chunked_loss: expected head to be a module, whose parameters are to have gradients, got a "
             f"{type(head).__name__}. For a weight that is another module's, give a module that has the same parameter."
         )
+    if has_torch_function_variadic(hidden, targets):  # as torch's own losses ask: a step on parts makes means of them
+        return handle_torch_function(  # type: ignore[no-any-return]
+            chunked_loss, (hidden, targets), head, loss, hidden, targets, chunks=chunks, ignore_index=ignore_index,
+            reduction=reduction,
+        )  # fmt: skip
     if reduction not in _REDUCTIONS:
         raise ConfigError(f"chunked_loss: expected reduction to be one of {', '.join(_REDUCTIONS)}, got {reduction!r}.")
     if hidden.shape[:-1] != targets.shape:

@@ -1,0 +1,158 @@
+"""Losses under ``zero.sequence_parallel``: each token counts once, wherever those lie that do not count."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+import lightning_zero
+from lightning_zero.config import ConfigError
+from lightning_zero.sequence.step import _fingerprint
+from tests.harness import on_ranks
+from tests.trainer.test_long_sequences import LR, VOCABULARY, Own, Texts, assert_parity, fit, one_process
+from tests.trainer.toys import seeded, some_of
+
+IGNORED = 4  # a token
+
+
+def loss_of_step(module: Any, batch: Any) -> Tensor:
+    loss: Tensor = module.training_step(batch, 0)
+    return loss
+
+
+class Loss(Own):
+    """A loss of one form, of labels of which nearly all that do not count are in one part."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.form = form
+
+    def split_sequence(self, batch: Any, part: Any) -> Any:
+        return [part.of(tensor) for tensor in batch]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        tokens, labels = batch
+        if self.form == "chunked":
+            return lightning_zero.chunked_loss(self.head, None, self.hidden(tokens), labels, chunks=2)
+        logits = self(tokens)
+        flat = logits.flatten(0, 1)
+        if self.form == "index":
+            return F.cross_entropy(flat, torch.where(labels < 0, IGNORED, labels).flatten(), ignore_index=IGNORED)
+        if self.form == "weight":
+            weight = torch.arange(1.0, VOCABULARY + 1)
+            return F.cross_entropy(flat, labels.flatten(), weight, label_smoothing=0.1)
+        if self.form == "nll":
+            return F.nll_loss(flat.log_softmax(-1), labels.flatten())
+        if self.form == "two":  # which count other tokens, and one that is a mean over as many values in each part
+            other = torch.where(tokens > 6, labels, -100).flatten()
+            return F.cross_entropy(flat, labels.flatten()) + F.cross_entropy(flat, other) + 0.1 * flat.square().mean()
+        if self.form == "beside":  # a mean that is logged says nothing of the loss
+            right = (logits.argmax(-1) == labels).float()
+            self.accuracy = lightning_zero.mean_over_tokens(right, labels != -100)
+            return F.cross_entropy(flat, labels.flatten())
+        if self.form == "values":
+            return F.mse_loss(logits, torch.zeros_like(logits))
+        nats = F.cross_entropy(flat, labels.flatten(), reduction="none" if self.form == "each" else "sum")
+        return nats.sum()
+
+    def hidden(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens) + self.position(lightning_zero.sequence_positions(tokens.shape[1]))
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+FORMS = ("index", "weight", "nll", "two", "beside", "values", "chunked")
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("form", some_of(FORMS, "index", "two", "chunked"))
+def test_each_token_counts_once(form: str, tmp_path: Path) -> None:
+    assert_parity(lambda: Loss(form), loss_of_step, "pair", tmp_path, 2, 1, ignored=True)
+
+
+@on_ranks(2)
+def test_losses_that_are_no_means_are_refused(tmp_path: Path) -> None:
+    for form, words in (("sum", "reduction='sum'"), ("each", "reduction='none'")):
+        with pytest.raises(ConfigError, match=words):
+            fit(seeded(lambda f=form: Loss(f)), Texts("pair", 1), tmp_path, 2, 1)
+
+
+class TwoSteps(Own):
+    """Two optimizer steps for each batch, by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        tokens, labels = batch
+        optimizer: Any = self.optimizers()
+        for wanted in (labels, torch.where(tokens > 5, labels, -100)):
+            loss = loss_of(self, tokens, wanted)
+            self.manual_backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        return {"loss": loss}
+
+
+def loss_of(module: Own, tokens: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(module(tokens).flatten(0, 1), labels.flatten())
+
+
+@on_ranks(2)
+def test_each_loss_of_manual_optimization_counts_its_tokens(tmp_path: Path) -> None:
+    data = Texts("pair", 1, ignored=True)
+    expected, losses = seeded(Own), []
+    optimizer = torch.optim.SGD(expected.parameters(), lr=LR)
+    for tokens, labels in DataLoader(data, batch_size=2):
+        for wanted in (labels, torch.where(tokens > 5, labels, -100)):
+            loss = loss_of(expected, tokens, wanted)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    found = seeded(TwoSteps)
+    assert fit(found, data, tmp_path, 2, 3).losses == pytest.approx(losses, rel=1e-6)
+    with lightning_zero.gather(found):
+        for name, value in expected.state_dict().items():
+            torch.testing.assert_close(found.state_dict()[name], value, rtol=1e-5, atol=1e-6)
+
+
+class Logs(Own):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("alone", loss)
+        self.log("together", loss, sync_dist=True)
+        return loss
+
+
+class Logged(pl.Callback):
+    def __init__(self) -> None:
+        self.found: list[tuple[float, float]] = []
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        self.found.append(tuple(trainer.callback_metrics[name].item() for name in ("alone", "together")))
+
+
+@on_ranks(2)
+def test_what_is_logged_in_a_step_is_the_loss_of_whole_texts(tmp_path: Path) -> None:
+    """Also on a rank whose part has no labels, where a mean of its own would be NaN."""
+    data, logged = Texts("pair", 1, ignored=True), Logged()
+    expected, _ = one_process(seeded(Own), data, 1, lambda module, batch: loss_of(module, *batch))
+    fit(seeded(Logs), data, tmp_path, 2, 1, callbacks=[logged])
+    assert logged.found == [(pytest.approx(loss, rel=1e-6),) * 2 for loss in expected[0]]
+
+
+def test_batches_of_any_mapping_are_compared() -> None:
+    transformers = pytest.importorskip("transformers")
+    batches = [transformers.BatchEncoding({"input_ids": torch.tensor([[1, 2], [3, last]])}) for last in (4, 5, 4)]
+    one, other, same = map(_fingerprint, batches)
+    assert one == same != other
