@@ -8,7 +8,8 @@
 
     hooks               all hooks on modules and tensors
     events              what hooks tell a pass
-    passes              the open pass, what begins and ends it
+    passes              the open pass, what begins and ends it; open_pass: its phases; graph_task: backwards untold
+    stays               units that are gathered for a use, and dropped
     compute_lane        what is computed when, for who records it
     progress            what each unit still waits for in it
     gather_order        the order of gathers, learned and then run ahead of
@@ -23,4 +24,5 @@
     output_dtypes       modules that give back the dtype that they were given
     containers          tensors in any container that a module returns
     explain_dtypes      torch's errors about dtypes, with the setting that they come from
+    explain_weights     torch's errors about weights that come and go
 """

@@ -164,13 +164,12 @@ class Vertical:
         size = self.batch if self.batch is not None else first_size((args, kwargs))
         inputs = Inputs(args, kwargs, size, self.count, tables=self._tables)
         title = f"unit {unit.title}"
-        if not torch.is_grad_enabled():
-            return self._evaluate(
-                unit, changes_with_batch(inner, module, title), inputs, lambda: inner(*args, **kwargs)
-            )
+        trains = [param.requires_grad for param in params]
+        needed = any(trains) or any(tensor.requires_grad for tensor in inputs.tensors)
+        if not (torch.is_grad_enabled() and needed):
+            return self._without_graph(unit, module, inner, inputs, args, kwargs)
         if (why := inputs.why_not()) is not None:
             raise CannotDivide(f"{title} is run in {self.count} chunks: {why}. {_HELP}")
-        trains = [param.requires_grad for param in params]
 
         @contextlib.contextmanager
         def in_backward() -> Iterator[None]:
@@ -201,25 +200,29 @@ class Vertical:
             first=unit.index not in self._seen,
             help=_HELP,
         )
-        if not any(trains) and not any(tensor.requires_grad for tensor in inputs.tensors):
-            return call.without_graph()
         result = self.with_graph(call, any(trains))
         self._seen.add(unit.index)
         return result
 
-    def _evaluate(self, unit: Unit, function: Callable[..., Any], inputs: Inputs, whole: Callable[[], Any]) -> Any:
-        """Whatever comes in an evaluation is welcome: a batch of another size, a cache of keys and values. ``whole``
-        computes it at once."""
+    def _without_graph(
+        self, unit: Unit, module: nn.Module | None, inner: Callable[..., Any], inputs: Inputs, args: Any, kwargs: Any
+    ) -> Any:
+        """The result of a call that no backward follows: in chunks, or else whole.
+
+        Whatever comes in an evaluation is welcome: a batch of another size, a cache of keys and values.
+        """
         if unit.index in self._whole or inputs.why_not() is not None or inputs.holds_objects:
-            return whole()
+            return inner(*args, **kwargs)
+        title = f"unit {unit.title}"
         # One row fits everything: there a size that is the batch's by chance would not be told by an error.
         first = inputs.chunk_size == 1 and unit.index not in self._seen | self._evaluated
-        call = Chunked(function, inputs, title=f"unit {unit.title}", in_chunk=self._in_chunk, first=first, help=_HELP)
+        function = changes_with_batch(inner, module, title)
+        call = Chunked(function, inputs, title=title, in_chunk=self._in_chunk, first=first, help=_HELP)
         try:
             result = call.without_graph()
         except CannotDivide:
             self._whole.add(unit.index)
-            return whole()
+            return inner(*args, **kwargs)
         self._evaluated.add(unit.index)
         return result
 
