@@ -8,6 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -83,6 +84,23 @@ def test_losses_that_are_no_means_are_refused(tmp_path: Path) -> None:
     for form, words in (("sum", "reduction='sum'"), ("each", "reduction='none'")):
         with pytest.raises(ConfigError, match=words):
             fit(seeded(lambda f=form: Loss(f)), Texts("pair", 1), tmp_path, 2, 1)
+
+
+class Leaves(Own):
+    """A loss on the ranks only whose part has labels."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        tokens, labels = batch
+        logits = self(tokens)
+        if self.trainer.global_step and dist.get_rank() == 0:
+            return 0 * logits.sum()
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+@on_ranks(2)
+def test_losses_that_some_ranks_leave_out_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="Call them on all ranks"):
+        fit(seeded(Leaves), Texts("pair", 1), tmp_path, 2, 1)
 
 
 class TwoSteps(Own):
