@@ -104,21 +104,29 @@ def test_losses_that_some_ranks_leave_out_are_refused(tmp_path: Path) -> None:
 
 
 class TwoSteps(Own):
-    """Two optimizer steps for each batch, by hand."""
+    """Two optimizer steps for each batch, by hand; and losses by torch's function, or by hand too."""
 
-    def __init__(self) -> None:
+    def __init__(self, by_hand: bool) -> None:
         super().__init__()
         self.automatic_optimization = False
+        self.by_hand = by_hand
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         tokens, labels = batch
         optimizer: Any = self.optimizers()
-        for wanted in (labels, torch.where(tokens > 5, labels, -100)):
-            loss = loss_of(self, tokens, wanted)
+        for _ in range(2):
+            loss = self.loss(tokens, labels)
             self.manual_backward(loss)
             optimizer.step()
             optimizer.zero_grad()
+            labels = labels if self.by_hand else torch.where(tokens > 5, labels, -100)
         return {"loss": loss}
+
+    def loss(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        if not self.by_hand:
+            return loss_of(self, tokens, labels)
+        nats = -self(tokens).log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+        return nats[labels != -100].mean()
 
 
 def loss_of(module: Own, tokens: Tensor, labels: Tensor) -> Tensor:
@@ -128,20 +136,21 @@ def loss_of(module: Own, tokens: Tensor, labels: Tensor) -> Tensor:
 @on_ranks(2)
 def test_each_loss_of_manual_optimization_counts_its_tokens(tmp_path: Path) -> None:
     data = Texts("pair", 1, ignored=True)
-    expected, losses = seeded(Own), []
-    optimizer = torch.optim.SGD(expected.parameters(), lr=LR)
-    for tokens, labels in DataLoader(data, batch_size=2):
-        for wanted in (labels, torch.where(tokens > 5, labels, -100)):
-            loss = loss_of(expected, tokens, wanted)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        losses.append(loss.item())
-    found = seeded(TwoSteps)
-    assert fit(found, data, tmp_path, 2, 3).losses == pytest.approx(losses, rel=1e-6)
-    with lightning_zero.gather(found):
-        for name, value in expected.state_dict().items():
-            torch.testing.assert_close(found.state_dict()[name], value, rtol=1e-5, atol=1e-6)
+    for by_hand in (False, True):
+        expected, losses = seeded(lambda b=by_hand: TwoSteps(b)), []
+        optimizer = torch.optim.SGD(expected.parameters(), lr=LR)
+        for tokens, labels in DataLoader(data, batch_size=2):
+            for wanted in (labels, labels if by_hand else torch.where(tokens > 5, labels, -100)):
+                loss = expected.loss(tokens, wanted)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            losses.append(loss.item())
+        found = seeded(lambda b=by_hand: TwoSteps(b))
+        assert fit(found, data, tmp_path, 2, 3).losses == pytest.approx(losses, rel=1e-5)
+        with lightning_zero.gather(found):
+            for name, value in expected.state_dict().items():
+                torch.testing.assert_close(found.state_dict()[name], value, rtol=1e-5, atol=1e-6)
 
 
 class Logs(Own):
