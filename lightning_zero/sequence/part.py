@@ -197,7 +197,7 @@ def mean_over_tokens(values: Tensor, where: Tensor | None = None, *, dim: int | 
     loss that ``training_step`` makes of it is taken as it is.
 
     Args:
-        where: ``bool``, of the same shape: those that count. Default: all.
+        where: ``bool``, of the same shape or one that expands to it: those that count. Default: all.
         dim: only along this dimension, that of the sequence: one mean for each text, say. Default: along all.
 
     Returns:

@@ -36,10 +36,13 @@ class Loss(Own):
         self.form = form
 
     def split_sequence(self, batch: Any, part: Any) -> Any:
-        return [part.of(tensor) for tensor in batch]
+        return [*(part.of(tensor) for tensor in batch), batch[0][:, 0]]  # and what a text is labelled with
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        tokens, labels = batch
+        tokens, labels, *of_texts = batch
+        if self.form == "texts":
+            features = lightning_zero.mean_over_tokens(self.hidden(tokens), tokens[..., None] > 3, dim=1)
+            return F.cross_entropy(self.head(features), of_texts[0] if of_texts else tokens[:, 0])
         if self.form == "chunked":
             return lightning_zero.chunked_loss(self.head, None, self.hidden(tokens), labels, chunks=2)
         logits = self(tokens)
@@ -70,11 +73,11 @@ class Loss(Own):
         return x
 
 
-FORMS = ("index", "weight", "nll", "two", "beside", "values", "chunked")
+FORMS = ("index", "weight", "nll", "two", "beside", "values", "chunked", "texts")
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("form", some_of(FORMS, "index", "two", "chunked"))
+@pytest.mark.parametrize("form", some_of(FORMS, "index", "two", "chunked", "texts"))
 def test_each_token_counts_once(form: str, tmp_path: Path) -> None:
     assert_parity(lambda: Loss(form), loss_of_step, "pair", tmp_path, 2, 1, ignored=True)
 
