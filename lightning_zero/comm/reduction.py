@@ -111,7 +111,7 @@ class Pending:
     def wait(self) -> Tensor:
         """Wait for the operation and return its result. A second call returns the same result at once."""
         if self._works or self._event is not None:
-            with recording.stands(self._kind, self.label):
+            with recording.stands(self._kind, self.label, on_host=bool(self._works)):
                 for work in self._works:
                     self._comm.wait_work(work, self.label)
                 self._works = []

@@ -139,7 +139,7 @@ class Assembly:
         blocks = [(unit, module.get_submodule(unit.name)) for unit in self.units[1:]]
         offload = config.activation_checkpointing is Recompute.offload
         self.passes.vertical = vertical = Vertical(
-            config.micro_batches, self.passes, offload_inputs=offload, pin_memory=pin_memory
+            config.micro_batches, self.passes, module=module, offload_inputs=offload, pin_memory=pin_memory
         )
         if config.micro_batches == 1:
             return recompute_blocks(blocks, config.activation_checkpointing, self.passes, pin_memory=pin_memory)

@@ -102,7 +102,7 @@ def test_the_table(command: Any, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []  # nothing is left behind
 
 
-@pytest.mark.parametrize("columns", [80, 100, 120])
+@pytest.mark.parametrize("columns", [80, pytest.param(100, marks=pytest.mark.full), 120])
 def test_a_narrow_terminal(command: Any, monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
     """Nothing is cut off: long sizes, what is split over tiers, and what lacks everywhere."""
     monkeypatch.setenv("COLUMNS", str(columns))
@@ -185,6 +185,18 @@ def test_sizes() -> None:
         with pytest.raises(ConfigError, match="Change key"):
             parse_bytes("key", text)
     assert MachineConfig(gpu_memory="1kB").gpu_memory == 1000
+
+
+def test_state_of_whole_tensors_is_counted_by_tensor(command: Any) -> None:
+    """Adafactor keeps a row and a column of a matrix; nothing of it is as large as the parameters."""
+    model, zero3 = {}, {}
+    for name in ("adafactor", "adamw"):
+        document = json.loads(command("json=true", *MACHINE, f"optimizer={name}")[1])
+        model[name] = document["model"]
+        zero3[name] = row_of(document, "zero3", "none")["per_gpu"]
+    assert model["adafactor"]["optimizer_states"] is None and model["adamw"]["optimizer_state_bytes"] is None
+    assert 0 < model["adafactor"]["optimizer_state_bytes"] < model["adamw"]["parameters"]
+    assert zero3["adafactor"] < zero3["adamw"]
 
 
 @pytest.mark.parametrize(
