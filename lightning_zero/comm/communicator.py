@@ -316,7 +316,7 @@ class Communicator:
         self._agree(work, "the agreement on the next gather")
         return table.view(self.world_size, -1).t().tolist()  # type: ignore[no-any-return]
 
-    def resume(self) -> None:
+    def resume(self, what: str = "going on after an exception") -> None:
         """Replace the groups if ranks have issued different operations on them. Blocking, on all ranks.
 
         It is called after an exception has ended a pass. A rank issues the later half of a reduction when it finds the
@@ -325,8 +325,11 @@ class Communicator:
 
         Messages that were abandoned are not waited for: on groups that are replaced they may never end. On groups that
         stay, each is matched with its own and ends late, in the memory that it was issued with (``LATE``).
+
+        Args:
+            what: the purpose, in words.
         """
-        if self._groups is not None and not _alike(self.meet(self.issued, "going on after an exception")):
+        if self._groups is not None and not _alike(self.meet(self.issued, what)):
             # Given back before the pool is asked: the pool then sees that the counts differ, and leaves these alone.
             self._groups.user = lambda: None
             self._groups = GROUP_POOL.take(self._parent, self, self._kind, self.waits)

@@ -71,6 +71,7 @@ class Engine(Assembly):
         self.hide_whole(keep=False)
         self.timeline.close()
         self.abort()
+        self.passes.recover("engine.release(), which all ranks must call")
         self.settle()
         self.writes.take_all_over()
         self.writes.confirm_if_any()

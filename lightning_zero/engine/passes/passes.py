@@ -169,13 +169,17 @@ class Passes:
             self.root.unshard_begin()
         self.root.unshard_wait()
 
-    def recover(self) -> None:
-        """Go on after an exception has ended a pass, if it has. On all ranks."""
+    def recover(self, what: str = "going on after an exception") -> None:
+        """Go on after an exception has ended a pass, if it has. On all ranks.
+
+        Args:
+            what: the purpose, in words.
+        """
         if self.aborted:
             # How many refreshes a rank has issued by now depends on its worker. ``resume`` compares the numbers of
             # operations, so each rank issues all of its refreshes first: equal numbers must mean equal operations.
             self.after_step.flush()
-            self.comm.resume()
+            self.comm.resume(what)
             self.aborted = False  # last: where ranks have come to different calls, the next one has to agree again
 
     @outside_autograd
