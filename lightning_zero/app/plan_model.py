@@ -95,7 +95,7 @@ def describe(
         zero.reduce_bucket_bytes,
         config.trainer.accumulate_grad_batches,
     )
-    counted = states if states is not None else counted_states(config, units, list(module.parameters()))
+    counted = states if states is not None else counted_states(config, units, module)
     names, shapes = tuple(unit.name for unit in units), tuple(bucket_shapes(units))
     recomputes = zero.activation_checkpointing is not Recompute.none
     model = Model(
@@ -156,17 +156,17 @@ def _parameters_on_meta(build: Callable[[], LightningModule], error: Exception) 
         raise
 
 
-def counted_states(
-    config: TrainConfig, units: Sequence[UnitGroup], params: Sequence[nn.Parameter]
-) -> int | TensorStates:
+def counted_states(config: TrainConfig, units: Sequence[UnitGroup], module: nn.Module) -> int | TensorStates:
     """The state of each parameter, where the optimizer of the configuration steps whole tensors and can be tried; else
     as many tensors for each as :func:`optimizer_states` says."""
     from lightning_zero.engine.steps.planned_states import UnknownStateError, planned_states
+    from lightning_zero.models.language_model import param_groups
 
     zero = config.zero
     if config.optimizer:
         with contextlib.suppress(UnknownStateError, TypeError, ValueError, RuntimeError):  # Muon takes matrices only
-            made = build_optimizer(config)([p for p in params if p.requires_grad])
+            make = build_optimizer(config)
+            made = make(param_groups(make, module))
             return planned_states(units, [made], zero.optimizer, zero.reduce_bucket_bytes)
     return optimizer_states(config)
 
