@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest import mock
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 import lightning_zero
 from lightning_zero.config import ConfigError
 from lightning_zero.engine import Engine, gather
+from lightning_zero.engine.vertical import units
 from lightning_zero.engine.vertical.loss import chunks_of
 from lightning_zero.engine.vertical.split import CannotDivide
 from tests.engine.support import VOCABULARY, Model, autocast, language_loss, tokens
@@ -238,6 +240,79 @@ def test_a_chunk_is_computed_again_under_the_function_modes_of_its_forward() -> 
     unit = {"classes": ["Block"]}
     one, other, *_ = both(UnderMode, batch, loss=lambda module, part: module(part).square().mean(), stage=3, unit=unit)
     assert_close(one, other)
+
+
+def test_autocast_around_all_of_a_step() -> None:
+    """A weight that was cast while no graph was made would be found in the cache, and have no gradient."""
+    torch.manual_seed(0)
+    module, plain = Layers(Dropping(), Dropping()).eval(), Layers(Dropping(), Dropping()).eval()
+    plain.load_state_dict(module.state_dict())
+    engine = vertical(module, stage=3)
+    x = torch.randn(ROWS, 8)
+    for side in (plain, module):
+        with torch.autocast("cpu", torch.bfloat16):
+            side(x).backward()
+    found, expected = gradients(module), {n: p.grad for n, p in plain.named_parameters() if p.grad is not None}
+    assert_close(expected, found, "bf16")
+    engine.release()
+
+
+class Scales(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        return x * self.weight * table
+
+
+class SharesTable(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.blocks = nn.Parameter(torch.ones(1, 1)), nn.ModuleList([Scales(), Scales()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        table = self.table * 1
+        for block in self.blocks:
+            x = block(x, table)
+        return x.sum()
+
+
+def test_gradients_of_chunks_are_added_in_fp32() -> None:
+    """Of parameters, and of what all chunks are given."""
+    module = SharesTable()
+    engine = vertical(module, k=ROWS, stage=3, precision="bf16_true", offload="cpu", unit={"classes": ["Scales"]})
+    x = torch.full((ROWS, 1), 2.0**-9, dtype=torch.bfloat16)
+    x[0] = 1  # in bf16, 1 + 2 ** -9 is 1
+    module(x).backward()
+    exact = torch.tensor(1 + 7 * 2.0**-9)
+    assert exact.bfloat16() > 1
+    for name, grad in gradients(module).items():
+        of_blocks = 2 if name == "table" else 1
+        assert torch.allclose(grad.float().flatten(), of_blocks * exact, rtol=2.0**-9), name
+    engine.release()
+
+
+def test_inputs_wait_on_the_host() -> None:
+    for how, calls in (("blocks", 0), ("offload", 2)):
+        module = Layers(Dropping(), Dropping())
+        with mock.patch("lightning_zero.engine.vertical.units.save_on_cpu", wraps=units.save_on_cpu) as saves:
+            engine = vertical(module, stage=3, how=how)
+            module(torch.randn(ROWS, 8)).backward()
+        assert saves.call_count == calls
+        engine.release()
+
+
+def test_the_batch_of_a_step_is_that_of_its_scope_alone() -> None:
+    module = Layers(Dropping(), Dropping())
+    engine = vertical(module, stage=3)
+    with engine.step_scope(), engine.batch_scope(torch.randn(ROWS, 8)):
+        with pytest.raises(CannotDivide, match=rf"the batch \({ROWS}\)"):
+            module(torch.randn(2 * ROWS, 8))
+        loss = module(torch.randn(ROWS, 8))
+    engine.backward(loss)
+    module(torch.randn(2 * ROWS, 8)).backward()
+    engine.release()
 
 
 # -- what a unit may be given, and give ------------------------------------------------------------------------------
