@@ -64,13 +64,14 @@ _BY_TURNS = {(0, 1, 2, 3): (1, 2), ("zero0", "zero1", "zero2", "zero3"): ("zero1
 
 def _is_left_out_by_turns(item: pytest.Item) -> bool:
     """Whether a test of all stages takes the other of the two in the middle, for these other parameters."""
-    known = dict(item.callspec.params) if hasattr(item, "callspec") else {}
+    if not hasattr(item, "callspec"):
+        return False
     stages = [list(mark.args[1]) for mark in item.iter_markers("parametrize") if mark.args[0] == "stage"]
     pair = next((pair for every, pair in _BY_TURNS.items() if stages == [list(every)]), ())
-    stage = known.pop("stage", None)
-    if stage not in pair:
+    if (stage := item.callspec.params.get("stage")) not in pair:
         return False
-    name = item.nodeid.partition("[")[0] + str(sorted((key, str(value)) for key, value in known.items()))
+    others = sorted((name, place) for name, place in item.callspec.indices.items() if name != "stage")
+    name = f"{item.nodeid.partition('[')[0]} {others}"  # the same in every process
     return stage == pair[zlib.crc32(name.encode()) % 2]
 
 

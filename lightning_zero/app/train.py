@@ -51,7 +51,7 @@ from lightning_zero.app.parts import (
     build_model,
     groups_of_ranks,
 )
-from lightning_zero.app.plan_model import describe, optimizer_states
+from lightning_zero.app.plan_model import describe, optimizer_states, steps_slices
 from lightning_zero.app.schema import Task, TrainConfig, TrainerConfig, register_schema
 from lightning_zero.app.slurm.sweeps import check_launcher, register_launcher
 from lightning_zero.config import AfterFit, ConfigError
@@ -279,7 +279,7 @@ def plan_of_run(config: TrainConfig, trainer: Trainer) -> None:
     """What the strategy is to know of the run: for the decision on ``zero/stage=auto``, and for its last table."""
     strategy: Any = trainer.strategy
     explicit = explicit_keys()
-    strategy.planned_states = optimizer_states(config)
+    strategy.planned_states = optimizer_states(config) if steps_slices(config) else None
     strategy.measures_peak = config.zero.summary and config.trainer.profiler is None
 
     def activations() -> Any:

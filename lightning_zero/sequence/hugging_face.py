@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lightning_zero.config import ConfigError
 from lightning_zero.sequence.attention import as_it_is, attend, is_as_it_is
-from lightning_zero.sequence.part import SequencePart, current, sum_of_parts
+from lightning_zero.sequence.part import SequencePart, current
 from lightning_zero.sequence.split import IGNORED
 
 _BY_TOKEN = {"ForMaskedLM", "ForTokenClassification"}  # losses that are means over tokens as they are
@@ -194,8 +194,7 @@ def _causal_loss(
     count = (shift_labels != ignore_index).sum()
     # As a sum: a part without labels would have a mean of NaN.
     total = inner(logits, shift_labels, vocab_size, 1, ignore_index, shift_labels, **more)
-    count = part.sharers.sum_(count.to(torch.float64))
-    return part.is_exact(sum_of_parts(total, part.sharers) / count.to(total.dtype))
+    return part.mean_of(total, count)
 
 
 def _next_labels(part: SequencePart, labels: Tensor, ignore_index: int) -> Tensor:

@@ -62,14 +62,16 @@ def compute(part: SequencePart, function: Loss, args: Any, kwargs: Any, *, again
     given.apply_defaults()
     result, reduction = function(*args, **kwargs), _reduction(given.arguments)
     if reduction == "mean" and function in _BY_TOKEN:
-        return part.mean_of(result, _count(given.arguments))
+        count = _count(given.arguments)
+        # A part without tokens has a mean of NaN and gradients of 0.
+        return part.mean_of(torch.where(count > 0, result * count, 0.0), count)
     if not again and isinstance(result, Tensor) and result.requires_grad:
         weighed = function in _DIVIDE_BY_WEIGHTS and given.arguments.get("weight") is not None
         if reduction != "mean" or weighed:
             how = "weight=..." if reduction == "mean" else f"reduction={reduction!r}"
             part.unreduced = f"{getattr(function, '__name__', 'a loss')}({how})"
         else:
-            part.counts = None  # labels do not say how many values it is a mean over; parts have as many
+            part.own_count = None  # labels do not say how many values it is a mean over; parts have as many
     return result
 
 

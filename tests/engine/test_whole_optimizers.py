@@ -15,9 +15,12 @@ from torch.optim import Optimizer
 
 import lightning_zero
 from lightning_zero.comm.agreements import FailedElsewhereError
-from lightning_zero.config import ConfigError, Whole, make_config
+from lightning_zero.config import ConfigError, Precision, Whole, make_config
+from lightning_zero.engine.steps.planned_states import planned_states
+from lightning_zero.engine.units.describe import describe_units
 from lightning_zero.engine.whole.held_bytes import held_bytes, plan_of, state_tensors
 from lightning_zero.planning.memory import Moment, planned_bytes
+from lightning_zero.planning.tensor_states import TensorStates
 from lightning_zero.trainer.step_peak import _silence
 from tests.engine.optimizers import (
     Batched,
@@ -524,6 +527,41 @@ def test_a_step_takes_the_bytes_and_messages_that_were_planned(window: int) -> N
         assert planned <= largest <= planned + temporary + 20_000
         whole = max(sum(2 * 4 * tensor.info.numel for tensor in w) for w in windows)
         assert largest <= 3 * whole + temporary + 20_000
+
+
+@on_ranks(3, full=(2,))
+@pytest.mark.parametrize("row", ["0 none", "3 none", "2 optimizer_cpu"])
+def test_state_and_step_are_those_of_the_plan_made_before(row: str) -> None:
+    stage, offload = row.split()
+    torch.default_generator.manual_seed(3)
+    module = Model()
+    config = make_config(reduce_bucket_bytes=SMALL_WINDOWS)
+    units = describe_units(module, config, Precision.fp32)
+    fresh = [Shampoo(module.blocks.parameters()), torch.optim.AdamW([*module.embed.parameters()])]
+    planned = planned_states(units, fresh, config.optimizer, config.reduce_bucket_bytes)
+    assert isinstance(planned, TensorStates) and not fresh[0].state
+
+    engine = lightning_zero.shard(
+        module, stage=int(stage), offload=offload, device="cpu", summary=False, reduce_bucket_bytes=SMALL_WINDOWS
+    )
+    for optimizer in fresh:
+        engine.add_optimizer(optimizer)
+    engine.backward(language_loss(module, tokens(0)))
+    for optimizer in fresh:
+        optimizer.step()
+    engine.settle()
+    found, expected = state_tensors(engine), planned.of_fullest_rank(plan_of(engine))
+    told = engine.comm.all_gather_objects(found, "states")
+    whole = [sum(sum(sizes) for sizes in states.tensors) for states in told]
+    fullest = told[whole.index(max(whole))]
+    slices = 2 * 4 * VOCABULARY * 19  # of the embedding: these are of unequal lengths
+    assert 0 <= sum(map(sum, expected.tensors)) - max(whole) < slices
+    assert [len(sizes) for sizes in expected.tensors if len(sizes) > 2] == [
+        len(sizes) for sizes in fullest.tensors if len(sizes) > 2
+    ]
+    most = max(states.step for states in told)
+    assert expected.step <= 1.3 * most and most <= 1.6 * expected.step
+    engine.release()
 
 
 def peak_of(act: Any) -> int:

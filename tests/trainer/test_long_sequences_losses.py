@@ -8,6 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -35,10 +36,13 @@ class Loss(Own):
         self.form = form
 
     def split_sequence(self, batch: Any, part: Any) -> Any:
-        return [part.of(tensor) for tensor in batch]
+        return [*(part.of(tensor) for tensor in batch), batch[0][:, 0]]  # and what a text is labelled with
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        tokens, labels = batch
+        tokens, labels, *of_texts = batch
+        if self.form == "texts":
+            features = lightning_zero.mean_over_tokens(self.hidden(tokens), tokens[..., None] > 3, dim=1)
+            return F.cross_entropy(self.head(features), of_texts[0] if of_texts else tokens[:, 0])
         if self.form == "chunked":
             return lightning_zero.chunked_loss(self.head, None, self.hidden(tokens), labels, chunks=2)
         logits = self(tokens)
@@ -69,11 +73,11 @@ class Loss(Own):
         return x
 
 
-FORMS = ("index", "weight", "nll", "two", "beside", "values", "chunked")
+FORMS = ("index", "weight", "nll", "two", "beside", "values", "chunked", "texts")
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("form", some_of(FORMS, "index", "two", "chunked"))
+@pytest.mark.parametrize("form", some_of(FORMS, "index", "two", "chunked", "texts"))
 def test_each_token_counts_once(form: str, tmp_path: Path) -> None:
     assert_parity(lambda: Loss(form), loss_of_step, "pair", tmp_path, 2, 1, ignored=True)
 
@@ -85,22 +89,47 @@ def test_losses_that_are_no_means_are_refused(tmp_path: Path) -> None:
             fit(seeded(lambda f=form: Loss(f)), Texts("pair", 1), tmp_path, 2, 1)
 
 
-class TwoSteps(Own):
-    """Two optimizer steps for each batch, by hand."""
+class Leaves(Own):
+    """A loss on the ranks only whose part has labels."""
 
-    def __init__(self) -> None:
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        tokens, labels = batch
+        logits = self(tokens)
+        if self.trainer.global_step and dist.get_rank() == 0:
+            return 0 * logits.sum()
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+@on_ranks(2)
+def test_losses_that_some_ranks_leave_out_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="Call them on all ranks"):
+        fit(seeded(Leaves), Texts("pair", 1), tmp_path, 2, 1)
+
+
+class TwoSteps(Own):
+    """Two optimizer steps for each batch, by hand; and losses by torch's function, or by hand too."""
+
+    def __init__(self, by_hand: bool) -> None:
         super().__init__()
         self.automatic_optimization = False
+        self.by_hand = by_hand
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         tokens, labels = batch
         optimizer: Any = self.optimizers()
-        for wanted in (labels, torch.where(tokens > 5, labels, -100)):
-            loss = loss_of(self, tokens, wanted)
+        for _ in range(2):
+            loss = self.loss(tokens, labels)
             self.manual_backward(loss)
             optimizer.step()
             optimizer.zero_grad()
+            labels = labels if self.by_hand else torch.where(tokens > 5, labels, -100)
         return {"loss": loss}
+
+    def loss(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        if not self.by_hand:
+            return loss_of(self, tokens, labels)
+        nats = -self(tokens).log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+        return nats[labels != -100].mean()
 
 
 def loss_of(module: Own, tokens: Tensor, labels: Tensor) -> Tensor:
@@ -110,20 +139,21 @@ def loss_of(module: Own, tokens: Tensor, labels: Tensor) -> Tensor:
 @on_ranks(2)
 def test_each_loss_of_manual_optimization_counts_its_tokens(tmp_path: Path) -> None:
     data = Texts("pair", 1, ignored=True)
-    expected, losses = seeded(Own), []
-    optimizer = torch.optim.SGD(expected.parameters(), lr=LR)
-    for tokens, labels in DataLoader(data, batch_size=2):
-        for wanted in (labels, torch.where(tokens > 5, labels, -100)):
-            loss = loss_of(expected, tokens, wanted)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        losses.append(loss.item())
-    found = seeded(TwoSteps)
-    assert fit(found, data, tmp_path, 2, 3).losses == pytest.approx(losses, rel=1e-6)
-    with lightning_zero.gather(found):
-        for name, value in expected.state_dict().items():
-            torch.testing.assert_close(found.state_dict()[name], value, rtol=1e-5, atol=1e-6)
+    for by_hand in (False, True):
+        expected, losses = seeded(lambda b=by_hand: TwoSteps(b)), []
+        optimizer = torch.optim.SGD(expected.parameters(), lr=LR)
+        for tokens, labels in DataLoader(data, batch_size=2):
+            for wanted in (labels, labels if by_hand else torch.where(tokens > 5, labels, -100)):
+                loss = expected.loss(tokens, wanted)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            losses.append(loss.item())
+        found = seeded(lambda b=by_hand: TwoSteps(b))
+        assert fit(found, data, tmp_path, 2, 3).losses == pytest.approx(losses, rel=1e-5)
+        with lightning_zero.gather(found):
+            for name, value in expected.state_dict().items():
+                torch.testing.assert_close(found.state_dict()[name], value, rtol=1e-5, atol=1e-6)
 
 
 class Logs(Own):

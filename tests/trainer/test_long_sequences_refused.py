@@ -219,6 +219,7 @@ def test_ranks_of_a_group_with_other_batches_are_refused(tmp_path: Path) -> None
     (nn.BatchNorm1d(2), "statistics"),
     (nn.Conv1d(2, 2, 3), "kernel"),
     (nn.MultiheadAttention(6, 3), "divides the 3 heads"),
+    (torch.jit.script(nn.Linear(2, 2)), "hides what it calls"),
 ])  # fmt: skip
 def test_layers_are_refused_before_a_run(layer: nn.Module, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
@@ -291,3 +292,4 @@ def test_a_rank_that_raises_is_not_waited_for_without_end(tmp_path: Path) -> Non
     found = fit(module, data, tmp_path, 2, 3)
     assert len(found.losses) == STEPS
     assert F.scaled_dot_product_attention is torch._C._nn.scaled_dot_product_attention
+    assert torch.autograd._engine_run_backward is torch.autograd.graph._engine_run_backward
