@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest import mock
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 import lightning_zero
 from lightning_zero.config import ConfigError
 from lightning_zero.engine import Engine, gather
+from lightning_zero.engine.vertical import units
 from lightning_zero.engine.vertical.loss import chunks_of
 from lightning_zero.engine.vertical.split import CannotDivide
 from tests.engine.support import VOCABULARY, Model, autocast, language_loss, tokens
@@ -240,6 +242,108 @@ def test_a_chunk_is_computed_again_under_the_function_modes_of_its_forward() -> 
     assert_close(one, other)
 
 
+def test_autocast_around_all_of_a_step() -> None:
+    """A weight that was cast while no graph was made would be found in the cache, and have no gradient."""
+    torch.manual_seed(0)
+    module, plain = Layers(Dropping(), Dropping()).eval(), Layers(Dropping(), Dropping()).eval()
+    plain.load_state_dict(module.state_dict())
+    engine = vertical(module, stage=3)
+    x = torch.randn(ROWS, 8)
+    for side in (plain, module):
+        with torch.autocast("cpu", torch.bfloat16):
+            side(x).backward()
+    found, expected = gradients(module), {n: p.grad for n, p in plain.named_parameters() if p.grad is not None}
+    assert_close(expected, found, "bf16")
+    engine.release()
+
+
+class Scales(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        return x * self.weight * table
+
+
+class SharesTable(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.blocks = nn.Parameter(torch.ones(1, 1)), nn.ModuleList([Scales(), Scales()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        table = self.table * 1
+        for block in self.blocks:
+            x = block(x, table)
+        return x.sum()
+
+
+def test_gradients_of_chunks_are_added_in_fp32() -> None:
+    """Of parameters, and of what all chunks are given."""
+    module = SharesTable()
+    engine = vertical(module, k=ROWS, stage=3, precision="bf16_true", offload="cpu", unit={"classes": ["Scales"]})
+    x = torch.full((ROWS, 1), 2.0**-9, dtype=torch.bfloat16)
+    x[0] = 1  # in bf16, 1 + 2 ** -9 is 1
+    module(x).backward()
+    exact = torch.tensor(1 + 7 * 2.0**-9)
+    assert exact.bfloat16() > 1
+    for name, grad in gradients(module).items():
+        of_blocks = 2 if name == "table" else 1
+        assert torch.allclose(grad.float().flatten(), of_blocks * exact, rtol=2.0**-9), name
+    engine.release()
+
+
+def test_what_a_hook_on_a_parameter_keeps_is_a_chunks_gradient() -> None:
+    module = Layers(Dropping(), Dropping()).eval()
+    engine = vertical(module, stage=3, offload="cpu")
+    kept: list[Tensor] = []
+    weight: Any = module.blocks[1].inner.weight  # type: ignore[union-attr]
+    weight.register_post_accumulate_grad_hook(lambda p: kept.append(p.grad))
+    module(torch.randn(ROWS, 8)).backward()
+    assert len(kept) == K
+    assert torch.allclose(sum(kept, torch.zeros(8, 8)), gradients(module)["blocks.1.inner.weight"], atol=1e-6)
+    engine.release()
+
+
+def test_images_keep_their_layout() -> None:
+    class Convolves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Conv2d(4, 4, 3, padding=1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.inner(x)
+
+    module = nn.Sequential(nn.Conv2d(3, 4, 1), Convolves(), Convolves()).to(memory_format=torch.channels_last)
+    engine = vertical(module, stage=3, offload="cpu", unit={"classes": ["Convolves"]})
+    found = module(torch.randn(ROWS, 3, 5, 5).to(memory_format=torch.channels_last))
+    assert found.is_contiguous(memory_format=torch.channels_last)
+    found.mean().backward()
+    engine.release()
+
+
+def test_inputs_wait_on_the_host() -> None:
+    for how, calls in (("blocks", 0), ("offload", 2)):
+        module = Layers(Dropping(), Dropping())
+        with mock.patch("lightning_zero.engine.vertical.units.save_on_cpu", wraps=units.save_on_cpu) as saves:
+            engine = vertical(module, stage=3, how=how)
+            module(torch.randn(ROWS, 8)).backward()
+        assert saves.call_count == calls
+        engine.release()
+
+
+def test_the_batch_of_a_step_is_that_of_its_scope_alone() -> None:
+    module = Layers(Dropping(), Dropping())
+    engine = vertical(module, stage=3)
+    with engine.step_scope(), engine.batch_scope(torch.randn(ROWS, 8)):
+        with pytest.raises(CannotDivide, match=rf"the batch \({ROWS}\)"):
+            module(torch.randn(2 * ROWS, 8))
+        loss = module(torch.randn(ROWS, 8))
+    engine.backward(loss)
+    module(torch.randn(2 * ROWS, 8)).backward()
+    engine.release()
+
+
 # -- what a unit may be given, and give ------------------------------------------------------------------------------
 
 
@@ -432,6 +536,12 @@ class Counts(nn.Module):
         return self.inner(x)
 
 
+class Memory:
+    """As a cache of keys and values is one."""
+
+    keys: Tensor | None = None
+
+
 class Gives(nn.Module):
     """What a block does that cannot be divided."""
 
@@ -440,7 +550,7 @@ class Gives(nn.Module):
         self.inner = nn.Linear(8, 8)
         self.what = what
 
-    def forward(self, x: Tensor, collected: list[Tensor] | None = None) -> Any:
+    def forward(self, x: Tensor, collected: list[Tensor] | None = None, memory: Memory | None = None) -> Any:
         y = self.inner(x)
         if self.what == "vector":
             return y, torch.zeros(3)
@@ -454,6 +564,8 @@ class Gives(nn.Module):
             self.kept = y.detach()
         if self.what == "collects" and collected is not None:
             collected.append(y)
+        if self.what == "remembers" and memory is not None:
+            memory.keys = y.detach()
         return y
 
 
@@ -464,7 +576,7 @@ class Passes(nn.Module):
         self.blocks = nn.ModuleList([Gives(what), Gives("nothing")])
 
     def forward(self, x: Tensor) -> Tensor:
-        found = self.blocks[0](self.enter(x), [])
+        found = self.blocks[0](self.enter(x), [], Memory())
         return (found[0] if isinstance(found, tuple) else found).mean()
 
 
@@ -502,6 +614,7 @@ def test_refused_before_anything_is_sharded(blocks: list[nn.Module], settings: d
         (Passes("in place"), torch.randn(ROWS, 8), "changes an input in place"),
         (Passes("keeps"), torch.randn(ROWS, 8), "leaves it by another way than its results"),
         (Passes("collects"), torch.randn(ROWS, 8), "changes a list, a dict or an object"),
+        (Passes("remembers"), torch.randn(ROWS, 8), "changes a list, a dict or an object"),
     ],
 )
 def test_refused_in_a_forward(module: nn.Module, x: Tensor, words: str) -> None:
@@ -795,7 +908,8 @@ def test_the_loss_in_chunks_is_that_of_the_whole(classes: list[str]) -> None:
     torch.manual_seed(0)
     module, plain = WithLoss(), Model()
     plain.load_state_dict(module.state_dict())
-    engine = vertical(module, stage=3, unit={"classes": classes} if len(classes) == 1 else {})
+    engine = vertical(module, stage=3, unit={"classes": classes})
+    assert any(unit.name == "head" for unit in engine.units) == ("Linear" in classes)
     assert chunks_of(module.head) == K
     batch = tokens(0, rows=ROWS)
     loss = module(batch)
@@ -809,7 +923,8 @@ def test_the_loss_in_chunks_is_that_of_the_whole(classes: list[str]) -> None:
     assert_close({name: p.grad for name, p in plain.named_parameters() if p.grad is not None}, gradients(module))
     assert 0 < module.most < ROWS * 7 / 2
     counts = engine.comm.counts
-    assert {n for (kind, label), n in counts.items() if kind == "reduce_scatter" and "head" in label} <= {1}
+    for kind in ("reduce_scatter", "all_gather"):  # a head that is a unit stays from its first chunk on
+        assert {n for (one, label), n in counts.items() if one == kind and "head" in label} <= {1}
     engine.release()
 
 
