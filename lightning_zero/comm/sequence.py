@@ -77,8 +77,9 @@ class SequenceGroup:
             self.sum_(torch.zeros(1, device=device))
 
     @property
-    def issued(self) -> int:
-        return self.counts.total()
+    def issued(self) -> tuple[tuple[str, int], ...]:
+        """Messages of each kind."""
+        return tuple(sorted(self.counts.items()))
 
     def exchange(self, rows: Tensor, label: str = HEADS) -> Tensor:
         self.counts["all_to_all"] += 1

@@ -313,8 +313,10 @@ def test_evaluating_takes_a_checkpoint() -> None:
     with pytest.raises(ConfigError, match="ckpt_path: expected a checkpoint for task=test, got none"):
         train.check_task(config_of("task=test"))
     train.check_task(config_of("task=test", "model=hf", "model.path=/there"))
-    with pytest.raises(ConfigError, match="optimized_metric: expected one of loss, got 'bits'"):
-        optimized(config_of("optimized_metric=bits"), {"loss": 1.0})
+    with pytest.raises(ConfigError, match=r"optimized_metric: expected .*logs, one of loss, got 'los'.*=loss\.$"):
+        optimized(config_of("optimized_metric=los", "task=test", "ckpt_path=there"), {"loss": 1.0})
+    with pytest.raises(ConfigError, match="optimized_metric: expected none for task=predict"):
+        train.check_task(config_of("task=predict", "ckpt_path=there", "optimized_metric=loss"))
     assert plain(config_of().zero.stage.name) == "zero3"
 
 
