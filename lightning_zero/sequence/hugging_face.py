@@ -194,7 +194,7 @@ def _causal_loss(
     count = (shift_labels != ignore_index).sum()
     # As a sum: a part without labels would have a mean of NaN.
     total = inner(logits, shift_labels, vocab_size, 1, ignore_index, shift_labels, **more)
-    return part.mean_of(total, count)
+    return part.mean_of(total, count, total.dtype)
 
 
 def _next_labels(part: SequencePart, labels: Tensor, ignore_index: int) -> Tensor:

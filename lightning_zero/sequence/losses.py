@@ -64,7 +64,7 @@ def compute(part: SequencePart, function: Loss, args: Any, kwargs: Any, *, again
     if reduction == "mean" and function in _BY_TOKEN:
         count = _count(given.arguments)
         # A part without tokens has a mean of NaN and gradients of 0.
-        return part.mean_of(torch.where(count > 0, result * count, 0.0), count)
+        return part.mean_of(torch.where(count > 0, result.to(torch.float64) * count, 0.0), count, result.dtype)
     if not again and isinstance(result, Tensor) and result.requires_grad:
         weighed = function in _DIVIDE_BY_WEIGHTS and given.arguments.get("weight") is not None
         if reduction != "mean" or weighed:

@@ -93,24 +93,22 @@ class SequencePart:
         parts = self.sharers.exchange(rows, "parts of a small tensor").view(self.size, *tensor.shape)
         return torch.cat(list(parts), dim=1)
 
-    def mean_of(self, total: Tensor, count: Tensor, kind: int = TOKENS) -> Tensor:
+    def mean_of(self, total: Tensor, count: Tensor, dtype: torch.dtype, kind: int = TOKENS) -> Tensor:
         """The mean over the tokens of all parts, with gradients: NaN where no part has any.
 
         Args:
             total: sums over ``count`` tokens of this part, in one shape with it. (Or both are of tokens' weights.)
+            dtype: of the mean. It is made in fp64, since half precision does not hold sums and counts.
 
         Raises:
             ConfigError: another rank makes a mean of another kind now; on all ranks.
         """
         sums = torch.stack([total.to(torch.float64), count.to(torch.float64)])
         totals, counts = _SumOfParts.apply(sums.flatten(), self.sharers, kind).view(sums.shape)  # type: ignore
-        mean: Tensor = (totals / counts).to(total.dtype)
-        return self.is_exact(mean) if kind == TOKENS else mean
-
-    def is_exact(self, mean: Tensor) -> Tensor:
-        """Say that ``mean`` is one over the tokens of all parts. Returns it."""
-        self.exact = self.exact or mean.requires_grad
-        self._means.append(weakref.ref(mean))
+        mean: Tensor = (totals / counts).to(dtype)
+        if kind == TOKENS:
+            self.exact = self.exact or mean.requires_grad
+            self._means.append(weakref.ref(mean))
         return mean
 
     def loss(self, loss: Tensor) -> Tensor:
@@ -127,12 +125,13 @@ class SequencePart:
                 f"{self.unreduced} in a part of the sequence. Use reduction='mean', which is the mean over all parts, "
                 "or lightning_zero.mean_over_tokens(values, where) of the losses of each token."
             )
+        value, dtype = loss.reshape(()).to(torch.float64), loss.dtype
         if self.exact or self.own_count is None:
             # Equal shares: where the loss is a mean over all parts and something beside it, the mean stays what it is.
-            return self.mean_of(loss.reshape(()), torch.ones((), device=loss.device), PARTS)
+            return self.mean_of(value, torch.ones_like(value, requires_grad=False), dtype, PARTS)
         count = self.own_count.to(loss.device)
         # A part without tokens has a mean of NaN and gradients of 0. It counts nothing.
-        return self.mean_of(torch.where(count > 0, loss.reshape(()) * count, 0.0), count, LABELS)
+        return self.mean_of(torch.where(count > 0, value * count, 0.0), count, dtype, LABELS)
 
 
 def _arange(first: int, end: int, device: Any) -> Tensor:
@@ -217,4 +216,4 @@ def mean_over_tokens(values: Tensor, where: Tensor | None = None, *, dim: int | 
             count = where.expand_as(values).sum(dims, dtype=dtype)
         if part is None:
             return (total / count).to(values.dtype)
-        return part.is_exact(part.mean_of(total, count).to(values.dtype))
+        return part.mean_of(total, count, values.dtype)

@@ -14,7 +14,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 import lightning_zero
+from lightning_zero.comm.sequence import OnPaper
 from lightning_zero.config import ConfigError
+from lightning_zero.sequence import losses
+from lightning_zero.sequence.part import SequencePart
 from lightning_zero.sequence.step import _fingerprint
 from tests.harness import on_ranks
 from tests.trainer.test_long_sequences import LR, VOCABULARY, Own, Texts, assert_parity, fit, one_process
@@ -179,6 +182,21 @@ def test_what_is_logged_in_a_step_is_the_loss_of_whole_texts(tmp_path: Path) -> 
     expected, _ = one_process(seeded(Own), data, 1, lambda module, batch: loss_of(module, *batch))
     fit(seeded(Logs), data, tmp_path, 2, 1, callbacks=[logged])
     assert logged.found == [(pytest.approx(loss, rel=1e-6),) * 2 for loss in expected[0]]
+
+
+def test_losses_in_half_precision_keep_what_torch_computes() -> None:
+    """Sums over many tokens are beyond its largest number."""
+    logits = torch.zeros(3000, 3, dtype=torch.half).index_fill_(1, torch.tensor(0), 20.5).requires_grad_()
+    args = logits, torch.ones(3000, dtype=torch.int64)
+    part = SequencePart(OnPaper(2))
+    found = losses.compute(part, F.cross_entropy, args, {})
+    assert torch.equal(found, F.cross_entropy(*args)) and found.dtype is torch.half
+    assert part.loss(found) is found and part.loss(found + 0) == found
+    by_hand = SequencePart(OnPaper(2))
+    by_hand.own_count = torch.tensor(5000)
+    assert by_hand.loss(found + 0) == found
+    values = torch.full((2, 5000), 20.5, dtype=torch.half)
+    assert lightning_zero.mean_over_tokens(values, values > 0) == 20.5
 
 
 def test_batches_of_any_mapping_are_compared() -> None:
