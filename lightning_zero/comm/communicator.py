@@ -107,13 +107,13 @@ class Communicator(SmallMessages):
         Args:
             of_node: with the slices of the ranks of this node, [node_size * n]. All nodes do so.
         """
-        self._count("all_gather", label, full, slices=self.node_size if of_node else self.shard_size)
+        self._count("all_gather", label, full, of_node=of_node)
         return self._gather(full, label, "node_gather" if of_node else "gather")
 
     def all_gather_together(self, fulls: Sequence[tuple[Tensor, str]], *, of_node: bool = False) -> Pending:
         """Several :meth:`all_gather` at once, each with its label: one message where the device has streams."""
         for full, label in fulls:
-            self._count("all_gather", label, full, slices=self.node_size if of_node else self.shard_size)
+            self._count("all_gather", label, full, of_node=of_node)
         label = fulls[0][1]
         if self._groups is None or self._groups.gather is None:
             return Pending(self, label, [], lambda: fulls[0][0], kind="transfer", event=self.streams.mark())
@@ -182,7 +182,7 @@ class Communicator(SmallMessages):
             return self._pending("reduce", label, sent.works, sent.finish, stream, span, keep=data)
 
     def resume(self) -> None:
-        """Replace the groups if ranks have issued different numbers of operations on them. Blocking, on all ranks.
+        """Replace the groups if ranks have issued different operations on them. Blocking, on all ranks.
 
         It is called after an exception has ended a pass. A rank issues the later half of a reduction when it finds the
         first half complete, so ranks that raised in the same place may have issued different later halves. On groups
@@ -191,7 +191,7 @@ class Communicator(SmallMessages):
         Messages that were abandoned are not waited for: on groups that are replaced they may never end. On groups that
         stay, each is matched with its own and ends late, in the memory that it was issued with (``LATE``).
         """
-        if self._groups is not None and len({*self.all_gather_objects(self.issued, "going on after an exception")}) > 1:
+        if self._groups is not None and not _alike(self.meet(self.issued, "going on after an exception")):
             # Given back before the pool is asked: the pool then sees that the counts differ, and leaves these alone.
             self._groups.user = lambda: None
             self._groups = GROUP_POOL.take(self._parent, self, self._kind, self.waits)
@@ -212,7 +212,7 @@ class Communicator(SmallMessages):
             # The current stream may be one that still brings the bytes.
             return Pending(self, label, [], lambda: full, kind="transfer", event=self.streams.mark())
         # Counted apart from the all-reduce that it ends: ranks come here at different moments, see :meth:`resume`.
-        self._groups.issued += group == "second_half"
+        self._groups.issued["second_half"] += group == "second_half"
         kind = "reduce" if group == "second_half" else "gather"
         with self.streams.on("gather") as stream:
             span = recording.begin(kind, label, on_host=not self.queues)
@@ -289,7 +289,7 @@ class Communicator(SmallMessages):
     def _issue_sum(self, shard: Tensor, *, async_op: bool = True) -> Any:
         """Sum ``shard`` over the nodes, in place."""
         assert self._groups is not None
-        self._groups.issued += 1
+        self._groups.issued["replicate"] += 1
         replicas = self.world_size // self.shard_size
         recording.moved("reduce", 2 * (shard.nbytes - shard.nbytes // replicas))
         return dist.all_reduce(shard, group=self._groups.replicate, async_op=async_op)
@@ -330,19 +330,19 @@ class Communicator(SmallMessages):
         full: Tensor,
         total_dtype: torch.dtype | None = None,
         *,
-        slices: int | None = None,
+        of_node: bool = False,
     ) -> None:
         if self._groups is not None:
             self.counts[kind, label] += 1
             self.waits.note(label)
             # What one rank receives, by whatever messages: every slice but its own, once for each half.
-            others = full.numel() - full.numel() // (slices or self.shard_size)
+            others = full.numel() - full.numel() // (self.node_size if of_node else self.shard_size)
             if kind != "all_gather":
                 recording.moved("reduce", others * full.itemsize)
             if kind != "reduce_scatter":
                 itemsize = (total_dtype or full.dtype).itemsize
                 recording.moved("gather" if kind == "all_gather" else "reduce", others * itemsize)
-            self._note(kind, label)
+            self._note(kind, label, issued="node_gather" if of_node else kind)
 
 
 def end_with(works: Sequence[Any], span: recording.Open) -> None:
@@ -359,6 +359,10 @@ def end_with(works: Sequence[Any], span: recording.Open) -> None:
 
     for work in works:
         work.get_future().add_done_callback(over)
+
+
+def _alike(values: Sequence[Any]) -> bool:
+    return all(value == values[0] for value in values)
 
 
 def _multiplied(total: Callable[[], Tensor], factor: float) -> Callable[[], Tensor]:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_zero.comm.agreements import gather_objects, gather_on, open_waits, together
+from lightning_zero.comm.agreements import collect_objects, gather_objects, gather_on, open_waits, together
 from lightning_zero.comm.groups import Groups
 from lightning_zero.comm.reduction import LATE
 from lightning_zero.comm.streams import Streams
@@ -74,9 +74,9 @@ class SmallMessages:
         return self.streams.are_there and (self._transport is None or not self._transport.waits_on_host)
 
     @property
-    def issued(self) -> int:
-        """Operations of all kinds asked for so far on its groups."""
-        return self._groups.issued if self._groups is not None else 0
+    def issued(self) -> list[int]:
+        """See :attr:`Groups.all_issued`."""
+        return self._groups.all_issued if self._groups is not None else []
 
     @property
     def place(self) -> str:
@@ -147,6 +147,12 @@ class SmallMessages:
         """As :meth:`all_gather_objects`, where other ranks may be at any other call: see :func:`gather_objects`."""
         return gather_objects(self._parent, value, self.waits, what, patient=patient)
 
+    def collect(self, value: Any, what: str) -> list[Any] | None:
+        """As :meth:`meet`, for objects that are large: on rank 0 alone; others get None."""
+        if self.world_size == 1:
+            return [value]
+        return collect_objects(self._parent, value, self.waits, what)
+
     def together(
         self, what: str, act: Callable[[], T], undo: Callable[[T], Any] = lambda _: None, *, patient: bool = False
     ) -> T:
@@ -178,7 +184,7 @@ class SmallMessages:
         if self._groups is None:
             return tensor
         host = tensor.device.type == "cpu"
-        self._note("control", str(op))
+        self._note("control", str(op), issued="control" if host else "control on the device")
         if not host and self._transport.waits_on_host:
             return tensor.copy_(self._small(tensor.cpu(), op))
         groups = (self._groups.control,) if host else (self._groups.reduce, self._groups.replicate)
@@ -197,11 +203,11 @@ class SmallMessages:
         """See :meth:`Waits.wait_work`."""
         self.waits.wait_work(work, label)
 
-    def _note(self, kind: str, label: str) -> None:
+    def _note(self, kind: str, label: str, *, issued: str | None = None) -> None:
         if self._groups is not None:
             if LATE:
                 LATE.forget()
-            self._groups.issued += 1
+            self._groups.issued[issued or kind] += 1
             self.waits.issued += 1
         for observer in self.observers:
             observer(kind, label)

@@ -29,7 +29,8 @@ class LanguageModel(LightningModule):
 
     Args:
         optimizer: makes the optimizer from a list of param groups, as ``functools.partial(torch.optim.SGD, lr=0.1)``
-            does. Default: AdamW at 3e-3.
+            does. Default: AdamW at 3e-3. A class with a ``groups_of(module)`` of its own gets those groups, others
+            :func:`decay_groups`.
         warmup_steps: steps over which the learning rate rises; from there it falls by a cosine.
         min_lr_ratio: what share of the learning rate is left at the end of training.
 
@@ -99,7 +100,8 @@ class LanguageModel(LightningModule):
 
     def configure_optimizers(self) -> Any:
         make = self.make_optimizer or (lambda groups: torch.optim.AdamW(groups, lr=3e-3, weight_decay=0.1))
-        optimizer = make(decay_groups(self.parameters()))
+        groups_of = getattr(getattr(make, "func", make), "groups_of", None)
+        optimizer = make(groups_of(self) if groups_of else decay_groups(self.parameters()))
         warmup_steps, min_lr_ratio = self.schedule
         schedule = warmup_cosine(warmup_steps, self.trainer.estimated_stepping_batches, min_lr_ratio)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)

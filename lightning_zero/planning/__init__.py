@@ -12,6 +12,7 @@
     buckets     what rests where: the plan of one bucket
     owners      which rank steps which tensor whole, and what travels for it
     memory      bytes by role, tier and moment
+    tensor_states  state of each tensor, of a rank's own in a plan
     activations bytes along a forward and a backward, and the peaks of all bytes together
     speed       the least time of a step        timeline  the time of a schedule
     step_time   bytes that are sent, the expected time of a step, and what binds it

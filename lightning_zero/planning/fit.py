@@ -19,10 +19,11 @@ from lightning_zero.config import (
 from lightning_zero.planning import memory, whole
 from lightning_zero.planning.activations import Activations, ByBatchSize, peaks_with
 from lightning_zero.planning.buckets import BucketPlan, BucketShape, place
-from lightning_zero.planning.memory import ADAM_STATES, Bytes, Limits, Moment, Phase
+from lightning_zero.planning.memory import ADAM_STATES, Bytes, Limits, Moment, Phase, States
 from lightning_zero.planning.placement import OFFLOADS, STAGES, Tier, TierRow, default_budgets, split_by_budget
 from lightning_zero.planning.speed import Rates
 from lightning_zero.planning.step_time import Sent, StepTime, expected, sent_by
+from lightning_zero.planning.tensor_states import TensorStates
 from lightning_zero.planning.topology import check_nodes
 
 MOST_DOUBLINGS = 10  # of the number of GPUs, when looking for one that fits
@@ -66,7 +67,7 @@ class Model:
 
     Attributes:
         names: of its units, the root first.
-        states: tensors of optimizer state for each parameter.
+        states: tensors of optimizer state for each parameter; or of each, where some are stepped whole.
         activations: of micro-batches; ``None``: they do not count.
         samples: of a micro-batch; default: as many as the smaller one that was measured.
         recomputes: these are with activation checkpointing.
@@ -77,7 +78,7 @@ class Model:
     names: tuple[str, ...]
     shapes: tuple[BucketShape, ...]
     limits: Limits
-    states: int = ADAM_STATES
+    states: int | TensorStates = ADAM_STATES
     activations: ByBatchSize | None = None
     samples: int | None = None
     recomputes: bool = False
@@ -194,12 +195,13 @@ def plan_row(
     kept_by = machine.gpus if machine.hierarchy is Hierarchy.node_backward else 0
     limits = replace(model.limits, has_link=not machine.shared, node_ranks=kept_by)
     waiting = Moment.accumulating if limits.micro_batches > 1 else Moment.reduced
-    rest = memory.planned_bytes(buckets, state_tensors=model.states, moment=waiting)
+    states = _states(model, buckets)
+    rest = memory.planned_bytes(buckets, state_tensors=states, moment=waiting)
     activations = model.micro_batch
     if activations is None:
-        peaks = memory.peak_bytes(buckets, limits, state_tensors=model.states)
+        peaks = memory.peak_bytes(buckets, limits, state_tensors=states)
     else:
-        peaks = peaks_with(buckets, limits, activations, state_tensors=model.states)
+        peaks = peaks_with(buckets, limits, activations, state_tensors=states)
     exchanged = activations.exchanged if activations is not None else 0
     replicas = max(1, machine.world_size // buckets[0].layout.world_size) if buckets else 1
     sent = sent_by(buckets, limits, replicas=replicas, exchanged=exchanged)
@@ -219,6 +221,10 @@ def plan_row(
     return replace(row, after_run=after, is_whole=is_whole)
 
 
+def _states(model: Model, buckets: Sequence[BucketPlan]) -> States:
+    return model.states if isinstance(model.states, int) else model.states.of_fullest_rank(buckets)
+
+
 def _after_run(model: Model, buckets: Sequence[BucketPlan], machine: Machine) -> tuple[Bytes, int]:
     """Bytes of one rank when a run is over and the module is whole (none, if it is to stay sharded), and what a host
     lacks for it."""
@@ -226,7 +232,7 @@ def _after_run(model: Model, buckets: Sequence[BucketPlan], machine: Machine) ->
         return Counter(), 0
     gathers = any(b.layout.world_size > machine.gpus for b in buckets)  # of a rank's shards, some are on other hosts
     on_the_way = whole.on_the_way_nbytes(buckets, gathers=gathers)
-    rest = memory.planned_bytes(buckets, state_tensors=model.states, moment=Moment.reduced)
+    rest = memory.planned_bytes(buckets, state_tensors=_states(model, buckets), moment=Moment.reduced)
     there = machine.gpus * (memory.in_memory(rest) if machine.shared else memory.on_tier(rest, Tier.host))
     needed = whole.needed_nbytes(model.copy_nbytes + on_the_way * machine.gpus * machine.shared)
     after = whole.after_run(rest, model.copy_nbytes, on_the_way, machine.gpus)

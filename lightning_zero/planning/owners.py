@@ -11,7 +11,9 @@ divide the tensors among them; the next window is on its way meanwhile.
 
 from __future__ import annotations
 
+import heapq
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -72,14 +74,24 @@ def choose_owners(
     owners: list[int] = [0] * len(costs)
     window_of = {place: number for number, window in enumerate(windows) for place in window}
     total = [0] * ranks
-    load = [[0] * ranks for _ in windows]
-    for place in sorted(range(len(costs)), key=lambda p: (kept[p] is None, -costs[p], p)):
-        own = load[window_of[place]]
-        owner = kept[place]
-        if owner is None:
-            owner = min(range(ranks), key=lambda rank: (total[rank], own[rank], rank))
+    load: list[Counter[int]] = [Counter() for _ in windows]
+    for place, owner in enumerate(kept):
+        if owner is not None:
+            owners[place] = owner
+            total[owner] += costs[place]
+            load[window_of[place]][owner] += costs[place]
+    # A plan may be of thousands of ranks: those with the least work come first here.
+    heap = [(work, rank) for rank, work in enumerate(total)]
+    heapq.heapify(heap)
+    for place in sorted((p for p, owner in enumerate(kept) if owner is None), key=lambda p: (-costs[p], p)):
+        own, equal = load[window_of[place]], [heapq.heappop(heap)]
+        while own[equal[-1][1]] and heap and heap[0][0] == equal[0][0]:
+            equal.append(heapq.heappop(heap))
+        chosen = min(equal, key=lambda item: (own[item[1]], item[1]))
+        work, owner = chosen
+        for item in equal:
+            heapq.heappush(heap, item if item is not chosen else (work + costs[place], owner))
         owners[place] = owner
-        total[owner] += costs[place]
         own[owner] += costs[place]
     return owners
 
@@ -209,12 +221,38 @@ def step_peak(routes: Sequence[Route], values: Sequence[int], grads: Sequence[in
         routes: of each window.
         values, grads: bytes of the tensors that the rank owns in each window, and of their gradients.
     """
+    return peak_of_windows(
+        [
+            WindowBytes(route.there_nbytes, sum(route.owned_sizes), route.back_nbytes, value + grad, value)
+            for route, value, grad in zip(routes, values, grads, strict=True)
+        ]
+    )
+
+
+class WindowBytes(NamedTuple):
+    """Bytes of one window on one rank.
+
+    Attributes:
+        there, back: both messages to the owners, and both from them.
+        arriving: what others send to this rank's tensors.
+        tensors: that the rank owns, with their gradients.
+        values: without these.
+    """
+
+    there: int
+    arriving: int
+    back: int
+    tensors: int
+    values: int
+
+
+def peak_of_windows(windows: Sequence[WindowBytes]) -> int:
+    """See :func:`step_peak`."""
     most = 0
-    for place, route in enumerate(routes):
-        before = routes[place - 1].back_nbytes if place else 0
-        following = routes[place + 1].there_nbytes if place + 1 < len(routes) else 0
-        arriving = sum(route.owned_sizes) + values[place] + grads[place] + before
-        stepping = values[place] + grads[place] + following
-        leaving = values[place] + following + route.back_nbytes
-        most = max(most, route.there_nbytes, arriving, stepping, leaving)
+    for place, window in enumerate(windows):
+        before = windows[place - 1].back if place else 0
+        following = windows[place + 1].there if place + 1 < len(windows) else 0
+        arriving = window.arriving + window.tensors + before
+        leaving = window.values + following + window.back
+        most = max(most, window.there, arriving, window.tensors + following, leaving)
     return most

@@ -43,6 +43,7 @@ from lightning_zero.planning.fit import Machine, Model, plan_row
 from lightning_zero.planning.memory import ADAM_STATES, Limits
 from lightning_zero.planning.placement import Tier
 from lightning_zero.planning.step_time import CPU_RATES, GPU_RATES
+from lightning_zero.planning.tensor_states import TensorStates
 from lightning_zero.ranks.peers import machine
 from lightning_zero.tiers.limits import available_host_memory
 from lightning_zero.trainer.activations import NotMeasured, measure_sizes
@@ -245,9 +246,10 @@ def model_of(
     assumed = []
     if why_not:
         assumed.append(f"activations are not in the plan, half of the memory is left for them: {why_not}")
-    states, why = strategy.planned_states, ""
+    states: int | TensorStates | None = strategy.planned_states
+    why = ""
     if states is None:
-        states, why = states_of(module, trainer) if fitting else (ADAM_STATES, "")
+        states, why = states_of(module, trainer, units, config) if fitting else (ADAM_STATES, "")
     if why:
         assumed.append(f"{states} tensors of optimizer state for each parameter are assumed, as Adam has: {why}")
     names, shapes = tuple(u.name for u in units), tuple(bucket_shapes(units))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MethodType
 from typing import Any
 
@@ -19,8 +19,11 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import nn
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 
-from lightning_zero.engine.steps.torch_optimizers import base_of, count_states
+from lightning_zero.config import ZeroConfig
+from lightning_zero.engine.steps.planned_states import UnknownStateError, planned_states
+from lightning_zero.engine.units.describe import UnitGroup
 from lightning_zero.planning.memory import ADAM_STATES
+from lightning_zero.planning.tensor_states import TensorStates
 
 CPU = torch.device("cpu")
 
@@ -126,9 +129,11 @@ def give_fake_optimizers(module: pl.LightningModule) -> None:
     module.__dict__["optimizers"] = lambda *_, **__: made if len(made) > 1 else made[0]
 
 
-def states_of(module: pl.LightningModule, trainer: Any) -> tuple[int, str]:
-    """Tensors of state for each parameter, the most that any optimizer of a copy of ``module`` keeps; where that cannot
-    be found, as many as Adam has, and why.
+def states_of(
+    module: pl.LightningModule, trainer: Any, units: Sequence[UnitGroup], config: ZeroConfig
+) -> tuple[int | TensorStates, str]:
+    """Tensors of state for each parameter, the most that any optimizer of a copy of ``module`` keeps, or the state of
+    each parameter, where some step whole tensors; where that cannot be found, as many as Adam has, and why.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     try:
@@ -138,8 +143,12 @@ def states_of(module: pl.LightningModule, trainer: Any) -> tuple[int, str]:
             with mode:
                 found: Any = made.configure_optimizers()
             optimizers = [] if found is None else _configure_optimizers(found)[0]
-            unknown = [type(o).__name__ for o in optimizers if base_of(o) is None]
-            counts = [count_states(o) for o in optimizers]
+            own = dict(zip(map(id, made.parameters()), module.parameters(), strict=True))
+            found = planned_states(
+                units, optimizers, config.optimizer, config.reduce_bucket_bytes, lambda param: own[id(param)]
+            )
+    except UnknownStateError as error:
+        return ADAM_STATES, str(error)
     except Exception as error:  # of users' code, which training will meet again, if it is more than the moment
         return ADAM_STATES, f"configure_optimizers cannot be asked before: {type(error).__name__}: {error}"
-    return (ADAM_STATES, f"{unknown[0]} is not known") if unknown else (max(counts, default=0), "")
+    return found, ""

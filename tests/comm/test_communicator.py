@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_zero.comm.communicator import Communicator
+from lightning_zero.comm.reduction import Pending, Reduction
 from lightning_zero.comm.transports import (
     DIRECT_MAX_RANKS,
     DirectTransport,
@@ -282,9 +284,53 @@ def test_groups_on_which_ranks_differ_are_not_used_again() -> None:
     with communicator() as comm:
         groups = comm._groups
         assert groups is not None
-        groups.issued += comm.rank  # an exception kept one rank from an operation
+        groups.issued["all_gather"] += comm.rank  # an exception kept one rank from an operation
     with communicator() as again:
         assert again._groups is not groups
+
+
+@on_ranks(2)
+def test_as_many_operations_of_other_kinds_are_not_the_same() -> None:
+    """One rank has issued a gather that the other has not, and that one a sum."""
+    for ends in ("resume", "close"):
+        with communicator() as comm:
+            groups = comm._groups
+            assert groups is not None
+            own = torch.zeros(2 * comm.world_size)
+            pending = comm.all_gather(own, "x") if comm.rank else comm.reduce_scatter(own, "x")
+            pending.abandon(time.monotonic())
+            if ends == "resume":
+                comm.resume()
+                assert comm._groups is not groups
+                full = torch.full((comm.world_size,), float(comm.rank))
+                assert comm.all_gather(full, "x").wait().tolist() == [0.0, 1.0]
+        with communicator() as again:
+            assert again._groups is not groups
+
+
+def test_only_what_all_ranks_have_issued_is_waited_for() -> None:
+    """After an exception: the second phase of a reduction is issued when the first has been found complete."""
+
+    class Work:
+        def __init__(self) -> None:
+            self.limits: list[float] = []
+
+        def wait(self, limit: timedelta) -> None:
+            self.limits.append(limit.total_seconds())
+
+        def is_completed(self) -> bool:
+            return True
+
+    comm = Communicator(None, CPU)
+    for lands in (False, True):
+        work = Work()
+        first = Pending(comm, "first", [] if lands else [work], lambda: torch.zeros(1))
+        reduction = Reduction(first, lambda _, work=work: Pending(comm, "later", [work], lambda: torch.zeros(1)))
+        if lands:
+            assert not reduction.land()
+        reduction.abandon(time.monotonic() + 3600)
+        (limit,) = work.limits
+        assert limit < 1 if lands else limit > 3000
 
 
 # -- sums of narrower parts -------------------------------------------------------------------------------------------

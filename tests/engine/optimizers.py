@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
 import torch
@@ -167,6 +168,170 @@ class Langevin(_Toy):
             for p in group["params"]:
                 if p.grad is not None:
                     p.sub_(p.grad + torch.randn_like(p), alpha=0.01)
+
+
+class RareClip(_Toy):
+    """Couples tensors by a norm over all that few gradients are large enough for."""
+
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def update(self) -> None:
+        grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        factor = 1.0
+        if grads:
+            factor = min(1.0, 1000 / float(torch.stack([grad.norm() for grad in grads]).norm().clamp(min=1e-9)))
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad * factor, alpha=group["lr"])
+
+
+class Remembering(SignDescent):
+    """Couples tensors late: notes a norm over all in each step, and reads it after many."""
+
+    def __init__(self, params: Any) -> None:
+        self.norms: deque[float] = deque(maxlen=100)
+        super().__init__(params)
+
+    def update(self) -> None:
+        grads = [p.grad.norm() for group in self.param_groups for p in group["params"] if p.grad is not None]
+        self.norms.append(float(torch.stack(grads).norm()) if grads else 0.0)
+        if len(self.norms) == self.norms.maxlen:
+            for group in self.param_groups:
+                group["lr"] = 0.01 * min(self.norms) / max(self.norms)
+        super().update()
+
+
+class Counter:
+    count = 0
+
+
+class CountingObjects(SignDescent):
+    """Counts the steps in an object of its own."""
+
+    def __init__(self, params: Any) -> None:
+        self.counter = Counter()
+        super().__init__(params)
+
+    def update(self) -> None:
+        self.counter.count += 1
+        if self.counter.count <= 100:
+            super().update()
+
+
+class Batched(_Toy):
+    """Orthogonalises matrices of one shape as a batch, whose roundings depend on how many these are."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.01})
+
+    def update(self) -> None:
+        by_shape: dict[Any, list[Tensor]] = {}
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    by_shape.setdefault(p.shape, []).append(p)
+        for listed in by_shape.values():
+            x = torch.stack([p.grad.reshape(len(p), -1) for p in listed])  # type: ignore[union-attr]
+            x = x / x.norm(dim=(1, 2), keepdim=True)
+            for _ in range(3):
+                gram = x @ x.mT
+                x = 3 * x + (-4 * gram + 2 * gram @ gram) @ x
+            for p, update in zip(listed, x, strict=True):
+                p.sub_(update.reshape(p.shape), alpha=0.01)
+
+
+class Shared(SignDescent):
+    """Shares the rate among the tensors of a group."""
+
+    def update(self) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad, alpha=group["lr"] / len(group["params"]))
+
+
+class Counting(_Toy):
+    """Counts steps in a collection, and holds functions."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.01})
+        self.counts = {"steps": 0}
+        self.rate, self.direction = (lambda count: 1 / count), self._direction
+
+    def _direction(self, grad: Tensor) -> Tensor:
+        return grad / grad.norm()
+
+    def update(self) -> None:
+        self.counts["steps"] += 1
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(self.direction(p.grad), alpha=group["lr"] * self.rate(self.counts["steps"]))
+
+
+class Prepared(Shampoo):
+    """Makes state of other shapes than the parameter's when it is built."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        for p in self.param_groups[0]["params"]:
+            grams = [torch.eye(n, dtype=p.dtype, device=p.device) for n in p.shape]
+            self.state[p] = {"grams": grams, "roots": [None for _ in p.shape]}
+
+
+class Slow(Optimizer):
+    """Wraps another optimizer, whose groups and state are its own, and follows it slowly."""
+
+    def __init__(self, params: Any) -> None:
+        self.fast = SignDescent(params)
+        self.__dict__.update({name: value for name, value in vars(self.fast).items() if name != "fast"})
+        for group in self.param_groups:
+            group["count"] = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = self.fast.step(closure)
+        for group in self.param_groups:
+            group["count"] += 1
+            for p in group["params"]:
+                if p.grad is not None:
+                    slow = self.state[p].setdefault("slow", p.clone())
+                    if group["count"] % 2 == 0:
+                        p.copy_(slow.lerp_(p, 0.5))
+        return loss
+
+
+class FirstOfGroup(_Toy):
+    """Cannot stand a param group without tensors, and counts steps for each group."""
+
+    def __init__(self, params: Any) -> None:
+        params = list(params)
+        groups = [[p for p in params if p.dim() > 1], [p for p in params if p.dim() < 2]]
+        super().__init__([{"params": listed} for listed in groups], {"lr": 0.01, "count": 0})
+
+    def update(self) -> None:
+        for group in self.param_groups:
+            group["count"] += 1
+            rate = torch.full((), group["lr"] / group["count"], device=group["params"][0].device)
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad * rate)
+
+
+class Fading(_Toy):
+    """The momentum of what has no gradient fades, and nothing else of it changes."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.01})
+
+    def update(self) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                momentum = self.state[p].setdefault("momentum", torch.zeros_like(p)).mul_(0.9)
+                if p.grad is not None:
+                    p.sub_(momentum.add_(p.grad), alpha=group["lr"])
 
 
 def matrices_and_rest(params: Any) -> list[dict[str, Any]]:

@@ -15,18 +15,31 @@ from torch.optim import Optimizer
 
 import lightning_zero
 from lightning_zero.comm.agreements import FailedElsewhereError
-from lightning_zero.config import ConfigError, Whole, make_config
+from lightning_zero.config import ConfigError, Precision, Whole, make_config
+from lightning_zero.engine.steps.planned_states import planned_states
+from lightning_zero.engine.units.describe import describe_units
 from lightning_zero.engine.whole.held_bytes import held_bytes, plan_of, state_tensors
 from lightning_zero.planning.memory import Moment, planned_bytes
+from lightning_zero.planning.tensor_states import TensorStates
 from lightning_zero.trainer.step_peak import _silence
 from tests.engine.optimizers import (
+    Batched,
+    Counting,
+    CountingObjects,
     Decaying,
+    Fading,
+    FirstOfGroup,
     Flagged,
     Lamb,
     Langevin,
     NormOverAll,
+    Prepared,
+    RareClip,
+    Remembering,
     Shampoo,
+    Shared,
     SignDescent,
+    Slow,
     adafactor,
     muon_and_adam,
 )
@@ -357,11 +370,25 @@ class Optional(nn.Module):
 @pytest.mark.parametrize("stage", [1, 3])
 def test_parameters_without_a_gradient_are_stepped_as_in_one_process(make: Any, stage: int) -> None:
     """On more ranks than there are tensors, of which some own nothing."""
+    side_by_side(make, in_part, build=Optional, steps=4, stage=stage)
 
-    def work(side: Any, step: int) -> None:
-        side.backward(side.module(torch.full((2, 9), step + 1.0), step % 2 == 1).square().sum())
 
-    side_by_side(make, work, build=Optional, steps=4, stage=stage)
+def in_part(side: Any, step: int) -> None:
+    side.backward(side.module(torch.full((2, 9), step + 1.0), step % 2 == 1).square().sum())
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("make", [Counting, Prepared, Slow, FirstOfGroup, Fading], ids=lambda make: make.__name__)
+def test_classes_as_people_write_them(make: Any) -> None:
+    """Collections and functions in attributes, state from the beginning, wrappers, groups that must not be empty."""
+    side_by_side(make, in_part, build=Optional, steps=5, stage=3, reduce_bucket_bytes=500)
+    with Sharded(Model(), stage=3, optimizer=make, reduce_bucket_bytes=SMALL_WINDOWS) as side:
+        steps_of(side, 0, 2)
+        side.step()  # no gradient at all: counted, as in one process
+        if make is Counting:
+            assert side.optimizer.counts == {"steps": 3}  # type: ignore[attr-defined]
+        if make is FirstOfGroup:
+            assert [group["count"] for group in side.optimizer.param_groups] == [3, 3]
 
 
 @on_ranks(2)
@@ -502,6 +529,41 @@ def test_a_step_takes_the_bytes_and_messages_that_were_planned(window: int) -> N
         assert largest <= 3 * whole + temporary + 20_000
 
 
+@on_ranks(3, full=(2,))
+@pytest.mark.parametrize("row", ["0 none", "3 none", "2 optimizer_cpu"])
+def test_state_and_step_are_those_of_the_plan_made_before(row: str) -> None:
+    stage, offload = row.split()
+    torch.default_generator.manual_seed(3)
+    module = Model()
+    config = make_config(reduce_bucket_bytes=SMALL_WINDOWS)
+    units = describe_units(module, config, Precision.fp32)
+    fresh = [Shampoo(module.blocks.parameters()), torch.optim.AdamW([*module.embed.parameters()])]
+    planned = planned_states(units, fresh, config.optimizer, config.reduce_bucket_bytes)
+    assert isinstance(planned, TensorStates) and not fresh[0].state
+
+    engine = lightning_zero.shard(
+        module, stage=int(stage), offload=offload, device="cpu", summary=False, reduce_bucket_bytes=SMALL_WINDOWS
+    )
+    for optimizer in fresh:
+        engine.add_optimizer(optimizer)
+    engine.backward(language_loss(module, tokens(0)))
+    for optimizer in fresh:
+        optimizer.step()
+    engine.settle()
+    found, expected = state_tensors(engine), planned.of_fullest_rank(plan_of(engine))
+    told = engine.comm.all_gather_objects(found, "states")
+    whole = [sum(sum(sizes) for sizes in states.tensors) for states in told]
+    fullest = told[whole.index(max(whole))]
+    slices = 2 * 4 * VOCABULARY * 19  # of the embedding: these are of unequal lengths
+    assert 0 <= sum(map(sum, expected.tensors)) - max(whole) < slices
+    assert [len(sizes) for sizes in expected.tensors if len(sizes) > 2] == [
+        len(sizes) for sizes in fullest.tensors if len(sizes) > 2
+    ]
+    most = max(states.step for states in told)
+    assert expected.step <= 1.3 * most and most <= 1.6 * expected.step
+    engine.release()
+
+
 def peak_of(act: Any) -> int:
     """The most bytes that torch's memory grows by while ``act`` runs."""
     with _silence(), profile(use_kineto=True, profile_memory=True) as recorded:
@@ -551,6 +613,110 @@ def test_what_fails_on_one_rank_fails_on_all_and_none_waits() -> None:
     side.engine.release()
 
 
+# -- steps that call their closure ------------------------------------------------------------------------------------
+
+
+class Sharpness(Optimizer):
+    """Looks at the gradient at another point, by its closure (Foret et al. 2021, arXiv:2010.01412)."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    def step(self, closure: Any = None) -> Any:
+        if closure is None:
+            raise TypeError("no closure")
+        with torch.enable_grad():
+            loss = closure()
+        params = [p for p in self.param_groups[0]["params"] if p.grad is not None]
+        with torch.no_grad():
+            moves = [0.05 * p.grad / p.grad.norm() for p in params]
+            for p, move in zip(params, moves, strict=True):
+                p.add_(move)
+        with torch.enable_grad():
+            closure()
+        with torch.no_grad():
+            for p, move in zip(params, moves, strict=True):
+                p.sub_(move).sub_(p.grad, alpha=self.param_groups[0]["lr"])
+        return loss
+
+
+def lbfgs(params: Any) -> Optimizer:
+    return torch.optim.LBFGS(params, lr=0.5, max_iter=6, line_search_fn="strong_wolfe")
+
+
+def closure_of(side: Any, step: int) -> Any:
+    def closure() -> Tensor:
+        if isinstance(side, Twin):  # as its step does it, in the middle
+            with torch.no_grad():
+                for param, master in side.masters.items():
+                    param.copy_(master.value)
+            side.zero_grad()
+        else:
+            side.optimizer.zero_grad()
+        loss = language_loss(side.module, tokens(step))
+        side.backward(loss)
+        if not isinstance(side, Twin):
+            return loss
+        side.show_grads()
+        mean = loss.detach().double()
+        torch.distributed.all_reduce(mean)
+        return mean.div_(torch.distributed.get_world_size()).float()
+
+    return closure
+
+
+@on_ranks(3, full=(1, 2))
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("make", [lbfgs, Sharpness], ids=["lbfgs", "sharpness"])
+def test_steps_that_call_their_closure_work_at_stage_0(make: Any, precision: str) -> None:
+    """Ranks whose losses differ go the same way, by the mean."""
+    torch.default_generator.manual_seed(3)
+    module = Model()
+    twin = WholeTwin(module, optimizer=make, precision=precision, each=False)
+    with Sharded(module, stage=0, precision=precision, optimizer=make) as sharded:
+        seen: list[int] = []
+        names = {id(p) for p in module.parameters()}
+
+        def own(step: int) -> Tensor:
+            seen.append(step)
+            assert {id(p) for group in sharded.optimizer.param_groups for p in group["params"]} == names
+            loss: Tensor = closure_of(sharded, step)()
+            return loss
+
+        for step in range(3):
+            expected = twin.optimizer.step(closure_of(twin, step))
+            with torch.no_grad():
+                for param, master in twin.masters.items():
+                    param.copy_(master.value)
+            found = sharded.optimizer.step(lambda step=step: own(step))  # type: ignore[misc]
+            assert torch.equal(torch.as_tensor(found), torch.as_tensor(expected))
+            assert_same(sharded, twin, what=f"step {step}: ")
+            assert not sharded.optimizer.param_groups[0]["params"][0].data.isnan().any()
+        assert len(seen) > 3
+        state = sharded.engine.optimizer_state(sharded.optimizer, only_rank_0=False)
+        assert_equal(state, twin.optimizer.state_dict())
+
+
+@on_ranks(2)
+def test_a_closure_that_raises_in_the_middle_leaves_the_parameters_of_the_user() -> None:
+    side = Sharded(Model(), stage=0, optimizer=lbfgs)
+    calls: list[int] = []
+
+    def closure() -> Tensor:
+        calls.append(1)
+        if len(calls) == 3:
+            raise ArithmeticError("no loss")
+        loss: Tensor = closure_of(side, 0)()
+        return loss
+
+    with pytest.raises(ArithmeticError, match="no loss") as caught:
+        side.optimizer.step(closure)
+    assert "The step was partial" in caught.value.__notes__[0]
+    own = {id(p) for group in side.optimizer.param_groups for p in group["params"]}
+    assert own == {id(p) for p in side.module.parameters()}
+    side.engine.release()
+
+
 # -- what is refused --------------------------------------------------------------------------------------------------
 
 
@@ -562,9 +728,21 @@ class Sending(SignDescent):
         super().update()
 
 
+class ScheduleFree(SignDescent):
+    def train(self) -> None: ...
+
+    def eval(self) -> None: ...
+
+
+def patched(params: Any) -> Optimizer:
+    optimizer = SignDescent(params)
+    optimizer.step = lambda closure=None: None  # type: ignore[method-assign]
+    return optimizer
+
+
 class Picky(SignDescent):
     def update(self) -> None:
-        assert all(p.shape[0] > 6 for group in self.param_groups for p in group["params"]), "too small"
+        assert all(p.numel() % 2 for group in self.param_groups for p in group["params"]), "too even"
         super().update()
 
 
@@ -572,10 +750,15 @@ class Picky(SignDescent):
 def test_what_cannot_be_stepped_apart_is_refused() -> None:
     refusals = {
         NormOverAll: "depends on the other tensors",
+        RareClip: "depends on the other tensors",
+        Remembering: "depends on the other tensors",
+        CountingObjects: "depends on the other tensors.*outside of its param groups",
+        Batched: "depends on the other tensors",
         Langevin: "depends on the other tensors.*zero/stage=zero0",
         torch.optim.LBFGS: "depends on the other tensors",
+        Sharpness: "calls its closure itself.*zero/stage=zero0",
         Sending: "sends messages between ranks itself",
-        Picky: "(?s)could not be tried on small tensors.*too small.*zero.optimizer.whole=true",
+        Picky: "(?s)could not be tried on small tensors.*too even.*zero.optimizer.whole=true",
     }
     for make, match in refusals.items():
         module = Model()
@@ -584,11 +767,14 @@ def test_what_cannot_be_stepped_apart_is_refused() -> None:
             engine.add_optimizer(make(module.parameters()))
         engine.release()
     side_by_side(Picky, language, stage=1, optimizer_settings={"whole": True})
-    side_by_side(NormOverAll, language, stage=0)  # in one call, as in one process
+    for make in (NormOverAll, Remembering, Batched):  # in one call, as in one process
+        side_by_side(make, language, stage=0)
+    side_by_side(Shared, in_part, build=Optional, steps=4, stage=0)
     with Sharded(Model(), stage=0, optimizer=NormOverAll) as side, pytest.raises(ConfigError, match="depends on"):
         side.engine.restage("zero2")
-    with pytest.raises(ConfigError, match="calls its closure itself"):
-        Sharded(Model(), stage=0, optimizer=torch.optim.LBFGS)
+    for make, match in {ScheduleFree: r"has train\(\) and eval\(\)", patched: r"a step\(\) was set"}.items():
+        with pytest.raises(ConfigError, match=match):
+            Sharded(Model(), stage=0, optimizer=make)
 
 
 def test_settings_that_contradict_each_other_are_refused() -> None:

@@ -12,7 +12,9 @@ import torch
 import torch.distributed as dist
 
 from lightning_zero import ZeroStrategy
-from lightning_zero.config import ConfigError, Stage, candidate_rows, make_config
+from lightning_zero.config import ConfigError, Precision, Stage, candidate_rows, make_config
+from lightning_zero.engine.units.describe import describe_units
+from lightning_zero.planning.tensor_states import TensorStates
 from lightning_zero.trainer import auto_row
 from lightning_zero.trainer.auto_row import KEY
 from lightning_zero.trainer.fake_module import states_of
@@ -137,9 +139,26 @@ def test_the_state_of_the_optimizers_is_known_before(make: Any, states: int, why
 
     module = Own()
     before = {name: (id(p), p.clone()) for name, p in module.named_parameters()}
-    found, said = states_of(module, None)
+    config = make_config()
+    found, said = states_of(module, None, describe_units(module, config, Precision.fp32), config)
     assert found == states and said.startswith(why) and bool(said) == bool(why)
     assert all(id(p) == before[n][0] and torch.equal(p, before[n][1]) for n, p in module.named_parameters())
+
+
+def test_the_state_of_whole_tensors_is_known_before() -> None:
+    """Adafactor's is a row and a column of each matrix, a small part of what Adam keeps."""
+
+    class Own(toys.Lit):
+        def configure_optimizers(self) -> Any:
+            matrices = [p for p in self.parameters() if p.dim() == 2]
+            rest = [p for p in self.parameters() if p.dim() != 2]
+            return [torch.optim.Adafactor(matrices), torch.optim.AdamW(rest)], []
+
+    module, config = Own(), make_config()
+    found, said = states_of(module, None, describe_units(module, config, Precision.fp32), config)
+    assert isinstance(found, TensorStates) and not said
+    assert found.nbytes == sum(4 * sum(p.shape) for p in module.parameters() if p.dim() == 2)
+    assert {state.slices for states in found.tensors for state in states} == {0, 2}
 
 
 @on_ranks(1)

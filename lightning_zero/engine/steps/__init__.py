@@ -15,7 +15,9 @@ r"""A step: from reduced gradients to new parameters.
     windows           ... what of them is stepped at a time, and its way from shards and back
     owned             ... those of this rank, and their state
     in_parts          ... by several calls of the class's step
+    evaluations       ... by a step that calls its closure itself
     probe             ... tried on small tensors before training
+    planned_states    ... and the state that follows from it, for a plan
     mixed_dtypes      steps where a slice and its gradient differ in dtype
     narrow_states     steps whose state rests in bf16 or in 8 bits
     random_bits       ... by which these round it

@@ -7,9 +7,10 @@ left it.
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,8 +19,9 @@ from torch.optim import Optimizer
 
 _NAMES = "param_names"  # of torch, beside ``params`` and in their order
 _NOT_SETTINGS = ("params", _NAMES)
-_PLAIN = (bool, int, float, complex, str, type(None))
-_OF_TORCH = ("state", "param_groups", "defaults")
+PLAIN = (bool, int, float, complex, str, type(None))
+HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+_OF_TORCH = ("state", "param_groups", "defaults", *HOOKS)
 
 
 class Noted(NamedTuple):
@@ -55,12 +57,15 @@ class StepInParts:
 
     Args:
         step: of the optimizer's class, without the hooks of torch.
+        hides_empty: a call lists those param groups alone that have some of its tensors.
     """
 
-    def __init__(self, optimizer: Optimizer, step: Callable[..., Any]) -> None:
+    def __init__(self, optimizer: Optimizer, step: Callable[..., Any], *, hides_empty: bool = False) -> None:
         self._optimizer, self._step = optimizer, step
-        groups = optimizer.param_groups
-        self._kept = [{name: group[name] for name in _NOT_SETTINGS if name in group} for group in groups]
+        self._hides_empty = hides_empty
+        groups = self._groups = list(optimizer.param_groups)
+        self._params = [group["params"] for group in groups]
+        self._kept = [{name: list(group[name]) for name in _NOT_SETTINGS if name in group} for group in groups]
         self._before = [_noted(group, _NOT_SETTINGS) for group in groups]
         self._own_before = _noted_own(optimizer)
         self._own_names = set(optimizer.__dict__)
@@ -79,18 +84,42 @@ class StepInParts:
     def __exit__(self, *_: Any) -> None:
         optimizer = self._optimizer
         optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = self._hooks
-        for group, kept in zip(optimizer.param_groups, self._kept, strict=True):
-            group.update(kept)
+        self._list([list(enumerate(kept["params"])) for kept in self._kept])
 
-    def call(self, lists: Sequence[Sequence[tuple[int, Tensor]]], *arguments: Any) -> None:
-        """Step these tensors: of each param group, each with its place in the group."""
-        optimizer = self._optimizer
-        for group, kept, listed in zip(optimizer.param_groups, self._kept, lists, strict=True):
-            group["params"] = [tensor for _, tensor in listed]
+    def _list(self, lists: Sequence[Sequence[tuple[int, Tensor]]]) -> None:
+        """In the lists themselves: LBFGS holds one of them."""
+        for group, params, kept, listed in zip(self._groups, self._params, self._kept, lists, strict=True):
+            params[:] = [tensor for _, tensor in listed]
+            group["params"] = params
             if _NAMES in kept:
                 group[_NAMES] = [kept[_NAMES][place] for place, _ in listed]
-        self._step(optimizer, *arguments)
-        for number, (group, before) in enumerate(zip(optimizer.param_groups, self._before, strict=True)):
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, in the middle of a call, param groups list the user's parameters."""
+        listed = [list(enumerate(params)) for params in self._params]
+        names = [group.get(_NAMES) for group in self._groups]
+        self._list([list(enumerate(kept["params"])) for kept in self._kept])
+        try:
+            yield
+        finally:
+            self._list(listed)
+            for group, own in zip(self._groups, names, strict=True):
+                if own is not None:
+                    group[_NAMES] = own
+
+    def call(self, lists: Sequence[Sequence[tuple[int, Tensor]]], *arguments: Any) -> Any:
+        """Step these tensors: of each param group, each with its place in the group. Returns what the step returns."""
+        optimizer = self._optimizer
+        self._list(lists)
+        try:
+            if self._hides_empty:  # in the list itself, which a wrapper's optimizer may have too
+                optimizer.param_groups[:] = [g for g, listed in zip(self._groups, lists, strict=True) if listed]
+            result = self._step(optimizer, *arguments)
+        finally:
+            if self._hides_empty:
+                optimizer.param_groups[:] = self._groups
+        for number, (group, before) in enumerate(zip(self._groups, self._before, strict=True)):
             changed = _taken_back(group, before, _NOT_SETTINGS)
             has_some = bool(lists[number])
             if has_some or not self._stepped[number]:
@@ -98,6 +127,7 @@ class StepInParts:
             self._stepped[number] |= has_some
         self._own_after = _taken_back(optimizer.__dict__, self._own_before, self._own_names)
         self._called = True
+        return result
 
     @property
     def outcome(self) -> Outcome:
@@ -120,23 +150,27 @@ def _noted(values: Mapping[str, Any], but: Sequence[str]) -> dict[str, Noted]:
 
 
 def _noted_own(optimizer: Optimizer) -> dict[str, Noted]:
-    """Attributes of an optimizer that are plain values or tensors."""
+    """Attributes of an optimizer that are tensors, plain values or collections of these."""
     found = {
         name: value
         for name, value in optimizer.__dict__.items()
-        if name not in _OF_TORCH and (isinstance(value, (*_PLAIN, Tensor)) or _is_plain_tuple(value))
+        if name not in _OF_TORCH and (isinstance(value, Tensor) or _is_plain(value))
     }
     return _noted(found, ())
 
 
-def _is_plain_tuple(value: Any) -> bool:
-    return type(value) is tuple and all(isinstance(item, _PLAIN) for item in value)
+def _is_plain(value: Any) -> bool:
+    if type(value) in (list, tuple, set, frozenset, deque):
+        return all(map(_is_plain, value))
+    if type(value) in (dict, OrderedDict, defaultdict):
+        return all(map(_is_plain, value.values())) and all(isinstance(key, PLAIN) for key in value)
+    return isinstance(value, PLAIN)
 
 
 def _note(value: Any) -> Noted:
     if isinstance(value, Tensor):
         return Noted(value, value.detach().clone(), value._version)
-    if isinstance(value, _PLAIN) or callable(value) or _is_plain_tuple(value):
+    if isinstance(value, PLAIN) or callable(value):
         return Noted(value, value, 0)
     try:
         return Noted(value, copy.deepcopy(value), 0)
@@ -168,7 +202,10 @@ def _take_back(values: dict[str, Any], name: str, noted: Noted) -> Noted:
         with torch.no_grad():
             value.copy_(noted.copied)
     else:
-        value = noted.copied if isinstance(noted.copied, _PLAIN) else copy.deepcopy(noted.copied)
+        now = values.get(name)
+        value = noted.copied if isinstance(noted.copied, PLAIN) else copy.deepcopy(noted.copied)
+        if now is noted.value and _refill(now, value):
+            value = now
     values[name] = value
     return Noted(value, noted.copied, value._version if isinstance(value, Tensor) else 0)
 
@@ -186,5 +223,17 @@ def _set(values: dict[str, Any], new: Mapping[str, Any]) -> None:
         if isinstance(held, Tensor) and isinstance(value, Tensor) and held.shape == value.shape:
             with torch.no_grad():
                 held.copy_(value)
-        else:
+        elif not _refill(held, value):
             values[name] = value
+
+
+def _refill(held: Any, value: Any) -> bool:
+    """Put the items of a collection into another of its class, which others may hold. False: they are none."""
+    if type(held) is not type(value) or held is value or not isinstance(held, (list, deque, dict, set)):
+        return False
+    held.clear()
+    if isinstance(held, (list, deque)):
+        held.extend(value)
+    else:
+        held.update(value)
+    return True

@@ -141,8 +141,8 @@ class ShardedOptimizer:
         """Follow other plans of buckets."""
 
     def state_nbytes(self, tensor: WholeTensor) -> list[int]:
-        """Bytes of each tensor of state that a tensor which is stepped whole will have."""
-        raise NotImplementedError
+        """Bytes of each tensor of state that a tensor which is stepped whole will have, as far as that is known."""
+        return []
 
     def step_peak(self) -> int:
         """The most bytes that this rank holds beside its shards while they are stepped on the device."""

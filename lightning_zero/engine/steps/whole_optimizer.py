@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from lightning_zero.comm.profiling import profiled
 from lightning_zero.config import ConfigError, Whole
 from lightning_zero.device import recording
 from lightning_zero.engine.steps.around import AroundStep
+from lightning_zero.engine.steps.evaluations import Evaluations
 from lightning_zero.engine.steps.in_parts import Outcome, StepInParts, keep
 from lightning_zero.engine.steps.interception import Stepping
 from lightning_zero.engine.steps.optimizer import ShardedOptimizer
@@ -44,6 +46,10 @@ from lightning_zero.planning.owners import (
 from lightning_zero.planning.placement import Placement, StageRow, Tier
 
 MOST_ROUTES = 1000  # that are remembered
+_PARTIAL = (
+    "The step was partial: some tensors had been stepped when this was raised. Before training goes on, load the last "
+    "checkpoint."
+)
 _FINE, _TELLS, _FAILED = range(3)  # how a step has ended on a rank
 
 
@@ -148,11 +154,13 @@ class WholeOptimizer(ShardedOptimizer):
         if self.probed.couples:
             raise ConfigError(
                 f"zero.optimizer.whole: what {kind} does to a tensor depends on the other tensors that it steps (a "
-                "norm over all of them, say), on random numbers, or on tensors that it notes outside of its param "
+                "norm over all of them, say), on random numbers, or on what it notes outside of its param "
                 "groups: small tensors stepped together came out otherwise than each alone. Ranks step different "
                 "tensors at stages 1 to 3. Use an optimizer that steps each tensor by itself, or choose "
                 "zero/stage=zero0."
             )
+        if needs_closure(self.optimizer) or (failed is not None and self.probed.asks_again):
+            raise ConfigError(_asks_itself(self.optimizer))
         if failed is not None and not self._unprobed:
             raise ConfigError(
                 f"zero.optimizer.whole: {kind} could not be tried on small tensors, to see if it steps each by itself: "
@@ -227,10 +235,50 @@ class WholeOptimizer(ShardedOptimizer):
 
     # -- step ---------------------------------------------------------------------------------------------------------
 
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        if closure is None or not (self.probed.asks_again or needs_closure(self.optimizer)):
+            return super().step(closure)
+        if any(tensor.bucket.plan.shards_master for tensor in self.owned.tensors.values()):
+            raise ConfigError(_asks_itself(self.optimizer))
+        return self._step_around(closure)
+
+    def _step_around(self, closure: Callable[[], Any]) -> Any:
+        """Make a step that calls its closure itself."""
+        self._follow_groups()
+        params, tensors = self.params(), list(self.owned.tensors.values())
+
+        def step(optimizer: Optimizer) -> Any:
+            with StepInParts(optimizer, step_of(optimizer)) as parts:
+                run = partial(self._run_closure, closure)
+                closed = Evaluations(parts, self._around, self._comm, self.owned, tensors, params, lambda: run()[0])
+                closed.show()
+                lists: list[list[tuple[int, Tensor]]] = [[] for _ in optimizer.param_groups]
+                for tensor in sorted(tensors, key=lambda tensor: tensor.place):
+                    lists[tensor.group].append((tensor.place, tensor.key))
+                try:
+                    result = parts.call(lists, closed)
+                except Exception as error:
+                    error.add_note(_PARTIAL)
+                    closed.finish()
+                    raise
+                self.owned.stepped(tensors)
+                closed.finish()
+            keep(optimizer, [parts.outcome])
+            return result
+
+        hooked: Callable[[Optimizer], Any] = Optimizer.profile_hook_step(step)
+        with torch.inference_mode(False), torch.no_grad():
+            result = hooked(self.optimizer)
+        self.optimizer.__dict__["_opt_called"] = True
+        self._around.ends(set(), [])
+        return result
+
     def _step(self, used: set[int], early: set[Bucket]) -> set[Bucket]:
         self._follow_groups()
         tensors = list(self.owned.tensors.values())
-        changed = {t.bucket for t in tensors if id(t.info.param) in used or self.probed.steps_all}
+        # Where no tensor has a gradient, all are shown to the class without one: it may count the step.
+        every = self.probed.steps_all or self.probed.couples or not any(id(t.info.param) in used for t in tensors)
+        changed = {t.bucket for t in tensors if every or id(t.info.param) in used}
         listed = [[tensor for tensor in window if tensor.bucket in changed] for window in self._windows]
         windows = [Window(window, used, self.owned, self._comm, self._find_route) for window in listed if window]
         for place, window in enumerate(windows):
@@ -252,7 +300,7 @@ class WholeOptimizer(ShardedOptimizer):
     def _step_windows(self, windows: Sequence[Window]) -> None:
         error: Exception | None = None
         before: list[Window] = []
-        with StepInParts(self.optimizer, step_of(self.optimizer)) as parts:
+        with StepInParts(self.optimizer, step_of(self.optimizer), hides_empty=self.probed.hides_empty) as parts:
             for place, window in enumerate(windows):
                 following = windows[place + 1] if place + 1 < len(windows) else None
                 if not place:
@@ -309,10 +357,7 @@ class WholeOptimizer(ShardedOptimizer):
             elif most == _TELLS:
                 outcomes = self._comm.all_gather_objects(outcome, what)
         if error is not None:
-            error.add_note(
-                "The step was partial: some tensors had been stepped when this was raised. Before training goes on, "
-                "load the last checkpoint."
-            )
+            error.add_note(_PARTIAL)
             raise error
         keep(self.optimizer, outcomes)
 
@@ -329,9 +374,25 @@ def _check_settings(optimizer: Optimizer, *, stochastic_rounding: bool) -> None:
             f"zero.precision.stochastic_rounding: expected one of torch's element-wise optimizers, got {kind}, which "
             "steps whole tensors. Use torch.optim.AdamW, or drop zero.precision.stochastic_rounding."
         )
-    if needs_closure(optimizer):
+    given: Any = optimizer.__dict__.get("step")
+    while getattr(given, "_wrapped_by_lr_sched", False):  # a scheduler's, which counts
+        given = given.__wrapped__
+    if given is not None and getattr(given, "__func__", given) not in (type(optimizer).step, step_of(optimizer)):
         raise ConfigError(
-            f"zero.optimizer.whole: {kind}.step() calls its closure itself, as often as it likes (LBFGS does), with "
-            "forwards and backwards in the middle of a step. That cannot work on shards. Use torch.optim.AdamW, Muon "
-            "or another one whose step needs gradients only."
+            f"zero.optimizer.whole: a step() was set on the {kind} object itself, and here the step of its class is "
+            "called, for some tensors at a time. Override step() in a subclass."
         )
+    if callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None)):
+        raise ConfigError(
+            f"zero.optimizer.whole: {kind} has train() and eval(), by which it changes parameters outside of its step "
+            "(schedule-free ones do). Parameters and state are not where it looks for them then. Use "
+            "torch.optim.AdamW, and lightning's EMAWeightAveraging for averaged weights."
+        )
+
+
+def _asks_itself(optimizer: Optimizer) -> str:
+    return (
+        f"zero.optimizer.whole: {type(optimizer).__qualname__}.step() calls its closure itself, as often as it likes "
+        "(LBFGS does), with forwards and backwards in the middle of a step. That cannot work on shards. Use "
+        "torch.optim.AdamW, Muon or another one whose step needs gradients only, or choose zero/stage=zero0."
+    )

@@ -1,0 +1,71 @@
+"""What state optimizers will have, before anything is sharded: for a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_zero.config import ConfigError, OptimizerConfig
+from lightning_zero.engine.steps.probe import probe
+from lightning_zero.engine.steps.torch_optimizers import count_states
+from lightning_zero.engine.steps.whole_optimizer import is_stepped_whole
+from lightning_zero.engine.units.describe import UnitGroup
+from lightning_zero.planning.owners import matrix_work
+from lightning_zero.planning.tensor_states import TensorState, TensorStates
+
+
+class UnknownStateError(Exception):
+    """What an optimizer keeps cannot be known before training; the message says which one, and why."""
+
+
+def planned_states(
+    units: Sequence[UnitGroup],
+    optimizers: Sequence[Optimizer],
+    settings: OptimizerConfig,
+    window_nbytes: int,
+    param_of: Callable[[nn.Parameter], nn.Parameter] = lambda param: param,
+) -> int | TensorStates:
+    """Tensors of state for each parameter, where all optimizers step slices; else the state of each parameter.
+
+    Args:
+        optimizers: with parameters of any kind, with memory or without. They are not changed.
+        window_nbytes: bytes of gradients that travel at a time.
+        param_of: the parameter of ``units`` that one of the optimizers' stands for.
+
+    Raises:
+        UnknownStateError: an optimizer cannot be tried.
+    """
+    stepped_whole = [
+        is_stepped_whole(o, whole=settings.whole, declared_elementwise=settings.elementwise) for o in optimizers
+    ]
+    if not any(stepped_whole):
+        return max(map(count_states, optimizers), default=0)
+    dtypes = {
+        id(info.param): bucket.dtypes.master for unit in units for bucket in unit.buckets for info in bucket.params
+    }
+    found: dict[int, TensorState] = {}
+    for number, (optimizer, whole) in enumerate(zip(optimizers, stepped_whole, strict=True)):
+        if not whole:
+            state = TensorState(slices=count_states(optimizer))
+            found |= {id(param_of(p)): state for group in optimizer.param_groups for p in group["params"]}
+            continue
+        try:
+            probed = probe(optimizer, lambda p: dtypes[id(param_of(p))], torch.device("cpu"))
+        except (ConfigError, KeyError) as error:
+            raise UnknownStateError(f"{type(optimizer).__name__} cannot be tried: {error}") from error
+        if probed.failed is not None or probed.couples:
+            raise UnknownStateError(f"{type(optimizer).__name__} is not known")
+        for index, group in enumerate(optimizer.param_groups):
+            for param in map(param_of, group["params"]):
+                shapes = probed.states.get((index, param.dim(), dtypes[id(param)]), ())
+                nbytes = tuple(shape.nbytes(param.shape) for shape in shapes)
+                found[id(param)] = TensorState(number, matrix_work(param.shape), nbytes)
+    tensors = tuple(
+        tuple(found.get(id(info.param), TensorState()) for info in bucket.params)
+        for unit in units
+        for bucket in unit.buckets
+    )
+    return TensorStates(tensors, window_nbytes)
