@@ -67,8 +67,8 @@ def trained(hierarchy: str, work: Work, *, build: Callable[[], nn.Module] = Mode
         return found + whole(side)
 
 
-def kept(side: Sharded) -> list[str]:
-    return [b.label for b in side.engine.buckets if b.kept is not None]
+def kept(side: Sharded) -> list[Tensor]:
+    return [b.node_shard.values for b in side.engine.buckets if b.node_shard.values is not None]
 
 
 # -- parity -----------------------------------------------------------------------------------------------------------
@@ -327,7 +327,7 @@ def _memory() -> None:
     def seen(self: Unit) -> None:
         nonlocal most
         reshard(self)
-        most = max(most, sum(b.kept.nbytes for b in side.engine.buckets if b.kept is not None))
+        most = max(most, sum(values.nbytes for values in kept(side)))
 
     with (
         sharded(Model(), PER_NODE, "node_backward", precision="bf16") as side,
@@ -348,7 +348,7 @@ def _memory() -> None:
         with side.engine.step_scope(), autocast("bf16"):
             loss = language_loss(side.module, tokens(1))
             here = sum(b.full.nbytes for b in side.engine.buckets if b.full.allocated)
-            kept_now = sum(b.kept.nbytes for b in side.engine.buckets if b.kept is not None)
+            kept_now = sum(values.nbytes for values in kept(side))
             assert live_bytes(side.engine)[Role.gathered, Tier.device] == here + kept_now > here
             side.backward(loss)
 
