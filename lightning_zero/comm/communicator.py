@@ -23,41 +23,29 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_zero.comm.agreements import collect_objects, gather_objects, gather_on, open_waits, together
-from lightning_zero.comm.groups import GROUP_POOL, GroupKind, Groups, backend_for
-from lightning_zero.comm.reduction import LATE, Pending, Reduction
-from lightning_zero.comm.streams import Streams
-from lightning_zero.comm.transports import Members, all_gather_single, choose_transport
+from lightning_zero.comm.groups import GROUP_POOL, GroupKind, backend_for
+from lightning_zero.comm.reduction import Pending, Reduction
+from lightning_zero.comm.small_messages import SmallMessages
+from lightning_zero.comm.transports import Members, choose_transport
 from lightning_zero.config import Transport as TransportName
-from lightning_zero.device import accelerator_of, recording
-from lightning_zero.planning.topology import Topology, flat
+from lightning_zero.device import recording
+from lightning_zero.planning.topology import Topology
 from lightning_zero.ranks.waits import Waits
-
-T = TypeVar("T")
 
 ABANDON_S = 10.0  # after an exception: how long messages in flight may take to arrive
 
 
-class Communicator:
+class Communicator(SmallMessages):
     """Collectives of one engine over one group of ranks.
 
     Attributes:
-        rank, world_size: place among all ranks of the group.
-        shard_rank, shard_size: place among the ranks that share shards; all of them, or those of this node.
-        node_rank, node_size: place among the ranks of the node that share what units keep for the backward; a size of
-            0: they keep nothing.
-        replica: which copy of the shards this rank has a part of.
         counts: logical operations asked for, by kind and bucket: ``counts["all_gather", label]``.
-        observers: called with (kind, label) when an operation is issued.
-        waits: for the other ranks.
-        place: what this rank is doing, in words; posted for the others' error messages.
-        streams: of the device, for every kind of transfer.
     """
 
     def __init__(
@@ -77,23 +65,8 @@ class Communicator:
             waits: of this rank, where there is something that waits for the group already.
             even_alone: send the messages of a group of one rank, too.
         """
-        self.device = device
-        self._parent = group
-        self.world_size = dist.get_world_size(group) if group is not None else 1
-        self.rank = dist.get_rank(group) if group is not None else 0
-        self.topology = topology if topology is not None else flat(self.world_size)
-        self._shards = self.topology.shard_group_of(self.rank)
-        self.shard_rank, self.shard_size = self._shards.index(self.rank), self.topology.shard_size
-        neighbours = self.topology.node_group_of(self.rank)
-        self.node_rank, self.node_size = (neighbours.index(self.rank), len(neighbours)) if neighbours else (0, 0)
-        self.replica = self.topology.shard_groups.index(self._shards)
+        super().__init__(group, device, topology, waits, stall_timeout_s)
         self.counts: Counter[tuple[str, str]] = Counter()
-        self.observers: list[Callable[[str, str], None]] = []
-        self._groups: Groups | None = None
-        self._transport: Any = None
-        self.waits = waits if waits is not None else open_waits(group, device, stall_timeout_s)
-        self.waits.all_take_part = len(self.topology.shard_groups) == 1 and not self.node_size
-        self.streams = Streams(accelerator_of(device))
         if self.world_size > 1 or (even_alone and group is not None):
             backend = backend_for(group, device)
             self._transport = choose_transport(transport, backend, self.shard_size, device)
@@ -125,24 +98,6 @@ class Communicator:
     def exchanges(self) -> bool:
         """Whether a reduction can be an all-to-all, whose parts may be narrower than their sum."""
         return self._groups is not None and self._groups.reduce is not None and self._transport.exchanges
-
-    @property
-    def queues(self) -> bool:
-        """Whether messages are queued on streams of the device, so that the host waits for none."""
-        return self.streams.are_there and (self._transport is None or not self._transport.waits_on_host)
-
-    @property
-    def issued(self) -> list[int]:
-        """See :attr:`Groups.all_issued`."""
-        return self._groups.all_issued if self._groups is not None else []
-
-    @property
-    def place(self) -> str:
-        return self.waits.place
-
-    @place.setter
-    def place(self, place: str) -> None:
-        self.waits.place = place
 
     # -- logical operations -------------------------------------------------------------------------------------
 
@@ -225,96 +180,6 @@ class Communicator:
             span = recording.begin("reduce", label, on_host=not self.queues)
             sent = self._transport.exchange(out, data, out_sizes, sizes, self._groups.reduce)
             return self._pending("reduce", label, sent.works, sent.finish, stream, span, keep=data)
-
-    def broadcast(self, tensor: Tensor, src: int = 0, *, among: Literal["gather", "reduce"] = "gather") -> None:
-        """Blocking: every rank gets ``tensor`` of rank ``src``: first one rank of each replica, then the others.
-
-        Args:
-            among: which operations it is ordered with. Gathers that follow steps are issued by each rank as far as its
-                worker has got: a message that comes while these are going on belongs among the reductions.
-        """
-        if self._groups is None:
-            return
-        host = self._transport.waits_on_host
-        data = (tensor.cpu() if host else tensor).contiguous()
-        flat_bytes = data.view(-1).view(torch.uint8)  # backends do not know every integer type
-        group = self.topology.shard_group_of(src)
-        place = group.index(src)
-        if self._groups.replicate is not None and self.shard_rank == place:
-            replica = self.topology.shard_groups.index(group)
-            self._wait_broadcast(flat_bytes, replica, self._groups.replicate, "reduce")
-        if (shards := getattr(self._groups, among)) is not None:
-            self._wait_broadcast(flat_bytes, place, shards, among)
-        if data is not tensor:  # a contiguous copy, or one on the host
-            tensor.copy_(data)
-
-    def _wait_broadcast(self, tensor: Tensor, src: int, group: Any, among: str) -> None:
-        self._run(partial(dist.broadcast, tensor, group_src=src, group=group), tensor, among, "values of rank 0")
-
-    def _run(self, send: Callable[..., Any], tensor: Tensor, kind: str, label: str) -> None:
-        """Send a message and have its result in ``tensor``, on the current stream.
-
-        Args:
-            kind: of the operations that it is ordered with: a group's messages all run on one stream.
-        """
-        if tensor.device.type == "cpu":
-            self._agree(send(async_op=True), label)
-            return
-        with self.streams.on(kind):
-            send(async_op=False)
-            event = self.streams.mark()
-        self.streams.wait(event)
-
-    def broadcast_small(self, tensor: Tensor) -> None:
-        """Send a small host tensor of rank 0 to every rank. Blocking. It does not wait behind gathers in flight."""
-        if self._groups is not None:
-            work = dist.broadcast(tensor, group_src=0, group=self._groups.control, async_op=True)
-            self._agree(work, "a small reduction")
-
-    def all_gather_objects(self, value: Any, what: str) -> list[Any]:
-        """Blocking: a small picklable object from each rank, in rank order.
-
-        Args:
-            what: for, in words; the same on all ranks.
-        """
-        if self._groups is None:
-            return [value]
-        return gather_on(self._groups.control, value, self.waits, what)
-
-    def meet(self, value: Any, what: str, *, patient: bool = False) -> list[Any]:
-        """As :meth:`all_gather_objects`, where other ranks may be at any other call: see :func:`gather_objects`."""
-        return gather_objects(self._parent, value, self.waits, what, patient=patient)
-
-    def collect(self, value: Any, what: str) -> list[Any] | None:
-        """As :meth:`meet`, for objects that are large: on rank 0 alone; others get None."""
-        if self.world_size == 1:
-            return [value]
-        return collect_objects(self._parent, value, self.waits, what)
-
-    def together(
-        self, what: str, act: Callable[[], T], undo: Callable[[T], Any] = lambda _: None, *, patient: bool = False
-    ) -> T:
-        """See :func:`together`."""
-        return together(self._parent, self.waits, what, act, undo, patient=patient)
-
-    def sum_(self, tensor: Tensor) -> Tensor:
-        """Blocking: sum a small tensor on its device over ranks, in place."""
-        return self._small(tensor, dist.ReduceOp.SUM)
-
-    def max_(self, tensor: Tensor) -> Tensor:
-        """Blocking: the maximum of a small tensor over ranks, in place; host tensors go by the host-side group."""
-        return self._small(tensor, dist.ReduceOp.MAX)
-
-    def exchange(self, *values: int) -> list[list[int]]:
-        """Blocking: some integers from each rank; for each, all ranks' in rank order."""
-        if self._groups is None:
-            return [[value] for value in values]
-        self._note("exchange", str(values[0]))
-        own = torch.tensor(values, dtype=torch.int64)
-        table = torch.empty(self.world_size * len(values), dtype=torch.int64)
-        work = all_gather_single(table, own, group=self._groups.control, async_op=True)
-        self._agree(work, "the agreement on the next gather")
-        return table.view(self.world_size, -1).t().tolist()  # type: ignore[no-any-return]
 
     def resume(self, what: str = "going on after an exception") -> None:
         """Replace the groups if ranks have issued different operations on them. Blocking, on all ranks.
@@ -459,30 +324,7 @@ class Communicator:
             span.end()
         return Pending(self, label, [], lambda: result, kind=kind, event=self.streams.mark(), keep=keep)
 
-    def _small(self, tensor: Tensor, op: Any) -> Tensor:
-        if self._groups is None:
-            return tensor
-        host = tensor.device.type == "cpu"
-        self._note("control", str(op), issued="control" if host else "control on the device")
-        if not host and self._transport.waits_on_host:
-            return tensor.copy_(self._small(tensor.cpu(), op))
-        groups = (self._groups.control,) if host else (self._groups.reduce, self._groups.replicate)
-        # On a device in the queue of the reductions, whose order is one on all ranks; never in that of the gathers.
-        for group in groups:
-            if group is not None:
-                self._run(partial(dist.all_reduce, tensor, op=op, group=group), tensor, "reduce", "a small reduction")
-        return tensor
-
     # -- waiting, counting ----------------------------------------------------------------------------------------
-
-    def _agree(self, work: Any, label: str) -> None:
-        """Wait for a small message."""
-        with recording.stands("agree", label, on_host=True):
-            self.wait_work(work, label)
-
-    def wait_work(self, work: Any, label: str) -> None:
-        """See :meth:`Waits.wait_work`."""
-        self.waits.wait_work(work, label)
 
     def _count(
         self,
@@ -504,15 +346,6 @@ class Communicator:
                 itemsize = (total_dtype or full.dtype).itemsize
                 recording.moved("gather" if kind == "all_gather" else "reduce", others * itemsize)
             self._note(kind, label, issued="node_gather" if of_node else kind)
-
-    def _note(self, kind: str, label: str, *, issued: str | None = None) -> None:
-        if self._groups is not None:
-            if LATE:
-                LATE.forget()
-            self._groups.issued[issued or kind] += 1
-            self.waits.issued += 1
-        for observer in self.observers:
-            observer(kind, label)
 
 
 def end_with(works: Sequence[Any], span: recording.Open) -> None:

@@ -404,3 +404,10 @@ def accumulate(side: Side, step: int, micro_batches: int) -> Tensor:
 def pairwise_selection(cases: Sequence[Any]) -> list[Any]:
     """A few of ``cases`` (named tuples) in which every pair of settings occurs."""
     return [cases[place] for place in pairwise_places([case._asdict() for case in cases])]
+
+
+def in_pairs(cases: Sequence[Any]) -> Any:
+    """Parametrizes a test by its ``case``: pairs of settings always run, the full matrix where it is asked for."""
+    selected = pairwise_selection(cases)
+    rest = [pytest.param(case, marks=pytest.mark.full) for case in cases if case not in selected]
+    return pytest.mark.parametrize("case", [*selected, *rest], ids=lambda case: "-".join(map(str, case)))

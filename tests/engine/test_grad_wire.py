@@ -38,14 +38,14 @@ from tests.engine.support import (
     adamw,
     autocast,
     floats,
+    in_pairs,
     language_loss,
-    pairwise_selection,
     places_posted_often,
     sgd,
     tokens,
 )
 from tests.engine.test_gradients_together import through_host, together
-from tests.engine.test_offload import offload
+from tests.engine.test_offload import assert_equal, offload
 from tests.harness import Pool, on_ranks, run
 
 CPU = torch.device("cpu")
@@ -94,11 +94,6 @@ def trained(
     return found
 
 
-def assert_equal(one: list[Tensor], other: list[Tensor]) -> None:
-    for place, (a, b) in enumerate(zip(one, other, strict=True)):
-        assert torch.equal(a, b), place
-
-
 class Case(NamedTuple):
     world: int
     stage: int
@@ -107,9 +102,6 @@ class Case(NamedTuple):
     row: str
     together: bool
     precision: Any
-
-    def __str__(self) -> str:
-        return "-".join(map(str, self))
 
 
 CASES = [
@@ -128,7 +120,6 @@ CASES = [
     )
     if (case.row == "none" or case.stage > 0) and (case.row != "nvme" or case.stage == 3)
 ]
-SELECTED = pairwise_selection(CASES)
 
 
 def _check(case: Case, folder: Path) -> None:
@@ -155,14 +146,8 @@ def _check(case: Case, folder: Path) -> None:
     assert torch.bfloat16 not in [dtype for dtype, _ in sent[0]]
 
 
-@pytest.mark.parametrize("case", SELECTED, ids=str)
+@in_pairs(CASES)
 def test_both_wires_have_the_same_bits(case: Case, tmp_path: Path) -> None:
-    run(case.world, _check, case, tmp_path)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("case", [c for c in CASES if c not in SELECTED], ids=str)
-def test_both_wires_have_the_same_bits_in_the_whole_matrix(case: Case, tmp_path: Path) -> None:
     run(case.world, _check, case, tmp_path)
 
 

@@ -36,14 +36,14 @@ from tests.engine.support import (
     accumulate,
     autocast,
     floats,
+    in_pairs,
     language_loss,
-    pairwise_selection,
     places_posted_often,
     tokens,
 )
-from tests.engine.test_gradients_together import together
+from tests.engine.test_gradients_together import through_host, together
 from tests.engine.test_hierarchy import bytes_from_other_nodes, sharded
-from tests.engine.test_offload import offload, whole
+from tests.engine.test_offload import assert_equal, offload, whole
 from tests.harness import run
 
 BOTH = ("flat", "node_backward")
@@ -67,19 +67,8 @@ def trained(hierarchy: str, work: Work, *, build: Callable[[], nn.Module] = Mode
         return found + whole(side)
 
 
-def kept(side: Sharded) -> list[str]:
-    return [b.label for b in side.engine.buckets if b.kept is not None]
-
-
-def assert_equal(one: Any, other: Any) -> None:
-    if isinstance(one, (list, tuple)):
-        assert len(one) == len(other)
-        for a, b in zip(one, other, strict=True):
-            assert_equal(a, b)
-    elif isinstance(one, Tensor):
-        assert torch.equal(one, other), (one, other)
-    else:
-        assert one == other
+def kept(side: Sharded) -> list[Tensor]:
+    return [b.node_shard.values for b in side.engine.buckets if b.node_shard.values is not None]
 
 
 # -- parity -----------------------------------------------------------------------------------------------------------
@@ -96,29 +85,22 @@ class Case(NamedTuple):
     dynamic: bool
     together: bool
 
-    def __str__(self) -> str:
-        return "-".join(map(str, self))
 
-
+BOOLS = (False, True)
 CASES = [
-    case
-    for case in (
-        Case(*values)
-        for values in itertools.product(
-            ("fp32", "bf16"),
-            (1, 3),
-            (False, True),
-            ("none", "optimizer_cpu"),
-            (0, 10_000, 1 << 28),
-            (0, 10_000),
-            ("none", "blocks"),
-            (False, True),
-            (False, True),
-        )
+    Case(*values)
+    for values in itertools.product(
+        ("fp32", "bf16"),
+        (1, 3),
+        BOOLS,
+        ("none", "optimizer_cpu"),
+        (0, 10_000, 1 << 28),
+        (0, 10_000),
+        ("none", "blocks"),
+        BOOLS,
+        BOOLS,
     )
-    if not (case.together and (case.row != "none" or case.dynamic))
 ]
-SELECTED = pairwise_selection(CASES)
 
 
 def _check(case: Case, folder: Path) -> None:
@@ -136,19 +118,14 @@ def _check(case: Case, folder: Path) -> None:
     }
     found = []
     for hierarchy in BOTH:
-        with together() if case.together else contextlib.nullcontext():
+        host = through_host() if case.row != "none" or case.dynamic else contextlib.nullcontext()
+        with together() if case.together else contextlib.nullcontext(), host:
             found.append(trained(hierarchy, work, **config))
     assert_equal(*found)
 
 
-@pytest.mark.parametrize("case", SELECTED, ids=str)
+@in_pairs(CASES)
 def test_it_equals_flat_to_the_bit(case: Case, tmp_path: Path) -> None:
-    run(4, _check, case, tmp_path)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("case", [c for c in CASES if c not in SELECTED], ids=str)
-def test_it_equals_flat_in_the_whole_matrix(case: Case, tmp_path: Path) -> None:
     run(4, _check, case, tmp_path)
 
 
@@ -350,7 +327,7 @@ def _memory() -> None:
     def seen(self: Unit) -> None:
         nonlocal most
         reshard(self)
-        most = max(most, sum(b.kept.nbytes for b in side.engine.buckets if b.kept is not None))
+        most = max(most, sum(values.nbytes for values in kept(side)))
 
     with (
         sharded(Model(), PER_NODE, "node_backward", precision="bf16") as side,
@@ -371,7 +348,7 @@ def _memory() -> None:
         with side.engine.step_scope(), autocast("bf16"):
             loss = language_loss(side.module, tokens(1))
             here = sum(b.full.nbytes for b in side.engine.buckets if b.full.allocated)
-            kept_now = sum(b.kept.nbytes for b in side.engine.buckets if b.kept is not None)
+            kept_now = sum(values.nbytes for values in kept(side))
             assert live_bytes(side.engine)[Role.gathered, Tier.device] == here + kept_now > here
             side.backward(loss)
 

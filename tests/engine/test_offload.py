@@ -88,8 +88,8 @@ def whole(side: Sharded) -> list[Any]:
 def assert_equal(found: Sequence[Any], expected: Sequence[Any], what: str = "") -> None:
     assert len(found) == len(expected), what
     for one, other in zip(found, expected, strict=True):
-        if isinstance(one, tuple):
-            assert_equal(one, other, f"{what} {one[:-1]}")
+        if isinstance(one, (list, tuple)):
+            assert_equal(one, other, f"{what} {[part for part in one if isinstance(part, str)]}")
         elif isinstance(one, Tensor):
             assert one.dtype == other.dtype, what
             assert torch.equal(one, other), f"{what}: differs by {(one.double() - other.double()).abs().max():.3g}"

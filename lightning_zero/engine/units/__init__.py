@@ -11,6 +11,7 @@
     change_tiers    likewise, for a module that is sharded and is to rest elsewhere
     unit            a group of parameters that is gathered at once, and its states
     bucket          the parameters of one unit with equal dtypes and equal requires_grad, split by size: one flat buffer
+    node_shard      what a rank keeps of gathered values for its node, from the forward to the backward
     param_info      what is known of one parameter
     stored          tensors in files, of which the parts are read that somebody needs
     home            where a bucket's masters and optimizer state rest; kept: what they were, for a later reader

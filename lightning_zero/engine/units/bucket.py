@@ -30,6 +30,7 @@ from lightning_zero.engine.units.awaited_step import AwaitedStep
 from lightning_zero.engine.units.flat_buffer import FlatBuffer, placeholders
 from lightning_zero.engine.units.grad_store import GradStore, make_grad_store
 from lightning_zero.engine.units.home import Home, ResidentHome, Tiers, make_home, opened
+from lightning_zero.engine.units.node_shard import NodeShard
 from lightning_zero.engine.units.param_info import ParamInfo
 from lightning_zero.engine.units.param_store import ParamStore, make_param_store
 from lightning_zero.planning.buckets import BucketPlan
@@ -69,6 +70,7 @@ class Bucket:
             full buffer where ``plan`` says that both are one memory.
         param_store: the compute parameters between uses.
         grad_store: the reduced gradient.
+        node_shard: what is kept of gathered values for the node.
         awaited_step: the offloaded step that was asked for.
         reshards: see :attr:`BucketPlan.reshards`, of which this is a copy, like ``gathers_after_step``.
         owned_range: elements of the bucket whose master_param and optim_state this rank holds.
@@ -99,8 +101,8 @@ class Bucket:
         self.is_plain = False  # inside gather(): parameters hold full masters
         self._values_here = True
         self._pushed: Any = None  # the end of the way of what the last step has changed
-        self.kept: Tensor | None = None  # compute_param, a slice for each rank of the node, from a use to the next
         self.layout = plan.layout
+        self.node_shard = NodeShard(plan.layout.numel, comm.node_rank, comm.node_size)
         self.gaps = self.layout.gaps()
         self._placeholders: list[Tensor] = []
         self._follow(plan)
@@ -122,8 +124,6 @@ class Bucket:
         # back, because that happens under the same storage object (``flat_buffer.py``).
         low, high = self.owned_range
         self._own_part = self.full.data[low:high]  # [owned numel]
-        low, high = self._node_range
-        self._node_part = self.full.data[low:high]  # [numel / ranks of the node], empty where no shard of it is kept
         for info in self.params:
             info.gathered = self.full.view(self.layout.slots[info.slot].start, info.shape, info.strides)
 
@@ -152,12 +152,6 @@ class Bucket:
         low, high = self.layout.shard_range(self.comm.shard_rank)
         base = self.owned_range[0]
         return slice(low - base, high - base)
-
-    @property
-    def _node_range(self) -> tuple[int, int]:
-        """The elements that this rank keeps for its node."""
-        numel = self.layout.numel // self.comm.node_size if self.comm.node_size else 0
-        return self.comm.node_rank * numel, (self.comm.node_rank + 1) * numel
 
     # -- values at rest -------------------------------------------------------------------------------------------
 
@@ -336,11 +330,7 @@ class Bucket:
         Args:
             before: compute parameters of the owned range. Where ``value`` equals them, masters keep their digits.
         """
-        if self.kept is not None:
-            start, (low, high) = self.layout.slots[info.slot].start, self._node_range
-            first, last = max(low, start), min(high, start + info.numel)
-            if first < last:
-                info.copy_part(value, first - start, self.kept[first - low : last - low])
+        self.node_shard.write(info, self.layout.slots[info.slot].start, value)
         with opened(self.home, changed=True) as master:
             for fragment in self.owned_fragments():
                 if fragment.index != info.slot:
@@ -359,20 +349,6 @@ class Bucket:
     def can_gather_together(self) -> bool:
         """Whether its gather may be a part of one message: the device has streams, and what it sends is there."""
         return self.comm.streams.are_there and not self._is_elsewhere
-
-    def keep(self) -> None:
-        """Keep this rank's part of the gathered values for its node, until :meth:`forget_kept`."""
-        with torch.inference_mode(False):
-            self.kept = self._node_part.clone()
-
-    def kept_becomes(self, full: Tensor) -> None:
-        """Values have changed: ``full`` [layout.numel] is what all ranks have now."""
-        if self.kept is not None:
-            self.kept.copy_(full[slice(*self._node_range)])
-
-    def forget_kept(self) -> None:
-        """Keep nothing for the node any more. Who has read it is over, on the current stream."""
-        self.kept = None
 
     def gather_begin(self, *, of_node: bool = False) -> Pending:
         """Issue the gather of the compute parameters. The full buffer has memory from here on.
@@ -405,8 +381,7 @@ class Bucket:
         self.awaited_step.wait()
         self.full.allocate()
         if of_node:
-            assert self.kept is not None, f"{self.label}: nothing was kept"
-            self._node_part.copy_(self.kept)
+            self.node_shard.put_into(self.full.data)
         else:
             self.param_store.prepare(self._own_part)
         return self.full.data, self.label

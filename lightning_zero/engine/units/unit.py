@@ -175,8 +175,8 @@ class Unit:
             return
         for bucket in self.resharded:
             self.before_drop(bucket)  # what the user wrote to the values goes into the masters now, or is lost
-            if self.keeps and bucket.kept is None:  # else it follows the masters: ``Bucket.write_master``
-                bucket.keep()
+            if self.keeps and bucket.node_shard.values is None:  # else it follows the masters: ``Bucket.write_master``
+                bucket.node_shard.keep(bucket.full.data)
         self._enter(State.SHARDED)
         # Both: a parameter that went on pointing at a storage of size 0 could crash the process when it is read. Under
         # a placeholder the engine answers.
@@ -212,7 +212,7 @@ class Unit:
         """Masters are others now, or the pass is over: the next gather is of all ranks' shards. On all ranks."""
         self.comes_of_node = False
         for bucket in self.buckets:
-            bucket.forget_kept()
+            bucket.node_shard.forget()
 
     def serve(self) -> None:
         """Take part in a gather that other ranks need while this one has the unit gathered already, or under way."""

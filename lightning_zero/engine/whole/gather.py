@@ -117,7 +117,7 @@ def _write_back(shown: Mapping[Bucket, tuple[Tensor, Tensor | None]], from_rank:
         # other ranks' slices.
         if not bucket.reshards or bucket.full.allocated:
             bucket.full.data.copy_(full)
-        bucket.kept_becomes(full)
+        bucket.node_shard.becomes(full)
         if full_grad is not None and bucket.grad is not None:
             for info in bucket.params:
                 if info.param.grad is not None:

@@ -66,8 +66,8 @@ def live_bytes(engine: Assembly) -> Bytes:
     for bucket in engine.buckets:
         if bucket.reshards and bucket.full.allocated:
             held[Role.gathered, Tier.device] += bucket.full.nbytes
-        if bucket.kept is not None:
-            held[Role.gathered, Tier.device] += bucket.kept.nbytes
+        if (kept := bucket.node_shard.values) is not None:
+            held[Role.gathered, Tier.device] += kept.nbytes
         grads = engine.reducer.grads[bucket]
         if grads.local is not None and not grads.accumulates:
             nbytes = grads.local.untyped_storage().nbytes()
