@@ -7,6 +7,7 @@ import inspect
 import os
 import threading
 import time
+import zlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -34,8 +35,9 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Which cases of parametrized tests are ``full``.
 
-    Those of ``@pytest.mark.mainly(predicate)`` for which the predicate, by name, does not hold; and of tests with three
-    parameters or more all but a selection in which every pair of values occurs.
+    Those of ``@pytest.mark.mainly(predicate)`` for which the predicate, by name, does not hold; of tests with three
+    parameters or more all but a selection in which every pair of values occurs; and of tests of all stages one of the
+    two in the middle, whose ways are the same but for when gradients are sharded: by turns.
     """
     for item in items:
         for mark in item.iter_markers("mainly"):
@@ -52,6 +54,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for place, case in enumerate(cases):
             if place not in chosen:
                 case.add_marker(pytest.mark.full)
+    for item in items:
+        if _is_left_out_by_turns(item):
+            item.add_marker(pytest.mark.full)
+
+
+_BY_TURNS = {(0, 1, 2, 3): (1, 2), ("zero0", "zero1", "zero2", "zero3"): ("zero1", "zero2")}
+
+
+def _is_left_out_by_turns(item: pytest.Item) -> bool:
+    """Whether a test of all stages takes the other of the two in the middle, for these other parameters."""
+    if not hasattr(item, "callspec"):
+        return False
+    stages = [list(mark.args[1]) for mark in item.iter_markers("parametrize") if mark.args[0] == "stage"]
+    pair = next((pair for every, pair in _BY_TURNS.items() if stages == [list(every)]), ())
+    if (stage := item.callspec.params.get("stage")) not in pair:
+        return False
+    others = sorted((name, place) for name, place in item.callspec.indices.items() if name != "stage")
+    name = f"{item.nodeid.partition('[')[0]} {others}"  # the same in every process
+    return stage == pair[zlib.crc32(name.encode()) % 2]
 
 
 def _parameters(item: pytest.Item) -> dict[str, tuple[int, ...]]:

@@ -47,7 +47,6 @@ LABELS = {
 THEMES = {False: ("#ffffff", "#1a1a1a", "#d9d9d9"), True: ("#16181d", "#e8e8e8", "#3a3d44")}  # ground, ink, grid
 DPI = 120
 WIDTH_IN = 11.0  # 1320 pixels: a laptop's screen
-INK_ON_BARS = "#000000"
 LINE = {False: "#b00020", True: "#ff6b6b"}
 
 
@@ -103,7 +102,7 @@ def draw(
         axes = figure.subplots(1, len(shown), sharey=True, squeeze=False)[0]
         for place, (ax, panel) in enumerate(zip(axes, shown, strict=True)):
             _style(ax, ground, ink, grid)
-            _bars(ax, panel, rows, ink, LINE[dark])
+            _bars(ax, panel, rows, ground, ink, LINE[dark])
             if not place:
                 _names(ax, rows, config, choice, ink)
         used = [role for role in COLOURS if any(panel.bytes_of(row).get(role) for panel in shown for row in rows)]
@@ -150,7 +149,7 @@ def panels(machine: Machine, rows: Sequence[Row]) -> list[_Panel]:
     return [found[0]] + [panel for panel in found[1:] if any(panel.bytes_of(row) for row in rows)]
 
 
-def _bars(ax: Axes, panel: _Panel, rows: Sequence[Row], ink: str, line: str) -> None:
+def _bars(ax: Axes, panel: _Panel, rows: Sequence[Row], ground: str, ink: str, line: str) -> None:
     totals = [sum(panel.bytes_of(row).values()) for row in rows]
     largest = max([*totals, 1])
     # A bar that is far beyond the memory would make all others points: the axis ends at a few times of it.
@@ -163,7 +162,7 @@ def _bars(ax: Axes, panel: _Panel, rows: Sequence[Row], ink: str, line: str) -> 
             ax.barh(place, nbytes, left=left, color=colour, height=0.72, linewidth=0)
             left += nbytes
         if left:
-            beyond = left > end * 0.86  # there is no room for the number behind it
+            beyond = left > end * 0.87  # there is no room for the number behind it
             ax.text(
                 end * 0.992 if beyond else left + end * 0.008,
                 place,
@@ -171,8 +170,10 @@ def _bars(ax: Axes, panel: _Panel, rows: Sequence[Row], ink: str, line: str) -> 
                 ha="right" if beyond else "left",
                 va="center",
                 fontsize=7.5,
-                color=INK_ON_BARS if beyond else ink,
-                bbox={"facecolor": "#ffffff", "alpha": 0.75, "pad": 1, "linewidth": 0} if beyond else None,
+                color=ink,
+                # It may lie on a bar, or on the line of the memory.
+                bbox={"facecolor": ground, "alpha": 0.9, "pad": 0.6, "linewidth": 0},
+                zorder=3,
             )
     if 0 < panel.capacity <= end:
         ax.axvline(panel.capacity, color=line, linewidth=1.6)

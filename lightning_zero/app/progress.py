@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
+
+from lightning_zero.config import ConfigError, nearest
 
 AFTER_S = 8.0  # of steps that are measured
 
@@ -55,18 +58,49 @@ def duration(seconds: float) -> str:
 
 
 class LastValidation(Callback):
-    """Keeps what the last validation of a fit has logged: where no step came after it, a further one says the same."""
+    """Keeps what the last validation of a fit has logged: where no step came after it, a further one says the same.
 
-    def __init__(self) -> None:
+    Args:
+        wanted: refuse a run whose first validation, the sanity check if there is one, does not log this metric.
+
+    Raises:
+        ConfigError: on all ranks, in a run.
+    """
+
+    def __init__(self, wanted: str | None = None) -> None:
+        self.wanted = wanted
         self._found: tuple[int, dict[str, float]] | None = None  # step, metrics
 
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if not trainer.enable_validation:
+            check_metric(self.wanted, {})
+
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if not trainer.sanity_checking and trainer.state.fn == "fit":
-            results = trainer.fit_loop.epoch_loop.val_loop._results.metrics(on_step=False)
-            self._found = trainer.global_step, {name: float(value) for name, value in results["log"].items()}
+        if trainer.state.fn != "fit":
+            return
+        results = trainer.fit_loop.epoch_loop.val_loop._results.metrics(on_step=False)
+        found = {name: float(value) for name, value in results["log"].items()}
+        if found or not trainer.sanity_checking:  # a module may leave out all logging in a sanity check
+            check_metric(self.wanted, found)
+        if not trainer.sanity_checking:
+            self._found = trainer.global_step, found
 
     def at_the_end(self, trainer: pl.Trainer) -> dict[str, float] | None:
         """The metrics of a validation behind the last step; ``None`` where there was none."""
         if self._found is not None and self._found[0] == trainer.global_step:
             return self._found[1]
         return None
+
+
+def check_metric(wanted: str | None, found: Mapping[str, float]) -> None:
+    """
+    Raises:
+        ConfigError: a sweep looks at a metric of a name that was not logged.
+    """
+    if wanted is not None and wanted not in found:
+        close = nearest(wanted, found)
+        raise ConfigError(
+            f"optimized_metric: expected a metric that validation (or the task) logs, one of "
+            f"{', '.join(sorted(found)) or '(nothing was logged)'}, got {wanted!r}. "
+            f"{f'Write optimized_metric={close}' if close else 'Change optimized_metric'}."
+        )

@@ -14,7 +14,7 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter, Callback, ModelCheckpoint
 
 from lightning_zero.app.jobs import decided
-from lightning_zero.app.progress import LastValidation
+from lightning_zero.app.progress import LastValidation, check_metric
 from lightning_zero.app.schema import Task, TrainConfig
 from lightning_zero.config import ConfigError
 
@@ -162,11 +162,5 @@ def optimized(config: TrainConfig, metrics: dict[str, float]) -> float | None:
     Raises:
         ConfigError: no metric of this name was logged.
     """
-    if config.optimized_metric is None:
-        return None
-    if config.optimized_metric not in metrics:
-        raise ConfigError(
-            f"optimized_metric: expected one of {', '.join(sorted(metrics)) or '(nothing was logged)'}, got "
-            f"{config.optimized_metric!r}. Change optimized_metric."
-        )
-    return metrics[config.optimized_metric]
+    check_metric(config.optimized_metric, metrics)
+    return None if config.optimized_metric is None else metrics[config.optimized_metric]

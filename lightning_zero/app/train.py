@@ -111,8 +111,11 @@ def build_trainer(config: TrainConfig, plugins: list[Any] | None = None) -> Trai
     values = {f.name: getattr(config.trainer, f.name) for f in fields(TrainerConfig)}
     values |= {"devices": local_devices(config.trainer), "num_nodes": number_of_nodes(config.trainer)}
     values |= {"precision": agreed_precision(config)}
+    if config.optimized_metric is not None and "trainer.num_sanity_val_steps" not in explicit_keys():
+        values["num_sanity_val_steps"] = values["num_sanity_val_steps"] or 1  # it tells which metrics there will be
     check_srun()
-    callbacks = [*build_all("callbacks", config.callbacks), NoteJob(config.run_dir), LastValidation()]
+    callbacks = [*build_all("callbacks", config.callbacks), NoteJob(config.run_dir)]
+    callbacks.append(LastValidation(config.optimized_metric))
     callbacks.append(LogSettings(asdict(config)))
     if config.task is Task.predict:
         callbacks.append(WritePredictions(Path(config.run_dir, "predictions")))
@@ -164,7 +167,7 @@ def check_whole(config: TrainConfig, trainer: Trainer) -> None:
         return
     try:
         model = describe(config, explicit_keys()).model
-    except ConfigError:  # it cannot be built without memory; the run finds out
+    except Exception:  # of its own code, where it cannot be built without memory; the run finds out
         return
     check_room_here(model.copy_nbytes)
 
@@ -182,12 +185,17 @@ def check_checkpoint(path: str | None) -> None:
 def check_task(config: TrainConfig) -> None:
     """
     Raises:
-        ConfigError: untrained values would be evaluated.
+        ConfigError: untrained values would be evaluated, or a sweep would look at what a task does not give.
     """
     if config.task is not Task.fit and config.ckpt_path is None and config.zero.init_from is None:
         raise ConfigError(
             f"ckpt_path: expected a checkpoint for task={config.task.value}, got none. Set ckpt_path, or give "
             "model=hf the folder of a model."
+        )
+    if config.task is Task.predict and config.optimized_metric is not None:
+        raise ConfigError(
+            f"optimized_metric: expected none for task=predict, which logs nothing, got {config.optimized_metric!r}. "
+            "Drop optimized_metric, or choose task=test."
         )
 
 

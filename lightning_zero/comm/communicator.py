@@ -29,11 +29,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_zero.comm.agreements import gather_objects, gather_on, open_waits, together
+from lightning_zero.comm.agreements import collect_objects, gather_objects, gather_on, open_waits, together
 from lightning_zero.comm.groups import GROUP_POOL, GroupKind, Groups, backend_for
 from lightning_zero.comm.reduction import LATE, Pending, Reduction
 from lightning_zero.comm.streams import Streams
-from lightning_zero.comm.transports import HostTransport, all_gather_single, choose_transport
+from lightning_zero.comm.transports import Members, all_gather_single, choose_transport
 from lightning_zero.config import Transport as TransportName
 from lightning_zero.device import accelerator_of, recording
 from lightning_zero.planning.topology import Topology, flat
@@ -90,13 +90,14 @@ class Communicator:
         self.counts: Counter[tuple[str, str]] = Counter()
         self.observers: list[Callable[[str, str], None]] = []
         self._groups: Groups | None = None
+        self._transport: Any = None
         self.waits = waits if waits is not None else open_waits(group, device, stall_timeout_s)
         self.waits.all_take_part = len(self.topology.shard_groups) == 1 and not self.node_size
         self.streams = Streams(accelerator_of(device))
         if self.world_size > 1 or (even_alone and group is not None):
             backend = backend_for(group, device)
-            self._kind = GroupKind(self.topology, backend, self.streams.are_there, even_alone)
-            self._transport = choose_transport(transport, backend, self.shard_size, device, self.waits)
+            self._transport = choose_transport(transport, backend, self.shard_size, device)
+            self._kind = GroupKind(self.topology, backend, self.queues, even_alone)
             self._groups = GROUP_POOL.take(group, self, self._kind, self.waits)
             self._meet()
 
@@ -104,7 +105,7 @@ class Communicator:
         """Have NCCL make its communicators now, where all ranks come: at the first message of a group the host waits
         for the others, and in the middle of a pass these may be waiting for another message of this rank."""
         assert self._groups is not None
-        if self.streams.are_there:
+        if self.queues:
             for kind, group in (
                 ("gather", self._groups.gather),
                 ("gather", self._groups.node_gather),
@@ -114,7 +115,7 @@ class Communicator:
                 if group is not None:
                     number = torch.zeros(1, device=self.device)
                     self._run(partial(dist.all_reduce, number, group=group), number, kind, "groups")
-            if self.exchanges and not isinstance(self._transport, HostTransport):
+            if self.exchanges:
                 # NCCL connects each pair of ranks at the first message between the two.
                 numbers, own = torch.zeros(2, self.shard_size, device=self.device)
                 send = partial(dist.all_to_all_single, numbers, own, group=self._groups.reduce)
@@ -126,9 +127,14 @@ class Communicator:
         return self._groups is not None and self._groups.reduce is not None and self._transport.exchanges
 
     @property
-    def issued(self) -> int:
-        """Operations of all kinds asked for so far on its groups."""
-        return self._groups.issued if self._groups is not None else 0
+    def queues(self) -> bool:
+        """Whether messages are queued on streams of the device, so that the host waits for none."""
+        return self.streams.are_there and (self._transport is None or not self._transport.waits_on_host)
+
+    @property
+    def issued(self) -> list[int]:
+        """See :attr:`Groups.all_issued`."""
+        return self._groups.all_issued if self._groups is not None else []
 
     @property
     def place(self) -> str:
@@ -146,22 +152,21 @@ class Communicator:
         Args:
             of_node: with the slices of the ranks of this node, [node_size * n]. All nodes do so.
         """
-        self._count("all_gather", label, full, slices=self.node_size if of_node else self.shard_size)
+        self._count("all_gather", label, full, of_node=of_node)
         return self._gather(full, label, "node_gather" if of_node else "gather")
 
     def all_gather_together(self, fulls: Sequence[tuple[Tensor, str]], *, of_node: bool = False) -> Pending:
         """Several :meth:`all_gather` at once, each with its label: one message where the device has streams."""
-        rank, size = (self.node_rank, self.node_size) if of_node else (self.shard_rank, self.shard_size)
         for full, label in fulls:
-            self._count("all_gather", label, full, slices=size)
+            self._count("all_gather", label, full, of_node=of_node)
         label = fulls[0][1]
         if self._groups is None or self._groups.gather is None:
             return Pending(self, label, [], lambda: fulls[0][0], kind="transfer", event=self.streams.mark())
         with self.streams.on("gather") as stream:
-            span = recording.begin("gather", label)
-            group = self._groups.node_gather if of_node else self._groups.gather
-            works = self._transport.gather_all([full for full, _ in fulls], rank, size, group)
-            return self._pending("gather", label, works, lambda: fulls[0][0], stream, span)
+            span = recording.begin("gather", label, on_host=not self.queues)
+            among = self._members("node_gather" if of_node else "gather")
+            sent = self._transport.gather_all([full for full, _ in fulls], among)
+            return self._pending("gather", label, sent.works, sent.finish, stream, span)
 
     def reduce_scatter(
         self, full: Tensor, label: str, *, factor: float = 1.0, total_dtype: torch.dtype | None = None
@@ -183,7 +188,7 @@ class Communicator:
         :meth:`reduce_scatter`."""
         self._count("all_reduce", label, full, total_dtype)
         first = self._reduce(full, label, factor, total_dtype, whole=True)
-        if self._groups is None or self.streams.are_there:
+        if self._groups is None or self.queues:
             return Reduction(first)
 
         def gather(shard: Tensor) -> Pending:
@@ -217,9 +222,9 @@ class Communicator:
         recording.moved("reduce", out.nbytes - out_sizes[self.shard_rank])
         self._note("all_to_all", label)
         with self.streams.on("reduce") as stream:
-            span = recording.begin("reduce", label)
-            works = self._transport.exchange(out, data, out_sizes, sizes, self._groups.reduce)
-            return self._pending("reduce", label, works, lambda: out, stream, span, keep=data)
+            span = recording.begin("reduce", label, on_host=not self.queues)
+            sent = self._transport.exchange(out, data, out_sizes, sizes, self._groups.reduce)
+            return self._pending("reduce", label, sent.works, sent.finish, stream, span, keep=data)
 
     def broadcast(self, tensor: Tensor, src: int = 0, *, among: Literal["gather", "reduce"] = "gather") -> None:
         """Blocking: every rank gets ``tensor`` of rank ``src``: first one rank of each replica, then the others.
@@ -230,7 +235,7 @@ class Communicator:
         """
         if self._groups is None:
             return
-        host = isinstance(self._transport, HostTransport)
+        host = self._transport.waits_on_host
         data = (tensor.cpu() if host else tensor).contiguous()
         flat_bytes = data.view(-1).view(torch.uint8)  # backends do not know every integer type
         group = self.topology.shard_group_of(src)
@@ -280,6 +285,12 @@ class Communicator:
         """As :meth:`all_gather_objects`, where other ranks may be at any other call: see :func:`gather_objects`."""
         return gather_objects(self._parent, value, self.waits, what, patient=patient)
 
+    def collect(self, value: Any, what: str) -> list[Any] | None:
+        """As :meth:`meet`, for objects that are large: on rank 0 alone; others get None."""
+        if self.world_size == 1:
+            return [value]
+        return collect_objects(self._parent, value, self.waits, what)
+
     def together(
         self, what: str, act: Callable[[], T], undo: Callable[[T], Any] = lambda _: None, *, patient: bool = False
     ) -> T:
@@ -305,8 +316,8 @@ class Communicator:
         self._agree(work, "the agreement on the next gather")
         return table.view(self.world_size, -1).t().tolist()  # type: ignore[no-any-return]
 
-    def resume(self) -> None:
-        """Replace the groups if ranks have issued different numbers of operations on them. Blocking, on all ranks.
+    def resume(self, what: str = "going on after an exception") -> None:
+        """Replace the groups if ranks have issued different operations on them. Blocking, on all ranks.
 
         It is called after an exception has ended a pass. A rank issues the later half of a reduction when it finds the
         first half complete, so ranks that raised in the same place may have issued different later halves. On groups
@@ -314,8 +325,11 @@ class Communicator:
 
         Messages that were abandoned are not waited for: on groups that are replaced they may never end. On groups that
         stay, each is matched with its own and ends late, in the memory that it was issued with (``LATE``).
+
+        Args:
+            what: the purpose, in words.
         """
-        if self._groups is not None and len({*self.all_gather_objects(self.issued, "going on after an exception")}) > 1:
+        if self._groups is not None and not _alike(self.meet(self.issued, what)):
             # Given back before the pool is asked: the pool then sees that the counts differ, and leaves these alone.
             self._groups.user = lambda: None
             self._groups = GROUP_POOL.take(self._parent, self, self._kind, self.waits)
@@ -336,14 +350,19 @@ class Communicator:
             # The current stream may be one that still brings the bytes.
             return Pending(self, label, [], lambda: full, kind="transfer", event=self.streams.mark())
         # Counted apart from the all-reduce that it ends: ranks come here at different moments, see :meth:`resume`.
-        self._groups.issued += group == "second_half"
+        self._groups.issued["second_half"] += group == "second_half"
         kind = "reduce" if group == "second_half" else "gather"
-        of_node = group == "node_gather"
-        rank, size = (self.node_rank, self.node_size) if of_node else (self.shard_rank, self.shard_size)
         with self.streams.on("gather") as stream:
-            span = recording.begin(kind, label)
-            works = self._transport.gather(full, rank, size, getattr(self._groups, group))
-            return self._pending(kind, label, works, lambda: full, stream, span)
+            span = recording.begin(kind, label, on_host=not self.queues)
+            sent = self._transport.gather(full, self._members(group))
+            return self._pending(kind, label, sent.works, sent.finish, stream, span)
+
+    def _members(self, group: str) -> Members:
+        """Who takes part in messages of the group of that name."""
+        assert self._groups is not None
+        if group == "node_gather":
+            return Members(self.node_rank, self.node_size, self._groups.node_gather)
+        return Members(self.shard_rank, self.shard_size, getattr(self._groups, group))
 
     def _reduce(
         self, full: Tensor, label: str, factor: float, total_dtype: torch.dtype | None, *, whole: bool = False
@@ -360,18 +379,18 @@ class Communicator:
         if self._groups is None:
             return Pending(self, label, [], lambda: full if factor == 1.0 else full.mul_(factor), kind="reduce")
         with self.streams.on("reduce") as stream:
-            span = recording.begin("reduce", label)
+            span = recording.begin("reduce", label, on_host=not self.queues)
             works: list[Any] = []
             total: Callable[[], Tensor] = lambda: full  # noqa: E731
             if self._groups.reduce is not None:
                 works, total = self._transport.reduce(
-                    full, self.shard_rank, self.shard_size, self._groups.reduce, in_place=whole, total_dtype=total_dtype
+                    full, self._members("reduce"), in_place=whole, total_dtype=total_dtype
                 )
             if factor != 1.0:
                 total = _multiplied(total, factor)
-            # Off CUDA the messages that follow need a complete first sum, which the host finds when it lands it. Issued
-            # from here they would make the host wait for the first sum now. On CUDA the stream waits, not the host.
-            finish = total if stream is None else lambda: self._rest_in_stream(total(), full, label, whole)
+            # Where nothing is queued, the messages that follow need a complete first sum, which the host finds when it
+            # lands it. Issued from here they would make the host wait for the first sum now.
+            finish = (lambda: self._rest_in_stream(total(), full, label, whole)) if self.queues else total
             # The reduce stream reads ``full``, whose block belongs to the compute stream's pool. Freed now, compute
             # would get the block for its next tensor and overwrite it. :meth:`Pending.wait` frees it behind the event.
             return self._pending("reduce", label, works, finish, stream, span, keep=full)
@@ -380,13 +399,13 @@ class Communicator:
         """Issue, on the reduce stream, the messages that follow the sum of this rank's slice, ``shard``."""
         assert self._groups is not None
         if self._groups.replicate is not None:
-            self._sum_replicas_in_stream(shard, label)
+            self._issue_sum(shard, async_op=False)
         if not whole:
             return shard
         # On the reductions' own group: each reduction is issued with all of its messages, so one order holds for all.
         if self._groups.reduce is not None:
             full = self._spread(shard, full)
-            self._wait_in_stream(self._transport.gather(full, self.shard_rank, self.shard_size, self._groups.reduce))
+            self._wait_in_stream(self._transport.gather(full, self._members("reduce")).works)
         return full
 
     @staticmethod
@@ -397,25 +416,18 @@ class Communicator:
 
     def _over_replicas(self, label: str) -> list[Callable[[Tensor], Pending]]:
         """What to issue after :meth:`_reduce`: the sum over the nodes, where the host has to issue it."""
-        if self._groups is None or self._groups.replicate is None or self.streams.are_there:
+        if self._groups is None or self._groups.replicate is None or self.queues:
             return []
         return [partial(self._sum_replicas, label)]
 
     def _sum_replicas(self, label: str, shard: Tensor) -> Pending:
-        return Pending(self, label, [self._issue_sum(shard)], lambda: shard, kind="reduce")
-
-    def _sum_replicas_in_stream(self, shard: Tensor, label: str) -> None:
-        if isinstance(self._transport, HostTransport):
-            data = shard.cpu()
-            self.wait_work(self._issue_sum(data), label)
-            shard.copy_(data)
-        else:
-            self._issue_sum(shard, async_op=False)
+        data = shard.cpu()  # itself, on the host
+        return Pending(self, label, [self._issue_sum(data)], lambda: data.to(shard.device), kind="reduce")
 
     def _issue_sum(self, shard: Tensor, *, async_op: bool = True) -> Any:
         """Sum ``shard`` over the nodes, in place."""
         assert self._groups is not None
-        self._groups.issued += 1
+        self._groups.issued["replicate"] += 1
         replicas = self.world_size // self.shard_size
         recording.moved("reduce", 2 * (shard.nbytes - shard.nbytes // replicas))
         return dist.all_reduce(shard, group=self._groups.replicate, async_op=async_op)
@@ -436,7 +448,7 @@ class Communicator:
         Args:
             span: of these messages, where somebody records.
         """
-        if stream is None:
+        if stream is None or not self.queues:
             if span is not None:
                 end_with(works, span)
             return Pending(self, label, works, finish, kind=kind, keep=keep)
@@ -451,8 +463,8 @@ class Communicator:
         if self._groups is None:
             return tensor
         host = tensor.device.type == "cpu"
-        self._note("control", str(op))
-        if not host and isinstance(self._transport, HostTransport):
+        self._note("control", str(op), issued="control" if host else "control on the device")
+        if not host and self._transport.waits_on_host:
             return tensor.copy_(self._small(tensor.cpu(), op))
         groups = (self._groups.control,) if host else (self._groups.reduce, self._groups.replicate)
         # On a device in the queue of the reductions, whose order is one on all ranks; never in that of the gathers.
@@ -479,25 +491,25 @@ class Communicator:
         full: Tensor,
         total_dtype: torch.dtype | None = None,
         *,
-        slices: int | None = None,
+        of_node: bool = False,
     ) -> None:
         if self._groups is not None:
             self.counts[kind, label] += 1
             self.waits.note(label)
             # What one rank receives, by whatever messages: every slice but its own, once for each half.
-            others = full.numel() - full.numel() // (slices or self.shard_size)
+            others = full.numel() - full.numel() // (self.node_size if of_node else self.shard_size)
             if kind != "all_gather":
                 recording.moved("reduce", others * full.itemsize)
             if kind != "reduce_scatter":
                 itemsize = (total_dtype or full.dtype).itemsize
                 recording.moved("gather" if kind == "all_gather" else "reduce", others * itemsize)
-            self._note(kind, label)
+            self._note(kind, label, issued="node_gather" if of_node else kind)
 
-    def _note(self, kind: str, label: str) -> None:
+    def _note(self, kind: str, label: str, *, issued: str | None = None) -> None:
         if self._groups is not None:
             if LATE:
                 LATE.forget()
-            self._groups.issued += 1
+            self._groups.issued[issued or kind] += 1
             self.waits.issued += 1
         for observer in self.observers:
             observer(kind, label)
@@ -517,6 +529,10 @@ def end_with(works: Sequence[Any], span: recording.Open) -> None:
 
     for work in works:
         work.get_future().add_done_callback(over)
+
+
+def _alike(values: Sequence[Any]) -> bool:
+    return all(value == values[0] for value in values)
 
 
 def _multiplied(total: Callable[[], Tensor], factor: float) -> Callable[[], Tensor]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NamedTuple
 from weakref import ref
@@ -14,6 +15,19 @@ import torch.distributed as dist
 
 from lightning_zero.planning.topology import Topology
 from lightning_zero.ranks.waits import Waits
+
+OPERATIONS = (
+    "all_gather",
+    "node_gather",
+    "reduce_scatter",
+    "all_reduce",
+    "all_to_all",
+    "second_half",
+    "replicate",
+    "exchange",
+    "control",
+    "control on the device",
+)
 
 
 class GroupKind(NamedTuple):
@@ -36,7 +50,7 @@ class Groups:
     """The process groups of one communicator at a time. Those that would have one rank are None, unless wanted.
 
     Attributes:
-        issued: operations of all kinds asked for so far on this rank.
+        issued: operations asked for so far on this rank, of each of :data:`OPERATIONS`.
         user: the communicator, as long as it lives.
     """
 
@@ -46,8 +60,15 @@ class Groups:
     replicate: Any  # the same shards on other nodes
     node_gather: Any  # ranks of this node, of what units keep for the backward
     control: Any  # host-side, all ranks
-    issued: int = 0
+    issued: Counter[str] = field(default_factory=Counter)
     user: Callable[[], object | None] = lambda: None
+
+    @property
+    def all_issued(self) -> list[int]:
+        """Of each of :data:`OPERATIONS`. Each kind goes over one group, in one order on all ranks: so where all these
+        numbers are equal, each message has its own on every other rank. Of their sum that does not hold."""
+        assert self.issued.keys() <= set(OPERATIONS)
+        return [self.issued[kind] for kind in OPERATIONS]
 
     @classmethod
     def create(cls, parent: Any, kind: GroupKind) -> Groups:
@@ -153,12 +174,13 @@ class GroupPool:
             return None
         # -1: still used. A communicator's weak reference dies when the garbage collector comes by, at another moment on
         # each rank. A rank that decided by itself would take groups that another rank does not take.
-        own = torch.tensor([groups.issued if groups.user() is None else -1 for groups in made])
+        used = [-1] * len(OPERATIONS)
+        own = torch.tensor([groups.all_issued if groups.user() is None else used for groups in made])
         table = [torch.empty_like(own) for _ in range(world_size)]
         work = dist.all_gather(table, own, group=agreement, async_op=True)
         waits.wait_work(work, "the agreement on process groups")
-        columns = torch.stack(table).t().tolist()
-        return next((g for g, c in zip(made, columns, strict=True) if c[0] >= 0 and len(set(c)) == 1), None)
+        alike = [all(torch.equal(rows[n], own[n]) for rows in table) for n in range(len(made))]
+        return next((g for g, o, same in zip(made, own, alike, strict=True) if same and int(o[0]) >= 0), None)
 
 
 GROUP_POOL = GroupPool()

@@ -111,7 +111,7 @@ class Pending:
     def wait(self) -> Tensor:
         """Wait for the operation and return its result. A second call returns the same result at once."""
         if self._works or self._event is not None:
-            with recording.stands(self._kind, self.label):
+            with recording.stands(self._kind, self.label, on_host=bool(self._works)):
                 for work in self._works:
                     self._comm.wait_work(work, self.label)
                 self._works = []
@@ -141,6 +141,7 @@ class Reduction:
         """
         self._now = first
         self._later = list(later)
+        self._has_landed = False
         self.used_up: Tensor | None = None  # what was summed; the caller may leave it here until the end
         self.nbytes = 0  # of that; the caller keeps it here
 
@@ -153,7 +154,7 @@ class Reduction:
         value = self._now.wait()
         if not self._later:
             return True
-        self._now = self._later.pop(0)(value)
+        self._now, self._has_landed = self._later.pop(0)(value), True
         return False
 
     def finish(self) -> Tensor:
@@ -164,7 +165,9 @@ class Reduction:
 
     def abandon(self, deadline: float) -> None:
         """See :meth:`Pending.abandon`."""
-        self._now.abandon(deadline)
+        # What follows the first phase is issued as late as that is found complete: a rank that has raised meanwhile
+        # issues it never, and it would be waited for until the deadline even where all ranks have raised in one place.
+        self._now.abandon(time.monotonic() if self._has_landed else deadline)
 
 
 class SpareBuffers:

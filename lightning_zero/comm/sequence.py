@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lightning_zero.comm.agreements import gather_objects, gather_on
 from lightning_zero.comm.groups import backend_for, host_backend, make_group
+from lightning_zero.config import ConfigError
 from lightning_zero.device import recording
 from lightning_zero.planning.topology import sequence_group_of
 from lightning_zero.ranks.waits import Waits
@@ -41,8 +42,12 @@ class Sharers(Protocol):
         """Send row ``r`` of ``rows [size, elements]`` to rank ``r``; row ``r`` of the result came from there."""
         ...
 
-    def sum_(self, tensor: Tensor) -> Tensor:
-        """Sum a small tensor over the ranks, in place."""
+    def sum_alike(self, values: Tensor, kind: int) -> Tensor:
+        """Sum ``values [elements] float64`` over the ranks, where all of them sum the same ``kind``.
+
+        Raises:
+            ConfigError: they do not; on all ranks. On a device, for which the host does not wait, sums are NaN then.
+        """
         ...
 
 
@@ -72,8 +77,9 @@ class SequenceGroup:
             self.sum_(torch.zeros(1, device=device))
 
     @property
-    def issued(self) -> int:
-        return self.counts.total()
+    def issued(self) -> tuple[tuple[str, int], ...]:
+        """Messages of each kind."""
+        return tuple(sorted(self.counts.items()))
 
     def exchange(self, rows: Tensor, label: str = HEADS) -> Tensor:
         self.counts["all_to_all"] += 1
@@ -92,7 +98,20 @@ class SequenceGroup:
         self._wait(work, label)
         return received
 
+    def sum_alike(self, values: Tensor, kind: int) -> Tensor:
+        marked = self.sum_(torch.cat([values, values.new_full((1,), float(kind))]))
+        total, alike = marked[:-1], marked[-1] == kind * self.size
+        if values.device.type != "cpu":
+            return torch.where(alike, total, torch.nan)
+        if not alike:
+            raise ConfigError(
+                "zero.sequence_parallel: expected losses that all ranks of a group compute in one order, got other "
+                "ones on some. Call them on all ranks, also where a part has no labels that count."
+            )
+        return total
+
     def sum_(self, tensor: Tensor) -> Tensor:
+        """Sum a small tensor over the ranks, in place."""
         self.counts["all_reduce"] += 1
         if self._through_host:
             return tensor.copy_(self._sum_on_host(tensor.cpu()))
@@ -154,5 +173,5 @@ class OnPaper:
         self.sent += nbytes - nbytes // self.size
         return torch.empty_like(rows)
 
-    def sum_(self, tensor: Tensor) -> Tensor:
-        return tensor
+    def sum_alike(self, values: Tensor, kind: int) -> Tensor:
+        return values

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -11,7 +11,6 @@ from torch import Tensor
 
 from lightning_zero.config import Transport as TransportName
 from lightning_zero.planning.topology import EXCHANGE_MAX_RANKS
-from lightning_zero.ranks.waits import Waits
 
 # The names before torch 2.13 still exist there, but warn at every call.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -19,54 +18,68 @@ _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.re
 
 DIRECT_MAX_RANKS = 8  # above this many ranks one broadcast per rank costs more than the library's ring
 
-Reduced = tuple[list[Any], Callable[[], Tensor]]
-"""The works of a reduction, and what gives the sum once they are over."""
+
+class Members(NamedTuple):
+    """Who takes part in a message: ``size`` ranks of ``group``, of which this one is ``rank``."""
+
+    rank: int
+    size: int
+    group: Any
+
+
+class Sent(NamedTuple):
+    """Messages under way.
+
+    Attributes:
+        works: which the host is to wait for. None where messages are queued on the current stream.
+        finish: gives the result, after the works; called once, on whatever stream is to use it.
+    """
+
+    works: list[Any]
+    finish: Callable[[], Tensor]
 
 
 class Transport(Protocol):
     """How a logical operation becomes messages. All methods are asynchronous and work on contiguous tensors.
 
-    On the host the works that they give are to be waited for. On a device messages are queued on the current stream.
-
     Attributes:
         exchanges: it can reduce by an all-to-all, after which each rank adds its parts itself (:func:`exchange`).
+        waits_on_host: for messages of a device too: they are not queued on its streams.
     """
 
     exchanges: bool
+    waits_on_host: bool = False
 
-    def gather(self, full: Tensor, rank: int, world_size: int, group: Any) -> list[Any]:
-        """Fill ``full`` [world_size * n] in place; the slice of ``rank`` is filled already."""
+    def gather(self, full: Tensor, among: Members) -> Sent:
+        """Fill ``full`` [size * n] in place; the slice of this rank is filled already."""
         ...
 
-    def gather_all(self, fulls: Sequence[Tensor], rank: int, world_size: int, group: Any) -> list[Any]:
-        """Fill several tensors like that: one by one, unless a transport knows better."""
-        return [work for full in fulls for work in self.gather(full, rank, world_size, group)]
+    def gather_all(self, fulls: Sequence[Tensor], among: Members) -> Sent:
+        """Fill several tensors like that: one by one, unless a transport knows better. The result is the first."""
+        sent = [self.gather(full, among) for full in fulls]
+
+        def finish() -> Tensor:
+            first, *_ = [each.finish() for each in sent]
+            return first
+
+        return Sent([work for each in sent for work in each.works], finish)
 
     def reduce(
-        self,
-        full: Tensor,
-        rank: int,
-        world_size: int,
-        group: Any,
-        *,
-        in_place: bool = False,
-        total_dtype: torch.dtype | None = None,
-    ) -> Reduced:
-        """Sum ``full`` [world_size * n] over ranks; after the works, the callable gives this rank's sum [n].
+        self, full: Tensor, among: Members, *, in_place: bool = False, total_dtype: torch.dtype | None = None
+    ) -> Sent:
+        """Sum ``full`` [size * n] over ranks, which gives this rank's sum [n].
 
         Args:
-            in_place: the sum may lie in ``full``, in the slice of ``rank``; else it lies in other memory.
+            in_place: the sum may lie in ``full``, in the slice of this rank; else it lies in other memory.
             total_dtype: of the sum, where it is to be made by :func:`exchange`; None: as is best, in the own dtype.
         """
         ...
 
-    def exchange(
-        self, out: Tensor, data: Tensor, out_sizes: Sequence[int], sizes: Sequence[int], group: Any
-    ) -> list[Any]:
+    def exchange(self, out: Tensor, data: Tensor, out_sizes: Sequence[int], sizes: Sequence[int], group: Any) -> Sent:
         """Send a part of ``data`` [sum(sizes)] to each rank, and fill ``out`` [sum(out_sizes)] with theirs, in rank
         order."""
         work = dist.all_to_all_single(out, data, list(out_sizes), list(sizes), group=group, async_op=not _queues(data))
-        return _works(work)
+        return Sent(_works(work), lambda: out)
 
 
 class PlainTransport(Transport):
@@ -75,38 +88,34 @@ class PlainTransport(Transport):
     def __init__(self, *, exchanges: bool = False) -> None:
         self.exchanges = exchanges
 
-    def gather(self, full: Tensor, rank: int, world_size: int, group: Any) -> list[Any]:
-        return _works(all_gather_single(full, _own(full, rank, world_size), group=group, async_op=not _queues(full)))
+    def gather(self, full: Tensor, among: Members) -> Sent:
+        work = all_gather_single(full, _own(full, among), group=among.group, async_op=not _queues(full))
+        return Sent(_works(work), lambda: full)
 
-    def gather_all(self, fulls: Sequence[Tensor], rank: int, world_size: int, group: Any) -> list[Any]:
+    def gather_all(self, fulls: Sequence[Tensor], among: Members) -> Sent:
         if len(fulls) == 1 or not _queues(fulls[0]):
-            return super().gather_all(fulls, rank, world_size, group)
+            return super().gather_all(fulls, among)
         # One kernel of NCCL. As bytes: it is not said whether tensors of several dtypes may go together.
-        with dist._coalescing_manager(group, async_ops=False):
+        with dist._coalescing_manager(among.group, async_ops=False):
             for full in fulls:
                 data = full.view(torch.uint8)
-                all_gather_single(data, _own(data, rank, world_size), group=group)
-        return []
+                all_gather_single(data, _own(data, among), group=among.group)
+        return Sent([], lambda: fulls[0])
 
     def reduce(
-        self,
-        full: Tensor,
-        rank: int,
-        world_size: int,
-        group: Any,
-        *,
-        in_place: bool = False,
-        total_dtype: torch.dtype | None = None,
-    ) -> Reduced:
+        self, full: Tensor, among: Members, *, in_place: bool = False, total_dtype: torch.dtype | None = None
+    ) -> Sent:
         if total_dtype is not None:
-            return exchange(full, rank, world_size, group, total_dtype, in_place=in_place)
-        out = full.new_empty(full.numel() // world_size)
-        return _works(_reduce_scatter_single(out, full, group=group, async_op=not _queues(full))), lambda: out
+            return exchange(full, among, total_dtype, in_place=in_place)
+        out = full.new_empty(full.numel() // among.size)
+        return Sent(
+            _works(_reduce_scatter_single(out, full, group=among.group, async_op=not _queues(full))), lambda: out
+        )
 
 
-def _own(full: Tensor, rank: int, world_size: int) -> Tensor:
+def _own(full: Tensor, among: Members) -> Tensor:
     # A view of ``full`` at this rank's place: there NCCL gathers in place and needs no copy of the slice.
-    return full.view(world_size, -1)[rank]
+    return full.view(among.size, -1)[among.rank]
 
 
 def _queues(tensor: Tensor) -> bool:
@@ -127,39 +136,31 @@ class DirectTransport(Transport):
 
     exchanges = True
 
-    def gather(self, full: Tensor, rank: int, world_size: int, group: Any) -> list[Any]:
-        parts = full.view(world_size, -1)
+    def gather(self, full: Tensor, among: Members) -> Sent:
         # In rank order on every rank: gloo matches messages of one group by the order in which they are issued.
-        sent = (
-            dist.broadcast(parts[r], group_src=r, group=group, async_op=not _queues(full)) for r in range(world_size)
-        )
-        return [work for work in sent if work is not None]
+        sent = [
+            dist.broadcast(part, group_src=rank, group=among.group, async_op=not _queues(full))
+            for rank, part in enumerate(full.view(among.size, -1))
+        ]
+        return Sent([work for work in sent if work is not None], lambda: full)
 
     def reduce(
-        self,
-        full: Tensor,
-        rank: int,
-        world_size: int,
-        group: Any,
-        *,
-        in_place: bool = False,
-        total_dtype: torch.dtype | None = None,
-    ) -> Reduced:
-        return exchange(full, rank, world_size, group, total_dtype or full.dtype, in_place=in_place)
+        self, full: Tensor, among: Members, *, in_place: bool = False, total_dtype: torch.dtype | None = None
+    ) -> Sent:
+        return exchange(full, among, total_dtype or full.dtype, in_place=in_place)
 
 
-def exchange(
-    full: Tensor, rank: int, world_size: int, group: Any, total_dtype: torch.dtype, *, in_place: bool = False
-) -> Reduced:
-    """Sum ``full`` [world_size * n] over ranks by an all-to-all: each rank adds its own parts, in ``total_dtype``.
+def exchange(full: Tensor, among: Members, total_dtype: torch.dtype, *, in_place: bool = False) -> Sent:
+    """Sum ``full`` [size * n] over ranks by an all-to-all: each rank adds its own parts, in ``total_dtype``.
 
     On the host they are added in rank order. On a device one kernel adds them, in an order that follows from their
     number: for parts in bf16 as for the same values in fp32. See :meth:`Transport.reduce`.
     """
+    rank, world_size, group = among
     if _queues(full):
         received = torch.empty_like(full)
         dist.all_to_all_single(received, full, group=group, async_op=False)
-        return [], lambda: torch.sum(received.view(world_size, -1), 0, dtype=total_dtype)
+        return Sent([], lambda: torch.sum(received.view(world_size, -1), 0, dtype=total_dtype))
     parts = full.view(world_size, -1)
     # This rank's own part needs no copy. What is left is one piece of memory, as a message must be, on the first and on
     # the last rank; those in the middle send themselves theirs too.
@@ -187,7 +188,7 @@ def exchange(
         into = parts[rank] if in_place else received[0] if len(received) == 1 else torch.empty_like(first)
         return torch.add(first, others[-1], out=into)
 
-    return _works(work), total
+    return Sent(_works(work), total)
 
 
 class HostTransport(Transport):
@@ -195,43 +196,33 @@ class HostTransport(Transport):
 
     It serves groups that have only gloo for a GPU: several ranks on one GPU, which NCCL refuses, or a cluster without
     NCCL.
+
+    The host waits for the device before it sends, and for the other ranks when the result is used: never where it
+    sends. Ranks issue some messages at different moments (after offloaded steps, and where they take other paths), and
+    one that waited there for the others would keep them waiting for its next message.
     """
 
-    def __init__(self, inner: Transport, waits: Waits) -> None:
-        self._inner, self._waits = inner, waits
+    waits_on_host = True
+
+    def __init__(self, inner: Transport) -> None:
+        self._inner = inner
         self.exchanges = inner.exchanges
 
-    def gather(self, full: Tensor, rank: int, world_size: int, group: Any) -> list[Any]:
-        host = full.cpu()  # waits for the device: the slice must have been written before it is sent
-        for work in self._inner.gather(host, rank, world_size, group):
-            self._waits.wait_work(work, "a gather through host memory")
-        full.copy_(host)
-        return []
+    def gather(self, full: Tensor, among: Members) -> Sent:
+        host = torch.empty_like(full, device="cpu")
+        _own(host, among).copy_(_own(full, among))  # waits for the device: the slice has been written before it is sent
+        sent = self._inner.gather(host, among)
+        return Sent(sent.works, lambda: full.copy_(sent.finish()))
 
     def reduce(
-        self,
-        full: Tensor,
-        rank: int,
-        world_size: int,
-        group: Any,
-        *,
-        in_place: bool = False,
-        total_dtype: torch.dtype | None = None,
-    ) -> Reduced:
-        works, total = self._inner.reduce(full.cpu(), rank, world_size, group, total_dtype=total_dtype)
-        for work in works:
-            self._waits.wait_work(work, "a reduction through host memory")
-        out = total().to(full.device)
-        return [], lambda: out
+        self, full: Tensor, among: Members, *, in_place: bool = False, total_dtype: torch.dtype | None = None
+    ) -> Sent:
+        sent = self._inner.reduce(full.cpu(), among, total_dtype=total_dtype)
+        return Sent(sent.works, lambda: sent.finish().to(full.device))
 
-    def exchange(
-        self, out: Tensor, data: Tensor, out_sizes: Sequence[int], sizes: Sequence[int], group: Any
-    ) -> list[Any]:
-        host = torch.empty_like(out, device="cpu")
-        for work in self._inner.exchange(host, data.cpu(), out_sizes, sizes, group):
-            self._waits.wait_work(work, "an exchange through host memory")
-        out.copy_(host)
-        return []
+    def exchange(self, out: Tensor, data: Tensor, out_sizes: Sequence[int], sizes: Sequence[int], group: Any) -> Sent:
+        sent = self._inner.exchange(torch.empty_like(out, device="cpu"), data.cpu(), out_sizes, sizes, group)
+        return Sent(sent.works, lambda: out.copy_(sent.finish()))
 
 
 TRANSPORTS: dict[TransportName, Callable[[], Transport]] = {
@@ -240,9 +231,7 @@ TRANSPORTS: dict[TransportName, Callable[[], Transport]] = {
 }
 
 
-def choose_transport(
-    name: TransportName, backend: str, world_size: int, device: torch.device, waits: Waits
-) -> Transport:
+def choose_transport(name: TransportName, backend: str, world_size: int, device: torch.device) -> Transport:
     """The transport of ``zero.comm.transport``.
 
     ``auto`` takes ``direct`` on gloo with few ranks, else ``plain``; there, up to :data:`EXCHANGE_MAX_RANKS`, with an
@@ -258,4 +247,4 @@ def choose_transport(
         transport = DirectTransport()
     else:
         transport = PlainTransport(exchanges=world_size <= EXCHANGE_MAX_RANKS)
-    return HostTransport(transport, waits) if host_side and device.type != "cpu" else transport
+    return HostTransport(transport) if host_side and device.type != "cpu" else transport

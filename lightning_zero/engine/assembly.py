@@ -139,7 +139,7 @@ class Assembly:
         blocks = [(unit, module.get_submodule(unit.name)) for unit in self.units[1:]]
         offload = config.activation_checkpointing is Recompute.offload
         self.passes.vertical = vertical = Vertical(
-            config.micro_batches, self.passes, offload_inputs=offload, pin_memory=pin_memory
+            config.micro_batches, self.passes, module=module, offload_inputs=offload, pin_memory=pin_memory
         )
         if config.micro_batches == 1:
             return recompute_blocks(blocks, config.activation_checkpointing, self.passes, pin_memory=pin_memory)
@@ -358,7 +358,11 @@ class Assembly:
 
     @outside_autograd
     def settle(self) -> None:
-        """Wait for steps and the gathers that follow them: masters may be read and changed from here on."""
+        """Wait for steps and the gathers that follow them: masters may be read and changed from here on.
+
+        On all ranks: after an exception they first agree on whether their groups can still be used.
+        """
+        self.passes.recover()
         self.after_step.settle()
 
     def forget_zeroed(self) -> None:

@@ -70,13 +70,11 @@ class Engine(Assembly):
         """
         self.hide_whole(keep=False)
         self.timeline.close()
-        # After an exception messages of some ranks may be missing, for which an agreement would wait.
-        agrees = not self.passes.aborted
         self.abort()
+        self.passes.recover("engine.release(), which all ranks must call")
         self.settle()
         self.writes.take_all_over()
-        if agrees:
-            self.writes.confirm_if_any()
+        self.writes.confirm_if_any()
         self.passes.hooks.remove()
         for undo in self._undo:
             undo()
@@ -289,7 +287,7 @@ class Engine(Assembly):
         self.passes.leave()
         whole = not self.after_step.has_failed  # else whatever has failed has been raised
         if whole:
-            self.settle()
+            self.after_step.settle()  # after an exception, too, when the others may be gone: no agreement
         self.timeline.run_ends(together=whole and not self.passes.aborted)
 
     # -- optimizers ---------------------------------------------------------------------------------------------------

@@ -49,10 +49,11 @@ def function_modes() -> list[Any]:
 
 @contextlib.contextmanager
 def under_function_modes(modes: Sequence[Any]) -> Iterator[None]:
-    """Inside, functions go by ``modes`` of an earlier call, where they go by none: in a backward."""
+    """Inside, functions go by ``modes`` of an earlier call too, which a backward has not."""
     with contextlib.ExitStack() as around:
-        if not function_modes():
-            for mode in modes:
+        there = function_modes()
+        for mode in modes:
+            if not any(mode is other for other in there):
                 around.enter_context(mode)
         yield
 

@@ -98,7 +98,7 @@ class ZeroFabricStrategy(Processes, Checkpoints, ParallelStrategy):
         super().setup_environment()
         self.join_ranks()
         if self._start_waits is not None:
-            # Kept: between engines, and when they are gone, barriers wait with these. Where a rank is then is not told.
+            # Kept: before there are engines, between them, and when they are gone, barriers wait with these.
             self._start_waits.place = "the user's code, outside of the calls of sharded modules"
             weakref.finalize(self, self._start_waits.close)
 
@@ -107,7 +107,8 @@ class ZeroFabricStrategy(Processes, Checkpoints, ParallelStrategy):
 
     @property
     def _engine_that_waits(self) -> Engine | None:
-        return None
+        """So that a rank that saves alone, and those that wait for it in a step, hear of each other."""
+        return next(iter(self._engines), None)
 
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         return self.reduce(tensor, group, reduce_op)

@@ -13,8 +13,8 @@ gradients that are reduced near the end of it. So the bytes are added up stretch
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 from lightning_zero.planning import memory
 from lightning_zero.planning.buckets import BucketPlan, Role
@@ -68,14 +68,19 @@ class Activations:
 
 @dataclass(frozen=True, slots=True)
 class ByBatchSize:
-    """Activations of two sizes of a micro-batch; those of any other follow, because bytes are affine in the size.
+    """Activations of two sizes of a micro-batch; those of any other follow, where bytes are affine in the size.
+
+    They are, unless samples are compared with each other (contrastive losses): what is decided by a size far from these
+    two has to be measured at it.
 
     Attributes:
         sizes: samples. Equal ones where the model refuses another size.
+        measure: gives those of yet another size, or None where the model refuses it. It takes as long as for these two.
     """
 
     sizes: tuple[int, int]
     measured: tuple[Activations, Activations]
+    measure: Callable[[int], Activations | None] | None = field(default=None, compare=False, repr=False)
 
     @property
     def scales(self) -> bool:

@@ -6,10 +6,12 @@ counts: a GPU's context, the allocator's rounding, scratch memory of kernels, th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from lightning_zero.config import AfterFit, ConfigError, Offload, OffloadConfig, Stage
+from lightning_zero.planning.activations import ByBatchSize
 from lightning_zero.planning.fit import Machine, Model, Row, plan_row
 from lightning_zero.planning.placement import Tier
 from lightning_zero.planning.speed import Rates
@@ -18,6 +20,7 @@ from lightning_zero.planning.step_time import CPU_RATES, GPU_RATES
 KEPT_FREE = 0.1  # of each tier
 UNKNOWN_FREE = 0.5  # of the device, where activations are not known
 MOST_SAMPLES = 1 << 16
+MOST_MEASURED = 6  # sizes between one that fits and one that does not
 NAMES = {Tier.device: "GPU memory", Tier.host: "host memory", Tier.nvme: "disk"}
 
 Candidates = Sequence[tuple[Stage, Offload, OffloadConfig]]
@@ -91,15 +94,43 @@ def _rank(row: Row) -> tuple[float, float, int, str]:
 
 def largest_batch(model: Model, room: Machine, row: Row, settings: OffloadConfig) -> int | None:
     """The most samples in a micro-batch of one rank with which ``row`` still fits, ``MOST_SAMPLES`` at most; ``None``:
-    not known. It divides into the parts in which a batch goes through units."""
-    if model.activations is None or not model.activations.scales:
+    not known. It divides into the parts in which a batch goes through units.
+
+    Where sizes can be measured, it is one that was, so that a model whose bytes grow faster than its batch is given no
+    batch that does not fit.
+    """
+    known = model.activations
+    if known is None or not known.scales:
         return None
 
-    def fits(of_a_part: int) -> bool:
-        samples = of_a_part * model.in_parts
-        return plan_row(replace(model, samples=samples), row.stage, row.offload, room, settings).fits
+    def fits(of_a_part: int, activations: ByBatchSize = known) -> bool:
+        of_size = replace(model, samples=of_a_part * model.in_parts, activations=activations)
+        return plan_row(of_size, row.stage, row.offload, room, settings).fits
 
-    return _largest(fits) * model.in_parts
+    found = _largest(fits)
+    if known.measure is not None and found * model.in_parts > max(known.sizes):
+        measure = known.measure
+
+        def really_fits(of_a_part: int) -> bool:
+            size = of_a_part * model.in_parts
+            measured = measure(size)
+            return measured is not None and fits(of_a_part, ByBatchSize((size, size), (measured, measured)))
+
+        smallest = (model.samples or known.sizes[0]) // model.in_parts  # with it ``row`` was found to fit
+        found = _largest_measured(really_fits, smallest, found)
+    return found * model.in_parts
+
+
+def _largest_measured(fits: Callable[[int], bool], low: int, high: int) -> int:
+    """``high``, if that fits; else the largest of a few between ``low``, which does, and ``high``."""
+    if fits(high):
+        return high
+    for _ in range(MOST_MEASURED):
+        middle = math.isqrt(low * high)
+        if middle <= low:
+            break
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
 
 
 def _largest(fits: Callable[[int], bool]) -> int:

@@ -13,11 +13,11 @@ from lightning_zero.planning.layout import PARAM_ALIGN, SHARD_ALIGN, round_up
 
 BLOCK = SHARD_ALIGN  # elements that share an exponent
 ROW = BLOCK + 1  # bytes of a block
-# Buffers of 4 bytes an element that a step needs for its pieces: two states, a gradient, random bits, what lies
-# between, and three for the codes of int8.
+# Buffers of 4 bytes an element that a step needs for its pieces: two states, two for conversions, gradient and master
+# in the step's dtype, and two of the kernel's own.
 BUFFERS = 8
 TABLE_NBYTES = 1 << 22  # random bits
-CHUNK = 1 << 20  # elements of a piece for each thread
+CHUNK = 1 << 18  # elements of a piece for each thread
 MAX_CHUNK = 1 << 21  # ... for all threads of the host
 DEVICE_CHUNK = 1 << 23  # ... on a device
 

@@ -6,7 +6,9 @@
     split         batches as they come from a loader, cut along the sequence
     exchange      heads for positions, and back: differentiable
     attention     attention over the whole sequence, of a part of the heads
-    watch         what would compute wrong numbers on a part, found while a step runs
+    losses        means of torch's losses, over the tokens of all parts
+    checks        what would compute wrong numbers on a part
+    watch         finds all of these while a step runs
     hugging_face  masks, attention and losses of transformers, inside of a step
     model         what of a module cannot work on a part, found before a run
     step          all of it around one step

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from lightning_zero.config import ConfigError
-from lightning_zero.sequence.attention import attend, is_as_it_is
-from lightning_zero.sequence.part import SequencePart, current, sum_of_parts
+from lightning_zero.sequence.attention import as_it_is, attend, is_as_it_is
+from lightning_zero.sequence.part import SequencePart, current
 from lightning_zero.sequence.split import IGNORED
 
 _BY_TOKEN = {"ForMaskedLM", "ForTokenClassification"}  # losses that are means over tokens as they are
@@ -151,9 +151,10 @@ def _mask_arguments(inner: Callable[..., Any]) -> Callable[..., Any]:
         if isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] == part.length:
             given.arguments["attention_mask"] = part.whole(mask)
         # Its sizes, dtype and device are all that is read.
-        given.arguments["inputs_embeds"] = embeddings.detach()[:, :1, :1].expand(-1, part.whole_length, 1)
+        given.arguments["inputs_embeds"] = embeddings.new_empty(1).expand(len(embeddings), part.whole_length, 1)
         given.arguments["position_ids"] = part.whole_positions
-        found = inner(*given.args, **given.kwargs)
+        with as_it_is():
+            found = inner(*given.args, **given.kwargs)
         if not found[0] and found[2] is not None:
             raise ConfigError(
                 "zero.sequence_parallel: expected one text in each row of a batch, got position_ids that begin anew "
@@ -193,9 +194,7 @@ def _causal_loss(
     count = (shift_labels != ignore_index).sum()
     # As a sum: a part without labels would have a mean of NaN.
     total = inner(logits, shift_labels, vocab_size, 1, ignore_index, shift_labels, **more)
-    part.averaged = True
-    count = part.sharers.sum_(count.to(torch.float64))
-    return sum_of_parts(total, part.sharers) / count.to(total.dtype)
+    return part.mean_of(total, count, total.dtype)
 
 
 def _next_labels(part: SequencePart, labels: Tensor, ignore_index: int) -> Tensor:

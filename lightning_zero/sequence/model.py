@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -36,6 +37,8 @@ def check_model(module: nn.Module, size: int, *, syncs_norms: bool = False) -> N
 
 
 def _looks_along(module: nn.Module, syncs_norms: bool) -> str | None:
+    if isinstance(module, torch.jit.ScriptModule):
+        return "which hides what it calls"
     if isinstance(module, nn.RNNBase):
         return "which goes from position to position"
     of_all_ranks = isinstance(module, nn.SyncBatchNorm) or (isinstance(module, _BatchNorm) and syncs_norms)

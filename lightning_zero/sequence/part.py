@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -9,6 +10,8 @@ from torch import Tensor
 
 from lightning_zero.comm.sequence import Sharers
 from lightning_zero.config import ConfigError
+
+TOKENS, PARTS, LABELS = 1, 2, 3  # what a mean is over: kinds of messages
 
 
 class SequencePart:
@@ -18,9 +21,11 @@ class SequencePart:
         sharers: the ranks that have the other parts.
         length: positions of one part; ``None``: nothing was cut yet.
         met: calls of attention that were given the whole sequence.
-        averaged: the loss is a mean over the tokens of all parts already.
+        batch: sequences of the batch; ``None``: nothing was cut yet.
+        exact: the step has made a mean over the tokens of all parts, with gradients: its loss counts them already.
+        unreduced: a loss with gradients that is no mean, in the words of the call; ``None``: there was none.
         knows_positions: the model has asked where its part lies.
-        counts: tokens that count in the loss, of this part and of all: 0-d tensors; ``None``: all parts have as many.
+        own_count: tokens of this part that count in the loss: a 0-d tensor; ``None``: all parts have as many.
         whole_positions: ``[batch, positions]`` of the whole sequence, where the batch had them.
     """
 
@@ -28,11 +33,14 @@ class SequencePart:
         self.sharers = sharers
         self.rank, self.size = sharers.rank, sharers.size
         self.length: int | None = None
+        self.batch: int | None = None
         self.met = 0
-        self.averaged = False
+        self.exact = False
+        self.unreduced: str | None = None
         self.knows_positions = False
-        self.counts: tuple[Tensor, Tensor] | None = None
+        self.own_count: Tensor | None = None
         self.whole_positions: Tensor | None = None
+        self._means: list[weakref.ref[Tensor]] = []  # over all parts
 
     @property
     def whole_length(self) -> int | None:
@@ -61,14 +69,13 @@ class SequencePart:
                 f"zero.sequence_parallel: expected tensors of {self.whole_length} positions in one batch, got {whole} "
                 f"(dimension {dim} of {tuple(tensor.shape)}). Cut what belongs to other sequences in split_sequence."
             )
-        self.length = length
+        self.length, self.batch = length, tensor.shape[0] if dim == 1 else self.batch
         # In memory of its own, as a whole batch is: steps call ``labels.view(-1)``.
         return tensor.narrow(dim, self.rank * length, length + overlap).contiguous()
 
     def count(self, counts: Tensor) -> None:
         """Say which tokens count in the loss: ``counts [batch, positions] bool``, of the whole sequence."""
-        own = self.of(counts).sum()
-        self.counts = own, counts.sum()
+        self.own_count = self.of(counts).sum()
 
     def positions(self, length: int, device: Any = None) -> Tensor:
         """``[length] int64``: where the tokens of this part are in the whole sequence."""
@@ -86,17 +93,45 @@ class SequencePart:
         parts = self.sharers.exchange(rows, "parts of a small tensor").view(self.size, *tensor.shape)
         return torch.cat(list(parts), dim=1)
 
-    def mean(self, loss: Tensor) -> Tensor:
-        """The mean over all parts of ``loss``, the mean over the tokens of this part: the same value on all ranks."""
-        self.averaged = True
-        if self.counts is None:
-            return sum_of_parts(loss / self.size, self.sharers)
-        own, whole = (count.to(loss.device) for count in self.counts)
-        # A part without tokens has a mean of NaN and gradients of 0. It counts nothing. Where no part has any, the mean
-        # is NaN as it is in one process.
-        share = own.to(torch.float64) / whole.clamp(min=1)
-        part = torch.where(own > 0, loss * share.to(loss.dtype), torch.where(whole > 0, loss.new_zeros(()), loss))
-        return sum_of_parts(part, self.sharers)
+    def mean_of(self, total: Tensor, count: Tensor, dtype: torch.dtype, kind: int = TOKENS) -> Tensor:
+        """The mean over the tokens of all parts, with gradients: NaN where no part has any.
+
+        Args:
+            total: sums over ``count`` tokens of this part, in one shape with it. (Or both are of tokens' weights.)
+            dtype: of the mean. It is made in fp64, since half precision does not hold sums and counts.
+
+        Raises:
+            ConfigError: another rank makes a mean of another kind now; on all ranks.
+        """
+        sums = torch.stack([total.to(torch.float64), count.to(torch.float64)])
+        totals, counts = _SumOfParts.apply(sums.flatten(), self.sharers, kind).view(sums.shape)  # type: ignore
+        mean: Tensor = (totals / counts).to(dtype)
+        if kind == TOKENS:
+            self.exact = self.exact or mean.requires_grad
+            self._means.append(weakref.ref(mean))
+        return mean
+
+    def loss(self, loss: Tensor) -> Tensor:
+        """The loss of the whole sequences, of ``loss`` that a step has made of this part.
+
+        Raises:
+            ConfigError: it is made of a sum, or of losses of each token, in a way that nothing tells of.
+        """
+        if any(made() is loss for made in self._means):
+            return loss
+        if self.unreduced is not None and not self.exact:
+            raise ConfigError(
+                "zero.sequence_parallel: expected a loss that is a mean over tokens, got one that is made of "
+                f"{self.unreduced} in a part of the sequence. Use reduction='mean', which is the mean over all parts, "
+                "or lightning_zero.mean_over_tokens(values, where) of the losses of each token."
+            )
+        value, dtype = loss.reshape(()).to(torch.float64), loss.dtype
+        if self.exact or self.own_count is None:
+            # Equal shares: where the loss is a mean over all parts and something beside it, the mean stays what it is.
+            return self.mean_of(value, torch.ones_like(value, requires_grad=False), dtype, PARTS)
+        count = self.own_count.to(loss.device)
+        # A part without tokens has a mean of NaN and gradients of 0. It counts nothing.
+        return self.mean_of(torch.where(count > 0, value * count, 0.0), count, dtype, LABELS)
 
 
 def _arange(first: int, end: int, device: Any) -> Tensor:
@@ -112,19 +147,13 @@ class _SumOfParts(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, sharers: Sharers) -> Tensor:
+    def forward(ctx: Any, values: Tensor, sharers: Sharers, kind: int) -> Tensor:
         ctx.size = sharers.size
-        return sharers.sum_(value.detach().clone(memory_format=torch.contiguous_format))
+        return sharers.sum_alike(values.detach(), kind)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return grads[0] * ctx.size, None
-
-
-def sum_of_parts(value: Tensor, sharers: Sharers) -> Tensor:
-    """Sum a small tensor over the ranks of a group, with gradients."""
-    result: Tensor = _SumOfParts.apply(value, sharers)  # type: ignore[no-untyped-call]
-    return result
+        return grads[0] * ctx.size, None, None
 
 
 # -- the step that runs -----------------------------------------------------------------------------------------------
@@ -167,20 +196,24 @@ def mean_over_tokens(values: Tensor, where: Tensor | None = None, *, dim: int | 
     loss that ``training_step`` makes of it is taken as it is.
 
     Args:
-        where: ``bool``, of the same shape: those that count. Default: all.
+        where: ``bool``, of the same shape or one that expands to it: those that count. Default: all.
         dim: only along this dimension, that of the sequence: one mean for each text, say. Default: along all.
 
     Returns:
         A 0-d tensor; with ``dim``, ``values`` without that dimension. NaN where nothing counts.
     """
     part = current()
-    if part is not None:
-        part.averaged = True
-    if where is None:
-        mean = values.mean() if dim is None else values.mean(dim)
-        return mean if part is None else sum_of_parts(mean / part.size, part.sharers)
-    kept, counts = torch.where(where, values, torch.zeros_like(values)), where.to(values.dtype)
-    total, count = (kept.sum(), counts.sum()) if dim is None else (kept.sum(dim), counts.sum(dim))
-    if part is None:
-        return total / count
-    return sum_of_parts(total, part.sharers) / part.sharers.sum_(count.contiguous())
+    dims = tuple(range(values.dim())) if dim is None else (dim,)
+    with torch._C.DisableTorchFunction():  # not taken for a mean of a part
+        if part is None and where is None:
+            return values.mean(dims)
+        kept = values if where is None else torch.where(where.expand_as(values), values, torch.zeros_like(values))
+        dtype = torch.promote_types(values.dtype, torch.float32)  # sums and counts that half precision does not hold
+        total = kept.sum(dims, dtype=dtype)
+        if where is None:
+            count = torch.full_like(total, values.numel() / max(1, total.numel()), requires_grad=False)
+        else:
+            count = where.expand_as(values).sum(dims, dtype=dtype)
+        if part is None:
+            return (total / count).to(values.dtype)
+        return part.mean_of(total, count, values.dtype)

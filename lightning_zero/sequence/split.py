@@ -15,8 +15,11 @@ from __future__ import annotations
 
 import copy
 import inspect
+import sys
 from collections.abc import Mapping
+from enum import Enum
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +31,7 @@ HOOK = "split_sequence"
 IGNORED = -100  # a label that counts nothing, by torch's default
 _INPUTS = ("input_ids", "inputs_embeds")
 _WHOLE = ("attention_mask",)
+_BY_PADDING = "create_position_ids_from_input_ids"  # what models of transformers call that have positions of their own
 _PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "seq_idx")
 
 
@@ -86,17 +90,55 @@ def _split_mapping(module: nn.Module, batch: Mapping[str, Any], part: SequencePa
             changed[key] = part.of(value)
     if isinstance(labels := batch.get("labels"), Tensor) and labels.shape[:2] == inputs.shape[:2]:
         _count(part, labels)
-    if batch.get("position_ids") is None and _takes_positions(module):
-        own = part.positions(part.of(inputs).shape[1], inputs.device)
-        part.knows_positions = False  # the step may leave them out
-        changed["position_ids"] = own.expand(len(inputs), -1)
+    if batch.get("position_ids") is None and (counted := _positions_count(module)) is not None:
+        changed["position_ids"] = part.of(_whole_positions(counted, inputs, batch.get("attention_mask")))
     return changed
 
 
-def _takes_positions(module: nn.Module) -> bool:
-    """Whether there is a model of transformers that takes positions, in the place of those that it would make up."""
-    models = (m for m in module.modules() if hasattr(m, "config") and hasattr(m, "loss_function"))
-    return any("position_ids" in inspect.signature(type(m).forward).parameters for m in models)
+def _whole_positions(counted: Counted, inputs: Tensor, mask: Any) -> Tensor:
+    if counted is Counted.mask and isinstance(mask, Tensor) and mask.dim() == 2:
+        return (mask.cumsum(1) * mask - 1).long()
+    return torch.arange(inputs.shape[1], device=inputs.device).expand(len(inputs), -1)
+
+
+class Counted(Enum):
+    """What positions are counted by that a model of transformers makes up."""
+
+    all = "all tokens, from 0 on"
+    mask = "those of the attention mask"
+
+
+_counted: WeakKeyDictionary[nn.Module, Counted | None] = WeakKeyDictionary()  # of modules that were looked at
+
+
+def _positions_count(module: nn.Module) -> Counted | None:
+    """How a model of transformers in ``module`` counts positions that it is not given; ``None``: it takes none.
+
+    Raises:
+        ConfigError: by what only it knows.
+    """
+    if module not in _counted:
+        _counted[module] = _look_at(module)
+    return _counted[module]
+
+
+def _look_at(module: nn.Module) -> Counted | None:
+    modules = list(module.modules())
+    models = [m for m in modules if hasattr(m, "config") and hasattr(m, "loss_function")]
+    takers = [m for m in models if "position_ids" in inspect.signature(type(m).forward).parameters]
+    if not takers:
+        return None
+    by_mask = False
+    for inner in modules:
+        if hasattr(inner, _BY_PADDING) or hasattr(sys.modules[type(inner).__module__], _BY_PADDING):
+            raise ConfigError(
+                f"zero.sequence_parallel: expected position_ids in the batch for {type(takers[0]).__name__}, which "
+                "counts positions by its padding, got none. Add them in the collate function: mask.cumsum(1) * mask + "
+                "padding_idx, with mask = (input_ids != padding_idx).long()."
+            )
+        if isinstance(inner, nn.Embedding):
+            by_mask = by_mask or "attention_mask" in inspect.signature(type(inner).forward).parameters
+    return Counted.mask if by_mask else Counted.all
 
 
 def _describe(batch: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -17,19 +18,19 @@ from lightning_zero.config import ConfigError
 from lightning_zero.sequence.hugging_face import of_whole_sequences
 from lightning_zero.sequence.part import SequencePart, current, set_current
 from lightning_zero.sequence.split import split_batch
-from lightning_zero.sequence.watch import Watch, whole_attention
+from lightning_zero.sequence.watch import Again, Watch, backwards_again, whole_attention
 
 _ATTENTION = "scaled_dot_product_attention"
 
 
 @contextlib.contextmanager
-def computing(module: nn.Module, part: SequencePart) -> Iterator[None]:
-    """Inside, ``module`` computes with ``part``."""
+def computing(part: SequencePart, mode: Watch | Again) -> Iterator[None]:
+    """Inside, modules compute with ``part``."""
     before, attention = set_current(part), getattr(F, _ATTENTION)
     # By its name too: torch's own functions call it where no mode sees it (in nn.MultiheadAttention).
     setattr(F, _ATTENTION, whole_attention)
     try:
-        with of_whole_sequences(), Watch({id(buffer) for buffer in module.buffers()}):
+        with of_whole_sequences(), backwards_again(), mode:
             yield
     finally:
         setattr(F, _ATTENTION, attention)
@@ -57,7 +58,7 @@ class SequenceSteps:
         self._part = part
         if part is None:
             return step(own, *more)
-        with computing(self._module, part):
+        with computing(part, Watch(self._module)):
             output = step(own, *more)
             self._check_met(part, output is not None)
             return self._averaged(part, output)
@@ -67,7 +68,7 @@ class SequenceSteps:
         part, own = self._cut(batch)
         if part is None:
             return step(own, *more)
-        with computing(self._module, part):
+        with computing(part, Watch(self._module)):
             output = step(own, *more)
             self._check_met(part, output is not None)
             return output
@@ -78,13 +79,17 @@ class SequenceSteps:
         if self._part is None or current() is not None:
             yield
         else:
-            with computing(self._module, self._part):
+            with computing(self._part, Again()):
                 yield
 
     def manual_loss(self, loss: Tensor) -> Tensor:
-        """A loss of manual optimization, inside of its step."""
+        """A loss of manual optimization, inside of its step.
+
+        Raises:
+            ConfigError: see :meth:`SequencePart.loss`.
+        """
         part = current()
-        return loss if part is None or part.averaged else part.mean(loss)
+        return loss if part is None else part.loss(loss)
 
     def _cut(self, batch: Any) -> tuple[SequencePart | None, Any]:
         part = SequencePart(self._sharers)
@@ -93,12 +98,10 @@ class SequenceSteps:
 
     def _averaged(self, part: SequencePart, output: Any) -> Any:
         loss = output.get("loss") if isinstance(output, Mapping) else output
-        if part.averaged or not isinstance(loss, Tensor):
-            return output
-        if loss.numel() != 1:
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
             return output  # Lightning refuses it
-        mean = part.mean(loss)
-        return {**output, "loss": mean} if isinstance(output, Mapping) else mean
+        whole = part.loss(loss)
+        return {**output, "loss": whole} if isinstance(output, Mapping) else whole
 
     def _check_met(self, part: SequencePart, computed: bool) -> None:
         if computed and not part.met:
@@ -127,7 +130,7 @@ def check_alike(batch: Any, group: SequenceGroup) -> None:
 def _fingerprint(batch: Any) -> int:
     """Of shapes, and of values on the host. (The host does not wait for what is on a device.)"""
     found = 0
-    for leaf in tree_leaves(batch):
+    for leaf in _leaves(batch):
         if isinstance(leaf, Tensor):
             found = zlib.crc32(f"{tuple(leaf.shape)} {leaf.dtype}".encode(), found)
             if leaf.device.type == "cpu" and leaf.layout is torch.strided:
@@ -136,3 +139,13 @@ def _fingerprint(batch: Any) -> int:
         elif isinstance(leaf, (int, float, str, bool)):
             found = zlib.crc32(repr(leaf).encode(), found)
     return found
+
+
+def _leaves(batch: Any) -> Iterator[Any]:
+    for leaf in tree_leaves(batch):
+        if isinstance(leaf, Mapping):  # of a kind that torch does not know: BatchEncoding of transformers
+            yield from _leaves(dict(leaf))
+        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            yield from _leaves([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
+        else:
+            yield leaf

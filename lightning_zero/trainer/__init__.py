@@ -2,7 +2,7 @@
 
 ::
 
-    strategy        every hook of a Lightning strategy; checkpointing: those for checkpoints
+    strategy        every hook of a Lightning strategy; checkpointing: those for checkpoints; steps: those of steps
     processes       how they meet, wait and end; launchers: how they are started, in a notebook too
     precision       its precision plugin; precision_row, settings: what Fabric's strategy has in common with this one
     registration    names for Trainer(strategy=) and Fabric(strategy=), without importing it

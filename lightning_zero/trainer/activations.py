@@ -35,6 +35,7 @@ from lightning_zero.engine.vertical.chunked import Chunked
 from lightning_zero.engine.vertical.coupled import units_around, whole_batch_units
 from lightning_zero.engine.vertical.loss import assuming
 from lightning_zero.engine.vertical.split import Inputs, first_size
+from lightning_zero.engine.vertical.tables import Tables
 from lightning_zero.planning.activations import Activations, ByBatchSize, Stretch
 from lightning_zero.sequence.step import SequenceSteps
 from lightning_zero.trainer.fake_module import CPU, detach_from_lightning, fake_copy, give_fake_optimizers
@@ -255,7 +256,7 @@ class _Measurement:
     def _in_chunks(self, module: nn.Module, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """As under ``zero.micro_batches``."""
         trained = [param for param in module.parameters() if param.requires_grad]
-        inputs = Inputs(args, kwargs, self._batch_size, self._config.micro_batches)
+        inputs = Inputs(args, kwargs, self._batch_size, self._config.micro_batches, tables=Tables(self._module))
         if (why := inputs.why_not()) is not None:
             raise ConfigError(f"zero.micro_batches: a {type(module).__name__}: {why}.")
 
@@ -405,20 +406,27 @@ def measure_sizes(
     first = measure(module, batch, config, precision, trainer=trainer)
     try:
         size = extract_batch_size(batch)
-        second = measure(module, doubled(batch, size), config, precision, trainer=trainer)
+        second = measure(module, of_size(batch, size, 2 * size), config, precision, trainer=trainer)
     except (NotMeasured, pl.utilities.exceptions.MisconfigurationException):
         return ByBatchSize((1, 1), (first, first))
     if [s.unit for s in first.stretches] != [s.unit for s in second.stretches]:
         return ByBatchSize((size, size), (first, first))
-    return ByBatchSize((size, 2 * size), (first, second))
+
+    def of_another(wanted: int) -> Activations | None:
+        try:
+            return measure(module, of_size(batch, size, wanted), config, precision, trainer=trainer)
+        except NotMeasured:
+            return None
+
+    return ByBatchSize((size, 2 * size), (first, second), of_another)
 
 
-def doubled(batch: Any, size: int) -> Any:
-    """``batch`` with twice its samples, without values."""
+def of_size(batch: Any, size: int, wanted: int) -> Any:
+    """``batch``, which has ``size`` samples, with as many as are ``wanted``, without values."""
 
-    def twice(value: Any) -> Any:
+    def resized(value: Any) -> Any:
         if isinstance(value, Tensor) and value.ndim and value.shape[0] == size:
-            return torch.empty((2 * size, *value.shape[1:]), dtype=value.dtype, device="meta")
+            return torch.empty((wanted, *value.shape[1:]), dtype=value.dtype, device="meta")
         return value
 
-    return tree_map(twice, batch)
+    return tree_map(resized, batch)

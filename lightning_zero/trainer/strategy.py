@@ -16,7 +16,6 @@ from lightning.pytorch.core.optimizer import _MockOptimizer
 from lightning.pytorch.plugins.precision import Precision as LightningPrecision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_warn
-from torch import Tensor
 from torch.nn import Module, SyncBatchNorm
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -47,13 +46,13 @@ from lightning_zero.trainer.long_sequences import LongSequences
 from lightning_zero.trainer.precision import ZeroPrecision
 from lightning_zero.trainer.processes import Processes
 from lightning_zero.trainer.random_numbers import RandomNumbers
-from lightning_zero.trainer.restaging import RestagingStrategy
 from lightning_zero.trainer.settings import settings_of, with_precision
 from lightning_zero.trainer.step_peak import StepPeak
+from lightning_zero.trainer.steps import SteppingStrategy
 from lightning_zero.trainer.summary import print_held, print_units
 
 
-class ZeroStrategy(Processes, RestagingStrategy):
+class ZeroStrategy(Processes, SteppingStrategy):
     """ZeRO stages 0-3 as a Lightning strategy.
 
     Args:
@@ -126,10 +125,7 @@ class ZeroStrategy(Processes, RestagingStrategy):
         self.saves_on_sigterm = False
         self.save_every_s: float | None = None
         self.command_to_go_on: Callable[[str], str] = call_to_go_on
-        self._interruptions: Interruptions | None = None
         self._random_numbers: RandomNumbers | None = None
-        self._sequences = LongSequences()
-        self._evaluation_starts = False
         self._trained = False
         self._left = False  # on a signal, in a hurry
         self._has_values = False  # the module, which was trained before
@@ -176,13 +172,6 @@ class ZeroStrategy(Processes, RestagingStrategy):
                 "Use this from on_fit_start on."
             )
         return engine
-
-    @contextlib.contextmanager
-    def step_scope(self, key: str = "step_scope") -> Generator[None, None, None]:
-        """Inside, the sharded module may be called outside of a Lightning step (generation, say). All ranks enter."""
-        precision = self.precision_plugin.forward_context()
-        with torch.no_grad(), precision, self.engine.step_scope(key, evaluation=True):
-            yield
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -405,60 +394,7 @@ class ZeroStrategy(Processes, RestagingStrategy):
         if engine is not None:
             engine.abort()
 
-    # -- steps ----------------------------------------------------------------------------------------------------
-
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        self.engine.sync_buffers()  # as DDP does: ranks compute with rank 0's, which its own batches have changed
-        with self.engine.step_scope("training_step"), self.engine.batch_scope((args, kwargs)):
-            return self._sequences.training_step(super().training_step, *args, **kwargs)
-
-    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
-        module = self.lightning_module
-        if module is not None and not module.automatic_optimization:
-            closure_loss = self._sequences.manual_loss(closure_loss)
-        with self._sequences.backward():
-            return super().backward(closure_loss, optimizer, *args, **kwargs)
-
-    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        self._sequences.check_alike(batch)
-        return super().batch_to_device(batch, device, dataloader_idx)
-
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        if self._interruptions is not None:
-            self._interruptions.between_validation_batches()
-        with self._evaluation("validation_step", args, kwargs):
-            return self._sequences.evaluation_step(super().validation_step, *args, **kwargs)
-
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._evaluation("test_step", args, kwargs):
-            return self._sequences.evaluation_step(super().test_step, *args, **kwargs)
-
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._evaluation("predict_step", args, kwargs):
-            return self._sequences.evaluation_step(super().predict_step, *args, **kwargs)
-
-    def on_validation_start(self) -> None:
-        self._evaluation_starts = True
-
-    def on_validation_end(self) -> None:
-        assert self.lightning_module is not None
-        if self._interruptions is not None and self._interruptions.training:
-            validations.step_plateau_schedulers(self.lightning_module.trainer)
-
-    def on_test_start(self) -> None:
-        self._evaluation_starts = True
-
-    def on_predict_start(self) -> None:
-        self._evaluation_starts = True
-
-    @contextlib.contextmanager
-    def _evaluation(self, key: str, args: Any, kwargs: Any) -> Generator[None, None, None]:
-        if self._evaluation_starts:  # once: nothing changes buffers now, and ranks may have more or fewer batches
-            self._evaluation_starts = False
-            self.engine.sync_buffers()
-        engine = self.engine
-        with engine.step_scope(key, evaluation=True), engine.batch_scope((args, kwargs), evaluation=True):
-            yield
+    # -- training -------------------------------------------------------------------------------------------------
 
     def on_train_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         if self._step_peak is not None and self.lightning_module is not None:
@@ -480,12 +416,6 @@ class ZeroStrategy(Processes, RestagingStrategy):
         self._trained = True
         if self._interruptions is not None:
             self._interruptions.at_boundary(last=True)
-
-    @contextlib.contextmanager
-    def block_backward_sync(self) -> Generator[None, None, None]:
-        """Accumulate locally where gradients rest replicated (stages 0 and 1); elsewhere reduce every time."""
-        with self.engine.no_sync():
-            yield
 
     def _end_writing(self) -> None:
         if processes.has_failed():

@@ -99,7 +99,7 @@ def print_held(
     """
     from lightning_zero.engine.whole.held_bytes import held_bytes, limits_of, plan_of, state_tensors
 
-    engine.settle()
+    engine.after_step.settle()  # this rank alone, so without an agreement
     buckets, states = plan_of(engine), state_tensors(engine)
     held = held_bytes(engine)
     gone = not any(nbytes for (role, _), nbytes in held.items() if role is Role.grad)

@@ -16,7 +16,7 @@ import pytest
 import torch
 from hydra.core.global_hydra import GlobalHydra
 
-from lightning_zero.app import plan, train
+from lightning_zero.app import plan, plan_picture, train
 from lightning_zero.app.schema import MachineConfig, parse_bytes
 from lightning_zero.config import AfterFit, ConfigError, Offload, Stage
 from lightning_zero.planning.buckets import BucketShape, Itemsizes
@@ -102,7 +102,7 @@ def test_the_table(command: Any, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []  # nothing is left behind
 
 
-@pytest.mark.parametrize("columns", [80, 100, 120])
+@pytest.mark.parametrize("columns", [80, pytest.param(100, marks=pytest.mark.full), 120])
 def test_a_narrow_terminal(command: Any, monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
     """Nothing is cut off: long sizes, what is split over tiers, and what lacks everywhere."""
     monkeypatch.setenv("COLUMNS", str(columns))
@@ -188,15 +188,17 @@ def test_sizes() -> None:
 
 
 def test_state_of_whole_tensors_is_counted_by_tensor(command: Any) -> None:
-    """Adafactor keeps a row and a column of a matrix; nothing of it is as large as the parameters."""
+    """Adafactor keeps a row and a column of a matrix; nothing of it is as large as the parameters. Muon keeps one of
+    AdamW's two tensors for the matrices of blocks."""
     model, zero3 = {}, {}
-    for name in ("adafactor", "adamw"):
+    for name in ("adafactor", "muon", "adamw"):
         document = json.loads(command("json=true", *MACHINE, f"optimizer={name}")[1])
         model[name] = document["model"]
         zero3[name] = row_of(document, "zero3", "none")["per_gpu"]
     assert model["adafactor"]["optimizer_states"] is None and model["adamw"]["optimizer_state_bytes"] is None
     assert 0 < model["adafactor"]["optimizer_state_bytes"] < model["adamw"]["parameters"]
-    assert zero3["adafactor"] < zero3["adamw"]
+    assert model["adamw"]["parameters"] * 4 < model["muon"]["optimizer_state_bytes"] < model["adamw"]["parameters"] * 8
+    assert zero3["adafactor"] < zero3["muon"] < zero3["adamw"]
 
 
 @pytest.mark.parametrize(
@@ -211,6 +213,34 @@ def test_state_of_whole_tensors_is_counted_by_tensor(command: Any) -> None:
 def test_states_are_those_of_the_optimizer(command: Any, optimizer: tuple[str, ...], states: int) -> None:
     assert json.loads(command("json=true", *optimizer)[1])["model"]["optimizer_states"] == states
     assert json.loads(command("json=true", "optimizer_states=3", *optimizer)[1])["model"]["optimizer_states"] == 3
+
+
+def test_a_model_that_looks_at_values_while_it_is_built(command: Any, tmp_path: Path) -> None:
+    """As many do for the rates of stochastic depth. What raises anyway says so itself, with its traceback."""
+    (tmp_path / "drops.py").write_text(
+        "import torch\n"
+        "from lightning.pytorch import LightningModule\n"
+        "class Drops(LightningModule):\n"
+        "    def __init__(self, asks=True, raises=False):\n"
+        "        super().__init__()\n"
+        "        depth = int(torch.linspace(1, 3, 2)[-1].item()) if asks else 3\n"
+        "        self.layers = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(depth))\n"
+        "        self.layers[2].weight = self.layers[0].weight\n"
+        "        self.register_buffer('scale', torch.ones(4))\n"
+        "        if raises:\n"
+        "            raise NotImplementedError('not on this machine')\n"
+        "    def training_step(self, batch, batch_idx):\n"
+        "        return self.layers[0](batch[:, :8].float()).sum()\n"
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(tmp_path)
+        own = ("~model", "+model._target_=drops.Drops", "json=true", *MACHINE)
+        code, asking, err = command(*own)
+        assert code == 0, err
+        code, plain, _ = command(*own, "+model.asks=false")
+        assert code == 0 and json.loads(asking) == json.loads(plain)
+        code, _, err = command(*own, "+model.raises=true")
+        assert code == 1 and re.search(r'drops\.py", line 11.*\nNotImplementedError: not on this machine\n', err, re.S)
 
 
 def test_the_machine_at_hand(command: Any, tmp_path: Path) -> None:
@@ -378,7 +408,9 @@ def test_a_config_of_hugging_face(command: Any, tmp_path: Path) -> None:
         assert code == 2 and text in err and "hugging_face: expected a folder with config.json" in err
 
 
-@pytest.mark.parametrize("name", ["plan.png", "plan.svg", "plan"])
+@pytest.mark.parametrize(
+    "name", ["plan", pytest.param("plan.png", marks=pytest.mark.full), pytest.param("plan.svg", marks=pytest.mark.full)]
+)
 def test_a_picture(command: Any, tmp_path: Path, name: str) -> None:
     pytest.importorskip("matplotlib")
     code, _, err = command(*GPUS, PLAIN, f"picture={name}", "dark=true", "machine.nvme=1GB")
@@ -405,3 +437,22 @@ def test_pictures_that_cannot_be(command: Any, monkeypatch: pytest.MonkeyPatch) 
     for name, text in (("plan.jpg", "ends in .png or .svg"), ("no/where.png", "expected a folder that exists")):
         code, _, err = command(f"picture={name}")
         assert code == 2 and text in err
+
+
+@pytest.mark.parametrize("dark", [True, pytest.param(False, marks=pytest.mark.full)])
+def test_numbers_of_a_picture_are_on_its_ground(command: Any, monkeypatch: pytest.MonkeyPatch, dark: bool) -> None:
+    """Where they lie on a bar, or on the line of the memory, and in both themes; the longest bar has room behind it."""
+    axes_module = pytest.importorskip("matplotlib.axes")
+    ground, ink, _ = plan_picture.THEMES[dark]
+    seen: list[tuple[str, Any]] = []
+    text = axes_module.Axes.text
+
+    def noting(self: Any, x: float, y: float, words: str, **how: Any) -> Any:
+        seen.append((how["ha"], (how["color"], how["bbox"]["facecolor"])))
+        return text(self, x, y, words, **how)
+
+    monkeypatch.setattr(axes_module.Axes, "text", noting)
+    code, _, err = command(*MACHINE, f"dark={dark}", "picture=plan.svg")
+    assert code == 0, err
+    assert seen and {colours for _, colours in seen} == {(ink, ground)}
+    assert {side for side, _ in seen} == {"left"}

@@ -167,6 +167,29 @@ def test_a_checkpoint_is_tested_and_predicted_from(
     assert mean == pytest.approx(float(bits), abs=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("more", "there"),
+    [
+        ((), "val_bits_per_byte"),
+        pytest.param(
+            ("trainer.num_sanity_val_steps=0", "trainer.val_check_interval=2"),
+            "val_bits_per_byte",
+            marks=pytest.mark.full,
+        ),
+        pytest.param(("trainer.limit_val_batches=0",), r"\(nothing was logged\)", marks=pytest.mark.full),
+    ],
+    ids=["sanity check", "first validation", "no validation"],
+)
+def test_a_metric_that_is_not_logged_is_refused_before_the_run_is_over(
+    more: tuple[str, ...], there: str, tmp_path: Path
+) -> None:
+    settings = ("trainer.devices=1", "trainer.max_steps=3", "callbacks.sample=null", "hydra.run.dir=run")
+    done = alone(tmp_path, *SMALL, *settings, "optimized_metric=val_bits", *more)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert re.search(f"error: optimized_metric: expected .*one of {there}, got 'val_bits'", done.stderr)
+    assert "checkpoint" not in done.stdout and not list(tmp_path.glob("run/checkpoints/*"))
+
+
 @pytest.mark.slow
 def test_a_sweep_of_runs_of_two_ranks_ends_in_a_table(tmp_path: Path) -> None:
     """One of the three fails, which the others do not mind."""

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -14,21 +15,23 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_zero.comm.communicator import Communicator
+from lightning_zero.comm.reduction import Pending, Reduction
 from lightning_zero.comm.transports import (
     DIRECT_MAX_RANKS,
     DirectTransport,
     HostTransport,
+    Members,
     PlainTransport,
+    Sent,
     Transport,
     choose_transport,
 )
 from lightning_zero.config import Transport as TransportName
-from lightning_zero.ranks.waits import StallError, Waits
+from lightning_zero.ranks.waits import StallError
 from tests.engine.support import places_posted_often
 from tests.harness import on_ranks
 
 CPU = torch.device("cpu")
-ALONE = Waits(None, stall_timeout_s=60.0)
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64]
 
 
@@ -106,7 +109,7 @@ def test_a_sum_is_added_in_place_or_keeps_no_other_part() -> None:
     for in_place in (False, True):
         full = _input(rank, world, torch.float32)
         own = full.view(world, -1)[rank]
-        works, total = DirectTransport().reduce(full, rank, world, dist.group.WORLD, in_place=in_place)
+        works, total = DirectTransport().reduce(full, Members(rank, world, dist.group.WORLD), in_place=in_place)
         for work in works:
             work.wait()
         found = total()
@@ -184,15 +187,26 @@ def test_small_agreements() -> None:
 
 @on_ranks(2)
 def test_device_tensors_over_a_host_backend_go_through_copies() -> None:
-    """On the CPU the copies are no-ops, but the messages and results are those of the transport inside."""
-    transport = HostTransport(DirectTransport(), ALONE)
-    rank, group = dist.get_rank(), dist.group.WORLD
-    full = torch.zeros(512)
-    full[rank * 256 : (rank + 1) * 256] = rank + 1
-    assert transport.gather(full, rank, 2, group) == []
-    assert full.unique().tolist() == [1.0, 2.0]
-    works, total = transport.reduce(torch.ones(512), rank, 2, group)
-    assert works == [] and total().unique().tolist() == [2.0]
+    """The messages and results are those of the transport inside. Nobody waits where it sends."""
+    transport = HostTransport(DirectTransport())
+    among = Members(dist.get_rank(), 2, dist.group.WORLD)
+
+    def result(sent: Sent) -> Tensor:
+        for work in sent.works:
+            work.wait()
+        return sent.finish()
+
+    fulls = [torch.zeros(512), torch.zeros(128)]
+    for full in fulls:
+        full.view(2, -1)[among.rank] = among.rank + 1
+    sent = transport.gather_all(fulls, among)
+    assert sent.works and not fulls[0].view(2, -1)[1 - among.rank].any()
+    assert result(sent) is fulls[0]
+    assert all(full.unique().tolist() == [1.0, 2.0] for full in fulls)
+    assert result(transport.reduce(torch.ones(512), among)).unique().tolist() == [2.0]
+    out = torch.zeros(4)
+    assert result(transport.exchange(out, torch.full((4,), among.rank + 1.0), [2, 2], [2, 2], among.group)) is out
+    assert out.tolist() == [1.0, 1.0, 2.0, 2.0]
 
 
 @on_ranks(2)
@@ -200,10 +214,12 @@ def test_device_tensors_over_a_host_backend_go_through_copies() -> None:
 def test_copies_through_host_memory_wait_no_longer_than_others(kind: str) -> None:
     with places_posted_often():
         comm = Communicator(dist.group.WORLD, CPU, stall_timeout_s=0.5)
-        comm._transport = HostTransport(DirectTransport(), comm.waits)
+        comm._transport = HostTransport(DirectTransport())
         if comm.rank == 0:
-            with pytest.raises(StallError, match=f"a {kind} through host memory"):
-                (comm.all_gather if kind == "gather" else comm.reduce_scatter)(torch.zeros(512), "x")
+            issue = comm.all_gather if kind == "gather" else comm.reduce_scatter
+            sent: Any = issue(torch.zeros(512), "x")
+            with pytest.raises(StallError, match="x"):
+                sent.wait() if kind == "gather" else sent.finish()
         else:
             time.sleep(1.5)  # never comes
         comm.waits.close()  # messages were lost on these groups: they are not given back
@@ -222,12 +238,12 @@ def test_copies_through_host_memory_wait_no_longer_than_others(kind: str) -> Non
 def test_transport_is_chosen_by_backend_and_ranks(
     name: TransportName, backend: str, world: int, expected: type
 ) -> None:
-    assert type(choose_transport(name, backend, world, CPU, ALONE)) is expected
+    assert type(choose_transport(name, backend, world, CPU)) is expected
 
 
 def test_a_host_backend_for_a_device_is_wrapped() -> None:
-    assert type(choose_transport(TransportName.auto, "gloo", 2, torch.device("cuda"), ALONE)) is HostTransport
-    assert type(choose_transport(TransportName.auto, "nccl", 2, torch.device("cuda"), ALONE)) is PlainTransport
+    assert type(choose_transport(TransportName.auto, "gloo", 2, torch.device("cuda"))) is HostTransport
+    assert type(choose_transport(TransportName.auto, "nccl", 2, torch.device("cuda"))) is PlainTransport
 
 
 # -- what a closed communicator leaves --------------------------------------------------------------------------------
@@ -268,9 +284,53 @@ def test_groups_on_which_ranks_differ_are_not_used_again() -> None:
     with communicator() as comm:
         groups = comm._groups
         assert groups is not None
-        groups.issued += comm.rank  # an exception kept one rank from an operation
+        groups.issued["all_gather"] += comm.rank  # an exception kept one rank from an operation
     with communicator() as again:
         assert again._groups is not groups
+
+
+@on_ranks(2)
+def test_as_many_operations_of_other_kinds_are_not_the_same() -> None:
+    """One rank has issued a gather that the other has not, and that one a sum."""
+    for ends in ("resume", "close"):
+        with communicator() as comm:
+            groups = comm._groups
+            assert groups is not None
+            own = torch.zeros(2 * comm.world_size)
+            pending = comm.all_gather(own, "x") if comm.rank else comm.reduce_scatter(own, "x")
+            pending.abandon(time.monotonic())
+            if ends == "resume":
+                comm.resume()
+                assert comm._groups is not groups
+                full = torch.full((comm.world_size,), float(comm.rank))
+                assert comm.all_gather(full, "x").wait().tolist() == [0.0, 1.0]
+        with communicator() as again:
+            assert again._groups is not groups
+
+
+def test_only_what_all_ranks_have_issued_is_waited_for() -> None:
+    """After an exception: the second phase of a reduction is issued when the first has been found complete."""
+
+    class Work:
+        def __init__(self) -> None:
+            self.limits: list[float] = []
+
+        def wait(self, limit: timedelta) -> None:
+            self.limits.append(limit.total_seconds())
+
+        def is_completed(self) -> bool:
+            return True
+
+    comm = Communicator(None, CPU)
+    for lands in (False, True):
+        work = Work()
+        first = Pending(comm, "first", [] if lands else [work], lambda: torch.zeros(1))
+        reduction = Reduction(first, lambda _, work=work: Pending(comm, "later", [work], lambda: torch.zeros(1)))
+        if lands:
+            assert not reduction.land()
+        reduction.abandon(time.monotonic() + 3600)
+        (limit,) = work.limits
+        assert limit < 1 if lands else limit > 3000
 
 
 # -- sums of narrower parts -------------------------------------------------------------------------------------------
@@ -287,7 +347,7 @@ def test_parts_are_added_in_rank_order_in_the_dtype_of_the_sum(transport: Transp
         expected += other
     expected *= 0.25
     own = slice(rank * 512, (rank + 1) * 512)
-    for inner in (transport, HostTransport(transport, ALONE)):
+    for inner in (transport, HostTransport(transport)):
         with communicator(even_alone=True) as comm:
             comm._transport = inner
             assert comm.exchanges

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.reduction import Pending
 from lightning_zero.comm.streams import Streams
-from lightning_zero.comm.transports import PlainTransport, _reduce_scatter_single, all_gather_single
+from lightning_zero.comm.transports import Members, PlainTransport, Sent, _reduce_scatter_single, all_gather_single
 from lightning_zero.engine.units.bucket import Bucket
 from lightning_zero.engine.units.grad_store import Arrived, Claimed, _wait
 from lightning_zero.engine.units.home import copy_cast
@@ -31,6 +31,8 @@ from tests.device.test_races import (
     steps_twice,
     trains_without_scopes,
 )
+
+issue_sum = Communicator._issue_sum
 
 # What stands in the place of a function of the package; it has the same arguments.
 
@@ -77,18 +79,16 @@ def run_without_waiting(self: Communicator, send: Callable[..., Any], tensor: Te
         send(async_op=False)
 
 
-def gather_elsewhere(self: PlainTransport, full: Tensor, rank: int, world_size: int, group: Any) -> list[Any]:
+def gather_elsewhere(self: PlainTransport, full: Tensor, among: Members) -> Sent:
     """The message is queued on a stream of NCCL's own, for which nobody waits."""
-    all_gather_single(full, full.view(world_size, -1)[rank], group=group, async_op=True)
-    return []
+    all_gather_single(full, full.view(among.size, -1)[among.rank], group=among.group, async_op=True)
+    return Sent([], lambda: full)
 
 
-def reduce_elsewhere(
-    self: PlainTransport, full: Tensor, rank: int, world_size: int, group: Any, **options: Any
-) -> tuple[Any, Any]:
-    out = full.new_empty(full.numel() // world_size)
-    _reduce_scatter_single(out, full, group=group, async_op=True)
-    return [], lambda: out
+def reduce_elsewhere(self: PlainTransport, full: Tensor, among: Members, **options: Any) -> Sent:
+    out = full.new_empty(full.numel() // among.size)
+    _reduce_scatter_single(out, full, group=among.group, async_op=True)
+    return Sent([], lambda: out)
 
 
 def gather_what_is_not_summed(self: Communicator, shard: Tensor, full: Tensor, label: str, whole: bool) -> Tensor:
@@ -98,8 +98,8 @@ def gather_what_is_not_summed(self: Communicator, shard: Tensor, full: Tensor, l
     return full
 
 
-def sum_alone(self: Communicator, shard: Tensor, label: str) -> None:
-    self._issue_sum(shard)
+def sum_alone(self: Communicator, shard: Tensor, *, async_op: bool = True) -> None:
+    issue_sum(self, shard, async_op=True)
 
 
 def settle_once(self: Streams) -> Any:
@@ -255,7 +255,7 @@ WITHOUT: dict[str, tuple[str, Any, Case, Any]] = {
         None,
     ),
     "the sum over the nodes is waited for": (
-        "lightning_zero.comm.communicator.Communicator._sum_replicas_in_stream",
+        "lightning_zero.comm.communicator.Communicator._issue_sum",
         sum_alone,
         Case(3, nodes=2),
         None,

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from lightning_zero.comm.transports import Sent
 from lightning_zero.engine import Engine
 from tests.engine.support import Model, Sharded, Side, Twin, accumulate, assert_same, autocast
 from tests.harness import on_ranks
@@ -36,19 +37,21 @@ class LateTransport:
 
     def __init__(self, inner: Any, chance: random.Random) -> None:
         self._inner, self._chance = inner, chance
-        self.exchanges = inner.exchanges
+        self.exchanges, self.waits_on_host = inner.exchanges, inner.waits_on_host
 
     def _pause(self) -> float:
         return self._chance.random() ** 4 * MAX_DELAY_S  # mostly short
 
-    def gather(self, *args: Any) -> list[Any]:
+    def gather(self, *args: Any) -> Sent:
         time.sleep(self._pause())
-        return [LateWork(work, self._pause()) for work in self._inner.gather(*args)]
+        return self._late(self._inner.gather(*args))
 
-    def reduce(self, *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
+    def reduce(self, *args: Any, **kwargs: Any) -> Sent:
         time.sleep(self._pause())
-        works, total = self._inner.reduce(*args, **kwargs)
-        return [LateWork(work, self._pause()) for work in works], total
+        return self._late(self._inner.reduce(*args, **kwargs))
+
+    def _late(self, sent: Sent) -> Sent:
+        return Sent([LateWork(work, self._pause()) for work in sent.works], sent.finish)
 
 
 def delay(engine: Engine, seed: int) -> None:

@@ -748,6 +748,39 @@ def test_a_block_is_computed_again_under_the_function_modes_of_its_forward(stage
     check(Tanhs, square_work, stage=stage, activation_checkpointing=how, unit={"classes": ["Block"]})
 
 
+class Moves(nn.Module):
+    """Statistics of a norm, a count, and an average that is replaced by each forward in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.norm = nn.Linear(19, 19), nn.BatchNorm1d(19)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("average", torch.zeros(19))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.norm(self.inner(x))
+        if self.training:
+            self.calls += 1
+            self.average = 0.5 * self.average + 0.5 * x.detach().mean(0)
+        return x
+
+
+@pytest.mark.parametrize("how", ["none", "blocks", "offload"])
+def test_a_forward_that_is_computed_again_does_not_change_buffers_again(how: str) -> None:
+    torch.manual_seed(0)
+    module, plain = nn.Sequential(Moves(), Moves()), nn.Sequential(Moves(), Moves())
+    plain.load_state_dict(module.state_dict())
+    engine = lightning_zero.shard(module, stage=0, activation_checkpointing=how, device="cpu", summary=False)
+    x = torch.randn(6, 19, requires_grad=True)
+    for training in (True, True, False, True):
+        for side in (module, plain):
+            side.train(training)
+            (side(x) * side(2 * x)).mean().backward()
+    for (name, buffer), (_, other) in zip(module.named_buffers(), plain.named_buffers(), strict=True):
+        assert torch.equal(buffer, other), name
+    engine.release()
+
+
 # -- nested units, user hooks -----------------------------------------------------------------------------------------
 
 

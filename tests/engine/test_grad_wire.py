@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import lightning_zero
 from lightning_zero.comm import transports
 from lightning_zero.comm.communicator import Communicator
-from lightning_zero.comm.transports import DirectTransport, HostTransport, choose_transport
+from lightning_zero.comm.transports import DirectTransport, choose_transport
 from lightning_zero.config import ConfigError, make_config
 from lightning_zero.config import Transport as TransportName
 from lightning_zero.device import accelerator_of, recording
@@ -44,7 +44,7 @@ from tests.engine.support import (
     sgd,
     tokens,
 )
-from tests.engine.test_gradients_together import together
+from tests.engine.test_gradients_together import through_host, together
 from tests.engine.test_offload import offload
 from tests.harness import Pool, on_ranks, run
 
@@ -126,7 +126,7 @@ CASES = [
             ("bf16", "bf16_true"),
         )
     )
-    if (case.row == "none" or (case.stage > 0 and not case.together)) and (case.row != "nvme" or case.stage == 3)
+    if (case.row == "none" or case.stage > 0) and (case.row != "nvme" or case.stage == 3)
 ]
 SELECTED = pairwise_selection(CASES)
 
@@ -141,7 +141,8 @@ def _check(case: Case, folder: Path) -> None:
     found, sent = [], []
     for wire in WIRES:
         kinds: list[tuple[torch.dtype, torch.dtype | None]] = []
-        with together() if case.together else contextlib.nullcontext(), sent_dtypes(kinds):
+        host = through_host() if case.together and case.row != "none" else contextlib.nullcontext()
+        with together() if case.together else contextlib.nullcontext(), host, sent_dtypes(kinds):
             found.append(trained(Model, work, wire, clips=case.clips, optimizer=sgd, **config))
         sent.append(kinds)
     assert_equal(*found)
@@ -341,14 +342,11 @@ def test_transports_have_the_same_bits(stage: int) -> None:
     def work(side: Sharded, step: int) -> Tensor:
         return accumulate(side, step, 1)
 
-    def through_host(name: Any, backend: str, world: int, device: Any, waits: Any) -> Any:
-        return HostTransport(DirectTransport(), waits)
-
     expected = trained(Model, work, "full", stage=stage, precision=WHOLE_BF16)
     for wire in WIRES:
         with mock.patch.object(transports, "DIRECT_MAX_RANKS", 1):
             assert_equal(expected, trained(Model, work, wire, stage=stage, precision=WHOLE_BF16))
-        with mock.patch("lightning_zero.comm.communicator.choose_transport", through_host):
+        with through_host():
             assert_equal(expected, trained(Model, work, wire, stage=stage, precision=WHOLE_BF16))
 
 
@@ -386,7 +384,7 @@ def test_sums_over_nodes_are_of_sums_in_fp32(stage: int) -> None:
 def test_an_all_to_all_is_for_groups_of_some_ranks(
     name: TransportName, backend: str, world: int, exchanges: bool
 ) -> None:
-    assert choose_transport(name, backend, world, CPU, None).exchanges is exchanges  # type: ignore[arg-type]
+    assert choose_transport(name, backend, world, CPU).exchanges is exchanges
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------

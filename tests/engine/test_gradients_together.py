@@ -9,7 +9,7 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import lightning_zero.device
+from lightning_zero.comm.transports import DirectTransport, HostTransport
 from lightning_zero.engine.passes.bucket_grads import BucketGrads, _put
 from tests.engine.support import (
     Model,
@@ -36,9 +37,22 @@ from tests.engine.test_offload_streams import AtOnce
 from tests.harness import on_ranks, run
 
 
+def through_host() -> contextlib.AbstractContextManager[Any]:
+    """Messages of engines made inside go as those of a device do where there is only gloo."""
+
+    def choose(*_: Any) -> HostTransport:
+        return HostTransport(DirectTransport())
+
+    return mock.patch("lightning_zero.comm.communicator.choose_transport", choose)
+
+
 @contextlib.contextmanager
 def together() -> Iterator[list[int]]:
-    """Engines made inside have streams, whose work is over at once. Gives how many gradients were copied at a time."""
+    """Engines made inside have streams, whose work is over at once. Gives how many gradients were copied at a time.
+
+    So a message is over before the host goes on, unlike on a device. Ranks that issue messages at different moments
+    (after offloaded steps, and where they take other paths) would wait for each other: they go :func:`through_host`.
+    """
     counts: list[int] = []
     copy_in = BucketGrads.copy_in
 

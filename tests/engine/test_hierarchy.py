@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 import lightning_zero
 from lightning_zero.comm.communicator import Communicator
+from lightning_zero.comm.transports import Members
 from lightning_zero.config import ConfigError
 from lightning_zero.engine.units import capacity
 from tests.engine.support import (
@@ -153,10 +154,10 @@ def bytes_from_other_nodes(comm: Communicator, ranks_per_node: int) -> Iterator[
     transport, issue_sum, own = comm._transport, comm._issue_sum, comm.rank // ranks_per_node
 
     def counted(kind: str, method: Any) -> Any:
-        def call(full: Tensor, rank: int, world_size: int, group: Any, **options: Any) -> Any:
-            nodes = [other // ranks_per_node for other in dist.get_process_group_ranks(group)]
+        def call(full: Tensor, among: Members, **options: Any) -> Any:
+            nodes = [other // ranks_per_node for other in dist.get_process_group_ranks(among.group)]
             found[kind] += full.nbytes * sum(node != own for node in nodes) // len(nodes)
-            return method(full, rank, world_size, group, **options)
+            return method(full, among, **options)
 
         return call
 

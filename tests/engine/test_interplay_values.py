@@ -339,6 +339,27 @@ def test_a_gather_that_was_given_up_writes_into_no_memory_of_others(comes: bool)
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("what", ["release", "state dict"])
+def test_whole_values_after_ranks_have_gathered_different_units(what: str) -> None:
+    """Each has raised in another place. A gather of one rank must not be matched with a later one of the other."""
+    side = Sharded(_blocks(6), stage=3)
+    engine = side.engine
+    wanted = {name: value.clone() for name, value in engine.state_dict(only_rank_0=False).items()}
+    with _abandoning_after(0.2):
+        for unit in engine.units[1 : 3 + 2 * dist.get_rank()]:
+            unit.unshard_begin()
+        engine.abort()
+    if what == "release":
+        engine.release()
+        found = side.module.state_dict()
+    else:
+        found = engine.state_dict(only_rank_0=False)
+        engine.release()
+    assert wanted.keys() == found.keys()
+    assert all(torch.equal(wanted[name], value) for name, value in found.items())
+
+
+@on_ranks(2)
 def test_a_graph_of_before_a_gather_was_given_up_is_refused() -> None:
     """Its weights are views of memory that only the abandoned message writes to."""
     with Sharded(Model(), stage=3) as side:

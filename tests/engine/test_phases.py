@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_zero.engine.passes.passes import Phase
+from lightning_zero.engine.passes.open_pass import Phase
 from lightning_zero.engine.units import home
 from lightning_zero.engine.units.unit import State
 from tests.engine.support import Model, Sharded, language_work

@@ -8,9 +8,11 @@ from __future__ import annotations
 import copy
 import itertools
 import logging
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -19,7 +21,10 @@ from torch.optim import Optimizer
 
 import lightning_zero
 from lightning_zero.config import ConfigError, StateDtype
-from lightning_zero.engine.units.narrow import Format
+from lightning_zero.engine.steps import narrow_states
+from lightning_zero.engine.steps.narrow_states import NarrowStep
+from lightning_zero.engine.steps.piece_threads import in_threads
+from lightning_zero.engine.units.narrow import Format, Stretch
 from lightning_zero.engine.whole.held_bytes import held_bytes, plan_of, state_tensors
 from lightning_zero.engine.whole.snapshot import KeptRanges
 from lightning_zero.planning.buckets import Role
@@ -150,6 +155,57 @@ def test_other_optimizers_equal_their_twins(name: str, dtype: str) -> None:
                 each.step()
                 each.zero_grad()
             assert_same(side, twin, what=f"step {step}: ")
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(("name", "dtype"), [("adamw", "int8"), ("rmsprop", "bf16"), ("sgd", "int8")])
+def test_pieces_and_threads_change_nothing(name: str, dtype: str) -> None:
+    """Pieces of two blocks by three threads, and all of a run at once."""
+    make = (OPTIMIZERS | {"adamw": (adamw, MOMENTS)})[name][0]
+    found: list[dict[str, Tensor]] = []
+    threads, taken = torch.get_num_threads(), set[str]()
+
+    def counted(self: NarrowStep, *args: Any) -> Any:
+        taken.add(threading.current_thread().name)
+        return piece(self, *args)
+
+    piece = NarrowStep._piece
+    for in_pieces in (True, False):
+        torch.default_generator.manual_seed(3)
+        with (
+            mock.patch.object(narrow_states, "CHUNK", 512 if in_pieces else 1 << 18),
+            mock.patch.object(NarrowStep, "_piece", counted),
+            Side(wide_model(), dtype, make=make, stage=1) as side,
+        ):
+            for step in range(3):
+                side.backward(language_loss(side.module, tokens(step, rank=0)))
+                torch.set_num_threads(3 if in_pieces else threads)  # not for products, whose sums depend on it
+                side.step()
+                assert torch.get_num_threads() == (3 if in_pieces else threads)
+                torch.set_num_threads(threads)
+                side.zero_grad()
+            found.append(everything(side))
+        assert any("pieces" in name for name in taken) == in_pieces
+        taken.clear()
+    assert_all_equal(*found)
+
+
+def test_an_error_in_a_thread_is_raised_and_the_rest_is_done() -> None:
+    done: list[int] = []
+
+    def work(left: Iterator[int]) -> None:
+        for item in left:
+            if item == 3:
+                raise ZeroDivisionError
+            done.append(item)
+
+    with pytest.raises(ZeroDivisionError):
+        in_threads(work, range(100), 2)
+    assert sorted(done) == [n for n in range(100) if n != 3]
+    done.clear()
+    with mock.patch.object(threading.Thread, "start", side_effect=RuntimeError("can't start new thread")):
+        in_threads(work, range(4, 8), 2)
+    assert done == [4, 5, 6, 7]
 
 
 # -- layouts, files, rows -----------------------------------------------------------------------------------------
@@ -385,6 +441,12 @@ def test_state_of_two_bytes_is_not_asked_for_twice() -> None:
 # -- the numbers -----------------------------------------------------------------------------------------------------
 
 
+def noise(bits: Tensor) -> list[Stretch]:
+    """In two stretches, which end where no block does."""
+    bits = bits.to(torch.int32)
+    return [Stretch(0, 77, bits[:77]), Stretch(77, len(bits), bits[77:])]
+
+
 @pytest.mark.parametrize("signed", [True, False])
 @pytest.mark.parametrize("dtype", ["bf16", "int8"])
 def test_what_was_rounded_is_kept_and_right_on_average(dtype: str, signed: bool) -> None:
@@ -399,7 +461,7 @@ def test_what_was_rounded_is_kept_and_right_on_average(dtype: str, signed: bool)
         form.zeros(4096, values.device),
     )
     for _ in range(200):
-        form.narrow(values.clone(), place, torch.randint(0, 1 << 16, (4096,), dtype=torch.int32))
+        form.narrow(values.clone(), place, noise(torch.randint(0, 1 << 16, (4096,))))
         rounded = form.values(place)
         assert not form.store(rounded, again)
         assert torch.equal(form.values(again), rounded)
@@ -419,7 +481,7 @@ def test_what_is_not_finite_stays_so() -> None:
             values = torch.ones(512)
             values[300] = bad
             place = form.zeros(512, values.device)
-            form.narrow(values, place, torch.full((512,), 0xFFFF, dtype=torch.int32))
+            form.narrow(values, place, noise(torch.full((512,), 0xFFFF)))
             found = form.values(place)
             assert not found[300].isfinite()
             assert found[:256].isfinite().all()
@@ -435,7 +497,7 @@ def test_a_second_moment_follows_where_rounding_to_nearest_would_stall(dtype: st
         form.store(torch.ones(256), place)
         for _ in range(3000):
             wide = form.widen(place, torch.empty(256)).mul_(0.999).add_(0.001 * 0.25)
-            form.narrow(wide, place, torch.randint(0, 1 << 16, (256,), dtype=torch.int32) if noisy else None)
+            form.narrow(wide, place, noise(torch.randint(0, 1 << 16, (256,))) if noisy else None)
         return form.values(place).float().mean().item()
 
     exact = 0.25 + 0.75 * 0.999**3000

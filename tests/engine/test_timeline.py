@@ -26,7 +26,7 @@ from lightning_zero.config import ConfigError, make_config
 from lightning_zero.device import recording
 from lightning_zero.device.accelerator import Accelerator
 from lightning_zero.device.recording import Span
-from lightning_zero.engine.timeline.lanes import in_rows, lanes_of, outermost, without
+from lightning_zero.engine.timeline.lanes import chosen, in_rows, lanes_of, outermost, without
 from tests.engine.support import Model, Sharded, language_work
 from tests.engine.test_offload import offload
 from tests.harness import on_ranks
@@ -279,3 +279,28 @@ def test_waits_of_two_threads_are_not_inside_of_each_other() -> None:
 def test_what_overlaps_lies_in_rows() -> None:
     rows = in_rows([bar(0, 3), bar(1, 2), bar(2, 4), bar(3, 5)])
     assert [[(s.begin, s.end) for s in row] for row in rows] == [[(0, 3), (3, 5)], [(1, 2), (2, 4)]]
+
+
+def test_a_page_of_many_ranks_shows_those_that_wait_least_and_most() -> None:
+    waits = [3, 1, 4, 0, 9, 2, 6, 5]
+    ends = [Span("mark", "", t, t) for t in (0, 20)]
+    ranks = [lanes_of(n, [bar(0, 10), bar(10, 10 + w, why="gather"), bar(19, 20), *ends]) for n, w in enumerate(waits)]
+    assert [lanes.rank for lanes in chosen(ranks)] == list(range(8))
+    assert [lanes.rank for lanes in chosen(ranks, 3 * 5)] == [0, 1, 3, 4, 6]
+    assert [lanes.rank for lanes in chosen(ranks, 1)] == [0]
+
+
+@on_ranks(3)
+def test_ranks_that_are_not_drawn_are_in_the_table_and_the_trace(tmp_path: Path) -> None:
+    debug = {"timeline": str(tmp_path), "timeline_after": 1, "timeline_steps": 1}
+    with (
+        mock.patch("lightning_zero.engine.timeline.lanes.chosen.__defaults__", (1,)),
+        Sharded(Model(), debug=debug) as s,
+    ):
+        steps(s, 3)
+        collected = s.engine.comm.collect(dist.get_rank(), "ranks")
+        assert collected == (None if dist.get_rank() else [0, 1, 2])
+    assert {event["pid"] for event in recorded(tmp_path)} == {0, 1, 2}
+    page = (tmp_path / "timeline.html").read_text()
+    assert re.findall("<h2>(.*?)</h2>", page) == ["rank 0"] and re.findall("<td>(rank .)</td>", page)[2] == "rank 2"
+    assert "Lanes of 1 of them" in page

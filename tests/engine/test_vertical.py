@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import weakref
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 import lightning_zero
 from lightning_zero.config import ConfigError
 from lightning_zero.engine import Engine, gather
+from lightning_zero.engine.vertical import units
 from lightning_zero.engine.vertical.loss import chunks_of
 from lightning_zero.engine.vertical.split import CannotDivide
 from tests.engine.support import VOCABULARY, Model, autocast, language_loss, tokens
@@ -239,6 +242,108 @@ def test_a_chunk_is_computed_again_under_the_function_modes_of_its_forward() -> 
     assert_close(one, other)
 
 
+def test_autocast_around_all_of_a_step() -> None:
+    """A weight that was cast while no graph was made would be found in the cache, and have no gradient."""
+    torch.manual_seed(0)
+    module, plain = Layers(Dropping(), Dropping()).eval(), Layers(Dropping(), Dropping()).eval()
+    plain.load_state_dict(module.state_dict())
+    engine = vertical(module, stage=3)
+    x = torch.randn(ROWS, 8)
+    for side in (plain, module):
+        with torch.autocast("cpu", torch.bfloat16):
+            side(x).backward()
+    found, expected = gradients(module), {n: p.grad for n, p in plain.named_parameters() if p.grad is not None}
+    assert_close(expected, found, "bf16")
+    engine.release()
+
+
+class Scales(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        return x * self.weight * table
+
+
+class SharesTable(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.blocks = nn.Parameter(torch.ones(1, 1)), nn.ModuleList([Scales(), Scales()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        table = self.table * 1
+        for block in self.blocks:
+            x = block(x, table)
+        return x.sum()
+
+
+def test_gradients_of_chunks_are_added_in_fp32() -> None:
+    """Of parameters, and of what all chunks are given."""
+    module = SharesTable()
+    engine = vertical(module, k=ROWS, stage=3, precision="bf16_true", offload="cpu", unit={"classes": ["Scales"]})
+    x = torch.full((ROWS, 1), 2.0**-9, dtype=torch.bfloat16)
+    x[0] = 1  # in bf16, 1 + 2 ** -9 is 1
+    module(x).backward()
+    exact = torch.tensor(1 + 7 * 2.0**-9)
+    assert exact.bfloat16() > 1
+    for name, grad in gradients(module).items():
+        of_blocks = 2 if name == "table" else 1
+        assert torch.allclose(grad.float().flatten(), of_blocks * exact, rtol=2.0**-9), name
+    engine.release()
+
+
+def test_what_a_hook_on_a_parameter_keeps_is_a_chunks_gradient() -> None:
+    module = Layers(Dropping(), Dropping()).eval()
+    engine = vertical(module, stage=3, offload="cpu")
+    kept: list[Tensor] = []
+    weight: Any = module.blocks[1].inner.weight  # type: ignore[union-attr]
+    weight.register_post_accumulate_grad_hook(lambda p: kept.append(p.grad))
+    module(torch.randn(ROWS, 8)).backward()
+    assert len(kept) == K
+    assert torch.allclose(sum(kept, torch.zeros(8, 8)), gradients(module)["blocks.1.inner.weight"], atol=1e-6)
+    engine.release()
+
+
+def test_images_keep_their_layout() -> None:
+    class Convolves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Conv2d(4, 4, 3, padding=1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.inner(x)
+
+    module = nn.Sequential(nn.Conv2d(3, 4, 1), Convolves(), Convolves()).to(memory_format=torch.channels_last)
+    engine = vertical(module, stage=3, offload="cpu", unit={"classes": ["Convolves"]})
+    found = module(torch.randn(ROWS, 3, 5, 5).to(memory_format=torch.channels_last))
+    assert found.is_contiguous(memory_format=torch.channels_last)
+    found.mean().backward()
+    engine.release()
+
+
+def test_inputs_wait_on_the_host() -> None:
+    for how, calls in (("blocks", 0), ("offload", 2)):
+        module = Layers(Dropping(), Dropping())
+        with mock.patch("lightning_zero.engine.vertical.units.save_on_cpu", wraps=units.save_on_cpu) as saves:
+            engine = vertical(module, stage=3, how=how)
+            module(torch.randn(ROWS, 8)).backward()
+        assert saves.call_count == calls
+        engine.release()
+
+
+def test_the_batch_of_a_step_is_that_of_its_scope_alone() -> None:
+    module = Layers(Dropping(), Dropping())
+    engine = vertical(module, stage=3)
+    with engine.step_scope(), engine.batch_scope(torch.randn(ROWS, 8)):
+        with pytest.raises(CannotDivide, match=rf"the batch \({ROWS}\)"):
+            module(torch.randn(2 * ROWS, 8))
+        loss = module(torch.randn(ROWS, 8))
+    engine.backward(loss)
+    module(torch.randn(2 * ROWS, 8)).backward()
+    engine.release()
+
+
 # -- what a unit may be given, and give ------------------------------------------------------------------------------
 
 
@@ -431,6 +536,12 @@ class Counts(nn.Module):
         return self.inner(x)
 
 
+class Memory:
+    """As a cache of keys and values is one."""
+
+    keys: Tensor | None = None
+
+
 class Gives(nn.Module):
     """What a block does that cannot be divided."""
 
@@ -439,7 +550,7 @@ class Gives(nn.Module):
         self.inner = nn.Linear(8, 8)
         self.what = what
 
-    def forward(self, x: Tensor, collected: list[Tensor] | None = None) -> Any:
+    def forward(self, x: Tensor, collected: list[Tensor] | None = None, memory: Memory | None = None) -> Any:
         y = self.inner(x)
         if self.what == "vector":
             return y, torch.zeros(3)
@@ -453,6 +564,8 @@ class Gives(nn.Module):
             self.kept = y.detach()
         if self.what == "collects" and collected is not None:
             collected.append(y)
+        if self.what == "remembers" and memory is not None:
+            memory.keys = y.detach()
         return y
 
 
@@ -463,7 +576,7 @@ class Passes(nn.Module):
         self.blocks = nn.ModuleList([Gives(what), Gives("nothing")])
 
     def forward(self, x: Tensor) -> Tensor:
-        found = self.blocks[0](self.enter(x), [])
+        found = self.blocks[0](self.enter(x), [], Memory())
         return (found[0] if isinstance(found, tuple) else found).mean()
 
 
@@ -501,6 +614,7 @@ def test_refused_before_anything_is_sharded(blocks: list[nn.Module], settings: d
         (Passes("in place"), torch.randn(ROWS, 8), "changes an input in place"),
         (Passes("keeps"), torch.randn(ROWS, 8), "leaves it by another way than its results"),
         (Passes("collects"), torch.randn(ROWS, 8), "changes a list, a dict or an object"),
+        (Passes("remembers"), torch.randn(ROWS, 8), "changes a list, a dict or an object"),
     ],
 )
 def test_refused_in_a_forward(module: nn.Module, x: Tensor, words: str) -> None:
@@ -510,11 +624,172 @@ def test_refused_in_a_forward(module: nn.Module, x: Tensor, words: str) -> None:
     engine.release()
 
 
+def test_an_evaluation_does_not_change_buffers_chunk_by_chunk() -> None:
+    module = Layers(Counts(), Counts())
+    engine = vertical(module, stage=3, offload="cpu")
+    with torch.no_grad(), pytest.raises(RuntimeError, match=r"changes the buffer seen of Counts"):
+        module(torch.randn(ROWS, 8))
+    with torch.no_grad():
+        assert module(torch.randn(ROWS + 1, 8)).isfinite()
+    engine.release()
+
+
 def test_a_unit_may_keep_what_has_no_gradient() -> None:
     module = Passes("looks")
     engine = vertical(module, stage=3, offload="cpu")
     module(torch.randn(ROWS, 8)).backward()
     assert module.blocks[0].kept.shape == (ROWS // K, 8)
+    engine.release()
+
+
+class Turns(nn.Module):
+    """Of a batch, or of a table that is as long as the batch: a cache of rotations, of which it takes the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, table: Tensor, x: Tensor) -> Tensor:
+        return x + self.inner(x) * table[: x.shape[1]]
+
+
+class HasTables(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.blocks = nn.Linear(8, 8), nn.ModuleList([Turns(), Turns(), Turns()])
+        self.learned = nn.Parameter(torch.randn(2 * ROWS, 8))
+        self.cache = torch.nn.Buffer(torch.randn(2 * ROWS, 8))
+        self.short = torch.nn.Buffer(torch.randn(ROWS, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        for block, table in zip(self.blocks, (self.learned[:ROWS], self.cache[:ROWS], self.short), strict=True):
+            x = block(table, x)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("length", [2, ROWS])
+def test_parameters_and_buffers_as_long_as_the_batch_are_not_divided(length: int) -> None:
+    batch = torch.randn(ROWS, length, 8, generator=torch.Generator().manual_seed(0))
+    torch.manual_seed(0)
+    module, plain = HasTables(), HasTables()
+    plain.load_state_dict(module.state_dict())
+    engine = vertical(module, stage=3, offload="cpu")
+    module.cache = module.cache.clone()
+    for inference in (torch.no_grad, torch.inference_mode):
+        with inference():
+            assert torch.allclose(module(batch), plain(batch), rtol=1e-6)
+    module(batch).backward()
+    plain(batch).backward()
+    assert_close({name: p.grad for name, p in plain.named_parameters() if p.grad is not None}, gradients(module))
+    engine.release()
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_mask_as_long_as_the_batch_is_refused(first: bool) -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(8, 8)
+
+        def forward(self, one: Tensor, other: Tensor) -> Tensor:
+            mask, x = (one, other) if first else (other, one)
+            return x + self.inner((x @ x.transpose(1, 2) + mask).softmax(-1) @ x)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.enter, self.blocks = nn.Linear(8, 8), nn.ModuleList([Masked(), Masked()])
+
+        def forward(self, x: Tensor) -> Tensor:
+            x, mask = self.enter(x), torch.ones(x.shape[1], x.shape[1]).tril().log()
+            for block in self.blocks:
+                x = block(*((mask, x) if first else (x, mask)))
+            return x.mean()
+
+    module = Model()
+    engine = vertical(module, k=ROWS, stage=3)
+    with pytest.raises(CannotDivide, match=r"a mask of \[8, ...\] may belong to either, got \[8, 8, 8\]"):
+        module(torch.randn(ROWS, ROWS, 8))
+    engine.release()
+
+
+class Heads(nn.Module):
+    """Attention with a bias of heads, of which there are as many as samples; and a number for each of two experts."""
+
+    def __init__(self, gives: bool = False) -> None:
+        super().__init__()
+        self.inner, self.gives = nn.Linear(16, 16), gives
+
+    def forward(self, x: Tensor, bias: Tensor) -> Any:
+        q = x.unflatten(2, (8, 2)).transpose(1, 2)
+        scores = q @ q.transpose(2, 3) + bias
+        x = x + self.inner((scores.softmax(-1) @ q).transpose(1, 2).flatten(2))
+        return (x, x.flatten(0, 1)[:, :2].mean(0)) if self.gives else x
+
+
+class OfHeads(nn.Module):
+    def __init__(self, bias: Tensor, gives: bool = False) -> None:
+        super().__init__()
+        self.enter, self.blocks = nn.Linear(16, 16), nn.ModuleList([Heads(gives), Heads(gives)])
+        self.bias = [bias]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, loads = self.enter(x), torch.zeros(2)
+        for block in self.blocks:
+            x = block(x, self.bias[0])
+            x, loads = (x[0], loads + x[1]) if isinstance(x, tuple) else (x, loads)
+        return x.mean() + loads.sum()
+
+
+@pytest.mark.parametrize(
+    ("k", "bias", "gives", "words"),
+    [
+        # A row [1, 5, 5] of the bias fits all heads, and nothing would tell.
+        (8, torch.randn(8, 5, 5), False, r"takes 2 samples as it takes 1.*\[8, 5, 16\], \[8, 5, 5\] are divided"),
+        (8, torch.randn(8, 1, 5, 5), False, None),
+        (4, torch.randn(1, 8, 5, 5), True, r"got one that is \[2\] for 2 samples and \[2\] for 4"),
+        (2, torch.randn(1, 8, 5, 5), True, r"first dimension is that of the 4 samples of a chunk.*got \[2\]"),
+    ],
+    ids=["a bias", "a bias of samples", "a result like chunks", "a result unlike chunks"],
+)
+def test_sizes_that_are_the_batchs_by_chance(k: int, bias: Tensor, gives: bool, words: str | None) -> None:
+    module = OfHeads(bias, gives)
+    engine = vertical(module, k=k, stage=3)
+    x, plain = torch.randn(8, 5, 16), OfHeads(bias, gives)
+    plain.load_state_dict(engine.state_dict())
+    state = torch.get_rng_state()
+    for _ in range(2 if k == 8 else 0):  # in an evaluation it is run whole
+        with torch.no_grad():
+            assert torch.allclose(module(x), plain(x))
+    with pytest.raises(CannotDivide, match=words) if words else contextlib.nullcontext():
+        module(x).backward()
+    assert torch.equal(state, torch.get_rng_state())
+    engine.release()
+
+
+def test_an_error_in_a_chunk_says_what_was_divided() -> None:
+    module = OfHeads(torch.randn(8, 5, 5))
+    engine = vertical(module, k=4, stage=3)
+    with pytest.raises(RuntimeError, match="must match the size") as raised:
+        module(torch.randn(8, 5, 16))
+    assert raised.value.__notes__ == [
+        "unit blocks.0 was being run in 4 chunks: Of its inputs, [8, 5, 16], [8, 5, 5] are divided along their first "
+        "dimension."
+    ]
+    engine.release()
+
+
+def test_an_error_about_dtypes_in_a_chunk_names_the_setting() -> None:
+    class Refuses(Dropping):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.lerp(x.float(), self.inner.weight, 0.5)
+
+    module = Layers(Refuses(), Refuses())
+    engine = vertical(module, k=2, stage=3, precision="bf16")
+    with autocast("bf16"), pytest.raises(RuntimeError) as raised:
+        module(torch.randn(16, 8))
+    assert [note for note in raised.value.__notes__ if "zero.precision.fp32_modules=[..., Refuses]" in note]
     engine.release()
 
 
@@ -550,6 +825,8 @@ def test_units_on_the_whole_batch() -> None:
     module(x).backward()
     plain(x).backward()
     assert_close({name: p.grad for name, p in plain.named_parameters() if p.grad is not None}, gradients(module))
+    for buffer, other in zip(module.buffers(), plain.buffers(), strict=True):  # moved once, though computed twice
+        assert torch.equal(buffer, other)
     engine.release()
 
 
@@ -631,7 +908,8 @@ def test_the_loss_in_chunks_is_that_of_the_whole(classes: list[str]) -> None:
     torch.manual_seed(0)
     module, plain = WithLoss(), Model()
     plain.load_state_dict(module.state_dict())
-    engine = vertical(module, stage=3, unit={"classes": classes} if len(classes) == 1 else {})
+    engine = vertical(module, stage=3, unit={"classes": classes})
+    assert any(unit.name == "head" for unit in engine.units) == ("Linear" in classes)
     assert chunks_of(module.head) == K
     batch = tokens(0, rows=ROWS)
     loss = module(batch)
@@ -645,8 +923,79 @@ def test_the_loss_in_chunks_is_that_of_the_whole(classes: list[str]) -> None:
     assert_close({name: p.grad for name, p in plain.named_parameters() if p.grad is not None}, gradients(module))
     assert 0 < module.most < ROWS * 7 / 2
     counts = engine.comm.counts
-    assert {n for (kind, label), n in counts.items() if kind == "reduce_scatter" and "head" in label} <= {1}
+    for kind in ("reduce_scatter", "all_gather"):  # a head that is a unit stays from its first chunk on
+        assert {n for (one, label), n in counts.items() if one == kind and "head" in label} <= {1}
     engine.release()
+
+
+class Selects(Model):
+    """The loss of some tokens only, whose number does not divide."""
+
+    def forward(self, batch: Tensor, *, count: int, chunks: int | None = None, plain: bool = False) -> Tensor:
+        x = self.embed(batch)
+        for block in self.blocks:
+            x = block(x)
+        hidden, targets = x.flatten(0, 1)[:count], batch.roll(1, 1).flatten()[:count]
+        if plain:
+            return F.cross_entropy(self.head(hidden).float(), targets)
+        return lightning_zero.chunked_loss(self.head, None, hidden, targets, chunks=chunks)
+
+
+@on_ranks(2)
+def test_a_head_that_is_a_unit_takes_any_number_of_tokens() -> None:
+    """Also one that is less than the number of chunks, on one rank alone; and one chunk."""
+    torch.manual_seed(0)
+    module, plain = Selects(), Selects()
+    plain.load_state_dict(module.state_dict())
+    engine = vertical(module, stage=3, unit={"classes": ["Block", "Linear"]})
+    assert any(unit.name == "head" for unit in engine.units)
+    for count, chunks in ((53, None), (3 + 50 * dist.get_rank(), None), (56, 1), (53, None)):
+        module.zero_grad()
+        plain.zero_grad()
+        batch = tokens(0, rows=ROWS)
+        module(batch, count=count, chunks=chunks).backward()
+        plain(batch, count=count, plain=True).backward()
+        for p in plain.parameters():
+            dist.all_reduce(p.grad)
+            p.grad /= 2
+        assert_close({name: p.grad for name, p in plain.named_parameters() if p.grad is not None}, gradients(module))
+    engine.release()
+
+
+def test_ignored_tokens_do_not_count_whatever_the_loss() -> None:
+    """A loss of the user's that is not 0 for them; chunks in which all are ignored; parameters of the loss."""
+
+    class Loss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor(0.7))
+
+        def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+            z = logits.logsumexp(-1).square() * self.scale
+            return z + F.cross_entropy(logits, targets, reduction="none", label_smoothing=0.1)
+
+    torch.manual_seed(0)
+    head, loss = nn.Linear(5, 7).requires_grad_(False), Loss()
+    hidden, targets = torch.randn(6, 4, 5), torch.randint(0, 7, (6, 4))
+    targets[:3] = -100
+    targets[4, 1] = -100
+    found = lightning_zero.chunked_loss(head, loss, hidden, targets, chunks=6)
+    kept = targets != -100
+    wanted = loss(head(hidden[kept]), targets[kept]).mean()
+    assert torch.allclose(found, wanted)
+    (one,) = torch.autograd.grad(wanted, [loss.scale])
+    found.backward()
+    assert loss.scale.grad is not None and torch.allclose(one, loss.scale.grad)
+
+
+def test_the_loss_of_parameters_and_buffers_is_in_chunks_too() -> None:
+    head, hidden, targets = nn.Linear(5, 7), nn.Parameter(torch.randn(6, 5)), torch.nn.Buffer(torch.arange(6))
+    found = lightning_zero.chunked_loss(head, None, hidden, targets, chunks=3)
+    wanted = F.cross_entropy(head(hidden), targets)
+    assert torch.allclose(found, wanted)
+    (grad,) = torch.autograd.grad(wanted, [hidden])
+    found.backward()
+    assert torch.allclose(grad, hidden.grad, atol=1e-6)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
@@ -671,13 +1020,19 @@ def test_the_loss_in_chunks_without_an_engine(reduction: str, chunks: int) -> No
         ({"reduction": "max"}, "reduction to be one of"),
         ({"targets": torch.zeros(3, dtype=torch.long)}, "of the same sizes"),
         ({"chunks": 0}, "chunks to be a whole number"),
+        ({"head": F.normalize}, "head to be a module"),
         ({"loss": F.cross_entropy, "chunks": 2}, "one number for each of 2 tokens"),
     ],
 )
 def test_a_loss_that_cannot_be_in_chunks_is_refused(settings: dict[str, Any], words: str) -> None:
-    given: dict[str, Any] = {"loss": None, "hidden": torch.randn(4, 5), "targets": torch.zeros(4, dtype=torch.long)}
+    given: dict[str, Any] = {
+        "head": nn.Linear(5, 7),
+        "loss": None,
+        "hidden": torch.randn(4, 5),
+        "targets": torch.zeros(4, dtype=torch.long),
+    }
     with pytest.raises(ConfigError, match=words):
-        lightning_zero.chunked_loss(nn.Linear(5, 7), **{**given, **settings})
+        lightning_zero.chunked_loss(**{**given, **settings})
 
 
 # -- models of transformers ------------------------------------------------------------------------------------------

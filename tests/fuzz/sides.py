@@ -387,7 +387,7 @@ class _LateTransport:
 
     def __init__(self, inner: Any, seconds: float) -> None:
         self._inner, self._seconds = inner, seconds
-        self.exchanges = inner.exchanges
+        self.exchanges, self.waits_on_host = inner.exchanges, inner.waits_on_host
         self._chance = random.Random(dist.get_rank())
 
     def _pause(self) -> None:

@@ -464,7 +464,7 @@ def test_close_waits_and_leaves_no_file_thread_or_descriptor(tmp_path: Path) -> 
     future = tier.stage_out(extent, unaligned(torch.ones(4096)))
     tier.close()
     assert future.done() and future.exception() is None
-    assert set(threading.enumerate()) == threads and len(os.listdir("/proc/self/fd")) == descriptors
+    assert set(threading.enumerate()) <= threads and len(os.listdir("/proc/self/fd")) == descriptors
     assert [p.name for p in tmp_path.iterdir()] == ["users.txt"]
     tier.close()
     with pytest.raises((RuntimeError, KeyError)):

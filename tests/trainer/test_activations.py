@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -12,9 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from lightning_zero.config import Precision, make_config
+from lightning_zero.config import Offload, OffloadConfig, Precision, Stage, make_config
 from lightning_zero.models.gpt import LitGPT
-from lightning_zero.planning.activations import Activations
+from lightning_zero.planning.activations import Activations, ByBatchSize
+from lightning_zero.planning.buckets import BucketShape, Itemsizes
+from lightning_zero.planning.choose import choose_row, with_room
+from lightning_zero.planning.fit import Machine, Model, plan_row
+from lightning_zero.planning.memory import Limits
+from lightning_zero.planning.step_time import CPU_RATES
 from lightning_zero.trainer.activations import LiveBytes, NotMeasured, measure, measure_sizes
 
 
@@ -148,6 +154,36 @@ def test_other_sizes_follow_from_two(name: str) -> None:
         assert found.peak(backward=True) == pytest.approx(exact.peak(backward=True), rel=0.05)
         assert found.saved == pytest.approx(exact.saved, rel=0.01)
         assert (found.batch, found.flops) == (exact.batch, exact.flops)
+
+
+class Contrastive(pl.LightningModule):
+    """Compares all samples with each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return F.cross_entropy(self.left(batch) @ self.right(batch).T, torch.arange(len(batch)))
+
+
+def test_bytes_that_grow_faster_than_the_batch_are_measured_for_the_largest_one() -> None:
+    sizes = measure_sizes(Contrastive(), torch.zeros(4, 8), make_config(), Precision.fp32)
+    assert sizes.scales and sizes.measure is not None
+    real = sizes.measure(1000)
+    assert real is not None and real.saved > 2 * sizes.of(1000).saved
+    shape = BucketShape(0, (64, 8, 64, 8), Itemsizes(4, 4, 4, 4))
+    of = Model(("",), (shape,), Limits(10**6, 0, 10**6), activations=sizes, samples=4)
+    there = Machine(1, 0, 10 * 10**6, 0, shared=True)
+    rows = [(Stage.zero1, Offload.none, OffloadConfig())]
+    choice = choose_row(of, there, rows, CPU_RATES)
+    assert choice.samples is not None and 500 < choice.samples < 1500
+    for factor, fits in ((1.0, True), (1.3, False)):
+        size = int(factor * choice.samples)
+        measured = sizes.measure(size)
+        assert measured is not None
+        at_it = replace(of, samples=size, activations=ByBatchSize((size, size), (measured, measured)))
+        assert plan_row(at_it, *rows[0][:2], with_room(there), rows[0][2]).fits is fits
 
 
 def test_a_mask_that_depends_on_values_counts() -> None:

@@ -26,6 +26,7 @@ from lightning_zero.engine.units.describe import bucket_shapes, describe_units
 from lightning_zero.engine.whole import host_copy
 from lightning_zero.planning.layout import round_up
 from lightning_zero.planning.whole import COPY_ALIGN, copy_nbytes
+from lightning_zero.trainer.interruptions import Interruptions
 from tests.harness import on_ranks
 from tests.trainer.toys import (
     ALL_STAGES,
@@ -413,6 +414,23 @@ def test_after_an_exception(tmp_path: Path) -> None:
         run.trainer.fit(run.module, loader())
     with pytest.raises(RuntimeError, match=r"lightning_zero\.gather\(model\)"):
         run.module.state_dict()
+
+
+@on_ranks(2)
+def test_after_an_exception_when_training_is_over(tmp_path: Path) -> None:
+    """The table at the end is of rank 0 alone, which then waits for nobody."""
+    messages: list[str] = []
+
+    def save(interruptions: Interruptions, *, last: bool = False) -> None:
+        if last:
+            comm: Any = interruptions._comm
+            comm.meet = lambda value, what, **_: messages.append(what) or [value]
+            raise OSError("no space left")
+
+    strategy = ZeroStrategy("zero3", summary=True)
+    with mock.patch.object(Interruptions, "at_boundary", save), pytest.raises(OSError, match="no space left"):
+        fit(strategy, tmp_path, max_steps=2)
+    assert not messages
 
 
 @on_ranks(1)

@@ -39,7 +39,7 @@ def train_and_test(stage: str, row: str, averages: bool, folder: Path) -> list[w
     return [weakref.ref(o) for o in (of, run.module, of.strategy, *of.optimizers, engine, *engine.buckets, *callbacks)]
 
 
-@on_ranks(1, 2)
+@on_ranks(2, full=(1,))
 @ROWS
 @pytest.mark.parametrize("averages", [False, True])
 def test_nothing_of_an_engine_lives_after_its_trainer_and_module(

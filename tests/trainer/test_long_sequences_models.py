@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 
+from lightning_zero.config import ConfigError
 from tests.harness import on_ranks
-from tests.trainer.test_long_sequences import LENGTH, VOCABULARY, Llama, assert_parity, loss_of_llama
+from tests.trainer import test_long_sequences as long_sequences
+from tests.trainer.test_long_sequences import LENGTH, VOCABULARY, Llama, Texts, assert_parity, loss_of_llama
 from tests.trainer.toys import some_of
 
 transformers = pytest.importorskip("transformers")
@@ -35,9 +38,24 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         "Gemma2Config",
         {**COMMON, "num_key_value_heads": 2, "head_dim": 4, "sliding_window": 4, "attn_implementation": "eager"},
     ),
+    "OPTForCausalLM": (
+        "OPTConfig",
+        {
+            **COMMON,
+            "ffn_dim": 24,
+            "word_embed_proj_dim": 16,
+            "dropout": 0.0,
+            "attention_dropout": 0.0,
+            "pad_token_id": 0,
+        },
+    ),
     "BertForMaskedLM": ("BertConfig", {**COMMON, **NO_DROPOUT}),
+    "RobertaForMaskedLM": ("RobertaConfig", {**COMMON, **NO_DROPOUT, "max_position_embeddings": LENGTH + 2}),
     "DeepseekV3ForCausalLM": ("DeepseekV3Config", {**COMMON, **LATENT, **EXPERTS, "first_k_dense_replace": 1}),
 }
+
+
+PLAIN = [kind for kind in KINDS if kind not in ("OPTForCausalLM", "RobertaForMaskedLM")]
 
 
 class Model(Llama):
@@ -47,7 +65,32 @@ class Model(Llama):
         self.model = getattr(transformers, kind)(getattr(transformers, config)(**settings))
 
 
+class OnTheLeft(Texts):
+    """Padding comes first, which some models do not count as positions; and the batch has positions, if asked."""
+
+    def __init__(self, *arguments: Any, given: bool = False) -> None:
+        super().__init__(*arguments)
+        self.given = given
+
+    def __getitem__(self, index: int) -> Any:
+        found = {name: value.flip(0) for name, value in super().__getitem__(index).items()}
+        mask = found["attention_mask"]
+        return {**found, "position_ids": mask.cumsum(0) * mask + 1} if self.given else found
+
+
 @on_ranks(2)
-@pytest.mark.parametrize("kind", some_of(KINDS, "GPT2LMHeadModel", "MistralForCausalLM", "BertForMaskedLM"))
+def test_positions_are_those_that_a_model_would_make_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """OPT counts what its mask lets through. What RoBERTa counts only RoBERTa knows: it is refused, or given."""
+    with monkeypatch.context() as patch:
+        patch.setattr(long_sequences, "Texts", OnTheLeft)
+        assert_parity(lambda: Model("OPTForCausalLM"), loss_of_llama, "padded", tmp_path, 2)
+        with pytest.raises(ConfigError, match="position_ids in the batch for RobertaForMaskedLM"):
+            assert_parity(lambda: Model("RobertaForMaskedLM"), loss_of_llama, "padded", tmp_path, 2)
+        patch.setattr(long_sequences, "Texts", partial(OnTheLeft, given=True))
+        assert_parity(lambda: Model("RobertaForMaskedLM"), loss_of_llama, "padded", tmp_path, 2)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kind", some_of(PLAIN, "GPT2LMHeadModel", "MistralForCausalLM", "BertForMaskedLM"))
 def test_a_model_equals_one_process(kind: str, tmp_path: Path) -> None:
     assert_parity(lambda: Model(kind), loss_of_llama, "padded", tmp_path, 2)

@@ -35,6 +35,7 @@ class Changed(Own):
         self.change = change
         self.register_buffer("table", torch.zeros(LENGTH, 16))
         self.free = nn.Parameter(torch.zeros(LENGTH, 16))
+        self.plain = torch.zeros(LENGTH, 16)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         tokens, labels = batch
@@ -52,13 +53,15 @@ class Changed(Own):
             labels = tokens.roll(-1, 1)
         if self.change == "eager":
             x = (x @ x.transpose(1, 2)).softmax(-1) @ x
+        if self.change in CHANGES:
+            _ = CHANGES[self.change](x, self)
         if self.change == "conv":
             x = F.conv1d(x.transpose(1, 2), torch.zeros(16, 16, 3), padding=1).transpose(1, 2)
         if self.change == "none":
             return self.head(x).sum()
         mask = torch.ones(length, length, dtype=torch.bool) if self.change == "mask" else None
         if self.change == "cross":
-            _ = F.scaled_dot_product_attention(x[:, None], x[:, None, :1], x[:, None, :1])
+            _ = F.scaled_dot_product_attention(x[:, None], image := torch.zeros(len(x), 1, 1, 16), image)
         if self.change == "heads":
             _ = F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None])
         if self.change == "flat":
@@ -71,7 +74,32 @@ class Changed(Own):
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
+# What is done to activations [batch, part, 16], in what words it is refused.
+CHANGES: dict[str, Any] = {
+    "attribute": lambda x, module: module.plain[: x.shape[1]],
+    "narrow": lambda x, module: module.plain.narrow(0, 0, x.shape[1]),
+    "scores": lambda x, module: (x @ x.transpose(1, 2)).sigmoid(),
+    "pairs": lambda x, module: torch.einsum("bqd,bkd->bqk", x, x),
+    "state": lambda x, module: torch.einsum("...ld,...le->...de", x, x),
+    "pool": lambda x, module: (x * x.mean(-1, keepdim=True).softmax(dim=1)).sum(),
+    "mean": lambda x, module: x.mean(dim=1),
+    "most": lambda x, module: x.max(1),
+    "pad": lambda x, module: F.pad(x, (0, 0, 1, -1)),
+    "last": lambda x, module: x[:, -1],
+    "first": lambda x, module: x.select(1, 0),
+    "several": lambda x, module: x[:, 2:],
+    "kernel": lambda x, module: torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*[x[:, None]] * 3),
+}
 WORDS = {
+    "attribute": "sequence_positions",
+    "narrow": "sequence_positions",
+    **dict.fromkeys(("scores", "pairs", "state"), "looks like attention"),
+    "pool": "softmax over the positions",
+    **dict.fromkeys(("mean", "most"), "mean_over_tokens"),
+    "pad": "padding along the positions",
+    **dict.fromkeys(("last", "first"), "one of the positions"),
+    "several": "some of its positions",
+    "kernel": "another kernel of attention",
     "arange": "sequence_positions",
     "buffer": "sequence_positions",
     "parameter": "sequence_positions",
@@ -191,6 +219,7 @@ def test_ranks_of_a_group_with_other_batches_are_refused(tmp_path: Path) -> None
     (nn.BatchNorm1d(2), "statistics"),
     (nn.Conv1d(2, 2, 3), "kernel"),
     (nn.MultiheadAttention(6, 3), "divides the 3 heads"),
+    (torch.jit.script(nn.Linear(2, 2)), "hides what it calls"),
 ])  # fmt: skip
 def test_layers_are_refused_before_a_run(layer: nn.Module, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
@@ -263,3 +292,4 @@ def test_a_rank_that_raises_is_not_waited_for_without_end(tmp_path: Path) -> Non
     found = fit(module, data, tmp_path, 2, 3)
     assert len(found.losses) == STEPS
     assert F.scaled_dot_product_attention is torch._C._nn.scaled_dot_product_attention
+    assert torch.autograd._engine_run_backward is torch.autograd.graph._engine_run_backward

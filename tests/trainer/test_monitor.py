@@ -244,18 +244,18 @@ def flops_of(module: Lit, batch: Any) -> int:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("checkpointing", ["none", "blocks"])
-def test_flops_are_those_of_the_plain_model(checkpointing: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("checkpointing", "parts"), [("none", 1), ("blocks", 1), ("blocks", 2)])
+def test_flops_are_those_of_the_plain_model(checkpointing: str, parts: int, tmp_path: Path) -> None:
     expected = flops_of(seeded(Lit), next(iter(loader())))
     clock = Clock()
-    settings = {"activation_checkpointing": checkpointing, "summary": False}
+    settings: dict[str, Any] = {"activation_checkpointing": checkpointing, "summary": False, "micro_batches": parts}
 
     class Passes(Callback):
         def on_train_batch_start(self, *_: Any) -> None:
             clock.now += 0.5
 
     with mock.patch("lightning_zero.trainer.monitor.time", clock):
-        for stage in STAGES:
+        for stage in STAGES if parts == 1 else [3]:
             monitor = ZeroMonitor(1, peak_flops=1e6)
             strategy: Any = ZeroStrategy(stage, **settings)
             _, rows = monitored(strategy, tmp_path, callbacks=[Passes()], monitor=monitor, limit_val_batches=0)

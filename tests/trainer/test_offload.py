@@ -65,7 +65,7 @@ def adamw() -> Lit:
     return module
 
 
-@on_ranks(1, 2)
+@on_ranks(2, full=(1,))
 @PAIRS
 def test_fit_with_validation(preset: str, plain: str, folder: Path) -> None:
     settings: dict[str, Any] = {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2}

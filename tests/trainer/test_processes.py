@@ -189,6 +189,7 @@ class Signalled(Lit):
 
 
 @on_ranks(2)
+@pytest.mark.mainly(lambda rank, accumulate: (rank, accumulate) in ((0, 1), (1, 3)))
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_requeue_saves_at_the_next_step_boundary(rank: int, accumulate: int, tmp_path: Path) -> None:

@@ -54,6 +54,7 @@ def test_presets_are_known_in_either_order_and_the_finder_goes_away(order: str) 
     assert finders == "[]"
 
 
+@pytest.mark.full
 def test_an_import_of_ours_while_lightning_is_being_imported() -> None:
     """As a plugin that Lightning loads would do: the module of the registry is executing, and too late to be found."""
     code = f"""

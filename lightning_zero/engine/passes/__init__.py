@@ -8,7 +8,8 @@
 
     hooks               all hooks on modules and tensors
     events              what hooks tell a pass
-    passes              the open pass, what begins and ends it
+    passes              the open pass, what begins and ends it; open_pass: its phases; graph_task: backwards untold
+    stays               units that are gathered for a use, and dropped
     compute_lane        what is computed when, for who records it
     progress            what each unit still waits for in it
     gather_order        the order of gathers, learned and then run ahead of
@@ -18,9 +19,10 @@
     gradient_sentinels  what stands in ``param.grad``
     grad_norms          norms of gradients; total_norm: as torch's clipping asks for that of many
     grad_changes        what may be done to gradients in place
-    recompute           activation checkpointing by unit
+    recompute           activation checkpointing by unit; buffers_again: what its second forwards are not to change
     compiled            torch.compile, of what units compute
     output_dtypes       modules that give back the dtype that they were given
     containers          tensors in any container that a module returns
     explain_dtypes      torch's errors about dtypes, with the setting that they come from
+    explain_weights     torch's errors about weights that come and go
 """

@@ -18,7 +18,8 @@ _DTYPES_DIFFER = re.compile(
 
 def explain_dtypes(error: BaseException, precision: Precision) -> None:
     """Add to an error about dtypes, which a forward has raised, how a module keeps fp32."""
-    if precision not in AUTOCAST_DTYPES or getattr(error, "__notes__", None) or not _DTYPES_DIFFER.search(str(error)):
+    told = any("zero/precision" in note for note in getattr(error, "__notes__", ()))
+    if precision not in AUTOCAST_DTYPES or told or not _DTYPES_DIFFER.search(str(error)):
         return
     module = _innermost_module(error)
     if module is not None:

@@ -301,7 +301,7 @@ class Reducer:
         more memory than the bound allows.
         """
         deadline = time.monotonic() + PATIENCE_S
-        while not self.comm.streams.are_there and not pending.done():
+        while not self.comm.queues and not pending.done():
             if time.monotonic() > deadline:
                 self._issued.disappointed()
                 return False

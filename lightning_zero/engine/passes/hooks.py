@@ -22,7 +22,7 @@ import contextlib
 import copy
 import sys
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 from weakref import ReferenceType, WeakSet, ref
 
@@ -328,3 +328,21 @@ def watch_gradients(wanted: Iterable[tuple[nn.Parameter, Callable[[], None]]]) -
         return drop
 
     return [param.register_post_accumulate_grad_hook(watched(arrived)) for param, arrived in wanted]
+
+
+@contextlib.contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Inside, a parameter loses its values when a module gets it: without an engine, to build a module of which only
+    sizes are asked. Unlike under ``torch.device("meta")`` all other tensors have values, which its code may look at.
+    """
+
+    def let_go(module: nn.Module, name: str, param: nn.Parameter | None) -> Any:
+        if param is None or param.is_meta:  # a tied one stays the same object
+            return None
+        return nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
+
+    hook = nn.modules.module.register_module_parameter_registration_hook(let_go)
+    try:
+        yield
+    finally:
+        hook.remove()

@@ -15,9 +15,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import ReferenceType, WeakMethod, ref
 
 import torch
@@ -27,24 +25,21 @@ from lightning_zero.comm.communicator import ABANDON_S, Communicator
 from lightning_zero.config import Precision
 from lightning_zero.engine.parameters.writes import Writes
 from lightning_zero.engine.passes.compute_lane import ComputeLane
+from lightning_zero.engine.passes.explain_weights import explain_weights
 from lightning_zero.engine.passes.gather_order import GatherOrder
 from lightning_zero.engine.passes.gradient_sentinels import Sentinels
 from lightning_zero.engine.passes.gradients import Reducer
+from lightning_zero.engine.passes.graph_task import GraphTask
 from lightning_zero.engine.passes.hooks import Hooks
+from lightning_zero.engine.passes.open_pass import LEGAL, OpenPass, Phase, Scope
 from lightning_zero.engine.passes.progress import Progress
 from lightning_zero.engine.passes.saved_weights import SavedWeights
+from lightning_zero.engine.passes.stays import Stays
 from lightning_zero.engine.steps.after_step import AfterStep
 from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units.bucket import Bucket
 from lightning_zero.engine.units.unit import State, Unit
 from lightning_zero.engine.vertical.units import Vertical
-
-_DROPPED = "for storage of size 0"  # what torch says of a saved view whose memory is gone
-_CHANGED = "modified by an inplace operation"
-_READ_OUTSIDE = (
-    "If nothing was changed in place: a sharded weight was read outside of its module's call, and an earlier backward "
-    "has dropped it since. Add the losses up and run one backward, or read the weight again after it."
-)
 
 
 def _weakly(method: Callable[[Unit], bool]) -> Callable[[Unit], bool]:
@@ -66,66 +61,6 @@ def _graph_task_gone(passes_ref: ReferenceType[Passes]) -> None:
         passes.sentinels.place_used()
 
 
-class _End:
-    """A callback for the end of a graph task.
-
-    Autograd holds the only strong reference. So the object is gone when the task is over, also if an exception has
-    ended the task before the callback was called.
-    """
-
-    def __init__(self, call: Callable[[], None]) -> None:
-        self._call = call
-
-    def __call__(self) -> None:
-        self._call()
-
-
-class Phase(Enum):
-    BETWEEN = "between passes"
-    FORWARD = "a pass is open"
-    TOLD = "in a backward whose end will be told"
-    NOTICED = "in a backward that was noticed by its first event"
-
-
-LEGAL = {
-    (Phase.BETWEEN, Phase.FORWARD),
-    (Phase.FORWARD, Phase.TOLD),
-    (Phase.FORWARD, Phase.NOTICED),
-    (Phase.FORWARD, Phase.BETWEEN),
-    (Phase.TOLD, Phase.BETWEEN),
-    (Phase.NOTICED, Phase.BETWEEN),
-    (Phase.NOTICED, Phase.FORWARD),  # torch.autograd.grad: no gradient has arrived, and the forward goes on
-}
-
-
-class _Scope(NamedTuple):
-    """A step that its caller has opened."""
-
-    key: str
-    evaluation: bool
-
-
-@dataclass(slots=True)
-class _Pass:
-    """What is known of the open pass.
-
-    Attributes:
-        key: see :attr:`Passes.key`.
-        evaluates: the pass has no backward.
-        ends_with_call: the call that opened the pass may end it.
-        unused: the pass was opened behind the last backward of a step, and no module has been called in it.
-        second_order: a backward of the pass makes a graph.
-        leaving: a unit whose use is over, and that is dropped behind the next gather.
-    """
-
-    key: str | None
-    evaluates: bool = False
-    ends_with_call: bool = False
-    unused: bool = False
-    second_order: bool = False
-    leaving: Unit | None = None
-
-
 class Passes:
     """The passes of one engine, one at a time: its hooks and its scopes come here.
 
@@ -133,7 +68,7 @@ class Passes:
         hooks: the hooks that call the events below.
         saved: tells which weights a backward reads.
         phase: where the open pass is.
-        progress: what units wait for in the open pass.
+        progress: what units wait for in the open pass; stays: has them gathered and dropped in it.
         lane: what is computed, for who records it.
         explicit_backwards: how many backwards the engine has been told of so far.
         aborted: an exception has ended a pass, and none has begun since.
@@ -168,15 +103,16 @@ class Passes:
         self.lane = ComputeLane()
         self.phase = Phase.BETWEEN
         self.progress = Progress(units)
+        self.stays = Stays(order, self.progress, after_step)
         self.explicit_backwards = 0
-        self._open = _Pass(None)
-        self._scope: _Scope | None = None
+        self._open = OpenPass(None)
+        self._scope: Scope | None = None
         self._ordinal = 0
-        self._noticed: ReferenceType[_End] | None = None  # of the backward that was noticed last
+        self._noticed: GraphTask | None = None  # of the backward that was noticed last
         self._needed: Unit | None = None  # the last unit whose weights a backward has read
         self.aborted = False
         self.calls_meet = False
-        self.vertical = Vertical(1, self, offload_inputs=False, pin_memory=False)
+        self.vertical = Vertical(1, self)
 
     @property
     def root(self) -> Unit:
@@ -222,7 +158,7 @@ class Passes:
         # plan of its own. Evaluations repeat one path, and do not count.
         full_key = f"{key}, evaluating {owner.title if owner else ''}" if evaluation else f"{key}/{self._ordinal}"
         self._enter(Phase.FORWARD)
-        self._open = _Pass(full_key, evaluates=evaluation, ends_with_call=owner is not None)
+        self._open = OpenPass(full_key, evaluates=evaluation, ends_with_call=owner is not None)
         self.comm.place = f"pass {full_key}"
         self.order.begin(full_key, cyclic=evaluation)
         if not evaluation:
@@ -233,14 +169,18 @@ class Passes:
             self.root.unshard_begin()
         self.root.unshard_wait()
 
-    def recover(self) -> None:
-        """Go on after an exception has ended a pass, if it has. On all ranks."""
+    def recover(self, what: str = "going on after an exception") -> None:
+        """Go on after an exception has ended a pass, if it has. On all ranks.
+
+        Args:
+            what: the purpose, in words.
+        """
         if self.aborted:
-            self.aborted = False
             # How many refreshes a rank has issued by now depends on its worker. ``resume`` compares the numbers of
             # operations, so each rank issues all of its refreshes first: equal numbers must mean equal operations.
             self.after_step.flush()
-            self.comm.resume()
+            self.comm.resume(what)
+            self.aborted = False  # last: where ranks have come to different calls, the next one has to agree again
 
     @outside_autograd
     def end(self) -> None:
@@ -262,7 +202,8 @@ class Passes:
             unit.pass_ends()
         self._ordinal += not self._open.evaluates
         self._enter(Phase.BETWEEN)
-        self._open = _Pass(None)
+        self._open = OpenPass(None)
+        self.stays.pass_ends()
         self.comm.place = "between passes"
 
     @contextlib.contextmanager
@@ -270,7 +211,7 @@ class Passes:
         """See ``Engine.step_scope``."""
         self.leave()
         self._ordinal = 0
-        self._scope = _Scope(key, evaluation)
+        self._scope = Scope(key, evaluation)
         try:
             self.begin(key, evaluation=evaluation)
             yield
@@ -300,7 +241,8 @@ class Passes:
         for unit in self.units:
             unit.pass_ends(deadline)
         # Set and not entered: an exception comes in any phase, between two passes too.
-        self.phase, self._open = Phase.BETWEEN, _Pass(None)
+        self.phase, self._open = Phase.BETWEEN, OpenPass(None)
+        self.stays.pass_ends()
 
     @outside_autograd
     def leave(self) -> None:
@@ -347,7 +289,7 @@ class Passes:
         if self.key is None:
             if self._scope is None and self.calls_meet and any(unit.reshards for unit in self.units):
                 self.comm.meet(None, "a call of the module outside of a step, which all ranks must make")
-            key, evaluation = self._scope or _Scope("call", not torch.is_grad_enabled())
+            key, evaluation = self._scope or Scope("call", not torch.is_grad_enabled())
             self.begin(key, evaluation=evaluation, owner=None if self._scope else unit)
         if unit.index:
             self._demand(unit, "forward")
@@ -359,13 +301,7 @@ class Passes:
     def _demand(self, unit: Unit, what: str) -> None:
         self._open.unused = False
         self.comm.place = f"{what} of unit {unit.title} in pass {self.key}"
-        self.after_step.refresh(unit)
-        if unit.reshards:
-            if unit is self._open.leaving:
-                self._let_go()  # the plan has another gather for it
-            self.order.demand(unit)
-            self._let_go()
-        unit.unshard_wait()
+        self.stays.begin(unit)
 
     def post_forward(self, unit: Unit, *, outermost: bool, awaits_backward: Callable[[], bool]) -> None:
         """The module of ``unit`` returned.
@@ -376,7 +312,7 @@ class Passes:
         """
         self.lane.leaves()
         if unit.index and not self.in_backward:
-            self._use_over(unit)
+            self.stays.end(unit)
         if outermost and self._open.ends_with_call and not self.in_backward:
             self._open.ends_with_call = False
             if not awaits_backward():
@@ -386,24 +322,6 @@ class Passes:
         """The outermost call of a module ended with an exception."""
         if self._scope is None:
             self.abort()
-
-    @outside_autograd
-    def _use_over(self, unit: Unit) -> None:
-        may_go = unit.reshards and unit.state is State.GATHERED and self.order.used(unit)
-        if may_go and not self.progress.is_held(unit):
-            self._let_go()
-            # A gather waits for all who used memory that was given back before it was issued. One that could not be
-            # issued ahead would wait for this unit's compute.
-            if self.order.holds_next:
-                self._open.leaving = unit
-            else:
-                unit.reshard()
-
-    def _let_go(self) -> None:
-        """Drop the unit whose use is over, and whose memory has waited for the next gather to be issued."""
-        leaving, self._open.leaving = self._open.leaving, None
-        if leaving is not None and leaving.state is State.GATHERED:
-            leaving.reshard()
 
     # -- parameters that are touched outside of the calls of their units ----------------------------------------------
 
@@ -420,7 +338,7 @@ class Passes:
         if keep:
             self.progress.hold(unit)
         elif not self.in_backward:
-            self._use_over(unit)
+            self.stays.end(unit)
 
     @outside_autograd
     def recomputes(self, unit: Unit) -> None:
@@ -441,25 +359,14 @@ class Passes:
             self._end_backward()
         except BaseException as error:
             self.abort()
-            if isinstance(error, RuntimeError) and _DROPPED in str(error):
-                raise RuntimeError(self._needed_while_dropped()) from error
-            if isinstance(error, RuntimeError) and _CHANGED in str(error) and any(u.reshards for u in self.units):
-                error.add_note(_READ_OUTSIDE)
+            explain_weights(error, self.units, self.progress)
             raise
-
-    def _needed_while_dropped(self) -> str:
-        waiting = [unit.title for unit in self.progress.unfinished() if unit.reshards]
-        return (
-            f"backward needed parameters of a unit that had been dropped (one of {', '.join(waiting)}): a tensor left "
-            "the unit by another way than its outputs, or the graph was walked a second time (retain_graph). Return "
-            "the tensor from the unit's forward, or choose other units with zero.unit.classes."
-        )
 
     @outside_autograd
     def _begin_backward(self, *, explicit: bool) -> None:
         """A backward starts; ``explicit``: its end will be told."""
         if self.key is None:
-            key, evaluation = self._scope or _Scope("call", False)
+            key, evaluation = self._scope or Scope("call", False)
             self.begin(key, evaluation=evaluation)
         else:
             self.watch_trainable()  # some may have been unfrozen since the pass began, by a forward that led nowhere
@@ -486,19 +393,15 @@ class Passes:
             self.forget_failed()
         if not self.in_backward:
             self._begin_backward(explicit=False)
-            # Kept weakly: :meth:`forget_failed` finds out by this reference that the graph task died without calling.
-            # A strong one would leave the pass in its backward for ever.
-            end = _End(self._graph_task_ended)
             passes_ref = ref(self)
-            self._noticed = ref(end, lambda _: _graph_task_gone(passes_ref))
-            torch.autograd.Variable._execution_engine.queue_callback(end)
+            self._noticed = GraphTask(self._graph_task_ended, lambda: _graph_task_gone(passes_ref))
         if torch.is_grad_enabled():
             # create_graph: the new graph needs weights again, at moments that no hook tells. So units stay gathered.
             self._open.second_order = True
 
     def forget_failed(self) -> None:
         """Abort the pass of a backward that an exception has ended, if the engine was never told of that backward."""
-        if self.phase is Phase.NOTICED and (self._noticed is None or self._noticed() is None):
+        if self.phase is Phase.NOTICED and (self._noticed is None or self._noticed.is_over):
             self.sentinels.forget_zeroed()  # placed when it failed: the user may have cleared some since
             self.abort()
 
@@ -535,7 +438,7 @@ class Passes:
     def _maybe_reshard(self, unit: Unit) -> None:
         may_go = self.in_backward and unit.index and not self._open.second_order
         if may_go and self.progress.is_over(unit):
-            self._use_over(unit)
+            self.stays.end(unit)
 
     @outside_autograd
     def _graph_task_ended(self) -> None:
@@ -550,7 +453,7 @@ class Passes:
         self.sentinels.place_used()
         if not self._open.second_order:
             for unit in self.units[1:]:
-                self._use_over(unit)
+                self.stays.end(unit)
 
     @outside_autograd
     def _end_backward(self) -> None:

@@ -18,6 +18,7 @@ from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
 from lightning_zero.config import ConfigError, Recompute
+from lightning_zero.engine.passes.buffers_again import BuffersAgain
 from lightning_zero.engine.passes.containers import copy_containers, find_tensors
 from lightning_zero.engine.passes.events import PassEvents
 from lightning_zero.engine.torch_modes import function_modes, outside_graphs, under_function_modes
@@ -59,7 +60,7 @@ def _wrap(
         pin_memory: ... which is pinned (there is an accelerator).
     """
     inner, own = module.forward, module.__dict__.get("forward")
-    passes_ref = ref(passes)
+    passes_ref, buffers = ref(passes), BuffersAgain(module)
 
     # Without the attributes of a compiled forward, by which torch.compile would find a way past this one.
     @functools.wraps(inner, updated=())
@@ -67,7 +68,7 @@ def _wrap(
         passes = passes_ref()
         if passes is None or not torch.is_grad_enabled():
             return inner(*args, **kwargs)
-        call = _Call(inner, unit, passes, args, kwargs)
+        call = _Call(inner, unit, passes, buffers, args, kwargs)
         given, named = call.once(args, kwargs)
         if not offload_inputs:
             return checkpoint(call, *given, use_reentrant=False, **named)
@@ -99,8 +100,16 @@ class _Call:
     block may append to a list. So their contents are copied at first.
     """
 
-    def __init__(self, inner: Callable[..., Any], unit: Unit, passes: PassEvents, args: Any, kwargs: Any) -> None:
-        self._inner, self._unit = inner, unit
+    def __init__(
+        self,
+        inner: Callable[..., Any],
+        unit: Unit,
+        passes: PassEvents,
+        buffers: BuffersAgain,
+        args: Any,
+        kwargs: Any,
+    ) -> None:
+        self._inner, self._unit, self._buffers = inner, unit, buffers
         self._passes = ref(passes)
         inputs = (t for t in find_tensors((args, kwargs)) if not t.is_inference())
         # Weakly: the checkpoint decides which inputs live on (offloaded ones do not, on the device).
@@ -145,6 +154,7 @@ class _Call:
             if self._unit.reshards:
                 around.enter_context(passes.saved.packed())
             around.enter_context(under_function_modes(self._modes))
+            around.enter_context(self._buffers.again() if self._again else self._buffers.first())
             result = self._inner(*args, **kwargs)
         if not self._again:
             self._check_inputs("are changed in place by it")

@@ -23,6 +23,8 @@ r"""A step: from reduced gradients to new parameters.
     planned_states    the state that is to come, for a plan
     mixed_dtypes      steps where a slice and its gradient differ in dtype
     narrow_states     steps whose state rests in bf16 or in 8 bits
+    random_bits       ... by which these round it
+    piece_threads     ... that step pieces of a slice
     worker            a thread that steps what rests off the device
     after_step        offloaded steps, and the gathers that follow a step: the next forward waits for them
     early_steps       steps inside of the backward

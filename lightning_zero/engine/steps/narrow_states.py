@@ -10,8 +10,9 @@ depend on where pieces, runs or shards are cut.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import lru_cache
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,13 +21,11 @@ from torch.optim import Optimizer
 
 from lightning_zero.config import ConfigError, StateDtype
 from lightning_zero.engine.steps.mixed_dtypes import round_stochastically, salt_of
-from lightning_zero.engine.steps.torch_optimizers import base_of, overrides_step, start_state
-from lightning_zero.engine.units.narrow import Format
-from lightning_zero.planning.layout import Fragment
-from lightning_zero.planning.state_dtype import CHUNK, DEVICE_CHUNK, MAX_CHUNK, TABLE_NBYTES
-
-_MIX = ((16, 0x7FEB352D), (15, 0x846CA68B), (16, 1))  # a 32-bit integer hash with low bias: shifts, multipliers
-_TABLE, _SPAN = TABLE_NBYTES // 4, 1 << 18  # elements
+from lightning_zero.engine.steps.piece_threads import in_threads
+from lightning_zero.engine.steps.random_bits import Places, random_bits
+from lightning_zero.engine.steps.torch_optimizers import base_of, overrides_step, shadow_of, start_state
+from lightning_zero.engine.units.narrow import Format, Scratch
+from lightning_zero.planning.state_dtype import CHUNK, DEVICE_CHUNK, MAX_CHUNK
 
 # State with an element for each element of a parameter, and whether it may be negative.
 _MOMENTS = {"exp_avg": True, "exp_avg_sq": False}
@@ -42,6 +41,7 @@ STATES: dict[type[Optimizer], dict[str, bool]] = {
     torch.optim.SGD: {"momentum_buffer": True},
 }
 _KEY = "zero.optimizer.state_dtype"
+_MAKES = threading.Lock()  # state, by one thread
 
 
 def check_narrow(optimizer: Optimizer, state: StateDtype, *, declared_elementwise: bool) -> None:
@@ -102,85 +102,122 @@ def formats_of(optimizer: Optimizer, state: StateDtype) -> dict[str, Format]:
     return {name: Format(state, signed) for name, signed in STATES[base].items()}
 
 
-class _Pieces:
-    """Memory for the pieces of one run: fixed, and counted in the plan."""
+class _Memory:
+    """Memory for the pieces of one run, for one after the other: fixed, and counted in the plan."""
 
-    def __init__(self, numel: int, device: torch.device, formats: Mapping[str, Format]) -> None:
-        self.noise = torch.empty(numel, dtype=torch.int32, device=device)
+    def __init__(self, numel: int, device: torch.device, formats: Iterable[str]) -> None:
+        self._numel, self._device = numel, device
+        self._other: dict[str, Tensor] = {}
         self.states = {name: torch.empty(numel, dtype=torch.float32, device=device) for name in formats}
+        self.scratch = Scratch(numel, device)
+
+    def other(self, name: str, numel: int, dtype: torch.dtype) -> Tensor:
+        if name not in self._other:
+            self._other[name] = torch.empty(self._numel, dtype=dtype, device=self._device)
+        return self._other[name][:numel]
 
 
-def step_narrow(
-    optimizer: Optimizer,
-    group: dict[str, Any],
-    run: Tensor,
-    grad: Tensor,
-    formats: Mapping[str, Format],
-    places: list[tuple[Fragment, str]],
-    step: int,
-    *,
-    factor: Tensor | None = None,
-    rounding: tuple[int, int] | None = None,
-) -> None:
-    """``optimizer`` steps ``run`` [n] with ``grad`` [n], with state that rests as ``formats`` say.
+@dataclass(frozen=True)
+class NarrowStep:
+    """A step of ``run`` [n] with ``grad`` [n], whose state rests as ``formats`` say.
 
-    Args:
-        optimizer: one of torch's element-wise ones, with one param group and ``run``'s state in ``state``.
-        group: that param group; its ``params`` are replaced.
-        places: the fragments of the run, counted from the run's start, with names of their parameters.
+    Attributes:
+        state: of the run; what a step makes is put into it.
+        places: of the run.
         step: how many steps there are with this one.
         factor: 0-d, what ``grad`` is multiplied by; itself it stays as it is.
         rounding: index of the run's first element and a salt, to round parameters in bf16 stochastically.
     """
-    state = optimizer.state[run]
-    before, after = dict(state), dict[str, Any]()
-    wide = torch.promote_types(run.dtype, torch.float32)
-    chunk = min(CHUNK * torch.get_num_threads(), MAX_CHUNK) if run.device.type == "cpu" else DEVICE_CHUNK
-    pieces = _Pieces(min(chunk, run.numel()), run.device, formats)
-    for low in range(0, run.numel(), chunk):
-        high = min(low + chunk, run.numel())
-        piece = run[low:high].to(wide)
-        part = grad[low:high].to(device=run.device, dtype=wide)
-        piece.grad = part if factor is None else torch.mul(part, factor)
-        group["params"] = [piece]
-        if before:
-            optimizer.state[piece] = _widened(before, formats, pieces, low, high, wide)
+
+    run: Tensor
+    grad: Tensor
+    state: dict[str, Any]
+    formats: Mapping[str, Format]
+    places: Places
+    step: int
+    factor: Tensor | None = None
+    rounding: tuple[int, int] | None = None
+
+    def by(self, optimizer: Optimizer) -> None:
+        """Have it done by the step of ``optimizer``, one of torch's element-wise ones, with one param group."""
+        run = self.run
+        on_host = run.device.type == "cpu"
+        chunk = CHUNK if on_host else DEVICE_CHUNK
+        pieces = [(low, min(low + chunk, run.numel())) for low in range(0, run.numel(), chunk)]
+        threads = min(torch.get_num_threads(), MAX_CHUNK // CHUNK, len(pieces)) if on_host else 1
+        before, after = dict(self.state), dict[str, Any]()
+
+        def take(pieces: Iterator[tuple[int, int]]) -> None:
+            memory = _Memory(min(chunk, run.numel()), run.device, self.formats)
+            own = shadow_of(optimizer)  # with a param group of its own
+            for low, high in pieces:
+                after.update(self._piece(own, before, memory, low, high))
+
+        if threads > 1:
+            in_threads(take, pieces, threads)
         else:
-            start_state(optimizer, group, [piece])
+            take(iter(pieces))
+        self.state.update({name: value for name, value in after.items() if name not in self.formats})
+        if isinstance(optimizer, torch.optim.SGD):
+            # It counts no steps. Here they name the random bits, also those of the steps that follow a checkpoint.
+            self.state["step"] = torch.tensor(float(self.step))
+
+    def _piece(
+        self,
+        optimizer: Optimizer,
+        before: Mapping[str, Any],
+        memory: _Memory,
+        low: int,
+        high: int,
+    ) -> dict[str, Any]:
+        """Step the elements ``[low, high)``. Returns their state after it."""
+        part, wide = self.run[low:high], torch.promote_types(self.run.dtype, torch.float32)
+        piece = part if part.dtype == wide else memory.other("param", high - low, wide).copy_(part)
+        piece.grad = self._grad(low, high, wide, memory)
+        optimizer.param_groups[0]["params"] = [piece]
+        if before:
+            optimizer.state[piece] = self._widened(before, memory, low, high, wide)
+        else:
+            start_state(optimizer, optimizer.param_groups[0], [piece])
         type(optimizer).step(optimizer)
         after = optimizer.state.pop(piece)
-        for number, name in enumerate(formats):
+        for number, (name, form) in enumerate(self.formats.items()):
             if after.get(name) is not None:
-                _fill_noise(pieces.noise[: high - low], places, low, high, step, number)
-                _round(name, after[name], state, formats[name], pieces.noise[: high - low], low, run)
-        if piece.data_ptr() != run[low:high].data_ptr():
-            _put(run[low:high], low, piece, rounding)
-    state.update({name: value for name, value in after.items() if name not in formats})
-    if isinstance(optimizer, torch.optim.SGD):
-        # It counts no steps. Here they name the random bits, also those of the steps that follow a checkpoint.
-        state["step"] = torch.tensor(float(step))
+                noise = random_bits(self.places, low, high, self.step, number, part.device)
+                part_of_state = form.part(self._whole(name), low, high)
+                form.narrow(after[name].float(), part_of_state, noise, memory.scratch)
+        if piece is not part:
+            _put(part, low, piece, self.rounding)
+        return after
 
+    def _whole(self, name: str) -> Tensor:
+        """A state of the run, which the first piece makes."""
+        with _MAKES:
+            if self.state.get(name) is None:
+                self.state[name] = self.formats[name].zeros(self.run.numel(), self.run.device)
+            return self.state[name]  # type: ignore[no-any-return]
 
-def _widened(
-    state: Mapping[str, Any], formats: Mapping[str, Format], pieces: _Pieces, low: int, high: int, wide: torch.dtype
-) -> dict[str, Any]:
-    """The state of the elements ``[low, high)`` as a step takes it."""
-    found: dict[str, Any] = {}
-    for name, value in state.items():
-        if name in formats and value is not None:
-            part = formats[name].part(value, low, high)
-            found[name] = formats[name].widen(part, pieces.states[name][: high - low]).to(wide)
-        else:
-            # Each piece starts from the numbers of before: a step count would be raised once by each piece.
-            found[name] = value.clone() if isinstance(value, Tensor) else value
-    return found
+    def _grad(self, low: int, high: int, wide: torch.dtype, memory: _Memory) -> Tensor:
+        grad, factor = self.grad[low:high], self.factor
+        if grad.dtype == wide and grad.device == self.run.device:
+            return grad if factor is None else torch.mul(grad, factor, out=memory.other("grad", high - low, wide))
+        out = memory.other("grad", high - low, wide).copy_(grad)
+        return out if factor is None else out.mul_(factor)
 
-
-def _round(name: str, value: Tensor, state: dict[str, Any], form: Format, noise: Tensor, low: int, run: Tensor) -> None:
-    """Put a moment of a piece, which a step has made, into ``state`` of the run, from element ``low`` on."""
-    if state.get(name) is None:
-        state[name] = form.zeros(run.numel(), run.device)
-    form.narrow(value.float(), form.part(state[name], low, low + len(value)), noise)
+    def _widened(
+        self, state: Mapping[str, Any], memory: _Memory, low: int, high: int, wide: torch.dtype
+    ) -> dict[str, Any]:
+        """The state of the elements ``[low, high)`` as a step takes it."""
+        found: dict[str, Any] = {}
+        for name, value in state.items():
+            if name in self.formats and value is not None:
+                form = self.formats[name]
+                out = memory.states[name][: high - low]
+                found[name] = form.widen(form.part(value, low, high), out, memory.scratch).to(wide)
+            else:
+                # Each piece starts from the numbers of before: a step count would be raised once by each piece.
+                found[name] = value.clone() if isinstance(value, Tensor) else value
+        return found
 
 
 def _put(target: Tensor, low: int, piece: Tensor, rounding: tuple[int, int] | None) -> None:
@@ -189,39 +226,3 @@ def _put(target: Tensor, low: int, piece: Tensor, rounding: tuple[int, int] | No
     else:
         first, salt = rounding
         target.copy_(round_stochastically(piece, first + low, salt_of(salt, "")))
-
-
-def _fill_noise(noise: Tensor, places: list[tuple[Fragment, str]], low: int, high: int, step: int, number: int) -> None:
-    """Random bits for each element of a piece: by its place in its parameter, the parameter's name, the step and the
-    number of the state.
-
-    They are copied out of one table, from another place for each block of :data:`_SPAN` elements: a hash of each
-    element would take longer than the step.
-    """
-    table = _table(noise.device)
-    if sum(fragment.numel for fragment, _ in places) < places[-1][0].stop:
-        noise.zero_()  # between parameters: state there is not always 0, and counts for the exponent of its block
-    for fragment, name in places:
-        first, last = max(low, fragment.start), min(high, fragment.start + fragment.numel)
-        shift = fragment.offset - fragment.start  # from the run to the parameter
-        while first < last:
-            block, inside = divmod(first + shift, _SPAN)
-            stop = min(last, first + _SPAN - inside)
-            start = _mixed(salt_of(name, number, block, step)) % (_TABLE - _SPAN) + inside
-            noise[first - low : stop - low].copy_(table[start : start + stop - first])
-            first = stop
-
-
-@lru_cache(maxsize=8)
-def _table(device: torch.device) -> Tensor:
-    """[_TABLE] int32, of which :data:`NOISE` bits are random, the same in every process."""
-    bits = torch.arange(_TABLE, dtype=torch.int64)
-    for shift, multiplier in _MIX:
-        bits = ((bits ^ (bits >> shift)) * multiplier) & 0xFFFFFFFF
-    return (bits & 0xFFFF).to(torch.int32).to(device)
-
-
-def _mixed(value: int) -> int:
-    for shift, multiplier in _MIX:
-        value = ((value ^ (value >> shift)) * multiplier) & 0xFFFFFFFF
-    return value

@@ -25,7 +25,7 @@ from lightning_zero.device import recording
 from lightning_zero.engine.steps.around import AroundStep
 from lightning_zero.engine.steps.interception import Stepping, keeps_own_step
 from lightning_zero.engine.steps.mixed_dtypes import dtype_of_step, salt_of, step_in_chunks
-from lightning_zero.engine.steps.narrow_states import check_narrow, formats_of, step_narrow
+from lightning_zero.engine.steps.narrow_states import NarrowStep, check_narrow, formats_of
 from lightning_zero.engine.steps.owned import Owned, WholeTensor
 from lightning_zero.engine.steps.probe_slices import check_declared
 from lightning_zero.engine.steps.runs import FlatRun, ParamStates, Runs, steps_in
@@ -378,14 +378,13 @@ class ShardedOptimizer:
                 salt = salt_of(run.bucket.label, self.runs.step_count(run))
                 rounding = run.bucket.owned_range[0] + run.run.start, salt
             if narrow:
-                self._step_narrow(shadow, group, run, grad, factor, rounding)
+                self._step_narrow(shadow, run, grad, factor, rounding)
             else:
                 step_in_chunks(shadow, group, run.tensor, grad, factor=factor, rounding=rounding)
 
     def _step_narrow(
         self,
         shadow: Optimizer,
-        group: dict[str, Any],
         run: FlatRun,
         grad: Tensor,
         factor: Tensor | None,
@@ -393,9 +392,8 @@ class ShardedOptimizer:
     ) -> None:
         start, names = run.run.start, run.bucket.params
         places = [(replace(f, start=f.start - start), names[f.index].fqn) for f in run.run.fragments]
-        step = self.runs.step_count(run)
-        formats = self.runs.formats
-        step_narrow(shadow, group, run.tensor, grad, formats, places, step, factor=factor, rounding=rounding)
+        state, formats, step = shadow.state[run.tensor], self.runs.formats, self.runs.step_count(run)
+        NarrowStep(run.tensor, grad, state, formats, places, step, factor, rounding).by(shadow)
 
     def _is_used(self, run: FlatRun, used: set[int]) -> bool:
         slot = run.run.fragments[0].index  # runs are cut where this differs

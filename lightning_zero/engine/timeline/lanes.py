@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from lightning_zero.device.recording import COMPUTE, LANES, Span
 
 MARK = "mark"  # the lane of the ends of steps
+MOST_BARS = 50_000  # on one page: 15 MB, which a browser still shows
 SHORTEST_S = 1e-6  # a wait that is shorter is none: nobody can see it
 
 
@@ -59,6 +60,22 @@ def lanes_of(rank: int, spans: Iterable[Span]) -> RankLanes:
         if own:
             rows[lane] = in_rows(own)
     return RankLanes(rank, rows, ends)
+
+
+def chosen(ranks: Sequence[RankLanes], most: int = MOST_BARS) -> list[RankLanes]:
+    """The ranks whose lanes are looked at: all, or as many as have ``most`` bars together: rank 0, and in turns that
+    whose compute stands still least, for which the others wait, and that which stands still most."""
+
+    def bars(lanes: RankLanes) -> int:
+        return sum(len(row) for rows in lanes.rows.values() for row in rows)
+
+    by_wait = sorted(ranks[1:], key=lambda lanes: lanes.stood().total())
+    in_turns = [lanes for pair in zip(by_wait, reversed(by_wait), strict=True) for lanes in pair]
+    order = list(dict.fromkeys(lanes.rank for lanes in [*ranks[:1], *in_turns]))
+    counts = {lanes.rank: bars(lanes) for lanes in ranks}
+    sums = itertools.accumulate(counts[rank] for rank in order)
+    kept = {rank for place, (rank, total) in enumerate(zip(order, sums, strict=True)) if not place or total <= most}
+    return [lanes for lanes in ranks if lanes.rank in kept]
 
 
 def in_rows(spans: Sequence[Span]) -> list[list[Span]]:

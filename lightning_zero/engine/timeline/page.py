@@ -53,14 +53,18 @@ all.forEach(s => { s.onscroll = () => all.forEach(o => {
 """
 
 
-def page_html(title: str, note: str, ranks: Sequence[RankLanes], window: tuple[float, float]) -> str:
+def page_html(
+    title: str, note: str, ranks: Sequence[RankLanes], shown: Sequence[RankLanes], window: tuple[float, float]
+) -> str:
     """The page.
 
     Args:
         note: a sentence below the title.
+        ranks: that the table has.
+        shown: those whose lanes are drawn.
         window: the moments that are its left and its right end.
     """
-    used = {colour_of(span) for lanes in ranks for rows in lanes.rows.values() for row in rows for span in row}
+    used = {colour_of(span) for lanes in shown for rows in lanes.rows.values() for row in rows for span in row}
     keys = "".join(
         f'<span><i style="background:var(--{c})"></i>{"exposed: compute waits" if c == "wait" else c}</span>'
         for c in _COLOURS
@@ -72,7 +76,7 @@ def page_html(title: str, note: str, ranks: Sequence[RankLanes], window: tuple[f
         f"<h1>{escape(title)}</h1><p>{escape(note)}</p>{_table(ranks)}"
         f'<div class="keys">{keys}<label>zoom <input id="zoom" type="range" min="1" max="40" step="0.5" value="1">'
         "</label></div>"
-        + "".join(_rank(lanes, window, number == 0) for number, lanes in enumerate(ranks))
+        + "".join(_rank(lanes, window, number == 0) for number, lanes in enumerate(shown))
         + f"<script>{_SCRIPT}</script></body></html>\n"
     )
 

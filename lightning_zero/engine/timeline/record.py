@@ -17,7 +17,7 @@ from lightning_zero.comm.communicator import Communicator
 from lightning_zero.config import ConfigError, DebugConfig
 from lightning_zero.device import recording
 from lightning_zero.device.recording import Recorder, Span
-from lightning_zero.engine.timeline.lanes import MARK, RankLanes, lanes_of
+from lightning_zero.engine.timeline.lanes import MARK, RankLanes, chosen, lanes_of
 from lightning_zero.engine.timeline.page import page_html
 from lightning_zero.engine.timeline.picture import can_draw, draw
 from lightning_zero.engine.timeline.trace import trace_json
@@ -130,8 +130,8 @@ class Timeline:
         spans = [span for span in self._take() if not (span.waits_for and span.begin >= closed)]
         moved = [s._replace(begin=s.begin + self._offset.seconds, end=s.end + self._offset.seconds) for s in spans]
         mine = [tuple(span) for span in moved], self._offset.error
-        found = self._comm.all_gather_objects(mine, "what a timeline has recorded")
-        if self._comm.rank == 0:
+        found = self._comm.collect(mine, "what a timeline has recorded")
+        if found is not None:
             ranks = [lanes_of(rank, map(Span._make, theirs)) for rank, (theirs, _) in enumerate(found)]
             try:
                 self._write(ranks, max(error for _, error in found))
@@ -148,12 +148,16 @@ class Timeline:
         first = self._after + 1
         last = first + ranks[0].steps - 1
         title = f"steps {first} to {last}" if last > first else f"step {first}"
-        note = (
-            f"{len(ranks)} ranks on the clock of rank 0, to {1e6 * error:.0f} µs. Dashed: ends of steps. A bar says "
-            "more under the pointer; trace.json opens in ui.perfetto.dev."
-        )
+        shown = chosen(ranks)
+        note = f"{len(ranks)} ranks on the clock of rank 0, to {1e6 * error:.0f} µs. "
+        if len(shown) < len(ranks):
+            note += (
+                f"Lanes of {len(shown)} of them: rank 0, and those that wait least (others wait for them) and most. "
+                "The table and trace.json have all. "
+            )
+        note += "Dashed: ends of steps. A bar says more under the pointer; trace.json opens in ui.perfetto.dev."
         (folder / "trace.json").write_text(trace_json(ranks, window[0]))
-        (folder / "timeline.html").write_text(page_html(title, note, ranks, window), encoding="utf-8")
+        (folder / "timeline.html").write_text(page_html(title, note, ranks, shown, window), encoding="utf-8")
         missing = ""
         if can_draw():
             draw(folder / "timeline.png", title, ranks, window)

@@ -18,15 +18,15 @@ wherever state is whole, it is bf16, and is encoded to the same values again (:m
 
 Rounding. A second moment changes by a thousandth of itself in a step (beta2 = 0.999), and half a unit in the last place
 of bf16 is 1/512 to 1/256: rounded to nearest, it would never change again. So what a step makes is rounded up with the
-probability of the fraction that is cut off, by bits that are a pure function of the element's place in its parameter,
-the parameter's name and the step: they are the same at every stage, tier and number of ranks.
+probability of the fraction that is cut off, by bits that are the same at every stage (``steps/random_bits.py``).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,8 +38,23 @@ FRACTION = 3  # bits
 _SHIFT = 23 - FRACTION
 _ONE = 0x3F800000  # 1.0
 _NOT_FINITE = -128  # in the place of an exponent: all of the block is NaN
-NOISE = 16  # random bits for each value
+BITS = 16  # random bits for each value
 STORE_CHUNK = 1 << 20  # elements
+
+
+class Stretch(NamedTuple):
+    """Random bits for the elements ``[start, stop)`` of what is rounded: [stop - start] int32, not to be changed."""
+
+    start: int
+    stop: int
+    bits: Tensor
+
+
+class Scratch:
+    """Memory for conversions of up to ``numel`` elements, for one after the other."""
+
+    def __init__(self, numel: int, device: torch.device) -> None:
+        self.one, self.two = (torch.empty(numel, dtype=torch.int32, device=device) for _ in range(2))
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,56 +92,87 @@ class Format:
         high = -(-(start + numel) // BLOCK) * BLOCK if self.is_packed else start + numel
         return self.part(whole, start, high)
 
-    def widen(self, part: Tensor, out: Tensor) -> Tensor:
+    def widen(self, part: Tensor, out: Tensor, scratch: Scratch | None = None) -> Tensor:
         """The values that ``part`` stands for, into ``out`` [n] fp32."""
         if not self.is_packed:
             return out.copy_(part)
-        codes = part[:, :BLOCK].to(torch.int32)
-        torch.index_select(_values(self.signed, part.device), 0, codes.view(-1), out=out)
-        out.view(-1, BLOCK).mul_(_power(part[:, BLOCK:].view(torch.int8).to(torch.int32)))
+        # The number that has the code in its bits, and begins at 1/2: see :meth:`_encode`. From 1 on, where codes have
+        # an exponent, it is the value itself, and below 1 the value is twice its distance to 1/2. (A table of values
+        # takes longer to look into.)
+        bits = out.view(torch.int32)
+        if self.signed:
+            scratch = scratch or Scratch(len(out), out.device)
+            half = scratch.one[: len(out)]
+            half.view(-1, BLOCK).copy_(part[:, :BLOCK].view(torch.int8))  # the sign in the first bit
+            half.mul_(1 << _SHIFT).bitwise_and_(-0x78000001).add_(_ONE - (1 << 23))
+            distance = scratch.two[: len(out)].view(torch.float32)
+            torch.ops.aten.softshrink.out(half.view(torch.float32), 0.5, out=distance)
+            torch.clamp(distance, -0.5, 0.5, out=out).add_(distance)
+        else:
+            bits.view(-1, BLOCK).copy_(part[:, :BLOCK])
+            bits.mul_(1 << _SHIFT).add_(_ONE - (1 << 23))
+            torch.nn.functional.leaky_relu_(out.sub_(1), 2.0).add_(1)
+        power = torch.index_select(_powers(self.signed, part.device), 0, part[:, BLOCK].to(torch.int32))
+        out.view(-1, BLOCK).mul_(power.unsqueeze(1))
         return out
 
-    def narrow(self, values: Tensor, part: Tensor, noise: Tensor | None = None) -> None:
+    def narrow(
+        self,
+        values: Tensor,
+        part: Tensor,
+        noise: Sequence[Stretch] | None = None,
+        scratch: Scratch | None = None,
+    ) -> None:
         """Round ``values`` [n] fp32, which are overwritten, into ``part``.
 
         Args:
-            noise: [n] int32, :data:`NOISE` random bits each; overwritten. None: to nearest.
+            noise: random bits, in the sum of which with what is cut off a carry rounds up; where there are none it is
+                cut off. None: to nearest.
         """
         if self.is_packed:
-            self._encode(values, part, noise)
+            self._encode(values, part, noise, scratch or Scratch(len(values), values.device))
         elif noise is None:
             part.copy_(values)
         else:
-            # Not a NaN: the sum may carry into its sign. A look for one is cheap where it need not be waited for.
+            # Another NaN may carry into its sign. A look for one is cheap where it need not be waited for.
             if values.device.type != "cpu" or values.amax().isnan():
-                noise.masked_fill_(values.isnan(), 0)
-            noise.add_(values.view(torch.int32)).bitwise_and_(-0x10000)
-            part.copy_(noise.view(torch.float32))
+                values.masked_fill_(values.isnan(), torch.nan)
+            bits = values.view(torch.int32)
+            for stretch in noise:
+                bits[stretch.start : stretch.stop].add_(stretch.bits)
+            part.view(torch.int16).copy_(bits.bitwise_right_shift_(16))
 
-    def _encode(self, values: Tensor, part: Tensor, noise: Tensor | None) -> None:
-        bits = values.view(torch.int32)
-        sign = (bits >> 24).bitwise_and_(0x80) if self.signed else None
+    def _encode(self, values: Tensor, part: Tensor, noise: Sequence[Stretch] | None, scratch: Scratch) -> None:
+        # Few passes, each over memory that is there: what they take is most of a step's time.
+        bits, code = values.view(torch.int32), scratch.two[: len(values)]
+        beside = scratch.one[: len(values)]
         if self.signed:
-            bits.bitwise_and_(0x7FFFFFFF)
+            torch.bitwise_right_shift(bits, 31, out=beside)  # -1 where negative
+            values.abs_()
+        else:
+            torch.clamp(bits, min=0, max=1, out=beside)  # 1 where positive
         blocks = values.view(-1, BLOCK)
         most = blocks.amax(1, keepdim=True)
         # The least power of two under which no value is rounded up beyond the largest code.
         exponent = ((most.view(torch.int32) + ((1 << _SHIFT) - 1)) >> 23) - 127
         exponent.clamp_(_least(self.signed), 127)
-        above = _above(self.signed)
-        blocks.mul_(((127 + above - exponent) << 23).view(torch.float32))
+        # Of a value x, in units of the power from which on codes are linear, the code is in the bits of max(2x, 1 + x):
+        # of 2x where codes have an exponent, and below 1 of 1 + x, which goes in the equal steps between 1 and 2.
+        blocks.mul_(((128 + _above(self.signed) - exponent) << 23).view(torch.float32))
         exponent.masked_fill_(~most.isfinite(), _NOT_FINITE)
-        # Below 1 the codes are linear: adding 1 brings equal steps about, as there are between 1 and 2.
-        some = None if self.signed else values > 0
-        small = (values < 1).to(torch.int32)
-        values.add_(small)
-        code = bits.sub_(_ONE - (1 << 23)).sub_(small.mul_(1 << 23))
-        code.add_(1 << (_SHIFT - 1) if noise is None else noise.mul_(1 << (_SHIFT - NOISE)))
-        code.bitwise_right_shift_(_SHIFT).clamp_(0, 0x7F if self.signed else 0xFF)
-        if sign is not None:
-            code.bitwise_or_(sign)
-        elif some is not None:
-            code.clamp_(min=some.to(torch.int32))
+        one, largest = _bounds(self.signed, values.device)
+        wide = torch.add(one, values, alpha=0.5, out=code.view(torch.float32))
+        torch.clamp(wide, min=values, max=largest, out=wide)
+        if noise is None:
+            code.add_(1 << (_SHIFT - 1))
+        else:
+            for stretch in noise:
+                code[stretch.start : stretch.stop].add_(stretch.bits, alpha=1 << (_SHIFT - BITS))
+        code.bitwise_right_shift_(_SHIFT).sub_(_ONE >> _SHIFT)
+        if self.signed:
+            code.add_(beside, alpha=-0x80)
+        else:
+            torch.maximum(code, beside, out=code)
         part[:, :BLOCK].copy_(code.view(-1, BLOCK))
         part[:, BLOCK:].copy_(exponent.bitwise_and_(0xFF))
 
@@ -179,18 +225,16 @@ def _above(signed: bool) -> int:
 
 
 @lru_cache(maxsize=8)
-def _values(signed: bool, device: torch.device) -> Tensor:
-    """What codes stand for in a block of exponent 0: [256] fp32."""
-    code = torch.arange(256, dtype=torch.int32)
-    size = code & 0x7F if signed else code
-    power, fraction = (size >> FRACTION).clamp(min=1), size & ((1 << FRACTION) - 1)
-    whole = (size >> FRACTION > 0).to(torch.float64)
-    found = torch.ldexp(whole + fraction.double() / (1 << FRACTION), (power - 1 - _above(signed)).double())
-    if signed:
-        found = torch.where(code >= 0x80, -found, found)
-    return found.float().to(device)
+def _bounds(signed: bool, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Of what has the code in its bits: 1, which is the code 0, and what is the largest code. 0-d fp32."""
+    bits = torch.tensor([_ONE, _ONE + ((0x7F if signed else 0xFF) << _SHIFT)], dtype=torch.int32, device=device)
+    one, largest = bits.view(torch.float32)
+    return one, largest
 
 
-def _power(exponent: Tensor) -> Tensor:
-    power = ((exponent + 127) << 23).view(torch.float32)
-    return power.masked_fill(exponent == _NOT_FINITE, torch.nan)
+@lru_cache(maxsize=8)
+def _powers(signed: bool, device: torch.device) -> Tensor:
+    """By the byte of a block's exponent: the power from which on its codes are linear. [256] fp32"""
+    exponent = torch.arange(256, dtype=torch.uint8).view(torch.int8).to(torch.int32)
+    power = ((exponent - _above(signed) + 127) << 23).view(torch.float32)
+    return power.masked_fill(exponent == _NOT_FINITE, torch.nan).to(device)

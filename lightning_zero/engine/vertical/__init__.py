@@ -3,6 +3,7 @@
 ::
 
     split        a call's inputs in chunks, and what the chunks give put together
+    tables       parameters and buffers, which are of no batch
     surroundings random numbers and modes of a chunk, for its second forward
     chunked      the autograd function: chunks without a graph, and each computed again in the backward
     escapes      tensors that leave a call by another way than its results

@@ -24,7 +24,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from lightning_zero.engine.passes.containers import map_tensors
 from lightning_zero.engine.vertical.escapes import Escapes
 from lightning_zero.engine.vertical.split import CannotDivide, Inputs, Outputs, leaves, same_leaves
-from lightning_zero.engine.vertical.surroundings import Modes, RandomState, device_type_of
+from lightning_zero.engine.vertical.surroundings import Modes, RandomState, device_type_of, trying
 
 Context = Callable[[], contextlib.AbstractContextManager[Any]]
 
@@ -36,7 +36,8 @@ class Chunked:
         title: of what is called, in messages.
         in_chunk: entered around each call of ``function``.
         in_backward: entered around all of the backward; ``again`` inside of it, around each second call.
-        first: what is called has not been called before: see whether tensors leave it by other ways than its results.
+        first: what is called has not been called before: see what it makes of two chunks, and, where a backward
+            follows, whether tensors leave it by other ways than its results.
         help: what a user can do where the call cannot be divided.
     """
 
@@ -91,11 +92,17 @@ class Chunked:
                 self._states.append(RandomState(tensors))
             args, kwargs = inputs.arguments(given)
             handed_over = leaves((args, kwargs))
-            with self._modes.again(), self._in_chunk():
-                if keep_states and self._first and index == 0:
-                    given, result = self._watched(given)
-                else:
-                    result = self._function(*args, **kwargs)
+            try:
+                with self._modes.again(), self._in_chunk():
+                    if keep_states and self._first and index == 0:
+                        given, result = self._watched(given)
+                    else:
+                        result = self._function(*args, **kwargs)
+            except CannotDivide:
+                raise
+            except Exception as error:
+                error.add_note(f"{self._title} was being run in {inputs.count} chunks: {self._divided()}.")
+                raise
             if keep_states and before != _versions(tensors):
                 self._refuse("it changes an input in place, from which it is computed again. Work on a copy of it")
             if not same_leaves(leaves((args, kwargs)), handed_over) or objects != inputs.state_of_objects():
@@ -107,7 +114,32 @@ class Chunked:
                 self._outputs.add(index, result, given)
             except CannotDivide as error:
                 self._refuse(str(error), error)
+            if self._first and index == 0:
+                self._try_two_chunks(tensors)
         return self._outputs.tensors
+
+    def _try_two_chunks(self, tensors: Sequence[Tensor]) -> None:
+        """See what two chunks give as one. Sizes that are a chunk's by chance show: a table [heads, ...] that was taken
+        for one of samples, of which a chunk's one row fits everything; a result [experts]."""
+        given = self._inputs.two_chunks(tensors)
+        args, kwargs = self._inputs.arguments(given)
+        try:
+            with RandomState(tensors).put_back(self._device_type), self._modes.again(), self._in_chunk(), trying():
+                self._outputs.check_twice(self._function(*args, **kwargs), given)
+        except CannotDivide as error:
+            self._refuse(str(error), error)
+        except torch.OutOfMemoryError:
+            return  # one chunk, with its graph, may still have room
+        except Exception as error:
+            self._refuse(
+                f"expected a forward that takes {2 * self._inputs.chunk_size} samples as it takes "
+                f"{self._inputs.chunk_size}, got {type(error).__name__}: {error}. {self._divided()}. What is the same "
+                "for all samples can be given as [1, ...]",
+                error,
+            )
+
+    def _divided(self) -> str:
+        return f"Of its inputs, {self._inputs.shapes_divided} are divided along their first dimension"
 
     def _watched(self, given: Sequence[Tensor]) -> tuple[list[Tensor], Any]:
         """The result for one chunk, made with a graph that is dropped: what lives on then has left by another way."""

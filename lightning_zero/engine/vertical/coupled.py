@@ -86,7 +86,7 @@ def changes_with_batch(function: Callable[..., Any], module: nn.Module | None, t
     """
     if module is None:
         return function
-    buffers = [(name, buffer, buffer._version) for name, buffer in module.named_buffers()]
+    buffers = [(name, buffer, buffer._version) for name, buffer in module.named_buffers() if not buffer.is_inference()]
     if not buffers:
         return function
 
@@ -99,7 +99,7 @@ def changes_with_batch(function: Callable[..., Any], module: nn.Module | None, t
                 owner = type(module.get_submodule(name.rpartition(".")[0])).__name__
                 raise RuntimeError(
                     f"{title} is run in chunks (zero.micro_batches), and its forward changes the buffer {name} of "
-                    f"{owner}, which would be that of chunks, and change again in backward. Run such units on the "
+                    f"{owner}, which would be that of chunks, and change with each of them. Run such units on the "
                     f"whole batch with zero.unit.whole_batch=[{owner}], or set zero.micro_batches=1."
                 )
         return result

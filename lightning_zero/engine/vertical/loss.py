@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from lightning_zero.config import ConfigError
 from lightning_zero.engine.engine import Engine, engines
@@ -40,18 +41,28 @@ def chunked_loss(
     Args:
         head: takes ``[tokens, width]`` to logits ``[tokens, ...]``; it sees no other shape than that.
         loss: takes logits ``[tokens, ...]`` and targets ``[tokens]`` to the loss of each token ``[tokens]``. Default:
-            cross entropy, in fp32, which is 0 where the target is ``ignore_index``.
+            cross entropy, in fp32. A module, or a function whose own parameters are those of ``head``.
         hidden: ``[..., width]``.
         targets: ``[...]``, of the same sizes.
         chunks: default: ``zero.micro_batches`` of the engine that shards ``head``; 1 without one.
-        ignore_index: targets that do not count.
+        ignore_index: targets that do not count: their losses become 0.
         reduction: ``mean``: over the tokens that count, of the whole batch: exact, also where chunks have different
             numbers of them (NaN if none counts). ``sum``, or ``none``: the losses, in the shape of ``targets``.
 
     Raises:
-        ConfigError: sizes that do not fit, a ``loss`` that does not give one number for each token, or an unknown
-            ``reduction``.
+        ConfigError: a ``head`` that is no module, sizes that do not fit, a ``loss`` that does not give one number for
+            each token, or an unknown ``reduction``.
     """
+    if not isinstance(head, nn.Module):
+        raise ConfigError(
+            f"chunked_loss: expected head to be a module, whose parameters are to have gradients, got a "
+            f"{type(head).__name__}. For a weight that is another module's, give a module that has the same parameter."
+        )
+    if has_torch_function_variadic(hidden, targets):  # as torch's own losses ask: a step on parts makes means of them
+        return handle_torch_function(  # type: ignore[no-any-return]
+            chunked_loss, (hidden, targets), head, loss, hidden, targets, chunks=chunks, ignore_index=ignore_index,
+            reduction=reduction,
+        )  # fmt: skip
     if reduction not in _REDUCTIONS:
         raise ConfigError(f"chunked_loss: expected reduction to be one of {', '.join(_REDUCTIONS)}, got {reduction!r}.")
     if hidden.shape[:-1] != targets.shape:
@@ -63,11 +74,13 @@ def chunked_loss(
         raise ConfigError(f"chunked_loss: expected chunks to be a whole number > 0, got {chunks!r}.")
     count = chunks_of(head) if chunks is None else chunks
     flat, wanted = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
+    counts = wanted != ignore_index
     of_tokens = _losses(head, loss or _cross_entropy(ignore_index), flat, wanted, count)
+    of_tokens = torch.where(counts, of_tokens, 0)  # a loss of the user's may not know of them
     if reduction == "none":
         return of_tokens.view(targets.shape)
     total = of_tokens.sum()
-    return total if reduction == "sum" else total / (wanted != ignore_index).sum()
+    return total if reduction == "sum" else total / counts.sum()
 
 
 def chunks_of(head: nn.Module) -> int:
@@ -110,32 +123,41 @@ def _losses(head: nn.Module, loss: Loss, hidden: Tensor, targets: Tensor, count:
             )
         return found
 
-    in_chunks = len(targets) // count * count
-    if count == 1 or not in_chunks:
-        return function(hidden, targets)
-    found = _run(head, function, hidden[:in_chunks], targets[:in_chunks], count)
-    if in_chunks == len(targets):
-        return found
-    # A few tokens fewer than there are chunks.
-    return torch.cat([found, function(hidden[in_chunks:], targets[in_chunks:])])
-
-
-def _run(head: nn.Module, function: Callable[..., Any], hidden: Tensor, targets: Tensor, count: int) -> Tensor:
-    inputs = Inputs((hidden, targets), {}, len(targets), count)
-    trains = any(param.requires_grad for param in head.parameters())
     engine = _engine_of(head)
+    in_chunks = len(targets) // count * count if count > 1 else 0
+    found: list[Tensor] = []
+    if engine is not None and count > 1:  # also for few tokens: another rank may have more, and gathers are of all
+        engine.keep_gathered(head)
+    if in_chunks:
+        found.append(_run(head, loss, engine, function, hidden[:in_chunks], targets[:in_chunks], count))
+    if in_chunks < len(targets) or not found:
+        # A few tokens fewer than there are chunks. A head that is a unit is not to divide them among samples.
+        with engine.passes.vertical.in_chunk() if engine is not None else contextlib.nullcontext():
+            found.append(function(hidden[in_chunks:], targets[in_chunks:]))
+    return found[0] if len(found) == 1 else torch.cat(found)
+
+
+def _run(
+    head: nn.Module,
+    loss: Loss,
+    engine: Engine | None,
+    function: Callable[..., Any],
+    hidden: Tensor,
+    targets: Tensor,
+    count: int,
+) -> Tensor:
+    inputs = Inputs((hidden, targets), {}, len(targets), count)
+    params = [*head.parameters(), *(loss.parameters() if isinstance(loss, nn.Module) else ())]
+    trains = any(param.requires_grad for param in params)
+    has_graph = torch.is_grad_enabled() and (trains or hidden.requires_grad or targets.requires_grad)
     title = f"chunked_loss of {type(head).__name__}"
     if engine is None:
         call = Chunked(function, inputs, title=title)
-        if not torch.is_grad_enabled() or not (trains or hidden.requires_grad):
-            return _tensor(call.without_graph())
-        return _tensor(call.with_graph(torch.zeros((), requires_grad=True) if trains else None))
+        trigger = torch.zeros((), requires_grad=True) if trains else None
+        return _tensor(call.with_graph(trigger) if has_graph else call.without_graph())
     vertical = engine.passes.vertical
-    engine.keep_gathered(head)
     call = Chunked(function, inputs, title=title, in_chunk=vertical.in_chunk, in_backward=vertical.adding_up)
-    if not torch.is_grad_enabled() or not (trains or hidden.requires_grad):
-        return _tensor(call.without_graph())
-    return _tensor(vertical.with_graph(call, trains))
+    return _tensor(vertical.with_graph(call, trains) if has_graph else call.without_graph())
 
 
 def _tensor(value: Any) -> Tensor:

@@ -1,15 +1,15 @@
 """Divides the inputs of a call along the batch, and puts together what the chunks give.
 
 A tensor is divided if its first dimension is the batch; all else is given to each chunk as it is (masks ``[1, ...]``,
-rotary caches, numbers). Of what a chunk gives, tensors are put one behind the other, and a floating-point number (a
-0-d tensor: an auxiliary loss) becomes the mean, as ordinary accumulation has it. What all chunks give alike for all
-samples (a bias ``[1, ...]``) stays as it is.
+rotary caches, numbers), and so are parameters and buffers, whatever their sizes are (``tables.py``). Of what a chunk
+gives, tensors are put one behind the other, and a floating-point number (a 0-d tensor: an auxiliary loss) becomes the
+mean, as ordinary accumulation has it. What all chunks give alike for all samples (a bias ``[1, ...]``) stays as it is.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from enum import Enum
 from numbers import Number
 from typing import Any
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero.engine.passes.containers import copy_containers, map_leaves
+from lightning_zero.engine.vertical.tables import Tables
 
 _PLAIN = (type(None), Number, str, bytes, Enum, torch.dtype, torch.device, torch.Size, torch.layout, type, nn.Module)
 _DEPTH = 4  # of objects in objects that are looked into
@@ -57,13 +58,18 @@ def leaves(value: Any) -> list[Any]:
 class Inputs:
     """The arguments of one call, without the tensors, which autograd keeps.
 
+    Args:
+        tables: tensors that are of no batch.
+
     Attributes:
         tensors: those of the call, each once; until :meth:`let_go`.
         size: of the batch.
         count: of chunks.
     """
 
-    def __init__(self, args: Any, kwargs: Any, size: int | None, count: int) -> None:
+    def __init__(
+        self, args: Any, kwargs: Any, size: int | None, count: int, *, tables: Tables | Collection[Tensor] = ()
+    ) -> None:
         self.size, self.count = size or 0, count
         self.tensors: list[Tensor] = []
         numbers: dict[int, int] = {}
@@ -80,14 +86,13 @@ class Inputs:
         self._form = copy_containers(map_leaves((args, kwargs), place))
         self._others = [leaf for leaf in leaves(self._form) if not isinstance(leaf, (_Place, *_PLAIN))]
         self._shapes = [tuple(tensor.shape) for tensor in self.tensors]
-        self.divided = [self._is_divided(tensor) for tensor in self.tensors]
+        self.divided = [self._is_of_batch(tensor) and tensor not in tables for tensor in self.tensors]
 
     def let_go(self) -> None:
         self.tensors = []
 
-    def _is_divided(self, tensor: Tensor) -> bool:
-        is_table = isinstance(tensor, nn.Parameter)  # of weights, whatever its size
-        return not is_table and tensor.ndim > 0 and self.size > 0 and tensor.shape[0] == self.size
+    def _is_of_batch(self, tensor: Tensor) -> bool:
+        return tensor.ndim > 0 and self.size > 0 and tensor.shape[0] == self.size
 
     @property
     def chunk_size(self) -> int:
@@ -106,13 +111,18 @@ class Inputs:
                     f"expected tensors of the batch as arguments or inside tuples, lists, dicts and dataclasses, got "
                     f"them inside of an object of class {type(other).__name__}"
                 )
-        first = self._shapes[self.divided.index(True)]
-        if len(first) == 3 and first[1] == self.size and sum(self.divided) > 1:
+        divided = [shape for shape, is_so in zip(self._shapes, self.divided, strict=True) if is_so]
+        square = next((shape for shape in divided if len(shape) == 3 and shape[1] == self.size), None)
+        if square is not None and len(divided) > 1:
             return (
                 f"expected a batch of another size than what follows it, because a mask of [{self.size}, ...] may "
-                f"belong to either, got {list(first)}"
+                f"belong to either, got {list(square)}"
             )
         return None
+
+    @property
+    def shapes_divided(self) -> str:
+        return ", ".join(str(list(shape)) for shape, is_so in zip(self._shapes, self.divided, strict=True) if is_so)
 
     @property
     def holds_objects(self) -> bool:
@@ -130,6 +140,11 @@ class Inputs:
             tensor.narrow(0, low, self.chunk_size) if divided else tensor
             for tensor, divided in zip(tensors, self.divided, strict=True)
         ]
+
+    def two_chunks(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The tensors of the first two chunks, as if they were one."""
+        pairs = zip(tensors, self.divided, strict=True)
+        return [tensor.narrow(0, 0, 2 * self.chunk_size) if divided else tensor for tensor, divided in pairs]
 
     def arguments(self, tensors: Sequence[Tensor]) -> tuple[Any, Any]:
         """Positional arguments and those by name, with ``tensors`` in their places, in containers of their own."""
@@ -212,6 +227,23 @@ class Outputs:
             return _Place(numbers[id(leaf)])
 
         return map_leaves(result, place), found
+
+    def check_twice(self, result: Any, given: Sequence[Tensor]) -> None:
+        """Check that ``result``, for two chunks as one, is twice as long where results are put one behind the other.
+
+        Raises:
+            CannotDivide: something has the length of a chunk by chance: a number for each of so many experts.
+        """
+        _, found = self.places(result, given)
+        for tensor, whole, length in zip(found, self.tensors, self._chunk_lengths, strict=False):
+            # Of chunks of one sample, a bias [1, ...] is put one behind the other too, which does no harm.
+            expected = (2, 1) if length == 1 else (2 * length,)
+            if length and (not tensor.ndim or tensor.shape[0] not in expected):
+                raise CannotDivide(
+                    "expected results whose first dimension is that of the samples, or 1, or 0-d tensors, got one that "
+                    f"is {[length, *whole.shape[1:]]} for {self._inputs.chunk_size} samples and {list(tensor.shape)} "
+                    f"for {2 * self._inputs.chunk_size}"
+                )
 
     def _make(self, tensor: Tensor) -> Tensor:
         if tensor.layout is not torch.strided or tensor.is_nested:

@@ -1,15 +1,35 @@
-"""What a forward depends on beside its inputs: random numbers and torch's modes. Kept for the second forward."""
+"""What a forward depends on beside its inputs: random numbers and torch's modes. Kept for the second forward.
+
+And whether it is a trial, of which nothing is kept.
+"""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from lightning_zero.engine.torch_modes import function_modes, under_function_modes
+
+_TRYING: ContextVar[bool] = ContextVar("a call is tried", default=False)
+
+
+def is_trying() -> bool:
+    """Whether what is computed now is of no use but to see what comes of it: who counts work leaves it out."""
+    return _TRYING.get()
+
+
+@contextlib.contextmanager
+def trying() -> Iterator[None]:
+    token = _TRYING.set(True)
+    try:
+        yield
+    finally:
+        _TRYING.reset(token)
 
 
 class RandomState:

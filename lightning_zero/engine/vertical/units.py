@@ -25,6 +25,7 @@ from lightning_zero.engine.units.unit import Unit
 from lightning_zero.engine.vertical.chunked import Chunked, Context
 from lightning_zero.engine.vertical.coupled import changes_with_batch
 from lightning_zero.engine.vertical.split import CannotDivide, Inputs, first_size
+from lightning_zero.engine.vertical.tables import Tables
 
 _HELP = (
     "Run such units on the whole batch with zero.unit.whole_batch=[Class], choose other units with zero.unit.classes, "
@@ -66,8 +67,17 @@ class Vertical:
         batch: samples of the batch that the step was given, as far as known.
     """
 
-    def __init__(self, count: int, passes: PassEvents, *, offload_inputs: bool, pin_memory: bool) -> None:
+    def __init__(
+        self,
+        count: int,
+        passes: PassEvents,
+        *,
+        module: nn.Module | None = None,
+        offload_inputs: bool = False,
+        pin_memory: bool = False,
+    ) -> None:
         self.count = count
+        self._tables = Tables(module)
         self.sums: Sums | None = None
         self.batch: int | None = None
         self._told = False
@@ -75,7 +85,10 @@ class Vertical:
         self._passes = ref(passes)
         self._offload_inputs, self._pin_memory = offload_inputs, pin_memory
         self._trigger: Tensor | None = None
-        self._seen: set[int] = set()  # numbers of units that have been looked at
+        # Numbers of units:
+        self._seen: set[int] = set()  # that have been looked at
+        self._evaluated: set[int] = set()  # ... in an evaluation
+        self._whole: set[int] = set()  # that an evaluation could not divide
 
     # -- the size of the batch ----------------------------------------------------------------------------------------
 
@@ -89,12 +102,14 @@ class Vertical:
         size = first_size(batch) if self.count > 1 else None
         if size is not None and size % self.count and not evaluation:
             raise ConfigError(
-                f"zero.micro_batches: expected a batch that divides by {self.count}, got {size} samples. Change the "
-                "batch size (data.batch_size) or zero.micro_batches; if it is the last batch of an epoch, set "
-                "drop_last=True in its DataLoader."
+                f"zero.micro_batches: expected a batch that divides by {self.count}, got {size} samples (the first "
+                "dimension of the first tensor in it). Change the batch size (data.batch_size) or zero.micro_batches; "
+                "if it is the last batch of an epoch, set drop_last=True in its DataLoader."
             )
         before = self.batch, self._told
         self.batch, self._told = size, size is not None
+        if self.count > 1:
+            self._tables.look()
         try:
             yield
         finally:
@@ -104,6 +119,7 @@ class Vertical:
         """The whole module is called: with the batch, where no step has told of it."""
         if self.count > 1 and not self._told and not self._inside:
             self.batch = first_size((args, kwargs))
+            self._tables.look()
 
     # -- units --------------------------------------------------------------------------------------------------------
 
@@ -146,16 +162,14 @@ class Vertical:
         kwargs: Any,
     ) -> Any:
         size = self.batch if self.batch is not None else first_size((args, kwargs))
-        inputs = Inputs(args, kwargs, size, self.count)
+        inputs = Inputs(args, kwargs, size, self.count, tables=self._tables)
         title = f"unit {unit.title}"
-        if not torch.is_grad_enabled():
-            # Whatever comes in an evaluation is welcome: a batch of another size, a cache of keys and values.
-            if inputs.why_not() is not None or inputs.holds_objects:
-                return inner(*args, **kwargs)
-            return Chunked(inner, inputs, title=title, in_chunk=self._in_chunk, help=_HELP).without_graph()
+        trains = [param.requires_grad for param in params]
+        needed = any(trains) or any(tensor.requires_grad for tensor in inputs.tensors)
+        if not (torch.is_grad_enabled() and needed):
+            return self._without_graph(unit, module, inner, inputs, args, kwargs)
         if (why := inputs.why_not()) is not None:
             raise CannotDivide(f"{title} is run in {self.count} chunks: {why}. {_HELP}")
-        trains = [param.requires_grad for param in params]
 
         @contextlib.contextmanager
         def in_backward() -> Iterator[None]:
@@ -186,10 +200,30 @@ class Vertical:
             first=unit.index not in self._seen,
             help=_HELP,
         )
-        if not any(trains) and not any(tensor.requires_grad for tensor in inputs.tensors):
-            return call.without_graph()
         result = self.with_graph(call, any(trains))
         self._seen.add(unit.index)
+        return result
+
+    def _without_graph(
+        self, unit: Unit, module: nn.Module | None, inner: Callable[..., Any], inputs: Inputs, args: Any, kwargs: Any
+    ) -> Any:
+        """The result of a call that no backward follows: in chunks, or else whole.
+
+        Whatever comes in an evaluation is welcome: a batch of another size, a cache of keys and values.
+        """
+        if unit.index in self._whole or inputs.why_not() is not None or inputs.holds_objects:
+            return inner(*args, **kwargs)
+        title = f"unit {unit.title}"
+        # One row fits everything: there a size that is the batch's by chance would not be told by an error.
+        first = inputs.chunk_size == 1 and unit.index not in self._seen | self._evaluated
+        function = changes_with_batch(inner, module, title)
+        call = Chunked(function, inputs, title=title, in_chunk=self._in_chunk, first=first, help=_HELP)
+        try:
+            result = call.without_graph()
+        except CannotDivide:
+            self._whole.add(unit.index)
+            return inner(*args, **kwargs)
+        self._evaluated.add(unit.index)
         return result
 
     def with_graph(self, call: Chunked, trains: bool) -> Any:

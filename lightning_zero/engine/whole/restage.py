@@ -87,7 +87,6 @@ def restage(engine: Assembly, config: ZeroConfig, follow: Sequence[Follow] = ())
     for sharded in engine.optimizers:
         sharded.check_row(STAGES[config.stage.name])
     passes, comm = engine.passes, engine.comm
-    passes.recover()
     passes.leave()
     engine.settle()
     engine.writes.take_all_over()

@@ -1,0 +1,49 @@
+"""Threads that step the pieces of a run, each with kernels of one thread.
+
+A step of state that rests in fewer bits is some fifty short kernels for each piece. Were each of these divided over
+threads, it would end when the slowest of them does, and beside a disk that is read and written a core is often taken.
+Pieces have nothing in common, so a thread takes one after the other.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+
+def in_threads(work: Callable[[Iterator[T]], None], items: Iterable[T], threads: int) -> None:
+    """Have ``work`` take ``items`` in each of ``threads`` threads, which end with it. An error of any is raised."""
+    left = iter([*items])  # an item goes to one thread: a list's iterator is asked under the interpreter's lock
+    own, ready, errors = torch.get_num_threads(), threading.Semaphore(0), list[BaseException]()
+
+    def run() -> None:
+        torch.set_num_threads(1)
+        ready.release()
+        try:
+            with torch.inference_mode(False), torch.no_grad():  # modes are those of a thread
+                work(left)
+        except BaseException as error:
+            errors.append(error)
+
+    # New ones for each call: those of a pool would be gone in a process that is forked.
+    running: list[threading.Thread] = []
+    try:
+        for number in range(threads):
+            thread = threading.Thread(target=run, name=f"lightning_zero-pieces_{number}")
+            thread.start()
+            running.append(thread)
+    except RuntimeError:  # no more can be started, because of a limit or because the interpreter ends
+        pass
+    for _ in running:
+        ready.acquire()
+    torch.set_num_threads(own)  # threads that others start take the number that was set last, in any thread
+    for thread in running:
+        thread.join()
+    if errors:
+        raise errors[0]
+    work(left)  # what nobody has taken

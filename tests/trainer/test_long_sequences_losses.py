@@ -1,0 +1,206 @@
+"""Losses under ``zero.sequence_parallel``: each token counts once, wherever those lie that do not count."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+import lightning_zero
+from lightning_zero.comm.sequence import OnPaper
+from lightning_zero.config import ConfigError
+from lightning_zero.sequence import losses
+from lightning_zero.sequence.part import SequencePart
+from lightning_zero.sequence.step import _fingerprint
+from tests.harness import on_ranks
+from tests.trainer.test_long_sequences import LR, VOCABULARY, Own, Texts, assert_parity, fit, one_process
+from tests.trainer.toys import seeded, some_of
+
+IGNORED = 4  # a token
+
+
+def loss_of_step(module: Any, batch: Any) -> Tensor:
+    loss: Tensor = module.training_step(batch, 0)
+    return loss
+
+
+class Loss(Own):
+    """A loss of one form, of labels of which nearly all that do not count are in one part."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.form = form
+
+    def split_sequence(self, batch: Any, part: Any) -> Any:
+        return [*(part.of(tensor) for tensor in batch), batch[0][:, 0]]  # and what a text is labelled with
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        tokens, labels, *of_texts = batch
+        if self.form == "texts":
+            features = lightning_zero.mean_over_tokens(self.hidden(tokens), tokens[..., None] > 3, dim=1)
+            return F.cross_entropy(self.head(features), of_texts[0] if of_texts else tokens[:, 0])
+        if self.form == "chunked":
+            return lightning_zero.chunked_loss(self.head, None, self.hidden(tokens), labels, chunks=2)
+        logits = self(tokens)
+        flat = logits.flatten(0, 1)
+        if self.form == "index":
+            return F.cross_entropy(flat, torch.where(labels < 0, IGNORED, labels).flatten(), ignore_index=IGNORED)
+        if self.form == "weight":
+            weight = torch.arange(1.0, VOCABULARY + 1)
+            return F.cross_entropy(flat, labels.flatten(), weight, label_smoothing=0.1)
+        if self.form == "nll":
+            return F.nll_loss(flat.log_softmax(-1), labels.flatten())
+        if self.form == "two":  # which count other tokens, and one that is a mean over as many values in each part
+            other = torch.where(tokens > 6, labels, -100).flatten()
+            return F.cross_entropy(flat, labels.flatten()) + F.cross_entropy(flat, other) + 0.1 * flat.square().mean()
+        if self.form == "beside":  # a mean that is logged says nothing of the loss
+            right = (logits.argmax(-1) == labels).float()
+            self.accuracy = lightning_zero.mean_over_tokens(right, labels != -100)
+            return F.cross_entropy(flat, labels.flatten())
+        if self.form == "values":
+            return F.mse_loss(logits, torch.zeros_like(logits))
+        nats = F.cross_entropy(flat, labels.flatten(), reduction="none" if self.form == "each" else "sum")
+        return nats.sum()
+
+    def hidden(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens) + self.position(lightning_zero.sequence_positions(tokens.shape[1]))
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+FORMS = ("index", "weight", "nll", "two", "beside", "values", "chunked", "texts")
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("form", some_of(FORMS, "index", "two", "chunked", "texts"))
+def test_each_token_counts_once(form: str, tmp_path: Path) -> None:
+    assert_parity(lambda: Loss(form), loss_of_step, "pair", tmp_path, 2, 1, ignored=True)
+
+
+@on_ranks(2)
+def test_losses_that_are_no_means_are_refused(tmp_path: Path) -> None:
+    for form, words in (("sum", "reduction='sum'"), ("each", "reduction='none'")):
+        with pytest.raises(ConfigError, match=words):
+            fit(seeded(lambda f=form: Loss(f)), Texts("pair", 1), tmp_path, 2, 1)
+
+
+class Leaves(Own):
+    """A loss on the ranks only whose part has labels."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        tokens, labels = batch
+        logits = self(tokens)
+        if self.trainer.global_step and dist.get_rank() == 0:
+            return 0 * logits.sum()
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+@on_ranks(2)
+def test_losses_that_some_ranks_leave_out_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="Call them on all ranks"):
+        fit(seeded(Leaves), Texts("pair", 1), tmp_path, 2, 1)
+
+
+class TwoSteps(Own):
+    """Two optimizer steps for each batch, by hand; and losses by torch's function, or by hand too."""
+
+    def __init__(self, by_hand: bool) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.by_hand = by_hand
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        tokens, labels = batch
+        optimizer: Any = self.optimizers()
+        for _ in range(2):
+            loss = self.loss(tokens, labels)
+            self.manual_backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            labels = labels if self.by_hand else torch.where(tokens > 5, labels, -100)
+        return {"loss": loss}
+
+    def loss(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        if not self.by_hand:
+            return loss_of(self, tokens, labels)
+        nats = -self(tokens).log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+        return nats[labels != -100].mean()
+
+
+def loss_of(module: Own, tokens: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(module(tokens).flatten(0, 1), labels.flatten())
+
+
+@on_ranks(2)
+def test_each_loss_of_manual_optimization_counts_its_tokens(tmp_path: Path) -> None:
+    data = Texts("pair", 1, ignored=True)
+    for by_hand in (False, True):
+        expected, losses = seeded(lambda b=by_hand: TwoSteps(b)), []
+        optimizer = torch.optim.SGD(expected.parameters(), lr=LR)
+        for tokens, labels in DataLoader(data, batch_size=2):
+            for wanted in (labels, labels if by_hand else torch.where(tokens > 5, labels, -100)):
+                loss = expected.loss(tokens, wanted)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            losses.append(loss.item())
+        found = seeded(lambda b=by_hand: TwoSteps(b))
+        assert fit(found, data, tmp_path, 2, 3).losses == pytest.approx(losses, rel=1e-5)
+        with lightning_zero.gather(found):
+            for name, value in expected.state_dict().items():
+                torch.testing.assert_close(found.state_dict()[name], value, rtol=1e-5, atol=1e-6)
+
+
+class Logs(Own):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("alone", loss)
+        self.log("together", loss, sync_dist=True)
+        return loss
+
+
+class Logged(pl.Callback):
+    def __init__(self) -> None:
+        self.found: list[tuple[float, float]] = []
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        self.found.append(tuple(trainer.callback_metrics[name].item() for name in ("alone", "together")))
+
+
+@on_ranks(2)
+def test_what_is_logged_in_a_step_is_the_loss_of_whole_texts(tmp_path: Path) -> None:
+    """Also on a rank whose part has no labels, where a mean of its own would be NaN."""
+    data, logged = Texts("pair", 1, ignored=True), Logged()
+    expected, _ = one_process(seeded(Own), data, 1, lambda module, batch: loss_of(module, *batch))
+    fit(seeded(Logs), data, tmp_path, 2, 1, callbacks=[logged])
+    assert logged.found == [(pytest.approx(loss, rel=1e-6),) * 2 for loss in expected[0]]
+
+
+def test_losses_in_half_precision_keep_what_torch_computes() -> None:
+    """Sums over many tokens are beyond its largest number."""
+    logits = torch.zeros(3000, 3, dtype=torch.half).index_fill_(1, torch.tensor(0), 20.5).requires_grad_()
+    args = logits, torch.ones(3000, dtype=torch.int64)
+    part = SequencePart(OnPaper(2))
+    found = losses.compute(part, F.cross_entropy, args, {})
+    assert torch.equal(found, F.cross_entropy(*args)) and found.dtype is torch.half
+    assert part.loss(found) is found and part.loss(found + 0) == found
+    by_hand = SequencePart(OnPaper(2))
+    by_hand.own_count = torch.tensor(5000)
+    assert by_hand.loss(found + 0) == found
+    values = torch.full((2, 5000), 20.5, dtype=torch.half)
+    assert lightning_zero.mean_over_tokens(values, values > 0) == 20.5
+
+
+def test_batches_of_any_mapping_are_compared() -> None:
+    transformers = pytest.importorskip("transformers")
+    batches = [transformers.BatchEncoding({"input_ids": torch.tensor([[1, 2], [3, last]])}) for last in (4, 5, 4)]
+    one, other, same = map(_fingerprint, batches)
+    assert one == same != other
