@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import lightning_zero
+from tests.engine.optimizers import Lamb, Langevin, NormOverAll, Shared
 from tests.engine.support import (
     MakeOptimizer,
     Model,
@@ -614,6 +615,27 @@ def test_an_unknown_optimizer_that_is_declared_element_wise(stage: int) -> None:
             for own, master in zip(module.parameters(), twin.masters.values(), strict=True):
                 assert torch.equal(own, master.value)
     engine.release()
+
+
+@on_ranks(1)
+def test_what_is_declared_element_wise_and_is_not_is_refused() -> None:
+    """Norms of slices are others, and each rank's norm over all is its own; random numbers cannot be tried."""
+    wrong = "came out otherwise"
+    for kind, why in (
+        (Lamb, wrong),
+        (torch.optim.Adafactor, wrong),
+        (NormOverAll, wrong),
+        (Shared, wrong),
+        (Langevin, ""),
+    ):
+        module = Model()
+        engine = lightning_zero.shard(module, device="cpu", summary=False, optimizer={"elementwise": True})
+        if why:
+            with pytest.raises(ValueError, match=rf"zero\.optimizer\.elementwise: .*{kind.__name__}.*{why}"):
+                engine.add_optimizer(kind(module.parameters()))
+        else:
+            engine.add_optimizer(kind(module.parameters()))
+        engine.release()
 
 
 @on_ranks(1, 2)

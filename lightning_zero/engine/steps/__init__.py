@@ -17,7 +17,10 @@ r"""A step: from reduced gradients to new parameters.
     in_parts          ... by several calls of the class's step
     evaluations       ... by a step that calls its closure itself
     probe             ... tried on small tensors before training
-    planned_states    ... and the state that follows from it, for a plan
+    probe_slices      whether what is declared element-wise is so
+    trial             a copy of an optimizer that steps small tensors
+    state_leaves      tensors inside of a parameter's state
+    planned_states    the state that is to come, for a plan
     mixed_dtypes      steps where a slice and its gradient differ in dtype
     narrow_states     steps whose state rests in bf16 or in 8 bits
     random_bits       ... by which these round it

@@ -27,6 +27,7 @@ from lightning_zero.engine.steps.interception import Stepping, keeps_own_step
 from lightning_zero.engine.steps.mixed_dtypes import dtype_of_step, salt_of, step_in_chunks
 from lightning_zero.engine.steps.narrow_states import NarrowStep, check_narrow, formats_of
 from lightning_zero.engine.steps.owned import Owned, WholeTensor
+from lightning_zero.engine.steps.probe_slices import check_declared
 from lightning_zero.engine.steps.runs import FlatRun, ParamStates, Runs, steps_in
 from lightning_zero.engine.steps.torch_optimizers import (
     ELEMENTWISE,
@@ -70,8 +71,10 @@ class ShardedOptimizer:
         check_supported(optimizer, declared_elementwise=declared_elementwise, stochastic_rounding=stochastic_rounding)
         check_narrow(optimizer, state_dtype, declared_elementwise=declared_elementwise)
         self.optimizer = optimizer
-        self._stochastic = stochastic_rounding
         self._around = around
+        if declared_elementwise and not is_known(optimizer):
+            check_declared(optimizer, lambda p: around.place_of(p).bucket.dtypes.master, torch.device(device_type))
+        self._stochastic = stochastic_rounding
         formats = formats_of(optimizer, state_dtype)
         self.runs = Runs(optimizer, per_fragment=not isinstance(optimizer, ELEMENTWISE), formats=formats)
         self._device_type = device_type

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_zero.engine.steps.probe import leaves_of, map_leaves
+from lightning_zero.engine.steps.state_leaves import leaves_of, map_leaves
 from lightning_zero.engine.units.bucket import Bucket
 from lightning_zero.engine.units.home import opened
 from lightning_zero.engine.units.kept import Sliced

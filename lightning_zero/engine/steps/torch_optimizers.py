@@ -75,12 +75,26 @@ def check_supported(optimizer: Optimizer, *, declared_elementwise: bool, stochas
     for group in optimizer.param_groups:
         if group.get("differentiable"):
             raise ConfigError("the optimizer's differentiable=True cannot work on shards. Drop it.")
+    refuse_changes_outside(optimizer)
     if declared_elementwise:
         refuse_own_low_bits(optimizer)
     if stochastic_rounding and (base_of(optimizer) is None or (declared_elementwise and overrides_step(optimizer))):
         raise ConfigError(
             f"zero.precision.stochastic_rounding: expected one of torch's element-wise optimizers, got "
             f"{kind.__qualname__}. Use torch.optim.AdamW, or drop zero.precision.stochastic_rounding."
+        )
+
+
+def refuse_changes_outside(optimizer: Optimizer) -> None:
+    """
+    Raises:
+        ConfigError: it changes parameters outside of its step, where it would find neither values nor state.
+    """
+    if callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None)):
+        raise ConfigError(
+            f"optimizer: {type(optimizer).__qualname__} has train() and eval(), by which it changes parameters outside "
+            "of its step (schedule-free ones do). Values and state are in shards then, and these would change nothing. "
+            "Use torch.optim.AdamW, and Lightning's EMAWeightAveraging for averaged weights."
         )
 
 

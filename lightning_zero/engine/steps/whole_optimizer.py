@@ -27,9 +27,10 @@ from lightning_zero.engine.steps.in_parts import Outcome, StepInParts, keep
 from lightning_zero.engine.steps.interception import Stepping
 from lightning_zero.engine.steps.optimizer import ShardedOptimizer
 from lightning_zero.engine.steps.owned import Owned, WholeTensor
-from lightning_zero.engine.steps.probe import needs_closure, probe, step_of
+from lightning_zero.engine.steps.probe import probe
 from lightning_zero.engine.steps.runs import ParamStates, Runs
-from lightning_zero.engine.steps.torch_optimizers import base_of
+from lightning_zero.engine.steps.torch_optimizers import base_of, refuse_changes_outside
+from lightning_zero.engine.steps.trial import needs_closure, step_of
 from lightning_zero.engine.steps.windows import Window, traveller_of
 from lightning_zero.engine.torch_modes import without_autocast
 from lightning_zero.engine.units.bucket import Bucket
@@ -382,12 +383,7 @@ def _check_settings(optimizer: Optimizer, *, stochastic_rounding: bool) -> None:
             f"zero.optimizer.whole: a step() was set on the {kind} object itself, and here the step of its class is "
             "called, for some tensors at a time. Override step() in a subclass."
         )
-    if callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None)):
-        raise ConfigError(
-            f"zero.optimizer.whole: {kind} has train() and eval(), by which it changes parameters outside of its step "
-            "(schedule-free ones do). Parameters and state are not where it looks for them then. Use "
-            "torch.optim.AdamW, and lightning's EMAWeightAveraging for averaged weights."
-        )
+    refuse_changes_outside(optimizer)
 
 
 def _asks_itself(optimizer: Optimizer) -> str:

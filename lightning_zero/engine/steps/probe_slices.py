@@ -1,0 +1,89 @@
+"""Tries an optimizer that is declared element-wise, before training: do slices step as tensors do?
+
+Small tensors are cut, as for two ranks, and each of these steps its own slices. They must come out as the tensors do,
+but not to the bit: vectorised kernels compute the last elements of a tensor with other roundings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_zero.config import ConfigError
+from lightning_zero.engine.steps.trial import SCALES, Trial, step_of, trying
+
+CLOSE = 1e-3  # of the largest change in a step
+SLICES, RANKS = 3, 2  # unequal, so that the ranks' lists are of other lengths than those of whole tensors
+
+
+def check_declared(optimizer: Optimizer, dtype_of: Callable[[nn.Parameter], torch.dtype], device: torch.device) -> None:
+    """
+    Raises:
+        ConfigError: what is declared element-wise is not, as small tensors show.
+    """
+    if differs_in_slices(optimizer, dtype_of, device):
+        raise ConfigError(
+            "zero.optimizer.elementwise: expected a class that computes each element from its own value, gradient and "
+            f"state alone, got {type(optimizer).__qualname__}: slices of small tensors came out otherwise than the "
+            "tensors. Drop zero.optimizer.elementwise=true; whole tensors are stepped then."
+        )
+
+
+def differs_in_slices(
+    optimizer: Optimizer, dtype_of: Callable[[nn.Parameter], torch.dtype], device: torch.device
+) -> bool:
+    """Whether small tensors change otherwise than slices of them. False where that cannot be told: their step fails,
+    draws random numbers, or has state from the beginning.
+
+    Args:
+        dtype_of: that of a parameter's master.
+    """
+    if optimizer.state or device.type == "meta":
+        return False
+
+    def wide(param: nn.Parameter) -> torch.dtype:
+        dtype = dtype_of(param)
+        return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
+
+    with trying(type(optimizer).__qualname__, device):
+        try:
+            whole, other_numbers = (_stepped(Trial(optimizer, wide, device), seed) for seed in (0, 1))
+        except Exception:
+            return False
+        if not _close(whole, other_numbers):
+            return False
+        try:
+            parts = [_stepped(Trial(optimizer, wide, device, slices=SLICES), 0, rank) for rank in range(RANKS)]
+        except Exception:
+            return True
+    together = [sum(changes) for changes in zip(*(changes for changes, _ in parts), strict=True)]
+    return not all(_close(whole, (together, noted)) for _, noted in parts)  # type: ignore[arg-type]
+
+
+def _stepped(trial: Trial, seed: int, rank: int | None = None) -> tuple[list[Tensor], list[Tensor]]:
+    """How a trial's tensors change in each step, flat; and numbers that the class notes in its param groups.
+
+    Args:
+        rank: whose slices are stepped; None: all tensors are.
+    """
+    groups = trial.optimizer.param_groups
+    if rank is not None:
+        for group in groups:
+            group["params"] = group["params"][rank::RANKS]
+    changes: list[Tensor] = []
+    for number, scale in enumerate(SCALES):
+        before = trial.values()
+        trial.give_gradients(scale)
+        torch.default_generator.manual_seed(100 * seed + number)
+        step_of(trial.optimizer)(trial.optimizer)
+        changes += [now - then for now, then in zip(trial.values(), before, strict=True)]
+    noted = [value for group in groups for value in group.values() if isinstance(value, (int, float, Tensor))]
+    return changes, [torch.as_tensor(value).detach().double() for value in noted]
+
+
+def _close(one: tuple[list[Tensor], list[Tensor]], other: tuple[list[Tensor], list[Tensor]]) -> bool:
+    pairs = [*zip(one[0], other[0], strict=True), *zip(one[1], other[1], strict=False)]
+    return all(torch.allclose(a, b, rtol=CLOSE, atol=CLOSE * float(a.abs().max()), equal_nan=True) for a, b in pairs)
