@@ -112,19 +112,24 @@ def test_a_gradient_passes_few_files() -> None:
         trained(side, 2)
         bucket = of_block(side)
         storages: set[int] = set()
+        kept: list[Any] = []  # so that none of them is freed, and its address given to another
         take, complete, reduce = Reducer.take, BucketGrads.complete, DirectTransport.reduce
+
+        def follow(tensor: Tensor) -> None:
+            kept.append(tensor.untyped_storage())
+            storages.add(storage_of(tensor))
 
         def taken(self: Reducer, into: Bucket, slot: int, grad: Tensor) -> None:
             if into is bucket:
-                storages.add(storage_of(grad))
+                follow(grad)
             take(self, into, slot, grad)
             if into is bucket and (local := self.grads[bucket].local) is not None:
-                storages.add(storage_of(local))
+                follow(local)
 
         def completed(self: BucketGrads) -> Tensor:
             full = complete(self)
             if self.bucket is bucket:
-                storages.add(storage_of(full))
+                follow(full)
             return full
 
         def reduced(self: DirectTransport, full: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -134,7 +139,7 @@ def test_a_gradient_passes_few_files() -> None:
             def noted() -> Tensor:
                 value = total()
                 if is_ours:
-                    storages.add(storage_of(value))
+                    follow(value)
                 return value
 
             return works, noted
