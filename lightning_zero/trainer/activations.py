@@ -423,10 +423,11 @@ def measure_sizes(
 
 def of_size(batch: Any, size: int, wanted: int) -> Any:
     """``batch``, which has ``size`` samples, with as many as are ``wanted``, without values."""
+    made: dict[int, Any] = {}  # what is given twice is one tensor
 
     def resized(value: Any) -> Any:
         if isinstance(value, Tensor) and value.ndim and value.shape[0] == size:
             return torch.empty((wanted, *value.shape[1:]), dtype=value.dtype, device="meta")
         return value
 
-    return tree_map(resized, batch)
+    return tree_map(lambda value: made.setdefault(id(value), resized(value)), batch)
