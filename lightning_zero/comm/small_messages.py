@@ -197,11 +197,11 @@ class SmallMessages:
     def _agree(self, work: Any, label: str) -> None:
         """Wait for a small message."""
         with recording.stands("agree", label, on_host=True):
-            self.wait_work(work, label)
+            self.waits.wait_work(work, label)
 
     def wait_work(self, work: Any, label: str) -> None:
-        """See :meth:`Waits.wait_work`."""
-        self.waits.wait_work(work, label)
+        """See :meth:`Waits.wait_work`: for a message that is no agreement."""
+        self.waits.wait_work(work, label, agrees=False)
 
     def _note(self, kind: str, label: str, *, issued: str | None = None) -> None:
         if self._groups is not None:

@@ -13,22 +13,41 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch.distributed as dist
 
 from lightning_zero.ranks.peers import PeerError, is_broken_connection
 from lightning_zero.ranks.watchdog import Watchdog, connection_of_its_own
 
+GO_ON_S = 0.001  # between two looks at what goes on during a wait
 ASK_S = 5.0  # of a wait, until the other ranks' waits are looked at; then twice as long, and so on
 
 
 class StallError(RuntimeError):
     """This rank waited for others longer than ``zero.stall_timeout_s``; the message names ranks and places."""
+
+
+class GoesOn(Protocol):
+    """What this rank has to send by and by, and another rank may need before it comes to where this one waits."""
+
+    def go_on(self) -> bool:
+        """Send what can be sent by now, without waiting and without raising; returns whether something is left."""
+        ...
+
+
+_going_on: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def goes_on_in_waits(what: GoesOn) -> None:
+    """Have ``what`` go on while this process waits for other ranks, as long as it lives."""
+    _going_on.add(what)
 
 
 class _Wait(NamedTuple):
@@ -109,11 +128,12 @@ class Waits:
 
     # -- waiting --------------------------------------------------------------------------------------------------
 
-    def wait_work(self, work: Any, label: str, *, patient: bool = False) -> None:
+    def wait_work(self, work: Any, label: str, *, patient: bool = False, agrees: bool = True) -> None:
         """Wait for a message; on the host no longer than ``stall_timeout_s``.
 
         Args:
             patient: another rank may be at work for long; see above.
+            agrees: it is an agreement of ranks that may be at different places, and have to send more before they come.
 
         Raises:
             StallError: the others did not come; names this rank's place and theirs.
@@ -129,6 +149,8 @@ class Waits:
                 return
             _wait_of_process = _Wait(_wait_of_process.number + 1, label, work)
             try:
+                if agrees:
+                    self._go_on(work)
                 self._wait(work, label, patient=patient)
             finally:
                 # A work holds its tensors: it would keep a bucket's memory until the next wait.
@@ -156,6 +178,17 @@ class Waits:
             yield
         finally:
             _wait_of_process = _wait_of_process._replace(work=None)
+
+    def _go_on(self, work: Any) -> None:
+        """Send what goes on while ``work`` is waited for. Another rank may look at a parameter before it comes, or wait
+        for its device: for gathers that are this rank's, too."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        deadline = time.monotonic() + self.stall_timeout_s
+        while sum(each.go_on() for each in list(_going_on)) and time.monotonic() < deadline:  # all of them
+            if work.is_completed():
+                return
+            time.sleep(GO_ON_S)
 
     def _wait(self, work: Any, label: str, *, patient: bool) -> None:
         deadline, ask_s = time.monotonic() + self.stall_timeout_s, ASK_S

@@ -74,6 +74,28 @@ def test_a_forward_that_raises_while_the_worker_of_one_rank_is_behind(
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("slow", [0, 1])
+def test_a_parameter_that_one_rank_reads_while_the_other_waits_for_it(stage: int, slow: int, tmp_path: Path) -> None:
+    """The gathers that bring it up to date need both ranks, of which one waits in an agreement already."""
+    torch.manual_seed(3)
+    module = Model()
+    twin = Twin(module, each=stage >= 2)
+    with Sharded(module, stage=stage, stall_timeout_s=15, **offload("optimizer_cpu", tmp_path)) as sharded:
+        for step in range(3):
+            with slow_on_rank(slow, 0.1):
+                for side in (sharded, twin):
+                    language_work(side, step)
+                    side.step()
+                    side.zero_grad()
+            if dist.get_rank() == 0:
+                last = [list(m.parameters())[-1].detach().clone() for m in (sharded.module, twin.module)]
+                torch.testing.assert_close(*last)
+            sharded.engine.comm.max_(torch.ones(1))
+        assert_same(sharded, twin)
+
+
+@on_ranks(2)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("slow", [0, 1])
 def test_values_assigned_while_the_worker_of_one_rank_is_behind(stage: int, slow: int, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from lightning_zero.comm.streams import Streams
 from lightning_zero.engine.steps.worker import StepJob, StepWorker
 from lightning_zero.engine.units.bucket import Bucket
 from lightning_zero.engine.units.unit import State, Unit
+from lightning_zero.ranks.waits import goes_on_in_waits
 
 
 class AfterStep:
@@ -36,6 +37,8 @@ class AfterStep:
         self._worker: StepWorker | None = None
         self._failed: Exception | None = None
         self._stale: deque[tuple[Unit, list[Bucket]]] = deque()  # refreshes to be issued, in the order of units
+        self._issuing = False
+        goes_on_in_waits(self)
 
     def use_threads(self, threads: int) -> None:
         """Run the steps that come with so many ``threads``, after those that are under way."""
@@ -88,15 +91,34 @@ class AfterStep:
         """
         if self._failed is not None:
             raise self._failed
-        behind = any(unit is needed for unit, _ in self._stale)
-        while self._stale and (behind or self._stale[0][0].step_done):
-            unit, buckets = self._stale[0]
-            # Before the entry is taken off: after a step that failed, the next call must come here again and raise too.
-            for bucket in buckets:
-                bucket.awaited_step.wait()
-            self._stale.popleft()
-            unit.refresh_begin(buckets)
-            behind = behind and unit is not needed
+        issuing, self._issuing = self._issuing, True
+        try:
+            behind = any(unit is needed for unit, _ in self._stale)
+            while self._stale and (behind or self._stale[0][0].step_done):
+                unit, buckets = self._stale[0]
+                # Before the entry is taken off: after a step that failed, the next call must come here again and raise
+                # too.
+                for bucket in buckets:
+                    bucket.awaited_step.wait()
+                self._stale.popleft()
+                unit.refresh_begin(buckets)
+                behind = behind and unit is not needed
+        finally:
+            self._issuing = issuing
+
+    def go_on(self) -> bool:
+        """Issue the refreshes whose steps are over. Returns whether some are left.
+
+        Called while this rank waits for others (:class:`GoesOn`): one of them may wait for these gathers before it
+        comes, because it reads a parameter, or because it waits for all that its device has to do.
+        """
+        if self._failed is not None or self._issuing:
+            return False
+        try:
+            self.refresh()
+        except Exception:
+            return False  # raised again by the next call of those that wait for steps
+        return bool(self._stale)
 
     def wait_for_steps(self) -> None:
         """Wait for offloaded steps: until then they own the gradients that they were given."""
