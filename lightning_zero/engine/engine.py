@@ -70,11 +70,14 @@ class Engine(Assembly):
         """
         self.hide_whole(keep=False)
         self.timeline.close()
+        # What was written before an exception may differ, and is nobody's concern any more.
+        confirms = not self.passes.aborted
         self.abort()
         self.passes.recover("engine.release(), which all ranks must call")
         self.settle()
         self.writes.take_all_over()
-        self.writes.confirm_if_any()
+        if confirms:
+            self.writes.confirm_if_any()
         self.passes.hooks.remove()
         for undo in self._undo:
             undo()
