@@ -229,13 +229,18 @@ def test_the_old_one_stays_when_the_new_one_fails(tmp_path: Path) -> None:
 @on_ranks(2)
 def test_a_write_behind_training_that_failed_is_said_once(tmp_path: Path) -> None:
     """The next save is tried again, as without the plugin."""
-    of = fit("zero3", tmp_path, plugins=[AsyncCheckpointIO()]).trainer
+    plugin, has_returned = AsyncCheckpointIO(), threading.Event()
+    of = fit("zero3", tmp_path, plugins=[plugin]).trainer
 
     def full(*_: Any) -> int:
+        has_returned.wait(60)
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with mock.patch.object(os, "pwrite", full):
         of.save_checkpoint(tmp_path / "a.ckpt")
+        has_returned.set()
+        while dist.get_rank() == 0 and plugin._error is None:
+            time.sleep(0.01)
         with pytest.raises((OSError, RuntimeError), match=r"a\.ckpt: the file could not be written: .*No space left"):
             of.save_checkpoint(tmp_path / "b.ckpt")
     of.save_checkpoint(tmp_path / "c.ckpt")
