@@ -172,6 +172,7 @@ class Waits:
     def elsewhere(self, label: str) -> Iterator[None]:
         """Inside, this rank waits for all others in a call of somebody else's; they hear of it. It is not bounded."""
         global _wait_of_process
+        self._go_on(_Elsewhere())  # all of it: nothing can be sent from inside
         self.asked[label] += 1
         _wait_of_process = _Wait(_wait_of_process.number + 1, label, _Elsewhere())
         try:

@@ -76,8 +76,11 @@ def test_a_forward_that_raises_while_the_worker_of_one_rank_is_behind(
 @on_ranks(2)
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("slow", [0, 1])
-def test_a_parameter_that_one_rank_reads_while_the_other_waits_for_it(stage: int, slow: int, tmp_path: Path) -> None:
-    """The gathers that bring it up to date need both ranks, of which one waits in an agreement already."""
+@pytest.mark.parametrize("waits_in", ["an agreement", "a call of another's"])
+def test_a_parameter_that_one_rank_reads_while_the_other_waits_for_it(
+    stage: int, slow: int, waits_in: str, tmp_path: Path
+) -> None:
+    """The gathers that bring it up to date need both ranks, of which one waits already."""
     torch.manual_seed(3)
     module = Model()
     twin = Twin(module, each=stage >= 2)
@@ -91,7 +94,13 @@ def test_a_parameter_that_one_rank_reads_while_the_other_waits_for_it(stage: int
             if dist.get_rank() == 0:
                 last = [list(m.parameters())[-1].detach().clone() for m in (sharded.module, twin.module)]
                 torch.testing.assert_close(*last)
-            sharded.engine.comm.max_(torch.ones(1))
+            comm = sharded.engine.comm
+            with torch.inference_mode():  # as between the batches of a validation
+                if waits_in == "an agreement":
+                    comm.max_(torch.ones(1))
+                else:
+                    with comm.waits.elsewhere("a reduction"):
+                        dist.all_reduce(torch.ones(1))
         assert_same(sharded, twin)
 
 

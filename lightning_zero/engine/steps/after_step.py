@@ -17,6 +17,7 @@ from collections.abc import Collection, Sequence
 
 from lightning_zero.comm.streams import Streams
 from lightning_zero.engine.steps.worker import StepJob, StepWorker
+from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units.bucket import Bucket
 from lightning_zero.engine.units.unit import State, Unit
 from lightning_zero.ranks.waits import goes_on_in_waits
@@ -106,6 +107,7 @@ class AfterStep:
         finally:
             self._issuing = issuing
 
+    @outside_autograd
     def go_on(self) -> bool:
         """Issue the refreshes whose steps are over. Returns whether some are left.
 
