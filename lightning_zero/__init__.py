@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from lightning_zero.sequence.part import SequencePart as SequencePart
     from lightning_zero.sequence.part import mean_over_tokens as mean_over_tokens
     from lightning_zero.sequence.part import sequence_positions as sequence_positions
-    from lightning_zero.trainer.monitor import ZeroMonitor as ZeroMonitor
+    from lightning_zero.trainer.callbacks.monitor import ZeroMonitor as ZeroMonitor
     from lightning_zero.trainer.precision import ZeroPrecision as ZeroPrecision
     from lightning_zero.trainer.strategy import ZeroStrategy as ZeroStrategy
 
@@ -33,7 +33,7 @@ _HOMES = {
     "ZeroFabricStrategy": "lightning_zero.fabric.strategy",
     "ZeroConfig": "lightning_zero.config",
     "ZeroPrecision": "lightning_zero.trainer.precision",
-    "ZeroMonitor": "lightning_zero.trainer.monitor",
+    "ZeroMonitor": "lightning_zero.trainer.callbacks.monitor",
     "chunked_loss": "lightning_zero.engine",
     "gather": "lightning_zero.engine",
     "grad_norm": "lightning_zero.engine",

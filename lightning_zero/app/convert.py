@@ -33,8 +33,8 @@ from lightning_zero.checkpoint.sharded.save import ShardedSaver
 from lightning_zero.config import ConfigError, parse_bytes
 from lightning_zero.engine.units.stored import StoredTensor
 from lightning_zero.engine.whole.sharded_state import Part, TensorParts
-from lightning_zero.trainer.checkpoint_io import ZeroCheckpointIO, load
-from lightning_zero.trainer.sharded_checkpoints import MODULE, OPTIMIZERS, divide, read
+from lightning_zero.trainer.saves.checkpoint_io import ZeroCheckpointIO, load
+from lightning_zero.trainer.saves.sharded_checkpoints import MODULE, OPTIMIZERS, divide, read
 
 USAGE = """usage: python -m lightning_zero.checkpoint convert IN OUT to=... [dtype=...] [shard_size=...] [prefix=...]
 

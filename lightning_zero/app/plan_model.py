@@ -214,7 +214,7 @@ def with_activations(
     found: Described, module: LightningModule, config: TrainConfig, take_batch: Callable[[], Any], *, both_ways: bool
 ) -> Described:
     """Measure activations, with activation checkpointing as it is set and, with ``both_ways``, the other way round."""
-    from lightning_zero.trainer.activations import NotMeasured, measure, measure_sizes
+    from lightning_zero.trainer.memory.activations import NotMeasured, measure, measure_sizes
 
     zero, precision = for_layout(config.zero), precision_row(config)
     try:
@@ -241,7 +241,7 @@ def batch_of(config: TrainConfig, explicit: set[str], *, is_causal_lm: bool) -> 
     """A batch of a run: of the sizes of the default data, which is not read; else the first of the user's."""
     import torch
 
-    from lightning_zero.trainer.auto_row import batch_from
+    from lightning_zero.trainer.memory.auto_row import batch_from
 
     data = config.data
     if is_causal_lm or data.get("_target_") == TEXT_DATA:

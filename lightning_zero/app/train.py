@@ -105,7 +105,7 @@ def build_trainer(config: TrainConfig, plugins: list[Any] | None = None) -> Trai
     from lightning_zero.app.progress import AnnounceTime, LastValidation
     from lightning_zero.app.tasks import LogSettings, WritePredictions
     from lightning_zero.ranks.allocation import check_srun
-    from lightning_zero.trainer.kept_files import NoteJob
+    from lightning_zero.trainer.saves.kept_files import NoteJob
     from lightning_zero.trainer.strategy import ZeroStrategy
 
     values = {f.name: getattr(config.trainer, f.name) for f in fields(TrainerConfig)}

@@ -30,11 +30,11 @@ from lightning_zero.engine.whole.module_state import keeping_frozen
 from lightning_zero.engine.whole.sharded_state import sharded_optimizer_state, sharded_state_dict
 from lightning_zero.fabric.module import ZeroModule
 from lightning_zero.ranks.waits import Waits
-from lightning_zero.trainer.checkpoint_fits import check_model
-from lightning_zero.trainer.checkpoint_io import ZeroCheckpointIO, load, writes_files
-from lightning_zero.trainer.range_saves import RangeSave
-from lightning_zero.trainer.sharded_checkpoints import divide, is_folder, local_path, read, refuse_writer
-from lightning_zero.trainer.verified_loads import verify
+from lightning_zero.trainer.saves.checkpoint_fits import check_model
+from lightning_zero.trainer.saves.checkpoint_io import ZeroCheckpointIO, load, writes_files
+from lightning_zero.trainer.saves.range_saves import RangeSave
+from lightning_zero.trainer.saves.sharded_checkpoints import divide, is_folder, local_path, read, refuse_writer
+from lightning_zero.trainer.saves.verified_loads import verify
 
 T = TypeVar("T")
 Filter = Mapping[str, Callable[[str, Any], bool]]

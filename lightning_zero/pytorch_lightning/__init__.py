@@ -18,14 +18,14 @@ from lightning_zero.pytorch_lightning.mirror import install
 
 if TYPE_CHECKING:
     from lightning_zero.fabric.strategy import ZeroFabricStrategy as ZeroFabricStrategy
-    from lightning_zero.trainer.monitor import ZeroMonitor as ZeroMonitor
+    from lightning_zero.trainer.callbacks.monitor import ZeroMonitor as ZeroMonitor
     from lightning_zero.trainer.precision import ZeroPrecision as ZeroPrecision
     from lightning_zero.trainer.strategy import ZeroStrategy as ZeroStrategy
 
 _HOMES = {
     "ZeroStrategy": "trainer.strategy",
     "ZeroPrecision": "trainer.precision",
-    "ZeroMonitor": "trainer.monitor",
+    "ZeroMonitor": "trainer.callbacks.monitor",
     "ZeroFabricStrategy": "fabric.strategy",
 }
 

@@ -10,9 +10,9 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_zero.config import ConfigError, ZeroConfig, with_rows
 from lightning_zero.engine import engine_of
-from lightning_zero.trainer import averaging
-from lightning_zero.trainer.checkpointing import CheckpointingStrategy
+from lightning_zero.trainer.callbacks import averaging
 from lightning_zero.trainer.precision import ZeroPrecision
+from lightning_zero.trainer.saves.checkpointing import CheckpointingStrategy
 from lightning_zero.trainer.summary import print_units
 
 # Hooks of Lightning outside of its steps. What a step has left open (a ``training_step`` that returned None) is over.

@@ -26,28 +26,20 @@ from lightning_zero.engine.whole.host_copy import check_room, check_room_here
 from lightning_zero.planning.activations import Activations
 from lightning_zero.planning.whole import copy_nbytes
 from lightning_zero.sequence.model import check_model
-from lightning_zero.trainer import (
-    auto_row,
-    averaging,
-    compiled,
-    finetuning,
-    kept_files,
-    processes,
-    pruning,
-    range_saves,
-    stochastic_averaging,
-    validations,
-)
-from lightning_zero.trainer.checkpoint_io import async_writer
+from lightning_zero.trainer import compiled, processes, validations
+from lightning_zero.trainer.callbacks import averaging, finetuning, pruning, stochastic_averaging
 from lightning_zero.trainer.interruptions import Interruptions, Left
 from lightning_zero.trainer.last_batches import check_last_batches
 from lightning_zero.trainer.launchers import TRAINERS
 from lightning_zero.trainer.long_sequences import LongSequences
+from lightning_zero.trainer.memory import auto_row
+from lightning_zero.trainer.memory.step_peak import StepPeak
 from lightning_zero.trainer.precision import ZeroPrecision
 from lightning_zero.trainer.processes import Processes
-from lightning_zero.trainer.random_numbers import RandomNumbers
+from lightning_zero.trainer.saves import kept_files, range_saves
+from lightning_zero.trainer.saves.checkpoint_io import async_writer
+from lightning_zero.trainer.saves.random_numbers import RandomNumbers
 from lightning_zero.trainer.settings import settings_of, with_precision
-from lightning_zero.trainer.step_peak import StepPeak
 from lightning_zero.trainer.steps import SteppingStrategy
 from lightning_zero.trainer.summary import print_held, print_units
 

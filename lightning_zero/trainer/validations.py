@@ -14,7 +14,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 from lightning_zero.checkpoint.rng import Generators
-from lightning_zero.trainer import averaging
+from lightning_zero.trainer.callbacks import averaging
 
 _RUN, _LOADER_IS_OVER, _STEP, _END = "run", "_store_dataloader_outputs", "_evaluation_step", "on_run_end"
 

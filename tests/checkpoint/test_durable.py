@@ -23,7 +23,7 @@ import pytest
 import torch
 
 from lightning_zero.checkpoint import durable
-from lightning_zero.trainer.checkpoint_io import ZeroCheckpointIO
+from lightning_zero.trainer.saves.checkpoint_io import ZeroCheckpointIO
 
 OLD, NEW = {"value": torch.zeros(50_000)}, {"value": torch.ones(50_000)}
 

@@ -24,7 +24,7 @@ from lightning_zero.config import ConfigError
 from lightning_zero.engine.units.stored import KeptTensor, StoredTensor
 from lightning_zero.engine.whole.sharded_state import Lone, Part, TensorParts
 from lightning_zero.planning.boxes import memory_order
-from lightning_zero.trainer.checkpoint_io import ZeroCheckpointIO
+from lightning_zero.trainer.saves.checkpoint_io import ZeroCheckpointIO
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64])

@@ -21,7 +21,7 @@ from lightning_zero.engine.units.describe import describe_units
 from lightning_zero.engine.whole.held_bytes import held_bytes, plan_of, state_tensors
 from lightning_zero.planning.memory import Moment, planned_bytes
 from lightning_zero.planning.tensor_states import TensorStates
-from lightning_zero.trainer.step_peak import _silence
+from lightning_zero.trainer.memory.step_peak import _silence
 from tests.engine.optimizers import (
     Batched,
     Counting,

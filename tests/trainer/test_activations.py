@@ -21,7 +21,7 @@ from lightning_zero.planning.choose import choose_row, with_room
 from lightning_zero.planning.fit import Machine, Model, plan_row
 from lightning_zero.planning.memory import Limits
 from lightning_zero.planning.step_time import CPU_RATES
-from lightning_zero.trainer.activations import LiveBytes, NotMeasured, measure, measure_sizes
+from lightning_zero.trainer.memory.activations import LiveBytes, NotMeasured, measure, measure_sizes
 
 
 class Level(nn.Module):

@@ -15,9 +15,9 @@ from lightning_zero import ZeroStrategy
 from lightning_zero.config import ConfigError, Precision, Stage, candidate_rows, make_config
 from lightning_zero.engine.units.describe import describe_units
 from lightning_zero.planning.tensor_states import TensorStates
-from lightning_zero.trainer import auto_row
-from lightning_zero.trainer.auto_row import KEY
-from lightning_zero.trainer.fake_module import states_of
+from lightning_zero.trainer.memory import auto_row
+from lightning_zero.trainer.memory.auto_row import KEY
+from lightning_zero.trainer.memory.fake_module import states_of
 from tests.harness import on_ranks
 from tests.trainer import toys
 

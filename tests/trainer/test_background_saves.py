@@ -29,9 +29,9 @@ from lightning_zero.engine.units import kept
 from lightning_zero.engine.units.home import ResidentHome
 from lightning_zero.engine.whole.snapshot import Snapshot
 from lightning_zero.tiers.nvme import NvmeTier
-from lightning_zero.trainer import background_saves
-from lightning_zero.trainer.background_saves import BackgroundSaves
-from lightning_zero.trainer.checkpointing import CheckpointingStrategy
+from lightning_zero.trainer.saves import background_saves
+from lightning_zero.trainer.saves.background_saves import BackgroundSaves
+from lightning_zero.trainer.saves.checkpointing import CheckpointingStrategy
 from tests.harness import on_ranks
 from tests.pairwise import pairwise_places
 from tests.trainer.test_range_saves import Model, same

@@ -28,8 +28,8 @@ from lightning_zero.app.train import refusals
 from lightning_zero.checkpoint.archive import records_of
 from lightning_zero.config import ConfigError
 from lightning_zero.ranks.verdict import VERDICT_VARIABLE
-from lightning_zero.trainer import verified_loads
-from lightning_zero.trainer.checkpoint_io import ZeroCheckpointIO, load
+from lightning_zero.trainer.saves import verified_loads
+from lightning_zero.trainer.saves.checkpoint_io import ZeroCheckpointIO, load
 from tests.harness import on_ranks
 from tests.trainer.toys import Lit, assert_weights, fit, loader, seeded, trainer, weights
 

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from lightning_zero import ZeroStrategy
 from lightning_zero.config import ConfigError
-from lightning_zero.trainer.checkpoint_io import ZeroCheckpointIO
+from lightning_zero.trainer.saves.checkpoint_io import ZeroCheckpointIO
 from tests.harness import Pool, on_ranks, run
 from tests.trainer.toys import (
     STAGES,
@@ -289,7 +289,7 @@ def test_more_or_fewer_optimizers_than_saved(saved: int, resumed: int, tmp_path:
     expected = fit(again, tmp_path, seeded(lambda: OfParts(resumed)), max_epochs=2, ckpt_path=path)
     for stage in STAGES:
         said: list[str] = []
-        with mock.patch("lightning_zero.trainer.checkpointing.rank_zero_warn", said.append):
+        with mock.patch("lightning_zero.trainer.saves.checkpointing.rank_zero_warn", said.append):
             found = body(stage)
         assert_same(found, expected, what=stage)
         assert_optimizer(optimizer_states(found.trainer), optimizer_states(expected.trainer), what=stage)

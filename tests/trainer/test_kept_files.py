@@ -17,8 +17,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_zero.checkpoint import durable
 from lightning_zero.ranks import resume
-from lightning_zero.trainer import kept_files
-from lightning_zero.trainer.kept_files import NoteJob
+from lightning_zero.trainer.saves import kept_files
+from lightning_zero.trainer.saves.kept_files import NoteJob
 from tests.harness import on_ranks
 from tests.trainer.toys import fit
 

@@ -33,8 +33,9 @@ from lightning_zero.checkpoint.sharded.index import EXTRA
 from lightning_zero.checkpoint.sharded.read import ShardedFolder
 from lightning_zero.data.resumable import ResumableLoader
 from lightning_zero.ranks import resume
-from lightning_zero.trainer import interruptions, kept_files
-from lightning_zero.trainer.kept_files import NoteJob
+from lightning_zero.trainer import interruptions
+from lightning_zero.trainer.saves import kept_files
+from lightning_zero.trainer.saves.kept_files import NoteJob
 from tests.harness import Pool
 from tests.trainer.toys import Lit, Samples, seeded, trainer
 

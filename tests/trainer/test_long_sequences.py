@@ -21,7 +21,7 @@ import lightning_zero
 from lightning_zero import ZeroMonitor, ZeroStrategy
 from lightning_zero.config import Precision, make_config
 from lightning_zero.models.gpt import LitGPT
-from lightning_zero.trainer.activations import LiveBytes, measure
+from lightning_zero.trainer.memory.activations import LiveBytes, measure
 from tests.harness import on_ranks
 from tests.trainer.toys import seeded, some_of, trainer
 

@@ -226,7 +226,7 @@ def test_speeds_are_of_all_ranks_and_of_training_alone(tmp_path: Path) -> None:
         def on_validation_batch_start(self, *_: Any) -> None:
             clock.now += 100
 
-    with mock.patch("lightning_zero.trainer.monitor.time", clock):
+    with mock.patch("lightning_zero.trainer.callbacks.monitor.time", clock):
         _, rows = monitored("zero1", tmp_path, callbacks=[Passes()], max_epochs=2, limit_val_batches=1)
         for row in rows:
             assert row["zero/steps_per_s"] == 2 and row["zero/samples_per_s"] == 2 * 2 * 2
@@ -254,7 +254,7 @@ def test_flops_are_those_of_the_plain_model(checkpointing: str, parts: int, tmp_
         def on_train_batch_start(self, *_: Any) -> None:
             clock.now += 0.5
 
-    with mock.patch("lightning_zero.trainer.monitor.time", clock):
+    with mock.patch("lightning_zero.trainer.callbacks.monitor.time", clock):
         for stage in STAGES if parts == 1 else [3]:
             monitor = ZeroMonitor(1, peak_flops=1e6)
             strategy: Any = ZeroStrategy(stage, **settings)
@@ -277,7 +277,7 @@ def test_flops_that_are_not_known_are_no_column(tmp_path: Path) -> None:
     assert rows and not any("flops" in name or "mfu" in name for name in rows[-1])
     given = seeded(Lit)
     given.flops_per_batch = 5e9
-    with mock.patch("lightning_zero.trainer.monitor.FlopCount", side_effect=AssertionError):
+    with mock.patch("lightning_zero.trainer.callbacks.monitor.FlopCount", side_effect=AssertionError):
         _, rows = monitored("zero1", tmp_path, given)
     assert rows[-1]["zero/tflops_per_s"] == pytest.approx(5e9 / 1e12 * rows[-1]["zero/steps_per_s"])
 
@@ -326,7 +326,7 @@ def test_what_it_does_at_a_step_does_not_grow_with_the_model(tmp_path: Path) -> 
         def count(frame: Any, event: str, _: Any) -> None:
             nonlocal counted
             code = frame.f_code.co_filename
-            counted += event == "call" and code.endswith(("trainer/monitor.py", "device/recording.py"))
+            counted += event == "call" and code.endswith(("trainer/callbacks/monitor.py", "device/recording.py"))
 
         class Count(Callback):
             """Of the last batch, hooks of the monitor among it."""

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 
 from lightning_zero.checkpoint.rng import Generators
 from lightning_zero.data.resumable import ResumableLoader
-from lightning_zero.trainer.random_numbers import KEY
+from lightning_zero.trainer.saves.random_numbers import KEY
 from tests.harness import on_ranks, run
 from tests.trainer.toys import STAGES, Lit, Samples, seeded, trainer
 

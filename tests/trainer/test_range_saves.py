@@ -24,7 +24,7 @@ from lightning_zero import ZeroStrategy
 from lightning_zero.checkpoint import verify
 from lightning_zero.engine.units.bucket import Bucket
 from lightning_zero.engine.whole import ranges
-from lightning_zero.trainer import range_saves
+from lightning_zero.trainer.saves import range_saves
 from tests.harness import on_ranks
 from tests.pairwise import pairwise_places
 from tests.trainer.toys import Lit, assert_same, fit, seeded, weights
@@ -268,7 +268,7 @@ class Settings:
 
 @on_ranks(2)
 def test_what_is_loaded_is_mapped_and_what_is_kept_is_not(tmp_path: Path) -> None:
-    from lightning_zero.trainer.checkpoint_io import ZeroCheckpointIO
+    from lightning_zero.trainer.saves.checkpoint_io import ZeroCheckpointIO
 
     big = torch.arange(1 << 19, dtype=torch.float32)
     kept = big * 2

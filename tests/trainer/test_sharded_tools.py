@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from lightning_zero.checkpoint.sharded.read import ShardedFolder
-from lightning_zero.trainer.sharded_checkpoints import read
+from lightning_zero.trainer.saves.sharded_checkpoints import read
 from tests.harness import on_ranks
 from tests.trainer.test_sharded import odd, sharded
 from tests.trainer.toys import Lit, assert_weights, fit, loader, seeded, trainer, weights

@@ -20,7 +20,7 @@ from lightning_zero.planning.buckets import Role
 from lightning_zero.planning.memory import FILE_PAGE_NBYTES, Moment
 from lightning_zero.planning.placement import Tier
 from lightning_zero.trainer import strategy as strategy_module
-from lightning_zero.trainer.activations import measure
+from lightning_zero.trainer.memory.activations import measure
 from lightning_zero.trainer.summary import planned_peaks
 from tests.harness import on_ranks
 

@@ -39,17 +39,19 @@ from lightning_zero.engine.whole.ranges import Hollow
 from lightning_zero.engine.whole.sharded_state import sharded_optimizer_state, sharded_state_dict
 from lightning_zero.ranks.peers import PeerError
 from lightning_zero.ranks.waits import StallError, Waits
-from lightning_zero.trainer import auto_row, averaging
-from lightning_zero.trainer.background_saves import BackgroundSaves
 from lightning_zero.trainer.bars import has_bar
-from lightning_zero.trainer.checkpoint_fits import (
+from lightning_zero.trainer.callbacks import averaging
+from lightning_zero.trainer.interruptions import ON_ALL_RANKS, failed_on_all_ranks, refuse_lonely_save
+from lightning_zero.trainer.memory import auto_row
+from lightning_zero.trainer.saves.background_saves import BackgroundSaves
+from lightning_zero.trainer.saves.checkpoint_fits import (
     check_frozen,
     check_model,
     check_states,
     may_change_optimizers,
     of_lightning,
 )
-from lightning_zero.trainer.checkpoint_io import (
+from lightning_zero.trainer.saves.checkpoint_io import (
     after_writes,
     async_writer,
     load,
@@ -58,14 +60,13 @@ from lightning_zero.trainer.checkpoint_io import (
     with_default,
     writes_files,
 )
-from lightning_zero.trainer.interruptions import ON_ALL_RANKS, failed_on_all_ranks, refuse_lonely_save
-from lightning_zero.trainer.overruled import warn_of_overruled
-from lightning_zero.trainer.random_numbers import KEY as RNG_KEY
-from lightning_zero.trainer.random_numbers import RandomNumbers, Saved, saved_ranks
-from lightning_zero.trainer.range_saves import RangeSave
-from lightning_zero.trainer.sharded_checkpoints import divide, is_folder, local_path, refuse_writer
-from lightning_zero.trainer.sharded_checkpoints import read as read_folder
-from lightning_zero.trainer.verified_loads import verify
+from lightning_zero.trainer.saves.overruled import warn_of_overruled
+from lightning_zero.trainer.saves.random_numbers import KEY as RNG_KEY
+from lightning_zero.trainer.saves.random_numbers import RandomNumbers, Saved, saved_ranks
+from lightning_zero.trainer.saves.range_saves import RangeSave
+from lightning_zero.trainer.saves.sharded_checkpoints import divide, is_folder, local_path, refuse_writer
+from lightning_zero.trainer.saves.sharded_checkpoints import read as read_folder
+from lightning_zero.trainer.saves.verified_loads import verify
 
 T = TypeVar("T")
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lightning_zero.engine import Engine
 from lightning_zero.engine.torch_modes import outside_autograd
-from lightning_zero.trainer.averaging import ShardedAverage, masters, stochastic
+from lightning_zero.trainer.callbacks.averaging import ShardedAverage, masters, stochastic
 
 _WAITING = "_lightning_zero_average"  # of a checkpoint that was loaded before there were shards
 _PATCHED = ("setup", "update_parameters", "transfer_weights", "_load_average_model_state", _WAITING)

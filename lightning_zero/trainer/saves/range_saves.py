@@ -47,9 +47,9 @@ from lightning_zero.engine.whole.module_state import hollow_copy
 from lightning_zero.engine.whole.ranges import COPY, MASTER, Copies, Hollow, Range, Value, own_parts
 from lightning_zero.engine.whole.snapshot import KeptRanges
 from lightning_zero.ranks.mailbox import Mailbox
-from lightning_zero.trainer.background_saves import not_behind
-from lightning_zero.trainer.checkpoint_io import ZeroCheckpointIO, writes_files
 from lightning_zero.trainer.interruptions import refuse_lonely_save
+from lightning_zero.trainer.saves.background_saves import not_behind
+from lightning_zero.trainer.saves.checkpoint_io import ZeroCheckpointIO, writes_files
 
 T = TypeVar("T")
 Noting = Callable[[], contextlib.AbstractContextManager[None]]

@@ -46,8 +46,8 @@ from lightning_zero.planning.step_time import CPU_RATES, GPU_RATES
 from lightning_zero.planning.tensor_states import TensorStates
 from lightning_zero.ranks.peers import machine
 from lightning_zero.tiers.limits import available_host_memory
-from lightning_zero.trainer.activations import NotMeasured, measure_sizes
-from lightning_zero.trainer.fake_module import states_of
+from lightning_zero.trainer.memory.activations import NotMeasured, measure_sizes
+from lightning_zero.trainer.memory.fake_module import states_of
 from lightning_zero.trainer.precision import ZeroPrecision
 
 KEY = "lightning_zero_auto"  # in checkpoints

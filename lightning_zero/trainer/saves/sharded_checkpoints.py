@@ -29,7 +29,7 @@ from lightning_zero.checkpoint.words import words
 from lightning_zero.config import CheckpointConfig, CheckpointFormat, ConfigError
 from lightning_zero.engine.units.long_work import SILENT, LongWork
 from lightning_zero.engine.whole.sharded_state import TensorParts
-from lightning_zero.trainer.checkpoint_io import ZeroCheckpointIO, load, way_out
+from lightning_zero.trainer.saves.checkpoint_io import ZeroCheckpointIO, load, way_out
 
 MODULE, OPTIMIZERS = "state_dict", "optimizer_states"
 RECORD = "lightning_zero_sharded"  # in meta.pt: the number of optimizers, and what of a module is no tensor

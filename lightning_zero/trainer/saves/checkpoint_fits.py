@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_zero.checkpoint.words import words
 from lightning_zero.config import ConfigError, ZeroConfig
 from lightning_zero.engine import engine_of
-from lightning_zero.trainer.averaging import EXCLUDES_FROZEN
+from lightning_zero.trainer.callbacks.averaging import EXCLUDES_FROZEN
 
 _HOOK = "on_fit_start"  # comes between configure_optimizers and the load of states
 _SHOWN = 5  # names of a kind

@@ -38,7 +38,7 @@ from lightning_zero.engine.vertical.split import Inputs, first_size
 from lightning_zero.engine.vertical.tables import Tables
 from lightning_zero.planning.activations import Activations, ByBatchSize, Stretch
 from lightning_zero.sequence.step import SequenceSteps
-from lightning_zero.trainer.fake_module import CPU, detach_from_lightning, fake_copy, give_fake_optimizers
+from lightning_zero.trainer.memory.fake_module import CPU, detach_from_lightning, fake_copy, give_fake_optimizers
 
 
 class NotMeasured(ConfigError):

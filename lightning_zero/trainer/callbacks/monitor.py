@@ -20,7 +20,7 @@ from lightning_zero.engine.whole.held_bytes import held_bytes, plan_of, state_te
 from lightning_zero.planning.buckets import RESTING, Role
 from lightning_zero.planning.memory import Bytes, Moment, planned_bytes
 from lightning_zero.planning.peaks import peak_flops
-from lightning_zero.trainer.flops import FlopCount
+from lightning_zero.trainer.callbacks.flops import FlopCount
 
 if TYPE_CHECKING:
     from lightning_zero.engine import Engine

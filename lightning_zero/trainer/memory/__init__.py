@@ -1,0 +1,9 @@
+"""What a run needs of memory.
+
+::
+
+    activations  what a micro-batch needs, found on tensors without memory
+    fake_module  the copy of a module that has such
+    auto_row     stage=auto: the row that a run takes, and why
+    step_peak    the most bytes of a step on the CPU
+"""
