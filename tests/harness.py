@@ -70,6 +70,10 @@ _DUMP_STACKS = signal.SIGUSR2  # SIGUSR1 is SLURM's
 torch.set_num_threads(1)
 
 
+class WorkerDied(RuntimeError):
+    """A worker has ended without an answer."""
+
+
 class CaseTimeout(AssertionError):
     """A case took too long; the message holds the stacks of the ranks that were still running."""
 
@@ -267,7 +271,7 @@ class Pool:
             return answer
         except EOFError:
             self._processes[rank].join(EXIT_S)
-            return False, (RuntimeError(f"the worker died with exit code {self._processes[rank].exitcode}"), "")
+            return False, (WorkerDied(f"the worker died with exit code {self._processes[rank].exitcode}"), "")
 
     def _stack_file(self, rank: int) -> Path:
         return Path(self._folder.name) / f"stack{rank}"
@@ -326,7 +330,10 @@ atexit.register(_kill_pools)
 
 def _restored(failed: list[tuple[int, tuple[BaseException, str]]]) -> BaseException:
     """The first exception that is more than a consequence of another rank's, with every rank's traceback as a note."""
-    rank, (error, _) = next((f for f in failed if not isinstance(f[1][0], ConnectionError)), failed[0])
+    # Another rank may have noticed the end of a worker, and answered, before its pipe was closed.
+    rank, (error, _) = min(
+        failed, key=lambda f: (not isinstance(f[1][0], WorkerDied), isinstance(f[1][0], ConnectionError))
+    )
     error.add_note(f"on rank {rank}")
     for other, (_, text) in failed:
         error.add_note(f"--- rank {other} ---\n{text}")
