@@ -473,6 +473,35 @@ def test_gradients_that_lack_a_part_are_not_stepped(stage: int, plain: bool) -> 
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("cleared_by", ["the optimizer", "hand"])
+def test_gradients_that_were_cleared_lack_nothing_in_the_next_scope(stage: int, cleared_by: str) -> None:
+    """The engine hears of the backward that raised when a scope begins, and by then they have been cleared."""
+    torch.manual_seed(3)
+    module = Model()
+    twin = Twin(module)
+    soon = mock.patch("lightning_zero.engine.passes.passes.ABANDON_S", 0.5)
+    with soon, Sharded(module, stage=stage, plain=True) as side:
+        side.backward(language_loss(side.module, tokens(0)))
+        hook = raise_in(side.module.blocks[1])
+        with pytest.raises(ZeroDivisionError):
+            side.backward(language_loss(side.module, tokens(1)))
+        hook.remove()
+        if cleared_by == "the optimizer":
+            side.zero_grad()
+        else:
+            for param in side.module.parameters():
+                param.grad = None
+        with side.engine.step_scope():
+            loss = language_loss(side.module, tokens(2))
+        side.backward(loss)
+        side.step()
+        twin.backward(language_loss(twin.module, tokens(2)))
+        twin.step()
+        assert_same(side, twin)
+
+
+@on_ranks(2)
 @pytest.mark.parametrize("where", ["_begin_backward", "_end_backward", "flush"])
 def test_an_exception_at_an_end_of_a_backward_is_followed_by_a_clean_one(where: str) -> None:
     torch.manual_seed(3)

@@ -250,6 +250,7 @@ class Passes:
 
         All ranks come here and end the pass together. They may have issued different parts of its plan.
         """
+        self.forget_failed()
         if self.in_backward:
             self.abort()  # an exception in a backward that the engine was not told of
         else:
