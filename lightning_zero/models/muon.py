@@ -44,6 +44,8 @@ class MuonAdamW(Optimizer):
             "muon": {**common, "momentum": momentum, "adjust_lr_fn": "match_rms_adamw"},
             "adamw": {**common, "betas": tuple(betas)},
         }
+        for rule, settings in self._settings.items():  # both, whatever groups there are: before training
+            RULES[rule]([nn.Parameter(torch.empty(1, 1))], **settings)
         super().__init__(params, {})
 
     @staticmethod

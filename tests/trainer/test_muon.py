@@ -67,6 +67,8 @@ def test_what_it_refuses() -> None:
         MuonAdamW([{"params": [nn.Parameter(torch.ones(2, 2))], "rule": "sgd"}])
     with pytest.raises(ValueError, match="2D"):
         MuonAdamW([{"params": [nn.Parameter(torch.ones(2))], "rule": "muon"}])
+    with pytest.raises(ValueError, match="momentum"):  # also where no group is Muon's
+        MuonAdamW([nn.Parameter(torch.ones(2))], momentum=-1)
     with pytest.raises(ValueError, match="beta"):
         MuonAdamW([nn.Parameter(torch.ones(2))], betas=(2.0, 0.9))
 
