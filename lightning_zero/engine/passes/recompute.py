@@ -59,7 +59,7 @@ def _wrap(
         offload_inputs: the inputs that are kept wait in host memory.
         pin_memory: ... which is pinned (there is an accelerator).
     """
-    inner, own = module.forward, module.__dict__.get("forward")
+    inner = module.forward
     passes_ref, buffers = ref(passes), BuffersAgain(module)
 
     # Without the attributes of a compiled forward, by which torch.compile would find a way past this one.
@@ -78,6 +78,19 @@ def _wrap(
     def replace(change: Callable[[Any], Any]) -> None:
         nonlocal inner
         inner = change(inner)
+
+    return put_around(module, forward, replace)
+
+
+def put_around(
+    module: nn.Module, forward: Callable[..., Any], replace: Callable[[Callable[[Any], Any]], None]
+) -> Callable[[], None]:
+    """Put ``forward`` in the place of ``module.forward``, which it calls; returns what undoes it.
+
+    Args:
+        replace: changes the forward inside of it, as compiling a unit does.
+    """
+    own = module.__dict__.get("forward")
 
     def undo() -> None:
         del module.__dict__["forward"]

@@ -18,8 +18,7 @@ from torch.autograd.graph import save_on_cpu
 
 from lightning_zero.config import ConfigError
 from lightning_zero.engine.passes.events import PassEvents
-from lightning_zero.engine.passes.recompute import WRAPPED
-from lightning_zero.engine.torch_modes import outside_graphs
+from lightning_zero.engine.passes.recompute import put_around
 from lightning_zero.engine.units.bucket import Bucket
 from lightning_zero.engine.units.unit import Unit
 from lightning_zero.engine.vertical.chunked import Chunked, Context
@@ -125,7 +124,7 @@ class Vertical:
 
     def wrap(self, unit: Unit, module: nn.Module) -> Callable[[], None]:
         """Have ``module.forward`` run in chunks; returns what undoes it."""
-        inner, own = module.forward, module.__dict__.get("forward")
+        inner = module.forward
         vertical_ref, params = ref(self), list(module.parameters())
         module_ref = ref(module)
 
@@ -142,15 +141,7 @@ class Vertical:
             if (vertical := vertical_ref()) is not None:
                 vertical._seen.add(unit.index)  # what is compiled keeps what the compiler says
 
-        def undo() -> None:
-            del module.__dict__["forward"]
-            if own is not None:
-                module.__dict__["forward"] = own
-
-        outer = outside_graphs(forward)
-        setattr(outer, WRAPPED, replace)
-        module.__dict__["forward"] = outer
-        return undo
+        return put_around(module, forward, replace)
 
     def _call(
         self,
