@@ -8,8 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-import torch
-
+from lightning_zero.device.host_threads import set_own_threads
 from lightning_zero.engine.units.long_work import SILENT, Count, LongWork
 
 
@@ -78,7 +77,7 @@ class Background:
 
 
 def _only_thread() -> None:
-    torch.set_num_threads(1)  # of this thread: the others are for those that train
+    set_own_threads(1)  # of this thread: the others are for those that train
 
 
 def _patient_thread() -> None:

@@ -4,6 +4,7 @@
 
     accelerator   the interface; its base class is the host, where everything happens at once
     cuda          the same on a GPU, and which GPUs there are
+    host_threads  how many threads kernels on the host take in a thread of ours
     recording     what compute stands still for, what moves, and when: on clocks and by events
 """
 

@@ -320,7 +320,8 @@ def _staging(buckets: Sequence[BucketPlan], limits: Limits, states: States, rank
     in_steps += STEP_CHUNK_NBYTES * any(b.steps_on_host for b in cast)
     narrow = [b for b in trainable if states and b.itemsizes.state is not StateDtype.fp32]
     on_host = max((b.owned_numel for b in narrow if b.steps_on_host), default=0)
-    in_steps += scratch_nbytes(on_host, on_device=False)
+    for phase in Phase:
+        found[phase][host] += scratch_nbytes(on_host, on_device=False)  # which stays for the next step
     found[Phase.step][host] += in_steps
     found[Phase.forward][host] += in_steps
     on_device = max((b.owned_numel * b.itemsizes.master for b in cast if not b.steps_on_host), default=0)

@@ -17,8 +17,10 @@ ROW = BLOCK + 1  # bytes of a block
 # in the step's dtype, and two of the kernel's own.
 BUFFERS = 8
 TABLE_NBYTES = 1 << 22  # random bits
-CHUNK = 1 << 18  # elements of a piece for each thread
-MAX_CHUNK = 1 << 21  # ... for all threads of the host
+# Elements of a piece on the host: at least so many, as a piece costs some 0.1 ms in Python, during which other threads
+# wait for the interpreter; at most so many, or what it makes of the state would not stay in the cache.
+MIN_CHUNK, MAX_CHUNK = 1 << 18, 1 << 19
+HOST_CHUNKS = 1 << 21  # ... of the pieces of all threads
 DEVICE_CHUNK = 1 << 23  # ... on a device
 
 
@@ -34,7 +36,22 @@ def state_nbytes(numel: int, state: StateDtype, master_itemsize: int) -> int:
     return numel * (2 if state is StateDtype.bf16 else master_itemsize)
 
 
+def pieces_of(numel: int, threads: int | None) -> tuple[int, int]:
+    """Elements of the pieces in which a run of ``numel`` is stepped, and how many threads take them.
+
+    Args:
+        threads: that the host has for it; None: on a device.
+    """
+    if threads is None:
+        return DEVICE_CHUNK, 1
+    most = max(MIN_CHUNK, min(MAX_CHUNK, HOST_CHUNKS // threads))
+    threads = max(1, min(threads, HOST_CHUNKS // most, -(-numel // MIN_CHUNK)))
+    count = round_up(-(-numel // most), threads)  # each thread gets as many
+    return round_up(-(-numel // max(count, 1)), BLOCK), threads
+
+
 def scratch_nbytes(numel: int, *, on_device: bool) -> int:
-    """Bytes beside the state while the largest range of ``numel`` elements is stepped in pieces."""
-    pieces = BUFFERS * 4 * min(numel, DEVICE_CHUNK if on_device else MAX_CHUNK)
+    """Bytes beside the state by which the largest range of ``numel`` elements is stepped in pieces; those on the host
+    stay for the next step."""
+    pieces = BUFFERS * 4 * min(numel, DEVICE_CHUNK if on_device else HOST_CHUNKS)
     return pieces + TABLE_NBYTES if numel else 0

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 import lightning_zero
 from lightning_zero.config import ConfigError, StateDtype
 from lightning_zero.engine.steps import narrow_states
-from lightning_zero.engine.steps.narrow_states import NarrowStep
+from lightning_zero.engine.steps.narrow_states import NarrowStep, PieceMemory
 from lightning_zero.engine.steps.piece_threads import in_threads
 from lightning_zero.engine.units.narrow import Format, Stretch
 from lightning_zero.engine.whole.held_bytes import held_bytes, plan_of, state_tensors
@@ -173,7 +173,7 @@ def test_pieces_and_threads_change_nothing(name: str, dtype: str) -> None:
     for in_pieces in (True, False):
         torch.default_generator.manual_seed(3)
         with (
-            mock.patch.object(narrow_states, "CHUNK", 512 if in_pieces else 1 << 18),
+            mock.patch.object(narrow_states, "pieces_of", return_value=(512, 3) if in_pieces else (1 << 18, 1)),
             mock.patch.object(NarrowStep, "_piece", counted),
             Side(wide_model(), dtype, make=make, stage=1) as side,
         ):
@@ -192,20 +192,41 @@ def test_pieces_and_threads_change_nothing(name: str, dtype: str) -> None:
 
 def test_an_error_in_a_thread_is_raised_and_the_rest_is_done() -> None:
     done: list[int] = []
+    teams = set[int]()
 
-    def work(left: Iterator[int]) -> None:
+    def work(left: Iterator[int], memory: str) -> None:
         for item in left:
             if item == 3:
                 raise ZeroDivisionError
             done.append(item)
+            torch.ones(1 << 16).sum()
+            teams.add(torch.get_num_threads())
 
-    with pytest.raises(ZeroDivisionError):
-        in_threads(work, range(100), 2)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        with pytest.raises(ZeroDivisionError):
+            in_threads(work, range(100), ["one", "two"])
+    finally:
+        torch.set_num_threads(threads)
+    assert teams == {1}, "each by kernels of one thread"
     assert sorted(done) == [n for n in range(100) if n != 3]
     done.clear()
     with mock.patch.object(threading.Thread, "start", side_effect=RuntimeError("can't start new thread")):
-        in_threads(work, range(4, 8), 2)
+        in_threads(work, range(4, 8), ["one", "two"])
     assert done == [4, 5, 6, 7]
+
+
+def test_memory_for_pieces_stays_for_the_runs_that_follow() -> None:
+    memory, cpu = PieceMemory(), torch.device("cpu")
+    one, two = memory.lend(2, 512, cpu, ["exp_avg"])
+    assert memory.lend(1, 256, cpu, ["exp_avg"]) == [one]
+    assert memory.lend(2, 512, cpu, ["exp_avg"]) == [one, two]
+    larger = memory.lend(1, 1024, cpu, ["exp_avg"])
+    assert larger[0].numel == 1024 and memory.lend(2, 512, cpu, ["exp_avg"]) == [*larger, two]
+    # Of another dtype it is other memory: what was there may be read yet.
+    wide = two.other("param", 512, torch.float64)
+    assert wide.dtype is torch.float64 and two.other("param", 512, torch.float32).data_ptr() != wide.data_ptr()
 
 
 # -- layouts, files, rows -----------------------------------------------------------------------------------------

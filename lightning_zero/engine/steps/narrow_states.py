@@ -25,7 +25,7 @@ from lightning_zero.engine.steps.piece_threads import in_threads
 from lightning_zero.engine.steps.random_bits import Places, random_bits
 from lightning_zero.engine.steps.torch_optimizers import base_of, overrides_step, shadow_of, start_state
 from lightning_zero.engine.units.narrow import Format, Scratch
-from lightning_zero.planning.state_dtype import CHUNK, DEVICE_CHUNK, MAX_CHUNK
+from lightning_zero.planning.state_dtype import pieces_of
 
 # State with an element for each element of a parameter, and whether it may be negative.
 _MOMENTS = {"exp_avg": True, "exp_avg_sq": False}
@@ -103,18 +103,37 @@ def formats_of(optimizer: Optimizer, state: StateDtype) -> dict[str, Format]:
 
 
 class _Memory:
-    """Memory for the pieces of one run, for one after the other: fixed, and counted in the plan."""
+    """Memory for pieces of up to ``numel`` elements, for one after the other: fixed, and counted in the plan."""
 
     def __init__(self, numel: int, device: torch.device, formats: Iterable[str]) -> None:
-        self._numel, self._device = numel, device
-        self._other: dict[str, Tensor] = {}
+        self.numel, self._device = numel, device
+        self._other: dict[tuple[str, torch.dtype], Tensor] = {}
         self.states = {name: torch.empty(numel, dtype=torch.float32, device=device) for name in formats}
         self.scratch = Scratch(numel, device)
 
     def other(self, name: str, numel: int, dtype: torch.dtype) -> Tensor:
-        if name not in self._other:
-            self._other[name] = torch.empty(self._numel, dtype=dtype, device=self._device)
-        return self._other[name][:numel]
+        if (name, dtype) not in self._other:
+            self._other[name, dtype] = torch.empty(self.numel, dtype=dtype, device=self._device)
+        return self._other[name, dtype][:numel]
+
+
+class PieceMemory:
+    """Memory of the threads that step pieces, for the runs of one optimizer, one run after the other.
+
+    It stays for the runs that follow: new memory would be given by the system page by page, in each of them.
+    """
+
+    def __init__(self) -> None:
+        self._held: list[_Memory] = []
+
+    def lend(self, threads: int, numel: int, device: torch.device, formats: Iterable[str]) -> list[_Memory]:
+        """One for each of ``threads``, for pieces of ``numel`` elements."""
+        for number in range(threads):
+            if number < len(self._held) and self._held[number].numel >= numel:
+                continue
+            del self._held[number : number + 1]  # what is too small goes before there is more
+            self._held.insert(number, _Memory(numel, device, formats))
+        return self._held[:threads]
 
 
 @dataclass(frozen=True)
@@ -138,25 +157,23 @@ class NarrowStep:
     factor: Tensor | None = None
     rounding: tuple[int, int] | None = None
 
-    def by(self, optimizer: Optimizer) -> None:
+    def by(self, optimizer: Optimizer, memory: PieceMemory) -> None:
         """Have it done by the step of ``optimizer``, one of torch's element-wise ones, with one param group."""
         run = self.run
-        on_host = run.device.type == "cpu"
-        chunk = CHUNK if on_host else DEVICE_CHUNK
+        chunk, threads = pieces_of(run.numel(), torch.get_num_threads() if run.device.type == "cpu" else None)
         pieces = [(low, min(low + chunk, run.numel())) for low in range(0, run.numel(), chunk)]
-        threads = min(torch.get_num_threads(), MAX_CHUNK // CHUNK, len(pieces)) if on_host else 1
+        memories = memory.lend(threads, min(chunk, run.numel()), run.device, self.formats)
         before, after = dict(self.state), dict[str, Any]()
 
-        def take(pieces: Iterator[tuple[int, int]]) -> None:
-            memory = _Memory(min(chunk, run.numel()), run.device, self.formats)
+        def take(pieces: Iterator[tuple[int, int]], memory: _Memory) -> None:
             own = shadow_of(optimizer)  # with a param group of its own
             for low, high in pieces:
                 after.update(self._piece(own, before, memory, low, high))
 
         if threads > 1:
-            in_threads(take, pieces, threads)
+            in_threads(take, pieces, memories)
         else:
-            take(iter(pieces))
+            take(iter(pieces), memories[0])
         self.state.update({name: value for name, value in after.items() if name not in self.formats})
         if isinstance(optimizer, torch.optim.SGD):
             # It counts no steps. Here they name the random bits, also those of the steps that follow a checkpoint.

@@ -25,7 +25,7 @@ from lightning_zero.device import recording
 from lightning_zero.engine.steps.around import AroundStep
 from lightning_zero.engine.steps.interception import Stepping, keeps_own_step
 from lightning_zero.engine.steps.mixed_dtypes import dtype_of_step, salt_of, step_in_chunks
-from lightning_zero.engine.steps.narrow_states import NarrowStep, check_narrow, formats_of
+from lightning_zero.engine.steps.narrow_states import NarrowStep, PieceMemory, check_narrow, formats_of
 from lightning_zero.engine.steps.owned import Owned, WholeTensor
 from lightning_zero.engine.steps.probe_slices import check_declared
 from lightning_zero.engine.steps.runs import FlatRun, ParamStates, Runs, steps_in
@@ -78,6 +78,7 @@ class ShardedOptimizer:
         formats = formats_of(optimizer, state_dtype)
         self.runs = Runs(optimizer, per_fragment=not isinstance(optimizer, ELEMENTWISE), formats=formats)
         self._device_type = device_type
+        self._of_jobs = PieceMemory()  # of the steps in the worker, which does one at a time
         own_step = keeps_own_step(optimizer, declared_elementwise=declared_elementwise)
         self._known = own_step or is_known(optimizer)
         self._stepping = Stepping(optimizer, self.step, intercept=own_step)
@@ -91,6 +92,7 @@ class ShardedOptimizer:
             self.runs.drop(bucket)
         self._stepping.undo()
         self.optimizer.state.clear()
+        self._of_jobs = PieceMemory()
 
     def places(self) -> list[list[Place]]:
         """Where the parameters of each param group live.
@@ -339,7 +341,8 @@ class ShardedOptimizer:
                 lists[index].append(run.tensor)
                 stepped.append(run)
         try:
-            self._step_in_pieces(optimizer, in_pieces)  # first: the groups are as the user has set them
+            # First: the groups are as the user has set them.
+            self._step_in_pieces(optimizer, in_pieces, self._of_jobs if claimed is not None else PieceMemory())
             for group, params in zip(optimizer.param_groups, lists, strict=True):
                 group["params"] = params
                 start_state(optimizer, group, params)
@@ -358,7 +361,12 @@ class ShardedOptimizer:
     def _rounds(self, run: FlatRun) -> bool:
         return self._stochastic and run.tensor.dtype is torch.bfloat16
 
-    def _step_in_pieces(self, optimizer: Optimizer, runs: Sequence[tuple[int, FlatRun, Tensor, Tensor | None]]) -> None:
+    def _step_in_pieces(
+        self,
+        optimizer: Optimizer,
+        runs: Sequence[tuple[int, FlatRun, Tensor, Tensor | None]],
+        memory: PieceMemory,
+    ) -> None:
         """Step the runs whose arithmetic needs another dtype than they or their gradients have, or another factor."""
         if not runs:
             return
@@ -378,7 +386,7 @@ class ShardedOptimizer:
                 salt = salt_of(run.bucket.label, self.runs.step_count(run))
                 rounding = run.bucket.owned_range[0] + run.run.start, salt
             if narrow:
-                self._step_narrow(shadow, run, grad, factor, rounding)
+                self._step_narrow(shadow, run, grad, factor, rounding, memory)
             else:
                 step_in_chunks(shadow, group, run.tensor, grad, factor=factor, rounding=rounding)
 
@@ -389,11 +397,12 @@ class ShardedOptimizer:
         grad: Tensor,
         factor: Tensor | None,
         rounding: tuple[int, int] | None,
+        memory: PieceMemory,
     ) -> None:
         start, names = run.run.start, run.bucket.params
         places = [(replace(f, start=f.start - start), names[f.index].fqn) for f in run.run.fragments]
         state, formats, step = shadow.state[run.tensor], self.runs.formats, self.runs.step_count(run)
-        NarrowStep(run.tensor, grad, state, formats, places, step, factor, rounding).by(shadow)
+        NarrowStep(run.tensor, grad, state, formats, places, step, factor, rounding).by(shadow, memory)
 
     def _is_used(self, run: FlatRun, used: set[int]) -> bool:
         slot = run.run.fragments[0].index  # runs are cut where this differs

@@ -8,33 +8,37 @@ Pieces have nothing in common, so a thread takes one after the other.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 import torch
 
 T = TypeVar("T")
+M = TypeVar("M")
 
 
-def in_threads(work: Callable[[Iterator[T]], None], items: Iterable[T], threads: int) -> None:
-    """Have ``work`` take ``items`` in each of ``threads`` threads, which end with it. An error of any is raised."""
+def in_threads(work: Callable[[Iterator[T], M], None], items: Iterable[T], memories: Sequence[M]) -> None:
+    """Have ``work`` take ``items`` in a thread for each of ``memories``; they end with it. Any error is raised."""
     left = iter([*items])  # an item goes to one thread: a list's iterator is asked under the interpreter's lock
     own, ready, errors = torch.get_num_threads(), threading.Semaphore(0), list[BaseException]()
 
-    def run() -> None:
+    def run(memory: M) -> None:
+        # Asked first: a thread that has never asked for its number takes, at its first kernel, that which was set last
+        # in any thread. That would be the caller's by then, and each of these threads would have a team of its own.
+        torch.get_num_threads()
         torch.set_num_threads(1)
         ready.release()
         try:
             with torch.inference_mode(False), torch.no_grad():  # modes are those of a thread
-                work(left)
+                work(left, memory)
         except BaseException as error:
             errors.append(error)
 
     # New ones for each call: those of a pool would be gone in a process that is forked.
     running: list[threading.Thread] = []
     try:
-        for number in range(threads):
-            thread = threading.Thread(target=run, name=f"lightning_zero-pieces_{number}")
+        for number, memory in enumerate(memories):
+            thread = threading.Thread(target=run, args=(memory,), name=f"lightning_zero-pieces_{number}")
             thread.start()
             running.append(thread)
     except RuntimeError:  # no more can be started, because of a limit or because the interpreter ends
@@ -46,4 +50,4 @@ def in_threads(work: Callable[[Iterator[T]], None], items: Iterable[T], threads:
         thread.join()
     if errors:
         raise errors[0]
-    work(left)  # what nobody has taken
+    work(left, memories[0])  # what nobody has taken

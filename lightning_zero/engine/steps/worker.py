@@ -25,10 +25,9 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
-import torch
-
 from lightning_zero.device import recording
 from lightning_zero.device.accelerator import Accelerator
+from lightning_zero.device.host_threads import set_own_threads
 from lightning_zero.engine.units.bucket import Bucket
 from lightning_zero.engine.units.home import Home
 
@@ -104,7 +103,7 @@ class StepWorker:
         # Errors of every kind, wherever in this thread: the main thread waits for the futures, and would wait for ever.
         try:
             # Here and not in the pool's initializer: the pool ends after an error of that, and says it to nobody.
-            torch.set_num_threads(self._threads)  # a setting of each thread, as is the device
+            set_own_threads(self._threads)  # a setting of each thread, as is the device
             self._accelerator.bind_thread()
             current = self._take()
             while current is not None:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from lightning_zero.comm.profiling import profiled
 from lightning_zero.comm.streams import HELD, Streams
+from lightning_zero.device.host_threads import set_own_threads
 from lightning_zero.planning.memory import PAIR_NBYTES
 from lightning_zero.tiers.pinned import PinnedPair
 
@@ -65,7 +66,7 @@ class Landing:
         return future
 
     def _add(self, reduced: Tensor, target: Tensor, event: Any) -> None:
-        torch.set_num_threads(self._threads)  # a setting of each thread, as is the device
+        set_own_threads(self._threads)  # a setting of each thread, as is the device
         accelerator = self.streams.accelerator
         accelerator.bind_thread()
         length = PAIR_NBYTES // reduced.element_size()
