@@ -41,7 +41,7 @@ STATES = ("fp32", "bf16", "int8")
 class InFiles:
     """AdamW with its state in files, to be stepped on gradients that are there already."""
 
-    def __init__(self, folder: str, state_dtype: str = "fp32") -> None:
+    def __init__(self, folder: str, state_dtype: str = "fp32", row: str = "optimizer_nvme") -> None:
         import lightning_zero
 
         self.model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Identity()) for _ in range(BLOCKS)))
@@ -49,7 +49,7 @@ class InFiles:
         self.engine = lightning_zero.shard(
             self.model,
             stage=3,
-            offload={"name": "optimizer_nvme", "nvme_path": folder},
+            offload={"name": row, "nvme_path": folder},
             device="cpu",
             unit={"classes": ["Linear"]},
             optimizer={"state_dtype": state_dtype},
@@ -89,16 +89,17 @@ def optimizer_only(rank: int, world: int, store: str, folder: str, queue: Any, s
     queue.put(found)
 
 
-def states_in_turn(rank: int, world: int, store: str, folder: str, queue: Any, steps: int = 6) -> None:
+def states_in_turn(rank: int, world: int, store: str, folder: str, row: str, queue: Any, steps: int = 8) -> None:
     """The same with every ``zero.optimizer.state_dtype``, by turns: what the disk does meanwhile all of them have."""
-    sides = {dtype: InFiles(folder, dtype) for dtype in STATES}
+    sides = {dtype: InFiles(folder, dtype, row) for dtype in STATES}
     times: dict[str, list[float]] = {dtype: [] for dtype in STATES}
     for _ in range(2 + steps):
         for dtype, side in sides.items():
             times[dtype].append(side.step())
     for side in sides.values():
         side.engine.release()
-    found: dict[str, Any] = {f"{d}_s": round(statistics.median(times[d][2:]), 3) for d in STATES}
+    found: dict[str, Any] = {"row": row}
+    found |= {f"{d}_s": round(statistics.median(times[d][2:]), 3) for d in STATES}
     for dtype in STATES[1:]:
         by_turn = [one / other for one, other in zip(times["fp32"][2:], times[dtype][2:], strict=True)]
         found[f"{dtype}_speed"] = round(statistics.median(by_turn), 2)
@@ -119,7 +120,8 @@ def main() -> None:
     print(f"{date.today()}, {os.cpu_count()} CPU cores, torch {torch.__version__}")
     with tempfile.TemporaryDirectory(prefix="lightning_zero_bench_", dir=args.nvme) as folder:
         if args.states:
-            print(json.dumps(bench.launch(states_in_turn, 1, folder)))
+            for row in ("optimizer_nvme", "nvme"):
+                print(json.dumps(bench.launch(states_in_turn, 1, folder, row)), flush=True)
         elif args.vertical:
             bench_vertical.compare(Path(folder), "nvme", args.vertical, args.rounds)
         else:

@@ -316,6 +316,9 @@ def _staging(buckets: Sequence[BucketPlan], limits: Limits, states: States, rank
     windows = (sum(in_files[i : i + STEPS_IN_MEMORY]) for i in range(len(in_files)))
     # The step overlaps the next forward.
     in_steps = max(windows, default=0) + pair * bool(in_files)  # what is stepped is sent by pieces
+    written = [b for b in trainable if b.params_rest is ParamsRest.shard and b.tiers.compute_param is Tier.nvme]
+    # As they are cast from the masters: one is written behind the step, and one is made.
+    in_steps += 2 * max((b.owned_numel * b.itemsizes.compute for b in written if not b.one_dtype), default=0)
     cast = [b for b in trainable if b.itemsizes.grad != b.itemsizes.master]
     in_steps += STEP_CHUNK_NBYTES * any(b.steps_on_host for b in cast)
     narrow = [b for b in trainable if states and b.itemsizes.state is not StateDtype.fp32]

@@ -7,6 +7,7 @@ import copy
 import errno
 import gc
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,13 +25,16 @@ from lightning_zero.device.accelerator import Accelerator
 from lightning_zero.engine import Engine
 from lightning_zero.engine.steps.worker import StepJob, StepWorker
 from lightning_zero.engine.units.awaited_step import AwaitedStep
-from lightning_zero.engine.units.home import FileHome
+from lightning_zero.engine.units.home import FileHome, Home, Tiers, make_home, opened
 from lightning_zero.engine.units.param_store import FileShard
+from lightning_zero.planning.placement import Tier
 from lightning_zero.ranks import watchdog
-from lightning_zero.tiers.aio import DiskError
+from lightning_zero.tiers.aio import DiskError, Syscalls
+from lightning_zero.tiers.host import HostTier
 from lightning_zero.tiers.nvme import NvmeTier
 from lightning_zero.tiers.pages import HOST
 from lightning_zero.tiers.pinned import READ_AHEAD, ReadAhead
+from lightning_zero.tiers.write_behind import WriteBehind
 from tests.engine.support import Model, Sharded, accumulate, floats, tokens
 from tests.engine.test_offload import PLACES, offload, slow_steps, train
 from tests.harness import on_ranks, run
@@ -245,19 +249,90 @@ def test_a_unit_waits_for_its_own_step_only(row: str, stage: int, tmp_path: Path
         side.backward(side.module(tokens(4)).square().mean())
 
 
+@contextlib.contextmanager
+def shard_in_file(
+    folder: Path, rests: Tier, pwritev: Callable[[FileShard, int], None] = lambda *_: None
+) -> Iterator[tuple[FileShard, Home]]:
+    """A shard of 2000 zeros in a file, whose masters rest elsewhere; ``pwritev`` is called before it is written to."""
+    shards: list[FileShard] = []
+
+    def write(fd: int, pieces: list[memoryview], offset: int) -> int:
+        if shards and 0 <= offset - shards[0]._extent.offset < shards[0]._extent.nbytes:
+            pwritev(shards[0], offset)
+        return os.pwritev(fd, pieces, offset)
+
+    tier, host = NvmeTier(folder, rank=0, syscalls=Syscalls(pwritev=write)), HostTier()
+    read_ahead, streams = ReadAhead(HOST, 8000), Streams(HOST)
+    try:
+        home = make_home(rests, Tiers(host, tier), "unit", torch.zeros(2000), torch.float32)
+        shards.append(FileShard(tier, home, read_ahead, WriteBehind(tier), streams, "unit", torch.zeros(2000)))
+        yield shards[0], home
+        assert len(read_ahead._free) == READ_AHEAD
+        shards[0].free()
+        home.free()
+    finally:
+        tier.close()
+        host.close()
+        read_ahead.close()
+
+
 @on_ranks(1)
 def test_what_was_read_ahead_is_read_again_after_a_write(tmp_path: Path) -> None:
-    tier = NvmeTier(tmp_path, rank=0)
-    read_ahead, streams = ReadAhead(HOST, 8000), Streams(HOST)
-    file, out = FileShard(tier, read_ahead, streams, "unit", torch.zeros(2000)), torch.empty(2000)
-    file.stage_ahead()
-    file.update(torch.ones(2000))
-    file.read(out)
-    assert out.eq(1).all()
-    assert file._staged is None
-    assert len(read_ahead._free) == READ_AHEAD
-    tier.close()
-    read_ahead.close()
+    with shard_in_file(tmp_path, Tier.device) as (file, _):
+        out = torch.empty(2000)
+        file.stage_ahead()
+        file.update(torch.ones(2000))
+        file.read(out)
+        assert out.eq(1).all()
+        assert file._staged is None
+
+
+@on_ranks(1)
+@pytest.mark.parametrize("rests", list(Tier))
+def test_a_step_goes_on_while_parameters_are_written_and_the_next_one_waits(rests: Tier, tmp_path: Path) -> None:
+    may_write, changes, changed = threading.Event(), threading.Event(), threading.Event()
+
+    def step(value: float) -> None:
+        home.open(to_write=True)
+        changes.set()
+        home.master.fill_(value)
+        file.update(home.master)
+        home.close(changed=True)
+        home.settle()
+        changed.set()
+
+    with shard_in_file(tmp_path, rests, lambda *_: assert_set(may_write)) as (file, home):
+        home.open(to_write=True)
+        home.master.fill_(1)
+        file.update(home.master)
+        home.close(changed=True)  # nothing has been written yet
+        thread = threading.Thread(target=step, args=(2,))
+        thread.start()
+        assert not changes.wait(0.3), "what is being written was changed"
+        out = torch.empty(2000)
+        may_write.set()
+        thread.join(20)
+        assert changed.is_set()
+        file.read(out)
+        assert out.eq(2).all()
+
+
+def assert_set(event: threading.Event) -> None:
+    assert event.wait(20)
+
+
+@on_ranks(1)
+def test_a_write_behind_that_fails_is_told_by_the_next_read(tmp_path: Path) -> None:
+    def broken(*_: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with shard_in_file(tmp_path, Tier.nvme, broken) as (file, home):
+        for _ in range(2):  # the write after it says nothing of it either
+            with opened(home, changed=True):
+                file.update(home.master)
+        with pytest.raises(DiskError, match=r"writing .* failed for 'unit \(parameters\)'"):
+            file.read(torch.empty(2000))
+        file._drop()
 
 
 # -- a disk that fails ------------------------------------------------------------------------------------------------

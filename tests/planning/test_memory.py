@@ -240,6 +240,10 @@ def test_replicated_gradients_wait_for_more_micro_batches() -> None:
 def test_state_in_files_needs_three_buckets_of_the_host() -> None:
     shapes = [BucketShape(unit, (8192,), Itemsizes(2, 4, 4, 4)) for unit in range(9)]
     plans = [place(s, STAGES[Stage.zero3], OFFLOADS[Offload.nvme], 2) for s in shapes]
+    cast = 2 * 2 * 4096  # parameters: one shard is being written, one is made
+    assert peak_bytes(plans, LIMITS)[Phase.step][Role.staging, H] == RING + 3 * 12 * 4096 + 2 * PAIR_NBYTES + cast
+    shapes = [BucketShape(unit, (8192,), Itemsizes(4, 4, 4, 4)) for unit in range(9)]  # written as the masters are
+    plans = [place(s, STAGES[Stage.zero3], OFFLOADS[Offload.nvme], 2) for s in shapes]
     assert peak_bytes(plans, LIMITS)[Phase.step][Role.staging, H] == RING + 3 * 12 * 4096 + 2 * PAIR_NBYTES
 
 

@@ -41,6 +41,7 @@ from lightning_zero.tiers.host import HostTier
 from lightning_zero.tiers.limits import available_host_memory
 from lightning_zero.tiers.nvme import NvmeTier
 from lightning_zero.tiers.pinned import ReadAhead, Sender
+from lightning_zero.tiers.write_behind import WriteBehind
 
 IO_THREADS = 4  # a disk wants several requests in flight
 LANDING_THREADS = 4  # keep up with a link: each adds a few GB/s
@@ -119,7 +120,7 @@ def with_ways(
     Args:
         before: whose parts are used again.
     """
-    landing = sender = read_ahead = None
+    landing = sender = read_ahead = write_behind = None
     if host is not None:
         landing = before.landing or Landing(comm.streams, min(share.cpus, LANDING_THREADS))
     if nvme is not None:
@@ -127,7 +128,8 @@ def with_ways(
         if comm.streams.are_there:
             sender = before.sender or Sender(accelerator)
         read_ahead = ReadAhead(accelerator, max(map(memory.read_nbytes, plans)))
-    return Tiers(host, nvme, landing, sender, read_ahead)
+        write_behind = WriteBehind(nvme)
+    return Tiers(host, nvme, landing, sender, read_ahead, write_behind)
 
 
 def make_files(path: str, offload: OffloadConfig, rank: int, instances: Collection[int]) -> NvmeTier:

@@ -15,7 +15,7 @@ import functools
 import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol, TypeVar, cast
@@ -34,6 +34,7 @@ from lightning_zero.tiers.extents import Extent, Wanted
 from lightning_zero.tiers.host import HostTier
 from lightning_zero.tiers.nvme import NvmeTier
 from lightning_zero.tiers.pinned import ReadAhead, Sender
+from lightning_zero.tiers.write_behind import WriteBehind
 
 CAST_CHUNK = 1 << 22  # elements: few enough to need little memory, and enough to keep a link busy
 _CHANGES = itertools.count()  # see :attr:`Home.changes`
@@ -46,7 +47,7 @@ class Tiers:
     Attributes:
         landing: of gradients that rest on the host.
         sender: of masters in files, to a device that has streams.
-        read_ahead: for parameters in files.
+        read_ahead, write_behind: for parameters in files.
     """
 
     host: HostTier | None = None
@@ -54,6 +55,7 @@ class Tiers:
     landing: Landing | None = None
     sender: Sender | None = None
     read_ahead: ReadAhead | None = None
+    write_behind: WriteBehind | None = None
 
     def close(self, *, but: Tiers | None = None) -> None:
         """End them, except for parts of ``but``. May be called twice."""
@@ -105,6 +107,10 @@ class Home(Protocol):
         """A stream reads the master until ``event`` (None: it does not): it is not written to before."""
         ...
 
+    def lend(self, writing: Future[Any]) -> None:
+        """The disk reads the master, which is readable, until ``writing`` is done: it is not written to before."""
+        ...
+
     def close(self, *, changed: bool) -> None:
         """End one ``open``; the last end starts to bring the tensors to rest. ``changed``: they were written to."""
         ...
@@ -154,6 +160,7 @@ class ResidentHome:
         self._is_exposed = is_exposed
         self._kept: KeptInMemory | None = None
         self._spare: list[Tensor] | None = []  # for copies of what is kept
+        self._lent: Future[Any] | None = None
 
     def begin_open(self) -> None: ...
 
@@ -161,6 +168,9 @@ class ResidentHome:
         if to_write:
             self.changes = next(_CHANGES)
             self._secure()
+            if self._lent is not None:
+                wait([self._lent])  # an error is for whoever reads the file
+                self._lent = None
 
     def keep(self, parts: Sequence[Sliced], streams: Streams) -> Kept:
         at_once = self.master if self._is_exposed else None
@@ -176,6 +186,9 @@ class ResidentHome:
         copy_cast(self.master, target)
 
     def read_until(self, event: Any) -> None: ...
+
+    def lend(self, writing: Future[Any]) -> None:
+        self._lent = writing
 
     def close(self, *, changed: bool) -> None: ...
 
@@ -282,6 +295,7 @@ class FileHome:
         self._changed = False
         self._phase = Phase.OPEN
         self._moving: list[Future[Any]] = []  # reads or writes
+        self._lent: list[Future[Any]] = []  # writes of others
         self._kept: KeptInFiles | None = None
         # The worker brings a home to rest after its step is over, and the main thread may open it from then on.
         self._lock = threading.RLock()
@@ -313,10 +327,16 @@ class FileHome:
         """Not needed: memory that is not pinned has been read when its copy is queued."""
 
     @_by_one_thread
+    def lend(self, writing: Future[Any]) -> None:
+        self._lent.append(writing)
+
+    @_by_one_thread
     def open(self, *, to_write: bool = False) -> None:
         self._opens += 1
         # A write that is under way still reads this memory, so it must end before anyone may change the tensors.
         self.settle()
+        if to_write:
+            self._take_back()
         self.begin_open()
         if self._phase is Phase.READING:
             self._wait()
@@ -375,7 +395,12 @@ class FileHome:
                 future.result()
         self._moving = []  # not where one has failed: then whoever waits next gets its error too
 
+    def _take_back(self) -> None:
+        wait(self._lent)  # an error is for whoever reads what they write
+        self._lent = []
+
     def _rest(self) -> None:
+        self._take_back()
         # The storage objects stay: the runs' tensors and the optimizer's state are views of them.
         for tensor in self._tensors:
             tensor.untyped_storage().resize_(0)

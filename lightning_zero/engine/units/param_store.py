@@ -26,6 +26,7 @@ from lightning_zero.planning.placement import Tier
 from lightning_zero.tiers.extents import Wanted
 from lightning_zero.tiers.nvme import NvmeTier
 from lightning_zero.tiers.pinned import ReadAhead
+from lightning_zero.tiers.write_behind import WriteBehind
 
 
 class ParamStore(Protocol):
@@ -145,13 +146,23 @@ class FileShard:
 
     memory: Tensor | None = None
 
-    def __init__(self, tier: NvmeTier, read_ahead: ReadAhead, streams: Streams, label: str, values: Tensor) -> None:
-        self._tier, self._read_ahead, self._streams = tier, read_ahead, streams
+    def __init__(
+        self,
+        tier: NvmeTier,
+        home: Home,
+        read_ahead: ReadAhead,
+        write_behind: WriteBehind,
+        streams: Streams,
+        label: str,
+        values: Tensor,
+    ) -> None:
+        self._tier, self._home, self._streams = tier, home, streams
+        self._read_ahead, self._write_behind = read_ahead, write_behind
         self._extent = tier.reserve([Wanted(f"{label} (parameters)", values.numel(), values.dtype)])[0]
         self._staged: Tensor | None = None
         self._give_back: Callable[[Any], None] | None = None
         self._reading: Future[Any] | None = None
-        self.update(values)
+        tier.stage_out(self._extent, values).result()  # memory of others, who go on with it
 
     def stage_ahead(self) -> None:
         if self._reading is None:
@@ -171,8 +182,10 @@ class FileShard:
 
     def update(self, master: Tensor, *, later: bool = False) -> None:
         self._drop()  # what was read ahead is old now, and the next ``read`` would take it for the new values
-        # Waited for: ``to`` returns the master itself where nothing is to be converted, and the next step changes that.
-        self._tier.stage_out(self._extent, master.to("cpu", self._extent.dtype)).result()
+        value = master.to("cpu", self._extent.dtype)
+        writing = self._write_behind.put(self._extent, value)
+        if value is master:  # where nothing is to be converted; and the next step changes it
+            self._home.lend(writing)
 
     def free(self) -> None:
         self._drop()
@@ -213,7 +226,8 @@ def make_param_store(
         case ParamsRest.home:
             return InHome(home)
         case ParamsRest.shard if plan.tiers.compute_param is Tier.nvme:
-            assert tiers.nvme is not None and tiers.read_ahead is not None
-            return FileShard(tiers.nvme, tiers.read_ahead, streams, label, values.to("cpu", own.dtype))
+            assert tiers.nvme is not None and tiers.read_ahead is not None and tiers.write_behind is not None
+            values = values.to("cpu", own.dtype)
+            return FileShard(tiers.nvme, home, tiers.read_ahead, tiers.write_behind, streams, label, values)
         case ParamsRest.shard:
             return DeviceShard(values.to(own.device, own.dtype, copy=True), send)

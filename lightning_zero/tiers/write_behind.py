@@ -1,0 +1,32 @@
+"""Writes to files that go on behind whoever has asked for them."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future, wait
+from typing import Any
+
+from torch import Tensor
+
+from lightning_zero.tiers.extents import Extent
+from lightning_zero.tiers.nvme import NvmeTier
+
+
+class WriteBehind:
+    """Lets one write go on, and no more: what is to be written stays in memory until it is. Safe for several threads.
+
+    An error is raised by the returned future, and by the next read of the extent.
+    """
+
+    def __init__(self, tier: NvmeTier) -> None:
+        self._tier = tier
+        self._last: Future[Any] | None = None
+        self._lock = threading.Lock()
+
+    def put(self, extent: Extent, value: Tensor) -> Future[Any]:
+        """Start to put ``value`` [numel] into ``extent``, after the write before it: see :meth:`NvmeTier.stage_out`."""
+        with self._lock:
+            if self._last is not None:
+                wait([self._last])
+            self._last = self._tier.stage_out(extent, value)
+            return self._last
