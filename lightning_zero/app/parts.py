@@ -41,8 +41,14 @@ def agreed_precision(config: TrainConfig) -> str | None:
 
 def build_optimizer(config: TrainConfig) -> Any:
     """Makes an optimizer from param groups. Tried on one parameter, so that a bad value is found now; on a matrix where
-    it takes no other (Muon)."""
+    it takes no other (Muon).
+
+    Raises:
+        ConfigError: it refuses its settings, or cannot work under ``zero.optimizer``.
+    """
     import torch
+
+    from lightning_zero.engine.steps.refused import check_optimizer
 
     if not config.optimizer.get("_partial_"):
         raise ConfigError(
@@ -53,10 +59,13 @@ def build_optimizer(config: TrainConfig) -> Any:
     refused: list[Exception] = []
     for shape in ((1,), (2, 2)):
         try:
-            make([torch.nn.Parameter(torch.zeros(shape))])
-            return make
+            tried = make([torch.nn.Parameter(torch.zeros(shape))])
         except (TypeError, ValueError, RuntimeError) as error:
             refused.append(error)
+            continue
+        zero = config.zero
+        check_optimizer(tried, zero.optimizer, stochastic_rounding=zero.precision.stochastic_rounding)
+        return make
     raise ConfigError(
         f"optimizer: {config.optimizer['_target_']} refuses these settings: {refused[0]}. Change optimizer.*."
     ) from refused[0]

@@ -175,7 +175,7 @@ def steps_slices(config: TrainConfig) -> bool:
     """Whether the optimizer of the configuration steps slices, whose state is known by its number of tensors."""
     import torch
 
-    from lightning_zero.engine.steps.whole_optimizer import is_stepped_whole
+    from lightning_zero.engine.steps.refused import is_stepped_whole
 
     if not config.optimizer:
         return config.zero.optimizer.whole is not Whole.true

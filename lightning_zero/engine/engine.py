@@ -15,9 +15,9 @@ from lightning_zero.config import Whole, check_accumulation, with_rows
 from lightning_zero.engine.assembly import LIVE, Assembly
 from lightning_zero.engine.parameters.classes import disown
 from lightning_zero.engine.passes.hooks import ENGINE
-from lightning_zero.engine.steps.narrow_states import refuse_narrow_whole
 from lightning_zero.engine.steps.optimizer import ShardedOptimizer
-from lightning_zero.engine.steps.whole_optimizer import WholeOptimizer, is_stepped_whole
+from lightning_zero.engine.steps.refused import check_optimizer
+from lightning_zero.engine.steps.whole_optimizer import WholeOptimizer
 from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units import capacity
 from lightning_zero.engine.whole import host_copy, module_state, optimizer_state, ranges
@@ -308,9 +308,8 @@ class Engine(Assembly):
         return sharded
 
     def _make_sharded(self, optimizer: Optimizer) -> ShardedOptimizer:
-        settings = self.config.optimizer
-        if is_stepped_whole(optimizer, whole=settings.whole, declared_elementwise=settings.elementwise):
-            refuse_narrow_whole(optimizer, settings.state_dtype)
+        settings, rounds = self.config.optimizer, self.config.precision.stochastic_rounding
+        if check_optimizer(optimizer, settings, stochastic_rounding=rounds):
             return WholeOptimizer(
                 optimizer,
                 self.around_step,
@@ -318,15 +317,14 @@ class Engine(Assembly):
                 {bucket: number for number, bucket in enumerate(self.buckets)},
                 window_nbytes=self.config.reduce_bucket_bytes,
                 unprobed=settings.whole is Whole.true,
-                stochastic_rounding=self.config.precision.stochastic_rounding,
             )
         return ShardedOptimizer(
             optimizer,
             self.around_step,
             device_type=self.comm.device.type,
-            declared_elementwise=self.config.optimizer.elementwise,
-            stochastic_rounding=self.config.precision.stochastic_rounding,
-            state_dtype=self.config.optimizer.state_dtype,
+            declared_elementwise=settings.elementwise,
+            stochastic_rounding=rounds,
+            state_dtype=settings.state_dtype,
         )
 
     def stepping_in_backward(self) -> contextlib.AbstractContextManager[None]:

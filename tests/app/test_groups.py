@@ -133,16 +133,13 @@ def test_a_value_that_a_callback_refuses_is_named(override: str, key: str) -> No
 @pytest.mark.parametrize("name", files("optimizer"))
 def test_optimizers_step_slices(name: str) -> None:
     """Each but two is one of those that the engine knows to be element-wise."""
-    from lightning_zero.config import Whole
-    from lightning_zero.engine.steps.torch_optimizers import check_supported
-    from lightning_zero.engine.steps.whole_optimizer import is_stepped_whole
+    from lightning_zero.config import OptimizerConfig
+    from lightning_zero.engine.steps.refused import check_optimizer
 
     weight = nn.Parameter(torch.ones(4))
     optimizer = parts.build_optimizer(config_of(f"optimizer={name}"))([weight])
-    if name in ("adafactor", "muon"):
-        assert is_stepped_whole(optimizer, whole=Whole.auto, declared_elementwise=False)
-    else:
-        check_supported(optimizer, declared_elementwise=False, stochastic_rounding=False)
+    steps_whole = check_optimizer(optimizer, OptimizerConfig(), stochastic_rounding=False)
+    assert steps_whole == (name in ("adafactor", "muon"))
     weight.grad = torch.ones(4)
     optimizer.step()
     assert (weight < 1).all()

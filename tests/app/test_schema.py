@@ -309,6 +309,26 @@ def test_without_room_for_a_whole_copy_nothing_starts(command_line: Any, monkeyp
 
 
 @pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (["optimizer=muon", "zero.optimizer.whole=false"], "drop zero.optimizer.whole=false."),
+        (["optimizer=adafactor", "zero.optimizer.state_dtype=bf16"], "drop zero.optimizer.state_dtype."),
+        (["optimizer=sgd", "optimizer.momentum=0", "zero.optimizer.state_dtype=int8"], "there is nothing to narrow"),
+        (
+            ["optimizer=muon", "zero/precision=bf16_true", "zero.precision.stochastic_rounding=true"],
+            "drop zero.precision.stochastic_rounding.",
+        ),
+    ],
+)
+def test_an_optimizer_that_cannot_work_is_refused_before_anything_starts(
+    command_line: Any, monkeypatch: pytest.MonkeyPatch, overrides: list[str], sentence: str
+) -> None:
+    monkeypatch.setattr("lightning_zero.app.train.build_trainer", lambda _: pytest.fail("a trainer was made"))
+    code, said = command_line("experiment=tiny", "trainer.accelerator=cpu", "data=synthetic", *overrides)
+    assert code == 2 and sentence in said, said
+
+
+@pytest.mark.parametrize(
     ("overrides", "parts"),
     [
         # a typo in a key

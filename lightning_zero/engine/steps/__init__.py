@@ -11,6 +11,7 @@ r"""A step: from reduced gradients to new parameters.
     around            what it waits for before, and what follows from it
     runs              the slices of a bucket that an optimizer steps, and their state
     torch_optimizers  what is known of torch's optimizers: which are element-wise, what state they keep
+    refused           what is refused of an optimizer before it is tried
     whole_optimizer   one step of tensors that are stepped whole, each on the rank that owns it
     windows           ... what of them is stepped at a time, and its way from shards and back
     owned             ... those of this rank, and their state

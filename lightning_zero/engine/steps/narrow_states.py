@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_zero.config import ConfigError, StateDtype
+from lightning_zero.config import StateDtype
 from lightning_zero.engine.steps.mixed_dtypes import round_stochastically, salt_of
 from lightning_zero.engine.steps.piece_threads import in_threads
 from lightning_zero.engine.steps.random_bits import Places, random_bits
-from lightning_zero.engine.steps.torch_optimizers import base_of, overrides_step, shadow_of, start_state
+from lightning_zero.engine.steps.torch_optimizers import base_of, shadow_of, start_state
 from lightning_zero.engine.units.narrow import Format, Scratch
 from lightning_zero.planning.state_dtype import pieces_of
 
@@ -40,58 +40,7 @@ STATES: dict[type[Optimizer], dict[str, bool]] = {
     torch.optim.Adadelta: {"acc_delta": False, "square_avg": False},
     torch.optim.SGD: {"momentum_buffer": True},
 }
-_KEY = "zero.optimizer.state_dtype"
 _MAKES = threading.Lock()  # state, by one thread
-
-
-def check_narrow(optimizer: Optimizer, state: StateDtype, *, declared_elementwise: bool) -> None:
-    """Refuse optimizers whose state cannot rest in fewer bits.
-
-    Raises:
-        ConfigError: why, and what to change.
-    """
-    if state is StateDtype.fp32:
-        return
-    kind = type(optimizer)
-    name, asked = f"{kind.__module__}.{kind.__qualname__}", f"{_KEY}={state.name}"
-    base = base_of(optimizer)
-    if base is None or (declared_elementwise and overrides_step(optimizer)):
-        raise ConfigError(
-            f"{asked}: expected one of torch's element-wise optimizers with torch's step, got {name}, whose state is "
-            f"not known. Use torch.optim.AdamW, or drop {_KEY}."
-        )
-    if base not in STATES:
-        raise ConfigError(
-            f"{asked}: torch.optim.{base.__name__} keeps more than moments (step sizes, or a second copy of the "
-            f"weights), which must not be rounded. Use torch.optim.AdamW, or drop {_KEY}."
-        )
-    for group in optimizer.param_groups:
-        if base is torch.optim.SGD and not group["momentum"]:
-            raise ConfigError(
-                f"{asked}: SGD without momentum keeps no state, so there is nothing to narrow. Drop {_KEY}, or give "
-                "momentum to each param group."
-            )
-        for flag, why in (
-            ("amsgrad", "the greatest of second moments that are rounded at random grows with the number of steps"),
-            ("centered", "the difference of two averages that are rounded may be negative, and its root is taken"),
-        ):
-            if group.get(flag):
-                raise ConfigError(f"{asked}: {kind.__name__}({flag}=True): {why}. Drop {flag}, or {_KEY}.")
-        if any(p.is_complex() for p in group["params"]):
-            raise ConfigError(f"{asked}: expected real parameters, got complex ones. Drop {_KEY}.")
-
-
-def refuse_narrow_whole(optimizer: Optimizer, state: StateDtype) -> None:
-    """
-    Raises:
-        ConfigError: state of an optimizer that steps whole tensors is to rest in fewer bits.
-    """
-    if state is not StateDtype.fp32:
-        kind = type(optimizer)
-        raise ConfigError(
-            f"{_KEY}={state.name}: {kind.__module__}.{kind.__qualname__} steps whole tensors, and keeps state that is "
-            f"not known. Use torch.optim.AdamW for all parameters (and not zero.optimizer.whole=true), or drop {_KEY}."
-        )
 
 
 def formats_of(optimizer: Optimizer, state: StateDtype) -> dict[str, Format]:

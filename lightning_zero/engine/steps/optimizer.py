@@ -25,13 +25,12 @@ from lightning_zero.device import recording
 from lightning_zero.engine.steps.around import AroundStep
 from lightning_zero.engine.steps.interception import Stepping, keeps_own_step
 from lightning_zero.engine.steps.mixed_dtypes import dtype_of_step, salt_of, step_in_chunks
-from lightning_zero.engine.steps.narrow_states import NarrowStep, PieceMemory, check_narrow, formats_of
+from lightning_zero.engine.steps.narrow_states import NarrowStep, PieceMemory, formats_of
 from lightning_zero.engine.steps.owned import Owned, WholeTensor
 from lightning_zero.engine.steps.probe_slices import check_declared
 from lightning_zero.engine.steps.runs import FlatRun, ParamStates, Runs, steps_in
 from lightning_zero.engine.steps.torch_optimizers import (
     ELEMENTWISE,
-    check_supported,
     has_pre_hooks,
     is_known,
     prefers_fused,
@@ -68,8 +67,6 @@ class ShardedOptimizer:
         stochastic_rounding: bool = False,
         state_dtype: StateDtype = StateDtype.fp32,
     ) -> None:
-        check_supported(optimizer, declared_elementwise=declared_elementwise, stochastic_rounding=stochastic_rounding)
-        check_narrow(optimizer, state_dtype, declared_elementwise=declared_elementwise)
         self.optimizer = optimizer
         self._around = around
         if declared_elementwise and not is_known(optimizer):

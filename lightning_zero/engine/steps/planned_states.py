@@ -10,8 +10,8 @@ from torch.optim import Optimizer
 
 from lightning_zero.config import ConfigError, OptimizerConfig
 from lightning_zero.engine.steps.probe import probe
+from lightning_zero.engine.steps.refused import is_stepped_whole
 from lightning_zero.engine.steps.torch_optimizers import count_states
-from lightning_zero.engine.steps.whole_optimizer import is_stepped_whole
 from lightning_zero.engine.units.describe import UnitGroup
 from lightning_zero.planning.owners import matrix_work
 from lightning_zero.planning.tensor_states import TensorState, TensorStates

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
-from lightning_zero.config import ConfigError
 from lightning_zero.engine.units.narrow import is_packed
 
 # Optimizers of torch that compute every element from that element's value, gradient and state alone.
@@ -56,63 +55,6 @@ def without_hooks(step: Any) -> Any:
 def is_known(optimizer: Optimizer) -> bool:
     """Whether its step is one of torch's element-wise ones, not overridden."""
     return base_of(optimizer) is not None and not overrides_step(optimizer)
-
-
-def check_supported(optimizer: Optimizer, *, declared_elementwise: bool, stochastic_rounding: bool) -> None:
-    """Refuse optimizers that need more than slices of parameters.
-
-    Raises:
-        ConfigError: the optimizer is not known to be element-wise (to round stochastically, it must be one of torch's).
-    """
-    kind = type(optimizer)
-    if base_of(optimizer) is None and not declared_elementwise:
-        raise ConfigError(
-            f"zero.optimizer.whole=false: {kind.__module__}.{kind.__qualname__} is not known to compute each element "
-            "from its own value, gradient and state alone, and ranks hold only slices of parameters. If it is "
-            "element-wise, set zero.optimizer.elementwise=true; if it may need whole tensors, as Muon and Shampoo do, "
-            "drop zero.optimizer.whole=false."
-        )
-    for group in optimizer.param_groups:
-        if group.get("differentiable"):
-            raise ConfigError("the optimizer's differentiable=True cannot work on shards. Drop it.")
-    refuse_changes_outside(optimizer)
-    if declared_elementwise:
-        refuse_own_low_bits(optimizer)
-    if stochastic_rounding and (base_of(optimizer) is None or (declared_elementwise and overrides_step(optimizer))):
-        raise ConfigError(
-            f"zero.precision.stochastic_rounding: expected one of torch's element-wise optimizers, got "
-            f"{kind.__qualname__}. Use torch.optim.AdamW, or drop zero.precision.stochastic_rounding."
-        )
-
-
-def refuse_changes_outside(optimizer: Optimizer) -> None:
-    """
-    Raises:
-        ConfigError: it changes parameters outside of its step, where it would find neither values nor state.
-    """
-    if callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None)):
-        raise ConfigError(
-            f"optimizer: {type(optimizer).__qualname__} has train() and eval(), by which it changes parameters outside "
-            "of its step (schedule-free ones do). Values and state are in shards then, and these would change nothing. "
-            "Use torch.optim.AdamW, and Lightning's EMAWeightAveraging for averaged weights."
-        )
-
-
-def refuse_own_low_bits(optimizer: Optimizer) -> None:
-    """
-    Raises:
-        ConfigError: it keeps state in few bits itself, for tensors of some sizes only, and runs are not of these sizes.
-    """
-    kind = type(optimizer)
-    origins = {base.__module__.partition(".")[0] for base in kind.__mro__}
-    low = any(mark in kind.__name__.lower() for mark in ("8bit", "4bit", "fp8"))
-    if low and origins & {"torchao", "bitsandbytes"}:
-        raise ConfigError(
-            f"zero.optimizer.elementwise=true: {kind.__module__}.{kind.__qualname__} chooses by the size of a tensor "
-            "whether its state is in few bits, and shares a scale among neighbours. Here it would step slices that "
-            "differ by stage and number of ranks, most of them with state in fp32. Use torch.optim.AdamW with "
-            "zero.optimizer.state_dtype=int8 (or bf16)."
-        )
 
 
 def is_elementwise(name: str, value: Any, tensor: Tensor) -> bool:

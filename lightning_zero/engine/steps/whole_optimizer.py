@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from lightning_zero.comm.agreements import FailedElsewhereError
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.profiling import profiled
-from lightning_zero.config import ConfigError, Whole
+from lightning_zero.config import ConfigError
 from lightning_zero.device import recording
 from lightning_zero.engine.steps.around import AroundStep
 from lightning_zero.engine.steps.evaluations import Evaluations
@@ -29,7 +29,6 @@ from lightning_zero.engine.steps.optimizer import ShardedOptimizer
 from lightning_zero.engine.steps.owned import Owned, WholeTensor
 from lightning_zero.engine.steps.probe import probe
 from lightning_zero.engine.steps.runs import ParamStates, Runs
-from lightning_zero.engine.steps.torch_optimizers import base_of, refuse_changes_outside
 from lightning_zero.engine.steps.trial import needs_closure, step_of
 from lightning_zero.engine.steps.windows import Window, traveller_of
 from lightning_zero.engine.torch_modes import without_autocast
@@ -54,12 +53,6 @@ _PARTIAL = (
 _FINE, _TELLS, _FAILED = range(3)  # how a step has ended on a rank
 
 
-def is_stepped_whole(optimizer: Optimizer, *, whole: Whole, declared_elementwise: bool) -> bool:
-    """Whether ``zero.optimizer.whole`` has an optimizer step whole tensors."""
-    unknown = base_of(optimizer) is None and not declared_elementwise
-    return whole is Whole.true or (whole is Whole.auto and unknown)
-
-
 class WholeOptimizer(ShardedOptimizer):
     """Makes ``optimizer.step`` work on whole tensors, of which each rank steps some."""
 
@@ -72,7 +65,6 @@ class WholeOptimizer(ShardedOptimizer):
         *,
         window_nbytes: int,
         unprobed: bool = False,
-        stochastic_rounding: bool = False,
     ) -> None:
         """
         Args:
@@ -90,7 +82,6 @@ class WholeOptimizer(ShardedOptimizer):
         self._window_nbytes = window_nbytes
         self._unprobed = unprobed
         self._try()
-        _check_settings(optimizer, stochastic_rounding=stochastic_rounding)
         self.runs = Runs(optimizer, per_fragment=True)  # none
         self.owned: Owned = Owned(optimizer)
         self._windows: list[list[WholeTensor]] = []
@@ -364,26 +355,6 @@ class WholeOptimizer(ShardedOptimizer):
 
 
 # -- what is refused ------------------------------------------------------------------------------------------------
-
-
-def _check_settings(optimizer: Optimizer, *, stochastic_rounding: bool) -> None:
-    kind = type(optimizer).__qualname__
-    if any(group.get("differentiable") for group in optimizer.param_groups):
-        raise ConfigError("the optimizer's differentiable=True cannot work on shards. Drop it.")
-    if stochastic_rounding:
-        raise ConfigError(
-            f"zero.precision.stochastic_rounding: expected one of torch's element-wise optimizers, got {kind}, which "
-            "steps whole tensors. Use torch.optim.AdamW, or drop zero.precision.stochastic_rounding."
-        )
-    given: Any = optimizer.__dict__.get("step")
-    while getattr(given, "_wrapped_by_lr_sched", False):  # a scheduler's, which counts
-        given = given.__wrapped__
-    if given is not None and getattr(given, "__func__", given) not in (type(optimizer).step, step_of(optimizer)):
-        raise ConfigError(
-            f"zero.optimizer.whole: a step() was set on the {kind} object itself, and here the step of its class is "
-            "called, for some tensors at a time. Override step() in a subclass."
-        )
-    refuse_changes_outside(optimizer)
 
 
 def _asks_itself(optimizer: Optimizer) -> str:

@@ -1,0 +1,168 @@
+"""What is refused of an optimizer before it is tried: told by its class and its settings, without ranks and parameters.
+
+So the main job can say it before any process starts (``app/parts.py``); each rank asks again, for the optimizers that a
+module makes itself.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from lightning_zero.config import ConfigError, OptimizerConfig, StateDtype, Whole
+from lightning_zero.engine.steps.narrow_states import STATES
+from lightning_zero.engine.steps.torch_optimizers import base_of, overrides_step
+from lightning_zero.engine.steps.trial import step_of
+
+_KEY = "zero.optimizer.state_dtype"
+
+
+def check_optimizer(optimizer: Optimizer, settings: OptimizerConfig, *, stochastic_rounding: bool) -> bool:
+    """Refuse an optimizer that cannot work under ``settings``. Returns whether it steps whole tensors.
+
+    Raises:
+        ConfigError: why not, and what to change.
+    """
+    declared = settings.elementwise
+    if is_stepped_whole(optimizer, whole=settings.whole, declared_elementwise=declared):
+        _refuse_narrow_whole(optimizer, settings.state_dtype)
+        _check_whole(optimizer, stochastic_rounding=stochastic_rounding)
+        return True
+    _check_slices(optimizer, declared_elementwise=declared, stochastic_rounding=stochastic_rounding)
+    _check_narrow(optimizer, settings.state_dtype, declared_elementwise=declared)
+    return False
+
+
+def is_stepped_whole(optimizer: Optimizer, *, whole: Whole, declared_elementwise: bool) -> bool:
+    """Whether ``zero.optimizer.whole`` has an optimizer step whole tensors."""
+    unknown = base_of(optimizer) is None and not declared_elementwise
+    return whole is Whole.true or (whole is Whole.auto and unknown)
+
+
+def _check_slices(optimizer: Optimizer, *, declared_elementwise: bool, stochastic_rounding: bool) -> None:
+    """Refuse optimizers that need more than slices of parameters.
+
+    Raises:
+        ConfigError: the optimizer is not known to be element-wise (to round stochastically, it must be one of torch's).
+    """
+    kind = type(optimizer)
+    if base_of(optimizer) is None and not declared_elementwise:
+        raise ConfigError(
+            f"zero.optimizer.whole=false: {kind.__module__}.{kind.__qualname__} is not known to compute each element "
+            "from its own value, gradient and state alone, and ranks hold only slices of parameters. If it is "
+            "element-wise, set zero.optimizer.elementwise=true; if it may need whole tensors, as Muon and Shampoo do, "
+            "drop zero.optimizer.whole=false."
+        )
+    for group in optimizer.param_groups:
+        if group.get("differentiable"):
+            raise ConfigError("the optimizer's differentiable=True cannot work on shards. Drop it.")
+    _refuse_changes_outside(optimizer)
+    if declared_elementwise:
+        _refuse_own_low_bits(optimizer)
+    if stochastic_rounding and (base_of(optimizer) is None or (declared_elementwise and overrides_step(optimizer))):
+        raise ConfigError(
+            f"zero.precision.stochastic_rounding: expected one of torch's element-wise optimizers, got "
+            f"{kind.__qualname__}. Use torch.optim.AdamW, or drop zero.precision.stochastic_rounding."
+        )
+
+
+def _refuse_changes_outside(optimizer: Optimizer) -> None:
+    """
+    Raises:
+        ConfigError: it changes parameters outside of its step, where it would find neither values nor state.
+    """
+    if callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None)):
+        raise ConfigError(
+            f"optimizer: {type(optimizer).__qualname__} has train() and eval(), by which it changes parameters outside "
+            "of its step (schedule-free ones do). Values and state are in shards then, and these would change nothing. "
+            "Use torch.optim.AdamW, and Lightning's EMAWeightAveraging for averaged weights."
+        )
+
+
+def _refuse_own_low_bits(optimizer: Optimizer) -> None:
+    """
+    Raises:
+        ConfigError: it keeps state in few bits itself, for tensors of some sizes only, and runs are not of these sizes.
+    """
+    kind = type(optimizer)
+    origins = {base.__module__.partition(".")[0] for base in kind.__mro__}
+    low = any(mark in kind.__name__.lower() for mark in ("8bit", "4bit", "fp8"))
+    if low and origins & {"torchao", "bitsandbytes"}:
+        raise ConfigError(
+            f"zero.optimizer.elementwise=true: {kind.__module__}.{kind.__qualname__} chooses by the size of a tensor "
+            "whether its state is in few bits, and shares a scale among neighbours. Here it would step slices that "
+            "differ by stage and number of ranks, most of them with state in fp32. Use torch.optim.AdamW with "
+            "zero.optimizer.state_dtype=int8 (or bf16)."
+        )
+
+
+def _check_narrow(optimizer: Optimizer, state: StateDtype, *, declared_elementwise: bool) -> None:
+    """Refuse optimizers whose state cannot rest in fewer bits.
+
+    Raises:
+        ConfigError: why, and what to change.
+    """
+    if state is StateDtype.fp32:
+        return
+    kind = type(optimizer)
+    name, asked = f"{kind.__module__}.{kind.__qualname__}", f"{_KEY}={state.name}"
+    base = base_of(optimizer)
+    if base is None or (declared_elementwise and overrides_step(optimizer)):
+        raise ConfigError(
+            f"{asked}: expected one of torch's element-wise optimizers with torch's step, got {name}, whose state is "
+            f"not known. Use torch.optim.AdamW, or drop {_KEY}."
+        )
+    if base not in STATES:
+        raise ConfigError(
+            f"{asked}: torch.optim.{base.__name__} keeps more than moments (step sizes, or a second copy of the "
+            f"weights), which must not be rounded. Use torch.optim.AdamW, or drop {_KEY}."
+        )
+    for group in optimizer.param_groups:
+        if base is torch.optim.SGD and not group["momentum"]:
+            raise ConfigError(
+                f"{asked}: SGD without momentum keeps no state, so there is nothing to narrow. Drop {_KEY}, or give "
+                "momentum to each param group."
+            )
+        for flag, why in (
+            ("amsgrad", "the greatest of second moments that are rounded at random grows with the number of steps"),
+            ("centered", "the difference of two averages that are rounded may be negative, and its root is taken"),
+        ):
+            if group.get(flag):
+                raise ConfigError(f"{asked}: {kind.__name__}({flag}=True): {why}. Drop {flag}, or {_KEY}.")
+        if any(p.is_complex() for p in group["params"]):
+            raise ConfigError(f"{asked}: expected real parameters, got complex ones. Drop {_KEY}.")
+
+
+def _refuse_narrow_whole(optimizer: Optimizer, state: StateDtype) -> None:
+    """
+    Raises:
+        ConfigError: state of an optimizer that steps whole tensors is to rest in fewer bits.
+    """
+    if state is not StateDtype.fp32:
+        kind = type(optimizer)
+        raise ConfigError(
+            f"{_KEY}={state.name}: {kind.__module__}.{kind.__qualname__} steps whole tensors, and keeps state that is "
+            f"not known. Use torch.optim.AdamW for all parameters (and not zero.optimizer.whole=true), or drop {_KEY}."
+        )
+
+
+def _check_whole(optimizer: Optimizer, *, stochastic_rounding: bool) -> None:
+    kind = type(optimizer).__qualname__
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        raise ConfigError("the optimizer's differentiable=True cannot work on shards. Drop it.")
+    if stochastic_rounding:
+        raise ConfigError(
+            f"zero.precision.stochastic_rounding: expected one of torch's element-wise optimizers, got {kind}, which "
+            "steps whole tensors. Use torch.optim.AdamW, or drop zero.precision.stochastic_rounding."
+        )
+    given: Any = optimizer.__dict__.get("step")
+    while getattr(given, "_wrapped_by_lr_sched", False):  # a scheduler's, which counts
+        given = given.__wrapped__
+    if given is not None and getattr(given, "__func__", given) not in (type(optimizer).step, step_of(optimizer)):
+        raise ConfigError(
+            f"zero.optimizer.whole: a step() was set on the {kind} object itself, and here the step of its class is "
+            "called, for some tensors at a time. Override step() in a subclass."
+        )
+    _refuse_changes_outside(optimizer)
