@@ -28,7 +28,7 @@ from lightning_zero.sequence.checks import (
     check_table,
     hides_attention,
 )
-from lightning_zero.sequence.part import current
+from lightning_zero.sequence.part import SequencePart, current
 
 scaled_dot_product_attention = F.scaled_dot_product_attention  # torch's own, whatever stands in its place in a step
 _OP = torch.ops.aten.scaled_dot_product_attention
@@ -60,12 +60,10 @@ def whole_attention(
     return attend(part, inner, query, key, value, attn_mask)
 
 
-class Watch(TorchFunctionMode):
-    """Inside, calls of torch's functions go by the checks of :mod:`checks`. It costs microseconds for each."""
+class Again(TorchFunctionMode):
+    """Inside, what is computed again in a backward is computed as :class:`Watch` has let it be computed."""
 
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self._module = module
+    again = True
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -75,7 +73,24 @@ class Watch(TorchFunctionMode):
         if func in _ATTENTION:
             return whole_attention(*args, **kwargs)
         if losses.is_loss(func):
-            return losses.compute(part, func, args, kwargs)
+            return losses.compute(part, func, args, kwargs, again=self.again)
+        return self.call(part, func, args, kwargs)
+
+    def call(self, part: SequencePart, func: Any, args: Any, kwargs: Any) -> Any:
+        """The result of a function that is neither attention nor a loss."""
+        return func(*args, **kwargs)
+
+
+class Watch(Again):
+    """Inside, calls of torch's functions go by the checks of :mod:`checks`. It costs microseconds for each."""
+
+    again = False
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self._module = module
+
+    def call(self, part: SequencePart, func: Any, args: Any, kwargs: Any) -> Any:
         if func is Tensor.__getitem__:
             check_index(part, args[0], args[1], self._is_table)
             return func(*args, **kwargs)
@@ -96,21 +111,6 @@ class Watch(TorchFunctionMode):
             return True
         held = (vars(m)[name] for m in self._module.modules() for name in vars(m))
         return any(tensor is value for value in (*self._module.buffers(), *held))
-
-
-class Again(TorchFunctionMode):
-    """Inside, what is computed again in a backward is computed as :class:`Watch` has let it be computed."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        part = current()
-        if part is None or is_as_it_is():
-            return func(*args, **kwargs)
-        if func in _ATTENTION:
-            return whole_attention(*args, **kwargs)
-        if losses.is_loss(func):
-            return losses.compute(part, func, args, kwargs, again=True)
-        return func(*args, **kwargs)
 
 
 @contextlib.contextmanager
