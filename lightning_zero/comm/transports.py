@@ -17,6 +17,7 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 DIRECT_MAX_RANKS = 8  # above this many ranks one broadcast per rank costs more than the library's ring
+SUM_CHUNK = 1 << 18  # elements that are converted and added at a time
 
 
 class Members(NamedTuple):
@@ -176,10 +177,7 @@ def exchange(full: Tensor, among: Members, total_dtype: torch.dtype, *, in_place
         # must agree to the bit.
         first, *others = [received[r - low] if low <= r < high else parts[r] for r in range(world_size)]
         if total_dtype != full.dtype:
-            wide = first.to(total_dtype)
-            for other in others:
-                wide.add_(other)
-            return wide
+            return _sum_wide([first, *others], total_dtype)
         if not others:
             return first
         for other in others[:-1]:
@@ -189,6 +187,19 @@ def exchange(full: Tensor, among: Members, total_dtype: torch.dtype, *, in_place
         return torch.add(first, others[-1], out=into)
 
     return Sent(_works(work), total)
+
+
+def _sum_wide(terms: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """The sum of ``terms``, each [n], in order and in a wider ``dtype``: in pieces, which stay in the cache. A kernel
+    that adds another dtype converts all of it first, into memory of its own."""
+    first, *others = terms
+    total = torch.empty_like(first, dtype=dtype)
+    converted = torch.empty(min(SUM_CHUNK, len(total)), dtype=dtype)
+    for low in range(0, len(total), SUM_CHUNK):
+        piece = total[low : low + SUM_CHUNK].copy_(first[low : low + SUM_CHUNK])
+        for other in others:
+            piece.add_(converted[: len(piece)].copy_(other[low : low + SUM_CHUNK]))
+    return total
 
 
 class HostTransport(Transport):
