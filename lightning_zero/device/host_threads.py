@@ -6,6 +6,7 @@ and a thread that has never asked for its number takes the noted one at its firs
 
 from __future__ import annotations
 
+import contextlib
 import threading
 
 import torch
@@ -21,5 +22,6 @@ def set_own_threads(count: int) -> None:
         if noted != count:
             # In a thread that ends: in this one it would be its own number again.
             passing = threading.Thread(target=torch.set_num_threads, args=(noted,), name="lightning_zero-threads")
-            passing.start()
-            passing.join()
+            with contextlib.suppress(RuntimeError):  # at the interpreter's end, when no thread comes later either
+                passing.start()
+                passing.join()
