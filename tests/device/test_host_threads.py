@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 
 from lightning_zero.device.host_threads import set_own_threads
+from lightning_zero.engine.steps.piece_threads import in_threads
 
 
 def in_new_thread(work: Callable[[], None]) -> None:
@@ -40,3 +41,26 @@ def test_a_thread_keeps_its_number_and_others_theirs() -> None:
     finally:
         torch.set_num_threads(before)
     assert found == {"own": 1, "later": 3}
+
+
+def test_what_a_thread_sets_again_and_what_steps_pieces_leave_later_threads_as_they_are() -> None:
+    found: list[int] = []
+    before = torch.get_num_threads()
+
+    def look() -> None:
+        found.append(torch.get_num_threads())
+
+    def work() -> None:
+        for _ in range(2):  # the worker of a step sets it for each
+            set_own_threads(2)
+            in_new_thread(look)
+        in_threads(lambda left, _: [None for _ in left], range(4), ["one", "two"])
+        in_new_thread(look)
+        look()
+
+    try:
+        torch.set_num_threads(3)
+        in_new_thread(work)
+    finally:
+        torch.set_num_threads(before)
+    assert found == [3, 3, 3, 2]

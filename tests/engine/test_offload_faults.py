@@ -317,6 +317,36 @@ def test_a_step_goes_on_while_parameters_are_written_and_the_next_one_waits(rest
         assert out.eq(2).all()
 
 
+@on_ranks(1)
+def test_masters_in_files_stay_in_memory_until_they_are_written_as_parameters(tmp_path: Path) -> None:
+    """They have not changed, so the home has nothing to write itself: averages are transferred so, and whole copies."""
+    may_copy, rests, start = threading.Event(), threading.Event(), NvmeTier._start
+
+    def late(tier: NvmeTier, job: Any, piece: range) -> None:
+        assert_set(may_copy)
+        start(tier, job, piece)
+
+    def close() -> None:
+        home.close(changed=False)
+        rests.set()
+
+    with shard_in_file(tmp_path, Tier.nvme) as (file, home):
+        with opened(home, changed=True) as master:
+            master.fill_(1)
+        home.open()
+        with mock.patch.object(NvmeTier, "_start", late):
+            file.update(home.master)
+            thread = threading.Thread(target=close)
+            thread.start()
+            assert not rests.wait(0.3), "what is being written has no memory"
+            may_copy.set()
+            thread.join(20)
+        assert rests.is_set()
+        out = torch.empty(2000)
+        file.read(out)
+        assert out.eq(1).all()
+
+
 def assert_set(event: threading.Event) -> None:
     assert event.wait(20)
 

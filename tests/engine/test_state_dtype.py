@@ -219,14 +219,43 @@ def test_an_error_in_a_thread_is_raised_and_the_rest_is_done() -> None:
 
 def test_memory_for_pieces_stays_for_the_runs_that_follow() -> None:
     memory, cpu = PieceMemory(), torch.device("cpu")
-    one, two = memory.lend(2, 512, cpu, ["exp_avg"])
-    assert memory.lend(1, 256, cpu, ["exp_avg"]) == [one]
-    assert memory.lend(2, 512, cpu, ["exp_avg"]) == [one, two]
-    larger = memory.lend(1, 1024, cpu, ["exp_avg"])
-    assert larger[0].numel == 1024 and memory.lend(2, 512, cpu, ["exp_avg"]) == [*larger, two]
+    one, two = memory.lend(2, 512, cpu)
+    assert memory.lend(1, 256, cpu) == [one]
+    assert memory.lend(2, 512, cpu) == [one, two]
+    larger = memory.lend(1, 1024, cpu)
+    assert larger[0].numel == 1024 and memory.lend(2, 512, cpu) == [*larger, two]
     # Of another dtype it is other memory: what was there may be read yet.
-    wide = two.other("param", 512, torch.float64)
-    assert wide.dtype is torch.float64 and two.other("param", 512, torch.float32).data_ptr() != wide.data_ptr()
+    wide = two.buffer("param", 512, torch.float64)
+    assert wide.dtype is torch.float64 and two.buffer("param", 512, torch.float32).data_ptr() != wide.data_ptr()
+    memory.clear()
+    assert memory.lend(1, 512, cpu) != [two]
+
+
+@on_ranks(1)
+def test_optimizers_share_the_memory_for_pieces_and_it_goes_with_the_steps_on_the_host() -> None:
+    lent, used = list[Tensor](), dict[Optimizer, set[int]]()
+    buffer = narrow_states._Memory.buffer
+
+    def seen(*args: Any) -> Tensor:
+        lent.append(buffer(*args))
+        return lent[-1]
+
+    with Side(wide_model(), "bf16", stage=1, offload="optimizer_cpu", make=lambda p: adamw([*p][::2])) as side:
+        other = torch.optim.RMSprop([*side.module.parameters()][1::2], lr=0.01)
+        side.engine.add_optimizer(other)
+        with mock.patch.object(narrow_states._Memory, "buffer", seen):
+            for step in range(3):
+                accumulate(side, step, 1)
+                lent.clear()
+                for optimizer in (side.optimizer, other):
+                    optimizer.step()
+                    side.engine.settle()
+                    used[optimizer] = {tensor.data_ptr() for tensor in lent}
+        (memory,) = side.engine.around_step.pieces._held
+        held = {tensor.data_ptr() for tensor in memory._buffers.values()}
+        assert len(held) == 2 and used[side.optimizer] == held and used[other] <= held
+        side.engine.restage(offload="none")
+        assert not side.engine.around_step.pieces._held
 
 
 # -- layouts, files, rows -----------------------------------------------------------------------------------------

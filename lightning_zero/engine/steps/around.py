@@ -16,6 +16,7 @@ from lightning_zero.engine.passes.gradients import Reducer
 from lightning_zero.engine.passes.passes import Passes
 from lightning_zero.engine.steps.after_step import AfterStep
 from lightning_zero.engine.steps.early_steps import EarlySteps
+from lightning_zero.engine.steps.narrow_states import PieceMemory
 from lightning_zero.engine.steps.worker import StepJob
 from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units.bucket import Bucket, Place
@@ -28,6 +29,9 @@ class AroundStep:
 
     Args:
         place_of: finds a parameter's bucket; raises for parameters that the engine does not own.
+
+    Attributes:
+        pieces: memory of the steps in the worker, which does one at a time.
     """
 
     def __init__(
@@ -49,6 +53,7 @@ class AroundStep:
         self._writes = writes
         self._after_step = after_step
         self.stepped: Callable[[], None] = lambda: None  # called behind every step, on all ranks
+        self.pieces = PieceMemory()
         self.early_steps = EarlySteps(passes, reducer, writes)
 
     def closure(self, landed: Callable[[Bucket], None]) -> contextlib.AbstractContextManager[None]:

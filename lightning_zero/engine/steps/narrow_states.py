@@ -11,7 +11,7 @@ depend on where pieces, runs or shards are cut.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,20 +54,19 @@ def formats_of(optimizer: Optimizer, state: StateDtype) -> dict[str, Format]:
 class _Memory:
     """Memory for pieces of up to ``numel`` elements, for one after the other: fixed, and counted in the plan."""
 
-    def __init__(self, numel: int, device: torch.device, formats: Iterable[str]) -> None:
+    def __init__(self, numel: int, device: torch.device) -> None:
         self.numel, self._device = numel, device
-        self._other: dict[tuple[str, torch.dtype], Tensor] = {}
-        self.states = {name: torch.empty(numel, dtype=torch.float32, device=device) for name in formats}
+        self._buffers: dict[tuple[str, torch.dtype], Tensor] = {}
         self.scratch = Scratch(numel, device)
 
-    def other(self, name: str, numel: int, dtype: torch.dtype) -> Tensor:
-        if (name, dtype) not in self._other:
-            self._other[name, dtype] = torch.empty(self.numel, dtype=dtype, device=self._device)
-        return self._other[name, dtype][:numel]
+    def buffer(self, name: str, numel: int, dtype: torch.dtype) -> Tensor:
+        if (name, dtype) not in self._buffers:
+            self._buffers[name, dtype] = torch.empty(self.numel, dtype=dtype, device=self._device)
+        return self._buffers[name, dtype][:numel]
 
 
 class PieceMemory:
-    """Memory of the threads that step pieces, for the runs of one optimizer, one run after the other.
+    """Memory of the threads that step pieces, for one run after the other, whichever optimizer steps it.
 
     It stays for the runs that follow: new memory would be given by the system page by page, in each of them.
     """
@@ -75,14 +74,18 @@ class PieceMemory:
     def __init__(self) -> None:
         self._held: list[_Memory] = []
 
-    def lend(self, threads: int, numel: int, device: torch.device, formats: Iterable[str]) -> list[_Memory]:
+    def lend(self, threads: int, numel: int, device: torch.device) -> list[_Memory]:
         """One for each of ``threads``, for pieces of ``numel`` elements."""
         for number in range(threads):
             if number < len(self._held) and self._held[number].numel >= numel:
                 continue
             del self._held[number : number + 1]  # what is too small goes before there is more
-            self._held.insert(number, _Memory(numel, device, formats))
+            self._held.insert(number, _Memory(numel, device))
         return self._held[:threads]
+
+    def clear(self) -> None:
+        """Give it back; what is lent goes when it is not used any more."""
+        self._held = []
 
 
 @dataclass(frozen=True)
@@ -111,7 +114,7 @@ class NarrowStep:
         run = self.run
         chunk, threads = pieces_of(run.numel(), torch.get_num_threads() if run.device.type == "cpu" else None)
         pieces = [(low, min(low + chunk, run.numel())) for low in range(0, run.numel(), chunk)]
-        memories = memory.lend(threads, min(chunk, run.numel()), run.device, self.formats)
+        memories = memory.lend(threads, min(chunk, run.numel()), run.device)
         before, after = dict(self.state), dict[str, Any]()
 
         def take(pieces: Iterator[tuple[int, int]], memory: _Memory) -> None:
@@ -138,7 +141,7 @@ class NarrowStep:
     ) -> dict[str, Any]:
         """Step the elements ``[low, high)``. Returns their state after it."""
         part, wide = self.run[low:high], torch.promote_types(self.run.dtype, torch.float32)
-        piece = part if part.dtype == wide else memory.other("param", high - low, wide).copy_(part)
+        piece = part if part.dtype == wide else memory.buffer("param", high - low, wide).copy_(part)
         piece.grad = self._grad(low, high, wide, memory)
         optimizer.param_groups[0]["params"] = [piece]
         if before:
@@ -166,8 +169,8 @@ class NarrowStep:
     def _grad(self, low: int, high: int, wide: torch.dtype, memory: _Memory) -> Tensor:
         grad, factor = self.grad[low:high], self.factor
         if grad.dtype == wide and grad.device == self.run.device:
-            return grad if factor is None else torch.mul(grad, factor, out=memory.other("grad", high - low, wide))
-        out = memory.other("grad", high - low, wide).copy_(grad)
+            return grad if factor is None else torch.mul(grad, factor, out=memory.buffer("grad", high - low, wide))
+        out = memory.buffer("grad", high - low, wide).copy_(grad)
         return out if factor is None else out.mul_(factor)
 
     def _widened(
@@ -175,10 +178,12 @@ class NarrowStep:
     ) -> dict[str, Any]:
         """The state of the elements ``[low, high)`` as a step takes it."""
         found: dict[str, Any] = {}
+        # By numbers: optimizers name their states differently, and share this memory.
+        buffers = {name: f"state {number}" for number, name in enumerate(self.formats)}
         for name, value in state.items():
             if name in self.formats and value is not None:
                 form = self.formats[name]
-                out = memory.states[name][: high - low]
+                out = memory.buffer(buffers[name], high - low, torch.float32)
                 found[name] = form.widen(form.part(value, low, high), out, memory.scratch).to(wide)
             else:
                 # Each piece starts from the numbers of before: a step count would be raised once by each piece.

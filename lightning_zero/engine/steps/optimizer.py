@@ -75,7 +75,6 @@ class ShardedOptimizer:
         formats = formats_of(optimizer, state_dtype)
         self.runs = Runs(optimizer, per_fragment=not isinstance(optimizer, ELEMENTWISE), formats=formats)
         self._device_type = device_type
-        self._of_jobs = PieceMemory()  # of the steps in the worker, which does one at a time
         own_step = keeps_own_step(optimizer, declared_elementwise=declared_elementwise)
         self._known = own_step or is_known(optimizer)
         self._stepping = Stepping(optimizer, self.step, intercept=own_step)
@@ -89,7 +88,7 @@ class ShardedOptimizer:
             self.runs.drop(bucket)
         self._stepping.undo()
         self.optimizer.state.clear()
-        self._of_jobs = PieceMemory()
+        self._around.pieces.clear()
 
     def places(self) -> list[list[Place]]:
         """Where the parameters of each param group live.
@@ -141,6 +140,7 @@ class ShardedOptimizer:
 
     def replanned(self) -> None:
         """Follow other plans of buckets."""
+        self._around.pieces.clear()
 
     def state_nbytes(self, tensor: WholeTensor) -> list[int]:
         """Bytes of each tensor of state that a tensor which is stepped whole will have, as far as that is known."""
@@ -339,7 +339,7 @@ class ShardedOptimizer:
                 stepped.append(run)
         try:
             # First: the groups are as the user has set them.
-            self._step_in_pieces(optimizer, in_pieces, self._of_jobs if claimed is not None else PieceMemory())
+            self._step_in_pieces(optimizer, in_pieces, self._around.pieces if claimed is not None else PieceMemory())
             for group, params in zip(optimizer.param_groups, lists, strict=True):
                 group["params"] = params
                 start_state(optimizer, group, params)

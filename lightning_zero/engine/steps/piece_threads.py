@@ -7,11 +7,14 @@ Pieces have nothing in common, so a thread takes one after the other.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 import torch
+
+from lightning_zero.device.host_threads import setting_threads
 
 T = TypeVar("T")
 M = TypeVar("M")
@@ -20,11 +23,11 @@ M = TypeVar("M")
 def in_threads(work: Callable[[Iterator[T], M], None], items: Iterable[T], memories: Sequence[M]) -> None:
     """Have ``work`` take ``items`` in a thread for each of ``memories``; they end with it. Any error is raised."""
     left = iter([*items])  # an item goes to one thread: a list's iterator is asked under the interpreter's lock
-    own, ready, errors = torch.get_num_threads(), threading.Semaphore(0), list[BaseException]()
+    ready, errors = threading.Semaphore(0), list[BaseException]()
 
     def run(memory: M) -> None:
         # Asked first: a thread that has never asked for its number takes, at its first kernel, that which was set last
-        # in any thread. That would be the caller's by then, and each of these threads would have a team of its own.
+        # in any thread. That would not be 1 by then, and each of these threads would have a team of its own.
         torch.get_num_threads()
         torch.set_num_threads(1)
         ready.release()
@@ -36,16 +39,14 @@ def in_threads(work: Callable[[Iterator[T], M], None], items: Iterable[T], memor
 
     # New ones for each call: those of a pool would be gone in a process that is forked.
     running: list[threading.Thread] = []
-    try:
-        for number, memory in enumerate(memories):
-            thread = threading.Thread(target=run, args=(memory,), name=f"lightning_zero-pieces_{number}")
-            thread.start()
-            running.append(thread)
-    except RuntimeError:  # no more can be started, because of a limit or because the interpreter ends
-        pass
-    for _ in running:
-        ready.acquire()
-    torch.set_num_threads(own)  # threads that others start take the number that was set last, in any thread
+    with setting_threads():
+        with contextlib.suppress(RuntimeError):  # no more can be started, because of a limit or as the interpreter ends
+            for number, memory in enumerate(memories):
+                thread = threading.Thread(target=run, args=(memory,), name=f"lightning_zero-pieces_{number}")
+                thread.start()
+                running.append(thread)
+        for _ in running:
+            ready.acquire()
     for thread in running:
         thread.join()
     if errors:
