@@ -47,7 +47,7 @@ def pieces_of(numel: int, threads: int | None) -> tuple[int, int]:
     most = max(MIN_CHUNK, min(MAX_CHUNK, HOST_CHUNKS // threads))
     threads = max(1, min(threads, HOST_CHUNKS // most, -(-numel // MIN_CHUNK)))
     count = round_up(-(-numel // most), threads)  # each thread gets as many
-    return round_up(-(-numel // max(count, 1)), BLOCK), threads
+    return max(BLOCK, round_up(-(-numel // max(count, 1)), BLOCK)), threads
 
 
 def scratch_nbytes(numel: int, *, on_device: bool) -> int:

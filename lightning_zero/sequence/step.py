@@ -24,7 +24,7 @@ _ATTENTION = "scaled_dot_product_attention"
 
 
 @contextlib.contextmanager
-def computing(part: SequencePart, mode: Watch | Again) -> Iterator[None]:
+def computing(part: SequencePart, mode: Again) -> Iterator[None]:
     """Inside, modules compute with ``part``."""
     before, attention = set_current(part), getattr(F, _ATTENTION)
     # By its name too: torch's own functions call it where no mode sees it (in nn.MultiheadAttention).

@@ -10,6 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -360,9 +361,24 @@ def test_a_write_behind_that_fails_is_told_by_the_next_read(tmp_path: Path) -> N
         for _ in range(2):  # the write after it says nothing of it either
             with opened(home, changed=True):
                 file.update(home.master)
-        with pytest.raises(DiskError, match=r"writing .* failed for 'unit \(parameters\)'"):
-            file.read(torch.empty(2000))
+        for hears in (lambda: file.read(torch.empty(2000)), file.settle):
+            with pytest.raises(DiskError, match=r"writing .* failed for 'unit \(parameters\)'"):
+                hears()
         file._drop()
+
+
+@on_ranks(1)
+def test_parameters_that_could_not_be_written_after_the_last_step_are_told(tmp_path: Path) -> None:
+    failed: Future[None] = Future()
+    failed.set_exception(DiskError(errno.EIO, "writing failed"))
+    side = Sharded(Model(), stage=3, **offload("nvme", tmp_path))
+    train(side, 1)
+    side.backward(side.module(tokens(3)).square().mean())
+    with mock.patch.object(WriteBehind, "put", return_value=failed):
+        side.step()
+        with pytest.raises(DiskError, match="writing failed"):
+            side.engine.settle()
+    let_go(side.engine)
 
 
 # -- a disk that fails ------------------------------------------------------------------------------------------------

@@ -132,6 +132,7 @@ class AfterStep:
         # must be the same on all ranks.
         for bucket in self._numbers:
             bucket.awaited_step.wait()
+            bucket.param_store.settle()  # in files they may follow later; whoever reads masters alone must hear of it
 
     def flush(self) -> None:
         """Wait for offloaded steps, and issue the refreshes that follow them."""

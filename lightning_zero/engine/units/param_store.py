@@ -49,6 +49,9 @@ class ParamStore(Protocol):
                 they are gathered next.
         """
 
+    def settle(self) -> None:
+        """Wait until all parameters are in their place; the error of one that could not be brought there is raised."""
+
     def free(self) -> None:
         """Give back what it holds on a tier; it is not used any more."""
 
@@ -74,6 +77,8 @@ class FullIsMaster:
 
     def update(self, master: Tensor, *, later: bool = False) -> None: ...
 
+    def settle(self) -> None: ...
+
     def free(self) -> None: ...
 
 
@@ -96,6 +101,8 @@ class InHome:
             self._home.copy_to(target)
 
     def update(self, master: Tensor, *, later: bool = False) -> None: ...
+
+    def settle(self) -> None: ...
 
     def free(self) -> None: ...
 
@@ -138,6 +145,8 @@ class DeviceShard:
     def update(self, master: Tensor, *, later: bool = False) -> None:
         self._send(self.memory)
 
+    def settle(self) -> None: ...
+
     def free(self) -> None: ...
 
 
@@ -162,7 +171,8 @@ class FileShard:
         self._staged: Tensor | None = None
         self._give_back: Callable[[Any], None] | None = None
         self._reading: Future[Any] | None = None
-        tier.stage_out(self._extent, values).result()  # memory of others, who go on with it
+        self._writing = tier.stage_out(self._extent, values)
+        self._writing.result()  # memory of others, who go on with it
 
     def stage_ahead(self) -> None:
         if self._reading is None:
@@ -183,9 +193,12 @@ class FileShard:
     def update(self, master: Tensor, *, later: bool = False) -> None:
         self._drop()  # what was read ahead is old now, and the next ``read`` would take it for the new values
         value = master.to("cpu", self._extent.dtype)
-        writing = self._write_behind.put(self._extent, value)
+        self._writing = self._write_behind.put(self._extent, value)
         if value is master:  # where nothing is to be converted; and the next step changes it
-            self._home.lend(writing)
+            self._home.lend(self._writing)
+
+    def settle(self) -> None:
+        self._writing.result()
 
     def free(self) -> None:
         self._drop()
