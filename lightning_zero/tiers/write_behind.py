@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_zero.device import recording
 from lightning_zero.tiers.extents import Extent
 from lightning_zero.tiers.nvme import NvmeTier
 
@@ -26,7 +27,8 @@ class WriteBehind:
     def put(self, extent: Extent, value: Tensor) -> Future[Any]:
         """Start to put ``value`` [numel] into ``extent``, after the write before it: see :meth:`NvmeTier.stage_out`."""
         with self._lock:
-            if self._last is not None:
-                wait([self._last])
+            if self._last is not None and not self._last.done():
+                with recording.stands("disk", extent.label, on_host=True):
+                    wait([self._last])
             self._last = self._tier.stage_out(extent, value)
             return self._last

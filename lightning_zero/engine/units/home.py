@@ -396,7 +396,9 @@ class FileHome:
         self._moving = []  # not where one has failed: then whoever waits next gets its error too
 
     def _take_back(self) -> None:
-        wait(self._lent)  # an error is for whoever reads what they write
+        if self._lent:
+            with recording.stands("disk", self._label, on_host=True):
+                wait(self._lent)  # an error is for whoever reads what they write
         self._lent = []
 
     def _rest(self) -> None:
