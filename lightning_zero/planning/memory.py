@@ -225,9 +225,10 @@ def peak_bytes(
 
     ::
 
-        forward  = rest + gradients of the last backward + gathered (root, current, ahead)
-        backward = rest + gradients + gathered + reducing (the filling unit, under way) + copies to the host
-        step     = rest + gradients + pieces of them, cast + buckets of files in host memory + whole tensors
+        forward  = rest + gradients of the last backward + gathered (root, current, ahead) + offloaded steps
+        backward = rest + gradients + gathered + reducing (the filling unit, under way) + offloaded steps
+        step     = rest + gradients + pieces of them, cast + offloaded steps + whole tensors
+        each     + memory that stays between tiers
     """
     waiting = Moment.accumulating if limits.micro_batches > 1 else Moment.reduced
 
@@ -303,19 +304,14 @@ def _staging(buckets: Sequence[BucketPlan], limits: Limits, states: States, rank
     found: dict[Phase, Bytes] = {phase: Counter() for phase in Phase}
     trainable = [b for b in buckets if b.trainable]
     host = (Role.staging, Tier.host)
-    for phase in (Phase.forward, Phase.backward):
-        found[phase][host] += READ_AHEAD * round_up(max(map(read_nbytes, buckets), default=0), FILE_PAGE_NBYTES)
     pair = 2 * PAIR_NBYTES * limits.has_link
-    if any(b.grads_on_host for b in trainable):
-        found[Phase.backward][host] += pair  # gradients that are added to those that are there
     in_files = [
         b.owned_numel * b.itemsizes.master + sum(_state(b, number, rank, states))
         for number, b in enumerate(buckets)
         if b.trainable and b.tiers.master is Tier.nvme
     ]
     windows = (sum(in_files[i : i + STEPS_IN_MEMORY]) for i in range(len(in_files)))
-    # The step overlaps the next forward.
-    in_steps = max(windows, default=0) + pair * bool(in_files)  # what is stepped is sent by pieces
+    in_steps = max(windows, default=0)
     written = [b for b in trainable if b.params_rest is ParamsRest.shard and b.tiers.compute_param is Tier.nvme]
     # As they are cast from the masters: one is written behind the step, and one is made.
     in_steps += 2 * max((b.owned_numel * b.itemsizes.compute for b in written if not b.one_dtype), default=0)
@@ -323,10 +319,15 @@ def _staging(buckets: Sequence[BucketPlan], limits: Limits, states: States, rank
     in_steps += STEP_CHUNK_NBYTES * any(b.steps_on_host for b in cast)
     narrow = [b for b in trainable if states and b.itemsizes.state is not StateDtype.fp32]
     on_host = max((b.owned_numel for b in narrow if b.steps_on_host), default=0)
+    # Memory that is taken once and stays: for what is read ahead, for gradients that are added to those that are there,
+    # for what is stepped and sent by pieces, and for pieces of steps.
+    stays = READ_AHEAD * round_up(max(map(read_nbytes, buckets), default=0), FILE_PAGE_NBYTES)
+    stays += pair * any(b.grads_on_host for b in trainable) + pair * bool(in_files)
+    stays += scratch_nbytes(on_host, on_device=False)
+    # A step overlaps the next forward, and may begin in the backward.
+    overlapped = {Phase.step, Phase.forward} | {Phase.backward for b in trainable if b.may_step_in_backward}
     for phase in Phase:
-        found[phase][host] += scratch_nbytes(on_host, on_device=False)  # which stays for the next step
-    found[Phase.step][host] += in_steps
-    found[Phase.forward][host] += in_steps
+        found[phase][host] += stays + in_steps * (phase in overlapped)
     on_device = max((b.owned_numel * b.itemsizes.master for b in cast if not b.steps_on_host), default=0)
     found[Phase.step][Role.staging, Tier.device] += min(DEVICE_STEP_CHUNK_NBYTES, on_device)
     on_device = max((b.owned_numel for b in narrow if not b.steps_on_host), default=0)
