@@ -44,7 +44,7 @@ def pieces_of(numel: int, threads: int | None) -> tuple[int, int]:
     """
     if threads is None:
         return DEVICE_CHUNK, 1
-    most = max(MIN_CHUNK, min(MAX_CHUNK, HOST_CHUNKS // threads))
+    most = max(MIN_CHUNK, min(MAX_CHUNK, HOST_CHUNKS // threads // BLOCK * BLOCK))
     threads = max(1, min(threads, HOST_CHUNKS // most, -(-numel // MIN_CHUNK)))
     count = round_up(-(-numel // most), threads)  # each thread gets as many
     return max(BLOCK, round_up(-(-numel // max(count, 1)), BLOCK)), threads
@@ -53,5 +53,7 @@ def pieces_of(numel: int, threads: int | None) -> tuple[int, int]:
 def scratch_nbytes(numel: int, *, on_device: bool) -> int:
     """Bytes beside the state by which the largest range of ``numel`` elements is stepped in pieces; those on the host
     stay for the next step."""
+    if not on_device and numel > MIN_CHUNK:
+        numel += HOST_CHUNKS // MIN_CHUNK * BLOCK  # the piece of each thread ends between blocks
     pieces = BUFFERS * 4 * min(numel, DEVICE_CHUNK if on_device else HOST_CHUNKS)
     return pieces + TABLE_NBYTES if numel else 0

@@ -170,6 +170,24 @@ def test_without_torch_distributed_there_is_one_rank() -> None:
 
 
 @on_ranks(2, 3)
+@pytest.mark.parametrize("chunk", [100, 512, 1 << 18])
+def test_terms_in_bf16_are_summed_in_fp32_in_rank_order_in_pieces_of_any_size(
+    chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightning_zero.comm.transports.SUM_CHUNK", chunk)
+    world, rank = dist.get_world_size(), dist.get_rank()
+    terms = [_input(r, world, torch.bfloat16).view(world, -1)[rank].float() for r in range(world)]
+    expected = terms[0]
+    for term in terms[1:]:
+        expected = expected + term
+    full = _input(rank, world, torch.bfloat16)
+    sent = DirectTransport().reduce(full, Members(rank, world, dist.group.WORLD), total_dtype=torch.float32)
+    for work in sent.works:
+        work.wait()
+    assert torch.equal(sent.finish(), expected)
+
+
+@on_ranks(2, 3)
 def test_small_agreements() -> None:
     with communicator() as comm:
         rank, world = comm.rank, comm.world_size

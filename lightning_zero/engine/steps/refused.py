@@ -25,6 +25,12 @@ def check_optimizer(optimizer: Optimizer, settings: OptimizerConfig, *, stochast
     Raises:
         ConfigError: why not, and what to change.
     """
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        raise ConfigError(
+            f"optimizer.differentiable: expected false, got true ({type(optimizer).__qualname__}): a step of shards is "
+            "no part of a graph. Drop optimizer.differentiable."
+        )
+    _refuse_changes_outside(optimizer)
     declared = settings.elementwise
     if is_stepped_whole(optimizer, whole=settings.whole, declared_elementwise=declared):
         _refuse_narrow_whole(optimizer, settings.state_dtype)
@@ -55,10 +61,6 @@ def _check_slices(optimizer: Optimizer, *, declared_elementwise: bool, stochasti
             "element-wise, set zero.optimizer.elementwise=true; if it may need whole tensors, as Muon and Shampoo do, "
             "drop zero.optimizer.whole=false."
         )
-    for group in optimizer.param_groups:
-        if group.get("differentiable"):
-            raise ConfigError("the optimizer's differentiable=True cannot work on shards. Drop it.")
-    _refuse_changes_outside(optimizer)
     if declared_elementwise:
         _refuse_own_low_bits(optimizer)
     if stochastic_rounding and (base_of(optimizer) is None or (declared_elementwise and overrides_step(optimizer))):
@@ -150,8 +152,6 @@ def _refuse_narrow_whole(optimizer: Optimizer, state: StateDtype) -> None:
 
 def _check_whole(optimizer: Optimizer, *, stochastic_rounding: bool) -> None:
     kind = type(optimizer).__qualname__
-    if any(group.get("differentiable") for group in optimizer.param_groups):
-        raise ConfigError("the optimizer's differentiable=True cannot work on shards. Drop it.")
     if stochastic_rounding:
         raise ConfigError(
             f"zero.precision.stochastic_rounding: expected one of torch's element-wise optimizers, got {kind}, which "
@@ -165,4 +165,3 @@ def _check_whole(optimizer: Optimizer, *, stochastic_rounding: bool) -> None:
             f"zero.optimizer.whole: a step() was set on the {kind} object itself, and here the step of its class is "
             "called, for some tensors at a time. Override step() in a subclass."
         )
-    _refuse_changes_outside(optimizer)
