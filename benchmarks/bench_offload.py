@@ -27,7 +27,6 @@ from torch import nn
 
 from benchmarks import bench, bench_vertical
 from benchmarks.rates import disk_rates
-from benchmarks.sides.ours import EARLY
 from benchmarks.sides.side import make_adamw
 
 ROWS = ("optimizer_cpu", "cpu", "optimizer_nvme", "optimizer_cpu_param_nvme", "nvme")
@@ -113,7 +112,6 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="*", default=[1, 2])
     parser.add_argument("--large", action="store_true", help="the 294 M model too")
     parser.add_argument("--no-memory", action="store_true")
-    parser.add_argument("--early", action="store_true", help="each row against itself, stepped inside the backward")
     parser.add_argument("--states", action="store_true", help="nothing but zero.optimizer.state_dtype, by turns")
     parser.add_argument("--vertical", type=int, nargs="?", const=8, help="nvme: a batch in so many parts, and no more")
     args = parser.parse_args()
@@ -129,17 +127,14 @@ def main() -> None:
 
 
 def rows_in_turn(args: argparse.Namespace, folder: str) -> None:
-    """The rows of ``zero/offload`` beside ``none``, or each beside itself."""
+    """The rows of ``zero/offload`` beside ``none``."""
     print(json.dumps(bench.launch(optimizer_only, 1, folder)), flush=True)
     rows: list[dict[str, Any]] = []
     sides = ["zero3", *(f"zero3+{row}" for row in ROWS)]
     for ranks in args.ranks:
         for model in [bench.MODEL, LARGE] if args.large else [bench.MODEL]:
             bench.MODEL = model
-            if args.early:
-                pairs = [(side, side + EARLY) for side in sides[1:]]
-            else:
-                pairs = [(sides[0], side) for side in sides[1:]]
+            pairs = [(sides[0], side) for side in sides[1:]]
             rows += race_rows(pairs, ranks, args.rounds, folder, memory=not args.no_memory)
     print(bench.table(rows))
 

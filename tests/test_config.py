@@ -73,17 +73,6 @@ def test_every_way_to_write_a_stage(stage: Any) -> None:
         ({"offload": {"name": "none", "host_budget": 1}}, "zero.offload.host_budget", "none"),
         ({"offload": {"name": "none", "threads": 1}}, "zero.offload.threads", "none"),
         ({"offload": {"name": "cpu", "threads": 0}}, "zero.offload.threads", "0"),
-        ({"offload": {"name": "none", "step_in_backward": True}}, "zero.offload.step_in_backward", "none"),
-        (
-            {"offload": {"name": "cpu", "step_in_backward": True}, "dynamic": True},
-            "zero.offload.step_in_backward",
-            "zero.dynamic",
-        ),
-        (
-            {"stage": 2, "offload": {"name": "optimizer_nvme", "nvme_path": "/a", "step_in_backward": True}},
-            "zero.offload.step_in_backward",
-            "zero2",
-        ),
         ({"offload": {"name": "nvme", "nvme_path": "/a", "host_budget": 9}}, "zero.offload.host_budget", "nvme"),
         ({"offload": {"name": "cpu", "host_budget": -1}}, "zero.offload.host_budget", "-1"),
         ({"offload": {"name": "nvme", "nvme_path": ""}}, "zero.offload.nvme_path", "nvme"),

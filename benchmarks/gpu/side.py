@@ -293,9 +293,7 @@ class Side:
                 found.extend([loss, self._mark()])
                 return loss
 
-            # As the strategy does where nothing looks at gradients between backward and step.
-            with engine.stepping_in_backward():
-                optimizer.step(closure)
+            optimizer.step(closure)
             return found[0], found[1]
 
         return step

@@ -7,15 +7,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from benchmarks.sides.side import COMPILED, Side, loss_of, make_adamw, train_step
-
-EARLY = "~early"  # ends the name of a side that steps offloaded buckets inside the backward
+from benchmarks.sides.side import COMPILED, Side, make_adamw, train_step
 
 
 def build(name: str, model: nn.Module, precision: str) -> Side:
     import lightning_zero
 
-    stage, _, option = name.removesuffix(EARLY).removesuffix(COMPILED).partition("+")
+    stage, _, option = name.removesuffix(COMPILED).partition("+")
     settings: dict[str, Any] = {}
     if option == "keep":
         settings = {"keep_gathered_bytes": 1 << 40}
@@ -33,14 +31,4 @@ def build(name: str, model: nn.Module, precision: str) -> Side:
         _ = engine  # lives as long as the step
         return train_step(model, optimizer, tokens, precision == "bf16")
 
-    def early_step(tokens: Tensor) -> float:
-        def closure() -> Tensor:
-            optimizer.zero_grad(set_to_none=True)
-            loss = loss_of(model, tokens, precision == "bf16")
-            engine.backward(loss)
-            return loss
-
-        with engine.stepping_in_backward():
-            return float(optimizer.step(closure))
-
-    return Side(name, early_step if name.endswith(EARLY) else step)
+    return Side(name, step)

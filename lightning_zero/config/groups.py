@@ -147,9 +147,6 @@ class OffloadConfig:
         threads: CPU threads of a rank's offloaded step. ``None``: the cores that it may use over the ranks that share
             them, less one for transfers where there are more than two.
         io_threads: reads and writes in flight at a time. ``None``: 4.
-        step_in_backward: step a bucket as soon as its gradient has been reduced, while the backward goes on. For
-            automatic optimization with one optimizer, where nothing looks at gradients before the step; what stands in
-            the way is refused at the start.
     """
 
     name: Offload = Offload.none
@@ -159,7 +156,6 @@ class OffloadConfig:
     nvme_budget: int | None = None
     threads: int | None = None
     io_threads: int | None = None
-    step_in_backward: bool = False
 
     def __post_init__(self) -> None:
         check_types("zero.offload", self)
@@ -173,9 +169,7 @@ class OffloadConfig:
                 f"zero.offload.nvme_path: expected a folder on a local disk for zero/offload={self.name.name}, got "
                 "none. Set zero.offload.nvme_path=/path, or LIGHTNING_ZERO_NVME_PATH=/path for a preset string."
             )
-        ignored = [
-            k for k in without_effect(self.name) if getattr(self, k) is not None and getattr(self, k) is not False
-        ]
+        ignored = [k for k in without_effect(self.name) if getattr(self, k) is not None]
         if ignored:
             raise ConfigError(
                 f"zero.offload.{ignored[0]} has no effect with zero/offload={self.name.name}. Drop it, or choose a row "
@@ -191,7 +185,7 @@ def without_effect(row: Offload) -> list[str]:
     if row is not Offload.auto:
         found.append("device_budget")
     if row is Offload.none:
-        found += ["host_budget", "threads", "step_in_backward"]
+        found += ["host_budget", "threads"]
     if row in (Offload.optimizer_nvme, Offload.nvme):
         found.append("host_budget")  # nothing but gradients rests on the host there
     return found

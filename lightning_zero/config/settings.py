@@ -114,8 +114,6 @@ class ZeroConfig:
             )
         if self.precision.name is not None:
             check_grad_wire(self.comm.grad_wire, self.precision.name, self.precision.reduce_dtype)
-        if self.offload.step_in_backward:
-            self._check_step_in_backward()
 
     def _check_sequence_parallel(self) -> None:
         if self.sequence_parallel > 1 and self.compile.name is not Compile.none:
@@ -147,23 +145,6 @@ class ZeroConfig:
             raise ConfigError(
                 "zero.unit.whole_batch has no effect with zero.micro_batches=1. Drop it, or set zero.micro_batches."
             )
-
-    def _check_step_in_backward(self) -> None:
-        if self.dynamic:
-            why = "under zero.dynamic no rank knows, before the backward is over, what the others will reduce"
-            change = "Drop zero.dynamic"
-        elif self.offload.name is Offload.optimizer_nvme and self.stage.name is not Stage.zero3:
-            why = (
-                f"at zero/stage={self.stage.name.name} the backward reads parameters that would have to be read from "
-                "the files once more after it"
-            )
-            change = "Choose zero/offload=optimizer_cpu or zero/stage=zero3"
-        else:
-            return
-        raise ConfigError(
-            f"zero.offload.step_in_backward: expected false ({why}), got true. {change}, or drop "
-            "zero.offload.step_in_backward."
-        )
 
 
 def check_accumulation(config: ZeroConfig) -> None:

@@ -327,15 +327,6 @@ class Engine(Assembly):
             state_dtype=settings.state_dtype,
         )
 
-    def stepping_in_backward(self) -> contextlib.AbstractContextManager[None]:
-        """Allow a step whose closure runs one backward to step a bucket as soon as its gradient has been reduced.
-
-        The backward is the one that the engine is told of; a plain ``loss.backward()`` before it only accumulates. For
-        callers who know that nothing looks at gradients or changes them in between: no clipping, no loss scaling,
-        no hook of the user's. Only offloaded buckets are stepped so: the others have nothing to hide.
-        """
-        return self.around_step.early_steps.allowed()
-
     def drop_optimizers(self) -> None:
         for optimizer in self.optimizers:
             optimizer.release()

@@ -285,8 +285,3 @@ def _refuse_settings_of_the_trainer(config: ZeroConfig) -> None:
             "zero.after_fit: expected auto or sharded with Fabric, where a strategy does not know when a run ends, got "
             "whole. Drop zero.after_fit, and read values inside `with lightning_zero.gather(model):`."
         )
-    if config.offload.step_in_backward:
-        raise ConfigError(
-            "zero.offload.step_in_backward: expected false with Fabric, where a strategy does not know which step "
-            "follows a backward, got true. Drop zero.offload.step_in_backward."
-        )

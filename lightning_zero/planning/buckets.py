@@ -198,15 +198,6 @@ class BucketPlan:
         return self.tiers.steps_on_host
 
     @property
-    def may_step_in_backward(self) -> bool:
-        """Whether the step may come while the backward goes on, which must not see what the step changes.
-
-        Where parameters rest in the full buffer, which the backward reads, they follow the masters later. Masters in
-        files would then be read once more for it, which costs more than an early step saves.
-        """
-        return self.steps_on_host and not (self.params_rest is ParamsRest.full and self.home_tier is Tier.nvme)
-
-    @property
     def grads_on_host(self) -> bool:
         return self.tiers.grad is not Tier.device
 

@@ -324,10 +324,8 @@ def _staging(buckets: Sequence[BucketPlan], limits: Limits, states: States, rank
     stays = READ_AHEAD * round_up(max(map(read_nbytes, buckets), default=0), FILE_PAGE_NBYTES)
     stays += pair * any(b.grads_on_host for b in trainable) + pair * bool(in_files)
     stays += scratch_nbytes(on_host, on_device=False)
-    # A step overlaps the next forward, and may begin in the backward.
-    overlapped = {Phase.step, Phase.forward} | {Phase.backward for b in trainable if b.may_step_in_backward}
-    for phase in Phase:
-        found[phase][host] += stays + in_steps * (phase in overlapped)
+    for phase in Phase:  # a step overlaps the next forward
+        found[phase][host] += stays + in_steps * (phase in (Phase.step, Phase.forward))
     on_device = max((b.owned_numel * b.itemsizes.master for b in cast if not b.steps_on_host), default=0)
     found[Phase.step][Role.staging, Tier.device] += min(DEVICE_STEP_CHUNK_NBYTES, on_device)
     on_device = max((b.owned_numel for b in narrow if not b.steps_on_host), default=0)

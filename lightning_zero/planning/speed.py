@@ -101,16 +101,13 @@ def _add_step(work: Work, bucket: BucketPlan, micro_batches: int) -> None:
         work.disk_write += n * sizes.compute
 
 
-def least_seconds(work: Work, rates: Rates, *, in_backward: bool = False, micro_batches: int = 1) -> float:
+def least_seconds(work: Work, rates: Rates, *, micro_batches: int = 1) -> float:
     """The bound on a step, without the first unit's way in and the last one's way out.
 
     Args:
-        in_backward: steps on the host begin inside the backward.
         micro_batches: in how many parts the compute is done.
     """
     seconds = work.seconds(rates)
-    if in_backward:
-        return max(seconds.values())
     forward = FORWARD * seconds["compute"] / micro_batches
     # What is read from files for the step need not wait for the backward.
     return max(*seconds.values(), seconds["compute"] - forward + max(forward, seconds["host_memory"]))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.utilities import rank_zero_info
@@ -11,7 +11,6 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning_zero.config import ConfigError, ZeroConfig, with_rows
 from lightning_zero.engine import engine_of
 from lightning_zero.trainer.callbacks import averaging
-from lightning_zero.trainer.precision import ZeroPrecision
 from lightning_zero.trainer.saves.checkpointing import CheckpointingStrategy
 from lightning_zero.trainer.summary import print_units
 
@@ -66,9 +65,6 @@ class RestagingStrategy(CheckpointingStrategy):
         if module is None or engine is None:
             return
         trainer = module._trainer
-        if trainer is not None:
-            precision = cast(ZeroPrecision, self.precision_plugin)
-            self.together("restaging: early steps", lambda: precision.check_early_steps(trainer, config.offload))
         self.wait_for_writes()
         if (module._current_fx_name or "").startswith(_BETWEEN_STEPS):
             engine.rest()

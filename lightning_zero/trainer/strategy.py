@@ -254,7 +254,6 @@ class ZeroStrategy(Processes, SteppingStrategy):
             saved, self._saved_rng = self._saved_rng, None
             self._random_numbers = RandomNumbers(trainer, self.root_device, saved)
             self.setup_optimizers(trainer)
-            self.precision_plugin.check_early_steps(trainer)
         self._load_what_waits(trainer)
         if fitting:
             averaging.average_shards(trainer, self.engine)

@@ -36,14 +36,12 @@ class Step(NamedTuple):
 
     Attributes:
         clips: gradients, by their norm, between backward and step.
-        early: offloaded steps begin inside the backward.
         evaluates: the model is called once more between backward and step.
         looks: the user looks at gradients between backward and step.
     """
 
     micro_batches: int = 1
     clips: bool = False
-    early: bool = False
     evaluates: bool = False
     looks: bool = False
 
@@ -197,12 +195,8 @@ def train_step(
         return 0.0
 
     with engine.step_scope():
-        if step.early:
-            with engine.stepping_in_backward():
-                optimizer.step(backwards)
-        else:
-            backwards()
-            optimizer.step()
+        backwards()
+        optimizer.step()
         optimizer.zero_grad()
 
 

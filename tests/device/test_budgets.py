@@ -23,7 +23,6 @@ HOWS = {
     "plain": PLAIN,
     "two micro-batches": (Step(2),) * 3,
     "clipped": (Step(clips=True),) * 3,
-    "early": (Step(early=True),) * 3,
 }
 
 ARRIVED = Wait("engine/units/grad_store.py: _wait", "event", main=False)
@@ -34,7 +33,7 @@ READ_INTO = Wait("tiers/pinned.py: ReadAhead.take", "event")
 
 # In one step at stage 3 that repeats what is known. The worst case: the device is behind, and steps are begun late.
 # Threads wait. The main thread does, too, for memory that the disk is about to write to.
-STEPS = {"plain": {ARRIVED: 1}, "two micro-batches": {LANDED: 4}, "clipped": {ARRIVED: 2}, "early": {ARRIVED: 1}}
+STEPS = {"plain": {ARRIVED: 1}, "two micro-batches": {LANDED: 4}, "clipped": {ARRIVED: 2}}
 ROWS: dict[str, dict[Wait, int]] = {
     "optimizer_cpu": {TO_WRITE: 1},
     "cpu": {TO_WRITE: 1},
@@ -44,7 +43,7 @@ ROWS: dict[str, dict[Wait, int]] = {
 }
 
 
-@pytest.mark.parametrize("steps", [pytest.param(HOWS[how], id=how) for how in HOWS if how != "early"])
+@pytest.mark.parametrize("steps", [pytest.param(HOWS[how], id=how) for how in HOWS])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", range(4))
 def test_the_host_waits_for_nothing_where_all_is_on_the_device(

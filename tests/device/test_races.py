@@ -66,7 +66,6 @@ def test_training_has_no_race(case: Case, trained: Trained) -> None:
 
 SMALL = {"reduce_bucket_bytes": 1200}  # less than any two buckets: a reduction is waited for before the next
 NODE_BACKWARD: dict[str, Any] = {"comm": {"hierarchy": "node_backward"}}
-EARLY = (Step(early=True),) * 4
 
 
 @pytest.mark.parametrize(
@@ -92,13 +91,6 @@ EARLY = (Step(early=True),) * 4
                 for ranks in (1, 4)
             ),
             Case(precision="bf16", settings={"unit": {"classes": ["Linear"]}}),
-            *(
-                Case(stage, "optimizer_cpu", precision, steps=EARLY, worker=worker, settings=SMALL)
-                for stage in (1, 3)
-                for precision, worker in zip(
-                    ("fp32", "bf16"), ("lazy", "eager")[:: 1 if stage == 1 else -1], strict=True
-                )
-            ),
             Case(1, "optimizer_cpu", steps=(Step(evaluates=True),) * 3, worker="eager"),
             Case(3, "optimizer_cpu", settings={"prefetch_bytes": 0}),
             Case(3, "nvme", "bf16", settings=SMALL),

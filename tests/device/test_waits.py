@@ -22,8 +22,6 @@ from lightning_zero.engine.units.unit import Unit
 from lightning_zero.tiers.pinned import ReadAhead, Sender
 from tests.device.simulate import Case, Found, Step, loss_of
 from tests.device.test_races import (
-    EARLY,
-    SMALL,
     Trained,
     gathers,
     saves_and_loads,
@@ -279,12 +277,6 @@ WITHOUT: dict[str, tuple[str, Any, Case, Any]] = {
         None,
     ),
     "a step waits for its gradient": (GRADS + "Claimed.arrived", arrived_at_once, HOST, None),
-    "an early step waits for its gradient": (
-        GRADS + "Claimed.arrived",
-        arrived_at_once,
-        Case(3, "optimizer_cpu", steps=EARLY, settings=SMALL),
-        None,
-    ),
     "a step waits for what its gradient is multiplied by": (
         GRADS + "Claimed.arrived",
         multiplied_at_once,

@@ -161,7 +161,6 @@ def predict(
     *,
     precision: str = "bf16",
     clips: bool = False,
-    early: bool = False,
     micro_batches: int = 1,
     ranks: int = 1,
     rates: Rates = H200,
@@ -174,7 +173,7 @@ def predict(
         mutations: what stands in the place of a function of the package, by its path.
     """
     steps = 2
-    with _machine(early, ranks, mutations) as (machine, folder):
+    with _machine(ranks, mutations) as (machine, folder):
         model = Model()
         held = sum(p.numel() for p in model.parameters())
         scale = PARAMETERS / held
@@ -186,7 +185,7 @@ def predict(
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
             engine.add_optimizer(optimizer)
             plans = plan_of(engine)
-            step = Step(micro_batches, clips=clips, early=early)
+            step = Step(micro_batches, clips=clips)
             train_step(step, engine, model, optimizer, _loss_of)  # learns the order
             engine.settle()
             trace = machine.order.trace = Trace()
@@ -204,11 +203,11 @@ def predict(
     for name, amount in vars(work).items():
         setattr(work, name, amount * scale)
     found = {name: amount / steps for name, amount in busy(trace.tasks).items()}
-    return Predicted(seconds, least_seconds(work, rates, in_backward=early, micro_batches=micro_batches), found, work)
+    return Predicted(seconds, least_seconds(work, rates, micro_batches=micro_batches), found, work)
 
 
 @contextlib.contextmanager
-def _machine(early: bool, ranks: int, mutations: Sequence[tuple[str, Any]]) -> Iterator[tuple[Machine, str]]:
+def _machine(ranks: int, mutations: Sequence[tuple[str, Any]]) -> Iterator[tuple[Machine, str]]:
     machine = Machine()
     with contextlib.ExitStack() as stack:
         for target, new in mutations:
@@ -216,7 +215,7 @@ def _machine(early: bool, ranks: int, mutations: Sequence[tuple[str, Any]]) -> I
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="lightning_zero_timed_"))
         stack.enter_context(world(ranks))
         stack.enter_context(fused_on_meta())
-        stack.enter_context(simulated(machine, "eager" if early else "lazy"))
+        stack.enter_context(simulated(machine, "lazy"))
         yield machine, folder
 
 
@@ -257,7 +256,6 @@ def _loss_of(model: nn.Module) -> Tensor:
 
 HOWS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "early": {"early": True},
     "clipped": {"clips": True},
     "two micro-batches": {"micro_batches": 2},
 }

@@ -259,8 +259,7 @@ def transfers_are_hidden(rank: int, ranks: int, offload: str) -> None:
         return loss
 
     def step() -> None:
-        with engine.stepping_in_backward():
-            optimizer.step(closure)
+        optimizer.step(closure)
         engine.settle()
         torch.cuda.synchronize()
 

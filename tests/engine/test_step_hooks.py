@@ -26,9 +26,8 @@ def halves_the_rate(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 @on_ranks(2)
 @pytest.mark.parametrize(("row", "stage"), [("none", 3), ("optimizer_cpu", 1), ("cpu", 3), ("nvme", 3), ("auto", 3)])
-@pytest.mark.parametrize("early", [False, True])
-def test_a_hook_before_the_step_sets_its_learning_rate(row: str, stage: int, early: bool, tmp_path: Path) -> None:
-    """In the step of every bucket, also of one that is stepped later, or would be stepped inside the backward."""
+def test_a_hook_before_the_step_sets_its_learning_rate(row: str, stage: int, tmp_path: Path) -> None:
+    """In the step of every bucket, also of one that is stepped later."""
     torch.manual_seed(3)
     module = Model()
     twin = Twin(module, optimizer=sgd, each=stage >= 2)
@@ -39,18 +38,9 @@ def test_a_hook_before_the_step_sets_its_learning_rate(row: str, stage: int, ear
             twin.backward(language_loss(twin.module, tokens(step)))
             twin.step()
             twin.zero_grad()
-            batch = tokens(step)
-
-            def closure(batch: torch.Tensor = batch) -> None:
-                side.zero_grad()
-                side.backward(language_loss(side.module, batch))
-
-            if early and row != "none":
-                with side.engine.stepping_in_backward():
-                    side.optimizer.step(closure)
-            else:
-                closure()
-                side.step()
+            side.zero_grad()
+            side.backward(language_loss(side.module, tokens(step)))
+            side.step()
             assert_same(side, twin, what=f"step {step}: ")
 
 

@@ -22,8 +22,6 @@ def test_settings_that_only_the_trainer_follows() -> None:
         Fabric(strategy="zero_auto", accelerator="cpu", devices=2)
     with pytest.raises(ConfigError, match=r"zero\.checkpoint\.background: expected false with Fabric"):
         ZeroFabricStrategy("zero3", checkpoint={"background": True})
-    with pytest.raises(ConfigError, match=r"zero\.offload\.step_in_backward: expected false with Fabric"):
-        ZeroFabricStrategy("zero3", offload={"name": "optimizer_cpu", "step_in_backward": True})
     with pytest.raises(ConfigError, match=r"zero\.after_fit: expected auto or sharded with Fabric"):
         ZeroFabricStrategy("zero3", after_fit="whole")
     with pytest.raises(ConfigError, match="fabric.precision: expected 'bf16-mixed'"):

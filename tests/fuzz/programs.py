@@ -129,10 +129,8 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True)
 class StepWithClosure:
-    """Forward and backward inside of ``optimizer.step``; ``early``: units may be stepped in the backward; ``writes``:
-    to parameters, before the forward."""
+    """Forward and backward inside of ``optimizer.step``; ``writes``: to parameters, before the forward."""
 
-    early: bool = False
     writes: bool = False
 
 

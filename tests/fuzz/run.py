@@ -278,7 +278,7 @@ class Interpreter:
 
         self._losses.clear()
         self._reduce()
-        self.side.step(closure, early=action.early)
+        self.side.step(closure)
         self.side.zero_grad()
         if self.program.looks:
             self._look("after")

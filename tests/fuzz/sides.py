@@ -89,7 +89,7 @@ class Side:
     def backward(self, loss: Tensor, *, no_sync: bool = False, **kwargs: Any) -> None:
         raise NotImplementedError
 
-    def step(self, closure: Callable[[], Any] | None = None, *, early: bool = False) -> None:
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
         raise NotImplementedError
 
     def clip(self, max_norm: float) -> Tensor:
@@ -187,7 +187,7 @@ class Twin(Side):
                 param.grad = grad if param.grad is None else param.grad + grad
         self._local.clear()
 
-    def step(self, closure: Callable[[], Any] | None = None, *, early: bool = False) -> None:
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
         if closure is not None:
             closure()
         if self._local:
@@ -284,12 +284,11 @@ class Ours(Side):
             elif loss.requires_grad:
                 loss.backward(**kwargs)
 
-    def step(self, closure: Callable[[], Any] | None = None, *, early: bool = False) -> None:
-        with self.engine.stepping_in_backward() if early else contextlib.nullcontext():
-            if closure is not None:
-                self.optimizer.step(closure)
-            else:
-                self.optimizer.step()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        if closure is not None:
+            self.optimizer.step(closure)
+        else:
+            self.optimizer.step()
 
     def clip(self, max_norm: float) -> Tensor:
         if self.engine.reducer.unreduced:  # torch's is refused then, where gradients are shards too

@@ -88,7 +88,7 @@ SELDOM = st.one_of(
         eval_mode=st.booleans(),
         scoped=_rarely(3),
     ),
-    st.builds(p.StepWithClosure, early=st.booleans(), writes=_rarely(3)),
+    st.builds(p.StepWithClosure, writes=_rarely(3)),
     st.builds(p.Raise, where=st.sampled_from(["forward", "backward"]), part=PARTS, alone=_rarely(20)),
     st.sampled_from(sorted(OFFLOADS)).flatmap(
         lambda stage: st.builds(

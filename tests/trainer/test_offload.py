@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,10 +14,8 @@ from rich.console import Console
 
 from lightning_zero import ZeroStrategy, presets
 from lightning_zero.config import ConfigError
-from lightning_zero.engine import Engine, engines
-from lightning_zero.engine.steps.after_step import AfterStep
+from lightning_zero.engine import Engine
 from lightning_zero.trainer import summary
-from lightning_zero.trainer.precision import ZeroPrecision
 from tests.harness import on_ranks
 from tests.trainer.toys import (
     Lit,
@@ -182,89 +178,6 @@ class Watching(Callback):
     """A hook of the user's between backward and step."""
 
     def on_before_optimizer_step(self, *_: Any) -> None: ...
-
-
-class OwnStep(Lit):
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        super().optimizer_step(*args, **kwargs)
-
-
-class LooksAfterBackward(Lit):
-    def on_after_backward(self) -> None: ...
-
-
-def early(folder: Path, name: str = "cpu", **settings: Any) -> ZeroStrategy:
-    return ZeroStrategy("zero3", offload={"name": name, "step_in_backward": True}, summary=False, **settings)
-
-
-def stepped_inside(make: Callable[[], Lit], folder: Path, chosen: ZeroStrategy, **settings: Any) -> bool:
-    """Whether any bucket was stepped while a backward was running, with the results of no offload."""
-    seen: list[bool] = []
-    submit = AfterStep.submit
-
-    def spy(self: AfterStep, jobs: Any) -> None:
-        seen.append(any(engine.passes.in_backward for engine in engines()))
-        submit(self, jobs)
-
-    expected = fit("zero3", folder, seeded(make), **settings)
-    with mock.patch.object(AfterStep, "submit", spy):
-        found = fit(chosen, folder, seeded(make), **settings)
-    assert_same(found, expected, tolerance=0.0)
-    assert seen
-    _release(found.trainer)
-    return any(seen)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_steps_start_inside_the_backward_if_that_is_asked_for(accumulate: int, folder: Path) -> None:
-    make = partial(Lit, optimizer="adamw", scheduler="step")
-    for chosen, asked in ((early(folder), True), (strategy("zero3_offload", folder), False)):
-        assert stepped_inside(make, folder, chosen, accumulate_grad_batches=accumulate) is asked
-
-
-class ByHand(Lit):
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(**settings)
-        self.automatic_optimization = False
-
-
-class HookedOptimizer(Lit):
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters())
-        optimizer.register_step_pre_hook(lambda *_: None)
-        return optimizer
-
-
-REFUSED: dict[str, tuple[type[Lit], dict[str, Any], str]] = {
-    "clipping": (Lit, {"gradient_clip_val": 0.1}, "trainer.gradient_clip_val=null"),
-    "loss scaling": (Lit, {"plugins": ZeroPrecision("16-mixed")}, "zero/precision=bf16"),
-    "callback": (Lit, {"callbacks": [Watching()]}, "Drop Watching.on_before_optimizer_step"),
-    "own step": (OwnStep, {}, "Drop OwnStep.optimizer_step"),
-    "own hook": (LooksAfterBackward, {}, "Drop LooksAfterBackward.on_after_backward"),
-    "by hand": (ByHand, {}, "Use automatic optimization"),
-    "hook of the optimizer": (HookedOptimizer, {}, "no register_step_pre_hook"),
-}
-
-
-@on_ranks(1, full=(2,))
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_stands_in_the_way_of_it_is_refused_before_training(case: str, folder: Path) -> None:
-    make, settings, change = REFUSED[case]
-    module = seeded(partial(make, optimizer="adamw"))
-    with pytest.raises(ConfigError, match=rf"zero.offload.step_in_backward: .*({change}).*drop zero.offload.step") as e:
-        fit(early(folder), folder, module, **settings)
-    assert "got true" in str(e.value)
-
-
-@on_ranks(1)
-def test_clipping_that_is_set_later_is_refused_too(folder: Path) -> None:
-    class SetsClipping(Callback):
-        def on_train_start(self, trainer: Any, *_: Any) -> None:
-            trainer.gradient_clip_val = 1.0
-
-    with pytest.raises(ConfigError, match=r"step_in_backward: .*clipping"):
-        fit(early(folder), folder, adamw(), callbacks=[SetsClipping()])
 
 
 # -- before any process starts ----------------------------------------------------------------------------------------

@@ -107,8 +107,6 @@ class Writes:
             return
         written = self._written(bucket)
         if written:
-            # Set against the masters of after the step, all that the step has changed would count as written.
-            bucket.awaited_step.refuse_in_backward(f"{written[0].fqn} was written to")
             self._take(bucket, written)
         if written or bucket in self._handed_out:
             self.forget(bucket)

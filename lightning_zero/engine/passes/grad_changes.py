@@ -82,11 +82,6 @@ class GradChanges:
                 "reduced over the ranks yet. Change gradients after the last backward before the step, outside of "
                 "no_sync() (on_before_optimizer_step; sync_grad=True)."
             )
-        if self._reducer.landed is not None:
-            raise RuntimeError(
-                f"the gradient of {info.fqn} cannot be changed between its backward and its step, which may have begun "
-                "inside of the backward. Set zero.offload.step_in_backward=false, or leave stepping_in_backward()."
-            )
 
 
 def scale(wanted: Mapping[Bucket, set[int]], factor: Tensor, streams: Streams) -> None:

@@ -37,8 +37,6 @@ class Reducer:
     Attributes:
         order: buckets in the order of their reductions.
         synchronize: off inside ``no_sync``: gradients that rest replicated are not reduced.
-        landed: called with a bucket whose gradient of this backward is whole, while the backward goes on; not with
-            buckets that may get more of it, or whose parameters this rank has not all used.
     """
 
     def __init__(
@@ -71,7 +69,6 @@ class Reducer:
         self.synchronize = True
         self.loss_scale = 1.0
         self._unscaled: set[int] = set()  # ids of parameters
-        self.landed: Callable[[Bucket], None] | None = None
         self.completed: list[Bucket] = []  # in the order in which they got ready in this backward
         self._key = ""
         self._late: set[Bucket] = set()
@@ -90,7 +87,6 @@ class Reducer:
         self.order: list[Bucket] = list(reversed(list(self.grads)))
         self._orders: dict[str, list[Bucket]] = {}  # learned, by kind of pass
         self._lagging: dict[str, set[Bucket]] = {}  # buckets that some rank completed only when its backward was over
-        self._ever_late: set[Bucket] = set()  # on any rank
 
     def begin(self, key: str, expected: Callable[[Bucket], int]) -> None:
         """A backward starts.
@@ -108,7 +104,6 @@ class Reducer:
         self._next = 0
         for grads in self.grads.values():
             grads.begin(fresh=not self.unreduced)
-        self._end_early_steps()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -135,14 +130,8 @@ class Reducer:
 
     @without_history
     def take(self, bucket: Bucket, slot: int, grad: Tensor) -> None:
-        """Take a gradient that has arrived, and issue the reductions that have become ready.
-
-        Raises:
-            RuntimeError: the bucket was stepped in this backward, without this gradient.
-        """
+        """Take a gradient that has arrived, and issue the reductions that have become ready."""
         grads = self.grads[bucket]
-        if bucket.awaited_step.in_backward:
-            bucket.awaited_step.refuse_in_backward(f"another gradient of {bucket.params[slot].fqn} arrived")
         late = grads.take(slot, grad)
         if not self._synchronizes(bucket):
             if len(grads.arrived) == self._expected[bucket]:
@@ -184,16 +173,11 @@ class Reducer:
 
         Returns:
             Whether any rank has raised its flag; false where nothing is reduced.
-
-        Raises:
-            RuntimeError: on all ranks: a bucket has to be reduced again that some rank has stepped in this backward.
         """
         reduced = [b for b in self.grads if self._synchronizes(b)]
         if not reduced:
             return False
         late, flagged = self._agree(reduced, flag)
-        for bucket in late:
-            bucket.awaited_step.refuse_in_backward(f"another gradient of bucket {bucket.label} arrived, on some rank,")
         for bucket in late:
             self._issue(bucket)
         while self._in_flight:
@@ -202,7 +186,6 @@ class Reducer:
         if self._key not in self._orders:
             self._learn_order()
         self._put_lagging_last()
-        self._end_early_steps()
         self.unreduced &= not self.synchronize
         return flagged
 
@@ -250,7 +233,7 @@ class Reducer:
         lagging = self._lagging.setdefault(self._key, set())
         flags: list[bool] = [flag]
         for bucket in reduced:
-            flags += [bucket in self._late, bucket in self._lagging_here, bucket.awaited_step.in_backward]
+            flags += [bucket in self._late, bucket in self._lagging_here]
             flags += [slot in self.grads[bucket].used for slot in range(len(bucket.params))]
         agreed = iter(self.comm.max_(torch.tensor(flags, dtype=torch.uint8)).tolist())
         late = []
@@ -258,10 +241,8 @@ class Reducer:
         for bucket in reduced:
             if next(agreed):
                 late.append(bucket)
-                self._ever_late.add(bucket)
             if next(agreed):
                 lagging.add(bucket)
-            bucket.awaited_step.in_backward = bool(next(agreed))
             grads = self.grads[bucket]
             grads.agreed = {slot for slot in range(len(bucket.params)) if next(agreed)}
             grads.used |= grads.agreed
@@ -308,14 +289,6 @@ class Reducer:
             time.sleep(_POLL_S)
         return True
 
-    def _all_ranks_come(self, bucket: Bucket) -> bool:
-        """Whether all ranks reduce ``bucket`` without needing anything of this rank first.
-
-        A rank on which the bucket lags completes it only when its backward is over, and needs gathers to get there, in
-        which this rank takes part.
-        """
-        return not self.dynamic and self._key in self._lagging and bucket not in self._lagging[self._key]
-
     def abort(self, deadline: float) -> None:
         """Drop the partial gradients of a backward that has raised. Starts no message, and waits until ``deadline``."""
         for _, pending in (*self._in_flight, *self._second_half):
@@ -324,12 +297,6 @@ class Reducer:
         self._flying_nbytes = 0
         for grads in self.grads.values():
             grads.drop()
-        self._end_early_steps()
-
-    def _end_early_steps(self) -> None:
-        """The backward is over: from here on steps are waited for, as everywhere."""
-        for bucket in self.grads:
-            bucket.awaited_step.in_backward = False
 
     # -- issuing and landing --------------------------------------------------------------------------------------
 
@@ -401,18 +368,5 @@ class Reducer:
         low, high = bucket.owned_range
         if self.comm.shard_size == 1 and reduced.numel() != high - low:
             reduced = reduced[low:high]
-        grads = self.grads[bucket]
         with torch.no_grad():
             bucket.grad_store.add(reduced)
-        if self.landed is not None and self._is_whole(grads):
-            self.landed(bucket)
-
-    def _is_whole(self, grads: BucketGrads) -> bool:
-        """Whether the bucket's gradient is complete: each of its parameters has sent one, and no more are expected.
-
-        What other ranks have used makes no difference then. A gradient that comes in parts for the first time cannot be
-        told beforehand: if the bucket has been stepped by then, :meth:`take` raises.
-        """
-        bucket = grads.bucket
-        once = self._all_ranks_come(bucket) and bucket not in self._ever_late and bucket not in self._late
-        return once and all(info.slot in grads.reduced for info in bucket.params if info.param.requires_grad)

@@ -28,6 +28,5 @@ r"""A step: from reduced gradients to new parameters.
     piece_threads     ... that step pieces of a slice
     worker            a thread that steps what rests off the device
     after_step        offloaded steps, and the gathers that follow a step: the next forward waits for them
-    early_steps       steps inside of the backward
     loss_scale        fp16
 """

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 
 from torch import nn
@@ -15,7 +14,6 @@ from lightning_zero.engine.passes.gradient_sentinels import Sentinels
 from lightning_zero.engine.passes.gradients import Reducer
 from lightning_zero.engine.passes.passes import Passes
 from lightning_zero.engine.steps.after_step import AfterStep
-from lightning_zero.engine.steps.early_steps import EarlySteps
 from lightning_zero.engine.steps.narrow_states import PieceMemory
 from lightning_zero.engine.steps.worker import StepJob
 from lightning_zero.engine.torch_modes import outside_autograd
@@ -54,18 +52,10 @@ class AroundStep:
         self._after_step = after_step
         self.stepped: Callable[[], None] = lambda: None  # called behind every step, on all ranks
         self.pieces = PieceMemory()
-        self.early_steps = EarlySteps(passes, reducer, writes)
-
-    def closure(self, landed: Callable[[Bucket], None]) -> contextlib.AbstractContextManager[None]:
-        """Around a step's closure; calls ``landed`` with buckets that may be stepped in its backward."""
-        return self.early_steps.landing(landed)
 
     @outside_autograd
-    def begins(self, params: Sequence[nn.Parameter], stepped: set[Bucket]) -> None:
+    def begins(self, params: Sequence[nn.Parameter]) -> None:
         """Prepare a step: afterwards masters may be changed, and gradients that the user has cleared are gone.
-
-        Args:
-            stepped: buckets that were stepped in the closure's backward.
 
         Raises:
             RuntimeError: parameters are shown by ``gather()``, or are whole between runs, or gradients wait for a
@@ -82,15 +72,9 @@ class AroundStep:
                 "optimizer.step() inside gather(): what is written to the shown parameters would replace the step's "
                 "result. Leave the `with lightning_zero.gather(...)` block first."
             )
-        # The backward has waited for earlier steps, and nobody could clear gradients since. The early steps themselves
-        # go on in the worker: to wait for them here would take away what they are for.
-        if stepped:
-            for unit in self._units:
-                unit.unshard_wait()
-        else:
-            self._passes.forget_failed()
-            self._after_step.settle()
-            self._sentinels.forget_zeroed()
+        self._passes.forget_failed()
+        self._after_step.settle()
+        self._sentinels.forget_zeroed()
         # Before masters change: taken over afterwards, a write would be set against values of after the step.
         self._writes.take_all_over()
         self._reducer.refuse_unreduced(map(self.place_of, params))

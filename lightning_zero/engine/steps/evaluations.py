@@ -57,7 +57,7 @@ class Evaluations:
 
     def show(self) -> None:
         """Have stand-ins show masters and gradients."""
-        self._around.begins(self._params, set())
+        self._around.begins(self._params)
         self._shown = Window(self._tensors, self._around.used(), self._owned, self._comm, _nothing_travels)
         self._shown.open()
         self._shown.arrive()

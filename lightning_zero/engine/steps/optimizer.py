@@ -31,7 +31,6 @@ from lightning_zero.engine.steps.probe_slices import check_declared
 from lightning_zero.engine.steps.runs import FlatRun, ParamStates, Runs, steps_in
 from lightning_zero.engine.steps.torch_optimizers import (
     ELEMENTWISE,
-    has_pre_hooks,
     is_known,
     prefers_fused,
     shadow_of,
@@ -158,26 +157,26 @@ class ShardedOptimizer:
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Do the user's ``optimizer.step``: the closure first, which needs the user's own groups, then the runs."""
-        loss, early = None, set[Bucket]()
+        loss = None
         if closure is not None:
-            loss, early = self._run_closure(closure)
-        self._around.begins(self.params(), early)
+            with torch.enable_grad():  # callers may step under ``no_grad``, and the closure runs a forward
+                loss = closure()
+        self._around.begins(self.params())
         used = self._around.used()
-        changed = self._step(used, early)
-        self._around.ends(changed | early, [p for p in self.params() if id(p) in used])
+        changed = self._step(used)
+        self._around.ends(changed, [p for p in self.params() if id(p) in used])
         return loss
 
-    def _step(self, used: set[int], early: set[Bucket]) -> set[Bucket]:
+    def _step(self, used: set[int]) -> set[Bucket]:
         """Step what got a gradient.
 
         Args:
             used: ids of the parameters that did.
-            early: buckets that have been stepped already.
 
         Returns:
             The buckets that this changes, on any rank.
         """
-        changed = self._arrange(used, early)
+        changed = self._arrange(used)
         lazy = [b for b in self.runs.buckets() if b in changed and self._is_lazy(b)]
         eager = [b for b in self.runs.buckets() if b in changed and b not in lazy]
         jobs: list[StepJob] = []
@@ -206,43 +205,6 @@ class ShardedOptimizer:
             if not self.runs.of(bucket) and self._is_lazy(bucket):
                 bucket.awaited_step.nothing_to_do()
         return changed
-
-    def _run_closure(self, closure: Callable[[], Any]) -> tuple[Any, set[Bucket]]:
-        """Run the closure. Returns its result, and the buckets that were stepped inside its backward."""
-        groups = self._group_of()
-        early: set[Bucket] = set()
-
-        def landed(bucket: Bucket) -> None:
-            if bucket not in groups or bucket in early or self.never_early or not bucket.plan.may_step_in_backward:
-                return
-            if any(info.param.requires_grad and info.slot not in groups[bucket] for info in bucket.params):
-                return  # some of its parameters belong to no optimizer: not a case to be fast in
-            early.add(bucket)
-            bucket.awaited_step.in_backward = True
-            active = {slot for slot in groups[bucket] if bucket.params[slot].param.requires_grad}
-            self.runs.advance(bucket, groups[bucket], active)
-            if self.runs.of(bucket):
-                job = self._job(bucket, {id(bucket.params[slot].param) for slot in active})
-                self._around.submit([job._replace(in_backward=True)])
-            else:
-                bucket.awaited_step.nothing_to_do()
-
-        try:
-            # Callers may step under ``no_grad``, and the closure runs a forward that needs its graph.
-            with torch.enable_grad(), self._around.closure(landed):
-                return closure(), early
-        except BaseException as error:
-            if early:
-                error.add_note(
-                    f"The step was partial: {len(early)} of {len(groups)} buckets had been stepped when this was "
-                    "raised. Before training goes on, load the last checkpoint."
-                )
-            raise
-
-    @property
-    def never_early(self) -> bool:
-        """Whether no bucket may be stepped before the step itself begins: see ``early_steps.py``."""
-        return not self._known or has_pre_hooks(self.optimizer)
 
     def _is_lazy(self, bucket: Bucket) -> bool:
         """Whether a bucket is stepped in the worker, on its own.
@@ -289,11 +251,8 @@ class ShardedOptimizer:
 
         return StepJob(bucket, run)
 
-    def _arrange(self, used: set[int], early: set[Bucket]) -> set[Bucket]:
+    def _arrange(self, used: set[int]) -> set[Bucket]:
         """Bring the runs up to date with param groups and step counts.
-
-        Args:
-            early: buckets that have been stepped already.
 
         Returns:
             The buckets that this step changes, on any rank.
@@ -301,7 +260,7 @@ class ShardedOptimizer:
         group_of = self._group_of()
         changed: set[Bucket] = set()
         for bucket, groups in group_of.items():
-            if not bucket.trainable or bucket in early:
+            if not bucket.trainable:
                 continue
             active = {slot for slot in groups if id(bucket.params[slot].param) in used}
             self.runs.advance(bucket, groups, active)

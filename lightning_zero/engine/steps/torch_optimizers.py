@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from lightning_zero.engine.units.narrow import is_packed
 
@@ -99,11 +98,6 @@ def shadow_of(optimizer: Optimizer) -> Optimizer:
     shadow._optimizer_step_pre_hooks = OrderedDict()
     shadow._optimizer_step_post_hooks = OrderedDict()
     return shadow
-
-
-def has_pre_hooks(optimizer: Optimizer) -> bool:
-    """Whether something of the user's runs before each step, and may set a learning rate."""
-    return bool(optimizer._optimizer_step_pre_hooks or _global_optimizer_pre_hooks)
 
 
 def states_after_step(optimizer: Optimizer, probe: nn.Parameter) -> int:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -177,10 +176,6 @@ class WholeOptimizer(ShardedOptimizer):
             values.append(sum(t.info.numel * t.bucket.dtypes.master.itemsize for t in own))
         return step_peak(routes, values, values)
 
-    @property
-    def never_early(self) -> bool:
-        return True
-
     # -- owners and windows -----------------------------------------------------------------------------------------
 
     def _follow_groups(self) -> None:
@@ -241,8 +236,8 @@ class WholeOptimizer(ShardedOptimizer):
 
         def step(optimizer: Optimizer) -> Any:
             with StepInParts(optimizer, step_of(optimizer)) as parts:
-                run = partial(self._run_closure, closure)
-                closed = Evaluations(parts, self._around, self._comm, self.owned, tensors, params, lambda: run()[0])
+                run = torch.enable_grad()(closure)
+                closed = Evaluations(parts, self._around, self._comm, self.owned, tensors, params, run)
                 closed.show()
                 lists: list[list[tuple[int, Tensor]]] = [[] for _ in optimizer.param_groups]
                 for tensor in sorted(tensors, key=lambda tensor: tensor.place):
@@ -265,7 +260,7 @@ class WholeOptimizer(ShardedOptimizer):
         self._around.ends(set(), [])
         return result
 
-    def _step(self, used: set[int], early: set[Bucket]) -> set[Bucket]:
+    def _step(self, used: set[int]) -> set[Bucket]:
         self._follow_groups()
         tensors = list(self.owned.tensors.values())
         # Where no tensor has a gradient, all are shown to the class without one: it may count the step.

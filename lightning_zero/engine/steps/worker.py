@@ -10,12 +10,6 @@
 ``step()`` takes the hyperparameters and the gradients as they are, and returns. A bucket's next gather waits for that
 bucket's step alone. The next backward, and everything that looks at values, wait for all steps. At most three buckets
 of state in files are in memory at a time: one that is read, one that is stepped, and one that is written.
-
-Where nothing comes between a bucket's gradient and its step (see ``early_steps.py``), the step is queued as soon as the
-gradient has been reduced::
-
-    main   : backward 2 | backward 1 | backward 0 | step() | forward 0 ......
-    worker :             [step 2]     [step 1]     [step 0]
 """
 
 from __future__ import annotations
@@ -38,7 +32,6 @@ class StepJob(NamedTuple):
     bucket: Bucket
     run: Callable[[], None]
     number: int = 0  # place of the bucket in the forward
-    in_backward: bool = False  # asked for while a backward may still read the full buffers
 
 
 def default_threads(share: int) -> int:
@@ -112,7 +105,7 @@ class StepWorker:
                 if (following := self._take()) is not None:
                     following.job.bucket.home.begin_open()
                 current.job.run()
-                current.job.bucket.push(later=current.job.in_backward)
+                current.job.bucket.push()
                 home.close(changed=True)
                 # The write of the bucket before this one ran during this step. Its memory goes now, and not later: the
                 # next bucket to be read would be the fourth in memory.

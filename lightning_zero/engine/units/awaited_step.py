@@ -13,12 +13,10 @@ class AwaitedStep:
 
     Attributes:
         event: on a GPU, recorded when the step was asked for: behind it nothing reads what the results overwrite.
-        in_backward: it was asked for inside the backward that is still running.
     """
 
     def __init__(self) -> None:
         self.event: Any = None
-        self.in_backward = False
         self._future: Future[None] | None = None
 
     def ask(self, event: Any) -> Future[None]:
@@ -41,18 +39,6 @@ class AwaitedStep:
     def is_done(self) -> bool:
         """Whether ``wait`` would return at once."""
         return self._future is None or self._future.done()
-
-    def refuse_in_backward(self, what: str) -> None:
-        """
-        Raises:
-            RuntimeError: ``what`` has come too late: the bucket was stepped inside the backward that is running.
-        """
-        if self.in_backward:
-            raise RuntimeError(
-                f"{what} after it had been stepped inside this backward: the step was partial. Set "
-                "zero.offload.step_in_backward=false (in a loop of your own: step outside of stepping_in_backward()), "
-                "and load the last checkpoint before training goes on."
-            )
 
     def wait(self) -> None:
         """Wait for the step; its error is raised here."""

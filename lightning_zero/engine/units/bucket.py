@@ -269,13 +269,9 @@ class Bucket:
         if self.reshards:
             self.full.release()
 
-    def push(self, *, later: bool = False) -> None:
-        """Bring the compute parameters at rest up to date with the master, whose home is open.
-
-        Args:
-            later: see :meth:`ParamStore.update`.
-        """
-        self.param_store.update(self.master, later=later)
+    def push(self) -> None:
+        """Bring the compute parameters at rest up to date with the master, whose home is open."""
+        self.param_store.update(self.master)
         if not self.plan.steps_on_host:  # what a step on the host has sent has an event of its own
             self.comm.streams.change()
 

@@ -41,13 +41,8 @@ class ParamStore(Protocol):
     def read(self, target: Tensor) -> None:
         """Copy the parameters, as they follow from the masters, into ``target``."""
 
-    def update(self, master: Tensor, *, later: bool = False) -> None:
-        """Follow the masters, which have changed; ``master`` is readable.
-
-        Args:
-            later: a backward is running that may still read the full buffer: parameters that rest there follow when
-                they are gathered next.
-        """
+    def update(self, master: Tensor) -> None:
+        """Follow the masters, which have changed; ``master`` is readable."""
 
     def settle(self) -> None:
         """Wait until all parameters are in their place; the error of one that could not be brought there is raised."""
@@ -75,7 +70,7 @@ class FullIsMaster:
     def read(self, target: Tensor) -> None:
         target.copy_(self._own)
 
-    def update(self, master: Tensor, *, later: bool = False) -> None: ...
+    def update(self, master: Tensor) -> None: ...
 
     def settle(self) -> None: ...
 
@@ -100,7 +95,7 @@ class InHome:
         with opened(self._home):
             self._home.copy_to(target)
 
-    def update(self, master: Tensor, *, later: bool = False) -> None: ...
+    def update(self, master: Tensor) -> None: ...
 
     def settle(self) -> None: ...
 
@@ -113,19 +108,13 @@ class FullCopy(InHome):
     def __init__(self, home: Home, own: Tensor, send: Callable[[Tensor], None]) -> None:
         super().__init__(home)
         self._own, self._send = own, send
-        self._is_behind = False
 
     def stage_ahead(self) -> None: ...
 
-    def prepare(self, own: Tensor) -> None:
-        if self._is_behind:
-            self._is_behind = False
-            self.read(own)
+    def prepare(self, own: Tensor) -> None: ...
 
-    def update(self, master: Tensor, *, later: bool = False) -> None:
-        self._is_behind = later
-        if not later:
-            self._send(self._own)
+    def update(self, master: Tensor) -> None:
+        self._send(self._own)
 
 
 class DeviceShard:
@@ -142,7 +131,7 @@ class DeviceShard:
     def read(self, target: Tensor) -> None:
         target.copy_(self.memory)
 
-    def update(self, master: Tensor, *, later: bool = False) -> None:
+    def update(self, master: Tensor) -> None:
         self._send(self.memory)
 
     def settle(self) -> None: ...
@@ -190,7 +179,7 @@ class FileShard:
         target.copy_(self._staged, non_blocking=True)
         self._drop()
 
-    def update(self, master: Tensor, *, later: bool = False) -> None:
+    def update(self, master: Tensor) -> None:
         self._drop()  # what was read ahead is old now, and the next ``read`` would take it for the new values
         value = master.to("cpu", self._extent.dtype)
         self._writing = self._write_behind.put(self._extent, value)

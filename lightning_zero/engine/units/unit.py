@@ -99,15 +99,7 @@ class Unit:
             bucket.comm.streams.give_back()
 
     def unshard_begin(self) -> None:
-        """Issue the gathers of all buckets that are dropped after use; on a device's streams as one message.
-
-        Raises:
-            RuntimeError: one of them was stepped in the backward that is running, whose other part has used the values
-                of before.
-        """
-        # Also where this rank only takes part for others: what it would send them are values of after the step.
-        for bucket in self.resharded:
-            bucket.awaited_step.refuse_in_backward(f"unit {self.title} is needed again")
+        """Issue the gathers of all buckets that are dropped after use; on a device's streams as one message."""
         self._enter(State.GATHERING)
         with profiled("gather", self.title):
             self.pending = []

@@ -170,11 +170,11 @@ def _rows(config: ZeroConfig) -> tuple[Any, ...]:
     """What must be alike; a node may have a folder and threads of its own."""
     offload = config.offload
     budgets = offload.device_budget, offload.host_budget, offload.nvme_budget
-    return config.stage.name.name, offload.name.name, *budgets, offload.step_in_backward
+    return config.stage.name.name, offload.name.name, *budgets
 
 
 def _say(rows: tuple[Any, ...]) -> str:
-    stage, offload, *budgets, _ = rows
+    stage, offload, *budgets = rows
     return f"stage {stage} with offload {offload}" + (f" and budgets {budgets}" if any(budgets) else "")
 
 
