@@ -305,8 +305,8 @@ def _check_steps(engine: Any, model: GPT, optimizer: Any, result: Result) -> Non
 
 def _check_bytes(engine: Any, moment: Any) -> dict[str, int]:
     """Bytes at rest by role, which are the plan's."""
-    from lightning_zero.engine.whole.held_bytes import held_bytes, plan_of
     from lightning_zero.planning.memory import ADAM_STATES, planned_bytes
+    from lightning_zero.trainer.memory.held_bytes import held_bytes, plan_of
 
     engine.settle()
     engine.forget_zeroed()

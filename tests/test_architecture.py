@@ -11,8 +11,8 @@ import pytest
 
 from tests.structure import PACKAGE, circle, functions, imports_of, modules, name_of, nodes
 
-LAYERS = ["config", "planning", "device", "tiers", "ranks", "comm", "sequence", "engine", "checkpoint"]
-LAYERS += ["trainer", "fabric", "pytorch_lightning", "app"]
+LAYERS = ["config", "planning", "device", "tiers", "ranks", "comm", "sequence", "optimizers", "pretrained"]
+LAYERS += ["timeline", "engine", "checkpoint", "trainer", "fabric", "pytorch_lightning", "app"]
 DOORS = {"train", "plan", "submit", "env", "selftest"}
 # Modules of the root that are no layer of their own; the rest are found by their folder.
 TOP_LEVEL = {"config": "config", "presets": "config"} | dict.fromkeys(DOORS, "app")

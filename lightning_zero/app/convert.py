@@ -31,8 +31,8 @@ from lightning_zero.checkpoint.hugging_face.names import Outgoing, outgoing
 from lightning_zero.checkpoint.hugging_face.record import RECORD, model_of
 from lightning_zero.checkpoint.sharded.save import ShardedSaver
 from lightning_zero.config import ConfigError, parse_bytes
-from lightning_zero.engine.units.stored import StoredTensor
 from lightning_zero.engine.whole.sharded_state import Part, TensorParts
+from lightning_zero.pretrained.stored import StoredTensor
 from lightning_zero.trainer.saves.checkpoint_io import ZeroCheckpointIO, load
 from lightning_zero.trainer.saves.sharded_checkpoints import MODULE, OPTIMIZERS, divide, read
 

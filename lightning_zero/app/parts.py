@@ -48,7 +48,7 @@ def build_optimizer(config: TrainConfig) -> Any:
     """
     import torch
 
-    from lightning_zero.engine.steps.refused import check_optimizer
+    from lightning_zero.optimizers.refused import check_optimizer
 
     if not config.optimizer.get("_partial_"):
         raise ConfigError(

@@ -159,8 +159,8 @@ def _parameters_on_meta(build: Callable[[], LightningModule], error: Exception) 
 def counted_states(config: TrainConfig, units: Sequence[UnitGroup], module: nn.Module) -> int | TensorStates:
     """The state of each parameter, where the optimizer of the configuration steps whole tensors and can be tried; else
     as many tensors for each as :func:`optimizer_states` says."""
-    from lightning_zero.engine.steps.planned_states import UnknownStateError, planned_states
     from lightning_zero.models.language_model import param_groups
+    from lightning_zero.trainer.memory.planned_states import UnknownStateError, planned_states
 
     zero = config.zero
     if config.optimizer:
@@ -175,7 +175,7 @@ def steps_slices(config: TrainConfig) -> bool:
     """Whether the optimizer of the configuration steps slices, whose state is known by its number of tensors."""
     import torch
 
-    from lightning_zero.engine.steps.refused import is_stepped_whole
+    from lightning_zero.optimizers.refused import is_stepped_whole
 
     if not config.optimizer:
         return config.zero.optimizer.whole is not Whole.true
@@ -194,7 +194,7 @@ def optimizer_states(config: TrainConfig) -> int:
     """
     import torch
 
-    from lightning_zero.engine.steps.torch_optimizers import states_after_step
+    from lightning_zero.optimizers.known import states_after_step
 
     if not config.optimizer:
         return ADAM_STATES

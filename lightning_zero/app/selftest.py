@@ -114,10 +114,10 @@ def _row_losses(row: Row, rank: int, device: Any, folder: str) -> list[float]:
     import torch
 
     import lightning_zero
-    from lightning_zero.engine.whole.held_bytes import held_bytes, plan_of, state_tensors
     from lightning_zero.planning.buckets import Role
     from lightning_zero.planning.memory import Moment, planned_bytes
     from lightning_zero.planning.placement import Tier
+    from lightning_zero.trainer.memory.held_bytes import held_bytes, plan_of, state_tensors
 
     offload: Any = row.offload
     if "nvme" in row.offload or row.offload == "auto":

@@ -28,7 +28,7 @@ from torch import Tensor, UntypedStorage
 
 from lightning_zero.checkpoint.crc import CHUNK_NBYTES, Piece, add_up, pieces, whole
 from lightning_zero.checkpoint.durable import write_at
-from lightning_zero.engine.units.long_work import SILENT, Did, LongWork
+from lightning_zero.ranks.progress import SILENT, Did, LongWork
 
 RECORD = "lightning_zero/crc32"
 WriteAt = Callable[[memoryview, int], None]  # all of a view of bytes, at a place of the file

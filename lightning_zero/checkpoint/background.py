@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from lightning_zero.device.host_threads import set_own_threads
-from lightning_zero.engine.units.long_work import SILENT, Count, LongWork
+from lightning_zero.ranks.progress import SILENT, Count, LongWork
 
 
 class Background:

@@ -18,7 +18,7 @@ from lightning_zero.checkpoint.archive import Record, records_of
 from lightning_zero.checkpoint.crc import CHUNK_NBYTES, Report
 from lightning_zero.checkpoint.sharded.verify import parts_of_folder
 from lightning_zero.config import ConfigError
-from lightning_zero.engine.units.long_work import SILENT, LongWork
+from lightning_zero.ranks.progress import SILENT, LongWork
 
 
 def check(path: str | os.PathLike[str], part: int = 0, parts: int = 1, long_work: LongWork = SILENT) -> Report:

@@ -15,13 +15,11 @@ Where to look::
     engine       what may be asked of an engine
     assembly     its parts, and how they hang together
     units        what is sharded, in which buffers, and where it rests
-    pretrained   first values from a folder of Hugging Face
     passes       forward and backward: gathers, gradients, reductions
     parameters   what users' code meets between the calls of units
     vertical     units in chunks of the batch, all chunks before the next unit
-    steps        optimizers, offloaded steps, the loss scale
-    timeline     what each rank did in some steps
-    whole        state dicts, gather, norms, bytes held
+    steps        optimizers and offloaded steps
+    whole        state dicts, gather, norms
     torch_modes  the modes of torch that all of this runs in
 """
 
@@ -40,10 +38,10 @@ from torch import Tensor, nn
 from lightning_zero.config import ConfigError, ZeroConfig, check_decided, make_config
 from lightning_zero.device.cuda import default_device, with_index
 from lightning_zero.engine.engine import Engine, engine_of, engines
-from lightning_zero.engine.units.long_work import LongWork
 from lightning_zero.engine.vertical.loss import chunked_loss
 from lightning_zero.engine.whole import norms
 from lightning_zero.engine.whole.gather import show_full
+from lightning_zero.ranks.progress import LongWork
 
 __all__ = ["Engine", "chunked_loss", "clip_grad_norm_", "engine_of", "engines", "gather", "grad_norm", "shard"]
 

@@ -13,19 +13,18 @@ from torch.optim import Optimizer
 
 from lightning_zero.config import Whole, check_accumulation, with_rows
 from lightning_zero.engine.assembly import LIVE, Assembly
-from lightning_zero.engine.parameters.classes import disown
 from lightning_zero.engine.passes.hooks import ENGINE
 from lightning_zero.engine.steps.optimizer import ShardedOptimizer
-from lightning_zero.engine.steps.refused import check_optimizer
 from lightning_zero.engine.steps.whole_optimizer import WholeOptimizer
 from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units import capacity
+from lightning_zero.engine.units.classes import disown
 from lightning_zero.engine.whole import host_copy, module_state, optimizer_state, ranges
-from lightning_zero.engine.whole.held_bytes import state_to_come
 from lightning_zero.engine.whole.ranges import Copies, Hollow, Range, Value
 from lightning_zero.engine.whole.restage import Follow
 from lightning_zero.engine.whole.restage import restage as restage_to
 from lightning_zero.engine.whole.snapshot import KeptRanges
+from lightning_zero.optimizers.refused import check_optimizer
 
 
 def engine_of(module: nn.Module) -> Engine | None:
@@ -303,7 +302,7 @@ class Engine(Assembly):
         """
         make = partial(self._make_sharded, optimizer)
         sharded = self.comm.together("adding an optimizer", make, undo=ShardedOptimizer.release)
-        capacity.check_state_fits(self.comm, self.tiers, partial(state_to_come, sharded), self.config.offload)
+        capacity.check_state_fits(self.comm, self.tiers, sharded.state_to_come, self.config.offload)
         self.optimizers.append(sharded)
         return sharded
 

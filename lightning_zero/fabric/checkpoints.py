@@ -25,10 +25,10 @@ from lightning_zero.checkpoint.words import OF_FABRIC, in_words, words
 from lightning_zero.comm.agreements import gather_objects, together
 from lightning_zero.config import CheckpointFormat, ConfigError, ZeroConfig
 from lightning_zero.engine import Engine
-from lightning_zero.engine.units.long_work import LongWork
 from lightning_zero.engine.whole.module_state import keeping_frozen
 from lightning_zero.engine.whole.sharded_state import sharded_optimizer_state, sharded_state_dict
 from lightning_zero.fabric.module import ZeroModule
+from lightning_zero.ranks.progress import LongWork
 from lightning_zero.ranks.waits import Waits
 from lightning_zero.trainer.saves.checkpoint_fits import check_model
 from lightning_zero.trainer.saves.checkpoint_io import ZeroCheckpointIO, load, writes_files

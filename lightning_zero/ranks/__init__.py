@@ -11,6 +11,7 @@
                watchdog      a thread that ends a rank which waits for one that is gone
                peers         which rank is gone, and who found out
                mailbox       messages to rank 0 that nobody waits for
+               progress      how far long work is, for who waits for it
     again      verdict       what an end means to the script of a job
                resume        a job's name, which stays, and the checkpoint to go on from
 """

@@ -15,8 +15,8 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from lightning_zero.config import ConfigError, Precision
-from lightning_zero.engine.steps.loss_scale import LossScaler
 from lightning_zero.engine.units.describe import AUTOCAST_DTYPES, TRUE_DTYPES
+from lightning_zero.optimizers.loss_scale import LossScaler
 
 FLAGS = [row.value for row in Precision]
 

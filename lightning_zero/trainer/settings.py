@@ -9,8 +9,8 @@ from typing import Any
 
 from lightning_zero.config import Precision, ZeroConfig, make_config
 from lightning_zero.engine.passes.compiled import check_compiler
-from lightning_zero.engine.timeline.record import check_timeline
 from lightning_zero.tiers.claims import check_folder
+from lightning_zero.timeline.record import check_timeline
 
 
 def settings_of(

@@ -97,7 +97,7 @@ def print_held(
         activations: of a micro-batch; ``None``: not known.
         measured_peak: bytes of device and host at the worst moment of a step.
     """
-    from lightning_zero.engine.whole.held_bytes import held_bytes, limits_of, plan_of, state_tensors
+    from lightning_zero.trainer.memory.held_bytes import held_bytes, limits_of, plan_of, state_tensors
 
     engine.after_step.settle()  # this rank alone, so without an agreement
     buckets, states = plan_of(engine), state_tensors(engine)

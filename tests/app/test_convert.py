@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from lightning_zero.app import convert as converting
 from lightning_zero.checkpoint.__main__ import main
 from lightning_zero.checkpoint.sharded.read import ShardedFolder
-from lightning_zero.engine.units.stored import StoredTensor
+from lightning_zero.pretrained.stored import StoredTensor
 from tests.engine.test_pretrained import TOKENS, saved, transformers
 from tests.harness import on_ranks
 from tests.trainer.test_hugging_face import Lit, logits_of

@@ -134,7 +134,7 @@ def test_a_value_that_a_callback_refuses_is_named(override: str, key: str) -> No
 def test_optimizers_step_slices(name: str) -> None:
     """Each but two is one of those that the engine knows to be element-wise."""
     from lightning_zero.config import OptimizerConfig
-    from lightning_zero.engine.steps.refused import check_optimizer
+    from lightning_zero.optimizers.refused import check_optimizer
 
     weight = nn.Parameter(torch.ones(4))
     optimizer = parts.build_optimizer(config_of(f"optimizer={name}"))([weight])

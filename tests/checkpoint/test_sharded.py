@@ -21,9 +21,9 @@ from lightning_zero.checkpoint.sharded.read import ShardedFolder
 from lightning_zero.checkpoint.sharded.save import ShardedSaver
 from lightning_zero.checkpoint.sharded.write import alone
 from lightning_zero.config import ConfigError
-from lightning_zero.engine.units.stored import KeptTensor, StoredTensor
 from lightning_zero.engine.whole.sharded_state import Lone, Part, TensorParts
 from lightning_zero.planning.boxes import memory_order
+from lightning_zero.pretrained.stored import KeptTensor, StoredTensor
 from lightning_zero.trainer.saves.checkpoint_io import ZeroCheckpointIO
 
 

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 
 import lightning_zero
 from lightning_zero.engine.units import capacity
-from lightning_zero.engine.whole.held_bytes import limits_of
 from lightning_zero.planning.memory import on_tier, peak_bytes
 from lightning_zero.planning.placement import Tier
 from lightning_zero.planning.topology import by_node, within_nodes
+from lightning_zero.trainer.memory.held_bytes import limits_of
 from tests.device.machine import Machine, Tally
 from tests.device.virtual import Pace, simulated
 

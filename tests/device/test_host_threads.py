@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 from lightning_zero.device.host_threads import set_own_threads
-from lightning_zero.engine.steps.piece_threads import in_threads
+from lightning_zero.optimizers.low_bits import in_threads
 
 
 def in_new_thread(work: Callable[[], None]) -> None:

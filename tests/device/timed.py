@@ -25,9 +25,9 @@ from torch import Tensor, nn
 
 import lightning_zero
 from lightning_zero.config import ZeroConfig
-from lightning_zero.engine.whole.held_bytes import plan_of
 from lightning_zero.planning.speed import Rates, Work, least_seconds, work_of
 from lightning_zero.planning.timeline import busy, ends
+from lightning_zero.trainer.memory.held_bytes import plan_of
 from tests.device.machine import Machine, Place, is_on_device, nbytes_of
 from tests.device.order import COMPUTE, Trace
 from tests.device.simulate import Step, fused_on_meta, train_step, world
@@ -227,7 +227,7 @@ def _smaller(scale: float) -> Iterator[None]:
             ("engine.units.home", "CAST_CHUNK"),
             ("engine.units.landing", "PAIR_NBYTES"),
             ("tiers.pinned", "PAIR_NBYTES"),
-            ("engine.steps.mixed_dtypes", "MAX_CHUNK"),
+            ("optimizers.chunks", "MAX_CHUNK"),
         ):
             path = f"lightning_zero.{module}.{name}"
             before = getattr(importlib.import_module(f"lightning_zero.{module}"), name)

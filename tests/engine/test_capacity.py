@@ -14,11 +14,11 @@ import torch.distributed as dist
 import lightning_zero
 from lightning_zero.config import ConfigError
 from lightning_zero.engine.units import capacity
-from lightning_zero.engine.whole.held_bytes import held_bytes
 from lightning_zero.planning.buckets import Role
 from lightning_zero.planning.placement import Tier
 from lightning_zero.tiers.host import HostTier
 from lightning_zero.tiers.nvme import NvmeTier
+from lightning_zero.trainer.memory.held_bytes import held_bytes
 from tests.engine.support import Model, Sharded, accumulate, adamw
 from tests.harness import on_ranks
 

@@ -29,10 +29,10 @@ from torch import Tensor, nn
 
 import lightning_zero
 from benchmarks.gpu import trace
-from lightning_zero.engine.whole.held_bytes import limits_of, plan_of
 from lightning_zero.engine.whole.ranges import Hollow, Range, Value
 from lightning_zero.planning import memory
 from lightning_zero.planning.placement import Tier
+from lightning_zero.trainer.memory.held_bytes import limits_of, plan_of
 
 pytestmark = [
     pytest.mark.gpu,

@@ -26,11 +26,11 @@ from lightning_zero.config import ConfigError, make_config
 from lightning_zero.config import Transport as TransportName
 from lightning_zero.device import accelerator_of, recording
 from lightning_zero.engine.passes.bucket_grads import BucketGrads
-from lightning_zero.engine.whole.held_bytes import plan_of
 from lightning_zero.planning.memory import Limits
 from lightning_zero.planning.step_time import sent_by
 from lightning_zero.planning.topology import EXCHANGE_MAX_RANKS, check_exchange, flat
 from lightning_zero.ranks.waits import PeerError, StallError
+from lightning_zero.trainer.memory.held_bytes import plan_of
 from tests.engine.support import (
     Model,
     Sharded,

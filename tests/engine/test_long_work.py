@@ -17,8 +17,8 @@ from torch import nn
 from tqdm import tqdm
 
 import lightning_zero
-from lightning_zero.engine.units import long_work
-from lightning_zero.engine.units.long_work import Count, LongWork
+from lightning_zero.ranks import progress as long_work
+from lightning_zero.ranks.progress import Count, LongWork
 
 
 class Clock:

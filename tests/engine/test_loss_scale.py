@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_zero.engine.steps.loss_scale import LossScaler
+from lightning_zero.optimizers.loss_scale import LossScaler
 from tests.harness import on_ranks
 
 

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import lightning_zero
-from lightning_zero.engine.whole.held_bytes import held_bytes, plan_of
 from lightning_zero.planning.memory import Moment, planned_bytes
+from lightning_zero.trainer.memory.held_bytes import held_bytes, plan_of
 from tests.engine.support import VOCABULARY, Model
 
 

@@ -12,9 +12,9 @@ from torch import Tensor
 
 import lightning_zero
 from lightning_zero.config import ConfigError, make_config
-from lightning_zero.engine.steps import mixed_dtypes
-from lightning_zero.engine.steps.mixed_dtypes import round_stochastically, salt_of, step_in_chunks
-from lightning_zero.engine.steps.torch_optimizers import start_state
+from lightning_zero.optimizers import chunks
+from lightning_zero.optimizers.chunks import round_stochastically, salt_of, step_in_chunks
+from lightning_zero.optimizers.known import start_state
 from tests.engine.support import Model, Sharded, accumulate
 from tests.engine.test_offload import OPTIMIZERS, assert_equal, offload, whole
 from tests.harness import on_ranks
@@ -73,7 +73,7 @@ def test_pieces_give_what_a_whole_step_gives(name: str) -> None:
     run = torch.randn(1000, generator=generator)
     param = torch.nn.Parameter(run.clone())
     plain, pieced = kind([param], lr=0.1, **settings), kind([torch.nn.Parameter(run)], lr=0.1, **settings)
-    with mock.patch.object(mixed_dtypes, "CHUNK", 256), torch.no_grad():
+    with mock.patch.object(chunks, "CHUNK", 256), torch.no_grad():
         for _ in range(3):
             grad = torch.randn(1000, generator=generator).to(torch.bfloat16)
             param.grad = grad.float()
@@ -96,11 +96,11 @@ def test_no_whole_copy_of_gradients_in_another_dtype(stage: int, optimizer: str)
         torch.manual_seed(3)
         precision = {"name": "bf16", "grad_dtype": "bf16"}
         with (
-            mock.patch.object(mixed_dtypes, "CHUNK", chunk),
+            mock.patch.object(chunks, "CHUNK", chunk),
             Sharded(Model(), stage=stage, precision=precision, optimizer=OPTIMIZERS[optimizer]) as side,
         ):
-            shapes = mock.Mock(side_effect=mixed_dtypes._write_back)  # called with every piece that was stepped
-            with mock.patch.object(mixed_dtypes, "_write_back", shapes):
+            shapes = mock.Mock(side_effect=chunks._write_back)  # called with every piece that was stepped
+            with mock.patch.object(chunks, "_write_back", shapes):
                 for number in range(2):
                     with torch.autocast("cpu", torch.bfloat16):
                         accumulate(side, number, 1)

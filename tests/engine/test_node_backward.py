@@ -21,7 +21,6 @@ from torch import Tensor, nn
 import lightning_zero
 from lightning_zero.config import ConfigError, Hierarchy, Offload, OffloadConfig, Stage, make_config
 from lightning_zero.engine.units.unit import State, Unit
-from lightning_zero.engine.whole.held_bytes import limits_of, live_bytes, plan_of
 from lightning_zero.planning.buckets import BucketShape, Itemsizes, Role
 from lightning_zero.planning.fit import Machine, allowed_rows, plan_row
 from lightning_zero.planning.fit import Model as PlannedModel
@@ -30,6 +29,7 @@ from lightning_zero.planning.placement import Tier
 from lightning_zero.planning.step_time import sent_by
 from lightning_zero.planning.topology import within_nodes
 from lightning_zero.ranks.waits import StallError
+from lightning_zero.trainer.memory.held_bytes import limits_of, live_bytes, plan_of
 from tests.engine.support import (
     Model,
     Sharded,

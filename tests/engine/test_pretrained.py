@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 import lightning_zero
 from lightning_zero.config import ConfigError
-from lightning_zero.engine.pretrained import SafetensorsFolder, sources_from
-from lightning_zero.engine.pretrained.conversions import forget
+from lightning_zero.pretrained import SafetensorsFolder, sources_from
+from lightning_zero.pretrained.conversions import forget
 from tests.harness import on_ranks
 
 transformers = pytest.importorskip("transformers")

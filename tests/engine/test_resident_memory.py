@@ -17,7 +17,7 @@ import gc, json, sys
 import psutil, torch
 from torch import nn
 import lightning_zero
-from lightning_zero.engine.whole.held_bytes import limits_of, plan_of
+from lightning_zero.trainer.memory.held_bytes import limits_of, plan_of
 from lightning_zero.planning import memory
 
 torch.set_num_threads(1)

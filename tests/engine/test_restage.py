@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from lightning_zero.config import ConfigError, Offload
 from lightning_zero.engine.passes import passes
-from lightning_zero.engine.whole.held_bytes import held_bytes, plan_of, state_tensors
 from lightning_zero.engine.whole.restage import Move
 from lightning_zero.planning.fit import allowed_rows
 from lightning_zero.planning.memory import Moment, planned_bytes
 from lightning_zero.planning.placement import OFFLOADS, Tier
+from lightning_zero.trainer.memory.held_bytes import held_bytes, plan_of, state_tensors
 from tests.engine.support import Model, Sharded, adamw, autocast, language_loss, pairwise_selection, sgd, tokens
 from tests.harness import on_ranks, run
 

@@ -21,15 +21,13 @@ from torch.optim import Optimizer
 
 import lightning_zero
 from lightning_zero.config import ConfigError, StateDtype
-from lightning_zero.engine.steps import narrow_states
-from lightning_zero.engine.steps.narrow_states import NarrowStep, PieceMemory
-from lightning_zero.engine.steps.piece_threads import in_threads
-from lightning_zero.engine.units.narrow import Format, Stretch
-from lightning_zero.engine.whole.held_bytes import held_bytes, plan_of, state_tensors
 from lightning_zero.engine.whole.snapshot import KeptRanges
+from lightning_zero.optimizers import low_bits
+from lightning_zero.optimizers.low_bits import Format, NarrowStep, PieceMemory, Stretch, in_threads
 from lightning_zero.planning.buckets import Role
 from lightning_zero.planning.memory import Moment, planned_bytes
 from lightning_zero.planning.placement import Tier
+from lightning_zero.trainer.memory.held_bytes import held_bytes, plan_of, state_tensors
 from tests.engine.narrow_twin import narrow_twin
 from tests.engine.support import (
     VOCABULARY,
@@ -173,7 +171,7 @@ def test_pieces_and_threads_change_nothing(name: str, dtype: str) -> None:
     for in_pieces in (True, False):
         torch.default_generator.manual_seed(3)
         with (
-            mock.patch.object(narrow_states, "pieces_of", return_value=(512, 3) if in_pieces else (1 << 18, 1)),
+            mock.patch.object(low_bits, "pieces_of", return_value=(512, 3) if in_pieces else (1 << 18, 1)),
             mock.patch.object(NarrowStep, "_piece", counted),
             Side(wide_model(), dtype, make=make, stage=1) as side,
         ):
@@ -234,7 +232,7 @@ def test_memory_for_pieces_stays_for_the_runs_that_follow() -> None:
 @on_ranks(1)
 def test_optimizers_share_the_memory_for_pieces_and_it_goes_with_the_steps_on_the_host() -> None:
     lent, used = list[Tensor](), dict[Optimizer, set[int]]()
-    buffer = narrow_states._Memory.buffer
+    buffer = low_bits._Memory.buffer
 
     def seen(*args: Any) -> Tensor:
         lent.append(buffer(*args))
@@ -243,7 +241,7 @@ def test_optimizers_share_the_memory_for_pieces_and_it_goes_with_the_steps_on_th
     with Side(wide_model(), "bf16", stage=1, offload="optimizer_cpu", make=lambda p: adamw([*p][::2])) as side:
         other = torch.optim.RMSprop([*side.module.parameters()][1::2], lr=0.01)
         side.engine.add_optimizer(other)
-        with mock.patch.object(narrow_states._Memory, "buffer", seen):
+        with mock.patch.object(low_bits._Memory, "buffer", seen):
             for step in range(3):
                 accumulate(side, step, 1)
                 lent.clear()

@@ -26,7 +26,7 @@ from lightning_zero.config import ConfigError, make_config
 from lightning_zero.device import recording
 from lightning_zero.device.accelerator import Accelerator
 from lightning_zero.device.recording import Span
-from lightning_zero.engine.timeline.lanes import chosen, in_rows, lanes_of, outermost, without
+from lightning_zero.timeline.lanes import chosen, in_rows, lanes_of, outermost, without
 from tests.engine.support import Model, Sharded, language_work
 from tests.engine.test_offload import offload
 from tests.harness import on_ranks
@@ -194,7 +194,7 @@ def test_a_disk_that_is_full_ends_no_training(tmp_path: Path) -> None:
 def test_a_picture_that_cannot_be_drawn_ends_no_training(tmp_path: Path) -> None:
     with Sharded(Model(), debug={"timeline": str(tmp_path), "timeline_after": 1}) as side, warned() as found:
         draws = {"draw": mock.Mock(side_effect=ImportError("built for another numpy")), "can_draw": lambda: True}
-        with mock.patch.multiple("lightning_zero.engine.timeline.record", **draws):
+        with mock.patch.multiple("lightning_zero.timeline.record", **draws):
             steps(side, 5)
         assert side.engine.rank or (tmp_path / "timeline.html").exists()
     assert ["ImportError: built for another numpy" in text for text in found] == [True] * (dist.get_rank() == 0)
@@ -294,7 +294,7 @@ def test_a_page_of_many_ranks_shows_those_that_wait_least_and_most() -> None:
 def test_ranks_that_are_not_drawn_are_in_the_table_and_the_trace(tmp_path: Path) -> None:
     debug = {"timeline": str(tmp_path), "timeline_after": 1, "timeline_steps": 1}
     with (
-        mock.patch("lightning_zero.engine.timeline.lanes.chosen.__defaults__", (1,)),
+        mock.patch("lightning_zero.timeline.lanes.chosen.__defaults__", (1,)),
         Sharded(Model(), debug=debug) as s,
     ):
         steps(s, 3)

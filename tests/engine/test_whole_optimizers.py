@@ -16,11 +16,11 @@ from torch.optim import Optimizer
 import lightning_zero
 from lightning_zero.comm.agreements import FailedElsewhereError
 from lightning_zero.config import ConfigError, Precision, Whole, make_config
-from lightning_zero.engine.steps.planned_states import planned_states
 from lightning_zero.engine.units.describe import describe_units
-from lightning_zero.engine.whole.held_bytes import held_bytes, plan_of, state_tensors
 from lightning_zero.planning.memory import Moment, planned_bytes
 from lightning_zero.planning.tensor_states import TensorStates
+from lightning_zero.trainer.memory.held_bytes import held_bytes, plan_of, state_tensors
+from lightning_zero.trainer.memory.planned_states import planned_states
 from lightning_zero.trainer.memory.step_peak import _silence
 from tests.engine.optimizers import (
     Batched,

@@ -10,8 +10,8 @@ from torch import nn
 from lightning_zero import ZeroFabricStrategy
 from lightning_zero.config import ConfigError, Precision, PrecisionConfig, ZeroConfig
 from lightning_zero.engine import engine_of
-from lightning_zero.engine.steps.loss_scale import LossScaler
 from lightning_zero.fabric.precision import FabricPrecision
+from lightning_zero.optimizers.loss_scale import LossScaler
 from tests.fabric.toys import adamw, fabric, make, sgd, train
 from tests.harness import on_ranks
 from tests.trainer.toys import loader

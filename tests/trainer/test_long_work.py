@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import Callback, TQDMProgressBar
 
 from lightning_zero import ZeroStrategy
 from lightning_zero.engine import Engine
-from lightning_zero.engine.units import long_work
+from lightning_zero.ranks import progress as long_work
 from tests.harness import on_ranks
 from tests.trainer.toys import Lit, loader, seeded, trainer
 

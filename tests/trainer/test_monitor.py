@@ -21,11 +21,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from lightning_zero import ZeroMonitor, ZeroStrategy
 from lightning_zero.config import ConfigError
 from lightning_zero.device import recording
-from lightning_zero.engine.whole.held_bytes import held_bytes, plan_of
 from lightning_zero.planning.buckets import Role
 from lightning_zero.planning.memory import Moment, planned_bytes
 from lightning_zero.planning.peaks import peak_flops
 from lightning_zero.planning.placement import Tier
+from lightning_zero.trainer.memory.held_bytes import held_bytes, plan_of
 from tests.harness import on_ranks
 from tests.trainer.toys import FEATURES, STAGES, Lit, Run, fit, loader, seeded
 

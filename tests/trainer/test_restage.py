@@ -22,9 +22,9 @@ from lightning_zero import ZeroStrategy
 from lightning_zero.config import ConfigError
 from lightning_zero.engine import engine_of
 from lightning_zero.engine.units.bucket import Bucket
-from lightning_zero.engine.whole.held_bytes import held_bytes, plan_of, state_tensors
 from lightning_zero.planning.buckets import Role
 from lightning_zero.planning.memory import Moment, planned_bytes
+from lightning_zero.trainer.memory.held_bytes import held_bytes, plan_of, state_tensors
 from tests.engine.support import Model, language_loss, tokens
 from tests.engine.test_restage import assert_equal
 from tests.harness import on_ranks

@@ -21,7 +21,7 @@ from lightning_zero.checkpoint import verify
 from lightning_zero.checkpoint.sharded import save as saving
 from lightning_zero.checkpoint.sharded.read import ShardedFolder
 from lightning_zero.config import ConfigError
-from lightning_zero.engine.units.stored import StoredTensor
+from lightning_zero.pretrained.stored import StoredTensor
 from tests.harness import on_ranks, run
 from tests.trainer.test_hierarchy import TwoNodes
 from tests.trainer.toys import (

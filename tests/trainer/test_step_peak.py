@@ -13,7 +13,6 @@ import torch.distributed as dist
 
 from lightning_zero import ZeroStrategy
 from lightning_zero.config import Precision, make_config
-from lightning_zero.engine.whole.held_bytes import held_bytes, limits_of, plan_of, state_tensors
 from lightning_zero.models.gpt import LitGPT
 from lightning_zero.planning import memory
 from lightning_zero.planning.buckets import Role
@@ -21,6 +20,7 @@ from lightning_zero.planning.memory import FILE_PAGE_NBYTES, Moment
 from lightning_zero.planning.placement import Tier
 from lightning_zero.trainer import strategy as strategy_module
 from lightning_zero.trainer.memory.activations import measure
+from lightning_zero.trainer.memory.held_bytes import held_bytes, limits_of, plan_of, state_tensors
 from lightning_zero.trainer.summary import planned_peaks
 from tests.harness import on_ranks
 

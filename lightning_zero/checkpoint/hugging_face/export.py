@@ -20,11 +20,11 @@ from lightning_zero.checkpoint.sharded.items import unflattened
 from lightning_zero.comm.agreements import broadcast_object, together
 from lightning_zero.config import ConfigError
 from lightning_zero.engine import Engine
-from lightning_zero.engine.pretrained.folder import SINGLE
 from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units.home import Home, opened
 from lightning_zero.engine.whole.sharded_state import TensorParts, sharded_state_dict
 from lightning_zero.planning.boxes import boxes
+from lightning_zero.pretrained.folder import SINGLE
 
 T = TypeVar("T")
 

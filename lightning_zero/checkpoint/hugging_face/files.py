@@ -23,8 +23,8 @@ from torch import Tensor
 
 from lightning_zero.checkpoint.durable import write_at
 from lightning_zero.config import ConfigError
-from lightning_zero.engine.pretrained.folder import DTYPES, INDEX, SINGLE
 from lightning_zero.planning.layout import round_up
+from lightning_zero.pretrained.folder import DTYPES, INDEX, SINGLE
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 CHUNK = 1 << 22  # elements written at a time

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.engine.pretrained.conversions import hugging_face_model
+from lightning_zero.pretrained.conversions import hugging_face_model
 
 ADAPTERS = "adapter_model.safetensors"
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_zero.engine.pretrained.conversions import hugging_face_model
+from lightning_zero.pretrained.conversions import hugging_face_model
 
 RECORD = "lightning_zero_hugging_face"  # in a checkpoint
 

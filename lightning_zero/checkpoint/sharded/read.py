@@ -23,8 +23,8 @@ from lightning_zero.checkpoint.sharded.index import read_index, refusal
 from lightning_zero.checkpoint.sharded.items import unflattened
 from lightning_zero.checkpoint.sharded.slices import Slice
 from lightning_zero.config import ConfigError
-from lightning_zero.engine.units.stored import StoredTensor
 from lightning_zero.planning.boxes import boxes
+from lightning_zero.pretrained.stored import StoredTensor
 
 
 class _Blob(NamedTuple):

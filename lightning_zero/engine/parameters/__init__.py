@@ -2,7 +2,6 @@
 
 ::
 
-    classes       classes that a sharded parameter goes through: they say what touching it means
     fence         refuses operations on a module that would see placeholders
     access        reads outside of a unit's call: they gather the unit
     writes        what is written to a parameter gets into its master, equally on all ranks

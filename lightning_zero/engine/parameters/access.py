@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.engine.parameters.classes import own
 from lightning_zero.engine.parameters.fence import Fence
 from lightning_zero.engine.parameters.writes import Writes
 from lightning_zero.engine.passes.containers import find_tensors
@@ -28,11 +27,12 @@ from lightning_zero.engine.passes.passes import Passes
 from lightning_zero.engine.steps.after_step import AfterStep
 from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units.bucket import Bucket, Place
+from lightning_zero.engine.units.classes import own
 from lightning_zero.engine.units.unit import Unit
 
 
 class Access:
-    """The owner of one engine's parameters (:class:`~lightning_zero.engine.parameters.classes.Owner`)."""
+    """The owner of one engine's parameters (:class:`~lightning_zero.engine.units.classes.Owner`)."""
 
     def __init__(
         self,

@@ -10,7 +10,6 @@
     events              what hooks tell a pass
     passes              the open pass, what begins and ends it; open_pass: its phases; graph_task: backwards untold
     stays               units that are gathered for a use, and dropped
-    compute_lane        what is computed when, for who records it
     progress            what each unit still waits for in it
     gather_order        the order of gathers, learned and then run ahead of
     saved_weights       weights that autograd has saved, and that go in between

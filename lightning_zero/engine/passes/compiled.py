@@ -153,7 +153,10 @@ def keep_out() -> None:
     names = [
         module.name for package in (engine, passes) for module in iter_modules(package.__path__, f"{package.__name__}.")
     ]
-    layers = [f"lightning_zero.{layer}" for layer in ("comm", "ranks", "tiers", "device", "planning")]
+    layers = [
+        f"lightning_zero.{layer}"
+        for layer in ("comm", "ranks", "tiers", "device", "planning", "optimizers", "timeline")
+    ]
     for name in (*names, *layers):
         if name != passes.__name__ and name.rpartition(".")[2] not in _TRACED:
             trace_rules.add(name)

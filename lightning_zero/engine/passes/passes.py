@@ -24,7 +24,6 @@ from torch import Tensor
 from lightning_zero.comm.communicator import ABANDON_S, Communicator
 from lightning_zero.config import Precision
 from lightning_zero.engine.parameters.writes import Writes
-from lightning_zero.engine.passes.compute_lane import ComputeLane
 from lightning_zero.engine.passes.explain_weights import explain_weights
 from lightning_zero.engine.passes.gather_order import GatherOrder
 from lightning_zero.engine.passes.gradient_sentinels import Sentinels
@@ -40,6 +39,7 @@ from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units.bucket import Bucket
 from lightning_zero.engine.units.unit import State, Unit
 from lightning_zero.engine.vertical.units import Vertical
+from lightning_zero.timeline.compute_lane import ComputeLane
 
 
 def _weakly(method: Callable[[Unit], bool]) -> Callable[[Unit], bool]:

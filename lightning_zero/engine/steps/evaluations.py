@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.engine.steps.around import AroundStep
-from lightning_zero.engine.steps.in_parts import StepInParts
 from lightning_zero.engine.steps.owned import Owned, WholeTensor
 from lightning_zero.engine.steps.windows import Window
+from lightning_zero.optimizers.windowed import StepInParts
 
 
 class Evaluations:

@@ -18,7 +18,7 @@ from weakref import WeakValueDictionary, ref
 
 from torch.optim import Optimizer
 
-from lightning_zero.engine.steps.torch_optimizers import base_of, overrides_step, without_hooks
+from lightning_zero.optimizers.known import base_of, overrides_step, without_hooks
 
 Step = Callable[[Callable[[], Any] | None], Any]
 

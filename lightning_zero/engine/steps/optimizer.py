@@ -24,25 +24,26 @@ from lightning_zero.config import StateDtype
 from lightning_zero.device import recording
 from lightning_zero.engine.steps.around import AroundStep
 from lightning_zero.engine.steps.interception import Stepping, keeps_own_step
-from lightning_zero.engine.steps.mixed_dtypes import dtype_of_step, salt_of, step_in_chunks
-from lightning_zero.engine.steps.narrow_states import NarrowStep, PieceMemory, formats_of
 from lightning_zero.engine.steps.owned import Owned, WholeTensor
-from lightning_zero.engine.steps.probe_slices import check_declared
 from lightning_zero.engine.steps.runs import FlatRun, ParamStates, Runs, steps_in
-from lightning_zero.engine.steps.torch_optimizers import (
-    ELEMENTWISE,
-    is_known,
-    prefers_fused,
-    shadow_of,
-    start_state,
-)
 from lightning_zero.engine.steps.worker import StepJob
 from lightning_zero.engine.torch_modes import without_autocast
 from lightning_zero.engine.units.bucket import Bucket, Place
 from lightning_zero.engine.units.grad_store import Arrived
 from lightning_zero.engine.units.home import opened
-from lightning_zero.engine.units.long_work import SILENT, LongWork
-from lightning_zero.planning.placement import StageRow
+from lightning_zero.optimizers.chunks import dtype_of_step, salt_of, step_in_chunks
+from lightning_zero.optimizers.known import (
+    ELEMENTWISE,
+    count_states,
+    is_known,
+    prefers_fused,
+    shadow_of,
+    start_state,
+)
+from lightning_zero.optimizers.low_bits import NarrowStep, PieceMemory, formats_of
+from lightning_zero.optimizers.slices import check_declared
+from lightning_zero.planning.placement import StageRow, Tier
+from lightning_zero.ranks.progress import SILENT, LongWork
 
 
 class ShardedOptimizer:
@@ -144,6 +145,15 @@ class ShardedOptimizer:
     def state_nbytes(self, tensor: WholeTensor) -> list[int]:
         """Bytes of each tensor of state that a tensor which is stepped whole will have, as far as that is known."""
         return []
+
+    def state_to_come(self, tier: Tier) -> int:
+        """Bytes that its state will take on ``tier`` on this rank, as far as that is known before the first step."""
+        states = count_states(self.optimizer)
+        return sum(
+            states * bucket.plan.state_nbytes(bucket.owned_numel)
+            for bucket in self.buckets()
+            if bucket.trainable and bucket.plan.tiers.master is tier
+        )
 
     def step_peak(self) -> int:
         """The most bytes that this rank holds beside its shards while they are stepped on the device."""

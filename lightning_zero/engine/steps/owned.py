@@ -18,13 +18,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_zero.engine.steps.state_leaves import leaves_of, map_leaves
 from lightning_zero.engine.units.bucket import Bucket
 from lightning_zero.engine.units.home import opened
 from lightning_zero.engine.units.kept import Sliced
 from lightning_zero.engine.units.param_info import ParamInfo, strides_of
-from lightning_zero.engine.units.stored import StoredTensor
+from lightning_zero.optimizers.state_trees import leaves_of, map_leaves
 from lightning_zero.planning.placement import Tier
+from lightning_zero.pretrained.stored import StoredTensor
 
 
 class Leaf(NamedTuple):

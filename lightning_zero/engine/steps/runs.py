@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_zero.engine.steps.torch_optimizers import PER_TENSOR, is_elementwise
 from lightning_zero.engine.units.bucket import Bucket
 from lightning_zero.engine.units.home import opened
 from lightning_zero.engine.units.kept import Sliced
-from lightning_zero.engine.units.long_work import LongWork
-from lightning_zero.engine.units.narrow import STORE_CHUNK, Format
+from lightning_zero.optimizers.known import PER_TENSOR, is_elementwise
+from lightning_zero.optimizers.low_bits import STORE_CHUNK, Format
 from lightning_zero.planning.layout import Fragment, Run, cut_runs
+from lightning_zero.ranks.progress import LongWork
 
 _log = logging.getLogger(__name__)
 

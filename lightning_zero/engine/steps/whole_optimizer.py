@@ -22,17 +22,16 @@ from lightning_zero.config import ConfigError
 from lightning_zero.device import recording
 from lightning_zero.engine.steps.around import AroundStep
 from lightning_zero.engine.steps.evaluations import Evaluations
-from lightning_zero.engine.steps.in_parts import Outcome, StepInParts, keep
 from lightning_zero.engine.steps.interception import Stepping
 from lightning_zero.engine.steps.optimizer import ShardedOptimizer
 from lightning_zero.engine.steps.owned import Owned, WholeTensor
-from lightning_zero.engine.steps.probe import probe
 from lightning_zero.engine.steps.runs import ParamStates, Runs
-from lightning_zero.engine.steps.trial import needs_closure, step_of
 from lightning_zero.engine.steps.windows import Window, traveller_of
 from lightning_zero.engine.torch_modes import without_autocast
 from lightning_zero.engine.units.bucket import Bucket
-from lightning_zero.engine.units.long_work import SILENT, LongWork
+from lightning_zero.optimizers.probe import probe
+from lightning_zero.optimizers.trial import needs_closure, step_of
+from lightning_zero.optimizers.windowed import Outcome, StepInParts, keep
 from lightning_zero.planning.owners import (
     Route,
     Traveller,
@@ -43,6 +42,7 @@ from lightning_zero.planning.owners import (
     step_peak,
 )
 from lightning_zero.planning.placement import Placement, StageRow, Tier
+from lightning_zero.ranks.progress import SILENT, LongWork
 
 MOST_ROUTES = 1000  # that are remembered
 _PARTIAL = (
@@ -163,6 +163,13 @@ class WholeOptimizer(ShardedOptimizer):
         """Of each tensor of state that a tensor will have, as small tensors were seen to have it."""
         shapes = self.probed.states.get((tensor.group, len(tensor.info.shape), tensor.bucket.dtypes.master), ())
         return [shape.nbytes(tensor.info.shape) for shape in shapes]
+
+    def state_to_come(self, tier: Tier) -> int:
+        return sum(
+            sum(self.state_nbytes(tensor))
+            for tensor in self.owned.tensors.values()
+            if tensor.is_here and tensor.bucket.plan.tiers.master is tier
+        )
 
     def step_peak(self) -> int:
         self._follow_groups()

@@ -25,8 +25,8 @@ from lightning_zero.comm.profiling import profiled
 from lightning_zero.comm.reduction import Pending
 from lightning_zero.config import StateDtype
 from lightning_zero.device import recording
-from lightning_zero.engine.parameters.classes import set_values
 from lightning_zero.engine.units.awaited_step import AwaitedStep
+from lightning_zero.engine.units.classes import set_values
 from lightning_zero.engine.units.flat_buffer import FlatBuffer, placeholders
 from lightning_zero.engine.units.grad_store import GradStore, make_grad_store
 from lightning_zero.engine.units.home import Home, ResidentHome, Tiers, make_home, opened

@@ -13,12 +13,12 @@ from lightning_zero.config import Precision, ZeroConfig
 from lightning_zero.engine.units.bucket import Bucket
 from lightning_zero.engine.units.describe import TRUE_DTYPES, UnitGroup
 from lightning_zero.engine.units.home import Tiers
-from lightning_zero.engine.units.long_work import SILENT, LongWork
 from lightning_zero.engine.units.materialise import materialise, move_param
 from lightning_zero.engine.units.module_buffers import replicate_buffers
 from lightning_zero.engine.units.unit import Unit
 from lightning_zero.planning.buckets import place
 from lightning_zero.planning.placement import STAGES, TierRow
+from lightning_zero.ranks.progress import SILENT, LongWork
 
 
 def build_units(

@@ -19,8 +19,8 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from lightning_zero.config import ConfigError, DType, GradWire, Precision, Transport, ZeroConfig
-from lightning_zero.engine.parameters.classes import classes_of, find_owner
 from lightning_zero.engine.units.bucket import Dtypes
+from lightning_zero.engine.units.classes import classes_of, find_owner
 from lightning_zero.engine.units.param_info import ParamInfo, strides_of
 from lightning_zero.planning.buckets import BucketShape, Itemsizes
 from lightning_zero.planning.layout import split_by_bytes

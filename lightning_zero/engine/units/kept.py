@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero.comm.streams import Streams
-from lightning_zero.engine.units.narrow import Format
+from lightning_zero.optimizers.low_bits import Format
 from lightning_zero.planning.state_dtype import BLOCK
 from lightning_zero.tiers.extents import Extent
 from lightning_zero.tiers.limits import available_host_memory

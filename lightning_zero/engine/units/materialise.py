@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero.config import ConfigError
-from lightning_zero.engine.pretrained.first import ADAPTER, reset_adapter, resetter
+from lightning_zero.pretrained.first import ADAPTER, reset_adapter, resetter
 
 
 def materialise(

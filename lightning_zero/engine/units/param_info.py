@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from lightning_zero.engine.parameters.classes import Classes
-from lightning_zero.engine.units.stored import StoredTensor
+from lightning_zero.engine.units.classes import Classes
 from lightning_zero.planning.boxes import memory_order
+from lightning_zero.pretrained.stored import StoredTensor
 
 READ_CHUNK = 1 << 20  # elements of a file in memory at a time
 
@@ -80,14 +80,6 @@ def values_changed(infos: Iterable[ParamInfo]) -> None:
     increment_version([info.param for info in infos])
     for info in infos:
         info.version += 1
-
-
-def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Whether two flat tensors of one dtype and device are equal to the bit, NaN and all."""
-    first, second = (tensor.contiguous().view(torch.uint8) for tensor in (one, other))
-    if first.shape == second.shape and all((t.storage_offset() | t.numel()) % 8 == 0 for t in (first, second)):
-        first, second = first.view(torch.int64), second.view(torch.int64)  # a third of the time
-    return torch.equal(first, second)
 
 
 def strides_of(param: Tensor) -> tuple[int, ...]:

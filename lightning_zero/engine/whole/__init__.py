@@ -12,5 +12,4 @@
     snapshot         what shards are now, for a thread that writes them later
     norms            norms and clipping
     restage          another stage or offload row, from shard to shard
-    held_bytes       bytes that are held: at rest, beside those that were planned, and at any instant
 """

@@ -30,9 +30,10 @@ from lightning_zero.engine.passes.gradient_sentinels import GradSentinel
 from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units.bucket import Bucket, Place
 from lightning_zero.engine.units.home import opened
-from lightning_zero.engine.units.param_info import ParamInfo, same_bits
+from lightning_zero.engine.units.param_info import ParamInfo
 from lightning_zero.engine.units.unit import State
 from lightning_zero.engine.whole.module_state import write_param
+from lightning_zero.optimizers.state_trees import same_bits
 from lightning_zero.planning.layout import round_up
 from lightning_zero.planning.whole import COPY_ALIGN, copy_nbytes, no_room_for, on_the_way_nbytes
 from lightning_zero.ranks.peers import machine

@@ -17,9 +17,9 @@ from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units.bucket import Bucket, Place
 from lightning_zero.engine.units.home import opened
 from lightning_zero.engine.units.kept import Sliced
-from lightning_zero.engine.units.long_work import SILENT
 from lightning_zero.engine.whole.owned_state import full_entries, with_values
 from lightning_zero.engine.whole.ranges import Hollow, Value, full_state, local_parts
+from lightning_zero.ranks.progress import SILENT
 
 
 def sharded_optimizer(engine: Assembly, optimizer: Optimizer) -> ShardedOptimizer:

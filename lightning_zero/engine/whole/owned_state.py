@@ -15,9 +15,9 @@ from torch import Tensor
 from lightning_zero.engine.assembly import Assembly
 from lightning_zero.engine.steps.optimizer import ShardedOptimizer
 from lightning_zero.engine.steps.owned import Leaf, Owned, WholeEntry, WholeTensor, map_values
-from lightning_zero.engine.steps.state_leaves import map_leaves
 from lightning_zero.engine.units.bucket import Bucket
 from lightning_zero.engine.units.home import opened
+from lightning_zero.optimizers.state_trees import map_leaves
 
 
 def with_values(entry: WholeEntry, value_of: Callable[[Leaf], Any]) -> WholeEntry:

@@ -24,7 +24,6 @@ from lightning_zero.comm.share import Share, share_of_machine
 from lightning_zero.config import ConfigError, Offload, ZeroConfig
 from lightning_zero.engine.assembly import LIVE, Assembly
 from lightning_zero.engine.steps.optimizer import ShardedOptimizer
-from lightning_zero.engine.steps.torch_optimizers import count_states
 from lightning_zero.engine.steps.worker import default_threads
 from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units.bucket import Bucket
@@ -34,6 +33,7 @@ from lightning_zero.engine.units.home import Tiers, opened
 from lightning_zero.engine.whole.optimizer_state import Entry, all_who_have_what, full_states_of
 from lightning_zero.engine.whole.owned_state import full_entries, own_entries
 from lightning_zero.engine.whole.ranges import full_state
+from lightning_zero.optimizers.known import count_states
 from lightning_zero.planning.buckets import BucketPlan
 from lightning_zero.planning.placement import STAGES
 

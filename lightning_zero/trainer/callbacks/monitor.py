@@ -16,11 +16,11 @@ from torch import Tensor
 from lightning_zero.config import ConfigError, Offload, Precision
 from lightning_zero.device import recording
 from lightning_zero.device.recording import MOVES, STANDS, Recorder
-from lightning_zero.engine.whole.held_bytes import held_bytes, plan_of, state_tensors
 from lightning_zero.planning.buckets import RESTING, Role
 from lightning_zero.planning.memory import Bytes, Moment, planned_bytes
 from lightning_zero.planning.peaks import peak_flops
 from lightning_zero.trainer.callbacks.flops import FlopCount
+from lightning_zero.trainer.memory.held_bytes import held_bytes, plan_of, state_tensors
 
 if TYPE_CHECKING:
     from lightning_zero.engine import Engine

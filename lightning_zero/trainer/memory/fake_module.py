@@ -20,10 +20,10 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 
 from lightning_zero.config import ZeroConfig
-from lightning_zero.engine.steps.planned_states import UnknownStateError, planned_states
 from lightning_zero.engine.units.describe import UnitGroup
 from lightning_zero.planning.memory import ADAM_STATES
 from lightning_zero.planning.tensor_states import TensorStates
+from lightning_zero.trainer.memory.planned_states import UnknownStateError, planned_states
 
 CPU = torch.device("cpu")
 

@@ -17,9 +17,9 @@ from torch.autograd.profiler import profile
 from torch.utils._pytree import tree_leaves
 
 from lightning_zero.engine import Engine
-from lightning_zero.engine.whole.held_bytes import live_bytes
 from lightning_zero.planning.memory import on_tier
 from lightning_zero.planning.placement import Tier
+from lightning_zero.trainer.memory.held_bytes import live_bytes
 
 FIRST_STEP = 1  # has optimizer state, and a plan of its gathers
 STEPS = 2  # the first is for what was allocated before, whose end is not reported

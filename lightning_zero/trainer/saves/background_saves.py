@@ -24,8 +24,8 @@ from lightning_utilities.core.rank_zero import WarningCache, rank_zero_warn
 
 from lightning_zero.checkpoint.background import Background
 from lightning_zero.checkpoint.durable import naming
-from lightning_zero.engine.units.long_work import SILENT, Count, LongWork
 from lightning_zero.ranks.mailbox import Mailbox
+from lightning_zero.ranks.progress import SILENT, Count, LongWork
 from lightning_zero.ranks.waits import Waits
 
 T = TypeVar("T")

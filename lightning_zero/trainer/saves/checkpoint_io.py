@@ -27,7 +27,7 @@ from lightning_zero.checkpoint.durable import naming, remove_whole, written_asid
 from lightning_zero.checkpoint.sharded.index import refuse_other_folder
 from lightning_zero.checkpoint.words import words
 from lightning_zero.config import MIB, ConfigError
-from lightning_zero.engine.units.long_work import SILENT, LongWork
+from lightning_zero.ranks.progress import SILENT, LongWork
 
 
 class ZeroCheckpointIO(TorchCheckpointIO):

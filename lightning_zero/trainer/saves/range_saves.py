@@ -42,11 +42,11 @@ from lightning_zero.comm.agreements import broadcast_object, gather_objects, tog
 from lightning_zero.config import CheckpointFormat
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.engine.units.home import Home
-from lightning_zero.engine.units.long_work import Count, Did
 from lightning_zero.engine.whole.module_state import hollow_copy
 from lightning_zero.engine.whole.ranges import COPY, MASTER, Copies, Hollow, Range, Value, own_parts
 from lightning_zero.engine.whole.snapshot import KeptRanges
 from lightning_zero.ranks.mailbox import Mailbox
+from lightning_zero.ranks.progress import Count, Did
 from lightning_zero.trainer.interruptions import refuse_lonely_save
 from lightning_zero.trainer.saves.background_saves import not_behind
 from lightning_zero.trainer.saves.checkpoint_io import ZeroCheckpointIO, writes_files

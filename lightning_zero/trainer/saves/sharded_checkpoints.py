@@ -27,8 +27,8 @@ from lightning_zero.checkpoint.sharded.index import EXTRA, refusal
 from lightning_zero.checkpoint.sharded.read import ShardedFolder
 from lightning_zero.checkpoint.words import words
 from lightning_zero.config import CheckpointConfig, CheckpointFormat, ConfigError
-from lightning_zero.engine.units.long_work import SILENT, LongWork
 from lightning_zero.engine.whole.sharded_state import TensorParts
+from lightning_zero.ranks.progress import SILENT, LongWork
 from lightning_zero.trainer.saves.checkpoint_io import ZeroCheckpointIO, load, way_out
 
 MODULE, OPTIMIZERS = "state_dict", "optimizer_states"
@@ -114,7 +114,7 @@ def read(
 ) -> dict[str, Any]:
     """Lightning's checkpoint, as it is in memory, of a folder of ours or of Lightning's FSDP strategies.
 
-    Its tensors are :class:`~lightning_zero.engine.units.stored.StoredTensor` s: nothing is read yet.
+    Its tensors are :class:`~lightning_zero.pretrained.stored.StoredTensor` s: nothing is read yet.
 
     Args:
         of_trainer: the module is wanted under the name that it has in checkpoints of the Trainer.

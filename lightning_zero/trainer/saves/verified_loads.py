@@ -17,7 +17,7 @@ from lightning_zero.checkpoint.sharded.index import INDEX, refusal
 from lightning_zero.checkpoint.verify import check
 from lightning_zero.checkpoint.words import words
 from lightning_zero.config import ConfigError
-from lightning_zero.engine.units.long_work import SILENT, LongWork
+from lightning_zero.ranks.progress import SILENT, LongWork
 
 _ZIP = b"PK\x03\x04"  # how a file of torch.save begins
 

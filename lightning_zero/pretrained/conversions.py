@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.engine.units.stored import StoredTensor
+from lightning_zero.pretrained.stored import StoredTensor
 
 
 def hugging_face_model(module: nn.Module) -> tuple[Any, str]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from html import escape
 
 from lightning_zero.device.recording import STANDS, Span
-from lightning_zero.engine.timeline.lanes import RankLanes
+from lightning_zero.timeline.lanes import RankLanes
 
 ROW = 18  # pixels of a row of bars, with its gap
 BAR = 14

@@ -8,9 +8,8 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from lightning_zero.engine.assembly import Assembly
-from lightning_zero.engine.steps.optimizer import ShardedOptimizer
-from lightning_zero.engine.steps.torch_optimizers import count_states, is_elementwise
 from lightning_zero.engine.units.bucket import Bucket
+from lightning_zero.optimizers.known import count_states, is_elementwise
 from lightning_zero.planning.buckets import RESTING, BucketPlan, Role
 from lightning_zero.planning.layout import round_up
 from lightning_zero.planning.memory import FILE_PAGE_NBYTES, Bytes, Limits, Moment, StateOfRank, States, at_rest
@@ -99,22 +98,6 @@ def _state_tensors(engine: Assembly, bucket: Bucket) -> Iterator[Tensor]:
             yield from (value for name, value in state if is_elementwise(name, value, run.tensor))
         if sharded.owned is not None:
             yield from (leaf for _, _, leaf in sharded.owned.leaves(bucket))
-
-
-def state_to_come(sharded: ShardedOptimizer, tier: Tier) -> int:
-    """Bytes that the state of an optimizer will take on ``tier`` on this rank, as far as they are known before."""
-    if sharded.owned is not None:
-        return sum(
-            sum(sharded.state_nbytes(tensor))
-            for tensor in sharded.owned.tensors.values()
-            if tensor.is_here and tensor.bucket.plan.tiers.master is tier
-        )
-    states = count_states(sharded.optimizer)
-    return sum(
-        states * bucket.plan.state_nbytes(bucket.owned_numel)
-        for bucket in sharded.buckets()
-        if bucket.trainable and bucket.plan.tiers.master is tier
-    )
 
 
 def plan_of(engine: Assembly) -> list[BucketPlan]:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_zero.engine.steps.torch_optimizers import is_elementwise
+from lightning_zero.optimizers.known import is_elementwise
 
 CHUNK = 1 << 18  # elements for each thread: parameter, gradient and two states in fp32 are 4 MiB, which stay in cache
 MAX_CHUNK = 1 << 22  # elements; the cache that cores share is bounded

@@ -2,6 +2,7 @@
 
 ::
 
+    stored       tensors in files, of which only the parts are read that a rank needs
     folder       the safetensors files of a folder, of which ranges are read
     names        which of their tensors belong to which parameters and buffers
     conversions  tensors that transformers keeps otherwise in memory than in files
@@ -17,9 +18,9 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from lightning_zero.config import ConfigError
-from lightning_zero.engine.pretrained.folder import SafetensorsFolder
-from lightning_zero.engine.pretrained.names import match
-from lightning_zero.engine.units.stored import StoredTensor
+from lightning_zero.pretrained.folder import SafetensorsFolder
+from lightning_zero.pretrained.names import match
+from lightning_zero.pretrained.stored import StoredTensor
 
 SHOWN = 5  # names in a message
 

@@ -12,9 +12,9 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_zero.config import ConfigError, OptimizerConfig, StateDtype, Whole
-from lightning_zero.engine.steps.narrow_states import STATES
-from lightning_zero.engine.steps.torch_optimizers import base_of, overrides_step
-from lightning_zero.engine.steps.trial import step_of
+from lightning_zero.optimizers.known import base_of, overrides_step
+from lightning_zero.optimizers.low_bits import STATES
+from lightning_zero.optimizers.trial import step_of
 
 _KEY = "zero.optimizer.state_dtype"
 

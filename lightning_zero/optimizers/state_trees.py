@@ -9,8 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_zero.engine.units.param_info import same_bits
-
 
 class StateShape(NamedTuple):
     """A tensor of state, as it depends on its parameter.
@@ -79,3 +77,11 @@ def same(one: Any, other: Any) -> bool:
         return bool(one == other) or getattr(type(one), "__eq__", None) is object.__eq__
     except Exception:  # it cannot be compared
         return True
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether two flat tensors of one dtype and device are equal to the bit, NaN and all."""
+    first, second = (tensor.contiguous().view(torch.uint8) for tensor in (one, other))
+    if first.shape == second.shape and all((t.storage_offset() | t.numel()) % 8 == 0 for t in (first, second)):
+        first, second = first.view(torch.int64), second.view(torch.int64)  # a third of the time
+    return torch.equal(first, second)

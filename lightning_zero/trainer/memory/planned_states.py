@@ -9,10 +9,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_zero.config import ConfigError, OptimizerConfig
-from lightning_zero.engine.steps.probe import probe
-from lightning_zero.engine.steps.refused import is_stepped_whole
-from lightning_zero.engine.steps.torch_optimizers import count_states
 from lightning_zero.engine.units.describe import UnitGroup
+from lightning_zero.optimizers.known import count_states
+from lightning_zero.optimizers.probe import probe
+from lightning_zero.optimizers.refused import is_stepped_whole
 from lightning_zero.planning.owners import matrix_work
 from lightning_zero.planning.tensor_states import TensorState, TensorStates
 

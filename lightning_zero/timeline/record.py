@@ -17,11 +17,11 @@ from lightning_zero.comm.communicator import Communicator
 from lightning_zero.config import ConfigError, DebugConfig
 from lightning_zero.device import recording
 from lightning_zero.device.recording import Recorder, Span
-from lightning_zero.engine.timeline.lanes import MARK, RankLanes, chosen, lanes_of
-from lightning_zero.engine.timeline.page import page_html
-from lightning_zero.engine.timeline.picture import can_draw, draw
-from lightning_zero.engine.timeline.trace import trace_json
 from lightning_zero.planning.clocks import Offset, offsets
+from lightning_zero.timeline.lanes import MARK, RankLanes, chosen, lanes_of
+from lightning_zero.timeline.page import page_html
+from lightning_zero.timeline.picture import can_draw, draw
+from lightning_zero.timeline.trace import trace_json
 
 AFTER, STEPS = 5, 2  # steps before those that are recorded, and these
 ROUNDS = 20  # of messages by which clocks are compared

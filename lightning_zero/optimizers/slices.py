@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zero.config import ConfigError
-from lightning_zero.engine.steps.trial import SCALES, Trial, step_of, trying
+from lightning_zero.optimizers.trial import SCALES, Trial, step_of, trying
 
 CLOSE = 1e-3  # of the largest change in a step
 SLICES, RANKS = 3, 2  # unequal, so that the ranks' lists are of other lengths than those of whole tensors

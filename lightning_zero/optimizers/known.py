@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_zero.engine.units.narrow import is_packed
+from lightning_zero.planning.state_dtype import BLOCK, ROW
 
 # Optimizers of torch that compute every element from that element's value, gradient and state alone.
 ELEMENTWISE = (
@@ -58,8 +58,14 @@ def is_known(optimizer: Optimizer) -> bool:
 
 def is_elementwise(name: str, value: Any, tensor: Tensor) -> bool:
     """Whether a state value has an element for every element of the run (and not, say, a step count)."""
-    whole = isinstance(value, Tensor) and (value.shape == tensor.shape or is_packed(value, tensor))
+    whole = isinstance(value, Tensor) and (value.shape == tensor.shape or _is_packed(value, tensor))
     return whole and name not in PER_TENSOR
+
+
+def _is_packed(value: Tensor, tensor: Tensor) -> bool:
+    """Whether ``value`` is state in 8 bits for the elements of ``tensor``."""
+    packed = value.dtype is torch.uint8 and value.dim() == 2 and value.shape[1] == ROW
+    return packed and value.shape[0] * BLOCK == tensor.numel()
 
 
 def start_state(optimizer: Optimizer, group: Mapping[str, Any], tensors: Sequence[Tensor]) -> None:

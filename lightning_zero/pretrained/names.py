@@ -14,9 +14,9 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from lightning_zero.config import ConfigError
-from lightning_zero.engine.pretrained.conversions import converted, hugging_face_model
-from lightning_zero.engine.pretrained.folder import SafetensorsFolder
-from lightning_zero.engine.units.stored import StoredTensor
+from lightning_zero.pretrained.conversions import converted, hugging_face_model
+from lightning_zero.pretrained.folder import SafetensorsFolder
+from lightning_zero.pretrained.stored import StoredTensor
 
 INSIDE_ADAPTERS = ".base_layer."  # where PEFT keeps what it wraps
 

@@ -6,8 +6,8 @@ import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 
-from lightning_zero.engine.timeline.lanes import RankLanes
-from lightning_zero.engine.timeline.page import colour_of
+from lightning_zero.timeline.lanes import RankLanes
+from lightning_zero.timeline.page import colour_of
 
 _COLOURS = {
     "forward": "#4c7fd6",

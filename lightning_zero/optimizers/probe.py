@@ -14,8 +14,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_zero.config import ConfigError
-from lightning_zero.engine.steps.state_leaves import StateShape, same
-from lightning_zero.engine.steps.trial import Trial, trying
+from lightning_zero.optimizers.state_trees import StateShape, same
+from lightning_zero.optimizers.trial import Trial, trying
 
 
 class Probed(NamedTuple):

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from lightning_zero.engine.timeline.lanes import RankLanes
+from lightning_zero.timeline.lanes import RankLanes
 
 
 def trace_json(ranks: Sequence[RankLanes], origin: float) -> str:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from lightning_zero.config import ConfigError
-from lightning_zero.engine.units.stored import StoredTensor
 from lightning_zero.planning.boxes import boxes
+from lightning_zero.pretrained.stored import StoredTensor
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

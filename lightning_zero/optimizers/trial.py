@@ -21,9 +21,9 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_zero.config import ConfigError
-from lightning_zero.engine.steps.in_parts import HOOKS, PLAIN, StepInParts, keep
-from lightning_zero.engine.steps.state_leaves import StateShape, leaves_of, same, shape_of
-from lightning_zero.engine.steps.torch_optimizers import without_hooks
+from lightning_zero.optimizers.known import without_hooks
+from lightning_zero.optimizers.state_trees import StateShape, leaves_of, same, shape_of
+from lightning_zero.optimizers.windowed import HOOKS, PLAIN, StepInParts, keep
 
 # Of small tensors: all unequal, so that a state's sides tell where they come from, and large enough that a product of
 # matrices and the same one inside of a batch differ in their roundings.
