@@ -13,7 +13,7 @@ from tests.structure import PACKAGE, circle, functions, imports_of, modules, nam
 
 LAYERS = ["config", "planning", "device", "tiers", "ranks", "comm", "sequence", "optimizers", "pretrained"]
 LAYERS += ["timeline", "engine", "checkpoint", "trainer", "fabric", "pytorch_lightning", "app"]
-DOORS = {"train", "plan", "submit", "env", "selftest"}
+DOORS = {"train", "plan", "submit", "env"}
 # Modules of the root that are no layer of their own; the rest are found by their folder.
 TOP_LEVEL = {"config": "config", "presets": "config"} | dict.fromkeys(DOORS, "app")
 USES_HYDRA = {"app.train", "app.plan", "app.submit", "app.schema", "app.overrides", "app.slurm.sweeps", "app.sweep"}

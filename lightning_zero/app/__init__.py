@@ -1,4 +1,4 @@
-"""The main job and its tools. ``lightning_zero.train``, ``.plan``, ``.submit``, ``.env``, ``.selftest`` are the doors.
+"""The main job and its tools. ``lightning_zero.train``, ``.plan``, ``.submit`` and ``.env`` are the doors.
 
 ::
 
@@ -7,7 +7,7 @@
     plan_model   the model that it is for        plan_tables, plan_picture  what it shows
     submit       a run as a job                  jobs         a run as a job of a cluster
     slurm        scripts and sweeps for SLURM     convert      checkpoints in another form
-    env          what a bug report needs         selftest     every stage and tier on this machine
+    env          what a bug report needs         check        every stage and tier on this machine
     overrides    mistakes on the command line     progress     how long it will take, and the last validation
     tasks        fit, validate, test, predict     sweep        runs of a sweep on this machine, and their table
 """

@@ -1,0 +1,49 @@
+"""``python -m lightning_zero.env --check``: rows pass on a machine that works; a row that fails ends in exit code 1."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import lightning_zero
+from lightning_zero.app import check
+from lightning_zero.config import Offload, Stage
+
+
+@pytest.mark.parametrize("only", [pytest.param("zero3 nvme"), pytest.param("", marks=pytest.mark.full)])
+def test_rows_pass_and_leave_no_files(only: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "lightning_zero.env", "--check", only, "--disk", str(tmp_path)]
+    # From another folder, as who has installed a wheel.
+    environ = {**os.environ, "PYTHONPATH": str(Path(lightning_zero.__file__).parents[1])}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=280, env=environ)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [row.name for row in check.rows() if only in row.name]
+    assert re.findall(r"^(.+?) +[\d.]+ s +differs by \S+ +ok$", done.stdout, re.MULTILINE) == rows
+    assert f"{len(rows)} of {len(rows)} rows passed" in done.stdout
+    assert not list(tmp_path.iterdir())
+
+
+def test_losses_that_differ_from_those_of_ddp_are_an_error(tmp_path: Path) -> None:
+    broken = (
+        "import lightning_zero.app.check as c; c.BOUND['fp32'] = -1.0; c._on_rank(0, 1, 0, False, '', [c.Row('zero1')])"
+    )
+    done = subprocess.run([sys.executable, "-c", broken], capture_output=True, text=True, timeout=280)
+    assert done.returncode == 1 and "zero1 fp32: losses differ from DDP's" in done.stderr, done.stderr
+
+
+def test_every_row_that_is_allowed_is_tried() -> None:
+    rows = check.rows()
+    assert len({row.name for row in rows}) == len(rows)
+    assert {row.stage for row in rows} == set(Stage.__members__) - {"auto"}  # which is one of the others
+    assert {row.offload for row in rows if row.stage == "zero3"} == set(Offload.__members__)
+    assert {row.offload for row in rows if row.stage == "zero0"} == {"none"}
+
+
+def test_a_text_that_no_row_has_is_refused() -> None:
+    with pytest.raises(SystemExit, match="--check: expected a part of one of zero0 fp32"):
+        check.check("zero9", None)
