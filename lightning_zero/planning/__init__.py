@@ -14,7 +14,7 @@
     memory      bytes by role, tier and moment
     tensor_states  state of each tensor, of a rank's own in a plan
     activations bytes along a forward and a backward, and the peaks of all bytes together
-    speed       the least time of a step        timeline  the time of a schedule
+    speed       the least time of a step
     step_time   bytes that are sent, the expected time of a step, and what binds it
     peaks       what GPUs can do at most        clocks    how the clocks of ranks differ
     fit         whether a plan fits a machine, and what would make it fit

@@ -10,7 +10,7 @@ import itertools
 
 from torch.cuda._sanitizer import StreamSynchronizations
 
-from lightning_zero.planning.timeline import Task
+from tests.device.timeline import Task
 
 COMPUTE = 0  # the stream that there is from the beginning
 

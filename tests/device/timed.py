@@ -26,11 +26,11 @@ from torch import Tensor, nn
 import lightning_zero
 from lightning_zero.config import ZeroConfig
 from lightning_zero.planning.speed import Rates, Work, least_seconds, work_of
-from lightning_zero.planning.timeline import busy, ends
 from lightning_zero.trainer.memory.held_bytes import plan_of
 from tests.device.machine import Machine, Place, is_on_device, nbytes_of
 from tests.device.order import COMPUTE, Trace
 from tests.device.simulate import Step, fused_on_meta, train_step, world
+from tests.device.timeline import busy, ends
 from tests.device.virtual import simulated
 
 PARAMETERS = 6.7e9

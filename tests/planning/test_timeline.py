@@ -8,7 +8,7 @@ from lightning_zero.config import Offload, Stage
 from lightning_zero.planning.buckets import BucketShape, Itemsizes, place
 from lightning_zero.planning.placement import OFFLOADS, STAGES
 from lightning_zero.planning.speed import Rates, least_seconds, work_of
-from lightning_zero.planning.timeline import Task, busy, ends
+from tests.device.timeline import Task, busy, ends
 
 
 def test_a_party_does_one_thing_after_the_other() -> None:
