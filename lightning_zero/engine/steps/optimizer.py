@@ -163,6 +163,14 @@ class ShardedOptimizer:
         """Replace all state; see :meth:`Runs.load`."""
         self.runs.load(states, self._group_of(), long_work)
 
+    def reload(self, bucket: Bucket, states: ParamStates) -> None:
+        """Make the state of a bucket anew, in its new home."""
+        groups = self.groups_of(bucket)
+        if self.runs.has_stepped(bucket) and groups and bucket.trainable:
+            self.runs.reload(bucket, groups, states)
+        else:
+            self.runs.forget(bucket)
+
     # -- step -----------------------------------------------------------------------------------------------------
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -271,16 +271,6 @@ class Owned:
 
     # -- another plan of the bucket ---------------------------------------------------------------------------------
 
-    def follow(self, bucket: Bucket) -> None:
-        """Move the state of a bucket to its new home. The old one is open, and is let go by then."""
-        self._carriers.pop(bucket, None)
-        with opened(bucket.home) as master:
-            for tensor in self.here(bucket):
-                if state := self.state(tensor):
-                    copied = map_leaves(state, lambda _, leaf: _copied(leaf, master.device))
-                    self._optimizer.state[tensor.key] = copied
-            self.settle(bucket)
-
     def forget(self, bucket: Bucket) -> None:
         """Drop the state of a bucket whose home is gone, and have stand-ins as its new plan says."""
         self._carriers.pop(bucket, None)

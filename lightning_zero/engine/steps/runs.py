@@ -63,7 +63,7 @@ class Runs:
 
     def buckets(self) -> list[Bucket]:
         """Those with runs on this rank, in the order in which they were first cut."""
-        return list(self._runs)
+        return [bucket for bucket, runs in self._runs.items() if runs]
 
     def step_count(self, run: FlatRun) -> int:
         return self._steps[run.bucket, run.run.fragments[0].index]
@@ -164,20 +164,6 @@ class Runs:
     def has_stepped(self, bucket: Bucket) -> bool:
         """Whether the optimizer has stepped any of the bucket's parameters: the same on all ranks."""
         return any((bucket, info.slot) in self._steps for info in bucket.params)
-
-    def follow(self, bucket: Bucket) -> None:
-        """Move the runs of a bucket, with their state, to its new home. The old one is open, and is let go by then."""
-        present = self._runs.get(bucket)
-        if not present:
-            return
-        with opened(bucket.home) as master:
-            runs = []
-            for index, run in present:
-                tensor = master[run.run.start : run.run.start + run.tensor.numel()].detach()
-                runs.append((index, run._replace(tensor=tensor, base=bucket.master)))
-            self._hand_over(present, runs)
-            self._runs[bucket] = runs
-            self.adopt(bucket)
 
     def forget(self, bucket: Bucket) -> None:
         """Drop the runs of a bucket whose home is gone."""

@@ -112,6 +112,10 @@ class WholeOptimizer(ShardedOptimizer):
         for bucket in long_work.items(self.owned.buckets(), "loading optimizer state, in buckets"):
             self.owned.fill(bucket, states, self.state_dtype)
 
+    def reload(self, bucket: Bucket, states: ParamStates) -> None:
+        self.owned.forget(bucket)
+        self.owned.fill(bucket, states, lambda tensor, name: None)
+
     def state_dtype(self, tensor: WholeTensor, name: str) -> torch.dtype | None:
         """The dtype of a tensor of state, where the class was seen to make it."""
         shapes = self.probed.states.get((tensor.group, len(tensor.info.shape), tensor.bucket.dtypes.master), ())

@@ -24,6 +24,7 @@ from lightning_zero.comm.share import Share, share_of_machine
 from lightning_zero.config import ConfigError, Offload, ZeroConfig
 from lightning_zero.engine.assembly import LIVE, Assembly
 from lightning_zero.engine.steps.optimizer import ShardedOptimizer
+from lightning_zero.engine.steps.runs import ParamStates
 from lightning_zero.engine.steps.worker import default_threads
 from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units.bucket import Bucket
@@ -31,7 +32,7 @@ from lightning_zero.engine.units.change_tiers import Held, change_tiers
 from lightning_zero.engine.units.describe import BucketGroup, UnitGroup, refuse_cuda_graphs, stays_whole
 from lightning_zero.engine.units.home import Tiers, opened
 from lightning_zero.engine.whole.optimizer_state import Entry, all_who_have_what, full_states_of
-from lightning_zero.engine.whole.owned_state import full_entries, own_entries
+from lightning_zero.engine.whole.owned_state import full_entries
 from lightning_zero.engine.whole.ranges import full_state
 from lightning_zero.optimizers.known import count_states
 from lightning_zero.planning.buckets import BucketPlan
@@ -46,21 +47,19 @@ class Move:
     plan: BucketPlan
 
     @property
-    def changes_range(self) -> bool:
-        """The same on all ranks."""
-        return self.bucket.comm.shard_size > 1 and self.bucket.plan.shards_master != self.plan.shards_master
+    def moves_home(self) -> bool:
+        """Whether masters and state go to another place; the same on all ranks."""
+        old, new = ((p.shards_master, p.copies_master, p.home_tier) for p in (self.bucket.plan, self.plan))
+        return old != new
 
     def of(self, values: Tensor) -> Tensor:
         """``values`` [owned numel] of the range that is to be owned; the same tensor, a view or a new one, anywhere.
 
         On all ranks: where a whole bucket is to be owned it is gathered.
         """
-        if not self.changes_range:
-            return values
         if self.bucket.plan.shards_master:
-            return full_state(self.bucket, values.dtype, [(0, values.numel(), values)])
-        low, high = self.plan.owned_range(self.bucket.comm.shard_rank)
-        return values[low:high]
+            values = full_state(self.bucket, values.dtype, [(0, values.numel(), values)])
+        return values[slice(*self.plan.owned_range(self.bucket.comm.shard_rank))]
 
 
 Follow = Callable[[int, Move], None]  # takes the number of a bucket, and moves what somebody else holds of it
@@ -262,31 +261,25 @@ def _move(engine: Assembly, move: Move, known: Sequence[dict[int, Entry]]) -> No
         known: of each optimizer, who has what of the bucket's state.
     """
     bucket, plan, tiers, comm = move.bucket, move.plan, engine.tiers, engine.comm
-    keeps_home, keeps_grad = _keeps_home(move, tiers), _keeps_grad(move, tiers)
+    keeps_home = not move.moves_home and bucket.is_on(plan.home_tier, tiers)
+    keeps_grad = keeps_home and bucket.plan.grads_on_host == plan.grads_on_host and bucket.is_on(plan.tiers.grad, tiers)
     home, came_whole = bucket.home, not bucket.reshards
     with opened(home) as master:
         # Messages first: what follows may fail on one rank alone.
-        values = move.of(master)
-        states = [
-            full_states_of(bucket, sharded, slots) if move.changes_range else {}
-            for sharded, slots in zip(engine.optimizers, known, strict=True)
-        ]
-        wholes = [
-            _whole_states(move, sharded, slots) if move.changes_range else {}
-            for sharded, slots in zip(engine.optimizers, known, strict=True)
-        ]
-        grad = None if keeps_grad or bucket.grad is None else move.of(bucket.grad)
+        values, grad = master, None
+        states: list[ParamStates] = [{} for _ in known]
+        if not keeps_home:
+            values = move.of(master)
+            states = [_states(bucket, s, slots) for s, slots in zip(engine.optimizers, known, strict=True)]
+        if not keeps_grad and bucket.grad is not None:
+            grad = move.of(bucket.grad)
 
         def settle_in() -> None:
             bucket.rest_as(plan, tiers, values, keeps_home=keeps_home, grad=grad, keeps_grad=keeps_grad)
             if not keeps_home:
-                for sharded, slots, full, whole in zip(engine.optimizers, known, states, wholes, strict=True):
-                    if sharded.owned is not None:
-                        _move_owned(move.bucket, sharded, whole, changes_range)
-                    else:
-                        _move_state(move, sharded, slots, full, changes_range)
+                for sharded, found in zip(engine.optimizers, states, strict=True):
+                    sharded.reload(bucket, found)
 
-        changes_range = move.changes_range  # before the bucket has the new plan
         comm.together(f"restaging {bucket.label}", settle_in)
         bucket.show_at_rest(values, came_whole=came_whole)
     if not keeps_home:
@@ -294,53 +287,17 @@ def _move(engine: Assembly, move: Move, known: Sequence[dict[int, Entry]]) -> No
         home.free()
 
 
-def _keeps_home(move: Move, tiers: Tiers) -> bool:
-    """Whether masters and state are in their place already."""
-    old, new = move.bucket.plan, move.plan
-    same = old.copies_master == new.copies_master and old.home_tier is new.home_tier
-    return same and not move.changes_range and move.bucket.is_on(new.home_tier, tiers)
-
-
-def _keeps_grad(move: Move, tiers: Tiers) -> bool:
-    same = move.bucket.plan.grads_on_host == move.plan.grads_on_host
-    return same and not move.changes_range and move.bucket.is_on(move.plan.tiers.grad, tiers)
-
-
-def _whole_states(move: Move, sharded: ShardedOptimizer, slots: dict[int, Entry]) -> dict[int, Entry]:
-    """State of the tensors that are stepped whole, which this rank is to have: on all ranks."""
-    if sharded.owned is None:
-        return {}
-    if move.bucket.plan.shards_master:
-        return full_entries(move.bucket, sharded, slots, lambda values: values)
-    return own_entries(move.bucket, sharded.owned)
-
-
-def _move_owned(bucket: Bucket, sharded: ShardedOptimizer, states: dict[int, Entry], changes_range: bool) -> None:
-    assert sharded.owned is not None
-    if not changes_range:
-        sharded.owned.follow(bucket)
-        return
-    sharded.owned.forget(bucket)
-    sharded.owned.fill(bucket, {(bucket, slot): entry for slot, entry in states.items()}, lambda tensor, name: None)
-
-
-def _move_state(
-    move: Move, sharded: ShardedOptimizer, slots: dict[int, Entry], full: dict[str, Tensor], changes_range: bool
-) -> None:
-    bucket = move.bucket
-    if not changes_range:
-        sharded.runs.follow(bucket)
-        return
-    groups = sharded.groups_of(bucket)
-    if not sharded.runs.has_stepped(bucket) or not groups or not bucket.trainable:
-        sharded.runs.forget(bucket)
-        return
-
-    def values(slot: int, name: str, value: Any) -> Any:
-        return bucket.part_of(full[name], bucket.params[slot]) if isinstance(value, torch.dtype) else value
-
-    states = {
-        (bucket, slot): {name: values(slot, name, value) for name, value in entry.items()}
-        for slot, entry in slots.items()
-    }
-    sharded.runs.reload(bucket, groups, states)
+def _states(bucket: Bucket, sharded: ShardedOptimizer, slots: dict[int, Entry]) -> ParamStates:
+    """State of a bucket's parameters, with full tensors. On all ranks."""
+    if sharded.owned is not None:
+        found = full_entries(bucket, sharded, slots, lambda values: values)
+    else:
+        full = full_states_of(bucket, sharded, slots)
+        found = {
+            slot: {
+                name: bucket.part_of(full[name], bucket.params[slot]) if isinstance(value, torch.dtype) else value
+                for name, value in entry.items()
+            }
+            for slot, entry in slots.items()
+        }
+    return {(bucket, slot): entry for slot, entry in found.items()}
