@@ -118,6 +118,7 @@ def restage(engine: Assembly, config: ZeroConfig, follow: Sequence[Follow] = ())
         raise
     engine.config = config
     passes.plans_changed()
+    comm.connect([bucket.sends for bucket in unit.buckets] for unit in engine.units)
 
 
 def _partly_moved(error: BaseException) -> RuntimeError:
