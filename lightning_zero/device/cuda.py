@@ -82,6 +82,9 @@ class Cuda(Accelerator):
     def peak_nbytes(self) -> int:
         return int(torch.cuda.max_memory_allocated(self.device))
 
+    def reset_peak(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self.device)
+
     def release_cached(self) -> None:
         torch.cuda.empty_cache()
 
