@@ -89,7 +89,7 @@ class Communicator(SmallMessages):
         if self.world_size > 1 or (even_alone and group is not None):
             backend = backend_for(group, device)
             self._transport = choose_transport(transport, backend, self.shard_size, device)
-            self._kind = GroupKind(self.topology, backend, self.queues, even_alone)
+            self._kind = GroupKind(self.topology, backend, self.queues, even_alone, self.waits.stall_timeout_s)
             self._groups = GROUP_POOL.take(group, self, self._kind, self.waits)
 
     def connect(self, units: Iterable[Sequence[Sends]]) -> None:
