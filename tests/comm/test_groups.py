@@ -37,7 +37,8 @@ def test_each_kind_of_device_may_have_a_backend_of_its_own(config: str, expected
 @on_ranks(2)
 @pytest.mark.parametrize("in_streams", [False, True])
 def test_messages_on_streams_need_no_third_group(in_streams: bool) -> None:
-    made = Groups.create(dist.group.WORLD, GroupKind(flat(2), "gloo", in_streams, even_alone=False, stall_timeout_s=300.0))
+    kind = GroupKind(flat(2), "gloo", in_streams, even_alone=False, stall_timeout_s=300.0)
+    made = Groups.create(dist.group.WORLD, kind)
     assert made.gather is not None and made.reduce is not None
     assert (made.second_half is None) == in_streams
     assert made.replicate is None

@@ -45,10 +45,10 @@ def test_ranks_of_a_host_share_its_memory() -> None:
 def test_a_budget_replaces_the_look_at_what_is_free() -> None:
     """Some machines get more memory as it is used."""
     offload = {"name": "cpu", "host_budget": 100 * NUMEL}
-    with available(0), mock.patch.dict(HostTier.__init__.__kwdefaults__, available=lambda: 0):
-        with Sharded(Model(width=WIDTH), offload=offload) as side:
-            accumulate(side, 0, 1)
-            side.engine.restage(offload={"name": "optimizer_cpu", "host_budget": 100 * NUMEL})
+    nothing = mock.patch.dict(HostTier.__init__.__kwdefaults__ or {}, available=lambda: 0)
+    with available(0), nothing, Sharded(Model(width=WIDTH), offload=offload) as side:
+        accumulate(side, 0, 1)
+        side.engine.restage(offload={"name": "optimizer_cpu", "host_budget": 100 * NUMEL})
 
 
 @on_ranks(2)
