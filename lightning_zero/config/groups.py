@@ -142,7 +142,8 @@ class OffloadConfig:
             ``$LOCAL_RANK``, ``$RANK`` and variables of each node's environment.
         device_budget: bytes of optimizer state, master weights and gradients that one rank may hold on the device
             under ``auto``. ``None``: none on a CPU, half of the free memory on a GPU.
-        host_budget: bytes of host memory that one rank may hold at rest. ``None``: what the machine has available.
+        host_budget: bytes of host memory that one rank may hold at rest; what the machine has available is then not
+            looked at. ``None``: that is the bound.
         nvme_budget: bytes of files that one rank may hold. ``None``: what the disk has free.
         threads: CPU threads of a rank's offloaded step. ``None``: the cores that it may use over the ranks that share
             them, less one for transfers where there are more than two.

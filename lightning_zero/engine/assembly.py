@@ -185,6 +185,7 @@ class Assembly:
             self.units: list[Unit] = build_units(
                 module, groups, config, self.comm, rows, self.tiers, sources, self.long_work
             )
+            self.comm.connect([bucket.sends for bucket in unit.buckets] for unit in self.units)
             forget()
         except BaseException:
             # The module may be sharded again: files and locks, threads and classes of a half-made engine must be gone.

@@ -395,6 +395,7 @@ class ZeroStrategy(Processes, SteppingStrategy):
     def on_train_start(self) -> None:
         if self.measures_peak and self.is_global_zero and self.root_device.type == "cpu":
             self._step_peak = StepPeak(self.engine)
+        self.engine.comm.streams.accelerator.reset_peak()  # that of the build is no step's
         if self._random_numbers is not None:
             self._random_numbers.on_train_start()
         assert self.lightning_module is not None

@@ -42,6 +42,16 @@ def test_ranks_of_a_host_share_its_memory() -> None:
 
 
 @on_ranks(2)
+def test_a_budget_replaces_the_look_at_what_is_free() -> None:
+    """Some machines get more memory as it is used."""
+    offload = {"name": "cpu", "host_budget": 100 * NUMEL}
+    nothing = mock.patch.dict(HostTier.__init__.__kwdefaults__ or {}, available=lambda: 0)
+    with available(0), nothing, Sharded(Model(width=WIDTH), offload=offload) as side:
+        accumulate(side, 0, 1)
+        side.engine.restage(offload={"name": "optimizer_cpu", "host_budget": 100 * NUMEL})
+
+
+@on_ranks(2)
 def test_the_state_of_the_optimizer_is_asked_for_before_its_first_step() -> None:
     with Sharded(Model(width=WIDTH), offload="cpu", optimizer=lambda p: torch.optim.SGD(list(p), lr=1.0)) as side:
         side.engine.drop_optimizers()

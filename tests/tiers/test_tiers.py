@@ -196,6 +196,8 @@ def test_memory_that_is_not_there_is_refused_before_it_is_taken() -> None:
         "expected 704 more bytes", "640 are available", "zero.offload:", "zero.offload.host_budget",
     )  # fmt: skip
     tier.free(tier.reserve([Wanted("a", 160, torch.float32)]))
+    grows = HostTier(budget=704, available=lambda: 640)  # a machine that gets more memory as it is used
+    grows.free(grows.reserve([Wanted("a", 161, torch.float32)]))
     refused(lambda: HostTier().reserve([Wanted("a", 1 << 50, torch.float32)]), "are available", str(1 << 52))
     refused(lambda: HostTier(available=lambda: 1 << 62).reserve([Wanted("a", 1 << 50, torch.float32)]), "refused it")
 

@@ -176,7 +176,8 @@ _MEMORY = _Kind(
     "host memory",
     "zero.offload.host_budget",
     "available (in its cgroup, or on the machine)",
-    "Give the job more memory, use more hosts, or choose a row of zero/offload that keeps less on the host",
+    "Give the job more memory, use more hosts, or choose a row of zero/offload that keeps less on the host; where the "
+    "machine gets more memory as it is used, set zero.offload.host_budget, which is believed",
 )
 _FILES = _Kind(
     "files",
@@ -196,7 +197,8 @@ DEVICE_MEMORY = _Kind(
 
 
 def check_host_memory(comm: Communicator, needed: int, budget: int | None, *, held: int, staging: int = 0) -> None:
-    """Check that each host has what its ranks need together, and that each rank keeps to its budget. On all ranks.
+    """Check that each rank keeps to its budget; without one, that each host has what its ranks need together. On all
+    ranks.
 
     Args:
         needed: bytes that will rest there, beside ``held`` that do.
@@ -205,7 +207,7 @@ def check_host_memory(comm: Communicator, needed: int, budget: int | None, *, he
     Raises:
         ConfigError: with needed and available bytes, and what to change; the same on every rank.
     """
-    available = available_host_memory() - staging
+    available = available_host_memory() - staging if budget is None else None
     check_room(_MEMORY, comm, machine(), needed, budget, held=held, available=available)
 
 
@@ -219,8 +221,12 @@ def check_files(
 
 
 def check_room(
-    kind: _Kind, comm: Communicator, place: str, needed: int, budget: int | None, *, held: int, available: int
+    kind: _Kind, comm: Communicator, place: str, needed: int, budget: int | None, *, held: int, available: int | None
 ) -> None:
+    """
+    Args:
+        available: bytes at ``place``; None: as many as are needed.
+    """
     own = (place, needed, held, budget is not None and held + needed > budget, available)
     table = comm.all_gather_objects(own, f"whether {kind.what} will do")
     for rank, (_, want, holds, beyond, _) in enumerate(table):
@@ -232,8 +238,8 @@ def check_room(
             )
     for host in dict.fromkeys(name for name, *_ in table):
         wants = [want for name, want, *_ in table if name == host]
-        free = min(left for name, *_, left in table if name == host)
-        if sum(wants) > free:
+        free = min((left for name, *_, left in table if name == host and left is not None), default=None)
+        if free is not None and sum(wants) > free:
             raise ConfigError(
                 f"zero.offload: the {len(wants)} rank(s) on host {host} need {sum(wants):,} more bytes of {kind.what} "
                 f"at rest; {free:,} are {kind.where}. {kind.fix} (python -m lightning_zero.plan shows all rows)."
