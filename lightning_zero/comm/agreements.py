@@ -72,7 +72,7 @@ def gather_on(group: Any, value: Any, waits: Waits, what: str, *, patient: bool 
     padded[: own.numel()] = own
     work = all_gather_single(table.view(-1), padded, group=group, async_op=True)
     waits.wait_work(work, what, patient=patient)
-    found = [loads(row[:size].numpy()) for row, size in zip(table, sizes.tolist(), strict=True)]
+    found = [loads(row[:size].numpy().tobytes()) for row, size in zip(table, sizes.tolist(), strict=True)]
     if any(place != what for place, *_ in found):
         places = "\n".join(f"  rank {rank}: {place}" for rank, (place, *_) in enumerate(found))
         raise ApartError(
@@ -123,7 +123,7 @@ def broadcast_object(group: Any, value: T, src: int, waits: Waits) -> T:
     data = own if sends else torch.empty(sizes[src], dtype=torch.uint8)
     work = dist.broadcast(data, group_src=src, group=GROUP_POOL.parent(group).agreement, async_op=True)
     waits.wait_work(work, what, patient=True)
-    return value if sends else cast(T, loads(data.numpy()))
+    return value if sends else cast(T, loads(data.numpy().tobytes()))
 
 
 def gather_rows(group: Any, row: Tensor, waits: Waits, what: str) -> Tensor | None:
@@ -150,7 +150,7 @@ def collect_objects(group: Any, value: Any, waits: Waits, what: str) -> list[Any
     table = gather_rows(group, row, waits, what)
     if table is None:
         return None
-    return [loads(found[:size].numpy()) for found, size in zip(table, sizes, strict=False)]
+    return [loads(found[:size].numpy().tobytes()) for found, size in zip(table, sizes, strict=False)]
 
 
 def together(

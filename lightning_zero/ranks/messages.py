@@ -1,7 +1,7 @@
 """What ranks send each other, as JSON.
 
-Anybody who reaches the store or a port of a rank can put bytes there. A pickle would run what is in them; of these bytes
-only values are made, and classes of this package that hold nothing but values.
+Anybody who reaches the store or a port of a rank can put bytes there, and a pickle would run what is in them. Of these
+bytes only values are made, and those classes of this package that hold nothing but values.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ def dumps(value: Any) -> bytes:
     return json.dumps(_packed(value)).encode()
 
 
-def loads(message: bytes | memoryview) -> Any:
+def loads(message: bytes) -> Any:
     """What was given to :func:`dumps`. Nothing that is in ``message`` is run or imported.
 
     Raises:
         ValueError: it is no message of :func:`dumps`.
     """
     try:
-        return json.loads(bytes(message), object_hook=_made)
+        return json.loads(message, object_hook=_made)
     except Exception as error:
         raise ValueError(
             f"expected a message of another rank, got {len(message)} bytes that none sends "
@@ -59,8 +59,8 @@ def _packed(value: Any) -> Any:
     if _is_ours(kind):
         return {"ours": [kind.__module__, kind.__qualname__, *map(_packed, _parts(value))]}
     raise TypeError(
-        "expected None, numbers, text, bytes, paths, dtypes, tensors, and lists, tuples, sets and dicts of these to send "
-        f"to other ranks, got a {kind.__module__}.{kind.__qualname__}. Send what it is made of, such as its "
+        "expected None, numbers, text, bytes, paths, dtypes, tensors, and lists, tuples, sets and dicts of these to "
+        f"send to other ranks, got a {kind.__module__}.{kind.__qualname__}. Send what it is made of, such as its "
         "state_dict(), or tolist() of an array; torch.distributed.broadcast_object_list sends any object, by pickle, "
         "which runs whatever arrives."
     )
