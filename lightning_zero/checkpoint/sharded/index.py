@@ -1,7 +1,7 @@
 """``.metadata``, the index of a folder: made, read, and checked against the files.
 
-It is a pickle, as DCP has it. Reading one may run anything that is in it, so here only the classes of which DCP makes its
-index, and plain values, are let in, and no class is changed.
+It is a pickle, as DCP has it. Reading one may run anything that is in it, so here only the classes of which DCP makes
+its index, and plain values, are let in, and no class is changed.
 """
 
 from __future__ import annotations
