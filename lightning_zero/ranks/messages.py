@@ -14,7 +14,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path, PosixPath
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -82,7 +82,9 @@ def _is_ours(kind: Any) -> bool:
     """Whether ``kind`` is a class of this package that holds what it is made of, and does no more."""
     if not isinstance(kind, type) or kind.__module__.partition(".")[0] != _PACKAGE:
         return False
-    return issubclass(kind, enum.Enum) or hasattr(kind, "_fields") or dataclasses.is_dataclass(kind)
+    if dataclasses.is_dataclass(kind):
+        return bool(cast(Any, kind).__dataclass_params__.frozen)
+    return issubclass(kind, enum.Enum) or (issubclass(kind, tuple) and hasattr(kind, "_fields"))
 
 
 def _parts(value: Any) -> list[Any]:
