@@ -129,7 +129,7 @@ class SequenceGroup:
             self.waits.wait_work(work, label)
 
     def gather_objects(self, value: Any, what: str) -> list[Any]:
-        """Blocking: a small picklable object from each rank of the group."""
+        """Blocking: a small object from each rank of the group."""
         self.counts["objects"] += 1
         return gather_on(self._control, value, self.waits, what)
 
