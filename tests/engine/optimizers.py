@@ -303,6 +303,27 @@ class Slow(Optimizer):
         return loss
 
 
+class Shrinking(torch.optim.AdamW):
+    """Writes to parameters behind the step of torch."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        with torch.no_grad():
+            for p in (p for group in self.param_groups for p in group["params"]):
+                p.mul_(0.9)
+        return loss
+
+
+class Forgetful(torch.optim.AdamW):
+    """Changes the state behind the step of torch."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        for p in (p for group in self.param_groups for p in group["params"]):
+            self.state[p]["exp_avg"].mul_(0.5)
+        return loss
+
+
 class FirstOfGroup(_Toy):
     """Cannot stand a param group without tensors, and counts steps for each group."""
 

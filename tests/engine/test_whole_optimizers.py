@@ -30,6 +30,7 @@ from tests.engine.optimizers import (
     Fading,
     FirstOfGroup,
     Flagged,
+    Forgetful,
     Lamb,
     Langevin,
     NormOverAll,
@@ -38,6 +39,7 @@ from tests.engine.optimizers import (
     Remembering,
     Shampoo,
     Shared,
+    Shrinking,
     SignDescent,
     Slow,
     adafactor,
@@ -422,10 +424,13 @@ def test_schedules_new_groups_and_what_is_thawed() -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("stage", [0, 2])
-def test_all_optimizers_step_whole_tensors_if_asked(stage: int) -> None:
+@pytest.mark.parametrize(
+    ("kind", "stage"), [(torch.optim.AdamW, 0), (torch.optim.AdamW, 2), (Shrinking, 1), (Shrinking, 3), (Forgetful, 3)]
+)
+def test_all_optimizers_step_whole_tensors_if_asked(kind: Any, stage: int) -> None:
     def make(params: Any) -> Optimizer:
-        return torch.optim.AdamW(params, lr=0.01, weight_decay=0.1, fused=True)
+        made: Optimizer = kind(params, lr=0.01, weight_decay=0.1, fused=True)
+        return made
 
     side_by_side(make, language, stage=stage, optimizer_settings={"whole": True})
 
