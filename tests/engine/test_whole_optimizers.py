@@ -6,6 +6,7 @@ import copy
 import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch.optim import Optimizer
 import lightning_zero
 from lightning_zero.comm.agreements import FailedElsewhereError
 from lightning_zero.config import ConfigError, Precision, Whole, make_config
+from lightning_zero.engine.steps import trial, whole_optimizer
 from lightning_zero.engine.steps.planned_states import planned_states
 from lightning_zero.engine.units.describe import describe_units
 from lightning_zero.engine.whole.held_bytes import held_bytes, plan_of, state_tensors
@@ -34,6 +36,7 @@ from tests.engine.optimizers import (
     Lamb,
     Langevin,
     NormOverAll,
+    NormOverLarge,
     Prepared,
     RareClip,
     Remembering,
@@ -785,6 +788,40 @@ def test_what_cannot_be_stepped_apart_is_refused() -> None:
             Sharded(Model(), stage=0, optimizer=make)
     with pytest.raises(ConfigError, match=r"has train\(\) and eval\(\)"):
         sharded_with(Model(), ScheduleFree, {"elementwise": True})
+
+
+def large() -> nn.Module:
+    """Two matrices above a side of 64, of unequal shapes, and what is below it."""
+    return nn.Sequential(nn.Linear(20, 70), nn.Linear(70, 72), nn.Linear(72, 66))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("own", [{}, {"elementwise": True}])
+def test_what_couples_large_tensors_alone_is_refused(own: dict[str, Any]) -> None:
+    for groups in (1, 2):
+        module = large()
+        engine = lightning_zero.shard(module, device="cpu", summary=False, optimizer=own)
+        params = list(module.parameters())
+        listed = [{"params": params[n::groups]} for n in range(groups)]
+        with pytest.raises(ConfigError, match="came out otherwise"):
+            engine.add_optimizer(NormOverLarge(listed))
+        engine.release()
+    for build in (large, Model):  # what couples nothing here is not refused
+        module = build()
+        engine = lightning_zero.shard(module, device="cpu", summary=False, optimizer=own)
+        engine.add_optimizer((SignDescent if build is large else NormOverLarge)(module.parameters()))
+        engine.release()
+
+
+@on_ranks(1)
+def test_of_tensors_that_are_too_many_to_try_the_largest_are_left_out_and_named() -> None:
+    module = large()
+    engine = lightning_zero.shard(module, device="cpu", summary=False)
+    room = sum(p.numel() for p in module.parameters()) - 1
+    with mock.patch.object(trial, "MOST_TRUE", room), mock.patch.object(whole_optimizer, "_log") as log:
+        engine.add_optimizer(NormOverLarge(module.parameters()))
+    assert log.warning.call_args.args[-1] == "(72, 70)"
+    engine.release()
 
 
 def test_settings_that_contradict_each_other_are_refused() -> None:
