@@ -73,7 +73,7 @@ class WholeOptimizer(ShardedOptimizer):
         Args:
             numbers: of the buckets, in the order of units.
             window_nbytes: bytes of gradients that travel at a time.
-            unprobed: an optimizer that cannot be tried on small tensors is trusted.
+            unprobed: an optimizer that cannot be tried is trusted.
 
         Raises:
             ConfigError: it cannot be stepped so.
@@ -166,7 +166,7 @@ class WholeOptimizer(ShardedOptimizer):
             raise ConfigError(_asks_itself(self.optimizer))
         if failed is not None and not self._unprobed:
             raise ConfigError(
-                f"zero.optimizer.whole: {kind} could not be tried on small tensors, to see if it steps each by itself: "
+                f"zero.optimizer.whole: {kind} could not be tried, to see if it steps each tensor by itself: "
                 f"{type(failed).__name__}: {failed}. If it does, set zero.optimizer.whole=true; else choose "
                 "zero/stage=zero0."
             ) from failed
