@@ -302,7 +302,7 @@ class Engine(Assembly):
             ConfigError: it cannot step shards, or has parameters that are not ours; the same on all ranks.
         """
         make = partial(self._make_sharded, optimizer)
-        sharded = self.comm.together("adding an optimizer", make, undo=ShardedOptimizer.release)
+        sharded = self.comm.together("adding an optimizer", make, undo=ShardedOptimizer.release, patient=True)
         capacity.check_state_fits(self.comm, self.tiers, partial(state_to_come, sharded), self.config.offload)
         self.optimizers.append(sharded)
         return sharded

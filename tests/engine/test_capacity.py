@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from lightning_zero.planning.buckets import Role
 from lightning_zero.planning.placement import Tier
 from lightning_zero.tiers.host import HostTier
 from lightning_zero.tiers.nvme import NvmeTier
-from tests.engine.support import Model, Sharded, accumulate, adamw
+from tests.engine.support import Model, Sharded, accumulate, adamw, language_loss, tokens
 from tests.harness import on_ranks
 
 WIDTH = 64
@@ -82,6 +83,26 @@ def test_files_are_asked_for_as_well(tmp_path: Path) -> None:
     free = mock.PropertyMock(return_value=7 * NUMEL)
     with mock.patch.object(NvmeTier, "free_nbytes", free), pytest.raises(ConfigError, match="bytes of files"):
         engine.add_optimizer(torch.optim.AdamW(module.parameters()))
+    engine.release()
+
+
+@on_ranks(2)
+def test_what_the_files_have_free_themselves_counts(tmp_path: Path) -> None:
+    """A second fit has the room of the first, on a disk that has nothing left beside it; but no byte more."""
+    offload = {"name": "nvme", "nvme_path": str(tmp_path)}
+    module = Model(width=WIDTH)
+    engine = lightning_zero.shard(module, device="cpu", offload=offload)
+    with mock.patch.object(NvmeTier, "free_nbytes", mock.PropertyMock(return_value=20_000)):
+        for fit in range(2):
+            optimizer = torch.optim.AdamW([*module.parameters()])
+            with mock.patch.object(NvmeTier, "free_nbytes", 1 << 40) if not fit else contextlib.nullcontext():
+                engine.add_optimizer(optimizer)
+            engine.backward(language_loss(module, tokens(fit)))
+            optimizer.step()
+            engine.settle()
+            engine.drop_optimizers()
+        with pytest.raises(ConfigError, match="bytes of files"):
+            engine.add_optimizer(torch.optim.Adam(module.parameters(), amsgrad=True))
     engine.release()
 
 

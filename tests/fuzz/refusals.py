@@ -61,6 +61,11 @@ def _walks_again(program: Program) -> bool:
 
 REFUSALS = (
     Refusal(
+        r"ConfigError: zero.optimizer.whole: what NormBySize does to a tensor depends on the other tensors",
+        "each rank would take the norm of its own tensors",
+        lambda program: program.optimizer == "norm by size" and any(_stages(program)),
+    ),
+    Refusal(
         r"RuntimeError: \S+ is sharded, and between steps its values are on no rank",
         "a read outside of a pass would need all ranks, and not all come to it",
         _reads_outside,

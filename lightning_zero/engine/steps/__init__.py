@@ -17,9 +17,9 @@ r"""A step: from reduced gradients to new parameters.
     owned             ... those of this rank, and their state
     in_parts          ... by several calls of the class's step
     evaluations       ... by a step that calls its closure itself
-    probe             ... tried on small tensors before training
+    probe             ... tried before training
     probe_slices      whether what is declared element-wise is so
-    trial             a copy of an optimizer that steps small tensors
+    trial             a copy of an optimizer that steps other tensors
     state_leaves      tensors inside of a parameter's state
     planned_states    the state that is to come, for a plan
     mixed_dtypes      steps where a slice and its gradient differ in dtype

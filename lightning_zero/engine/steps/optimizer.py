@@ -70,7 +70,7 @@ class ShardedOptimizer:
         self.optimizer = optimizer
         self._around = around
         if declared_elementwise and not is_known(optimizer):
-            check_declared(optimizer, lambda p: around.place_of(p).bucket.dtypes.master, torch.device(device_type))
+            check_declared(optimizer, around.place_of, torch.device(device_type))
         self._stochastic = stochastic_rounding
         formats = formats_of(optimizer, state_dtype)
         self.runs = Runs(optimizer, per_fragment=not isinstance(optimizer, ELEMENTWISE), formats=formats)

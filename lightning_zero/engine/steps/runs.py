@@ -63,7 +63,7 @@ class Runs:
 
     def buckets(self) -> list[Bucket]:
         """Those with runs on this rank, in the order in which they were first cut."""
-        return list(self._runs)
+        return [bucket for bucket, runs in self._runs.items() if runs]
 
     def step_count(self, run: FlatRun) -> int:
         return self._steps[run.bucket, run.run.fragments[0].index]

@@ -217,19 +217,30 @@ def check_files(
     """Check that files find room, as :func:`check_host_memory` does for memory. ``held`` of what is there stays."""
     place = f"{machine()}, disk {nvme.disk}"
     rests = nvme.nbytes if held is None else held
-    check_room(_FILES, comm, place, needed, budget, held=rests, available=nvme.free_nbytes)
+    free, spare = nvme.free_nbytes, nvme.spare_nbytes
+    check_room(_FILES, comm, place, needed, budget, held=rests, available=free, spare=spare)
 
 
 def check_room(
-    kind: _Kind, comm: Communicator, place: str, needed: int, budget: int | None, *, held: int, available: int | None
+    kind: _Kind,
+    comm: Communicator,
+    place: str,
+    needed: int,
+    budget: int | None,
+    *,
+    held: int,
+    available: int | None,
+    spare: int = 0,
 ) -> None:
     """
     Args:
-        available: bytes at ``place``; None: as many as are needed.
+        available: bytes that the ranks at ``place`` share; None: as many as are needed.
+        spare: bytes that this rank has taken from them before and holds nothing in now.
     """
-    own = (place, needed, held, budget is not None and held + needed > budget, available)
+    beyond = budget is not None and held + needed > budget
+    own = (place, needed, held, beyond, available, min(spare, max(needed, 0)))
     table = comm.all_gather_objects(own, f"whether {kind.what} will do")
-    for rank, (_, want, holds, beyond, _) in enumerate(table):
+    for rank, (_, want, holds, beyond, *_) in enumerate(table):
         if beyond:
             raise ConfigError(
                 f"{kind.budget_key}: rank {rank} needs {want:,} more bytes of {kind.what} at rest, beside {holds:,} "
@@ -237,8 +248,8 @@ def check_room(
                 "row of zero/offload."
             )
     for host in dict.fromkeys(name for name, *_ in table):
-        wants = [want for name, want, *_ in table if name == host]
-        free = min((left for name, *_, left in table if name == host and left is not None), default=None)
+        wants = [want - reused for name, want, *_, reused in table if name == host]
+        free = min((left for name, *_, left, _ in table if name == host and left is not None), default=None)
         if free is not None and sum(wants) > free:
             raise ConfigError(
                 f"zero.offload: the {len(wants)} rank(s) on host {host} need {sum(wants):,} more bytes of {kind.what} "
