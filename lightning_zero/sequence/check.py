@@ -46,13 +46,13 @@ class Agreeing(TorchDispatchMode):
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
             return func(*args, **kwargs)
-        self._seed += 1
-        torch.manual_seed(self._seed)
         given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
         if "dropout_p" in given:  # inside of a kernel of attention
             return func(**{**given, "dropout_p": 0.0})
         if given.get("generator") is not None:
             given["generator"] = None
+        self._seed += 1
+        torch.manual_seed(self._seed)
         return self._draw(func, given)
 
     def _draw(self, func: Any, given: dict[str, Any]) -> Any:
@@ -63,12 +63,14 @@ class Agreeing(TorchDispatchMode):
             return given["input"] * kept / max(1.0 - given["p"], 1e-6), kept
         if func is _aten.bernoulli.default:
             return (_repeat(torch.empty_like(given["self"]), torch.rand(count)) < given["self"]).to(given["self"].dtype)
-        if "size" in given:
-            return _repeat(func(**given), func(**{**given, "size": [count]}))
         name, tensors = func._schema.name, sum(isinstance(value, Tensor) for value in given.values())
-        if tensors == 1 and "self" in given and (name.endswith(("_", "_like")) or func is _aten.bernoulli.p):
-            return _repeat(func(**given), func(**{**given, "self": given["self"].new_empty(count)}))
-        return func(**given)
+        if "size" in given:
+            pattern = func(**{**given, "size": [count]})
+        elif tensors == 1 and "self" in given and (name.endswith(("_", "_like")) or func is _aten.bernoulli.p):
+            pattern = func(**{**given, "self": given["self"].new_empty(count)})
+        else:
+            return func(**given)
+        return _repeat(func(**given), pattern)
 
 
 def _repeat(tensor: Tensor, pattern: Tensor) -> Tensor:

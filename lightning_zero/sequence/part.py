@@ -116,18 +116,21 @@ class SequencePart:
         parts = self.sharers.exchange(rows, "parts of a small tensor").view(self.size, *tensor.shape)
         return torch.cat(list(parts), dim=1)
 
-    def mean_of(self, total: Tensor, count: Tensor, dtype: torch.dtype, kind: int = TOKENS) -> Tensor:
+    def mean_of(
+        self, total: Tensor, count: Tensor, dtype: torch.dtype, kind: int = TOKENS, *, is_feature: bool = False
+    ) -> Tensor:
         """The mean over the tokens of all parts, with gradients: NaN where no part has any.
 
         Args:
             total: sums over ``count`` tokens of this part, in one shape with it. (Or both are of tokens' weights.)
             dtype: of the mean. It is made in fp64, since half precision does not hold sums and counts.
+            is_feature: parts compute other things with it; all ranks run a backward then, or none does.
 
         Raises:
             ConfigError: another rank makes a mean of another kind now; on all ranks.
         """
         sums = torch.stack([total.to(torch.float64), count.to(torch.float64)])
-        totals, counts = _SumOfParts.apply(sums.flatten(), self.sharers, kind).view(sums.shape)  # type: ignore
+        totals, counts = _SumOfParts.apply(sums.flatten(), self.sharers, kind, is_feature).view(sums.shape)  # type: ignore
         mean: Tensor = (totals / counts).to(dtype)
         if kind == TOKENS:
             self._means.append(weakref.ref(mean))
@@ -188,20 +191,21 @@ def _metadata(node: Any) -> dict[str, Any]:
 
 
 class _SumOfParts(torch.autograd.Function):
-    """The sum over the ranks of a group. Each of them has the result as (a part of) its loss.
+    """The sum over the ranks of a group. Each of them has the result as (a part of) its loss, or as a feature.
 
     The engine divides the sum of all ranks' gradients by their number. A group's loss is there ``size`` times, and so
-    is what comes back from it.
+    is what comes back from it. What each rank makes something else of gets back the sum of what comes to the ranks.
     """
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, sharers: Sharers, kind: int) -> Tensor:
-        ctx.size = sharers.size
+    def forward(ctx: Any, values: Tensor, sharers: Sharers, kind: int, is_feature: bool) -> Tensor:
+        ctx.sharers, ctx.kind, ctx.is_feature = sharers, kind, is_feature
         return sharers.sum_alike(values.detach(), kind)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return grads[0] * ctx.size, None, None
+        grad = ctx.sharers.sum_alike(grads[0], ctx.kind) if ctx.is_feature else grads[0] * ctx.sharers.size
+        return grad, None, None, None
 
 
 # -- the step that runs -----------------------------------------------------------------------------------------------
@@ -263,4 +267,4 @@ def mean_over_tokens(values: Tensor, where: Tensor | None = None, *, dim: int | 
         count = where.expand_as(values).sum(dims, dtype=dtype)
     if part is None:
         return (total / count).to(values.dtype)
-    return part.mean_of(total, count, values.dtype)
+    return part.mean_of(total, count, values.dtype, is_feature=dim is not None)

@@ -19,6 +19,7 @@ from lightning_zero.comm.sequence import SequenceGroup
 from lightning_zero.config import ConfigError
 from lightning_zero.device import recording
 from lightning_zero.engine import Engine
+from lightning_zero.engine.vertical.surroundings import trying
 from lightning_zero.sequence.check import (
     Agreeing,
     Found,
@@ -120,6 +121,7 @@ class SequenceCheck:
         try:
             with contextlib.ExitStack() as stack:
                 stack.enter_context(recording.unheard())
+                stack.enter_context(trying())
                 stack.enter_context(_left_as_it_is(self._module, engine.comm.device, self._log))
                 if not evaluates:
                     stack.enter_context(engine.looking_at_gradients(lambda info, grad: sums.add(info.fqn, grad)))
