@@ -219,6 +219,24 @@ def test_batches_of_another_kind_are_tried_too(tmp_path: Path) -> None:
     assert module.trainer.global_step == 1
 
 
+@on_ranks(2)
+def test_gradients_that_wait_for_their_step_stay(tmp_path: Path) -> None:
+    """A batch of another kind comes in the middle of an accumulation."""
+    data, found = Texts("pair", 1), []
+    pair = data.tokens[:2], data.labels[:2]
+    for second in (pair, (*pair, data.tokens[:2])):
+        for stage in (1, 3):
+            module = seeded(Own)
+            module.training_step = lambda batch, _, m=module: Own.training_step(m, batch[:2], 0)
+            strategy = ZeroStrategy(stage, sequence_parallel=2, summary=False)
+            of = trainer(strategy, tmp_path, max_epochs=1, accumulate_grad_batches=2, use_distributed_sampler=False)
+            of.fit(module, DataLoader([pair, second], batch_size=None))
+            with lightning_zero.gather(module):
+                found.append({name: value.clone() for name, value in module.state_dict().items()})
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0], rtol=1e-6, atol=1e-7)
+
+
 class Evaluates(Own):
     def __init__(self, form: str) -> None:
         super().__init__()
