@@ -161,6 +161,8 @@ class ShardedOptimizer:
         loss, early = None, set[Bucket]()
         if closure is not None:
             loss, early = self._run_closure(closure)
+        if self._around.looks_at_gradients:
+            return loss
         self._around.begins(self.params(), early)
         used = self._around.used()
         changed = self._step(used, early)

@@ -239,7 +239,8 @@ class WholeOptimizer(ShardedOptimizer):
     # -- step ---------------------------------------------------------------------------------------------------------
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        if closure is None or not (self.probed.asks_again or needs_closure(self.optimizer)):
+        asks = self.probed.asks_again or needs_closure(self.optimizer)
+        if closure is None or not asks or self._around.looks_at_gradients:
             return super().step(closure)
         if any(tensor.bucket.plan.shards_master for tensor in self.owned.tensors.values()):
             raise ConfigError(_asks_itself(self.optimizer))
