@@ -170,6 +170,9 @@ class Vertical:
             joined = self._divide(unit, module, plain, inputs)
         except CannotDivide as error:
             raise CannotDivide(f"{title} is run in {self.count} chunks: {error}. {_HELP}") from error
+        except Exception as error:
+            error.add_note(f"{title} was being run in {self.count} chunks: {inputs.told}.")
+            raise
 
         @contextlib.contextmanager
         def in_backward() -> Iterator[None]:
