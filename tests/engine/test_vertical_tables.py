@@ -109,7 +109,11 @@ CASES: dict[str, tuple[Any, ...]] = {
     "prototypes at first": (lambda inner, gate, keys, x: attends(inner, gate, x, keys), made_of("rows"), None, True),
     "prototypes behind a gate of zero": (attends, made_of("rows"), 0.0),
     "prototypes that begin with zeros": (attends, made_of("zeros")),
-    "keys and values behind a gate of zero": (attends, lambda network, batch: (network.rows * 1, network.rows * 2), 0.0),
+    "keys and values behind a gate of zero": (
+        attends,
+        lambda network, batch: (network.rows * 1, network.rows * 2),
+        0.0,
+    ),
     "names of classes": (looks_up, lambda network, batch: (network.rows * 1, batch[:, 0, 0].abs().mul(3).long() % 8)),
     "slopes": (slopes, lambda network, batch: (torch.arange(1.0, ROWS + 1) / ROWS,)),
     "slopes that are alike": (slopes, lambda network, batch: (torch.ones(ROWS),)),

@@ -9,6 +9,7 @@ What all chunks give alike for all samples (a bias ``[1, ...]``) stays as it is.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from enum import Enum
 from numbers import Number
@@ -120,6 +121,7 @@ class Inputs:
         flags = [leaf for leaf in leaves(self._form) if isinstance(leaf, (type(None), bool, str, Enum))]
         kinds = [(len(shape), tensor.dtype) for shape, tensor in zip(self._shapes, self.tensors, strict=True)]
         return self.size, tuple(self.candidates), tuple(kinds), tuple(flags)
+
     @property
     def chunk_size(self) -> int:
         return self.size // self.count
@@ -228,6 +230,21 @@ def places(result: Any, given: Sequence[Tensor]) -> tuple[Any, list[Tensor]]:
     return map_leaves(result, place), found
 
 
+def without_empty_caches(args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Arguments with None in the place of caches of keys and values of transformers that hold nothing yet.
+
+    Models make one for each call that is not told ``use_cache=False``. What an empty one gives back is what is put in;
+    chunks would fill it one by one, and again in the backward. transformers' own checkpoints leave it out too.
+    """
+    cache = getattr(sys.modules.get("transformers.cache_utils"), "Cache", ())
+
+    def keep(leaf: Any) -> Any:
+        return None if isinstance(leaf, cache) and not any(t.ndim > 1 for t in _tensors_in(leaf)) else leaf
+
+    changed: tuple[Any, Any] = map_leaves((args, kwargs), keep)
+    return changed
+
+
 class Outputs:
     """What the chunks give, put together.
 
@@ -300,8 +317,8 @@ class Outputs:
             whole.copy_(tensor)
         elif whole.shape != tensor.shape or not torch.equal(whole, tensor):
             raise CannotDivide(
-                "expected a result that is not of samples (a whole number, a bias [1, ...], a table) to be the same for "
-                "all chunks, got several"
+                "expected a result that is not of samples (a whole number, a bias [1, ...], a table) to be the same "
+                "for all chunks, got several"
             )
 
     def filled(self, tensors: Sequence[Tensor], inputs: Sequence[Tensor]) -> Any:

@@ -59,17 +59,18 @@ class RandomState:
             yield
 
 
-class NothingDrawn(TorchDispatchMode):
-    """Inside of it calls of any size draw the same numbers: 1/2, or 0 where numbers are whole; dropout drops nothing."""
+_DRAWS_NOTHING = {"dropout_p": 0.0, "dropout": 0.0, "train": False, "training": False}  # by arguments' names
 
-    _OFF = {"dropout_p": 0.0, "dropout": 0.0, "train": False, "training": False}  # noqa: RUF012
+
+class NothingDrawn(TorchDispatchMode):
+    """Inside, calls of any size draw the same numbers: 1/2, or 0 where they are whole; dropout drops nothing."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **(kwargs or {}))
         names = [argument.name for argument in func._schema.arguments]
         given = dict(zip(names, args, strict=False)) | (kwargs or {})
-        off = {name: value for name, value in self._OFF.items() if name in names}
+        off = {name: value for name, value in _DRAWS_NOTHING.items() if name in names}
         if off:
             return func(*(off.get(name, given[name]) for name in names[: len(args)]), **{**(kwargs or {}), **off})
         result = func(*args, **(kwargs or {}))

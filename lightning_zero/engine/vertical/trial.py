@@ -145,11 +145,7 @@ def _is_joined(one: Tensor, other: Tensor, both: Tensor) -> bool:
     joined = one.ndim > 0 and both.shape == (2 * one.shape[0], *one.shape[1:])
     if one.shape != other.shape or not (joined or one.shape == both.shape) or one.dtype != both.dtype:
         raise _Unequal(f"got results {list(one.shape)}, {list(other.shape)} and {list(both.shape)} for both")
-    if joined:
-        same = _alike(torch.cat([one, other]), both)
-    else:
-        same = _alike(one, both) and _alike(other, both)
-    if not same:
+    if not (_alike(torch.cat([one, other]), both) if joined else _alike(one, both) and _alike(other, both)):
         what = "other values" if joined else "one that is not of samples and has other values (expected: a 0-d tensor)"
         raise _Unequal(f"got a result {list(one.shape)} with {what}")
     return joined

@@ -34,7 +34,7 @@ from lightning_zero.engine.units.describe import AUTOCAST_DTYPES, TRUE_DTYPES, d
 from lightning_zero.engine.vertical.chunked import Chunked
 from lightning_zero.engine.vertical.coupled import units_around, whole_batch_units
 from lightning_zero.engine.vertical.loss import assuming
-from lightning_zero.engine.vertical.split import Inputs, first_size
+from lightning_zero.engine.vertical.split import Inputs, first_size, without_empty_caches
 from lightning_zero.engine.vertical.tables import Tables
 from lightning_zero.planning.activations import Activations, ByBatchSize, Stretch
 from lightning_zero.sequence.step import SequenceSteps
@@ -256,6 +256,7 @@ class _Measurement:
     def _in_chunks(self, module: nn.Module, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """As under ``zero.micro_batches``."""
         trained = [param for param in module.parameters() if param.requires_grad]
+        args, kwargs = without_empty_caches(args, kwargs)
         inputs = Inputs(args, kwargs, self._batch_size, self._config.micro_batches, tables=Tables(self._module))
         if (why := inputs.why_not()) is not None:
             raise ConfigError(f"zero.micro_batches: a {type(module).__name__}: {why}.")
