@@ -237,3 +237,21 @@ def test_what_is_found_for_a_block_is_used_again() -> None:
     module(batch)
     assert rows == 2 * (4 * [2])
     engine.release()
+
+
+def test_it_is_not_enough_to_divide_what_a_block_does_not_use() -> None:
+    rows: list[int] = []
+
+    def ignores(inner: nn.Module, gate: Any, x: Tensor, weights: Tensor, unused: Tensor) -> Tensor:
+        rows.append(len(x))
+        return inner(x) * weights
+
+    module, plain, engine, batch = prepared(
+        ignores, lambda network, batch: (batch * 2, torch.cat([batch, batch], 1)), k=4
+    )
+    module(batch)
+    rows.clear()
+    assert torch.allclose(module(batch), plain(batch), rtol=1e-5)
+    assert set(rows) == {2, ROWS}  # ROWS: of the plain one
+    assert rows.count(ROWS) == 2
+    engine.release()

@@ -9,20 +9,15 @@ What all chunks give alike for all samples (a bias ``[1, ...]``) stays as it is.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from enum import Enum
-from numbers import Number
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from lightning_zero.engine.passes.containers import copy_containers, map_leaves
+from lightning_zero.engine.passes.containers import PLAIN, copy_containers, map_leaves, tensors_inside
 from lightning_zero.engine.vertical.tables import Tables
-
-_PLAIN = (type(None), Number, str, bytes, Enum, torch.dtype, torch.device, torch.Size, torch.layout, type, nn.Module)
-_DEPTH = 4  # of objects in objects that are looked into
 
 
 class CannotDivide(RuntimeError):
@@ -99,7 +94,7 @@ class Inputs:
 
         # Containers of our own: a block may append to a list that it is given.
         self._form = copy_containers(map_leaves((args, kwargs), place))
-        self._others = [leaf for leaf in leaves(self._form) if not isinstance(leaf, (_Place, *_PLAIN))]
+        self._others = [leaf for leaf in leaves(self._form) if not isinstance(leaf, (_Place, *PLAIN))]
         self._shapes = [tuple(tensor.shape) for tensor in self.tensors]
         self.tables = [tensor in tables for tensor in self.tensors]
         self.candidates = [
@@ -134,7 +129,7 @@ class Inputs:
         if self.size % self.count:
             return f"expected a batch that divides by zero.micro_batches={self.count}, got {self.size} samples"
         for other in self._others:
-            if any(tensor.ndim and tensor.shape[0] == self.size for tensor in _tensors_in(other)):
+            if any(tensor.ndim and tensor.shape[0] == self.size for tensor in tensors_inside(other)):
                 return (
                     f"expected tensors of the batch as arguments or inside tuples, lists, dicts and dataclasses, got "
                     f"them inside of an object of class {type(other).__name__}"
@@ -154,7 +149,7 @@ class Inputs:
 
     def state_of_objects(self) -> list[Any]:
         """What changes where a call changes an argument that is an object."""
-        return [(id(t), t._version) for other in self._others for t in _tensors_in(other)]
+        return [(id(t), t._version) for other in self._others for t in tensors_inside(other)]
 
     def chunk(self, tensors: Sequence[Tensor], index: int) -> list[Tensor]:
         """The tensors of one chunk: views."""
@@ -169,21 +164,6 @@ class Inputs:
         filled = map_leaves(self._form, lambda leaf: tensors[leaf.number] if isinstance(leaf, _Place) else leaf)
         args, kwargs = copy_containers(filled)
         return args, kwargs
-
-
-def _tensors_in(value: Any, depth: int = _DEPTH) -> Iterator[Tensor]:
-    """Tensors that an object holds in its attributes."""
-    if isinstance(value, Tensor):
-        yield value
-    elif depth and not isinstance(value, _PLAIN) and not callable(value):
-        if isinstance(value, dict):
-            inside: list[Any] = list(value.values())
-        elif isinstance(value, (list, tuple, set)):
-            inside = list(value)
-        else:
-            inside = list(getattr(value, "__dict__", {}).values())
-        for item in inside:
-            yield from _tensors_in(item, depth - 1)
 
 
 def called(function: Callable[..., Any], inputs: Inputs, given: Sequence[Tensor]) -> Any:
@@ -228,21 +208,6 @@ def places(result: Any, given: Sequence[Tensor]) -> tuple[Any, list[Tensor]]:
         return _Place(numbers[id(leaf)])
 
     return map_leaves(result, place), found
-
-
-def without_empty_caches(args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Arguments with None in the place of caches of keys and values of transformers that hold nothing yet.
-
-    Models make one for each call that is not told ``use_cache=False``. What an empty one gives back is what is put in;
-    chunks would fill it one by one, and again in the backward. transformers' own checkpoints leave it out too.
-    """
-    cache = getattr(sys.modules.get("transformers.cache_utils"), "Cache", ())
-
-    def keep(leaf: Any) -> Any:
-        return None if isinstance(leaf, cache) and not any(t.ndim > 1 for t in _tensors_in(leaf)) else leaf
-
-    changed: tuple[Any, Any] = map_leaves((args, kwargs), keep)
-    return changed
 
 
 class Outputs:

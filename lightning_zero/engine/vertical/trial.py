@@ -122,7 +122,10 @@ class Trial:
         for part in (other, both):
             if len(part[1]) != len(one[1]) or not equal(leaves(part[0]), leaves(one[0])):
                 raise _Unequal("got results with other numbers, strings or objects, or other tensors among them")
-        return Division(tuple(self._inputs.divided), tuple(map(_is_joined, one[1], other[1], both[1])))
+        joined = tuple(map(_is_joined, one[1], other[1], both[1]))
+        if one[1] and not any(joined) and all(map(torch.equal, one[1], other[1])):
+            raise _Unequal("got the same results for all samples")  # of these tensors, which it may not use at all
+        return Division(tuple(self._inputs.divided), joined)
 
     def _result(self, tensors: Sequence[Tensor], low: int, rows: int) -> tuple[Any, list[Tensor]]:
         inputs = self._inputs

@@ -18,19 +18,12 @@ from torch.autograd.graph import save_on_cpu
 
 from lightning_zero.config import ConfigError
 from lightning_zero.engine.passes.events import PassEvents
-from lightning_zero.engine.passes.recompute import put_around
+from lightning_zero.engine.passes.recompute import put_around, without_empty_caches
 from lightning_zero.engine.units.bucket import Bucket
 from lightning_zero.engine.units.unit import Unit
 from lightning_zero.engine.vertical.chunked import Chunked, Context
 from lightning_zero.engine.vertical.coupled import changes_with_batch
-from lightning_zero.engine.vertical.split import (
-    CannotDivide,
-    Changes,
-    Division,
-    Inputs,
-    first_size,
-    without_empty_caches,
-)
+from lightning_zero.engine.vertical.split import CannotDivide, Changes, Division, Inputs, first_size
 from lightning_zero.engine.vertical.tables import Tables
 from lightning_zero.engine.vertical.trial import Trial
 
@@ -165,8 +158,8 @@ class Vertical:
             plain: ``inner``, not compiled: what is tried once is not worth a graph.
         """
         size = self.batch if self.batch is not None else first_size((args, kwargs))
-        if torch.is_grad_enabled() and not getattr(module, "_can_checkpoint_with_cache", False):
-            args, kwargs = without_empty_caches(args, kwargs)
+        if torch.is_grad_enabled():
+            args, kwargs = without_empty_caches(type(module), args, kwargs)
         inputs = Inputs(args, kwargs, size, self.count, tables=self._tables)
         title = f"unit {unit.title}"
         trains = [param.requires_grad for param in params]
