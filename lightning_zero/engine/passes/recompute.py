@@ -84,7 +84,7 @@ def _wrap(
     return put_around(module, forward, replace)
 
 
-def without_empty_caches(block: type[nn.Module], args: Any, kwargs: Any) -> tuple[Any, Any]:
+def without_empty_caches(block: type, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """Arguments of a ``block``, with None for caches of keys and values of transformers that hold nothing yet.
 
     Models make one for each call that is not told ``use_cache=False``. An empty one gives back what is put in, but a
