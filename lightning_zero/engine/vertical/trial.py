@@ -157,7 +157,7 @@ def _is_joined(one: Tensor, other: Tensor, both: Tensor) -> bool:
 def _computes_roughly(tensor: Tensor) -> bool:
     kinds = ("cpu", tensor.device.type)
     autocast = any(torch.is_autocast_enabled(kind) for kind in kinds if torch.amp.is_autocast_available(kind))
-    fast = tensor.is_cuda and torch.backends.cuda.matmul.allow_tf32
+    fast = torch.get_float32_matmul_precision() != "highest"
     return autocast or fast or tensor.element_size() < 4
 
 

@@ -166,15 +166,7 @@ class Vertical:
         needed = any(trains) or any(tensor.requires_grad for tensor in inputs.tensors)
         if not (torch.is_grad_enabled() and needed):
             return self._without_graph(unit, module, inner, plain, inputs, args, kwargs)
-        try:
-            if (why := inputs.why_not()) is not None:
-                raise CannotDivide(why)
-            joined = self._divide(unit, module, plain, inputs)
-        except CannotDivide as error:
-            raise CannotDivide(f"{title} is run in {self.count} chunks: {error}. {_HELP}") from error
-        except Exception as error:
-            error.add_note(f"{title} was being run in {self.count} chunks: {inputs.told}.")
-            raise
+        joined = self._divide(unit, module, plain, inputs)
 
         @contextlib.contextmanager
         def in_backward() -> Iterator[None]:
@@ -221,9 +213,17 @@ class Vertical:
         kind = inputs.kind, module is not None and module.training
         found = self._divisions.get((unit.index, kind))
         if found is None:
-            function = changes_with_batch(plain, module, f"unit {unit.title}")
-            first = self._of_classes.get((type(module), kind))
-            found = Trial(function, inputs, self._in_chunk).division(first)
+            title = f"unit {unit.title}"
+            trial = Trial(changes_with_batch(plain, module, title), inputs, self._in_chunk)
+            try:
+                if (why := inputs.why_not()) is not None:
+                    raise CannotDivide(why)
+                found = trial.division(self._of_classes.get((type(module), kind)))
+            except CannotDivide as error:
+                raise CannotDivide(f"{title} is run in {self.count} chunks: {error}. {_HELP}") from error
+            except Exception as error:
+                error.add_note(f"{title} was being run in {self.count} chunks: {inputs.told}.")
+                raise
             self._divisions[unit.index, kind] = self._of_classes[type(module), kind] = found
         inputs.divide(found.divided)
         return found.joined
