@@ -196,6 +196,30 @@ class Derived(Part):
         return self.linear(x)
 
 
+class Consulted(nn.Module):
+    """Is given a table that has as many rows as the batch."""
+
+    def __init__(self, n: int) -> None:
+        super().__init__()
+        self.inner, self.n = nn.Linear(WIDTH, WIDTH), n
+
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        if self.n == 0:
+            return self.inner(x) + (x @ table.T).softmax(-1) @ table
+        if self.n == 1:
+            return self.inner(x) + table.mean(0)
+        return x + self.inner(x) * (table[0] if self.n == 2 else table.square().sum())
+
+
+class Consults(Part):
+    def fill(self) -> None:
+        self.table = nn.Parameter(torch.randn(ROWS, WIDTH) / 8)
+        self.inner = Consulted(self.n)
+
+    def forward(self, x: Tensor, number: int) -> Tensor:
+        return self.inner(x, self.table.to(x.dtype) * 1)
+
+
 class Symmetric(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.triu() + x.triu(1).T
@@ -615,6 +639,7 @@ LEAVES: dict[str, type[Part]] = {
         KeepsALoss,
         Clamped,
         Statistics,
+        Consults,
     )
 }
 MIXES: dict[str, type[Mix]] = {

@@ -367,6 +367,7 @@ def arguments(program: Program, settings: Settings, folder: str) -> dict[str, An
         "offload": settings.offload,
         "unit": unit,
         "activation_checkpointing": settings.recompute,
+        "micro_batches": settings.micro_batches,
         "prefetch_bytes": settings.prefetch_bytes,
         "reduce_bucket_bytes": settings.reduce_bucket_bytes,
         "comm": {"transport": settings.transport, "grad_wire": settings.grad_wire},
