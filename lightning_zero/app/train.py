@@ -37,9 +37,9 @@ from lightning_zero.app.jobs import (
 )
 from lightning_zero.app.overrides import (
     FULL_ERROR,
-    check_arguments,
     check_keys,
     explain,
+    explain_flag,
     hydra_prints,
     hydra_raises,
 )
@@ -358,7 +358,6 @@ def start(task: Callable[[], Any], config_name: str = "train") -> None:
     """
     register_schema()  # also where the Hydra plugin is not found
     try:
-        check_arguments(sys.argv[1:])
         check_launcher(sys.argv[1:])
         sweep.check_search(sys.argv[1:])
         register_launcher()
@@ -366,11 +365,13 @@ def start(task: Callable[[], Any], config_name: str = "train") -> None:
             task()
     except ConfigError as error:
         _refuse(str(error))
-    except (HydraException, OmegaConfBaseException) as error:  # an unknown key or group, a wrong type
+    except (HydraException, OmegaConfBaseException, ValueError) as error:  # an unknown key or group, a wrong type
         if _entered or FULL_ERROR in os.environ:
             raise
         _refuse(explain(error, config_name, sys.argv[1:]))
     except SystemExit as stop:
+        if stop.code == 2 and not _entered and (said := explain_flag(sys.argv[1:], config_name)):
+            _refuse(said)
         if stop.code == 1 and not _entered:  # Hydra's own refusals end as a failed training does
             give_verdict(REFUSED)
             raise SystemExit(2) from None

@@ -17,7 +17,6 @@ from torch import nn
 
 from lightning_zero.app import parts, train
 from lightning_zero.app.instantiate import build_all
-from lightning_zero.app.overrides import check_arguments
 from lightning_zero.app.sweep import check_search, job_command, overrides_of, print_table, read_results
 from lightning_zero.app.tasks import check_vocabulary, optimized, plain
 from lightning_zero.config import ConfigError
@@ -315,11 +314,6 @@ def test_evaluating_takes_a_checkpoint() -> None:
     with pytest.raises(ConfigError, match="optimized_metric: expected none for task=predict"):
         train.check_task(config_of("task=predict", "ckpt_path=there", "optimized_metric=loss"))
     assert plain(config_of().zero.stage.name) == "zero3"
-
-
-def test_rows_of_new_groups_are_checked_before_hydra_reads_them() -> None:
-    with pytest.raises(ConfigError, match="hparams_search=null: this is the default"):
-        check_arguments(["hparams_search=null"])
 
 
 def test_optuna_that_is_missing_is_said_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
