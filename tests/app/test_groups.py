@@ -264,6 +264,22 @@ def test_text_by_a_tokenizer(tokenizer: Path, tmp_path: Path, capsys: pytest.Cap
     assert text_data(tmp_path).cache_file != data.cache_file  # bytes
 
 
+def test_a_model_from_a_folder_brings_its_tokenizer(tokenizer: Path, tmp_path: Path) -> None:
+    """Else a real vocabulary would be trained on bytes without a word."""
+
+    def data(folder: Path, *overrides: str) -> Any:
+        (tmp_path / "a.txt").write_text(WORDS)
+        small = (f"data.path={tmp_path}/a.txt", f"data.cache_dir={tmp_path}", "data.block_size=8", "data.batch_size=2")
+        return parts.build_data(config_of("model=hf", f"model.path={folder}", *small, *overrides), set())
+
+    assert data(tokenizer).vocab_size > 256
+    assert data(tokenizer, "data.tokenizer=null").vocab_size == 256
+    with pytest.raises(ConfigError, match=r"files of a tokenizer .*model=hf takes model.path.*data.tokenizer=null"):
+        data(tmp_path)
+    made_up = parts.build_data(config_of("model=hf", f"model.path={tmp_path}", "data=synthetic"), set())
+    assert isinstance(made_up, SyntheticData)  # it takes no tokenizer
+
+
 def test_a_tokenizer_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"data\.tokenizer: expected a folder with the files of a tokenizer"):
         text_data(tmp_path, tokenizer=str(tmp_path))
