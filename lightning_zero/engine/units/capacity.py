@@ -7,6 +7,7 @@ the answer does not depend on which rank comes first, and every rank raises the 
 from __future__ import annotations
 
 import shutil
+import socket
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
@@ -206,21 +207,37 @@ def check_host_memory(comm: Communicator, needed: int, budget: int | None, *, he
         ConfigError: with needed and available bytes, and what to change; the same on every rank.
     """
     available = available_host_memory() - staging
-    check_room(_MEMORY, comm, machine(), needed, budget, held=held, available=available)
+    check_room(_MEMORY, comm, place_of(), needed, budget, held=held, available=available)
 
 
 def check_files(
     comm: Communicator, nvme: NvmeTier, needed: int, budget: int | None, *, held: int | None = None
 ) -> None:
     """Check that files find room, as :func:`check_host_memory` does for memory. ``held`` of what is there stays."""
-    place = f"{machine()}, disk {nvme.disk}"
+    place = place_of(f"disk {nvme.disk}", f"in {nvme.path}")
     rests = nvme.nbytes if held is None else held
     check_room(_FILES, comm, place, needed, budget, held=rests, available=nvme.free_nbytes)
 
 
+def place_of(part: str = "", name: str = "") -> tuple[str, str]:
+    """What tells a part of this host from those of all hosts, and what people call it."""
+    return f"{machine()}, {part}", ", ".join(filter(None, (f"on host {socket.gethostname()}", name)))
+
+
 def check_room(
-    kind: _Kind, comm: Communicator, place: str, needed: int, budget: int | None, *, held: int, available: int
+    kind: _Kind,
+    comm: Communicator,
+    place: tuple[str, str],
+    needed: int,
+    budget: int | None,
+    *,
+    held: int,
+    available: int,
 ) -> None:
+    """
+    Args:
+        place: of :func:`place_of`: ranks with the same share what is available there.
+    """
     own = (place, needed, held, budget is not None and held + needed > budget, available)
     table = comm.all_gather_objects(own, f"whether {kind.what} will do")
     for rank, (_, want, holds, beyond, _) in enumerate(table):
@@ -230,12 +247,13 @@ def check_room(
                 f"that it holds; the budget is {budget:,}. Raise {kind.budget_key}, use more ranks, or choose another "
                 "row of zero/offload."
             )
-    for host in dict.fromkeys(name for name, *_ in table):
-        wants = [want for name, want, *_ in table if name == host]
-        free = min(left for name, *_, left in table if name == host)
+    names = {key: name for (key, name), *_ in reversed(table)}
+    for key, name in names.items():
+        wants = [want for found, want, *_ in table if found[0] == key]
+        free = min(left for found, *_, left in table if found[0] == key)
         if sum(wants) > free:
             raise ConfigError(
-                f"zero.offload: the {len(wants)} rank(s) on host {host} need {sum(wants):,} more bytes of {kind.what} "
+                f"zero.offload: the {len(wants)} rank(s) {name} need {sum(wants):,} more bytes of {kind.what} "
                 f"at rest; {free:,} are {kind.where}. {kind.fix} (python -m lightning_zero.plan shows all rows)."
             )
 
