@@ -155,21 +155,32 @@ def check_launch(trainer: Trainer) -> None:
         )
 
 
-def check_whole(config: TrainConfig, trainer: Trainer) -> None:
+def check_model(config: TrainConfig, trainer: Trainer) -> None:
     """
     Raises:
-        ConfigError: the module is to be whole after the run, and this host has no room for that.
+        ConfigError: a folder for first values that is none, a class of units that the model does not have, or no room
+            on this host for the module that is to be whole after the run.
     """
+    from lightning.pytorch.utilities.seed import isolate_rng
+
+    from lightning_zero.engine.pretrained.folder import SafetensorsFolder
     from lightning_zero.engine.whole.host_copy import check_room_here
 
     strategy: Any = trainer.strategy
-    if config.zero.after_fit is not AfterFit.whole or not strategy.speaks_for_all:
+    whole = config.zero.after_fit is AfterFit.whole and strategy.speaks_for_all
+    if config.zero.init_from is not None:
+        SafetensorsFolder(Path(config.zero.init_from).expanduser())
+    if not whole and not config.zero.unit.classes:
         return
     try:
-        model = describe(config, explicit_keys()).model
+        with isolate_rng():
+            model = describe(config, explicit_keys()).model
+    except ConfigError:
+        raise
     except Exception:  # of its own code, where it cannot be built without memory; the run finds out
         return
-    check_room_here(model.copy_nbytes)
+    if whole:
+        check_room_here(model.copy_nbytes)
 
 
 def _started_externally(trainer: Trainer) -> bool:
@@ -264,7 +275,7 @@ def run(config: TrainConfig) -> float | None:
         if config.task is Task.fit:
             data.check(groups)
     check_vocabulary(model, data)
-    check_whole(config, trainer)
+    check_model(config, trainer)
     ckpt_path = checkpoint_to_resume(config, trainer) if config.task is Task.fit else config.ckpt_path
     plan_of_run(config, trainer)
     trainer.strategy.run_settings = {**asdict(config), "ckpt_path": ckpt_path}  # type: ignore[attr-defined]

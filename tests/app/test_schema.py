@@ -342,7 +342,6 @@ def test_an_optimizer_that_cannot_work_is_refused_before_anything_starts(
         ("trainer.strategy=ddp", ["Could not override 'trainer.strategy'. Did you mean zero/stage=zero0?\n"]),
         ("qwertz=3", ["Could not override 'qwertz'. There are callbacks, ckpt_path, cluster,"]),
         ("~zero.prefetch", ["Did you mean ~zero.prefetch_bytes?\n"]),
-        ("--max_steps 5", ["written key=value, without dashes. Did you mean trainer.max_steps?\n"]),
         # a group for a setting, and the other way round
         ("zero.stage=3", ["Error merging override zero.stage=3: ", "Did you mean zero/stage=zero3?\n"]),
         ("zero.stage=zero2", ["Did you mean zero/stage=zero2?\n"]),
@@ -402,6 +401,7 @@ def test_an_optimizer_that_cannot_work_is_refused_before_anything_starts(
         ("trainer.accelerator=abacus", ["abacus", "trainer"]),
         ("model.n_layer=two", ["model.n_layer", "two"]),
         ("optimizer.lr=abc", ["error: optimizer.lr: expected a number, got 'abc'. Change optimizer.lr.\n"]),
+        ("callbacks.checkpoint.save_top_k=abc", ["callbacks.checkpoint.save_top_k: expected a number, got 'abc'."]),
         ("callbacks.sample=3", ["callbacks.sample", "3"]),
         # a range
         ("zero.prefetch_bytes=-1", ["zero.prefetch_bytes", "-1"]),
@@ -430,6 +430,11 @@ def test_an_optimizer_that_cannot_work_is_refused_before_anything_starts(
         ("model._target_=nowhere.Lit", ["model._target_", "nowhere"]),
         ("model._target_=lightning_zero.models.gpt.LitGTP", ["model._target_", "LitGTP"]),
         ("ckpt_path=nowhere.ckpt", ["ckpt_path", "nowhere.ckpt"]),
+        ("data=synthetic zero.init_from=/nowhere", ["zero.init_from: expected a folder, got /nowhere. Change"]),
+        (
+            "data=synthetic zero.unit.classes=[GPT,Blok]",
+            ["got 'Blok', which does not occur", "Write zero.unit.classes=[GPT,Block]."],
+        ),
         # a model of one's own
         ("model._target_=torch.nn.Linear model.n_layer=3", ["model.n_layer", "torch.nn.Linear"]),
         ("model._target_=torch.nn.Linear", ["model", "in_features"]),
@@ -443,6 +448,12 @@ def test_a_mistake_ends_in_a_sentence(command_line: Any, overrides: str, parts: 
     assert "Config'" not in said and "full_key" not in said  # words of OmegaConf
     for part in parts:
         assert part in said
+
+
+def test_a_setting_with_dashes_is_told_how_to_be_written(command_line: Any) -> None:
+    code, said = command_line("--max_steps", "5")
+    assert code == 2
+    assert said.endswith("error: a setting is written key=value, without dashes. Did you mean trainer.max_steps?\n")
 
 
 def test_what_hydra_says_of_an_override_that_it_cannot_read_is_kept(command_line: Any) -> None:
