@@ -20,7 +20,7 @@ from lightning_zero.config.names import (
     Transport,
     Whole,
 )
-from lightning_zero.config.values import MIB, check_types, positive
+from lightning_zero.config.values import MIB, NBytes, check_types, positive
 
 
 @dataclass(kw_only=True, slots=True)
@@ -155,9 +155,9 @@ class OffloadConfig:
 
     name: Offload = Offload.none
     nvme_path: str | None = None
-    device_budget: int | None = None
-    host_budget: int | None = None
-    nvme_budget: int | None = None
+    device_budget: NBytes | None = None
+    host_budget: NBytes | None = None
+    nvme_budget: NBytes | None = None
     threads: int | None = None
     io_threads: int | None = None
     step_in_backward: bool = False
@@ -213,8 +213,8 @@ class UnitConfig:
     """
 
     classes: list[str] = field(default_factory=list)
-    min_bytes: int = 0
-    max_bytes: int = 4096 * MIB
+    min_bytes: NBytes = 0
+    max_bytes: NBytes = 4096 * MIB
     whole_batch: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
