@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -607,6 +609,43 @@ def test_meta_modules_are_materialised_with_ties(stage: int) -> None:
             language_work(side, step)
             side.step()
             side.zero_grad()
+
+
+class Marked(nn.Parameter):
+    """A class of a user's own."""
+
+
+@on_ranks(1)
+@OUTER_STAGES
+@pytest.mark.parametrize(("built_on", "device"), [("cpu", "meta"), ("meta", "cpu")])
+def test_a_parameter_keeps_all_that_it_carries_on_its_way_to_another_device(
+    stage: int, built_on: str, device: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # torch's meta kernels set it for good otherwise
+    with torch.device(built_on):
+        module = nn.Sequential(nn.Linear(5, 5), nn.LSTM(5, 5, num_layers=2))
+        module[0].weight = Marked(module[0].weight.detach())
+    weight, seen = module[0].weight, []
+    weight._no_weight_decay = True
+    weight.register_hook(lambda grad: seen.append("hook"))
+    removed = weight.register_hook(lambda grad: seen.append("removed"))
+    weight.register_post_accumulate_grad_hook(lambda param: seen.append("after"))
+    reference, before = weakref.ref(weight), [id(p) for p in module.parameters()]  # no list of them: torch counts
+
+    engine = lightning_zero.shard(module, stage=stage, device=device)
+    removed.remove()
+    weight.register_hook(lambda grad: seen.append("later"))
+    assert [id(p) for p in module.parameters()] == before
+    assert all(p.device.type == device for p in module.parameters())
+    assert reference() is module[0].weight is weight
+    assert weight._no_weight_decay
+    assert isinstance(weight, Marked)
+    with engine.step_scope("train"):
+        module(torch.ones(3, 2, 5, device=device))[0].sum().backward()
+    assert seen == ["hook", "later", "after"]
+    assert all(p.grad is not None for p in module.parameters())  # our own hooks were called too
+    engine.release()
+    assert type(weight) is Marked
 
 
 @on_ranks(1, 2)
