@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 import lightning_zero
 from lightning_zero.config import ConfigError
@@ -689,6 +690,33 @@ def test_the_state_of_empty_parameters_is_that_of_a_plain_optimizer(stage: int) 
 def test_a_lazy_module_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"parameter 0\.weight has no shape yet.*lazy.*configure_model"):
         lightning_zero.shard(nn.Sequential(nn.LazyLinear(3)), device="cpu")
+
+
+class Wrapped(Tensor):
+    """As the quantised and float8 weights of torchao: what is computed is computed with the tensor inside."""
+
+    inner: Tensor
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> Wrapped:
+        wrapper: Wrapped = Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)  # type: ignore[attr-defined]
+        wrapper.inner = inner
+        return wrapper
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        args, kwargs = tree_map_only(Wrapped, lambda wrapper: wrapper.inner, (args, kwargs or {}))
+        result = func(*args, **kwargs)
+        return Wrapped(result) if func is torch.ops.aten.detach.default else result
+
+
+@pytest.mark.parametrize("trainable", [True, False])
+@STAGES
+def test_a_parameter_around_other_tensors_is_refused_by_name_and_class(stage: int, trainable: bool) -> None:
+    module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    module[1].weight = nn.Parameter(Wrapped(module[1].weight.detach()), requires_grad=trainable)
+    with pytest.raises(ConfigError, match=r"parameter 1\.weight is a Wrapped, a wrapper.*after training"):
+        lightning_zero.shard(module, stage=stage, device="cpu")
 
 
 # -- hooks of the user on parameters -----------------------------------------------------------------------------------
