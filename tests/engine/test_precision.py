@@ -314,7 +314,9 @@ def test_bytes_in_a_frozen_parameter_are_not_cast(stage: int, precision: str) ->
         with side.engine.step_scope("validation", evaluation=True), torch.no_grad():
             seen = []
             for layer in module:
-                layer.register_forward_hook(lambda layer, args, out: seen.append(layer.weight.view(torch.uint8).clone()))
+                layer.register_forward_hook(
+                    lambda layer, args, out: seen.append(layer.weight.view(torch.uint8).clone())
+                )
             with autocast(precision):
                 module(floats(9, 4, WIDTH).to(TRUE.get(precision, torch.float32)))
         assert all(torch.equal(s, b) for s, b in zip(seen, before, strict=True))
