@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import weakref
@@ -14,6 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import checkpoint
 
 import lightning_zero
 from lightning_zero.config import ConfigError
@@ -763,3 +765,41 @@ def test_hooks_on_accumulated_gradients_see_what_ours_take(stage: int, plain: bo
                 side.step()
                 side.zero_grad()
     assert len(seen) == 4 and all(grad.isfinite().all() and grad.any() for grad in seen)
+
+
+@on_ranks(2)
+@STAGES
+@PLAIN
+@pytest.mark.parametrize("how", ["two backwards", "no_sync", "one backward"])
+def test_a_hook_that_would_be_shown_a_sum_of_gradients_is_refused(stage: int, plain: bool, how: str) -> None:
+    """torch adds a gradient to those before it first; it comes in parts where a reentrant checkpoint is used twice."""
+    module = Model()
+    seen: list[Tensor] = []
+    weight = module.blocks[1].up.weight
+    handle = weight.register_post_accumulate_grad_hook(lambda param: seen.append(param.grad))
+    if how == "one backward":
+        module.blocks = nn.ModuleList([module.blocks[0], Repeated(module.blocks[1])])
+    with Sharded(module, stage=stage, plain=plain) as side:
+        for step in range(2 if how != "one backward" else 0):  # gradients that are cleared are no sum
+            language_work(side, step)
+            side.zero_grad()
+        with pytest.raises(RuntimeError, match=r"hook .* on blocks\.1\S*\.up\.weight.*param\.register_hook"):
+            with side.engine.no_sync() if how == "no_sync" else contextlib.nullcontext():
+                language_work(side, 0)
+            language_work(side, 1)
+        side.zero_grad()
+        handle.remove()
+        for step in range(2):
+            language_work(side, step)
+        side.step()
+
+
+class Repeated(nn.Module):
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = checkpoint(self.block, x, use_reentrant=True)
+        return x

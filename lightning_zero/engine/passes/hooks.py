@@ -125,7 +125,8 @@ class Hooks:
             passes = passes_ref()
             if grad is not None and passes is not None:
                 unit = passes.units[place[0]]
-                passes.grad_arrived(unit, unit.buckets[place[1]], slot, grad)
+                shown = len(p._post_accumulate_grad_hooks) > 1  # type: ignore[arg-type]
+                passes.grad_arrived(unit, unit.buckets[place[1]], slot, grad, shown=shown)
 
         self._grad_handles[id(param)] = param, param.register_post_accumulate_grad_hook(arrived)
 
