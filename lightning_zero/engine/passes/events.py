@@ -34,6 +34,9 @@ class PassEvents(Protocol):
     def post_forward(self, unit: Unit, *, outermost: bool, awaits_backward: Callable[[], bool]) -> None:
         """The module of ``unit`` returned."""
 
+    def call_ends(self) -> None:
+        """The outermost call of a module that holds units returned."""
+
     def forward_raised(self) -> None:
         """The outermost call of a module ended with an exception."""
 

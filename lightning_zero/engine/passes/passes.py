@@ -319,6 +319,13 @@ class Passes:
             if not awaits_backward():
                 self.end()
 
+    @outside_autograd
+    def call_ends(self) -> None:
+        """The outermost call of a module that holds units returned."""
+        if self.key is not None and not self.in_backward:
+            self.comm.place = f"end of a call in pass {self.key}"
+            self.order.call_ends()
+
     def forward_raised(self) -> None:
         """The outermost call of a module ended with an exception."""
         if self._scope is None:
