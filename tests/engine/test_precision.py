@@ -279,6 +279,8 @@ def test_a_module_that_needs_fp32_is_named_with_the_setting(stage: int) -> None:
 class Packed(nn.Parameter):
     """Holds bytes, as bitsandbytes' ``Params4bit`` does with ``quant_storage=torch.float16``."""
 
+    quant_state = 500.0
+
 
 class Decodes(nn.Module):
     """A frozen layer whose weight is decoded from the bytes."""
@@ -290,7 +292,7 @@ class Decodes(nn.Module):
         self.adapter = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = (self.weight.view(torch.uint8).to(x.dtype) - 127.5) / 500.0
+        weight = (self.weight.view(torch.uint8).to(x.dtype) - 127.5) / self.weight.quant_state
         return x @ weight + self.adapter(x)
 
 

@@ -232,9 +232,9 @@ def _dtypes(param: nn.Parameter, keeps_fp32: bool, config: ZeroConfig, precision
     """The row of ``zero/precision`` for one parameter."""
     own = param.dtype
     wide = torch.promote_types(own, torch.float32)
-    # A frozen parameter of another class may hold bytes in any dtype (``Params4bit`` of bitsandbytes with
-    # ``quant_storage=torch.float16``): cast as numbers, they would be others.
-    holds_bytes = type(param) is not nn.Parameter and not param.requires_grad
+    # ``Params4bit`` of bitsandbytes holds bytes, in any dtype (``quant_storage=torch.float16``), and says so by this
+    # attribute. Cast as numbers they would be others.
+    holds_bytes = getattr(param, "quant_state", None) is not None
     if not own.is_floating_point or own.itemsize == 1 or holds_bytes:
         return Dtypes(compute=own, master=own, reduce=own, grad=own, wire=own)
     if (true := TRUE_DTYPES.get(precision)) is not None:
