@@ -345,6 +345,10 @@ class Assembly:
         hooks = self.passes.hooks
         for unit in self.units:
             hooks.watch_unit(unit, module.get_submodule(unit.name))
+        if self.config.dynamic:
+            for name, inner in module.named_modules():
+                if not name or any(unit.name.startswith(f"{name}.") for unit in self.units):
+                    hooks.watch_calls(inner)
         if self.precision in describe.AUTOCAST_DTYPES:
             for inner in describe.fp32_modules(module, self.config.precision.fp32_modules):
                 hooks.keep_output_dtype(inner)

@@ -319,6 +319,31 @@ class Statistics(Part):
         return x - self.mean.clone().to(x.dtype)
 
 
+class Marked(nn.Parameter):
+    """A class of a user's own."""
+
+
+class Watched(Part):
+    """Parameters with a class, an attribute and a hook that changes accumulated gradients, of a user's own."""
+
+    def fill(self) -> None:
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.linear.weight = Marked(self.linear.weight.detach())
+        self.linear.weight.no_decay = True
+        if self.n:
+            self.linear.weight.register_post_accumulate_grad_hook(_halves)
+
+    def forward(self, x: Tensor, number: int) -> Tensor:
+        if not self.linear.weight.no_decay:
+            raise AssertionError("the attribute has another value")
+        return self.linear(x)
+
+
+def _halves(param: Tensor) -> None:
+    if param.grad is not None:
+        param.grad.mul_(0.5)
+
+
 # -- with children ----------------------------------------------------------------------------------------------------
 
 
@@ -640,6 +665,7 @@ LEAVES: dict[str, type[Part]] = {
         Clamped,
         Statistics,
         Consults,
+        Watched,
     )
 }
 MIXES: dict[str, type[Mix]] = {

@@ -107,6 +107,11 @@ REFUSALS = (
         _replaces_values,
     ),
     Refusal(
+        r"RuntimeError: a hook \(register_post_accumulate_grad_hook\) on \S+ was called for a second gradient",
+        "torch shows such hooks the sum, which is in slices",
+        lambda program: any(node.kind == "Watched" and node.n for node in program.nodes()),
+    ),
+    Refusal(
         r"RuntimeError: .*: written to in a step, with other values on some ranks than on others",
         "no rank's values are right for all",
         lambda program: program.ranks_differ,

@@ -188,7 +188,7 @@ def _comparable(program: p.Program) -> p.Program:
     what torch refuses, which a plain twin can tell.
     """
     kinds = {node.kind for node in program.nodes()}
-    settings, actions = program.settings, program.actions
+    model, settings, actions = program.model, program.settings, program.actions
     if kinds & CHANGES_BUFFERS:
         settings = dataclasses.replace(settings, recompute="none", micro_batches=1)
     if any(node.kind == "Layer" and node.n % 4 > 1 for node in program.nodes()):  # dropout: parts draw other numbers
@@ -196,11 +196,20 @@ def _comparable(program: p.Program) -> p.Program:
     if any(isinstance(action, p.Raise) and action.alone for action in program.everything()):
         settings = dataclasses.replace(settings, transport="direct")
     if program.ranks_differ:
+        program = dataclasses.replace(program, model=dataclasses.replace(program.model, body=_unwatched(model.body)))
         precision = settings.precision if settings.precision == "fp64" else "fp32"
         recompute = "none" if "ChangesItsInput" in kinds else settings.recompute
         settings = dataclasses.replace(settings, plain=False, precision=precision, recompute=recompute)
         actions = _for_ranks_that_differ(actions)
     return dataclasses.replace(program, settings=settings, actions=actions)
+
+
+def _unwatched(nodes: tuple[p.Node, ...]) -> tuple[p.Node, ...]:
+    """Without hooks on gradients, which may be refused on some ranks only."""
+    return tuple(
+        dataclasses.replace(node, n=0 if node.kind == "Watched" else node.n, children=_unwatched(node.children))
+        for node in nodes
+    )
 
 
 def _for_ranks_that_differ(actions: tuple[p.Action, ...]) -> tuple[p.Action, ...]:

@@ -324,6 +324,13 @@ class Passes:
             if not awaits_backward():
                 self.end()
 
+    @outside_autograd
+    def call_ends(self) -> None:
+        """The outermost call of a module that holds units returned."""
+        if self.key is not None and not self.in_backward:
+            self.comm.place = f"end of a call in pass {self.key}"
+            self.order.call_ends()
+
     def forward_raised(self) -> None:
         """The outermost call of a module ended with an exception."""
         if self._scope is None:
@@ -442,13 +449,26 @@ class Passes:
         self.progress.inputs_arrived(unit, call)
         self._maybe_reshard(unit)
 
-    def grad_arrived(self, unit: Unit, bucket: Bucket, slot: int, grad: Tensor) -> None:
-        """Autograd accumulated the gradient of one parameter."""
+    def grad_arrived(self, unit: Unit, bucket: Bucket, slot: int, grad: Tensor, *, shown: bool = False) -> None:
+        """Autograd accumulated the gradient of one parameter; ``shown``: a hook of the user's has seen it.
+
+        Raises:
+            RuntimeError: that hook would have seen the sum of several in torch, and saw one of them here.
+        """
         # Not ``outside_autograd`` as a whole: it comes for every parameter, and what it calls is so where that matters.
-        if self.vertical.sums is not None:
-            self.vertical.sums.add(unit, bucket, slot, grad)
+        sums = self.vertical.sums
+        if sums is None:
+            self.backward_begins()
+        if shown and (slot in self.reducer.grads[bucket].used or (sums is not None and (bucket, slot) in sums)):
+            raise RuntimeError(
+                f"a hook (register_post_accumulate_grad_hook) on {bucket.params[slot].fqn} was called for a second "
+                "gradient before the first was cleared. torch shows such hooks the sum, which is in slices here. Take "
+                "param.register_hook, which is given each gradient by itself, or look at the sum before the step: "
+                "lightning_zero.gather(module, grads=True). Between steps, clear gradients by zero_grad()."
+            )
+        if sums is not None:
+            sums.add(unit, bucket, slot, grad)
             return
-        self.backward_begins()
         self.lane.arrived(f"{unit.title} backward")
         if self.look is None:
             self.reducer.take(bucket, slot, grad)

@@ -106,7 +106,11 @@ class SavedWeights:
 
     def _pack(self, tensor: Tensor) -> _Weight | _Other:
         unit = self._owner_of(tensor)
-        return _Other(tensor, tensor._version) if unit is None else _Weight(tensor, tensor._version, unit)
+        if unit is not None:
+            return _Weight(tensor, tensor._version, unit)
+        # Without its history, which torch gives back: a kernel that saves its own result (tanh) would hold itself, and
+        # a graph without a backward, with all that it leads to, would live for ever. The version is counted together.
+        return _Other(tensor.detach(), tensor._version)
 
     def _pack_inside(self, tensor: Tensor, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> Any:
         unit = self._owner_of(tensor)

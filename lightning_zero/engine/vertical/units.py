@@ -37,24 +37,23 @@ class Sums:
     """Gradients of parameters while the chunks of one call bring them: fp32, or the dtype of wider ones."""
 
     def __init__(self) -> None:
-        self._sums: dict[tuple[Bucket, int], tuple[Unit, Tensor, bool]] = {}
+        self._sums: dict[tuple[Bucket, int], tuple[Unit, Tensor]] = {}
+
+    def __contains__(self, key: tuple[Bucket, int]) -> bool:
+        return key in self._sums
 
     def add(self, unit: Unit, bucket: Bucket, slot: int, grad: Tensor) -> None:
         if grad.layout is not torch.strided:
             grad = grad.to_dense()
-        key = (bucket, slot)
-        if key not in self._sums:
-            wide = grad.to(torch.promote_types(grad.dtype, torch.float32))
-            self._sums[key] = unit, wide, wide is not grad
-            return
-        _, total, is_ours = self._sums[key]
-        # Not in place at first: a hook of the user's may hold the gradient of the first chunk.
-        self._sums[key] = unit, total.add_(grad) if is_ours else total + grad, True
+        if (bucket, slot) in self._sums:
+            self._sums[bucket, slot][1].add_(grad)
+        else:
+            self._sums[bucket, slot] = unit, grad.to(torch.promote_types(grad.dtype, torch.float32))
 
     def hand_over(self, take: Callable[[Unit, Bucket, int, Tensor], None]) -> None:
         while self._sums:
             (bucket, slot) = next(iter(self._sums))
-            unit, total, _ = self._sums.pop((bucket, slot))
+            unit, total = self._sums.pop((bucket, slot))
             take(unit, bucket, slot, total)
 
 
