@@ -94,8 +94,11 @@ bench-scale: $(STAMP) ## one rank of up to 4096
 bench-checkpoint: $(STAMP) ## saves and loads beside FSDP2
 	$(PY) -m benchmarks.checkpoint $(ARGS)
 
-gpu-check: $(STAMP) ## what one GPU tells, in nine minutes
-	$(PY) -m benchmarks.gpu $(ARGS)
+# By a Python whose torch finds a GPU nothing is installed: there may be no index of packages.
+gpu-check: ## what one GPU tells, in nine minutes
+	@if $(PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; \
+	then $(PYTHON) -m benchmarks.gpu $(ARGS); \
+	else $(MAKE) --no-print-directory $(STAMP) && $(PY) -m benchmarks.gpu $(ARGS); fi
 
 KIND ?= $(if $(GPU),cuda,cpu)
 BASE ?=

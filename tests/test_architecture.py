@@ -120,6 +120,37 @@ def test_one_folder_calls_collectives(path: Path) -> None:
         assert not COLLECTIVES.match(imported.rpartition(".")[2]), imported
 
 
+# Modules that can run code which is in bytes from elsewhere, and what the files that import them do with them.
+UNPICKLES = re.compile(
+    r"((_|c)?[pP]ickle|cloudpickle|dill|marshal|shelve|joblib|jsonpickle|yaml|(torch\.)?multiprocessing|torch\.(package|hub))"
+    r"\b.*|torch\.distributed\.\w+_object(_list)?|torch\.load"
+)
+USES_PICKLE = {
+    "checkpoint.archive": "writes: torch.save takes its Pickler",
+    "checkpoint.sharded.index": "writes DCP's index, and makes the classes of such an index, without running anything",
+    "trainer.saves.checkpoint_io": "has the name of an exception; weights_only of torch.load is the user's word",
+    "trainer.saves.sharded_checkpoints": "has the name of an exception",
+    "checkpoint.sharded.read": "weights_only of torch.load is the user's word",
+    "trainer.launchers": "forks; Lightning gets the result of a child from a queue that only the two have",
+    "ranks.watchdog": "has a function called when a process of multiprocessing ends",
+    "app.check": "a child takes its arguments from its parent, by a pipe",
+}
+
+
+@pytest.mark.parametrize("path", modules(), ids=name_of)
+def test_nothing_from_elsewhere_is_unpickled(path: Path) -> None:
+    """Neither from a store, nor a file, nor a socket: a pickle runs what is in it."""
+    used = [name for name in imports_of(path) if UNPICKLES.fullmatch(name)]
+    for node in nodes(path.read_text()):
+        if isinstance(node, ast.Call):
+            called = re.sub(r"^dist\.", "torch.distributed.", ast.unparse(node.func))
+            settings = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+            unsafe = UNPICKLES.fullmatch(called) and settings.get("weights_only") != "True"
+            if unsafe or called in ("eval", "exec") or settings.get("allow_pickle", "False") != "False":
+                used.append(called)
+    assert bool(used) == (name_of(path) in USES_PICKLE), f"{name_of(path)}: {used}"
+
+
 @pytest.mark.parametrize("path", modules(), ids=name_of)
 def test_one_file_calls_cuda(path: Path) -> None:
     """So that a test can put another accelerator in its place."""

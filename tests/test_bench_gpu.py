@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 import multiprocessing
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -19,8 +21,10 @@ import pytest
 from benchmarks.gpu import gpu_tests, trace
 from benchmarks.gpu.__main__ import chosen, parse
 from benchmarks.gpu.bounds import bounds, phi
+from benchmarks.gpu.check import Check
+from benchmarks.gpu.fits import GIB, fitted
 from benchmarks.gpu.gpu_tests import files
-from benchmarks.gpu.output import Output
+from benchmarks.gpu.output import Output, table
 from benchmarks.gpu.plan import SIZES, Row, parts, tiny_parts
 from benchmarks.gpu.worker import CutError, RowError, Worker
 
@@ -183,13 +187,105 @@ def test_parts_that_are_asked_for() -> None:
     assert chosen(parse([])) == parts(130.0)
 
 
+@pytest.mark.parametrize(("gib", "batch_of_1b", "batch_of_7b"), [(138.0, 16, 4), (78.5, 8, 8), (30.0, 4, 4)])
+def test_rows_and_batches_are_those_that_a_device_holds(gib: float, batch_of_1b: int, batch_of_7b: int) -> None:
+    found = {p.name: p for p in fitted(parts(), int(gib * GIB))}
+    for name, held_from in (("7b zero3", 130), ("7b bare", 105), ("3b zero3", 60), ("1b zero3", 28)):
+        assert bool(found[name].why_not) == (gib < held_from), name
+    assert not found["7b zero3+optimizer_cpu"].why_not and not found["0.1b zero3"].why_not
+    batches = {p.row.size.name: p.row.size.micro_batch for p in found.values() if p.row is not None}
+    assert (batches["1b"], batches["7b"]) == (batch_of_1b, batch_of_7b)
+    if gib == 78.5:
+        assert "GiB of the device, 78 are free" in found["7b zero3"].why_not
+
+
+def test_a_row_that_does_not_fit_is_listed_and_no_error(check: Check) -> None:
+    part = next(p for p in fitted(parts(), 78 * GIB) if p.name == "7b zero3")
+    check._run_or_list(part, None)
+    assert not check.failed
+    assert re.search(r"Not run:\s+- 7b zero3 \(40 s\): needs \d+ GiB", (check.output.folder / "table.md").read_text())
+
+
+def test_the_title_names_the_device() -> None:
+    found = {"part": "machine", "name": "machine", "status": "ok", "device": "NVIDIA H100", "device_gib": 79.2}
+    assert re.match(r"# \S+ \S+ on NVIDIA H100, 79 GiB\n", table([found]))
+
+
+class Peer:
+    """A process that takes turns, or does not answer in time."""
+
+    def __init__(self, *losses: float, hangs: bool = False) -> None:
+        self.losses, self.hangs, self.closed = losses, hangs, False
+        self.deadlines: list[float] = []
+
+    def ask(self, command: str, deadline: float, **_: Any) -> dict[str, Any]:
+        self.deadlines.append(deadline - time.monotonic())
+        if self.hangs:
+            raise CutError(f"{command} was not over in time")
+        return {"step_s": [0.1], "forward_backward_s": [0.1], "losses": dict(enumerate(self.losses))}
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.fixture
+def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Check:
+    monkeypatch.setenv("KINETO_LOG_LEVEL", "5")  # or it would set that itself
+    return Check(Output(tmp_path / "out"), "cpu", str(tmp_path), 1000.0)
+
+
+def raced(check: Check, **peers: Peer) -> dict[str, Any]:
+    for name, peer in peers.items():
+        row = Row(SIZES["tiny"], name)
+        check._peers[name] = row, peer  # type: ignore[assignment]
+        check._found["tiny", name] = {"step_ms": 100.0, "forward_backward_ms": 50.0}
+    row = Row(SIZES["tiny"], "zero3")
+    found = check._race(row, Peer(2.0, 1.0), time.monotonic() + 500)  # type: ignore[arg-type]
+    return found | check._judge(row, found)
+
+
+def test_a_side_whose_losses_are_no_numbers_blames_no_other(check: Check) -> None:
+    found = raced(check, bare=Peer(2.0, 1.0), fsdp2=Peer(2.0, math.nan))
+    assert "error" not in found and found["loss_difference"] == 0
+    assert check._judge(Row(SIZES["tiny"], "fsdp2"), found)["error"] == "its losses are not finite"
+    found = raced(check, bare=Peer(2.0, 1.0), fsdp2=Peer(2.0, 3.0))
+    assert found["error"] == "its losses are not those of fsdp2"
+
+
+def test_a_peer_that_hangs_is_left_out_and_cuts_no_row(check: Check) -> None:
+    peer = Peer(hangs=True)
+    found = raced(check, bare=Peer(2.0, 1.0), fsdp2=peer)
+    assert found["vs_bare"] == 1 and found["alternated_with"] == ["bare"] and "error" not in found
+    assert peer.closed and [*check._peers] == ["bare"]
+    assert peer.deadlines[0] < 20  # not all of the row's time
+
+
+def test_make_installs_nothing_where_torch_finds_a_gpu(tmp_path: Path) -> None:
+    calls, python = tmp_path / "calls", tmp_path / "python"
+    python.write_text(f'#!/bin/sh\necho "$@" >> {calls}\n')  # torch is there, and finds a GPU
+    python.chmod(0o755)
+    command = ["make", "gpu-check", f"PYTHON={python}", f"VENV={tmp_path}/venv", "ARGS=--only rates"]
+    done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    *_, last = calls.read_text().splitlines()
+    assert last == "-m benchmarks.gpu --only rates" and "venv" not in calls.read_text()
+
+
 def test_sizes_are_those_of_their_names() -> None:
-    for name, low, high in (("0.1b", 0.09e9, 0.15e9), ("1b", 0.95e9, 1.1e9), ("7b", 6.5e9, 7.2e9)):
+    known = (("0.1b", 0.09e9, 0.15e9), ("1b", 0.95e9, 1.1e9), ("3b", 2.85e9, 2.95e9), ("7b", 6.5e9, 7.2e9))
+    for name, low, high in known:
         assert low < SIZES[name].parameters < high
 
 
 def test_the_files_with_tests_of_a_gpu_are_found() -> None:
-    assert "tests/engine/test_gpu.py" in files()
+    """The long ones last."""
+    assert len(files()) > 2 and files()[-1] == "tests/engine/test_gpu.py"
+
+
+def test_a_test_on_a_gpu_has_the_time_that_the_environment_gives() -> None:
+    check = "from tests.engine import test_gpu; assert test_gpu.TIMEOUT_S == 41"
+    environ = {**os.environ, "LIGHTNING_ZERO_TEST_TIMEOUT_S": "41"}
+    subprocess.run([sys.executable, "-c", check], cwd=ROOT, env=environ, check=True, timeout=120)
 
 
 @pytest.mark.parametrize(

@@ -90,9 +90,12 @@ def test_every_way_to_write_a_stage(stage: Any) -> None:
         ({"comm": None}, "zero.comm: expected a mapping of settings, or CommConfig", "None"),
         ({"stage": {"name": None}}, "zero/stage: expected one of", "None"),
         ({"stage": True}, "zero/stage: expected one of", "True"),
-        ({"prefetch_bytes": "1MB"}, "zero.prefetch_bytes: expected a whole number", "'1MB'"),
-        ({"prefetch_bytes": True}, "zero.prefetch_bytes: expected a whole number", "True"),
-        ({"prefetch_bytes": 1e6}, "zero.prefetch_bytes: expected a whole number", "1000000.0"),
+        ({"prefetch_bytes": "1MO"}, "zero.prefetch_bytes: expected a size such as 80GB", "'1MO'"),
+        ({"prefetch_bytes": True}, "zero.prefetch_bytes: expected a size such as 80GB", "True"),
+        ({"prefetch_bytes": 1.5}, "zero.prefetch_bytes: expected a size such as 80GB", "1.5"),
+        ({"prefetch_bytes": None}, "zero.prefetch_bytes: expected a size such as 80GB", "None"),
+        ({"offload": "gpu"}, "zero/offload: expected one of none", "Write zero/offload=none."),
+        ({"stage": "ddp"}, "zero/stage: expected one of", "Write zero/stage=zero0."),
         ({"stall_timeout_s": float("nan")}, "zero.stall_timeout_s: expected a number", "nan"),
         ({"stall_timeout_s": float("inf")}, "zero.stall_timeout_s: expected a number", "inf"),
         ({"stall_timeout_s": None}, "zero.stall_timeout_s: expected a number", "None"),
@@ -112,6 +115,15 @@ def test_a_bad_value_names_the_key_and_what_it_got(settings: dict[str, Any], key
         make_config(**settings)
     assert key in str(error.value)
     assert got in str(error.value)
+
+
+def test_bytes_are_taken_with_units() -> None:
+    unit, offload = {"max_bytes": "1.5KiB"}, {"name": "cpu", "host_budget": "1 gb"}
+    config = make_config(prefetch_bytes="256MB", reduce_bucket_bytes=1e6, unit=unit, offload=offload)
+    assert (config.prefetch_bytes, config.reduce_bucket_bytes) == (256_000_000, 1_000_000)
+    assert (config.unit.max_bytes, config.offload.host_budget) == (1536, 10**9)
+    found = (config.prefetch_bytes, config.reduce_bucket_bytes, config.unit.max_bytes, config.offload.host_budget)
+    assert all(type(value) is int for value in found)
 
 
 def test_zero_turns_prefetching_off() -> None:

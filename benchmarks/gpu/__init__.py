@@ -9,6 +9,7 @@
     side       what that process does: trains, and measures itself
     model      a GPT of torch alone
     trace      what a timeline says: waits of the host, copies that nothing hides
+    fits       which rows a device holds, and with how large a batch
     bounds     the least time that a step can take, by resource
     output     lines of JSON, a table and timelines, written as it goes
 

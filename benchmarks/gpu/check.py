@@ -10,6 +10,7 @@ from typing import Any
 
 from benchmarks.gpu import gpu_tests
 from benchmarks.gpu.bounds import OPTIMIZER_IN_FILES, bounds, phi
+from benchmarks.gpu.fits import GIB, fitted
 from benchmarks.gpu.output import Output
 from benchmarks.gpu.plan import Part, Row
 from benchmarks.gpu.worker import CutError, RowError, Worker, context
@@ -17,6 +18,7 @@ from benchmarks.gpu.worker import CutError, RowError, Worker, context
 MARGIN_S = 4.0  # to end the last part and to write
 PATIENCE = 2.5  # times its estimate that a part may take where the budget allows it
 STEPS_OF_EXTRAS = 8  # of the peak without activations, the waits and the timeline
+PEER_S = 10.0  # that a turn of a peer may take beyond several times what it took before
 TOLERANCE = {"fp32": 1e-3, "bf16": 3e-2}  # between losses of two sides at the same step, relative
 
 
@@ -36,6 +38,7 @@ class Check:
         self._found: dict[tuple[str, str], dict[str, Any]] = {}  # of each size and side
         self._losses: dict[tuple[str, str], dict[int, float]] = {}
         self._rates: dict[str, float] = {}
+        self._free_nbytes = 0  # of the device; 0: not known
         self._broken = broken
 
     # -- parts ----------------------------------------------------------------------------------------------------
@@ -44,7 +47,7 @@ class Check:
         """All parts in their order; a later one that is shorter may still fit where one did not."""
         try:
             reason = self._describe_machine() if self._left() > 0 else None
-            for part in parts:
+            for part in fitted(parts, self._free_nbytes) if self._free_nbytes else parts:
                 self._run_or_list(part, reason)
         finally:
             self._end_peers()
@@ -66,6 +69,7 @@ class Check:
         if self.device == "cuda" and "device" not in found:
             self.failed = True
             return "there is no GPU here (--tiny runs on a CPU)"
+        self._free_nbytes = int(found.get("device_free_gib", 0) * GIB)
         return None
 
     def _run_or_list(self, part: Part, reason: str | None) -> None:
@@ -73,7 +77,8 @@ class Check:
         head = {"part": part.kind, "name": part.name, **part.fields}
         if part.row is not None and any(row.size != part.row.size for row, _ in self._peers.values()):
             self._end_peers()
-        if reason is not None or estimate > left:
+        reason = reason or part.why_not
+        if reason or estimate > left:
             why = reason or f"{max(0.0, left):.0f} s were left"
             self.output.write({**head, "status": "not run", "estimate_s": round(estimate, 1), "why": why})
             return
@@ -159,17 +164,22 @@ class Check:
             "spread_ms": [_digits(min(times) * 1e3), _digits(max(times) * 1e3)],
             "forward_backward_ms": _digits(statistics.median(forward_backward) * 1e3),
             "tokens_per_s": round(row.size.tokens / own),
+            "micro_batch": row.size.micro_batch,
             "alternated_with": list(self._peers),
             **ratios,
         }
 
     def _turn(self, name: str, sides: dict[str, Worker], row: Row, deadline: float) -> dict[str, Any] | None:
-        """One side's turn. A peer that fails is left out from here on; where the row itself fails, that is raised."""
+        """One side's turn. A peer that fails, or takes much longer than it took, is left out from here on; where the
+        row itself fails, that is raised."""
+        if name != row.name:
+            expected_s = (row.steps + 1) * self._found[row.size.name, name]["step_ms"] / 1e3
+            deadline = min(deadline, time.monotonic() + PEER_S + PATIENCE * expected_s)
         try:
             together = row.size.together
             return sides[name].ask("turn", deadline, untimed=1, steps=row.steps, idle_after=together)
-        except RowError as error:
-            if name == row.name or isinstance(error, CutError):
+        except RowError:
+            if name == row.name:
                 raise
             sides.pop(name)
             self._peers.pop(name)[1].close()
@@ -190,20 +200,24 @@ class Check:
         judged |= phi(bounds(row, self._rates, compute), step_s, overlap=self.device == "cuda")
         losses = self._losses[size.name, row.name]
         judged["losses"] = {step: float(f"{losses[step]:.6g}") for step in (min(losses), max(losses))}
-        differences = [d for peer in ("bare", "fsdp2") if (d := self._loss_difference(row, peer)) is not None]
-        if differences:
-            judged["loss_difference"] = float(f"{max(differences):.2g}")
+        if not all(map(math.isfinite, losses.values())):
+            return judged | {"status": "error", "error": "its losses are not finite"}
+        found = {peer: d for peer in ("bare", "fsdp2") if (d := self._loss_difference(row, peer)) is not None}
+        if found:
+            peer, most = max(found.items(), key=lambda item: item[1])
+            judged["loss_difference"] = float(f"{most:.2g}")
             judged["loss_tolerance"] = TOLERANCE[size.precision]
-            if max(differences) > TOLERANCE[size.precision]:
-                judged |= {"status": "error", "error": "its losses are not those of the other sides"}
+            if most > TOLERANCE[size.precision]:
+                judged |= {"status": "error", "error": f"its losses are not those of {peer}"}
         return judged
 
     def _loss_difference(self, row: Row, peer: str) -> float | None:
-        """The largest relative difference at steps that both have made."""
+        """The largest relative difference at steps that both have made. None: with a peer that has failed, too."""
         own, other = (self._losses.get((row.size.name, name), {}) for name in (row.name, peer))
-        common = own.keys() & other.keys() if peer != row.name else set()
-        differences = [abs(own[step] - other[step]) / abs(other[step]) for step in common]
-        return max((d if math.isfinite(d) else math.inf for d in differences), default=None)
+        if peer == row.name or not all(map(math.isfinite, other.values())):
+            return None
+        common = own.keys() & other.keys()
+        return max((abs(own[step] - other[step]) / abs(other[step]) for step in common), default=None)
 
     def _extras(self, row: Row, worker: Worker, step_s: float, deadline: float) -> dict[str, Any]:
         """Memory, waits and a timeline. What fails or has no time here leaves the row as it is."""

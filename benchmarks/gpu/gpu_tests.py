@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
+LONG = "tests/engine/test_gpu.py"
 OUTCOME = re.compile(r"^(?P<name>\S+::.+?) (?P<outcome>PASSED|FAILED|ERROR|SKIPPED)\b")
 COLLECTED = re.compile(r"(\d+) selected|collected (\d+) items?$")
 # A process whose parent was started in the background of a shell ignores SIGINT, and pytest would never hear of it.
@@ -23,13 +24,15 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 import pytest
 sys.exit(pytest.main())
 """
+TIMEOUT_S = 40.0  # of one test on a GPU: one that hangs leaves time for those behind it
 SUMMARY_S = 8.0  # to end the tests that run and to write what has failed
 
 
 def files() -> list[str]:
     """The files of tests that have the mark: collecting all others would take longer than running these."""
     marked = re.compile(r"mark\.gpu\b")
-    return sorted(str(f.relative_to(ROOT)) for f in (ROOT / "tests").rglob("test_*.py") if marked.search(f.read_text()))
+    found = (str(f.relative_to(ROOT)) for f in (ROOT / "tests").rglob("test_*.py") if marked.search(f.read_text()))
+    return sorted(found, key=lambda name: (name == LONG, name))  # the others take seconds
 
 
 def run(log: Path, limit_s: float) -> dict[str, Any]:
@@ -40,7 +43,9 @@ def run(log: Path, limit_s: float) -> dict[str, Any]:
     started = time.monotonic()
     process = subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
-        env={**os.environ, "PYTHONUNBUFFERED": "1", "COLUMNS": "200"},
+        env={
+            "LIGHTNING_ZERO_TEST_TIMEOUT_S": str(TIMEOUT_S), **os.environ, "PYTHONUNBUFFERED": "1", "COLUMNS": "200",
+        },
     )  # fmt: skip
     outcomes: dict[str, str] = {}
     collected = 0

@@ -16,6 +16,7 @@ COLUMNS = (
     ("size", "size"),
     ("side", "side"),
     ("status", "status"),
+    ("micro_batch", "batch"),
     ("step_ms", "step ms"),
     ("tokens_per_s", "tokens/s"),
     ("vs_fsdp2", "x FSDP2"),
@@ -74,7 +75,9 @@ class Output:
 def table(records: Sequence[Mapping[str, Any]]) -> str:
     """Markdown: the machine, its rates, the tests, the rows, what did not run."""
     of = {kind: [r for r in records if r["part"] == kind] for kind in ("machine", "tests", "rates", "row")}
-    lines = [f"{datetime.now():%Y-%m-%d %H:%M}"]
+    # In the title, since figures of two machines must not be mixed.
+    devices = [f" on {r['device']}, {r['device_gib']:.0f} GiB" for r in of["machine"] if "device" in r]
+    lines = [f"# {datetime.now():%Y-%m-%d %H:%M}{''.join(devices)}", ""]
     lines += [", ".join(f"{key} {value}" for key, value in r.items() if key != "part") for r in of["machine"]]
     for record in of["tests"]:
         keys = ("status", "passed", "skipped", "not_run", "seconds")

@@ -31,9 +31,12 @@ class Size:
     reduce_dtype: str | None = None
 
     @property
+    def block_parameters(self) -> int:
+        return 12 * self.d_model**2 + 13 * self.d_model
+
+    @property
     def parameters(self) -> int:
-        block = 12 * self.d_model**2 + 13 * self.d_model
-        return self.n_layer * block + (2 * self.vocab_size + self.length + 2) * self.d_model
+        return self.n_layer * self.block_parameters + (2 * self.vocab_size + self.length + 2) * self.d_model
 
     @property
     def tokens(self) -> int:
@@ -56,6 +59,7 @@ SIZES = {
     for size in (
         Size("0.1b", 32768, 12, 12, 768, 1024, 16),
         Size("1b", 32768, 18, 16, 2048, 1024, 16),
+        Size("3b", 32768, 24, 24, 3072, 2048, 8, recompute=True, together=False),
         Size("7b", 32768, 32, 32, 4096, 2048, 8, recompute=True, together=False, reduce_dtype="bf16"),
         Size("tiny", 64, 2, 2, 32, 16, 2, precision="fp32"),
         Size("tiny-alone", 64, 2, 2, 32, 16, 2, recompute=True, together=False),
@@ -99,13 +103,18 @@ class Row:
 
 @dataclass(frozen=True)
 class Part:
-    """Something that runs or does not: the tests, the rates, or one row."""
+    """Something that runs or does not: the tests, the rates, or one row.
+
+    Attributes:
+        why_not: why it does not run; empty where it may.
+    """
 
     kind: str  # tests, rates, row
     name: str
     estimate_s: float
     row: Row | None = None
     fields: Mapping[str, Any] = field(default_factory=dict)
+    why_not: str = ""
 
 
 def _row(size: str, side: str, estimate_s: float, **options: Any) -> Part:
@@ -125,10 +134,13 @@ def parts(tests_s: float = 130.0) -> list[Part]:
         _row("1b", "zero3", 35, offload="optimizer_cpu"),
         _row("1b", "zero3", 35, offload="cpu"),
         _row("1b", "zero3", 22, **alone),
+        _row("3b", "bare", 18, rounds=1),
+        _row("3b", "zero3", 22, rounds=1),
         _row("7b", "bare", 32, rounds=1),
         _row("7b", "zero3", 40, rounds=1),
         _row("7b", "zero3", 75, offload="optimizer_cpu", rounds=1),
         _row("7b", "fsdp2", 36, rounds=1),
+        _row("3b", "fsdp2", 20, rounds=1),
         _row("1b", "zero3", 75, offload="nvme", **once),
         *(_row("1b", f"zero{stage}", 20) for stage in (0, 1, 2)),
         _row("0.1b", "bare", 9),

@@ -145,8 +145,21 @@ def _built_by_library(key: str, name: str, target: Any, arguments: dict[str, Any
     except Exception as error:
         if not isinstance(error, (ValueError, TypeError)) and type(error).__name__ != "MisconfigurationException":
             raise
+        check_numbers(key, arguments, target)
         said = " ".join(str(error).split()).rstrip(".")
         raise ConfigError(f"{key}: {name} refuses these settings: {said}. Change {key}.*.") from error
+
+
+def check_numbers(key: str, arguments: dict[str, Any], target: Any) -> None:
+    """Of arguments that ``target`` has refused.
+
+    Raises:
+        ConfigError: one is text, and its default is a number.
+    """
+    for name, parameter in inspect.signature(target).parameters.items():
+        value = arguments.get(name)
+        if isinstance(value, str) and type(parameter.default) in (int, float):
+            raise ConfigError(f"{key}.{name}: expected a number, got {value!r}. Change {key}.{name}.")
 
 
 def build_all(key: str, nodes: dict[str, Any]) -> list[Any]:

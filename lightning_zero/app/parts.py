@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-from lightning_zero.app.instantiate import accepted_arguments, build, build_all, is_first
+from lightning_zero.app.instantiate import accepted_arguments, build, build_all, check_numbers, is_first
 from lightning_zero.app.schema import TrainConfig, trainer_precision
-from lightning_zero.config import ConfigError
+from lightning_zero.config import ConfigError, Precision, nearest
 from lightning_zero.planning.topology import check_sequence_parallel
 
 if TYPE_CHECKING:
@@ -32,9 +32,10 @@ def agreed_precision(config: TrainConfig) -> str | None:
     if name is None or expected is None:
         return asked
     if asked is not None and PRECISION_ALIASES.get(asked, asked) != expected:
+        row = nearest(asked, Precision.__members__)
+        change = f"Write zero/precision={row}" if row not in (None, name.name) else "Drop trainer.precision"
         raise ConfigError(
-            f"trainer.precision: expected {expected} under zero/precision={name.name}, got {asked}. "
-            "Drop trainer.precision, or change zero/precision."
+            f"trainer.precision: expected {expected} under zero/precision={name.name}, got {asked}. {change}."
         )
     return expected
 
@@ -66,6 +67,7 @@ def build_optimizer(config: TrainConfig) -> Any:
         zero = config.zero
         check_optimizer(tried, zero.optimizer, stochastic_rounding=zero.precision.stochastic_rounding)
         return make
+    check_numbers("optimizer", config.optimizer, make.func)
     raise ConfigError(
         f"optimizer: {config.optimizer['_target_']} refuses these settings: {refused[0]}. Change optimizer.*."
     ) from refused[0]

@@ -5,6 +5,7 @@ Imported by the entry points and by the Hydra plugin only, at the start of every
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import Enum
@@ -75,10 +76,11 @@ class TrainerConfig:
         _at_least("num_sanity_val_steps", self.num_sanity_val_steps, -1)
         if isinstance(self.devices, int) and not isinstance(self.devices, bool):
             _at_least("devices", self.devices, -1)
-            if self.devices == 0:
-                raise ConfigError(
-                    "trainer.devices: expected auto, a number > 0 or a list, got 0. Change trainer.devices."
-                )
+        is_text = isinstance(self.devices, str) and self.devices != "auto"
+        if self.devices == 0 or (is_text and not re.fullmatch(r"[-\d, ]+", self.devices)):
+            raise ConfigError(
+                f"trainer.devices: expected auto, a number > 0 or a list, got {self.devices!r}. Change trainer.devices."
+            )
 
 
 def _at_least(key: str, value: float | None, bound: int) -> None:

@@ -37,9 +37,9 @@ from lightning_zero.app.jobs import (
 )
 from lightning_zero.app.overrides import (
     FULL_ERROR,
-    check_arguments,
     check_keys,
     explain,
+    explain_flag,
     hydra_prints,
     hydra_raises,
 )
@@ -155,21 +155,32 @@ def check_launch(trainer: Trainer) -> None:
         )
 
 
-def check_whole(config: TrainConfig, trainer: Trainer) -> None:
+def check_model(config: TrainConfig, trainer: Trainer) -> None:
     """
     Raises:
-        ConfigError: the module is to be whole after the run, and this host has no room for that.
+        ConfigError: a folder for first values that is none, a class of units that the model does not have, or no room
+            on this host for the module that is to be whole after the run.
     """
+    from lightning.pytorch.utilities.seed import isolate_rng
+
     from lightning_zero.engine.whole.host_copy import check_room_here
+    from lightning_zero.pretrained.folder import SafetensorsFolder
 
     strategy: Any = trainer.strategy
-    if config.zero.after_fit is not AfterFit.whole or not strategy.speaks_for_all:
+    whole = config.zero.after_fit is AfterFit.whole and strategy.speaks_for_all
+    if config.zero.init_from is not None:
+        SafetensorsFolder(Path(config.zero.init_from).expanduser())
+    if not whole and not config.zero.unit.classes:
         return
     try:
-        model = describe(config, explicit_keys()).model
+        with isolate_rng():
+            model = describe(config, explicit_keys()).model
+    except ConfigError:
+        raise
     except Exception:  # of its own code, where it cannot be built without memory; the run finds out
         return
-    check_room_here(model.copy_nbytes)
+    if whole:
+        check_room_here(model.copy_nbytes)
 
 
 def _started_externally(trainer: Trainer) -> bool:
@@ -264,7 +275,7 @@ def run(config: TrainConfig) -> float | None:
         if config.task is Task.fit:
             data.check(groups)
     check_vocabulary(model, data)
-    check_whole(config, trainer)
+    check_model(config, trainer)
     ckpt_path = checkpoint_to_resume(config, trainer) if config.task is Task.fit else config.ckpt_path
     plan_of_run(config, trainer)
     trainer.strategy.run_settings = {**asdict(config), "ckpt_path": ckpt_path}  # type: ignore[attr-defined]
@@ -358,7 +369,6 @@ def start(task: Callable[[], Any], config_name: str = "train") -> None:
     """
     register_schema()  # also where the Hydra plugin is not found
     try:
-        check_arguments(sys.argv[1:])
         check_launcher(sys.argv[1:])
         sweep.check_search(sys.argv[1:])
         register_launcher()
@@ -366,11 +376,13 @@ def start(task: Callable[[], Any], config_name: str = "train") -> None:
             task()
     except ConfigError as error:
         _refuse(str(error))
-    except (HydraException, OmegaConfBaseException) as error:  # an unknown key or group, a wrong type
+    except (HydraException, OmegaConfBaseException, ValueError) as error:  # an unknown key or group, a wrong type
         if _entered or FULL_ERROR in os.environ:
             raise
         _refuse(explain(error, config_name, sys.argv[1:]))
     except SystemExit as stop:
+        if stop.code == 2 and not _entered and (said := explain_flag(sys.argv[1:], config_name)):
+            _refuse(said)
         if stop.code == 1 and not _entered:  # Hydra's own refusals end as a failed training does
             give_verdict(REFUSED)
             raise SystemExit(2) from None

@@ -13,6 +13,7 @@ zip tool finds it; those of 16 MiB each, of records that are longer, in a record
 from __future__ import annotations
 
 import ctypes
+import errno
 import json
 import os
 import pickle
@@ -21,7 +22,7 @@ import zipfile
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, cast
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -32,8 +33,8 @@ from lightning_zero.ranks.progress import SILENT, Did, LongWork
 
 RECORD = "lightning_zero/crc32"
 WriteAt = Callable[[memoryview, int], None]  # all of a view of bytes, at a place of the file
-_LOCAL_HEADER = struct.Struct("<4s22xHH")  # of a record: the signature, and the lengths of its name and its extra field
-_LOCAL_SIGNATURE = b"PK\x03\x04"
+_FLAGS = 0x808  # of a record of torch.save: its checksum stands behind it as well, and its name is UTF-8
+_FOLDER = 0x10
 _DESCRIPTOR = b"PK\x07\x08"  # behind a record; then its checksum
 
 
@@ -183,31 +184,44 @@ class Record(NamedTuple):
 
 
 def records_of(file: BinaryIO) -> list[Record]:
-    """The records of a file of torch.save.
+    """The records of a file of torch.save, where zip tools and torch both find them.
 
     Raises:
-        zipfile.BadZipFile: it is none, or was cut off.
+        zipfile.BadZipFile: it is none, was cut off, or its table of records is not as it was written.
+        OSError: the system's.
     """
+    try:
+        return _records_of(file)
+    except zipfile.BadZipFile:
+        raise
+    except Exception as error:  # of a damaged table, zipfile and torch raise almost any
+        if isinstance(error, OSError) and error.errno != errno.EINVAL:  # which is a place outside of the file
+            raise
+        raise zipfile.BadZipFile(f"its table of records: {type(error).__name__}: {error}") from error
+
+
+def _records_of(file: BinaryIO) -> list[Record]:
     with zipfile.ZipFile(file) as archive:
         infos = {info.filename.partition("/")[2]: info for info in archive.infolist()}
+        for info in infos.values():
+            archive.open(info).close()  # it compares the table with what stands before the record
+            packed = info.compress_type or info.compress_size != info.file_size
+            if packed or info.flag_bits & ~_FLAGS or info.external_attr & _FOLDER:  # torch would take it for no values
+                raise zipfile.BadZipFile(f"its table of records says of {info.filename} what torch.save does not")
         held = archive.read(infos[RECORD]) if RECORD in infos else b"{}"
+    file.seek(0)  # torch takes what is behind here for the file
+    reader = cast(Any, torch._C.PyTorchFileReader)(file)
+    if sorted(reader.get_all_records()) != sorted(infos):
+        raise zipfile.BadZipFile("its table of records names some twice, or others than torch finds")
     kept = json.loads(held)
     chunk_nbytes, sums = kept.get("chunk_nbytes", 0), kept.get("crc32", {})
     found = []
     for name, info in infos.items():
-        file.seek(info.header_offset)
-        head = file.read(_LOCAL_HEADER.size)
-        signature, name_nbytes, extra_nbytes = (
-            _LOCAL_HEADER.unpack(head) if len(head) == _LOCAL_HEADER.size else (b"", 0, 0)
-        )
-        if signature != _LOCAL_SIGNATURE:
-            raise zipfile.BadZipFile(f"there is no record {name} where it should be")
         crcs: tuple[int, ...] = (info.CRC,)
         size = info.file_size
         if name in sums:
             crcs, size = tuple(int(crc, 16) for crc in sums[name].split()), chunk_nbytes
             if whole(crcs, info.file_size) != info.CRC:
                 raise zipfile.BadZipFile(f"the checksums of {name} contradict each other")
-        start = info.header_offset + len(head) + name_nbytes + extra_nbytes
-        found.append(Record(name, start, info.file_size, crcs, size))
+        found.append(Record(name, reader.get_record_offset(name), info.file_size, crcs, size))
     return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
@@ -13,6 +12,7 @@ from torch import Tensor
 from lightning_zero.comm.groups import GROUP_POOL, backend_for
 from lightning_zero.comm.transports import all_gather_single
 from lightning_zero.config import ConfigError
+from lightning_zero.ranks.messages import dumps, loads
 from lightning_zero.ranks.waits import Waits
 from lightning_zero.ranks.watchdog import Watchdog
 
@@ -41,10 +41,13 @@ def open_waits(group: Any, device: torch.device, stall_timeout_s: float) -> Wait
 
 
 def gather_objects(group: Any, value: Any, waits: Waits, what: str, *, patient: bool = False) -> list[Any]:
-    """Gather a small picklable object from each rank of ``group``, before there is a communicator. Blocking.
+    """Gather a small object from each rank of ``group``, before there is a communicator. Blocking.
 
     Args:
         what: the purpose, in words. If it differs between ranks, they have come to different calls, and all raise.
+
+    Raises:
+        TypeError: on all ranks: the object of one is none that :func:`dumps` takes.
     """
     if group is None or dist.get_world_size(group) == 1:
         return [value]
@@ -55,7 +58,10 @@ def gather_on(group: Any, value: Any, waits: Waits, what: str, *, patient: bool 
     """Gather an object from each rank of a host-side group, with a bound, and compare what the ranks gather it for."""
     if dist.get_backend(group) == "fake":  # a simulated world has nobody else
         return [value] * dist.get_world_size(group)
-    own = torch.frombuffer(bytearray(pickle.dumps((what, value))), dtype=torch.uint8)
+    try:
+        own = _row((what, value, None))
+    except TypeError as error:  # this rank takes part: the others would wait for it
+        own = _row((what, None, str(error)))
     sizes = torch.empty(dist.get_world_size(group), dtype=torch.int64)
     work = all_gather_single(sizes, torch.tensor([own.numel()]), group=group, async_op=True)
     waits.wait_work(work, what, patient=patient)
@@ -66,15 +72,22 @@ def gather_on(group: Any, value: Any, waits: Waits, what: str, *, patient: bool 
     padded[: own.numel()] = own
     work = all_gather_single(table.view(-1), padded, group=group, async_op=True)
     waits.wait_work(work, what, patient=patient)
-    found = [pickle.loads(row[:size].numpy().tobytes()) for row, size in zip(table, sizes.tolist(), strict=True)]
-    if any(place != what for place, _ in found):
-        places = "\n".join(f"  rank {rank}: {place}" for rank, (place, _) in enumerate(found))
+    found = [loads(row[:size].numpy().tobytes()) for row, size in zip(table, sizes.tolist(), strict=True)]
+    if any(place != what for place, *_ in found):
+        places = "\n".join(f"  rank {rank}: {place}" for rank, (place, *_) in enumerate(found))
         raise ApartError(
             f"ranks have come to different places:\n{places}\nAll ranks must make the same calls in the same order "
             "(fit, gather, save_checkpoint ...): look for one that only some ranks make, or that an exception has kept "
             "some ranks from."
         )
-    return [value for _, value in found]
+    for rank, (_, _, refusal) in enumerate(found):
+        if refusal is not None:
+            raise TypeError(f"{what}, rank {rank}: {refusal}")
+    return [value for _, value, _ in found]
+
+
+def _row(value: Any) -> Tensor:
+    return torch.frombuffer(bytearray(dumps(value)), dtype=torch.uint8)
 
 
 def barrier(group: Any, waits: Waits, label: str) -> None:
@@ -83,17 +96,34 @@ def barrier(group: Any, waits: Waits, label: str) -> None:
         gather_objects(group, None, waits, label, patient=True)
 
 
+def _offered(group: Any, value: Any, waits: Waits, what: str) -> tuple[Tensor, list[int]]:
+    """The message that holds ``value``, and the sizes of those of all ranks. All raise if one rank has none to send."""
+    try:
+        own = _row(value)
+        told: int | str = own.numel()
+    except TypeError as error:
+        own, told = torch.empty(0, dtype=torch.uint8), str(error)
+    sizes = gather_objects(group, told, waits, what, patient=True)
+    for rank, size in enumerate(sizes):
+        if isinstance(size, str):
+            raise TypeError(f"{what}, rank {rank}: {size}")
+    return own, sizes
+
+
 def broadcast_object(group: Any, value: T, src: int, waits: Waits) -> T:
-    """Send a picklable object of rank ``src`` to all. Blocking, as long as any rank is at work."""
+    """Send an object of rank ``src`` to all. Blocking, as long as any rank is at work.
+
+    Raises:
+        TypeError: on all ranks: it is none that :func:`dumps` takes.
+    """
     if waits.world_size == 1 or dist.get_backend(group) == "fake":
         return value
     what, sends = f"an object of rank {src}", waits.rank == src
-    payload = bytearray(pickle.dumps(value)) if sends else bytearray()
-    size: int = gather_objects(group, len(payload), waits, what, patient=True)[src]
-    data = torch.frombuffer(payload or bytearray(size), dtype=torch.uint8)
+    own, sizes = _offered(group, value if sends else None, waits, what)
+    data = own if sends else torch.empty(sizes[src], dtype=torch.uint8)
     work = dist.broadcast(data, group_src=src, group=GROUP_POOL.parent(group).agreement, async_op=True)
     waits.wait_work(work, what, patient=True)
-    return value if sends else cast(T, pickle.loads(data.numpy().tobytes()))
+    return value if sends else cast(T, loads(data.numpy().tobytes()))
 
 
 def gather_rows(group: Any, row: Tensor, waits: Waits, what: str) -> Tensor | None:
@@ -111,17 +141,16 @@ def gather_rows(group: Any, row: Tensor, waits: Waits, what: str) -> Tensor | No
 
 
 def collect_objects(group: Any, value: Any, waits: Waits, what: str) -> list[Any] | None:
-    """Gather a picklable object from each rank of ``group`` on rank 0, in rank order. Blocking, as long as any rank is
+    """Gather an object from each rank of ``group`` on rank 0, in rank order. Blocking, as long as any rank is
     at work. Other ranks get None.
     """
-    own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-    sizes: list[int] = gather_objects(group, own.numel(), waits, what, patient=True)
+    own, sizes = _offered(group, value, waits, what)
     row = torch.zeros(max(sizes), dtype=torch.uint8)
     row[: own.numel()] = own
     table = gather_rows(group, row, waits, what)
     if table is None:
         return None
-    return [pickle.loads(found[:size].numpy().tobytes()) for found, size in zip(table, sizes, strict=False)]
+    return [loads(found[:size].numpy().tobytes()) for found, size in zip(table, sizes, strict=False)]
 
 
 def together(

@@ -21,9 +21,9 @@ issues it has queued.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -39,6 +39,24 @@ from lightning_zero.planning.topology import Topology
 from lightning_zero.ranks.waits import Waits
 
 ABANDON_S = 10.0  # after an exception: how long messages in flight may take to arrive
+_FIRST = "first messages"
+
+
+class Sends(NamedTuple):
+    """What passes send of one bucket.
+
+    Attributes:
+        gathered: dtype of its parameters; None: they are not gathered.
+        reduced: dtype of the sums of its gradients; None: they are not reduced.
+        exchanged: dtype of gradients that travel by an all-to-all where that can be; None: by none.
+        sharded: a rank gets its slice of the sum, and not all of it.
+    """
+
+    numel: int
+    gathered: torch.dtype | None
+    reduced: torch.dtype | None
+    exchanged: torch.dtype | None
+    sharded: bool
 
 
 class Communicator(SmallMessages):
@@ -67,32 +85,46 @@ class Communicator(SmallMessages):
         """
         super().__init__(group, device, topology, waits, stall_timeout_s)
         self.counts: Counter[tuple[str, str]] = Counter()
+        self._units: list[tuple[Sends, ...]] = []
         if self.world_size > 1 or (even_alone and group is not None):
             backend = backend_for(group, device)
             self._transport = choose_transport(transport, backend, self.shard_size, device)
-            self._kind = GroupKind(self.topology, backend, self.queues, even_alone)
+            self._kind = GroupKind(self.topology, backend, self.queues, even_alone, self.waits.stall_timeout_s)
             self._groups = GROUP_POOL.take(group, self, self._kind, self.waits)
-            self._meet()
 
-    def _meet(self) -> None:
-        """Have NCCL make its communicators now, where all ranks come: at the first message of a group the host waits
-        for the others, and in the middle of a pass these may be waiting for another message of this rank."""
-        assert self._groups is not None
-        if self.queues:
-            for kind, group in (
-                ("gather", self._groups.gather),
-                ("gather", self._groups.node_gather),
-                ("reduce", self._groups.reduce),
-                ("reduce", self._groups.replicate),
-            ):
-                if group is not None:
-                    number = torch.zeros(1, device=self.device)
-                    self._run(partial(dist.all_reduce, number, group=group), number, kind, "groups")
-            if self.exchanges:
-                # NCCL connects each pair of ranks at the first message between the two.
-                numbers, own = torch.zeros(2, self.shard_size, device=self.device)
-                send = partial(dist.all_to_all_single, numbers, own, group=self._groups.reduce)
-                self._run(send, numbers, "reduce", "groups")
+    def connect(self, units: Iterable[Sequence[Sends]]) -> None:
+        """Send once what passes will send of each unit, and keep nothing of it. On all ranks.
+
+        NCCL makes the communicator of a group at its first message, and connects ranks for each algorithm, which it
+        chooses by kind and size, at the first message that takes it. The host then waits for the other ranks. In the
+        middle of a pass these may be waiting for another message of this rank.
+        """
+        self._units = [*dict.fromkeys(tuple(unit) for unit in units)]
+        if self._groups is None or not self.queues:
+            return
+        number = torch.zeros(1, device=self.device)
+        self.sum_(number)
+        self.broadcast(number, among="gather")
+        self.broadcast(number, among="reduce")
+        if self.exchanges:  # each pair of ranks is connected at the first message between the two
+            ones = [1] * self.shard_size
+            self.exchange_parts(self._zeros(self.shard_size, torch.uint8), ones, ones, _FIRST).wait()
+        for unit in self._units:
+            gathered = [(one.numel, one.gathered) for one in unit if one.gathered is not None]
+            for of_node in (False, True) if self.node_size else (False,):
+                if gathered:
+                    fulls = [(self._zeros(*one), _FIRST) for one in gathered]
+                    self.all_gather_together(fulls, of_node=of_node).wait()
+            for one in unit:
+                reduce = self.reduce_scatter if one.sharded else self.all_reduce
+                if one.reduced is not None:
+                    reduce(self._zeros(one.numel, one.reduced), _FIRST).finish()
+                if one.exchanged is not None and self.exchanges:
+                    reduce(self._zeros(one.numel, one.exchanged), _FIRST, total_dtype=one.reduced).finish()
+        self.streams.accelerator.release_cached()
+
+    def _zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(numel, dtype=dtype, device=self.device)
 
     @property
     def exchanges(self) -> bool:
@@ -198,6 +230,7 @@ class Communicator(SmallMessages):
             # Given back before the pool is asked: the pool then sees that the counts differ, and leaves these alone.
             self._groups.user = lambda: None
             self._groups = GROUP_POOL.take(self._parent, self, self._kind, self.waits)
+            self.connect(self._units)
         self.waits.count_anew()
 
     def close(self) -> None:

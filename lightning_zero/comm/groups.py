@@ -16,6 +16,10 @@ import torch.distributed as dist
 from lightning_zero.planning.topology import Topology
 from lightning_zero.ranks.waits import Waits
 
+# Of messages that wait on a device, at least: a rank may be at work alone while the others, which wait with patience,
+# have queued what it has not. Within reach, because nothing else ends a device that hangs.
+DEVICE_TIMEOUT_S = 3600.0
+
 OPERATIONS = (
     "all_gather",
     "node_gather",
@@ -37,12 +41,14 @@ class GroupKind(NamedTuple):
         backend: that serves the engine's device.
         in_streams: messages are queued on streams of the device, one behind the other, and the host does not wait.
         even_alone: make groups of one rank too.
+        stall_timeout_s: how long ranks wait for each other.
     """
 
     topology: Topology
     backend: str
     in_streams: bool
     even_alone: bool
+    stall_timeout_s: float
 
 
 @dataclass(slots=True, eq=False)
@@ -78,7 +84,8 @@ class Groups:
         neighbours = [ranks[r] for r in kind.topology.node_group_of(rank)]
 
         def new(members: Sequence[int], name: str, backend: str = kind.backend) -> Any:
-            return make_group(members, name, backend) if len(members) > 1 or kind.even_alone else None
+            wanted = len(members) > 1 or kind.even_alone
+            return make_group(members, name, backend, kind.stall_timeout_s) if wanted else None
 
         # All ranks make their groups in this order. Making one is a collective, so another order would hang.
         return cls(
@@ -107,7 +114,7 @@ def host_backend(parent: Any) -> str:
     return backend if backend == "fake" else "gloo"
 
 
-def make_group(ranks: Sequence[int], name: str, backend: str) -> Any:
+def make_group(ranks: Sequence[int], name: str, backend: str, stall_timeout_s: float = 0.0) -> Any:
     name = f"lightning_zero: {name}"
     # Synchronized among its members only: otherwise all ranks of the default group would have to call this, also those
     # that are no part of a module's process group, and the members would wait for them.
@@ -117,6 +124,9 @@ def make_group(ranks: Sequence[int], name: str, backend: str) -> Any:
     # the timeout is set out of reach, and every wait has a bound of its own (``ranks/waits.py``).
     if backend == "gloo":
         dist.distributed_c10d._set_pg_timeout(timedelta(days=30), group)
+    elif backend == "nccl":
+        seconds = max(DEVICE_TIMEOUT_S, 2 * stall_timeout_s)
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
     return group
 
 

@@ -68,7 +68,7 @@ class SequenceGroup:
         self.rank = dist.get_rank(parent) % size
         self.counts: Counter[str] = Counter()
         self._through_host = backend == "gloo" and device.type != "cpu"
-        self._group = make_group(members, "sequence", backend)
+        self._group = make_group(members, "sequence", backend, waits.stall_timeout_s)
         self._control = make_group(members, "sequence, small", host_backend(parent))
         if device.type != "cpu":
             # Now, where all ranks come: at the first message of a group NCCL has the host wait for the others, which
@@ -129,7 +129,7 @@ class SequenceGroup:
             self.waits.wait_work(work, label)
 
     def gather_objects(self, value: Any, what: str) -> list[Any]:
-        """Blocking: a small picklable object from each rank of the group."""
+        """Blocking: a small object from each rank of the group."""
         self.counts["objects"] += 1
         return gather_on(self._control, value, self.waits, what)
 

@@ -134,7 +134,7 @@ class SmallMessages:
             self._agree(work, "a small reduction")
 
     def all_gather_objects(self, value: Any, what: str) -> list[Any]:
-        """Blocking: a small picklable object from each rank, in rank order.
+        """Blocking: a small object from each rank, in rank order.
 
         Args:
             what: for, in words; the same on all ranks.

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import AllgatherOptions
 
 from lightning_zero.config import Transport as TransportName
 from lightning_zero.planning.topology import EXCHANGE_MAX_RANKS
@@ -97,11 +98,13 @@ class PlainTransport(Transport):
         if len(fulls) == 1 or not _queues(fulls[0]):
             return super().gather_all(fulls, among)
         # One kernel of NCCL. As bytes: it is not said whether tensors of several dtypes may go together.
-        with dist._coalescing_manager(among.group, async_ops=False):
-            for full in fulls:
-                data = full.view(torch.uint8)
-                all_gather_single(data, _own(data, among), group=among.group)
-        return Sent([], lambda: fulls[0])
+        data = [full.view(torch.uint8) for full in fulls]
+        # The group itself is called: before torch 2.13 ``_coalescing_manager`` does not pass options on, and the
+        # message takes a stream of NCCL's own.
+        options = AllgatherOptions()
+        options.asyncOp = False
+        gather = getattr(among.group, "all_gather_single_coalesced", among.group.allgather_into_tensor_coalesced)
+        return Sent(_works(gather(data, [_own(full, among) for full in data], options)), lambda: fulls[0])
 
     def reduce(
         self, full: Tensor, among: Members, *, in_place: bool = False, total_dtype: torch.dtype | None = None

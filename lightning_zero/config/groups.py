@@ -20,7 +20,7 @@ from lightning_zero.config.names import (
     Transport,
     Whole,
 )
-from lightning_zero.config.values import MIB, check_types, positive
+from lightning_zero.config.values import MIB, NBytes, check_types, positive
 
 
 @dataclass(kw_only=True, slots=True)
@@ -142,7 +142,8 @@ class OffloadConfig:
             ``$LOCAL_RANK``, ``$RANK`` and variables of each node's environment.
         device_budget: bytes of optimizer state, master weights and gradients that one rank may hold on the device
             under ``auto``. ``None``: none on a CPU, half of the free memory on a GPU.
-        host_budget: bytes of host memory that one rank may hold at rest. ``None``: what the machine has available.
+        host_budget: bytes of host memory that one rank may hold at rest; what the machine has available is then not
+            looked at. ``None``: that is the bound.
         nvme_budget: bytes of files that one rank may hold. ``None``: what the disk has free.
         threads: CPU threads of a rank's offloaded step. ``None``: the cores that it may use over the ranks that share
             them, less one for transfers where there are more than two.
@@ -151,9 +152,9 @@ class OffloadConfig:
 
     name: Offload = Offload.none
     nvme_path: str | None = None
-    device_budget: int | None = None
-    host_budget: int | None = None
-    nvme_budget: int | None = None
+    device_budget: NBytes | None = None
+    host_budget: NBytes | None = None
+    nvme_budget: NBytes | None = None
     threads: int | None = None
     io_threads: int | None = None
 
@@ -206,8 +207,8 @@ class UnitConfig:
     """
 
     classes: list[str] = field(default_factory=list)
-    min_bytes: int = 0
-    max_bytes: int = 4096 * MIB
+    min_bytes: NBytes = 0
+    max_bytes: NBytes = 4096 * MIB
     whole_batch: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:

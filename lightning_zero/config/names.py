@@ -115,10 +115,18 @@ ROWS: dict[str, type[Enum]] = {
 }
 
 
-def nearest(given: str, known: Iterable[str]) -> str | None:
-    """The name among ``known`` that ``given`` is a misspelling of, if one is near."""
+# What others call a name of ours.
+OTHER_NAMES = {row.value: row.name for row in Precision} | {f"{n}": f"zero{n}" for n in range(4)}
+OTHER_NAMES |= {"ddp": "zero0", "fsdp": "zero3", "strategy": "stage", "learning_rate": "lr", "null": "none"}
+OTHER_NAMES |= {"gpu": "none", "cuda": "none", "16": "fp16", "32": "fp32", "64": "fp64"}
+
+
+def nearest(given: str, known: Iterable[str], *, exact: bool = False) -> str | None:
+    """The name among ``known`` that ``given`` is another word for, or a misspelling of unless ``exact``."""
     by_case = {name.lower(): name for name in sorted(known)}
-    found = difflib.get_close_matches(given.lower(), by_case, n=1)
+    found = [name for name in (given.lower(), OTHER_NAMES.get(given.lower())) if name in by_case]
+    if not found and not exact:
+        found = difflib.get_close_matches(given.lower(), by_case, n=1)
     return by_case[found[0]] if found else None
 
 

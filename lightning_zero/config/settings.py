@@ -29,7 +29,7 @@ from lightning_zero.config.names import (
     Recompute,
     Stage,
 )
-from lightning_zero.config.values import MIB, check_types, positive
+from lightning_zero.config.values import MIB, NBytes, check_types, positive
 
 
 @dataclass(kw_only=True, slots=True)
@@ -69,9 +69,9 @@ class ZeroConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     compile: CompileConfig = field(default_factory=CompileConfig)
     debug: DebugConfig = field(default_factory=DebugConfig)
-    prefetch_bytes: int = 256 * MIB
-    keep_gathered_bytes: int = 0
-    reduce_bucket_bytes: int = 256 * MIB
+    prefetch_bytes: NBytes = 256 * MIB
+    keep_gathered_bytes: NBytes = 0
+    reduce_bucket_bytes: NBytes = 256 * MIB
     activation_checkpointing: Recompute = Recompute.none
     micro_batches: int = 1
     dynamic: bool = False

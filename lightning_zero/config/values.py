@@ -7,14 +7,20 @@ import math
 import os
 import re
 from dataclasses import fields
+from decimal import Decimal
 from enum import Enum
 from numbers import Integral, Real
 from types import NoneType
-from typing import Any, get_args, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 
 from lightning_zero.config.names import ROWS, ConfigError, choose
 
 MIB = 1024 * 1024
+
+if TYPE_CHECKING:
+    NBytes = int
+else:
+    NBytes = Annotated[Any, "bytes"]  # given as 256MB too, which Hydra would not take for an int
 
 
 def check_types(key: str, settings: Any) -> None:
@@ -39,7 +45,7 @@ def check_types(key: str, settings: Any) -> None:
 @functools.cache
 def kinds_of(settings: type[object]) -> dict[str, Any]:
     """The types of the fields of a dataclass."""
-    hints = get_type_hints(settings)
+    hints = get_type_hints(settings, include_extras=True)
     return {f.name: hints[f.name] for f in fields(settings)}  # type: ignore[arg-type]
 
 
@@ -50,6 +56,8 @@ def _taken(key: str, kind: Any, value: Any) -> Any:
         if value is None:
             return None
         kind = next(k for k in get_args(kind) if k is not NoneType)
+    if kind == NBytes:
+        return value if isinstance(value, Integral) and not isinstance(value, bool) else parse_bytes(key, value)
     found, expected = _fitted(kind, value)
     if expected:
         raise ConfigError(f"{key}: expected {expected}{' or null' * optional}, got {value!r}. Change {key}.")
@@ -103,8 +111,9 @@ def parse_bytes(key: str, value: Any) -> int:
     """
     match = re.fullmatch(r"(\d+(?:\.\d*)?(?:e\d+)?) *([a-z]*)", str(value).strip(), re.IGNORECASE)
     unit = next((n for name, n in _UNITS.items() if match and name.lower() == match[2].lower()), None)
-    if match is None or unit is None or isinstance(value, bool):
+    nbytes = Decimal(match[1]) * unit if match and unit else None
+    if nbytes is None or (unit == 1 and nbytes % 1) or isinstance(value, bool):
         raise ConfigError(
             f"{key}: expected a size such as 80GB, 80GiB or a number of bytes, got {value!r}. Change {key}."
         )
-    return int(float(match[1]) * unit)
+    return int(nbytes)

@@ -36,7 +36,7 @@ class Tokenizer:
         if not self.files:
             raise ConfigError(
                 f"data.tokenizer: expected a folder with the files of a tokenizer (tokenizer.json, ...), got "
-                f"{folder!r}. Change data.tokenizer."
+                f"{folder!r}. Set data.tokenizer=FOLDER (model=hf takes model.path), or data.tokenizer=null for bytes."
             )
         try:
             from transformers import AutoTokenizer

@@ -92,8 +92,11 @@ class Accelerator:
         return 0
 
     def peak_nbytes(self) -> int:
-        """The most that tensors have taken of it so far."""
+        """The most that tensors have taken of it since :meth:`reset_peak`."""
         return 0
+
+    def reset_peak(self) -> None:
+        """Count the peak from here on."""
 
     def release_cached(self) -> None:
         """Give memory that is cached and not used back to the device."""

@@ -61,20 +61,29 @@ class Cuda(Accelerator):
 
     def pin(self, memory: Tensor) -> None:
         # In place: the caching allocator of pinned memory would round up to a power of two.
-        with torch.cuda.device(self.device):
-            code = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
-        if code != 0:
+        if code := self._runtime("cudaHostRegister", memory.data_ptr(), memory.nbytes, 0):
             raise MemoryError(f"CUDA error {code}")
 
     def unpin(self, memory: Tensor) -> None:
+        self._runtime("cudaHostUnregister", memory.data_ptr())  # the memory goes in any case
+
+    def _runtime(self, function: str, *arguments: int) -> int:
+        """Call a function of CUDA's runtime. Returns its error, which is then CUDA's last error no more."""
         with torch.cuda.device(self.device):
-            torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
+            code = int(getattr(torch.cuda.cudart(), function)(*arguments))
+            if code != 0:
+                with contextlib.suppress(RuntimeError):  # torch raises the last error, once, behind the next kernel
+                    torch.ones(1, device=self.device)
+        return code
 
     def free_nbytes(self) -> int:
         return int(torch.cuda.mem_get_info(self.device)[0])
 
     def peak_nbytes(self) -> int:
         return int(torch.cuda.max_memory_allocated(self.device))
+
+    def reset_peak(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self.device)
 
     def release_cached(self) -> None:
         torch.cuda.empty_cache()

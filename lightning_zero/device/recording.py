@@ -167,6 +167,17 @@ def let_go() -> None:
         _recorder = None
 
 
+@contextmanager
+def unheard() -> Iterator[None]:
+    """Inside, nothing is recorded: what is tried is no step of the run."""
+    global _recorder
+    before, _recorder = _recorder, None
+    try:
+        yield
+    finally:
+        _recorder = before
+
+
 def keeper() -> Recorder | None:
     """The recorder, if somebody keeps spans."""
     return _recorder if _recorder is not None and _recorder.spans is not None else None

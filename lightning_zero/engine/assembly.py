@@ -185,6 +185,7 @@ class Assembly:
             self.units: list[Unit] = build_units(
                 module, groups, config, self.comm, rows, self.tiers, sources, self.long_work
             )
+            self.comm.connect([bucket.sends for bucket in unit.buckets] for unit in self.units)
             forget()
         except BaseException:
             # The module may be sharded again: files and locks, threads and classes of a half-made engine must be gone.
@@ -344,6 +345,10 @@ class Assembly:
         hooks = self.passes.hooks
         for unit in self.units:
             hooks.watch_unit(unit, module.get_submodule(unit.name))
+        if self.config.dynamic:
+            for name, inner in module.named_modules():
+                if not name or any(unit.name.startswith(f"{name}.") for unit in self.units):
+                    hooks.watch_calls(inner)
         if self.precision in describe.AUTOCAST_DTYPES:
             for inner in describe.fp32_modules(module, self.config.precision.fp32_modules):
                 hooks.keep_output_dtype(inner)

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from lightning_zero.config import Whole, check_accumulation, with_rows
 from lightning_zero.engine.assembly import LIVE, Assembly
 from lightning_zero.engine.passes.hooks import ENGINE
+from lightning_zero.engine.passes.passes import Look
 from lightning_zero.engine.steps.optimizer import ShardedOptimizer
 from lightning_zero.engine.steps.whole_optimizer import WholeOptimizer
 from lightning_zero.engine.torch_modes import outside_autograd
@@ -266,6 +267,16 @@ class Engine(Assembly):
         with self.backward_scope():
             loss.backward(**kwargs)
 
+    def looking_at_gradients(self, look: Look) -> contextlib.AbstractContextManager[None]:
+        """Inside, ``look(info, grad)`` is given each gradient as autograd has made it on this rank, and nothing keeps
+        it: gradients that are there stay as they are, and steps and clipping do nothing. Around whole steps, on all
+        ranks."""
+        return self.passes.looking(look)
+
+    @property
+    def looks_at_gradients(self) -> bool:
+        return self.passes.look is not None
+
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Let backwards inside accumulate without reducing, where gradients rest replicated (stages 0 and 1).
 
@@ -301,7 +312,7 @@ class Engine(Assembly):
             ConfigError: it cannot step shards, or has parameters that are not ours; the same on all ranks.
         """
         make = partial(self._make_sharded, optimizer)
-        sharded = self.comm.together("adding an optimizer", make, undo=ShardedOptimizer.release)
+        sharded = self.comm.together("adding an optimizer", make, undo=ShardedOptimizer.release, patient=True)
         capacity.check_state_fits(self.comm, self.tiers, sharded.state_to_come, self.config.offload)
         self.optimizers.append(sharded)
         return sharded

@@ -1,45 +1,50 @@
 """Tries an optimizer that is declared element-wise, before training: do slices step as tensors do?
 
-Small tensors are cut, as for two ranks, and each of these steps its own slices. They must come out as the tensors do,
-but not to the bit: vectorised kernels compute the last elements of a tensor with other roundings.
+Small tensors, and then some of the model's own shapes, are cut as for ranks, and each of two ranks steps slices of its
+own. They must come out as the tensors do, but not to the bit: vectorised kernels compute the last elements of a tensor
+with other roundings.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zero.config import ConfigError
-from lightning_zero.optimizers.trial import SCALES, Trial, step_of, trying
+from lightning_zero.optimizers.trial import MOST_TRUE, Trial, step_of, trying
 
 CLOSE = 1e-3  # of the largest change in a step
 SLICES, RANKS = 3, 2  # unequal, so that the ranks' lists are of other lengths than those of whole tensors
 
 
-def check_declared(optimizer: Optimizer, dtype_of: Callable[[nn.Parameter], torch.dtype], device: torch.device) -> None:
-    """
+Cut = Callable[[nn.Parameter], Sequence[int]]  # how many elements each slice of a parameter has, over all ranks
+DtypeOf = Callable[[nn.Parameter], torch.dtype]
+
+
+def check_declared(optimizer: Optimizer, dtype_of: DtypeOf, cut: Cut, device: torch.device) -> None:
+    """Refuse a class that is declared element-wise and is not.
+
+    Args:
+        dtype_of: of the masters of its parameters.
+
     Raises:
-        ConfigError: what is declared element-wise is not, as small tensors show.
+        ConfigError: what is declared element-wise is not, as small tensors or some of its parameters' shapes show.
     """
-    if differs_in_slices(optimizer, dtype_of, device):
+    if differs_in_slices(optimizer, dtype_of, cut, device):
         raise ConfigError(
             "zero.optimizer.elementwise: expected a class that computes each element from its own value, gradient and "
-            f"state alone, got {type(optimizer).__qualname__}: slices of small tensors came out otherwise than the "
-            "tensors. Drop zero.optimizer.elementwise=true; whole tensors are stepped then."
+            f"state alone, got {type(optimizer).__qualname__}: slices of tensors came out otherwise than the tensors. "
+            "Drop zero.optimizer.elementwise=true; whole tensors are stepped then."
         )
 
 
-def differs_in_slices(
-    optimizer: Optimizer, dtype_of: Callable[[nn.Parameter], torch.dtype], device: torch.device
-) -> bool:
-    """Whether small tensors change otherwise than slices of them. False where that cannot be told: their step fails,
-    draws random numbers, or has state from the beginning.
-
-    Args:
-        dtype_of: that of a parameter's master.
+def differs_in_slices(optimizer: Optimizer, dtype_of: DtypeOf, cut: Cut, device: torch.device) -> bool:
+    """Whether tensors change otherwise than slices of them. False where that cannot be told: their step fails, draws
+    random numbers, or has state from the beginning.
     """
     if optimizer.state or device.type == "meta":
         return False
@@ -48,17 +53,25 @@ def differs_in_slices(
         dtype = dtype_of(param)
         return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
 
+    make = partial(Trial, optimizer, wide, device)
     with trying(type(optimizer).__qualname__, device):
         try:
-            whole, other_numbers = (_stepped(Trial(optimizer, wide, device), seed) for seed in (0, 1))
+            if not _close(_stepped(make(), 0), _stepped(make(), 1)):
+                return False
         except Exception:
             return False
-        if not _close(whole, other_numbers):
-            return False
-        try:
-            parts = [_stepped(Trial(optimizer, wide, device, slices=SLICES), 0, rank) for rank in range(RANKS)]
-        except Exception:
-            return True
+        return _differs(make, lambda _: SLICES * [0]) or _differs(partial(make, most_true=MOST_TRUE // 2), cut)
+
+
+def _differs(make: Callable[..., Trial], cut: Cut) -> bool:
+    try:
+        whole = _stepped(make(), 0)
+    except Exception:
+        return False
+    try:
+        parts = [_stepped(make(cut=cut), 0, rank) for rank in range(RANKS)]
+    except Exception:
+        return True
     together = [sum(changes) for changes in zip(*(changes for changes, _ in parts), strict=True)]
     return not all(_close(whole, (together, noted)) for _, noted in parts)  # type: ignore[arg-type]
 
@@ -74,7 +87,7 @@ def _stepped(trial: Trial, seed: int, rank: int | None = None) -> tuple[list[Ten
         for group in groups:
             group["params"] = group["params"][rank::RANKS]
     changes: list[Tensor] = []
-    for number, scale in enumerate(SCALES):
+    for number, scale in enumerate(trial.scales):
         before = trial.values()
         trial.give_gradients(scale)
         torch.default_generator.manual_seed(100 * seed + number)

@@ -1,4 +1,4 @@
-"""A copy of an optimizer, with the user's settings, that steps small tensors.
+"""A copy of an optimizer, with the user's settings, that steps other tensors: small ones, or some of true shapes.
 
 Neither the optimizer nor random numbers of others are changed, and no message is sent.
 """
@@ -8,9 +8,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+import math
 import random
 import sys
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -32,6 +33,7 @@ SIDES = (11, 19, 3, 5, 2)
 # from the tenth step on.
 SCALES = (1.0, 1.0, 1e3, 1e-2, 1.0, 1.0, 1.0, 10.0, 1.0, 1.0, 1.0, 1.0)
 FEWEST, MOST_SMALL = 4, 400  # steps at least; steps of small tensors in a trial
+MOST_TRUE = 1 << 27  # elements of tensors of true shapes; in two copies with Adam's state they take 4 GB
 MOST_DEEP = 4  # of objects that hold objects, in attributes of an optimizer
 
 
@@ -49,7 +51,7 @@ def needs_closure(optimizer: Optimizer) -> bool:
 
 @contextlib.contextmanager
 def trying(name: str, device: torch.device) -> Iterator[None]:
-    """Around steps of small tensors of the class ``name``."""
+    """Around steps of trials of the class ``name``."""
     with _random_numbers_kept(device), torch.inference_mode(False), torch.no_grad(), _NoMessages(name):
         yield
 
@@ -87,18 +89,34 @@ class _NoMessages(TorchDispatchMode):
 
 
 class _Small(NamedTuple):
-    """A small tensor in the place of parameters."""
+    """A tensor in the place of parameters."""
 
     group: int
     place: int  # in its param group
     tensor: nn.Parameter
+    alike: Sequence[nn.Parameter]  # whose place it takes
+
+
+class _Kind(NamedTuple):
+    """Parameters that are tried by the same tensors."""
+
+    group: int
+    shape: tuple[int, ...]  # of dimensions that are made up, where small tensors stand for all
+    dtype: torch.dtype
+    noted: str
 
 
 class Trial:
-    """A copy of an optimizer, for small tensors.
+    """A copy of an optimizer, for other tensors.
 
     Args:
-        slices: that each is cut into, flat; 0: none is.
+        cut: gives the lengths of the flat slices that a tensor in the place of a parameter is cut into; None: none is.
+        most_true: take tensors of the parameters' own shapes: for each shape in each group two, where there are two of
+            it. Where they have more elements together, the largest are left out; small ones stand for these. 0: small
+            ones stand for all.
+
+    Attributes:
+        untried: shapes that were left out.
     """
 
     def __init__(
@@ -107,29 +125,35 @@ class Trial:
         dtype_of: Callable[[nn.Parameter], torch.dtype],
         device: torch.device,
         *,
-        slices: int = 0,
+        cut: Callable[[nn.Parameter], Sequence[int]] | None = None,
+        most_true: int = 0,
     ) -> None:
         self._generator = torch.Generator().manual_seed(20)
         self._random = torch.Generator().manual_seed(21)
-        self._small: list[_Small] = []
+        self._true = most_true > 0
+        kinds: dict[_Kind, list[nn.Parameter]] = {}
         for group, listed in enumerate(optimizer.param_groups):
-            kinds: dict[tuple[int, torch.dtype, str], nn.Parameter] = {}
             for param in listed["params"]:
-                kinds.setdefault((param.dim(), dtype_of(param), _plain_part(optimizer, param)), param)
-            for (_, dtype, _), param in kinds.items():
-                self._small += self._make(group, param, dtype, device)
-        self._slices = [_cut(s.tensor, slices) if slices else [s.tensor] for s in self._small]
+                shape = tuple(param.shape) if most_true else _made_up(param.dim())
+                kind = _Kind(group, shape, dtype_of(param), _plain_part(optimizer, param))
+                kinds.setdefault(kind, []).append(param)
+        shapes = _true(kinds, most_true)
+        self.untried = {kind.shape for kind in kinds if self._true} - {s for found in shapes.values() for s in found}
+        self._small: list[_Small] = []
+        for kind, alike in kinds.items():
+            self._small += self._make(kind, alike, shapes.get(kind) or _small(len(kind.shape)), device)
+        self._slices = [_cut(s.tensor, cut(s.alike[0]) if cut else None) for s in self._small]
         self.optimizer = self._copy(optimizer)
 
-    def _make(self, group: int, param: nn.Parameter, dtype: torch.dtype, device: torch.device) -> Iterator[_Small]:
-        sides = tuple(SIDES[n % len(SIDES)] for n in range(param.dim()))
-        # Two of one shape, which some step as one batch, and another.
-        for shape in (sides, sides, sides[::-1] if len(sides) > 1 else tuple(2 * n for n in sides)):
-            values = torch.randn(shape, generator=self._generator).to(device, dtype)
+    def _make(
+        self, kind: _Kind, alike: Sequence[nn.Parameter], shapes: Sequence[tuple[int, ...]], device: torch.device
+    ) -> Iterator[_Small]:
+        for shape in shapes:
+            values = torch.randn(shape, generator=self._generator).to(device, kind.dtype)
             small = nn.Parameter(values, requires_grad=values.is_floating_point() or values.is_complex())
-            small.__dict__.update(param.__dict__)
-            place = sum(other.group == group for other in self._small)
-            yield _Small(group, place, small)
+            small.__dict__.update(alike[0].__dict__)
+            place = sum(other.group == kind.group for other in self._small)
+            yield _Small(kind.group, place, small, alike)
 
     def _copy(self, optimizer: Optimizer) -> Optimizer:
         groups: list[dict[str, Any]] = [{} for _ in optimizer.param_groups]
@@ -155,18 +179,20 @@ class Trial:
 
     def _take_state(self, optimizer: Optimizer, made: Optimizer) -> None:
         """State that the class has made when it was built."""
-        for group, listed in enumerate(optimizer.param_groups):
-            for param in listed["params"]:
-                if not (state := optimizer.state.get(param)):
-                    continue
-                for small in self._small:
-                    same = small.group == group and small.tensor.dim() == param.dim()
-                    if same and not made.state[small.tensor]:
-                        made.state[small.tensor] = {n: _shrunk(v, param, small.tensor) for n, v in state.items()}
+        for small in self._small:
+            param = next((param for param in small.alike if optimizer.state.get(param)), None)
+            if param is not None:
+                state = optimizer.state[param].items()
+                made.state[small.tensor] = {name: _shrunk(value, param, small.tensor) for name, value in state}
+
+    @property
+    def scales(self) -> Sequence[float]:
+        """Of the gradients of each step."""
+        return SCALES[: FEWEST if self._true else max(FEWEST, MOST_SMALL // max(1, len(self._small)))]
 
     def run(self, *, in_parts: bool = False, hides_empty: bool = False) -> None:
         step = step_of(self.optimizer)
-        for number, scale in enumerate(SCALES[: max(FEWEST, MOST_SMALL // max(1, len(self._small)))]):
+        for number, scale in enumerate(self.scales):
             self.give_gradients(scale)
             arguments = [_closure] if needs_closure(self.optimizer) else []
             if not in_parts:
@@ -188,16 +214,20 @@ class Trial:
             most = 10.0 if small.tensor.dtype is torch.float16 else scale  # squares have to be numbers there
             grad = min(scale, most) * torch.randn(small.tensor.shape, generator=self._random)
             grad = grad.to(small.tensor.device, small.tensor.dtype)
-            cut = [grad] if len(slices) == 1 else grad.flatten().split([s.numel() for s in slices])
-            for tensor, part in zip(slices, cut, strict=True):
-                tensor.grad = part.clone()
+            parts = grad.flatten().split([part.numel() for part in slices])
+            for tensor, part in zip(slices, parts, strict=True):
+                tensor.grad = part.clone().view(tensor.shape)
 
     def values(self) -> list[Tensor]:
         """Of each small tensor, flat."""
         return [torch.cat([tensor.detach().flatten() for tensor in slices]) for slices in self._slices]
 
     def _parts(self) -> Sequence[Sequence[_Small]]:
-        """Tensors of all groups, and then those of some, so that other groups are empty, as they are in windows."""
+        """Tensors of all groups, and then those of some, so that other groups are empty, as they are in windows. Of
+        true shapes each alone: there may be one of each, and any two may be those that are coupled.
+        """
+        if self._true:
+            return [[small] for small in self._small]
         even = self._small[::2]
         last = self._small[-1].group if self._small else 0
         return self._small[1::2], [s for s in even if s.group != last], [s for s in even if s.group == last]
@@ -247,9 +277,38 @@ class Trial:
         return {key: list(shapes.values()) for key, shapes in found.items()}
 
 
-def _cut(tensor: nn.Parameter, slices: int) -> list[nn.Parameter]:
+def _made_up(dims: int) -> tuple[int, ...]:
+    return tuple(SIDES[n % len(SIDES)] for n in range(dims))
+
+
+def _small(dims: int) -> list[tuple[int, ...]]:
+    """Two of one shape, which some step as one batch, and another."""
+    sides = _made_up(dims)
+    return [sides, sides, sides[::-1] if dims > 1 else tuple(2 * n for n in sides)]
+
+
+def _true(kinds: Mapping[_Kind, Sequence[nn.Parameter]], left: int) -> dict[_Kind, list[tuple[int, ...]]]:
+    """The true shapes to try: each once, from the smallest on, and then again, while elements are ``left``."""
+    seen: Counter[tuple[int, ...]] = Counter()
+    wanted: list[tuple[int, int, _Kind]] = []
+    for kind in (kind for kind, alike in kinds.items() for _ in alike[:2]):
+        wanted.append((seen[kind.shape], math.prod(kind.shape), kind))
+        seen[kind.shape] += 1
+    found: dict[_Kind, list[tuple[int, ...]]] = {}
+    for _, numel, kind in sorted(wanted, key=lambda item: item[:2]):
+        if numel <= left:
+            left -= numel
+            found.setdefault(kind, []).append(kind.shape)
+    return found
+
+
+def _cut(tensor: nn.Parameter, lengths: Sequence[int] | None) -> list[nn.Parameter]:
+    if lengths is None:
+        return [tensor]
     flat = tensor.detach().flatten()
-    made = [nn.Parameter(part.clone(), requires_grad=tensor.requires_grad) for part in flat.chunk(slices)]
+    # A small tensor is cut into as many slices as the lengths of a parameter are.
+    parts = flat.split(list(lengths)) if sum(lengths) == len(flat) else flat.chunk(len(lengths))
+    made = [nn.Parameter(part.clone(), requires_grad=tensor.requires_grad) for part in parts]
     for part in made:
         part.__dict__.update(tensor.__dict__)
     return made

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from lightning_zero.config import MIB, ConfigError, UnitConfig
+from lightning_zero.config import MIB, ConfigError, UnitConfig, nearest
 
 # Units by size hold at most this part of the model, where their modules can be divided: so stage 3 gathers about an
 # eighth at a time, and the next one ahead. Smaller than LEAST_NBYTES, messages would cost more than they save.
@@ -58,15 +58,18 @@ def _owns(module: nn.Module, name: str) -> bool:
     return any(uses[key] == count for key, count in inside.items())
 
 
-def _by_class(module: nn.Module, classes: Iterable[str], *, required: bool) -> list[str]:
+def _by_class(module: nn.Module, classes: list[str], *, required: bool) -> list[str]:
     wanted = set(classes)
     found = [(name, type(m).__name__) for name, m in module.named_modules() if name and type(m).__name__ in wanted]
     missing = sorted(wanted - {cls for _, cls in found})
     if required and missing:
         present = sorted({type(m).__name__ for m in module.modules()})
+        close = nearest(missing[0], present)
+        right = ",".join(close if close and name == missing[0] else name for name in classes)
+        change = f"Write zero.unit.classes=[{right}]" if close else "Change zero.unit.classes"
         raise ConfigError(
             f"zero.unit.classes: expected class names of modules in the model, got {missing[0]!r}, which does not "
-            f"occur. The model has {', '.join(present)}. Change zero.unit.classes."
+            f"occur. The model has {', '.join(present)}. {change}."
         )
     return [name for name, _ in found]
 

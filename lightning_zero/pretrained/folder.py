@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -64,6 +65,9 @@ class SafetensorsFolder:
         if (self.path / INDEX).is_file():
             try:
                 names = sorted(set(json.loads((self.path / INDEX).read_text())["weight_map"].values()))
+                # Of hubs, the files lead out of the folder; their names do not.
+                if outside := [name for name in names if name != os.path.basename(name) or name in ("", "..")]:
+                    raise ValueError(f"it names {outside[0]}, which is not in the folder")
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise ConfigError(_damaged(self.path / INDEX, error)) from error
             for name in names:

@@ -10,6 +10,7 @@
     run        waits         waits for other ranks, with a bound and with names
                watchdog      a thread that ends a rank which waits for one that is gone
                peers         which rank is gone, and who found out
+               messages      what ranks send each other, as JSON
                mailbox       messages to rank 0 that nobody waits for
                progress      how far long work is, for who waits for it
     again      verdict       what an end means to the script of a job

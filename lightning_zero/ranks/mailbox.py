@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import pickle
 import time
 from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
 
+from lightning_zero.ranks.messages import dumps, loads
 from lightning_zero.ranks.watchdog import connection_of_its_own
 
 EVERY_S = 0.05
@@ -36,11 +36,11 @@ class Mailbox:
         return next(_numbers)
 
     def post(self, value: Any) -> None:
-        """Send this rank's message, anything picklable."""
+        """Send this rank's message, anything that :func:`dumps` takes."""
         if self._rank == 0:
             self._own = value
         elif self._store is not None:
-            self._store.set(f"{self._prefix}/{self._rank}", pickle.dumps(value))
+            self._store.set(f"{self._prefix}/{self._rank}", dumps(value))
 
     def collect(self, give_up: Callable[[list[int], float], str]) -> list[Any]:
         """On rank 0, wait for the messages of all ranks, in rank order.
@@ -58,7 +58,7 @@ class Mailbox:
         while missing:
             assert self._store is not None
             for rank in [rank for rank in missing if self._store.check([f"{self._prefix}/{rank}"])]:
-                found[rank] = pickle.loads(self._store.get(f"{self._prefix}/{rank}"))
+                found[rank] = loads(self._store.get(f"{self._prefix}/{rank}"))
                 self._store.delete_key(f"{self._prefix}/{rank}")
                 missing.remove(rank)
                 news = time.monotonic()

@@ -236,8 +236,9 @@ class Waits:
     def _stall_message(self, label: str, waited: float) -> str:
         asked = self._watchdog.places_and_silent() if self._watchdog is not None else None
         if asked is None:
-            holder = self._watchdog.peers.without_store() if self._watchdog is not None else ""
-            lines = f"  rank {self.rank}: {self.place}\n  {holder}, or the network to it is cut"
+            lines = f"  rank {self.rank}: {self.place}"
+            if self._watchdog is not None:
+                lines += f"\n  {self._watchdog.peers.without_store()}, or the network to it is cut"
         else:
             lines = "\n".join(
                 f"  rank {r}: {place}{' (does not answer: it has ended or hangs)' if r in asked[1] else ''}"

@@ -7,10 +7,10 @@
     exchange      heads for positions, and back: differentiable
     attention     attention over the whole sequence, of a part of the heads
     losses        means of torch's losses, over the tokens of all parts
-    checks        what would compute wrong numbers on a part
-    watch         finds all of these while a step runs
+    watch         finds attention and losses while a step runs
+    check         a short step in parts beside the same whole: what differs
     hugging_face  masks, attention and losses of transformers, inside of a step
-    model         what of a module cannot work on a part, found before a run
+    model         heads that do not divide, found before a run
     step          all of it around one step
 
 After Jacobs et al. 2023 (DeepSpeed Ulysses, arXiv 2309.14509): each rank computes everything but attention for its

@@ -19,7 +19,7 @@ _as_it_is = 0  # depth of calls that see whole sequences already
 
 @contextlib.contextmanager
 def as_it_is() -> Iterator[None]:
-    """Inside, attention computes with what it is given, and nothing is watched."""
+    """Inside, attention computes with what it is given."""
     global _as_it_is
     _as_it_is += 1
     try:
@@ -44,12 +44,12 @@ def attend(part: SequencePart, inner: Attend, query: Tensor, key: Tensor, value:
         ConfigError: shapes that this cannot work for.
     """
     _check(part, query, key, value)
-    part.met += 1
     device = query.device.type
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         # What attention would do first, so that fewer bytes travel.
         dtype = torch.get_autocast_dtype(device)
         query, key, value = (t.to(dtype) if t.dtype is torch.float32 else t for t in (query, key, value))
+    part.rounding = max(part.rounding, torch.finfo(query.dtype).eps)
     heads = query.shape[1]
     key, value = (_enough_heads(tensor, heads, part.size) for tensor in (key, value))
     query, key, value = to_heads([query, key, value], part.sharers)

@@ -198,11 +198,10 @@ def _causal_loss(
 
 
 def _next_labels(part: SequencePart, labels: Tensor, ignore_index: int) -> Tensor:
-    with torch._C.DisableTorchFunction():  # a shift that knows what follows
-        firsts = part.whole(labels[:, :1])
-        ends = part.rank == part.size - 1
-        following = torch.full_like(labels[:, :1], ignore_index) if ends else firsts[:, part.rank + 1 : part.rank + 2]
-        return torch.cat([labels[:, 1:], following], dim=1)
+    firsts = part.whole(labels[:, :1])
+    ends = part.rank == part.size - 1
+    following = torch.full_like(labels[:, :1], ignore_index) if ends else firsts[:, part.rank + 1 : part.rank + 2]
+    return torch.cat([labels[:, 1:], following], dim=1)
 
 
 def _no_loss(name: str, *_: Any, **__: Any) -> Any:

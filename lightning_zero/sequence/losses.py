@@ -2,8 +2,8 @@
 
 A mean over the tokens of a part says nothing about how many these were, and labels that do not count may all lie in one
 part. So cross entropies are made means over all parts where they are called; every rank of a group calls them alike.
-What other losses give is a mean over as many values in each part. Sums, and losses of each token, are remembered: what
-a step makes of them nobody can see.
+What other losses give is a mean over as many values in each part. Sums, and losses of each token, are marked: a loss
+that is made of them is refused, unless they have become a mean over the tokens of all parts.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def compute(part: SequencePart, function: Loss, args: Any, kwargs: Any, *, again
     """``function(*args, **kwargs)``, for all parts where it is a mean.
 
     Args:
-        again: in a backward, of a block that is computed again: nothing new is remembered.
+        again: in a backward, of a block that is computed again: nothing is marked.
     """
     given = _signature(function).bind(*args, **kwargs)
     given.apply_defaults()
@@ -69,9 +69,9 @@ def compute(part: SequencePart, function: Loss, args: Any, kwargs: Any, *, again
         weighed = function in _DIVIDE_BY_WEIGHTS and given.arguments.get("weight") is not None
         if reduction != "mean" or weighed:
             how = "weight=..." if reduction == "mean" else f"reduction={reduction!r}"
-            part.unreduced = f"{getattr(function, '__name__', 'a loss')}({how})"
+            part.mark(result, f"{getattr(function, '__name__', 'a loss')}({how})")
         else:
-            part.own_count = None  # labels do not say how many values it is a mean over; parts have as many
+            part.mark(result, None)  # labels do not say how many values it is a mean over; parts have as many
     return result
 
 

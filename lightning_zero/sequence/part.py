@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +12,25 @@ from lightning_zero.comm.sequence import Sharers
 from lightning_zero.config import ConfigError
 
 TOKENS, PARTS, LABELS = 1, 2, 3  # what a mean is over: kinds of messages
+_MARK = "lightning_zero.sequence"  # in the metadata of a node of autograd: what loss has made it
+
+
+class Window(NamedTuple):
+    """Where a check takes short sequences out of those of a batch.
+
+    Attributes:
+        parts: they divide into so many.
+        at: from the beginning of a sequence (0) to its end (1).
+    """
+
+    parts: int
+    at: float
+
+    def cut(self, whole: int) -> tuple[int, int]:
+        """The first position, and how many, of ``whole``: so few that one rank can compute them, and enough for a shift
+        or the window of a convolution to show in each part."""
+        length = self.parts * min(whole // self.parts, max(8, 64 // self.parts))
+        return int((whole - length) * self.at), length
 
 
 class SequencePart:
@@ -19,27 +38,21 @@ class SequencePart:
 
     Attributes:
         sharers: the ranks that have the other parts.
+        window: of the sequences only this; ``None``: all of them.
         length: positions of one part; ``None``: nothing was cut yet.
-        met: calls of attention that were given the whole sequence.
-        batch: sequences of the batch; ``None``: nothing was cut yet.
-        exact: the step has made a mean over the tokens of all parts, with gradients: its loss counts them already.
-        unreduced: a loss with gradients that is no mean, in the words of the call; ``None``: there was none.
-        knows_positions: the model has asked where its part lies.
         own_count: tokens of this part that count in the loss: a 0-d tensor; ``None``: all parts have as many.
         whole_positions: ``[batch, positions]`` of the whole sequence, where the batch had them.
+        rounding: of the coarsest dtype that attention was computed in.
     """
 
-    def __init__(self, sharers: Sharers) -> None:
-        self.sharers = sharers
+    def __init__(self, sharers: Sharers, window: Window | None = None) -> None:
+        self.sharers, self.window = sharers, window
         self.rank, self.size = sharers.rank, sharers.size
         self.length: int | None = None
-        self.batch: int | None = None
-        self.met = 0
-        self.exact = False
-        self.unreduced: str | None = None
-        self.knows_positions = False
         self.own_count: Tensor | None = None
         self.whole_positions: Tensor | None = None
+        self.rounding = 0.0
+        self._marked = False
         self._means: list[weakref.ref[Tensor]] = []  # over all parts
 
     @property
@@ -63,15 +76,26 @@ class SequencePart:
                 f"positions (dimension {dim} of {tuple(tensor.shape)}). Pad or cut them in the collate function, or "
                 "change zero.sequence_parallel."
             )
+        start, whole = (0, whole) if self.window is None else self.window.cut(whole)
         length = whole // self.size
         if self.length not in (None, length):
             raise ConfigError(
                 f"zero.sequence_parallel: expected tensors of {self.whole_length} positions in one batch, got {whole} "
                 f"(dimension {dim} of {tuple(tensor.shape)}). Cut what belongs to other sequences in split_sequence."
             )
-        self.length, self.batch = length, tensor.shape[0] if dim == 1 else self.batch
+        self.length = length
         # In memory of its own, as a whole batch is: steps call ``labels.view(-1)``.
-        return tensor.narrow(dim, self.rank * length, length + overlap).contiguous()
+        return tensor.narrow(dim, start + self.rank * length, length + overlap).contiguous()
+
+    def keep(self, tensor: Tensor, *dims: int) -> Tensor:
+        """``tensor``, which each part has for the whole sequence along ``dims``: a mask of attention, say.
+
+        Before training a step is checked on short sequences, and what is kept whole must be as short.
+        """
+        if self.window is not None:
+            for dim in dims:
+                tensor = tensor.narrow(dim, *self.window.cut(tensor.shape[dim]))
+        return tensor
 
     def count(self, counts: Tensor) -> None:
         """Say which tokens count in the loss: ``counts [batch, positions] bool``, of the whole sequence."""
@@ -84,8 +108,7 @@ class SequencePart:
                 f"lightning_zero.sequence_positions: expected {self.length} positions, as many as a part of this batch "
                 f"has, got {length}. Pass the length of what forward was given."
             )
-        self.knows_positions = True
-        return _arange(self.rank * length, (self.rank + 1) * length, device)
+        return torch.arange(self.rank * length, (self.rank + 1) * length, device=device)
 
     def whole(self, tensor: Tensor) -> Tensor:
         """All parts of ``tensor [batch, length]`` together, without gradients: ``[batch, length * size]``."""
@@ -93,23 +116,32 @@ class SequencePart:
         parts = self.sharers.exchange(rows, "parts of a small tensor").view(self.size, *tensor.shape)
         return torch.cat(list(parts), dim=1)
 
-    def mean_of(self, total: Tensor, count: Tensor, dtype: torch.dtype, kind: int = TOKENS) -> Tensor:
+    def mean_of(
+        self, total: Tensor, count: Tensor, dtype: torch.dtype, kind: int = TOKENS, *, is_feature: bool = False
+    ) -> Tensor:
         """The mean over the tokens of all parts, with gradients: NaN where no part has any.
 
         Args:
             total: sums over ``count`` tokens of this part, in one shape with it. (Or both are of tokens' weights.)
             dtype: of the mean. It is made in fp64, since half precision does not hold sums and counts.
+            is_feature: parts compute other things with it; all ranks run a backward then, or none does.
 
         Raises:
             ConfigError: another rank makes a mean of another kind now; on all ranks.
         """
         sums = torch.stack([total.to(torch.float64), count.to(torch.float64)])
-        totals, counts = _SumOfParts.apply(sums.flatten(), self.sharers, kind).view(sums.shape)  # type: ignore
+        totals, counts = _SumOfParts.apply(sums.flatten(), self.sharers, kind, is_feature).view(sums.shape)  # type: ignore
         mean: Tensor = (totals / counts).to(dtype)
         if kind == TOKENS:
-            self.exact = self.exact or mean.requires_grad
             self._means.append(weakref.ref(mean))
         return mean
+
+    def mark(self, made: Tensor, what: str | None) -> None:
+        """Remember that ``made``, a loss of this part, is no mean (``what``, in the words of its call); with ``None``:
+        that it is a mean over as many values in each part."""
+        if made.grad_fn is not None:
+            _metadata(made.grad_fn)[_MARK] = what
+            self._marked = True
 
     def loss(self, loss: Tensor) -> Tensor:
         """The loss of the whole sequences, of ``loss`` that a step has made of this part.
@@ -119,14 +151,15 @@ class SequencePart:
         """
         if any(made() is loss for made in self._means):
             return loss
-        if self.unreduced is not None and not self.exact:
+        found = _made_of(loss) if self._means or self._marked else set()
+        if unreduced := sorted(filter(None, found)):
             raise ConfigError(
                 "zero.sequence_parallel: expected a loss that is a mean over tokens, got one that is made of "
-                f"{self.unreduced} in a part of the sequence. Use reduction='mean', which is the mean over all parts, "
+                f"{unreduced[0]} in a part of the sequence. Use reduction='mean', which is the mean over all parts, "
                 "or lightning_zero.mean_over_tokens(values, where) of the losses of each token."
             )
         value, dtype = loss.reshape(()).to(torch.float64), loss.dtype
-        if self.exact or self.own_count is None:
+        if found or self.own_count is None:
             # Equal shares: where the loss is a mean over all parts and something beside it, the mean stays what it is.
             return self.mean_of(value, torch.ones_like(value, requires_grad=False), dtype, PARTS)
         count = self.own_count.to(loss.device)
@@ -134,26 +167,45 @@ class SequencePart:
         return self.mean_of(torch.where(count > 0, value * count, 0.0), count, dtype, LABELS)
 
 
-def _arange(first: int, end: int, device: Any) -> Tensor:
-    with torch._C.DisableTorchFunction():  # not taken for positions that a model makes up
-        return torch.arange(first, end, device=device)
+def _made_of(loss: Tensor) -> set[str | None]:
+    """The marks of what ``loss`` is computed from; of a mean over all parts ``None``, and not of what is in it."""
+    found: set[str | None] = set()
+    seen, nodes = set(), [loss.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node.name() == f"{_SumOfParts.__name__}Backward":
+            found.add(None)
+            continue
+        if _MARK in _metadata(node):
+            found.add(_metadata(node)[_MARK])
+        nodes += [following for following, _ in node.next_functions]
+    return found
+
+
+def _metadata(node: Any) -> dict[str, Any]:
+    found: dict[str, Any] = node.metadata  # torch says that it is a method
+    return found
 
 
 class _SumOfParts(torch.autograd.Function):
-    """The sum over the ranks of a group. Each of them has the result as (a part of) its loss.
+    """The sum over the ranks of a group. Each of them has the result as (a part of) its loss, or as a feature.
 
     The engine divides the sum of all ranks' gradients by their number. A group's loss is there ``size`` times, and so
-    is what comes back from it.
+    is what comes back from it. What each rank makes something else of gets back the sum of what comes to the ranks.
     """
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, sharers: Sharers, kind: int) -> Tensor:
-        ctx.size = sharers.size
+    def forward(ctx: Any, values: Tensor, sharers: Sharers, kind: int, is_feature: bool) -> Tensor:
+        ctx.sharers, ctx.kind, ctx.is_feature = sharers, kind, is_feature
         return sharers.sum_alike(values.detach(), kind)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return grads[0] * ctx.size, None, None
+        grad = ctx.sharers.sum_alike(grads[0], ctx.kind) if ctx.is_feature else grads[0] * ctx.sharers.size
+        return grad, None, None, None
 
 
 # -- the step that runs -----------------------------------------------------------------------------------------------
@@ -204,16 +256,15 @@ def mean_over_tokens(values: Tensor, where: Tensor | None = None, *, dim: int | 
     """
     part = current()
     dims = tuple(range(values.dim())) if dim is None else (dim,)
-    with torch._C.DisableTorchFunction():  # not taken for a mean of a part
-        if part is None and where is None:
-            return values.mean(dims)
-        kept = values if where is None else torch.where(where.expand_as(values), values, torch.zeros_like(values))
-        dtype = torch.promote_types(values.dtype, torch.float32)  # sums and counts that half precision does not hold
-        total = kept.sum(dims, dtype=dtype)
-        if where is None:
-            count = torch.full_like(total, values.numel() / max(1, total.numel()), requires_grad=False)
-        else:
-            count = where.expand_as(values).sum(dims, dtype=dtype)
-        if part is None:
-            return (total / count).to(values.dtype)
-        return part.mean_of(total, count, values.dtype)
+    if part is None and where is None:
+        return values.mean(dims)
+    kept = values if where is None else torch.where(where.expand_as(values), values, torch.zeros_like(values))
+    dtype = torch.promote_types(values.dtype, torch.float32)  # sums and counts that half precision does not hold
+    total = kept.sum(dims, dtype=dtype)
+    if where is None:
+        count = torch.full_like(total, values.numel() / max(1, total.numel()), requires_grad=False)
+    else:
+        count = where.expand_as(values).sum(dims, dtype=dtype)
+    if part is None:
+        return (total / count).to(values.dtype)
+    return part.mean_of(total, count, values.dtype, is_feature=dim is not None)

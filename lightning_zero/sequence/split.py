@@ -57,7 +57,8 @@ def split_batch(module: nn.Module, batch: Any, part: SequencePart) -> Any:
         "zero.sequence_parallel: expected a batch that says where its sequences are: tokens [batch, length] of whole "
         "numbers, a pair of them and labels [batch, length], or a mapping with input_ids; got "
         f"{_describe(batch)}. Give {type(module).__name__} a method {HOOK}(self, batch, part) that returns the batch "
-        "with part.of(tensor, dim=1) in the place of each tensor of the sequence."
+        "with part.of(tensor, dim=1) in the place of each tensor of the sequence, and part.keep(tensor, dim) of each "
+        "that stays whole."
     )
 
 
@@ -81,10 +82,12 @@ def _split_mapping(module: nn.Module, batch: Mapping[str, Any], part: SequencePa
         )
     changed: Any = copy.copy(batch)
     for key, value in batch.items():
-        if not isinstance(value, Tensor) or key in _WHOLE:
+        if not isinstance(value, Tensor):
             continue
-        if key == "position_ids":
-            part.whole_positions = value if value.dim() == 2 else None
+        if key in _WHOLE:
+            changed[key] = part.keep(value, *(d for d in (-2, -1)[value.dim() == 2 :] if value.shape[d] == length))
+        elif key == "position_ids":
+            part.whole_positions = part.keep(value, -1) if value.dim() == 2 else None
             changed[key] = part.of(value, dim=-1)
         elif value.dim() >= 2 and value.shape[1] == length:
             changed[key] = part.of(value)

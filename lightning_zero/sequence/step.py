@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -11,26 +10,26 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from lightning_zero.comm.sequence import SequenceGroup, Sharers
 from lightning_zero.config import ConfigError
+from lightning_zero.sequence.check import leaves
 from lightning_zero.sequence.hugging_face import of_whole_sequences
-from lightning_zero.sequence.part import SequencePart, current, set_current
+from lightning_zero.sequence.part import SequencePart, Window, current, set_current
 from lightning_zero.sequence.split import split_batch
-from lightning_zero.sequence.watch import Again, Watch, backwards_again, whole_attention
+from lightning_zero.sequence.watch import Watch, backwards_again, whole_attention
 
 _ATTENTION = "scaled_dot_product_attention"
 
 
 @contextlib.contextmanager
-def computing(part: SequencePart, mode: Again) -> Iterator[None]:
+def computing(part: SequencePart, *, again: bool = False) -> Iterator[None]:
     """Inside, modules compute with ``part``."""
     before, attention = set_current(part), getattr(F, _ATTENTION)
     # By its name too: torch's own functions call it where no mode sees it (in nn.MultiheadAttention).
     setattr(F, _ATTENTION, whole_attention)
     try:
-        with of_whole_sequences(), backwards_again(), mode:
+        with of_whole_sequences(), backwards_again(), Watch(again=again):
             yield
     finally:
         setattr(F, _ATTENTION, attention)
@@ -52,26 +51,28 @@ class SequenceSteps:
         """``step`` on this rank's part. A loss that it returns is the mean over the tokens of all parts.
 
         Raises:
-            ConfigError: the batch cannot be cut, or something in the step would compute wrong numbers.
+            ConfigError: the batch cannot be cut, or attention cannot be given the whole sequence.
         """
-        part, own = self._cut(batch)
+        part, own = self.cut(batch)
+        return self.train(part, step, own, *more)
+
+    def train(self, part: SequencePart | None, step: Callable[..., Any], own: Any, *more: Any) -> Any:
+        """As :meth:`training_step`, of a batch that is cut; ``None``: it is whole."""
         self._part = part
         if part is None:
             return step(own, *more)
-        with computing(part, Watch(self._module)):
-            output = step(own, *more)
-            self._check_met(part, output is not None)
-            return self._averaged(part, output)
+        with computing(part):
+            return self._averaged(part, step(own, *more))
 
     def evaluation_step(self, step: Callable[..., Any], batch: Any, *more: Any) -> Any:
         """``step`` on this rank's part; what it returns is as it is."""
-        part, own = self._cut(batch)
-        if part is None:
+        part, own = self.cut(batch)
+        return self.evaluate(part, step, own, *more)
+
+    def evaluate(self, part: SequencePart | None, step: Callable[..., Any], own: Any, *more: Any) -> Any:
+        """As :meth:`evaluation_step`, of a batch that is cut; ``None``: it is whole."""
+        with computing(part) if part is not None else contextlib.nullcontext():
             return step(own, *more)
-        with computing(part, Watch(self._module)):
-            output = step(own, *more)
-            self._check_met(part, output is not None)
-            return output
 
     @contextlib.contextmanager
     def backward(self) -> Iterator[None]:
@@ -79,7 +80,7 @@ class SequenceSteps:
         if self._part is None or current() is not None:
             yield
         else:
-            with computing(self._part, Again()):
+            with computing(self._part, again=True):
                 yield
 
     def manual_loss(self, loss: Tensor) -> Tensor:
@@ -91,8 +92,16 @@ class SequenceSteps:
         part = current()
         return loss if part is None else part.loss(loss)
 
-    def _cut(self, batch: Any) -> tuple[SequencePart | None, Any]:
-        part = SequencePart(self._sharers)
+    def cut(
+        self, batch: Any, window: Window | None = None, sharers: Sharers | None = None
+    ) -> tuple[SequencePart | None, Any]:
+        """This rank's part and what it has of ``batch``; ``None``: the module leaves the batch whole.
+
+        Args:
+            window: cut only this out of the sequences.
+            sharers: default: those of this run.
+        """
+        part = SequencePart(sharers or self._sharers, window)
         own = split_batch(self._module, batch, part)
         return (None if own is batch and part.length is None else part), own
 
@@ -102,14 +111,6 @@ class SequenceSteps:
             return output  # Lightning refuses it
         whole = part.loss(loss)
         return {**output, "loss": whole} if isinstance(output, Mapping) else whole
-
-    def _check_met(self, part: SequencePart, computed: bool) -> None:
-        if computed and not part.met:
-            raise ConfigError(
-                "zero.sequence_parallel: expected attention by F.scaled_dot_product_attention or by the attention "
-                f"functions of transformers in the step of {type(self._module).__name__}, got a step without any: each "
-                "part would be a sequence of its own. Use one of these, or set zero.sequence_parallel=1."
-            )
 
 
 def check_alike(batch: Any, group: SequenceGroup) -> None:
@@ -130,7 +131,7 @@ def check_alike(batch: Any, group: SequenceGroup) -> None:
 def _fingerprint(batch: Any) -> int:
     """Of shapes, and of values on the host. (The host does not wait for what is on a device.)"""
     found = 0
-    for leaf in _leaves(batch):
+    for leaf in leaves(batch):
         if isinstance(leaf, Tensor):
             found = zlib.crc32(f"{tuple(leaf.shape)} {leaf.dtype}".encode(), found)
             if leaf.device.type == "cpu" and leaf.layout is torch.strided:
@@ -139,13 +140,3 @@ def _fingerprint(batch: Any) -> int:
         elif isinstance(leaf, (int, float, str, bool)):
             found = zlib.crc32(repr(leaf).encode(), found)
     return found
-
-
-def _leaves(batch: Any) -> Iterator[Any]:
-    for leaf in tree_leaves(batch):
-        if isinstance(leaf, Mapping):  # of a kind that torch does not know: BatchEncoding of transformers
-            yield from _leaves(dict(leaf))
-        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            yield from _leaves([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
-        else:
-            yield leaf

@@ -192,7 +192,7 @@ class DiskFile:
     # -- inside -------------------------------------------------------------------------------------------------------
 
     def _open(self) -> int:
-        flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC
+        flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
         try:
             if (fd := self._open_direct(flags)) is not None:
                 return fd

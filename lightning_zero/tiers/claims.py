@@ -12,6 +12,7 @@ import fcntl
 import logging
 import os
 import socket
+import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -67,12 +68,14 @@ class Claim:
             self._path.parent.rmdir()
 
     def _try(self, syscalls: Syscalls) -> int | None:
-        self._path.parent.mkdir(exist_ok=True)  # another job's end may just have removed it
+        self._path.parent.mkdir(0o700, exist_ok=True)  # another job's end may just have removed it
         try:
-            fd = syscalls.open(str(self._path), os.O_RDWR | os.O_CREAT, 0o600)
+            _close_to_others(self._path.parent)
+            fd = syscalls.open(str(self._path), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         except FileNotFoundError:
             return None
         try:
+            _check_own(fd, self._path)  # it will be emptied
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # An owner may have removed the file between our open and our lock. A lock on a file without a name keeps
             # nobody out: the next process makes a new file of that name and locks it too.
@@ -80,7 +83,7 @@ class Claim:
                 return fd
         except (BlockingIOError, FileNotFoundError):
             pass
-        except OSError:  # the file system has no locks
+        except OSError:  # it is another's, or the file system has no locks
             os.close(fd)
             raise
         os.close(fd)
@@ -91,6 +94,24 @@ class Claim:
         if pid == str(os.getpid()):
             return f"this process (pid {pid}): close what uses it first"
         return f"pid {pid} on {host}"
+
+
+def _close_to_others(folder: Path) -> None:
+    """Others who may write to ``folder`` could put links there, to files that would then be emptied."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        _check_own(fd, folder)
+        os.fchmod(fd, 0o700)
+    finally:
+        os.close(fd)
+
+
+def _check_own(fd: int, path: Path) -> None:
+    found = os.fstat(fd)
+    if found.st_uid != os.geteuid():
+        raise PermissionError(errno.EPERM, f"{path} is of user {found.st_uid}, and this is user {os.geteuid()}")
+    if stat.S_ISREG(found.st_mode) and found.st_nlink > 1:
+        raise PermissionError(errno.EPERM, f"{path} has other names")
 
 
 def path_error(path: object, got: str, fix: str = "") -> ConfigError:
@@ -128,7 +149,7 @@ def claim_file(path: Path, folder: Path, rank_name: str, syscalls: Syscalls) -> 
         fix = "Wait for it, or give each job a zero.offload.nvme_path of its own."
         raise path_error(path, f"which is used by another job: {error.strerror}", fix) from error
     except OSError as error:
-        got = f"where nothing can be written or locked ({os.strerror(error.errno or errno.EIO)})"
+        got = f"where nothing can be written or locked ({error.strerror or error})"
         raise path_error(path, got, "Make it writable or change zero.offload.nvme_path.") from error
 
 

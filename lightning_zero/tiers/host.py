@@ -30,7 +30,7 @@ class HostTier:
 
     Args:
         accelerator: what copies to and from the slabs.
-        budget: bytes this tier may hold.
+        budget: bytes this tier may hold. None: what is available.
         available: gives the bytes of host memory that may still be taken.
     """
 
@@ -90,9 +90,10 @@ class HostTier:
         self.free(list(self._held))
 
     def _refuse_beyond_bounds(self, total: int) -> None:
-        if self.budget is not None and self._nbytes + total > self.budget:
-            raise _host_error(total, f"{self.budget - self._nbytes} of {self.budget} are left in the budget")
-        if (available := self._available()) < total:
+        if self.budget is not None:
+            if self._nbytes + total > self.budget:
+                raise _host_error(total, f"{self.budget - self._nbytes} of {self.budget} are left in the budget")
+        elif (available := self._available()) < total:
             raise _host_error(total, f"{available} are available (in its cgroup, or on the machine)")
 
 

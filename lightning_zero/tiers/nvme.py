@@ -121,6 +121,11 @@ class NvmeTier:
         return self._file.free_nbytes()
 
     @property
+    def spare_nbytes(self) -> int:
+        """Bytes that this rank's file has taken from the disk and that hold nothing."""
+        return self._file.nbytes - self._nbytes
+
+    @property
     def disk(self) -> int:
         """A number of the disk, the same for all folders on it."""
         return os.stat(self._folder).st_dev

@@ -18,6 +18,7 @@ from lightning_zero.engine import Engine, chunked_loss
 from lightning_zero.planning.topology import check_sequence_parallel
 from lightning_zero.sequence import losses
 from lightning_zero.sequence.step import SequenceSteps, check_alike
+from lightning_zero.trainer.sequence_check import SequenceCheck
 
 LARGEST_SEED = 2**62
 
@@ -35,6 +36,7 @@ class LongSequences:
         self._device = torch.device("cpu")
         self.group: SequenceGroup | None = None
         self._steps: SequenceSteps | None = None
+        self._check: SequenceCheck | None = None
 
     @classmethod
     def open(cls, module: nn.Module, engine: Engine, size: int) -> LongSequences:
@@ -58,12 +60,23 @@ class LongSequences:
             found._device = engine.comm.device
             found.group = open_sequence_group(dist.group.WORLD, size, found._device, engine.comm.waits)
             found._steps = SequenceSteps(module, found.group)
+            found._check = SequenceCheck(module, engine, found._steps, found.group)
         return found
 
     def check_alike(self, batch: Any) -> None:
         """See :func:`check_alike`."""
         if self.group is not None:
             check_alike(batch, self.group)
+
+    @property
+    def trying(self) -> SequenceCheck | None:
+        """Tries a step now, which is not real."""
+        return self._check if self._check is not None and self._check.found is not None else None
+
+    def check(self, name: str, step: Callable[..., Any], args: Any, kwargs: Any, *, together: bool = True) -> None:
+        """Before a step, outside of its scope; see :meth:`SequenceCheck.before`."""
+        if self._check is not None:
+            self._check.before(name, step, (*args, *kwargs.values()), together=together)
 
     def training_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._steps is None:

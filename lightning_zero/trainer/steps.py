@@ -36,6 +36,7 @@ class SteppingStrategy(RestagingStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self.engine.sync_buffers()  # as DDP does: ranks compute with rank 0's, which its own batches have changed
+        self._sequences.check("training_step", super().training_step, args, kwargs)
         with self.engine.step_scope("training_step"), self.engine.batch_scope((args, kwargs)):
             return self._sequences.training_step(super().training_step, *args, **kwargs)
 
@@ -43,8 +44,16 @@ class SteppingStrategy(RestagingStrategy):
         module = self.lightning_module
         if module is not None and not module.automatic_optimization:
             closure_loss = self._sequences.manual_loss(closure_loss)
+        if (check := self._sequences.trying) is not None:
+            check.backward(closure_loss, *args, **kwargs)
+            return closure_loss
         with self._sequences.backward():
             return super().backward(closure_loss, optimizer, *args, **kwargs)
+
+    def optimizer_step(self, optimizer: Any, closure: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._sequences.trying is not None:
+            return closure()
+        return super().optimizer_step(optimizer, closure, *args, **kwargs)
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         self._sequences.check_alike(batch)
@@ -53,15 +62,15 @@ class SteppingStrategy(RestagingStrategy):
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         if self._interruptions is not None:
             self._interruptions.between_validation_batches()
-        with self._evaluation("validation_step", args, kwargs):
+        with self._evaluation("validation_step", super().validation_step, args, kwargs):
             return self._sequences.evaluation_step(super().validation_step, *args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._evaluation("test_step", args, kwargs):
+        with self._evaluation("test_step", super().test_step, args, kwargs):
             return self._sequences.evaluation_step(super().test_step, *args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._evaluation("predict_step", args, kwargs):
+        with self._evaluation("predict_step", super().predict_step, args, kwargs):
             return self._sequences.evaluation_step(super().predict_step, *args, **kwargs)
 
     def on_validation_start(self) -> None:
@@ -79,10 +88,12 @@ class SteppingStrategy(RestagingStrategy):
         self._evaluation_starts = True
 
     @contextlib.contextmanager
-    def _evaluation(self, key: str, args: Any, kwargs: Any) -> Generator[None, None, None]:
-        if self._evaluation_starts:  # once: nothing changes buffers now, and ranks may have more or fewer batches
+    def _evaluation(self, key: str, step: Any, args: Any, kwargs: Any) -> Generator[None, None, None]:
+        starts = self._evaluation_starts
+        if starts:  # once: nothing changes buffers now, and ranks may have more or fewer batches
             self._evaluation_starts = False
             self.engine.sync_buffers()
+        self._sequences.check(key, step, args, kwargs, together=starts)
         engine = self.engine
         with engine.step_scope(key, evaluation=True), engine.batch_scope((args, kwargs), evaluation=True):
             yield

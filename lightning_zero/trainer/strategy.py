@@ -214,13 +214,10 @@ class ZeroStrategy(Processes, SteppingStrategy):
         Raises:
             ConfigError: what the settings ask for does not fit here.
         """
-        self._check_layers(model)
+        check_model(model, self.config.sequence_parallel)
         if self.config.after_fit is AfterFit.whole and self.speaks_for_all and engine_of(model) is None:
             units = describe_units(model, for_layout(self.config), self.precision_plugin.row)
             check_room_here(copy_nbytes(nbytes for shape in bucket_shapes(units) for nbytes in shape.built_nbytes))
-
-    def _check_layers(self, model: Module) -> None:
-        check_model(model, self.config.sequence_parallel, syncs_norms=self._layer_sync is not None)
 
     # -- setup and teardown ---------------------------------------------------------------------------------------
 
@@ -242,7 +239,7 @@ class ZeroStrategy(Processes, SteppingStrategy):
             engine.hide_whole(keep=not fitting)  # a step changes all values
         if self.lightning_module is not None:
             auto_row.decide(self, trainer, self.lightning_module, fitting=fitting)
-        self._check_layers(self.model)
+        check_model(self.model, self.config.sequence_parallel)
         self._has_values = engine_of(self.model) is not None  # of a run before, whatever its settings
         if fitting and trainer.accumulate_grad_batches > 1:
             check_accumulation(with_precision(self.config, self.precision_plugin.row))
@@ -394,6 +391,7 @@ class ZeroStrategy(Processes, SteppingStrategy):
     def on_train_start(self) -> None:
         if self.measures_peak and self.is_global_zero and self.root_device.type == "cpu":
             self._step_peak = StepPeak(self.engine)
+        self.engine.comm.streams.accelerator.reset_peak()  # that of the build is no step's
         if self._random_numbers is not None:
             self._random_numbers.on_train_start()
         assert self.lightning_module is not None

@@ -17,7 +17,6 @@ from torch import nn
 
 from lightning_zero.app import parts, train
 from lightning_zero.app.instantiate import build_all
-from lightning_zero.app.overrides import check_arguments
 from lightning_zero.app.sweep import check_search, job_command, overrides_of, print_table, read_results
 from lightning_zero.app.tasks import check_vocabulary, optimized, plain
 from lightning_zero.config import ConfigError
@@ -265,6 +264,22 @@ def test_text_by_a_tokenizer(tokenizer: Path, tmp_path: Path, capsys: pytest.Cap
     assert text_data(tmp_path).cache_file != data.cache_file  # bytes
 
 
+def test_a_model_from_a_folder_brings_its_tokenizer(tokenizer: Path, tmp_path: Path) -> None:
+    """Else a real vocabulary would be trained on bytes without a word."""
+
+    def data(folder: Path, *overrides: str) -> Any:
+        (tmp_path / "a.txt").write_text(WORDS)
+        small = (f"data.path={tmp_path}/a.txt", f"data.cache_dir={tmp_path}", "data.block_size=8", "data.batch_size=2")
+        return parts.build_data(config_of("model=hf", f"model.path={folder}", *small, *overrides), set())
+
+    assert data(tokenizer).vocab_size > 256
+    assert data(tokenizer, "data.tokenizer=null").vocab_size == 256
+    with pytest.raises(ConfigError, match=r"files of a tokenizer .*model=hf takes model.path.*data.tokenizer=null"):
+        data(tmp_path)
+    made_up = parts.build_data(config_of("model=hf", f"model.path={tmp_path}", "data=synthetic"), set())
+    assert isinstance(made_up, SyntheticData)  # it takes no tokenizer
+
+
 def test_a_tokenizer_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"data\.tokenizer: expected a folder with the files of a tokenizer"):
         text_data(tmp_path, tokenizer=str(tmp_path))
@@ -315,11 +330,6 @@ def test_evaluating_takes_a_checkpoint() -> None:
     with pytest.raises(ConfigError, match="optimized_metric: expected none for task=predict"):
         train.check_task(config_of("task=predict", "ckpt_path=there", "optimized_metric=loss"))
     assert plain(config_of().zero.stage.name) == "zero3"
-
-
-def test_rows_of_new_groups_are_checked_before_hydra_reads_them() -> None:
-    with pytest.raises(ConfigError, match="hparams_search=null: this is the default"):
-        check_arguments(["hparams_search=null"])
 
 
 def test_optuna_that_is_missing_is_said_to_be(monkeypatch: pytest.MonkeyPatch) -> None:

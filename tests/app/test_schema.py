@@ -196,7 +196,7 @@ def test_overrides_reach_the_dataclasses() -> None:
     config = config_of(
         "zero/stage=zero2",
         "zero/precision=bf16",
-        "zero.prefetch_bytes=1000",
+        "zero.prefetch_bytes=1KB",
         "zero.unit.classes=[Block,Head]",
         "zero.comm.transport=direct",
         "trainer.max_steps=50",
@@ -331,53 +331,57 @@ def test_an_optimizer_that_cannot_work_is_refused_before_anything_starts(
 @pytest.mark.parametrize(
     ("overrides", "parts"),
     [
-        # a typo in a key
-        ("trainer.max_step=3", ["got trainer.max_step=3", "Write trainer.max_steps=3."]),
-        ("zero.prefetch=3", ["no such setting in zero, got zero.prefetch=3", "Write zero.prefetch_bytes=3."]),
-        ("model.n_layers=3", ["got model.n_layers=3", "Write model.n_layer=3."]),
-        ("data.pth=x", ["data.pth", "Write data.path=x."]),
-        ("sed=3", ["sed: no such setting, got sed=3", "Write seed=3."]),
-        ("zero.lr=3", ["zero.lr", "Write optimizer.lr=3."]),
-        ("qwertz=3", ["qwertz: no such setting, got qwertz=3", "there are", "ckpt_path", "Change qwertz."]),
-        ("~zero.prefetch", ["zero.prefetch", "prefetch_bytes"]),
+        # a typo in a key, and what others call it
+        ("trainer.max_step=3", ["Could not override 'trainer.max_step'. Did you mean trainer.max_steps=3?\n"]),
+        ("zero.prefetch=3", ["Could not override 'zero.prefetch'. Did you mean zero.prefetch_bytes=3?\n"]),
+        ("model.n_layers=3", ["Did you mean model.n_layer=3? To append to your config use +model.n_layers=3.\n"]),
+        ("data.pth=x", ["Did you mean data.path=x? "]),
+        ("sed=3", ["Could not override 'sed'. Did you mean seed=3?\n"]),
+        ("zero.lr=3", ["Did you mean optimizer.lr=3?\n"]),
+        ("optimizer.learning_rate=3", ["Did you mean optimizer.lr=3? "]),
+        ("trainer.strategy=ddp", ["Could not override 'trainer.strategy'. Did you mean zero/stage=zero0?\n"]),
+        ("qwertz=3", ["Could not override 'qwertz'. There are callbacks, ckpt_path, cluster,"]),
+        ("~zero.prefetch", ["Did you mean ~zero.prefetch_bytes?\n"]),
         # a group for a setting, and the other way round
-        (
-            "zero.stage=zero2",
-            ["zero/stage: expected the file of a group", "zero.stage=zero2", "Write zero/stage=zero2."],
-        ),
-        ("zero.offload=nvm", ["got zero.offload=nvm", "Write zero/offload=nvme."]),
-        ("stage=zero2", ["got stage=zero2", "Write zero/stage=zero2."]),
-        ("machine=h100", ["machine: lightning_zero.plan and lightning_zero.submit have", "Drop machine=h100."]),
-        ("callbacks.best.monitor=x", ["there is no callbacks.best without callbacks=best", "Add callbacks=best."]),
-        ("logger.wandb.offline=true", ["got logger.wandb.offline=true", "Add logger=wandb."]),
-        ("zero/prefetch_bytes=3", ["got zero/prefetch_bytes=3", "write zero.prefetch_bytes=3."]),
-        ("zero.unit=3", ["zero.unit", "got zero.unit=3", "zero.unit.classes"]),
+        ("zero.stage=3", ["Error merging override zero.stage=3: ", "Did you mean zero/stage=zero3?\n"]),
+        ("zero.stage=zero2", ["Did you mean zero/stage=zero2?\n"]),
+        ("zero.offload=nvm", ["Did you mean zero/offload=nvme?\n"]),
+        ("stage=zero2", ["Did you mean zero/stage=zero2?\n"]),
+        ("machine=h100", ["Could not override 'machine'. No match in the defaults list. There are callbacks, "]),
+        ("callbacks.best.monitor=x", ["Did you mean callbacks=best callbacks.best.monitor=x? "]),
+        ("callbacks.foo._target_=X", ["in callbacks. To append to your config use +callbacks.foo._target_=X.\n"]),
+        ("callbacks.sampel.prompt=x", ["Did you mean callbacks.sample.prompt=x? "]),
+        ("zero/prefetch_bytes=3", ["Did you mean zero.prefetch_bytes=3?\n"]),
+        ("zero.unit=3", ["There are classes, max_bytes, min_bytes, whole_batch in zero.unit.\n"]),
         # behind a plus
+        ("+seed=3", ["An item is already at 'seed'. Did you mean seed=3?\n"]),
+        ("+experiment=tiny", ["Multiple values for experiment. ", "Did you mean experiment=tiny?\n"]),
         ("+trainer.max_step=3", ["trainer.max_step", "max_steps"]),
         ("+zero.prefetch=3", ["zero.prefetch", "Write zero.prefetch_bytes."]),
         ("+zero.unit.clases=[]", ["zero.unit.clases", "classes"]),
         ("+model.n_layers=3", ["model.n_layers", "Write model.n_layer."]),
         ("+data.pth=x", ["data.pth", "path"]),
-        ("+optimizer.learning_rate=3", ["optimizer.learning_rate", "lr"]),
+        ("+optimizer.learning_rate=3", ["optimizer.learning_rate", "Write optimizer.lr."]),
         ("+callbacks.sample.promt=x", ["callbacks.sample.promt", "prompt"]),
         ("+sed=3", ["sed", "seed"]),
         ("+zero/stge=zero3", ["zero/stge"]),
         ("+modell=gpt", ["modell", "model"]),
         # in a group or its file
-        ("zero/stge=zero3", ["zero/stge: no such group", "Write zero/stage=zero3."]),
-        ("zero/stage=zero4", ["zero/stage: expected one of auto, zero0, ", "got 'zero4'", "Write zero/stage=zero3."]),
-        (
-            "zero/precision=bf17",
-            ["zero/precision: expected one of", "got 'bf17'", "bf16_true", "Write zero/precision=bf16."],
-        ),
-        ("optimizer=adamv", ["optimizer/adamv", "Write optimizer=adam."]),
-        ("experiment=huge", ["experiment/huge", "tiny"]),
-        # what Hydra itself would end in a traceback
-        ("zero/stage=3", ["zero/stage=zero3", "zero/stage=3"]),
-        ("zero/stage=null", ["zero/stage", "null", "zero3"]),
-        ("zero/offload=null", ["zero/offload", "null", "none"]),
-        ("model=null", ["model", "null"]),
-        ("logger=null", ["logger", "none"]),
+        ("zero/stge=zero3", ["Could not override 'zero/stge'. Did you mean zero/stage=zero3?\n"]),
+        ("zero/stage=zero4", ["Could not find 'zero/stage/zero4'. Did you mean zero/stage=zero3?\n"]),
+        ("zero/precision=bf17", ["Did you mean zero/precision=bf16?\n"]),
+        ("zero/precision=bf16-mixed", ["Did you mean zero/precision=bf16?\n"]),
+        ("optimizer=adamv", ["optimizer/adamv", "Did you mean optimizer=adam?\n"]),
+        ("experiment=huge", ["experiment/huge", "There are experiment=gpt_25m, experiment=tiny.\n"]),
+        ("zero/stage=zero1,zero2", ["Ambiguous value for argument", "--multirun"]),
+        # what Hydra takes for a number or nothing
+        ("zero/stage=3", ["zero/stage=3: ", "Did you mean zero/stage=zero3?\n"]),
+        ("zero/stage=null", ["zero/stage=null: ", "There are zero/stage=auto, zero/stage=zero0, "]),
+        ("zero/offload=null", ["Did you mean zero/offload=none?\n"]),
+        ("zero/precision=16", ["Did you mean zero/precision=fp16?\n"]),
+        ("model=null", ["model=null: ", "There are model=gpt, "]),
+        ("logger=null", ["Did you mean logger=none?\n"]),
+        ("hparams_search=null", ["There are hparams_search=grid"]),
         # offload
         ("zero/offload=nvme", ["zero.offload.nvme_path", "LIGHTNING_ZERO_NVME_PATH"]),
         ("zero/offload=optimizer_nvme", ["zero.offload.nvme_path", "LIGHTNING_ZERO_NVME_PATH"]),
@@ -387,26 +391,24 @@ def test_an_optimizer_that_cannot_work_is_refused_before_anything_starts(
         ("zero/offload=cpu zero.offload.nvme_path=/tmp", ["zero.offload.nvme_path", "zero/offload=cpu", "no effect"]),
         ("zero.offload.host_budget=100", ["zero.offload.host_budget", "zero/offload=none", "no effect"]),
         ("zero/offload=cpu zero.offload.io_threads=2", ["zero.offload.io_threads", "no effect"]),
-        ("zero/offload=gpu", ["zero/offload: expected one of", "'gpu'", "optimizer_cpu"]),
+        ("zero/offload=gpu", ["zero/offload/gpu", "Did you mean zero/offload=none?\n"]),
         # a value
-        (
-            "zero.stage.name=zero9",
-            ["zero.stage.name: expected one of zero0", "'zero9'", "Write zero.stage.name=zero3."],
-        ),
-        ("zero.comm.transport=pigeon", ["zero.comm.transport: expected one of auto, plain, direct, got 'pigeon'"]),
-        ("zero.prefetch_bytes=lots", ["zero.prefetch_bytes: expected a whole number", "268435456", "got 'lots'"]),
-        ("zero.prefetch_bytes=64MiB", ["got '64MiB'", "Write zero.prefetch_bytes=67108864."]),
-        ("zero.dynamic=perhaps", ["zero.dynamic: expected true or false", "'perhaps'"]),
-        ("trainer.max_steps=many", ["trainer.max_steps: expected a whole number", "'many'"]),
+        ("zero.stage.name=zero9", ["'zero9', expected one of [zero0, ", "Did you mean zero.stage.name=zero3?\n"]),
+        ("zero.comm.transport=pigeon", ["zero.comm.transport=pigeon: ", "expected one of [auto, plain, direct]"]),
+        ("zero.prefetch_bytes=lots", ["zero.prefetch_bytes: expected a size such as 80GB", "got 'lots'"]),
+        ("zero.dynamic=perhaps", ["zero.dynamic=perhaps: ", "is not a valid bool"]),
+        ("trainer.max_steps=many", ["trainer.max_steps=many: ", "could not be converted to Integer"]),
         ("trainer.accelerator=abacus", ["abacus", "trainer"]),
         ("model.n_layer=two", ["model.n_layer", "two"]),
-        ("optimizer.lr=fast", ["optimizer", "AdamW"]),
+        ("optimizer.lr=abc", ["error: optimizer.lr: expected a number, got 'abc'. Change optimizer.lr.\n"]),
+        ("callbacks.checkpoint.save_top_k=abc", ["callbacks.checkpoint.save_top_k: expected a number, got 'abc'."]),
         ("callbacks.sample=3", ["callbacks.sample", "3"]),
         # a range
         ("zero.prefetch_bytes=-1", ["zero.prefetch_bytes", "-1"]),
         ("zero.stall_timeout_s=0", ["zero.stall_timeout_s", "0"]),
         ("trainer.max_steps=-2", ["trainer.max_steps", "-2"]),
         ("trainer.devices=0", ["trainer.devices", "0"]),
+        ("trainer.devices=abc", ["error: trainer.devices: expected auto, a number > 0 or a list, got 'abc'."]),
         ("model.n_layer=0", ["model.n_layer", "0"]),
         ("model.dropout=1", ["model.dropout", "1"]),
         ("model.d_model=100 model.n_head=3", ["model.d_model", "model.n_head", "100"]),
@@ -419,6 +421,8 @@ def test_an_optimizer_that_cannot_work_is_refused_before_anything_starts(
         ("zero/stage=zero2 zero.dynamic=true", ["zero.dynamic", "zero2"]),
         ("save_minutes=5 trainer.enable_checkpointing=false", ["save_minutes", "trainer.enable_checkpointing"]),
         ("zero/precision=bf16 trainer.precision=32-true", ["trainer.precision", "zero/precision=bf16", "32-true"]),
+        ("trainer.precision=bf16", ["trainer.precision: expected 32-true", "got bf16. Write zero/precision=bf16."]),
+        ("trainer.precision=bf17", ["got bf17. Write zero/precision=bf16."]),
         ("zero.precision.grad_dtype=bf16", ["zero.precision.grad_dtype", "fp32"]),
         # something that is not there
         ("data.path=nowhere.txt", ["data.path", "nowhere.txt"]),
@@ -426,6 +430,11 @@ def test_an_optimizer_that_cannot_work_is_refused_before_anything_starts(
         ("model._target_=nowhere.Lit", ["model._target_", "nowhere"]),
         ("model._target_=lightning_zero.models.gpt.LitGTP", ["model._target_", "LitGTP"]),
         ("ckpt_path=nowhere.ckpt", ["ckpt_path", "nowhere.ckpt"]),
+        ("data=synthetic zero.init_from=/nowhere", ["zero.init_from: expected a folder, got /nowhere. Change"]),
+        (
+            "data=synthetic zero.unit.classes=[GPT,Blok]",
+            ["got 'Blok', which does not occur", "Write zero.unit.classes=[GPT,Block]."],
+        ),
         # a model of one's own
         ("model._target_=torch.nn.Linear model.n_layer=3", ["model.n_layer", "torch.nn.Linear"]),
         ("model._target_=torch.nn.Linear", ["model", "in_features"]),
@@ -436,9 +445,15 @@ def test_a_mistake_ends_in_a_sentence(command_line: Any, overrides: str, parts: 
     assert code == 2, said
     assert "Traceback" not in said
     assert said.startswith("error: ") and said.count("\n") == 1, said
-    assert "append" not in said and "Config'" not in said and "full_key" not in said  # Hydra's words, and bad advice
+    assert "Config'" not in said and "full_key" not in said  # words of OmegaConf
     for part in parts:
         assert part in said
+
+
+def test_a_setting_with_dashes_is_told_how_to_be_written(command_line: Any) -> None:
+    code, said = command_line("--max_steps", "5")
+    assert code == 2
+    assert said.endswith("error: a setting is written key=value, without dashes. Did you mean trainer.max_steps?\n")
 
 
 def test_what_hydra_says_of_an_override_that_it_cannot_read_is_kept(command_line: Any) -> None:
@@ -451,7 +466,7 @@ def test_a_group_of_ones_own_is_listed(command_line: Any, tmp_path: Path) -> Non
     (tmp_path / "conf" / "zero" / "stage" / "mine.yaml").write_text("name: zero1\n")
     code, said = command_line("--config-dir", str(tmp_path / "conf"), "zero/stage=mime")
     assert code == 2
-    assert "got 'mime'" in said and "Write zero/stage=mine." in said
+    assert "zero/stage/mime" in said and "Did you mean zero/stage=mine?" in said
 
 
 def test_a_sweep_whose_jobs_start_processes_is_refused(command_line: Any) -> None:
@@ -560,11 +575,6 @@ def test_keys_of_plain_mappings_are_free_but_not_with_a_slash() -> None:
     train.check_keys(cfg)
     with pytest.raises(ConfigError, match="zero/stge"):
         train.check_keys(composed("+zero/stge=zero1"))
-
-
-@pytest.mark.parametrize("argument", ["zero/stage=zero1", "zero/stage=mine", "zero/stage=zero1,zero2", "seed=3", "-m"])
-def test_arguments_that_hydra_understands_are_left_to_it(argument: str) -> None:
-    train.check_arguments([argument])
 
 
 def test_an_import_that_fails_inside_a_users_module_is_passed_on(

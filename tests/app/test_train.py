@@ -9,15 +9,18 @@ import re
 import shlex
 import subprocess
 import sys
+from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import lightning.pytorch  # noqa: F401  here, because it sets environment variables
 import pytest
 import torch
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from lightning.pytorch import LightningModule
 
 from lightning_zero.app import jobs, progress, train
 from lightning_zero.config import ConfigError
@@ -380,6 +383,47 @@ def test_learning_rate_rises_and_falls() -> None:
 def test_sample_refuses(key: str, value: object) -> None:
     with pytest.raises(ConfigError, match=f"callbacks.sample.{key}"):
         SampleText(**{key: value})  # type: ignore[arg-type]
+
+
+class Samples(LightningModule):
+    """Has a token that is no byte."""
+
+    vocab_size = 300
+
+    def generate(self, tokens: torch.Tensor, n: int, temperature: float, seed: int) -> torch.Tensor:
+        return torch.cat([tokens, torch.tensor([[72, 299, 105]])], dim=1)
+
+
+class OtherSamples(Samples):
+    def generate(self, tokens: torch.Tensor, max_new_tokens: int) -> torch.Tensor:  # type: ignore[override]
+        return tokens
+
+
+class FewTokens(Samples):
+    vocab_size = 50
+
+
+@pytest.mark.parametrize(
+    ("model", "said", "printed"),
+    [
+        (Samples, "some tokens cannot be decoded: ValueError", "def H\N{REPLACEMENT CHARACTER}i"),
+        (OtherSamples, r"expected generate\(tokens, n, temperature=, seed=\)", None),
+        (FewTokens, "the prompt has the token 102, and the model knows 50", None),
+    ],
+)
+def test_a_sample_ends_no_run(
+    model: type[Samples], said: str, printed: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer: Any = SimpleNamespace(
+        fast_dev_run=False,
+        is_global_zero=True,
+        strategy=None,
+        precision_plugin=SimpleNamespace(forward_context=nullcontext),
+    )
+    with pytest.warns(UserWarning, match=said):
+        SampleText().on_train_end(trainer, model())
+    out = capsys.readouterr().out
+    assert printed in out if printed is not None else out == ""
 
 
 @pytest.mark.parametrize(

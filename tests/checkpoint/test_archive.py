@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_zero.checkpoint import archive, crc, durable, verify
 from lightning_zero.checkpoint.__main__ import main
+from lightning_zero.trainer.saves.checkpoint_io import ZeroCheckpointIO, load
 
 CHUNK = crc.CHUNK_NBYTES
 
@@ -143,6 +144,35 @@ def test_a_flipped_byte_is_found(ours: bool, tmp_path: Path, capsys: pytest.Capt
         assert main(["verify", str(path)]) == 1
         assert "damaged: bytes" in capsys.readouterr().out
         data[place] ^= 4
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_what_is_called_whole_loads_to_the_same_values(
+    ours: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each flipped bit is reported, in words, or changes nothing: mapped or read, by torch alone or by us."""
+    path, generator = tmp_path / "a.ckpt", random.Random(5)
+    content = {"state_dict": {"a": torch.arange(20.0), "b": torch.ones(3, dtype=torch.int64)}, "hp": {"lr": 0.1}}
+    if ours:
+        write(path, content)
+    else:
+        torch.save(content, path)
+    data = path.read_bytes()
+    with zipfile.ZipFile(path) as file:
+        table = file.start_dir  # what torch.save gives no checksum
+    places = [generator.randrange(table, len(data)) for _ in range(400)]
+    places += [generator.randrange(len(data)) for _ in range(200)]
+    whole = 0
+    for place in places:
+        bit = 1 << generator.randrange(8)
+        path.write_bytes(data[:place] + bytes([data[place] ^ bit]) + data[place + 1 :])
+        found = main(["verify", str(path)])
+        assert str(path) in capsys.readouterr().out
+        if not found:
+            whole += 1
+            for loaded in (torch.load(path), torch.load(path, mmap=True), load(ZeroCheckpointIO(), path, None)):
+                assert repr(loaded) == repr(content), (place, bit)
+    assert 50 < whole < 400
 
 
 def test_a_file_without_checksums_and_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from datetime import timedelta
 from typing import Any
 from unittest import mock
 
@@ -9,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_zero.comm import agreements
+from lightning_zero.comm import agreements, groups
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.groups import GroupKind, Groups, backend_for, make_group
 from lightning_zero.planning.topology import flat
@@ -35,10 +37,11 @@ def test_each_kind_of_device_may_have_a_backend_of_its_own(config: str, expected
 @on_ranks(2)
 @pytest.mark.parametrize("in_streams", [False, True])
 def test_messages_on_streams_need_no_third_group(in_streams: bool) -> None:
-    groups = Groups.create(dist.group.WORLD, GroupKind(flat(2), "gloo", in_streams, even_alone=False))
-    assert groups.gather is not None and groups.reduce is not None
-    assert (groups.second_half is None) == in_streams
-    assert groups.replicate is None
+    kind = GroupKind(flat(2), "gloo", in_streams, even_alone=False, stall_timeout_s=300.0)
+    made = Groups.create(dist.group.WORLD, kind)
+    assert made.gather is not None and made.reduce is not None
+    assert (made.second_half is None) == in_streams
+    assert made.replicate is None
 
 
 @on_ranks(2)
@@ -59,6 +62,18 @@ def test_a_group_is_made_without_a_split_of_the_default_group() -> None:
         assert seen == [None] and default.bound_device_id == torch.device("cpu", 0)
     finally:
         default.bound_device_id = None
+
+
+@pytest.mark.parametrize(("stall_timeout_s", "expected"), [(300.0, 3600.0), (7200.0, 14400.0)])
+def test_messages_on_a_device_may_wait_as_long_as_hosts_do(stall_timeout_s: float, expected: float) -> None:
+    """torch's own timeout of NCCL's groups is ten minutes: it would end ranks that wait with patience."""
+    with (
+        mock.patch.object(groups, "_made_when_used", contextlib.nullcontext),
+        mock.patch.object(dist, "new_group", lambda *_, **__: "group"),
+        mock.patch.object(dist.distributed_c10d, "_set_pg_timeout") as set_timeout,
+    ):
+        make_group([0, 1], "a test", "nccl", stall_timeout_s)
+    set_timeout.assert_called_once_with(timedelta(seconds=expected), "group")
 
 
 @on_ranks(1)

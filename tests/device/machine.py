@@ -153,6 +153,7 @@ class Tally:
         kernels: by the function that queued them.
         copies, copied: how many, and their bytes.
         collectives: on the device, by group and operation.
+        messages: the same, by group, kind, and what NCCL may choose its algorithm by.
         recorded, waited: events, by the function that recorded them or made a stream wait.
         allocations: of device memory, by the function that asked for it.
         peak: bytes of device memory, the most at a time.
@@ -163,6 +164,7 @@ class Tally:
     copies: Counter[Copy] = field(default_factory=Counter)
     copied: Counter[Copy] = field(default_factory=Counter)
     collectives: Counter[tuple[str, str]] = field(default_factory=Counter)
+    messages: Counter[tuple[Any, ...]] = field(default_factory=Counter)
     recorded: Counter[str] = field(default_factory=Counter)
     waited: Counter[str] = field(default_factory=Counter)
     allocations: Counter[str] = field(default_factory=Counter)

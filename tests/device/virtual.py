@@ -386,6 +386,12 @@ class Groups:
     ) -> QueuedWork:
         machine, title = self._machine, group.group_desc.removeprefix("lightning_zero: ")
         machine.tally.collectives[title, name] += 1
+        if "gather" in name:
+            machine.tally.messages.update((title, "gather", write.nbytes) for write in writes)
+        elif "scatter" in name:
+            machine.tally.messages.update((title, "reduce", read.dtype, read.nbytes) for read in reads)
+        else:  # a ring, or pairs of ranks, or one of a few numbers
+            machine.tally.messages[title, name] += 1
         if not asynchronous:
             machine.kernel(name, reads, writes)
             return QueuedWork(machine, None, ())

@@ -303,6 +303,41 @@ class Slow(Optimizer):
         return loss
 
 
+class Shrinking(torch.optim.AdamW):
+    """Writes to parameters behind the step of torch."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        with torch.no_grad():
+            for p in (p for group in self.param_groups for p in group["params"]):
+                p.mul_(0.9)
+        return loss
+
+
+class Forgetful(torch.optim.AdamW):
+    """Changes the state behind the step of torch."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        for p in (p for group in self.param_groups for p in group["params"]):
+            self.state[p]["exp_avg"].mul_(0.5)
+        return loss
+
+
+class NormOverLarge(_Toy):
+    """Couples tensors by a norm over those that are matrices with sides of more than 64."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def update(self) -> None:
+        listed = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        large = [p.grad.norm() for p in listed if p.dim() == 2 and min(p.shape) > 64]  # type: ignore[union-attr]
+        for p in listed:
+            grad = p.grad / torch.stack(large).norm() if p.dim() == 2 and min(p.shape) > 64 else p.grad  # type: ignore
+            p.sub_(grad, alpha=0.1)
+
+
 class FirstOfGroup(_Toy):
     """Cannot stand a param group without tensors, and counts steps for each group."""
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
+import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -19,7 +22,7 @@ from lightning_zero.planning.placement import Tier
 from lightning_zero.tiers.host import HostTier
 from lightning_zero.tiers.nvme import NvmeTier
 from lightning_zero.trainer.memory.held_bytes import held_bytes
-from tests.engine.support import Model, Sharded, accumulate, adamw
+from tests.engine.support import Model, Sharded, accumulate, adamw, language_loss, tokens
 from tests.harness import on_ranks
 
 WIDTH = 64
@@ -37,8 +40,22 @@ def test_ranks_of_a_host_share_its_memory() -> None:
         with pytest.raises(ConfigError) as caught:
             lightning_zero.shard(Model(width=WIDTH), device="cpu", offload="cpu")
         reserve.assert_not_called()
-    for part in ("zero.offload: the 2 rank(s) on host", "more bytes of host memory", f"{3 * NUMEL:,} are available"):
+    for part in (
+        f"zero.offload: the 2 rank(s) on host {socket.gethostname()} need",
+        "more bytes of host memory",
+        f"{3 * NUMEL:,} are available",
+    ):
         assert part in str(caught.value)
+
+
+@on_ranks(2)
+def test_a_budget_replaces_the_look_at_what_is_free() -> None:
+    """Some machines get more memory as it is used."""
+    offload = {"name": "cpu", "host_budget": 100 * NUMEL}
+    nothing = mock.patch.dict(HostTier.__init__.__kwdefaults__ or {}, available=lambda: 0)
+    with available(0), nothing, Sharded(Model(width=WIDTH), offload=offload) as side:
+        accumulate(side, 0, 1)
+        side.engine.restage(offload={"name": "optimizer_cpu", "host_budget": 100 * NUMEL})
 
 
 @on_ranks(2)
@@ -76,14 +93,36 @@ def test_files_are_asked_for_as_well(tmp_path: Path) -> None:
 
 
 @on_ranks(2)
+def test_what_the_files_have_free_themselves_counts(tmp_path: Path) -> None:
+    """A second fit has the room of the first, on a disk that has nothing left beside it; but no byte more."""
+    offload = {"name": "nvme", "nvme_path": str(tmp_path)}
+    module = Model(width=WIDTH)
+    engine = lightning_zero.shard(module, device="cpu", offload=offload)
+    with mock.patch.object(NvmeTier, "free_nbytes", mock.PropertyMock(return_value=20_000)):
+        for fit in range(2):
+            optimizer = torch.optim.AdamW([*module.parameters()])
+            with mock.patch.object(NvmeTier, "free_nbytes", 1 << 40) if not fit else contextlib.nullcontext():
+                engine.add_optimizer(optimizer)
+            engine.backward(language_loss(module, tokens(fit)))
+            optimizer.step()
+            engine.settle()
+            engine.drop_optimizers()
+        with pytest.raises(ConfigError, match="bytes of files"):
+            engine.add_optimizer(torch.optim.Adam(module.parameters(), amsgrad=True))
+    engine.release()
+
+
+@on_ranks(2)
 @pytest.mark.parametrize("row", ["nvme", "optimizer_nvme"])
 def test_files_are_asked_for_before_anything_is_moved(row: str, tmp_path: Path) -> None:
     """Each rank's part fits alone; both together do not."""
     offload = {"name": row, "nvme_path": str(tmp_path)}
     free = mock.PropertyMock(return_value=3 * NUMEL)
     with mock.patch.object(NvmeTier, "free_nbytes", free), mock.patch.object(NvmeTier, "reserve") as reserve:
-        with pytest.raises(ConfigError, match=r"zero.offload: the 2 rank\(s\) on host .* bytes of files"):
+        with pytest.raises(ConfigError) as caught:
             lightning_zero.shard(Model(width=WIDTH), device="cpu", offload=offload)
+        place = rf"the 2 rank\(s\) on host {socket.gethostname()}, in {tmp_path} need .* more bytes of files"
+        assert re.search(f"^zero.offload: {place}", str(caught.value)), caught.value
         with pytest.raises(ConfigError, match=r"zero.offload.nvme_budget: rank 0 needs .* the budget is 1,000"):
             lightning_zero.shard(Model(width=WIDTH), device="cpu", offload={**offload, "nvme_budget": 1000})
         reserve.assert_not_called()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
+import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +14,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import checkpoint
 
 import lightning_zero
 from lightning_zero.config import ConfigError
@@ -609,6 +614,43 @@ def test_meta_modules_are_materialised_with_ties(stage: int) -> None:
             side.zero_grad()
 
 
+class Marked(nn.Parameter):
+    """A class of a user's own."""
+
+
+@on_ranks(1)
+@OUTER_STAGES
+@pytest.mark.parametrize(("built_on", "device"), [("cpu", "meta"), ("meta", "cpu")])
+def test_a_parameter_keeps_all_that_it_carries_on_its_way_to_another_device(
+    stage: int, built_on: str, device: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # torch's meta kernels set it for good otherwise
+    with torch.device(built_on):
+        module = nn.Sequential(nn.Linear(5, 5), nn.LSTM(5, 5, num_layers=2))
+        module[0].weight = Marked(module[0].weight.detach())
+    weight, seen = module[0].weight, []
+    weight._no_weight_decay = True
+    weight.register_hook(lambda grad: seen.append("hook"))
+    removed = weight.register_hook(lambda grad: seen.append("removed"))
+    weight.register_post_accumulate_grad_hook(lambda param: seen.append("after"))
+    reference, before = weakref.ref(weight), [id(p) for p in module.parameters()]  # no list of them: torch counts
+
+    engine = lightning_zero.shard(module, stage=stage, device=device)
+    removed.remove()
+    weight.register_hook(lambda grad: seen.append("later"))
+    assert [id(p) for p in module.parameters()] == before
+    assert all(p.device.type == device for p in module.parameters())
+    assert reference() is module[0].weight is weight
+    assert weight._no_weight_decay
+    assert isinstance(weight, Marked)
+    with engine.step_scope("train"):
+        module(torch.ones(3, 2, 5, device=device))[0].sum().backward()
+    assert seen == ["hook", "later", "after"]
+    assert all(p.grad is not None for p in module.parameters())  # our own hooks were called too
+    engine.release()
+    assert type(weight) is Marked
+
+
 @on_ranks(1, 2)
 def test_a_meta_module_without_reset_parameters_is_named() -> None:
     class Bare(nn.Module):
@@ -650,6 +692,33 @@ def test_the_state_of_empty_parameters_is_that_of_a_plain_optimizer(stage: int) 
 def test_a_lazy_module_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"parameter 0\.weight has no shape yet.*lazy.*configure_model"):
         lightning_zero.shard(nn.Sequential(nn.LazyLinear(3)), device="cpu")
+
+
+class Wrapped(Tensor):
+    """As the quantised and float8 weights of torchao: what is computed is computed with the tensor inside."""
+
+    inner: Tensor
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> Wrapped:
+        wrapper: Wrapped = Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)  # type: ignore[attr-defined]
+        wrapper.inner = inner
+        return wrapper
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        args, kwargs = tree_map_only(Wrapped, lambda wrapper: wrapper.inner, (args, kwargs or {}))
+        result = func(*args, **kwargs)
+        return Wrapped(result) if func is torch.ops.aten.detach.default else result
+
+
+@pytest.mark.parametrize("trainable", [True, False])
+@STAGES
+def test_a_parameter_around_other_tensors_is_refused_by_name_and_class(stage: int, trainable: bool) -> None:
+    module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    module[1].weight = nn.Parameter(Wrapped(module[1].weight.detach()), requires_grad=trainable)
+    with pytest.raises(ConfigError, match=r"parameter 1\.weight is a Wrapped, a wrapper.*after training"):
+        lightning_zero.shard(module, stage=stage, device="cpu")
 
 
 # -- hooks of the user on parameters -----------------------------------------------------------------------------------
@@ -696,3 +765,41 @@ def test_hooks_on_accumulated_gradients_see_what_ours_take(stage: int, plain: bo
                 side.step()
                 side.zero_grad()
     assert len(seen) == 4 and all(grad.isfinite().all() and grad.any() for grad in seen)
+
+
+@on_ranks(2)
+@STAGES
+@PLAIN
+@pytest.mark.parametrize("how", ["two backwards", "no_sync", "one backward"])
+def test_a_hook_that_would_be_shown_a_sum_of_gradients_is_refused(stage: int, plain: bool, how: str) -> None:
+    """torch adds a gradient to those before it first; it comes in parts where a reentrant checkpoint is used twice."""
+    module = Model()
+    seen: list[Tensor] = []
+    weight = module.blocks[1].up.weight
+    handle = weight.register_post_accumulate_grad_hook(lambda param: seen.append(param.grad))
+    if how == "one backward":
+        module.blocks = nn.ModuleList([module.blocks[0], Repeated(module.blocks[1])])
+    with Sharded(module, stage=stage, plain=plain) as side:
+        for step in range(2 if how != "one backward" else 0):  # gradients that are cleared are no sum
+            language_work(side, step)
+            side.zero_grad()
+        with pytest.raises(RuntimeError, match=r"hook .* on blocks\.1\S*\.up\.weight.*param\.register_hook"):
+            with side.engine.no_sync() if how == "no_sync" else contextlib.nullcontext():
+                language_work(side, 0)
+            language_work(side, 1)
+        side.zero_grad()
+        handle.remove()
+        for step in range(2):
+            language_work(side, step)
+        side.step()
+
+
+class Repeated(nn.Module):
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = checkpoint(self.block, x, use_reentrant=True)
+        return x

@@ -193,6 +193,34 @@ def test_blocks_that_are_computed_again_pack_what_they_save_where_weights_go_awa
     assert bool(packs.call_count) == (stage == 3)
 
 
+class ChecksPartOfItself(nn.Module):
+    """A block whose norm is used inside of its checkpoint, and behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.inner = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, reentrant: bool) -> Tensor:
+        y = checkpoint(lambda z: self.inner(self.norm(z)), x, use_reentrant=reentrant)
+        return self.norm(y).mul_(2)
+
+
+@on_ranks(2)
+@STAGES
+@pytest.mark.parametrize("reentrant", [False, True], ids=["nonreentrant", "reentrant"])
+def test_a_checkpoint_inside_of_a_unit(stage: int, reentrant: bool) -> None:
+    """Its recomputation calls no unit. Gradients of the norm come from around it too, and the unit is dropped before
+    the norm's backward inside of it: that has to gather it again."""
+
+    def build() -> nn.Module:
+        module = Chain(lambda block, x: block(block(block(x, reentrant), reentrant), reentrant))
+        module.blocks = nn.ModuleList(ChecksPartOfItself() for _ in range(2))
+        return module
+
+    unit = {"classes": ["ChecksPartOfItself"]}
+    check(build, square_work, stage=stage, unit=unit, tolerance=1e-6, optimizer=sgd)
+
+
 @on_ranks(2)
 @STAGES
 @pytest.mark.parametrize("reentrant", [False, True], ids=["nonreentrant", "reentrant"])

@@ -248,6 +248,24 @@ def test_an_engine_goes_with_its_module_whatever_leads_back_to_it(stage: int, of
         kept[0].step()
 
 
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("leaves", ["no backward", "a backward that raises"])
+def test_a_graph_that_is_dropped_goes_with_all_that_it_leads_to(stage: int, leaves: str) -> None:
+    """Blocks have a tanh, which saves its own result."""
+    side = Sharded(Model(), stage=stage)
+    loss = language_loss(side.module, tokens(0))
+    if leaves != "no backward":
+        handle = side.module.blocks[1].up.weight.register_hook(_raise)
+        with pytest.raises(ZeroDivisionError):
+            side.backward(loss)
+        handle.remove()
+    references = [weakref.ref(o) for o in (side.engine, side.engine.passes, side.module, *side.engine.buckets)]
+    del side, loss
+    torch.ones(1, requires_grad=True).sum().backward()  # until then torch keeps what a backward that raised had to do
+    assert_gone(references)
+
+
 def _train_with_hooks(
     stage: int, offload: str, kept_optimizers: list[torch.optim.Optimizer] | None = None
 ) -> list[weakref.ref[Any]]:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import lightning_zero
-from tests.engine.optimizers import Lamb, Langevin, NormOverAll, Shared
+from tests.engine.optimizers import Forgetful, Lamb, Langevin, NormOverAll, Shared, Shrinking
 from tests.engine.support import (
     MakeOptimizer,
     Model,
@@ -427,6 +427,24 @@ def test_it_is_refused_also_below_a_scheduler_from_before_the_sharding(make: Any
         text = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
         assert f"{make.__name__}.step() has not called super().step()" in text
     assert not any("lightning_zero" in name for name in optimizer.__dict__)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("make", [Shrinking, Forgetful])
+def test_what_fails_behind_the_step_of_torch_says_the_way_out(make: Any) -> None:
+    def adam(params: Any) -> torch.optim.Optimizer:
+        made: torch.optim.Optimizer = make(params, lr=0.01)
+        return made
+
+    with Sharded(Model(), stage=3, optimizer=adam) as side:
+        language_work(side, 0)
+        with pytest.raises((RuntimeError, KeyError)) as caught:
+            side.step()
+        assert any("behind its call of super().step()" in n for n in caught.value.__notes__)
+        assert any("zero.optimizer.whole=true" in note for note in caught.value.__notes__)
+        with pytest.raises(ArithmeticError) as failed:  # not in a line of the class
+            side.optimizer.step(lambda: 1 / 0)
+        assert not hasattr(failed.value, "__notes__")
 
 
 FIRST_OF_ITS_BASE = """

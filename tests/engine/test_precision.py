@@ -274,3 +274,51 @@ def test_a_module_that_needs_fp32_is_named_with_the_setting(stage: int) -> None:
         side.backward(module(floats(0, WIDTH, WIDTH)).square().mean())
     with Sharded(nn.Linear(WIDTH, WIDTH), stage=stage) as side, contextlib.suppress(RuntimeError):
         side.module(torch.zeros(3, 3, dtype=torch.float64))
+
+
+class Packed(nn.Parameter):
+    """Holds bytes, as bitsandbytes' ``Params4bit`` does with ``quant_storage=torch.float16``."""
+
+    quant_state = 500.0
+
+
+class Decodes(nn.Module):
+    """A frozen layer whose weight is decoded from the bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        packed = torch.randint(0, 256, (WIDTH, WIDTH), dtype=torch.uint8)
+        self.weight = Packed(packed.view(torch.float16), requires_grad=False)
+        self.adapter = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = (self.weight.view(torch.uint8).to(x.dtype) - 127.5) / self.weight.quant_state
+        return x @ weight + self.adapter(x)
+
+
+@on_ranks(2)
+@OUTER_STAGES
+@pytest.mark.parametrize("precision", ["bf16", "bf16_true", "fp64"])
+def test_bytes_in_a_frozen_parameter_are_not_cast(stage: int, precision: str) -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(Decodes(), Decodes())
+    before = [layer.weight.detach().view(torch.uint8).clone() for layer in module]
+    with Sharded(module, stage=stage, precision=precision, optimizer=sgd) as side:
+        for step in range(2):
+            with autocast(precision):
+                loss = module(floats(step, 4, WIDTH).to(TRUE.get(precision, torch.float32))).float().square().mean()
+            side.backward(loss)
+            side.step()
+        with lightning_zero.gather(module):
+            assert all(torch.equal(n.weight.view(torch.uint8), b) for n, b in zip(module, before, strict=True))
+        state = side.engine.state_dict(only_rank_0=False)
+        assert torch.equal(state["1.weight"].view(torch.uint8), before[1])
+        with side.engine.step_scope("validation", evaluation=True), torch.no_grad():
+            seen = []
+            for layer in module:
+                layer.register_forward_hook(
+                    lambda layer, args, out: seen.append(layer.weight.view(torch.uint8).clone())
+                )
+            with autocast(precision):
+                module(floats(9, 4, WIDTH).to(TRUE.get(precision, torch.float32)))
+        assert all(torch.equal(s, b) for s, b in zip(seen, before, strict=True))

@@ -253,6 +253,14 @@ DAMAGES: dict[str, tuple[Any, str]] = {
         lambda folder: (folder / "model.safetensors.index.json").write_text("hello"),
         r"expected a whole file, got .*index\.json",
     ),
+    "an index that names a file above": (
+        lambda folder: _named(folder, "../stolen.safetensors"),
+        r"index\.json.*it names \.\./stolen\.safetensors, which is not in the folder",
+    ),
+    "an index that names a file anywhere": (
+        lambda folder: _named(folder, str(folder.parent / "stolen.safetensors")),
+        r"index\.json.*it names /.*stolen\.safetensors, which is not in the folder",
+    ),
     "another size": (
         lambda folder: _of_other_size(folder),
         r"expected model\.lm_head\.weight of shape \(64, 32\) in .*files, got \(32, 32\)",
@@ -263,6 +271,14 @@ DAMAGES: dict[str, tuple[Any, str]] = {
         r"expected model\.lm_head\.weight as floating-point numbers of 16 bits or more in .*files, got float8_e4m3fn",
     ),
 }
+
+
+def _named(folder: Path, name: str) -> None:
+    """Another file than the first, with the same in it."""
+    index = folder / "model.safetensors.index.json"
+    first = next(iter(folder.glob("*00001*")))
+    index.write_text(index.read_text().replace(first.name, name))
+    first.rename(folder / name)
 
 
 def _of_other_size(folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
 from typing import Any
@@ -167,6 +168,37 @@ def test_buffers_sent_between_forward_and_backward_are_refused_on_all_ranks() ->
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             side.backward(loss)
         side.engine.abort()
+
+
+class Inside(nn.Module):
+    """The model is a part of what is sharded, as of a LightningModule whose ``training_step`` calls it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Paths()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("path", list(PATHS))
+@pytest.mark.parametrize("way", ["plain", "in a step", "in an evaluation"])
+def test_a_rank_may_send_messages_of_its_own_when_its_dynamic_call_is_over(path: str, way: str) -> None:
+    """Also where no backward follows: the ranks that are still in their call need its gathers."""
+    module = Inside() if way == "in a step" else Paths()
+    with Sharded(module, dynamic=True, stall_timeout_s=5) as side:
+        for step in range(4):
+            x, blocks = floats(step, 4, WIDTH), PATHS[path](step, dist.get_rank())
+            scope: Any = contextlib.nullcontext()
+            if way != "plain":
+                scope = side.engine.step_scope("step", evaluation=way == "in an evaluation")
+            with scope, torch.set_grad_enabled(way != "in an evaluation"):
+                for _ in range(2):
+                    loss = (module.model if way == "in a step" else module)(x, blocks).square().mean()
+                    total = loss.detach().clone()
+                    dist.all_reduce(total)
+                    assert total.isfinite()
+            if step % 2 and way == "plain":
+                side.backward(loss)
+                side.step()
 
 
 @on_ranks(2)

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from lightning_zero.config import ConfigError, Offload
 from lightning_zero.engine.passes import passes
+from lightning_zero.engine.steps.worker import StepWorker
 from lightning_zero.engine.whole.restage import Move
 from lightning_zero.planning.fit import allowed_rows
 from lightning_zero.planning.memory import Moment, planned_bytes
@@ -247,6 +249,32 @@ def test_files_are_used_again_and_cut(tmp_path: Path) -> None:
         assert side.engine.tiers.nvme is not tier and not path_of(tmp_path).exists()
         assert path_of(tmp_path / "other").exists()
         train(side, 1, "fp32")
+
+
+@on_ranks(2)
+def test_a_rank_that_owns_nothing_of_a_unit_any_more_has_no_step_of_it(tmp_path: Path) -> None:
+    """At stage 0 it stepped all; a job in the worker that nobody waits for would move what the next gather reads."""
+    may_run = threading.Event()
+    take = StepWorker._take
+
+    def late(self: StepWorker) -> Any:
+        may_run.wait(60)
+        return take(self)
+
+    with Sharded(Model(width=4), stage=0, optimizer=adamw) as side:  # a unit is smaller than a shard
+        train(side, 0, "fp32")
+        side.engine.restage("zero3", offload_of("zero3 nvme", tmp_path))
+        with mock.patch.object(StepWorker, "_take", late):
+            side.backward(language_loss(side.module, tokens(1)))
+            side.step()
+            owned = [bool(bucket.owned_fragments()) for bucket in side.engine.buckets]
+            assert all(owned) == (dist.get_rank() == 0)
+            assert [bucket.awaited_step.is_done for bucket in side.engine.buckets] == [not own for own in owned]
+            worker = side.engine.after_step._worker
+            assert (worker is not None and worker._running) == any(owned)
+            may_run.set()
+            train(side, 2, "fp32")
+            side.engine.settle()
 
 
 @on_ranks(2)

@@ -6,6 +6,7 @@ import copy
 import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +17,9 @@ from torch.optim import Optimizer
 import lightning_zero
 from lightning_zero.comm.agreements import FailedElsewhereError
 from lightning_zero.config import ConfigError, Precision, Whole, make_config
+from lightning_zero.engine.steps import whole_optimizer
 from lightning_zero.engine.units.describe import describe_units
+from lightning_zero.optimizers import trial
 from lightning_zero.planning.memory import Moment, planned_bytes
 from lightning_zero.planning.tensor_states import TensorStates
 from lightning_zero.trainer.memory.held_bytes import held_bytes, plan_of, state_tensors
@@ -30,14 +33,17 @@ from tests.engine.optimizers import (
     Fading,
     FirstOfGroup,
     Flagged,
+    Forgetful,
     Lamb,
     Langevin,
     NormOverAll,
+    NormOverLarge,
     Prepared,
     RareClip,
     Remembering,
     Shampoo,
     Shared,
+    Shrinking,
     SignDescent,
     Slow,
     adafactor,
@@ -422,10 +428,13 @@ def test_schedules_new_groups_and_what_is_thawed() -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("stage", [0, 2])
-def test_all_optimizers_step_whole_tensors_if_asked(stage: int) -> None:
+@pytest.mark.parametrize(
+    ("kind", "stage"), [(torch.optim.AdamW, 0), (torch.optim.AdamW, 2), (Shrinking, 1), (Shrinking, 3), (Forgetful, 3)]
+)
+def test_all_optimizers_step_whole_tensors_if_asked(kind: Any, stage: int) -> None:
     def make(params: Any) -> Optimizer:
-        return torch.optim.AdamW(params, lr=0.01, weight_decay=0.1, fused=True)
+        made: Optimizer = kind(params, lr=0.01, weight_decay=0.1, fused=True)
+        return made
 
     side_by_side(make, language, stage=stage, optimizer_settings={"whole": True})
 
@@ -761,7 +770,7 @@ def test_what_cannot_be_stepped_apart_is_refused() -> None:
         torch.optim.LBFGS: "depends on the other tensors",
         Sharpness: "calls its closure itself.*zero/stage=zero0",
         Sending: "sends messages between ranks itself",
-        Picky: "(?s)could not be tried on small tensors.*too even.*zero.optimizer.whole=true",
+        Picky: "(?s)could not be tried.*too even.*zero.optimizer.whole=true",
     }
     for make, match in refusals.items():
         module = Model()
@@ -780,6 +789,40 @@ def test_what_cannot_be_stepped_apart_is_refused() -> None:
             Sharded(Model(), stage=0, optimizer=make)
     with pytest.raises(ConfigError, match=r"has train\(\) and eval\(\)"):
         sharded_with(Model(), ScheduleFree, {"elementwise": True})
+
+
+def large() -> nn.Module:
+    """Two matrices above a side of 64, of unequal shapes, and what is below it."""
+    return nn.Sequential(nn.Linear(20, 70), nn.Linear(70, 72), nn.Linear(72, 66))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("own", [{}, {"elementwise": True}])
+def test_what_couples_large_tensors_alone_is_refused(own: dict[str, Any]) -> None:
+    for groups in (1, 2):
+        module = large()
+        engine = lightning_zero.shard(module, device="cpu", summary=False, optimizer=own)
+        params = list(module.parameters())
+        listed = [{"params": params[n::groups]} for n in range(groups)]
+        with pytest.raises(ConfigError, match="came out otherwise"):
+            engine.add_optimizer(NormOverLarge(listed))
+        engine.release()
+    for build in (large, Model):  # what couples nothing here is not refused
+        module = build()
+        engine = lightning_zero.shard(module, device="cpu", summary=False, optimizer=own)
+        engine.add_optimizer((SignDescent if build is large else NormOverLarge)(module.parameters()))
+        engine.release()
+
+
+@on_ranks(1)
+def test_of_tensors_that_are_too_many_to_try_the_largest_are_left_out_and_named() -> None:
+    module = large()
+    engine = lightning_zero.shard(module, device="cpu", summary=False)
+    room = sum(p.numel() for p in module.parameters()) - 1
+    with mock.patch.object(trial, "MOST_TRUE", room), mock.patch.object(whole_optimizer, "_log") as log:
+        engine.add_optimizer(NormOverLarge(module.parameters()))
+    assert log.warning.call_args.args[-1] == "(72, 70)"
+    engine.release()
 
 
 def test_settings_that_contradict_each_other_are_refused() -> None:

@@ -16,7 +16,7 @@ from lightning_zero.config import ConfigError
 from tests.engine.optimizers import Shampoo
 from tests.fabric.toys import Net, Run, adamw, assert_equal, fabric, make, train, weights
 from tests.harness import on_ranks
-from tests.trainer.toys import assert_weights
+from tests.trainer.toys import Lit, assert_weights, loader, trainer
 
 
 def state_of(run: Run, **more: Any) -> dict[str, Any]:
@@ -39,6 +39,17 @@ def strategies() -> dict[str, Any]:
         "folder1": ZeroFabricStrategy("zero1", checkpoint="sharded", summary=False),
         "ddp": "ddp",
     }
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(("strategy", "name"), [("zero3", "model"), ("zero3", "state_dict"), ("folder", "model")])
+def test_the_trainer_refuses_what_fabric_has_written(strategy: str, name: str, tmp_path: Path) -> None:
+    run = train(strategies()[strategy])
+    run.fabric.save(tmp_path / "a.ckpt", {name: run.model, "optimizer": run.optimizer})
+    of = trainer("zero3", tmp_path)
+    says = r"expected a checkpoint of Lightning, got .*a\.ckpt, .* Give another .*, and what fabric\.save .* by fabric"
+    with pytest.raises(ConfigError, match=says):
+        of.fit(Lit(), loader(), ckpt_path=tmp_path / "a.ckpt")
 
 
 @on_ranks(2)

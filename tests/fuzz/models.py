@@ -196,6 +196,30 @@ class Derived(Part):
         return self.linear(x)
 
 
+class Consulted(nn.Module):
+    """Is given a table that has as many rows as the batch."""
+
+    def __init__(self, n: int) -> None:
+        super().__init__()
+        self.inner, self.n = nn.Linear(WIDTH, WIDTH), n
+
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        if self.n == 0:
+            return self.inner(x) + (x @ table.T).softmax(-1) @ table
+        if self.n == 1:
+            return self.inner(x) + table.mean(0)
+        return x + self.inner(x) * (table[0] if self.n == 2 else table.square().sum())
+
+
+class Consults(Part):
+    def fill(self) -> None:
+        self.table = nn.Parameter(torch.randn(ROWS, WIDTH) / 8)
+        self.inner = Consulted(self.n)
+
+    def forward(self, x: Tensor, number: int) -> Tensor:
+        return self.inner(x, self.table.to(x.dtype) * 1)
+
+
 class Symmetric(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.triu() + x.triu(1).T
@@ -293,6 +317,31 @@ class Statistics(Part):
                     self.mean = 0.9 * self.mean + 0.1 * mean
             self.count += 1
         return x - self.mean.clone().to(x.dtype)
+
+
+class Marked(nn.Parameter):
+    """A class of a user's own."""
+
+
+class Watched(Part):
+    """Parameters with a class, an attribute and a hook that changes accumulated gradients, of a user's own."""
+
+    def fill(self) -> None:
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.linear.weight = Marked(self.linear.weight.detach())
+        self.linear.weight.no_decay = True
+        if self.n:
+            self.linear.weight.register_post_accumulate_grad_hook(_halves)
+
+    def forward(self, x: Tensor, number: int) -> Tensor:
+        if not self.linear.weight.no_decay:
+            raise AssertionError("the attribute has another value")
+        return self.linear(x)
+
+
+def _halves(param: Tensor) -> None:
+    if param.grad is not None:
+        param.grad.mul_(0.5)
 
 
 # -- with children ----------------------------------------------------------------------------------------------------
@@ -615,6 +664,8 @@ LEAVES: dict[str, type[Part]] = {
         KeepsALoss,
         Clamped,
         Statistics,
+        Consults,
+        Watched,
     )
 }
 MIXES: dict[str, type[Mix]] = {

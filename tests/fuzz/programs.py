@@ -62,6 +62,7 @@ class Settings:
     offload: str = "none"
     precision: str = "fp32"
     recompute: str = "none"
+    micro_batches: int = 1
     classes: tuple[str, ...] = ()
     max_bytes: int = 0
     min_bytes: int = 0

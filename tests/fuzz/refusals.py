@@ -61,6 +61,11 @@ def _walks_again(program: Program) -> bool:
 
 REFUSALS = (
     Refusal(
+        r"ConfigError: zero.optimizer.whole: what NormBySize does to a tensor depends on the other tensors",
+        "each rank would take the norm of its own tensors",
+        lambda program: program.optimizer == "norm by size" and any(_stages(program)),
+    ),
+    Refusal(
         r"RuntimeError: \S+ is sharded, and between steps its values are on no rank",
         "a read outside of a pass would need all ranks, and not all come to it",
         _reads_outside,
@@ -77,6 +82,16 @@ REFUSALS = (
         lambda program: program.settings.recompute != "none",
     ),
     Refusal(
+        r"CannotDivide: unit .* is run in \d chunks",
+        "parts would give other results than the whole",
+        lambda program: program.settings.micro_batches > 1,
+    ),
+    Refusal(
+        r"(ConfigError|Changes|RuntimeError): .*zero\.micro_batches",
+        "parts would give other results than the whole, or no gradients",
+        lambda program: program.settings.micro_batches > 1,
+    ),
+    Refusal(
         r"RuntimeError: one of the variables needed for gradient computation has been modified",
         "a graph is walked again, from weights of the root, which only a backward that is told of has gathered, or "
         "from weights that were read outside of their module's call",
@@ -90,6 +105,11 @@ REFUSALS = (
         r"RuntimeError: one of the variables needed for gradient computation has been modified",
         "the values of before, which the backward needs, are overwritten",
         _replaces_values,
+    ),
+    Refusal(
+        r"RuntimeError: a hook \(register_post_accumulate_grad_hook\) on \S+ was called for a second gradient",
+        "torch shows such hooks the sum, which is in slices",
+        lambda program: any(node.kind == "Watched" and node.n for node in program.nodes()),
     ),
     Refusal(
         r"RuntimeError: .*: written to in a step, with other values on some ranks than on others",

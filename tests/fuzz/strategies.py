@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 
 from tests.fuzz import programs as p
-from tests.fuzz.models import CONTAINERS, LEAVES, MIXES, class_names
+from tests.fuzz.models import CONTAINERS, LEAVES, MIXES, ROWS, class_names
 from tests.fuzz.sides import OPTIMIZERS
 
 PARTS = st.integers(0, 3)
@@ -154,6 +154,8 @@ def programs(draw: DrawFn) -> p.Program:
     world = draw(st.sampled_from([2, 2, 2, 1, 3, 4]))
     model = draw(MODELS)
     settings = draw(_settings(model, world))
+    if draw(_rarely(4)):
+        settings = _in_parts(settings, ROWS)
     program = p.Program(
         model=model,
         actions=draw(ACTIONS),
@@ -170,6 +172,12 @@ def programs(draw: DrawFn) -> p.Program:
 CHANGES_BUFFERS = {"Image", "Norms", "Statistics", "Derived"}
 
 
+def _in_parts(settings: p.Settings, parts: int) -> p.Settings:
+    """Parts of a batch are computed again in any case, and their gradients travel in fp32."""
+    recompute = settings.recompute if settings.recompute != "none" else "blocks"
+    return dataclasses.replace(settings, micro_batches=parts, recompute=recompute, grad_wire="full")
+
+
 def _comparable(program: p.Program) -> p.Program:
     """Without what a plain twin does otherwise, and rightly.
 
@@ -180,17 +188,28 @@ def _comparable(program: p.Program) -> p.Program:
     what torch refuses, which a plain twin can tell.
     """
     kinds = {node.kind for node in program.nodes()}
-    settings, actions = program.settings, program.actions
+    model, settings, actions = program.model, program.settings, program.actions
     if kinds & CHANGES_BUFFERS:
-        settings = dataclasses.replace(settings, recompute="none")
+        settings = dataclasses.replace(settings, recompute="none", micro_batches=1)
+    if any(node.kind == "Layer" and node.n % 4 > 1 for node in program.nodes()):  # dropout: parts draw other numbers
+        settings = dataclasses.replace(settings, micro_batches=1)
     if any(isinstance(action, p.Raise) and action.alone for action in program.everything()):
         settings = dataclasses.replace(settings, transport="direct")
     if program.ranks_differ:
+        program = dataclasses.replace(program, model=dataclasses.replace(program.model, body=_unwatched(model.body)))
         precision = settings.precision if settings.precision == "fp64" else "fp32"
         recompute = "none" if "ChangesItsInput" in kinds else settings.recompute
         settings = dataclasses.replace(settings, plain=False, precision=precision, recompute=recompute)
         actions = _for_ranks_that_differ(actions)
     return dataclasses.replace(program, settings=settings, actions=actions)
+
+
+def _unwatched(nodes: tuple[p.Node, ...]) -> tuple[p.Node, ...]:
+    """Without hooks on gradients, which may be refused on some ranks only."""
+    return tuple(
+        dataclasses.replace(node, n=0 if node.kind == "Watched" else node.n, children=_unwatched(node.children))
+        for node in nodes
+    )
 
 
 def _for_ranks_that_differ(actions: tuple[p.Action, ...]) -> tuple[p.Action, ...]:

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from unittest import mock
 
 import pytest
@@ -47,6 +48,25 @@ def _stall() -> None:
         assert f"rank {comm.rank} waited" in text
     comm.waits.close()
     # Messages were lost on these groups: they are not given back to the pool.
+
+
+class Never:
+    """A message that nobody answers."""
+
+    def is_completed(self) -> bool:
+        return False
+
+    def wait(self, timeout: timedelta) -> None:
+        time.sleep(timeout.total_seconds())
+        raise RuntimeError("timed out")
+
+
+def test_a_rank_that_hears_of_nobody_names_its_own_place_alone() -> None:
+    with pytest.raises(StallError) as caught:
+        Waits(None, stall_timeout_s=0.1).wait_work(Never(), "blocks.1")
+    first, place, change = str(caught.value).splitlines()
+    assert "'blocks.1' and the other ranks did not come." in first
+    assert place == "  rank 0: starting" and change.startswith("If ranks")
 
 
 @on_ranks(2)

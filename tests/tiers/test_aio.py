@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch.overrides import TorchFunctionMode
 
 from lightning_zero.config import MIB, ConfigError
 from lightning_zero.device import accelerator_of
@@ -369,31 +369,62 @@ def test_pages_made_under_inference_mode_can_train() -> None:
     assert not pages.bytes.is_inference() and not view.is_inference()
 
 
-@pytest.mark.parametrize("code", [0, 2])
-def test_pages_for_cuda_are_pinned_and_unpinned(code: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    pinned: list[tuple[int, int]] = []
-    unpinned: list[int] = []
+class Runtime(TorchFunctionMode):
+    """CUDA's: an error stays its last until torch finds it behind a kernel, and raises it there."""
 
-    def register(address: int, size: int, flags: int) -> int:
-        pinned.append((address, size))
-        return code
+    def __init__(self, **codes: int) -> None:
+        super().__init__()
+        self.codes, self.last = codes, 0
+        self.called: list[tuple[Any, ...]] = []
 
-    cudart = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=unpinned.append)
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
-    waited: list[torch.device] = []
-    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
-    if code:
+    def __getattr__(self, name: str) -> Any:
+        def call(*arguments: int) -> int:
+            self.called.append((name, *arguments))
+            self.last = self.codes.get(name, 0) or self.last
+            return self.codes.get(name, 0)
+
+        return call
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.device((kwargs or {}).get("device") or "cpu").type != "cuda":
+            return function(*args, **(kwargs or {}))
+        last, self.last = self.last, 0
+        if last:
+            raise RuntimeError(f"CUDA error {last}")
+        return None
+
+
+@contextmanager
+def cuda(**codes: int) -> Iterator[Runtime]:
+    with Runtime(**codes) as runtime, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "cudart", lambda: runtime)
+        patch.setattr(torch.cuda, "device", lambda device: nullcontext())
+        patch.setattr(torch.cuda, "synchronize", lambda device: runtime.called.append(("synchronize",)))
+        yield runtime
+
+
+def test_pages_for_cuda_are_pinned_and_unpinned() -> None:
+    with cuda() as runtime:
+        pages = HostPages(2 * PAGE, accelerator_of(torch.device("cuda", 0)))
+        address = pages.bytes.data_ptr()
+        pages.close()
+        pages.close()
+    assert runtime.called == [
+        ("cudaHostRegister", address, 2 * PAGE, 0),
+        ("synchronize",),  # for the copies that still use the pages
+        ("cudaHostUnregister", address),
+    ]
+
+
+def test_pages_that_cuda_does_not_pin_break_no_kernel_of_others() -> None:
+    with cuda(cudaHostRegister=2) as runtime:
         with pytest.raises(ConfigError, match=r"pin 8192 bytes.*CUDA error 2.*zero.offload.host_budget"):
             HostPages(2 * PAGE, accelerator_of(torch.device("cuda", 0)))
-        assert not unpinned
-        return
-    pages = HostPages(2 * PAGE, accelerator_of(torch.device("cuda", 0)))
-    address = pages.bytes.data_ptr()
-    assert pinned == [(address, 2 * PAGE)]
-    pages.close()
-    pages.close()
-    assert unpinned == [address] and len(waited) == 1  # for the copies that still use the pages
+        assert runtime.last == 0
+    assert [name for name, *_ in runtime.called] == ["cudaHostRegister"]
+    with cuda(cudaHostUnregister=713) as runtime:
+        HostPages(PAGE, accelerator_of(torch.device("cuda", 0))).close()
+        assert runtime.last == 0
 
 
 def test_buffers_are_aligned_apart_and_seen_as_tensors() -> None:

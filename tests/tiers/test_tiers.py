@@ -196,6 +196,8 @@ def test_memory_that_is_not_there_is_refused_before_it_is_taken() -> None:
         "expected 704 more bytes", "640 are available", "zero.offload:", "zero.offload.host_budget",
     )  # fmt: skip
     tier.free(tier.reserve([Wanted("a", 160, torch.float32)]))
+    grows = HostTier(budget=704, available=lambda: 640)  # a machine that gets more memory as it is used
+    grows.free(grows.reserve([Wanted("a", 161, torch.float32)]))
     refused(lambda: HostTier().reserve([Wanted("a", 1 << 50, torch.float32)]), "are available", str(1 << 52))
     refused(lambda: HostTier(available=lambda: 1 << 62).reserve([Wanted("a", 1 << 50, torch.float32)]), "refused it")
 
@@ -393,6 +395,37 @@ def test_paths_that_cannot_work_are_refused(tmp_path: Path) -> None:
     (folder / "lightning_zero").write_text("mine")
     refused(lambda: NvmeTier(folder, rank=0), key, "nothing can be written or locked (File exists)")
     assert (tmp_path / "file").read_text() == (folder / "lightning_zero").read_text() == "mine"
+
+
+def test_a_link_in_the_place_of_a_file_is_not_followed(tmp_path: Path) -> None:
+    """What it leads to would be emptied."""
+    mine, folder = tmp_path / "mine", tmp_path / "lightning_zero"
+    mine.write_text("mine")
+    folder.mkdir()
+    for link, why in ((os.symlink, "Too many levels of symbolic links"), (os.link, "rank00000.lock has other names")):
+        link(mine, folder / "rank00000.lock")
+        refused(lambda: NvmeTier(tmp_path, rank=0), "zero.offload.nvme_path", why)
+        (folder / "rank00000.lock").unlink()
+    (folder / "rank00000.bin").symlink_to(mine)
+    with nvme(tmp_path):
+        assert not (folder / "rank00000.bin").is_symlink()
+    assert mine.read_text() == "mine"
+    folder.mkdir()
+    folder.rmdir()
+    (tmp_path / "elsewhere").mkdir()
+    folder.symlink_to(tmp_path / "elsewhere")
+    refused(lambda: NvmeTier(tmp_path, rank=0), "zero.offload.nvme_path", "nothing can be written or locked (Not a dir")
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+def test_a_folder_of_files_is_for_one_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "lightning_zero"
+    folder.mkdir(0o777)
+    with nvme(tmp_path):
+        assert folder.stat().st_mode & 0o777 == 0o700
+    folder.mkdir()
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    refused(lambda: NvmeTier(tmp_path, rank=0), f"lightning_zero is of user {os.getuid()}, and this is user 12345")
 
 
 # -- faults -----------------------------------------------------------------------------------------------------------

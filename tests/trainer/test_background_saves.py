@@ -9,6 +9,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,7 +25,9 @@ from lightning_zero import ZeroStrategy
 from lightning_zero.checkpoint import verify
 from lightning_zero.checkpoint.background import Background
 from lightning_zero.checkpoint.sharded.read import ShardedFolder
+from lightning_zero.comm.streams import Streams
 from lightning_zero.config import ConfigError, Stage
+from lightning_zero.device.accelerator import Accelerator
 from lightning_zero.engine.units import kept
 from lightning_zero.engine.units.home import ResidentHome
 from lightning_zero.engine.whole.snapshot import Snapshot
@@ -263,6 +266,27 @@ def test_copies_take_what_changes_and_are_used_again(tmp_path: Path) -> None:
     least = 8 * sum(info.numel for bucket in buckets for info in bucket.params)  # a master, and SGD's momentum
     assert least <= total.item() <= 8 * sum(bucket.layout.numel for bucket in buckets)
     assert len({verify.check(path).damage == [] for path in tmp_path.glob("*.ckpt")}) == 1
+
+
+def test_a_step_does_not_wait_for_a_reader_that_gets_no_time() -> None:
+    """Its thread runs only when no other wants to; what it has read too late is not what it gives."""
+    values, read = torch.arange(4.0), kept.Sliced.tensor.fget
+    reading, changed = threading.Event(), threading.Event()
+
+    def slow(part: kept.Sliced) -> Tensor:
+        reading.set()
+        assert changed.wait(20)
+        return read(part)
+
+    whole = kept.Sliced(values, 0, 4)
+    found = kept.KeptInMemory([whole], Streams(Accelerator(torch.device("cpu"))), at_once=None, spare=None)
+    with mock.patch.object(kept.Sliced, "tensor", property(slow)), ThreadPoolExecutor(2) as threads:
+        late = threads.submit(found.read, whole)
+        assert reading.wait(20)
+        threads.submit(found.secure).result(20)
+        values.zero_()
+        changed.set()
+        assert torch.equal(late.result(20), torch.arange(4.0))
 
 
 # -- what goes wrong --------------------------------------------------------------------------------------------------

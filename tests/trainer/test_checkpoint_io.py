@@ -330,6 +330,14 @@ def test_what_is_no_checkpoint(case: str, weights_only: bool | None, tmp_path: P
     assert "weights_only` set to" not in str(refused.value)
 
 
+@pytest.mark.parametrize("weights_only", [None, True, False])
+def test_what_comes_from_elsewhere_runs_only_by_the_users_word(weights_only: bool | None) -> None:
+    """Lightning alone runs what is at an address of http unless it is told not to."""
+    io = mock.Mock()
+    load(io, "http://somewhere/a.ckpt", weights_only)
+    assert io.load_checkpoint.call_args.kwargs["weights_only"] is (weights_only is not False)
+
+
 def flip(path: Path, name: str = "data/", depth: int = 3) -> None:
     """Change a bit of a tensor in a file."""
     with path.open("rb+") as file:

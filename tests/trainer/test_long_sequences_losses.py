@@ -92,6 +92,30 @@ def test_losses_that_are_no_means_are_refused(tmp_path: Path) -> None:
             fit(seeded(lambda f=form: Loss(f)), Texts("pair", 1), tmp_path, 2, 1)
 
 
+class Beside(Own):
+    """A loss by hand, or one that is no mean, beside a mean with gradients that is only logged."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.form = form
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        tokens, labels = batch
+        flat = self(tokens).flatten(0, 1)
+        self.logged = F.cross_entropy(flat, labels.flatten()) + F.mse_loss(flat, flat.detach() + 1)
+        if self.form == "sum":
+            return F.cross_entropy(flat, labels.flatten(), reduction="sum")
+        nats = -flat.log_softmax(-1).gather(-1, labels.clamp(min=0).view(-1, 1))[:, 0]
+        return nats[labels.flatten() != -100].mean()
+
+
+@on_ranks(2)
+def test_another_loss_of_the_step_changes_nothing(tmp_path: Path) -> None:
+    assert_parity(lambda: Beside("by hand"), loss_of_step, "pair", tmp_path, 2, 1, ignored=True)
+    with pytest.raises(ConfigError, match="reduction='sum'"):
+        fit(seeded(lambda: Beside("sum")), Texts("pair", 1), tmp_path, 2, 1)
+
+
 class Leaves(Own):
     """A loss on the ranks only whose part has labels."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
+from torchmetrics import MeanMetric
 
 import lightning_zero
 from lightning_zero import ZeroStrategy, config
@@ -20,7 +22,6 @@ from lightning_zero.app.schema import TrainConfig
 from lightning_zero.config import ConfigError
 from lightning_zero.data.synthetic import SyntheticData
 from lightning_zero.ranks.waits import StallError
-from lightning_zero.sequence.model import check_model
 from tests.engine.support import places_posted_often
 from tests.harness import on_ranks
 from tests.trainer.test_long_sequences import LENGTH, STEPS, Llama, Own, Texts, fit, gpt, loader
@@ -28,112 +29,302 @@ from tests.trainer.toys import seeded, trainer
 
 
 class Changed(Own):
-    """A model with one thing in its step that would be wrong on a part."""
+    """A model with one thing in its step that looks along the positions, or might."""
 
-    def __init__(self, change: str) -> None:
+    def __init__(self, change: Change, loss: Callable[..., Tensor] = F.cross_entropy) -> None:
         super().__init__()
-        self.change = change
-        self.register_buffer("table", torch.zeros(LENGTH, 16))
-        self.free = nn.Parameter(torch.zeros(LENGTH, 16))
-        self.plain = torch.zeros(LENGTH, 16)
+        self.change, self.loss = change, loss
+        self.register_buffer("table", torch.randn(LENGTH, 16))
+        self.free = nn.Parameter(torch.randn(LENGTH, 16))
+        self.plain = torch.randn(LENGTH, 16)
+        self.kernel = nn.Conv1d(16, 16, 3, padding=1)
+        self.lstm = nn.LSTM(16, 16, batch_first=True)
+        self.norm = nn.BatchNorm1d(16)
+        self.weighing = nn.MultiheadAttention(16, 2, batch_first=True)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens) + self.position(lightning_zero.sequence_positions(tokens.shape[1]))
+        x = x + self.change(x, self, tokens)
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(x)
+        return logits
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        tokens, labels = batch
-        length = tokens.shape[1]
-        if self.change == "arange":
-            _ = self.position(torch.arange(length))
-        x = self.embed(tokens)
-        if self.change == "buffer":
-            x = x + self.table[:length]
-        if self.change == "parameter":
-            x = x + self.free[None, :length]
-        if self.change == "cumsum":
-            _ = (tokens > 0).cumsum(dim=1)
-        if self.change == "roll":
-            labels = tokens.roll(-1, 1)
-        if self.change == "eager":
-            x = (x @ x.transpose(1, 2)).softmax(-1) @ x
-        if self.change in CHANGES:
-            _ = CHANGES[self.change](x, self)
-        if self.change == "conv":
-            x = F.conv1d(x.transpose(1, 2), torch.zeros(16, 16, 3), padding=1).transpose(1, 2)
-        if self.change == "none":
-            return self.head(x).sum()
-        mask = torch.ones(length, length, dtype=torch.bool) if self.change == "mask" else None
-        if self.change == "cross":
-            _ = F.scaled_dot_product_attention(x[:, None], image := torch.zeros(len(x), 1, 1, 16), image)
-        if self.change == "heads":
-            _ = F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None])
-        if self.change == "flat":
-            _ = F.scaled_dot_product_attention(x, x, x)
-        q = x.view(*x.shape[:2], 2, 8).transpose(1, 2)
-        x = x + F.scaled_dot_product_attention(q, q, q, mask).transpose(1, 2).reshape(x.shape)
-        logits = self.head(x)
-        if self.change == "shift":
-            logits, labels = logits[:, :-1], labels[:, 1:]
-        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return self.loss(self(batch[0]).flatten(0, 1), batch[1].flatten())
 
 
-# What is done to activations [batch, part, 16], in what words it is refused.
-CHANGES: dict[str, Any] = {
-    "attribute": lambda x, module: module.plain[: x.shape[1]],
-    "narrow": lambda x, module: module.plain.narrow(0, 0, x.shape[1]),
-    "scores": lambda x, module: (x @ x.transpose(1, 2)).sigmoid(),
-    "pairs": lambda x, module: torch.einsum("bqd,bkd->bqk", x, x),
-    "state": lambda x, module: torch.einsum("...ld,...le->...de", x, x),
-    "pool": lambda x, module: (x * x.mean(-1, keepdim=True).softmax(dim=1)).sum(),
-    "mean": lambda x, module: x.mean(dim=1),
-    "most": lambda x, module: x.max(1),
-    "pad": lambda x, module: F.pad(x, (0, 0, 1, -1)),
-    "last": lambda x, module: x[:, -1],
-    "first": lambda x, module: x.select(1, 0),
-    "several": lambda x, module: x[:, 2:],
-    "kernel": lambda x, module: torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*[x[:, None]] * 3),
+Change = Callable[[Tensor, Any, Tensor], Any]
+
+
+def by_hand(x: Tensor, *_: Any) -> Tensor:
+    return (x @ x.transpose(1, 2)).softmax(-1) @ x
+
+
+def weighs(x: Tensor, module: Any, _: Tensor) -> Tensor:
+    found: Tensor = module.weighing(x, x, x)[0]
+    return found
+
+
+def per_part(x: Tensor, module: Any, tokens: Tensor) -> Tensor:
+    found = [F.scaled_dot_product_attention(half, half, half) for half in x[:, None].chunk(2, dim=2)]
+    return torch.cat(found, dim=2)[:, 0]
+
+
+# What is added to activations [batch, length, 16].
+LOOKS_ALONG: dict[str, Change] = {
+    "var": lambda x, *_: x.var(dim=1, keepdim=True),
+    "norm": lambda x, *_: x.norm(dim=1, keepdim=True),
+    "normalize": lambda x, *_: F.normalize(x, dim=1),
+    "median": lambda x, *_: x.median(dim=1, keepdim=True).values,
+    "any": lambda x, *_: (x > 1).any(dim=1, keepdim=True).float(),
+    "prod": lambda x, *_: x.prod(dim=1, keepdim=True),
+    "layer_norm": lambda x, *_: F.layer_norm(x, x.shape[1:]),
+    "group_norm": lambda x, *_: F.group_norm(x.transpose(1, 2), 4).transpose(1, 2),
+    "conv2d": lambda x, *_: F.conv2d(x[:, None], torch.ones(1, 1, 3, 3), padding=1)[:, 0],
+    "unfold": lambda x, *_: F.pad(x, (0, 0, 1, 1)).unfold(1, 3, 1).amax(-1),
+    "gather": lambda x, *_: x.gather(1, torch.zeros(len(x), 1, 16, dtype=torch.int64)),
+    "index_select": lambda x, *_: x.index_select(1, torch.tensor([0])),
+    "fft": lambda x, *_: torch.fft.fft(x, dim=1).real,
+    "cdist": lambda x, *_: torch.cdist(x, x).mean(-1, keepdim=True),
+    "linspace": lambda x, *_: torch.linspace(0, 1, x.shape[1])[None, :, None],
+    "einsum": lambda x, *_: torch.einsum("btd->bd", x)[:, None],
+    "transpose": lambda x, *_: x.transpose(1, 2).sum(-1)[:, None],
+    "permute": lambda x, *_: x.permute(1, 0, 2).sum(0)[:, None],
+    "one": lambda x, *_: x[..., :1].sum(1, keepdim=True),
+    "constant": lambda x, *_: torch.ones(x.shape[1], x.shape[1]).tril() @ x,
+    "arange": lambda x, module, tokens: module.position(torch.arange(tokens.shape[1])),
+    "buffer": lambda x, module, _: module.table[: x.shape[1]],
+    "parameter": lambda x, module, _: module.free[None, : x.shape[1]],
+    "attribute": lambda x, module, _: module.plain.narrow(0, 0, x.shape[1]),
+    "cumsum": lambda x, module, tokens: (tokens > 3).cumsum(dim=1)[..., None],
+    "roll": lambda x, *_: x.roll(1, 1),
+    "flip": lambda x, *_: x.flip(1),
+    "pad": lambda x, *_: F.pad(x, (0, 0, 1, -1)),
+    "last": lambda x, *_: x[:, -1:],
+    "mean": lambda x, *_: x.mean(dim=1, keepdim=True),
+    "softmax": lambda x, *_: x * x.mean(-1, keepdim=True).softmax(dim=1),
+    "state": lambda x, *_: torch.einsum("ble,bde->bld", x, torch.einsum("bld,ble->bde", x, x)),
+    "attention": by_hand,
+    "weights": weighs,
+    "hidden": lambda x, *_: torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*[x[:, None]] * 3)[0][:, 0],
+    "conv1d": lambda x, module, _: module.kernel(x.transpose(1, 2)).transpose(1, 2),
+    "lstm": lambda x, module, _: module.lstm(x)[0],
+    "batch norm": lambda x, module, _: module.norm(x.transpose(1, 2)).transpose(1, 2),
 }
-WORDS = {
-    "attribute": "sequence_positions",
-    "narrow": "sequence_positions",
-    **dict.fromkeys(("scores", "pairs", "state"), "looks like attention"),
-    "pool": "softmax over the positions",
-    **dict.fromkeys(("mean", "most"), "mean_over_tokens"),
-    "pad": "padding along the positions",
-    **dict.fromkeys(("last", "first"), "one of the positions"),
-    "several": "some of its positions",
-    "kernel": "another kernel of attention",
-    "arange": "sequence_positions",
-    "buffer": "sequence_positions",
-    "parameter": "sequence_positions",
-    "cumsum": "split_sequence",
-    "roll": "split_sequence",
-    "eager": "F.scaled_dot_product_attention",
-    "conv": "convolution",
-    "none": "without any",
-    "mask": "is_causal=True",
-    "cross": "self-attention",
-    "heads": "divides the 1 heads",
-    "flat": r"\[batch, heads, positions, width\]",
-    "shift": r"part.of\(tokens\[:, 1:\]\)",
+# What looks like it, and is not; and what is drawn at random.
+HONEST: dict[str, Change] = {
+    "each": lambda x, *_: x.var(dim=-1, keepdim=True) * F.normalize(x, dim=-1) + x[..., :1].sum(-1, keepdim=True),
+    "square": lambda x, *_: torch.einsum("btd,de->bte", x, torch.ones(16, 16).tril()) / 16,
+    "arange": lambda x, *_: torch.arange(x.shape[-1]),
+    "mean": lambda x, *_: lightning_zero.mean_over_tokens(x, dim=1)[:, None],
+    "texts": lambda x, *_: (x[..., None] @ x[..., None, :]).mean(-1),
+    "dropout": lambda x, module, _: F.dropout(x, 0.2, module.training),
+    "noise": lambda x, *_: torch.randn_like(x) + torch.rand(x.shape) + torch.bernoulli(torch.full_like(x, 0.3)),
+    "drawn": lambda x, *_: x * torch.empty(len(x), 1, 1).bernoulli_(0.9) + torch.empty_like(x).uniform_(0, 1),
+    "kernel": lambda x, *_: torch.native_dropout(x, 0.2, True)[0],
 }
 
 
 @on_ranks(2)
-def test_what_would_be_wrong_on_a_part_is_refused(tmp_path: Path) -> None:
-    for change, words in WORDS.items():
-        with pytest.raises(ConfigError, match=words):
-            fit(seeded(lambda c=change: Changed(c)), Texts("pair", 1), tmp_path, 2, 1)
-    fit(seeded(lambda: Changed("nothing")), Texts("pair", 1), tmp_path, 2, 1)  # and goes on after it
+def test_what_looks_along_the_positions_is_refused(tmp_path: Path) -> None:
+    for number, (name, change) in enumerate(LOOKS_ALONG.items()):
+        module = seeded(lambda c=change: Changed(c))
+        with pytest.raises(ConfigError, match="the first parameter whose gradient differs is") as found:
+            fit(module, Texts("pair", 1), tmp_path, 2, 3 * (number % 2), accumulate_grad_batches=2)
+        assert "Look in training_step" in str(found.value), name
+        assert module.trainer.global_step == 0
 
 
-class Asks(Changed):
-    """It has asked for its positions, so what else it counts is its own affair."""
+@on_ranks(2)
+def test_what_computes_each_position_by_itself_is_not(tmp_path: Path) -> None:
+    for name, change in HONEST.items():
+        found = fit(seeded(lambda c=change: Changed(c)), Texts("pair", 1), tmp_path, 2, 3)
+        assert len(found.losses) == STEPS, name
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        lightning_zero.sequence_positions(tokens.shape[1])
-        return super().forward(tokens)
+
+@on_ranks(2)
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "16-mixed"])
+def test_digits_that_a_precision_has_not_are_not_asked_for(precision: str, tmp_path: Path) -> None:
+    for name in ("each", "dropout", "mean"):
+        fit(seeded(lambda n=name: Changed(HONEST[n])), Texts("pair", 1), tmp_path, 2, 3, precision=precision)
+    for name in ("var", "constant", "arange", "last"):
+        with pytest.raises(ConfigError, match="Look in training_step"):
+            fit(seeded(lambda n=name: Changed(LOOKS_ALONG[n])), Texts("pair", 1), tmp_path, 2, 3, precision=precision)
+
+
+class ByHand(Changed):
+    """Manual optimization, with all that a step may do to what is around it."""
+
+    def __init__(self, change: Change) -> None:
+        super().__init__(change)
+        self.automatic_optimization = False
+        self.register_buffer("seen", torch.zeros(()))
+        self.metric = MeanMetric()
+        self.calls, self.kept, self.rates = 0, [], []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer: Any = self.optimizers()
+        loss = super().training_step(batch, batch_idx)
+        self.calls += 1
+        self.kept.append(batch_idx)
+        self.seen += 1
+        self.metric(loss.detach())
+        self.log("loss", loss)
+        self.manual_backward(loss)
+        self.clip_gradients(optimizer, 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+        self.lr_schedulers().step()
+        self.rates.append(optimizer.param_groups[0]["lr"])
+        return {"loss": loss}
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
+
+
+@on_ranks(2)
+def test_the_step_that_is_tried_leaves_no_trace(tmp_path: Path) -> None:
+    for stage in (0, 3):
+        module = seeded(lambda: ByHand(HONEST["dropout"]))
+        fit(module, Texts("pair", 1), tmp_path, 2, stage, zero={"offload": "optimizer_cpu"} if stage else {})
+        assert module.calls == module.metric.update_count == module.seen == STEPS == module.trainer.global_step
+        assert module.kept == [0, 1] and module.rates == [0.5, 0.25]
+        refused = seeded(lambda: ByHand(LOOKS_ALONG["mean"]))
+        with pytest.raises(ConfigError, match="Look in training_step"):
+            fit(refused, Texts("pair", 1), tmp_path, 2, stage)
+        assert refused.calls == refused.trainer.global_step == 0 and not refused.trainer.callback_metrics
+
+
+class Third(Changed):
+    """Looks along the positions where a batch has three tensors."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self(batch[0])
+        self.change = LOOKS_ALONG["mean"] if len(batch) > 2 else HONEST["each"]
         return super().training_step(batch, batch_idx)
+
+
+@on_ranks(4)
+def test_batches_of_another_kind_are_tried_too(tmp_path: Path) -> None:
+    """Also where those of the other group are of the same kind as before, and in the middle of an accumulation."""
+    data = Texts("pair", 1)
+    batches = [(data.tokens[:2], data.labels[:2])] * 3
+    batches += [(*batches[0], data.tokens[:2]) if dist.get_rank() < 2 else batches[0]]
+    module = seeded(lambda: Third(HONEST["each"]))
+    strategy = ZeroStrategy(3, sequence_parallel=2, summary=False)
+    of = trainer(strategy, tmp_path, max_epochs=1, accumulate_grad_batches=2, use_distributed_sampler=False)
+    with pytest.raises(ConfigError, match="Look in training_step"):
+        of.fit(module, DataLoader(batches, batch_size=None))
+    assert module.trainer.global_step == 1
+
+
+@on_ranks(2)
+def test_gradients_that_wait_for_their_step_stay(tmp_path: Path) -> None:
+    """A batch of another kind comes in the middle of an accumulation."""
+    data, found = Texts("pair", 1), []
+    pair = data.tokens[:2], data.labels[:2]
+    for second in (pair, (*pair, data.tokens[:2])):
+        for stage in (1, 3):
+            module = seeded(Own)
+            module.training_step = lambda batch, _, m=module: Own.training_step(m, batch[:2], 0)
+            strategy = ZeroStrategy(stage, sequence_parallel=2, summary=False)
+            of = trainer(strategy, tmp_path, max_epochs=1, accumulate_grad_batches=2, use_distributed_sampler=False)
+            of.fit(module, DataLoader([pair, second], batch_size=None))
+            with lightning_zero.gather(module):
+                found.append({name: value.clone() for name, value in module.state_dict().items()})
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0], rtol=1e-6, atol=1e-7)
+
+
+class Evaluates(Own):
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.form = form
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        tokens, labels = batch
+        nats = F.cross_entropy(self(tokens).flatten(0, 1), labels.flatten(), reduction="none")
+        if self.form == "by hand":
+            self.log("val", nats[labels.flatten() != -100].mean(), sync_dist=True)
+        self.log("all", nats.sum(), reduce_fx="sum", sync_dist=True)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        logits: Tensor = self(batch[0])
+        return logits.mean(1) if self.form == "features" else logits
+
+
+@on_ranks(2)
+def test_evaluations_that_parts_give_other_values_of_are_refused(tmp_path: Path) -> None:
+    data = Texts("pair", 1, ignored=True)
+    of = trainer(ZeroStrategy(3, sequence_parallel=2, summary=False), tmp_path)
+    of.validate(seeded(lambda: Evaluates("fine")), loader(data, of), verbose=False)
+    assert len(of.predict(seeded(lambda: Evaluates("fine")), loader(data, of))) == STEPS
+    with pytest.raises(ConfigError, match=r"Look in validation_step|val, which is logged, is"):
+        of.validate(seeded(lambda: Evaluates("by hand")), loader(data, of), verbose=False)
+    with pytest.raises(ConfigError, match=r"a tensor \(2, 13\) that is returned"):
+        of.predict(seeded(lambda: Evaluates("features")), loader(data, of))
+
+
+class Prompted(Own):
+    """Texts that are longer than what is tried, with labels at their end only, that its own method cuts; and a mask
+    that each part has whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.position = nn.Embedding(4 * 64, 16)
+
+    def split_sequence(self, batch: Any, part: Any) -> Any:
+        tokens, labels, mask = batch
+        return part.of(tokens), part.of(labels), part.keep(mask, 1)
+
+    def forward(self, tokens: Tensor, mask: Tensor) -> Tensor:
+        x = self.embed(tokens) + self.position(lightning_zero.sequence_positions(tokens.shape[1]))
+        q = x.view(*x.shape[:2], 4, 4).transpose(1, 2)
+        x = x + F.scaled_dot_product_attention(q, q, q, mask[:, None, None]).transpose(1, 2).reshape(x.shape)
+        return self.head(x)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        tokens, labels, mask = batch
+        self.lengths = [*getattr(self, "lengths", ()), tokens.shape[1]]
+        return F.cross_entropy(self(tokens, mask).flatten(0, 1), labels.flatten())
+
+
+@on_ranks(2)
+def test_a_short_piece_with_labels_is_tried(tmp_path: Path) -> None:
+    tokens = torch.randint(1, 13, (2, 256), generator=torch.Generator().manual_seed(1))
+    labels = torch.where(torch.arange(256) < 250, -100, tokens)
+    module, of = seeded(Prompted), trainer(ZeroStrategy(3, sequence_parallel=2, summary=False), tmp_path, max_epochs=1)
+    lengths: list[int] = []
+    module.forward = lambda *args, inner=module.forward: (lengths.append(args[0].shape[1]), inner(*args))[1]
+    of.fit(module, DataLoader([(tokens, labels, tokens > 2)], batch_size=None))
+    assert lengths == [64, 32, 64, 32, 64, 32, 128]
+    assert module.lengths == [128]
+
+
+@on_ranks(2)
+def test_what_attention_cannot_be_given_is_refused(tmp_path: Path) -> None:
+    def attend(x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return F.scaled_dot_product_attention(x, x, x, mask)
+
+    def cross(x: Tensor, *_: Any) -> Tensor:
+        image = torch.zeros(len(x), 1, 1, 16)
+        return F.scaled_dot_product_attention(x[:, None], image, image)[:, 0]
+
+    def masked(x: Tensor, *_: Any) -> Tensor:
+        heads = x.view(*x.shape[:2], 2, 8).transpose(1, 2)
+        return attend(heads, torch.ones(x.shape[1], x.shape[1], dtype=torch.bool)).transpose(1, 2).flatten(2)
+
+    cases: list[tuple[Change, str]] = [
+        (masked, "is_causal=True"),
+        (cross, "self-attention"),
+        (lambda x, *_: attend(x[:, None])[:, 0], "divides the 1 heads"),
+        (lambda x, *_: attend(x), r"\[batch, heads, positions, width\]"),
+    ]
+    for change, words in cases:
+        with pytest.raises(ConfigError, match=words):
+            fit(seeded(lambda c=change: Changed(c)), Texts("pair", 1), tmp_path, 2, 1)
+    fit(seeded(Own), Texts("pair", 1), tmp_path, 2, 1)  # and goes on after it
 
 
 class Gives(pl.LightningModule):
@@ -152,7 +343,6 @@ class Gives(pl.LightningModule):
 
 @on_ranks(2)
 def test_batches_that_nothing_cuts_are_refused(tmp_path: Path) -> None:
-    fit(seeded(lambda: Asks("arange")), Texts("pair", 1), tmp_path, 2, 1)
     odd = torch.zeros(4, 7, dtype=torch.int64)
     floats, labels = torch.zeros(4, 8, 3), torch.zeros(4, dtype=torch.int64)
     cases: list[tuple[Any, str]] = [
@@ -176,11 +366,11 @@ def _first(data: Any) -> Any:
 @on_ranks(2)
 def test_transformers_without_positions_or_with_packed_texts(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    tokens = torch.ones(2, LENGTH, dtype=torch.int64)
+    tokens = Texts("pair", 1).tokens[:2]
     packed = torch.arange(LENGTH).remainder(3).expand(2, -1)
     class_loss = {"input_ids": tokens, "labels": tokens, "num_items_in_batch": 3}
     for batch, words in (
-        (tokens, "position_ids"),
+        (tokens, r"positions that begin at 0 in each part"),
         ({"input_ids": tokens, "labels": tokens, "position_ids": packed}, "packed texts"),
         (class_loss, "num_items_in_batch"),
     ):
@@ -212,20 +402,6 @@ def test_ranks_of_a_group_with_other_batches_are_refused(tmp_path: Path) -> None
     again = trainer(ZeroStrategy(3, sequence_parallel=2, summary=False), tmp_path, max_epochs=1)
     again.fit(seeded(Own), loader(data, again))
     assert dist.get_world_size() // 2 == again.distributed_sampler_kwargs["num_replicas"]
-
-
-@pytest.mark.parametrize("layer, words", [
-    (nn.LSTM(2, 2), "from position to position"),
-    (nn.BatchNorm1d(2), "statistics"),
-    (nn.Conv1d(2, 2, 3), "kernel"),
-    (nn.MultiheadAttention(6, 3), "divides the 3 heads"),
-    (torch.jit.script(nn.Linear(2, 2)), "hides what it calls"),
-])  # fmt: skip
-def test_layers_are_refused_before_a_run(layer: nn.Module, words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        check_model(nn.Sequential(layer), 2)
-    check_model(nn.Sequential(layer), 1)
-    check_model(nn.Sequential(nn.Conv1d(2, 2, 1), nn.MultiheadAttention(6, 2), nn.SyncBatchNorm(2)), 2)
 
 
 def test_a_run_whose_ranks_or_heads_do_not_divide_is_refused_before_it_starts(tmp_path: Path) -> None:

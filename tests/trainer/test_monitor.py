@@ -18,9 +18,10 @@ from lightning.pytorch.loggers import CSVLogger, Logger
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_zero import ZeroMonitor, ZeroStrategy
+from lightning_zero import ZeroMonitor, ZeroStrategy, device
 from lightning_zero.config import ConfigError
 from lightning_zero.device import recording
+from lightning_zero.device.accelerator import Accelerator
 from lightning_zero.planning.buckets import Role
 from lightning_zero.planning.memory import Moment, planned_bytes
 from lightning_zero.planning.peaks import peak_flops
@@ -91,6 +92,32 @@ def monitored(stage: str, root: Path, module: Any = None, **settings: Any) -> tu
     callbacks = [monitor, *settings.pop("callbacks", ())]
     run = fit(stage, root, module, logger=kept, callbacks=callbacks, **{"max_epochs": 1, **settings})
     return run, [row for _, row in kept.rows]
+
+
+class Device(Accelerator):
+    """One that counts its peak, as torch does for GPUs: since the process began, unless it is told otherwise."""
+
+    has_streams = True
+    peak = 1000
+
+    def new_stream(self) -> Any:
+        return "stream"
+
+    def record(self) -> Any:
+        return "event"
+
+    def peak_nbytes(self) -> int:
+        return Device.peak
+
+    def reset_peak(self) -> None:
+        Device.peak = 7
+
+
+@on_ranks(1)
+def test_the_peak_of_a_device_is_of_training_and_not_of_the_build(tmp_path: Path) -> None:
+    with mock.patch.dict(device._KINDS, {"cpu": Device}), mock.patch.object(Device, "peak", 1000):
+        _, rows = monitored("zero1", tmp_path)
+    assert [row["zero/peak_bytes/device"] for row in rows] == [7.0] * len(rows) != []
 
 
 @on_ranks(2)

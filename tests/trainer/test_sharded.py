@@ -544,6 +544,12 @@ DAMAGES: dict[str, tuple[Callable[[Path, Path], Any], str]] = {
         lambda path, ran: (path / ".metadata").write_bytes(_pickled(Runs(ran))),
         r"\.metadata: it cannot be read: .*pathlib\.Path\.touch|\.metadata: it cannot be read: .*getattr",
     ),
+    "an index that changes a class": (  # the opcodes: a class of an index, a state, BUILD
+        lambda path, _: (path / ".metadata").write_bytes(
+            b"ctorch.distributed.checkpoint.metadata\nMetadata\n(N(dVmixed\nI1\nstb."
+        ),
+        r"\.metadata: it cannot be read: .*it changes a type",
+    ),
     "another pickle": (
         lambda path, _: (path / ".metadata").write_bytes(_pickled({"a": 1})),
         r"\.metadata: it holds no index but a dict",

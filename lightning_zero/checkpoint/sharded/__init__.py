@@ -7,7 +7,6 @@
     save      all ranks together
     index     .metadata, which says where everything is: made, read without running code, and checked
     slices    a range of a file, as a file
-    verify    its checksums
     read      tensors of such a folder, of which a rank reads its parts only
 
 ::

@@ -1,11 +1,12 @@
 """``.metadata``, the index of a folder: made, read, and checked against the files.
 
-It is a pickle. Reading one may run anything that is in it, so here only the classes of which DCP makes its index, and
-plain values, are let in.
+It is a pickle, as DCP has it. Reading one may run anything that is in it, so here only the classes of which DCP makes
+its index, and plain values, are let in, and no class is changed.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import io
 import os
@@ -14,7 +15,7 @@ import re
 import zlib
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
@@ -93,7 +94,17 @@ def packed(index: Metadata) -> bytes:
     return data + _TRAILER % zlib.crc32(data)
 
 
-class _Unpickler(pickle.Unpickler):
+class _Unpickler(pickle._Unpickler):
+    dispatch: ClassVar = dict(pickle._Unpickler.dispatch)
+
+    def load_build(self) -> None:
+        kind = type(self.stack[-2])  # type: ignore[attr-defined]
+        if not dataclasses.is_dataclass(kind):  # a pickle can set attributes of classes too
+            raise pickle.UnpicklingError(f"it changes a {kind.__name__}, which no index does")
+        super().load_build()  # type: ignore[misc]
+
+    dispatch[pickle.BUILD[0]] = load_build  # type: ignore[assignment]
+
     def find_class(self, module: str, name: str) -> Any:
         allowed = module in ALLOWED.get(name, ()) or (module == _SHARDED and name == "TensorProperties")
         if allowed or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
@@ -105,7 +116,8 @@ def read_index(folder: Path) -> Metadata:
     """Read the index of ``folder``, run nothing that is in it, and compare it with the files that are there.
 
     Raises:
-        ConfigError: with the file: there is no index, or none that can be trusted; a file is missing or too short.
+        ConfigError: with the file: there is no index, or none that can be trusted; a file is missing or too short; it
+            is no checkpoint of Lightning.
         OSError: the system's.
     """
     path = folder / INDEX
@@ -123,6 +135,8 @@ def read_index(folder: Path) -> Metadata:
         raise ConfigError(refusal(path, f"it cannot be read: {type(error).__name__}: {error}")) from error
     if not isinstance(index, Metadata) or not isinstance(index.storage_data, dict):
         raise ConfigError(refusal(path, f"it holds no index but a {type(index).__name__}"))
+    if not (folder / EXTRA).is_file():
+        raise ConfigError(refusal(folder, f"it has no {EXTRA}, so it is no checkpoint of Lightning"))
     try:
         _check_files(folder, index)
         _check_filled(folder, index)

@@ -50,5 +50,6 @@ class Fence:
         raise RuntimeError(
             f"{what} of a sharded module would read or write placeholders instead of parameters. Use "
             "trainer.save_checkpoint(path) and trainer.fit(model, ckpt_path=path), or fabric.save and fabric.load, or "
-            "wrap the call in `with lightning_zero.gather(model):`, on all ranks."
+            "trainer.strategy.export(folder) for a model of transformers, or wrap the call in "
+            "`with lightning_zero.gather(model):`, on all ranks."
         )

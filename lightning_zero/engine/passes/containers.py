@@ -5,9 +5,15 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from enum import Enum
+from numbers import Number
 from typing import Any, cast
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+
+PLAIN = (type(None), Number, str, bytes, Enum, torch.dtype, torch.device, torch.Size, torch.layout, type, nn.Module)
+_DEPTH = 4  # of objects in objects that are looked into
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
@@ -74,6 +80,21 @@ def _rebuild_dict(value: dict[Any, Any], new: dict[Any, Any]) -> Any:
     for k, v in new.items():
         rebuilt[k] = v
     return rebuilt
+
+
+def tensors_inside(value: Any, depth: int = _DEPTH) -> Iterator[Tensor]:
+    """Tensors that an object holds in its attributes, in objects of those too."""
+    if isinstance(value, Tensor):
+        yield value
+    elif depth and not isinstance(value, PLAIN) and not callable(value):
+        if isinstance(value, dict):
+            inside: list[Any] = list(value.values())
+        elif isinstance(value, (list, tuple, set)):
+            inside = list(value)
+        else:
+            inside = list(getattr(value, "__dict__", {}).values())
+        for item in inside:
+            yield from tensors_inside(item, depth - 1)
 
 
 def find_tensors(value: Any, only: tuple[type, ...] | None = None) -> Iterator[Tensor]:

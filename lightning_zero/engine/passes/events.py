@@ -34,6 +34,9 @@ class PassEvents(Protocol):
     def post_forward(self, unit: Unit, *, outermost: bool, awaits_backward: Callable[[], bool]) -> None:
         """The module of ``unit`` returned."""
 
+    def call_ends(self) -> None:
+        """The outermost call of a module that holds units returned."""
+
     def forward_raised(self) -> None:
         """The outermost call of a module ended with an exception."""
 
@@ -43,8 +46,8 @@ class PassEvents(Protocol):
     def recomputes(self, unit: Unit) -> None:
         """The forward of ``unit`` is computed again in a backward."""
 
-    def grad_arrived(self, unit: Unit, bucket: Bucket, slot: int, grad: Tensor) -> None:
-        """Autograd accumulated the gradient of one parameter."""
+    def grad_arrived(self, unit: Unit, bucket: Bucket, slot: int, grad: Tensor, *, shown: bool = False) -> None:
+        """Autograd accumulated the gradient of one parameter; ``shown``: a hook of the user's has seen it."""
 
     def input_grads_arrived(self, unit: Unit, call: int) -> None:
         """The gradients of the inputs of one call are complete."""

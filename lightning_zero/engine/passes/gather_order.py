@@ -6,7 +6,8 @@ in the same order. Other gathers are issued elsewhere: the root's at the start o
 
 - *Agreeing* (the first pass of a kind, every pass under ``dynamic``, or after leaving the plan): a rank that needs a
   unit sends its number to all; every unit that any rank sent is gathered by all, in rank order. A rank that reaches the
-  end of its pass sends DONE and answers the others until all are done.
+  end of its pass sends DONE and answers the others until all are done. Under ``dynamic`` a rank that reaches the end of
+  an outermost call sends CALLED and answers those that are still in theirs.
 - *Following*: the compiled history of such a pass. A demand issues everything up to it, so a unit that this rank skips
   is still gathered in its place; between demands the plan is looked ahead in under the byte budget.
 """
@@ -22,6 +23,7 @@ from lightning_zero.engine.units.unit import State, Unit
 from lightning_zero.planning.schedule import Cursor, Plan, compile_plan, may_come_ahead
 
 DONE = -1
+CALLED = -2
 FORGIVEN = 1  # passes in a row that may leave the plan before it is recorded anew
 
 
@@ -116,6 +118,14 @@ class GatherOrder:
                 self._drop_idle()
             self._strays[self._key] = 0
 
+    def call_ends(self) -> None:
+        """Under ``dynamic``: answer the ranks that are still in their call. Messages of the user's may follow, and they
+        would wait for these in vain. On all ranks."""
+        if self.dynamic and self._agreeing:
+            while not {CALLED, DONE}.issuperset(wants := self._exchange(CALLED)):
+                self._serve(wants)
+                self._drop_idle()
+
     def abort(self) -> None:
         self._cursor, self._agreeing, self.holds_next = None, False, False
         self._idle.clear()
@@ -134,8 +144,8 @@ class GatherOrder:
         return wants
 
     def _serve(self, wants: Sequence[int], own: Unit | None = None) -> None:
-        wanted = list(dict.fromkeys(want for want in wants if want != DONE))
-        if self._guess is not None:
+        wanted = list(dict.fromkeys(want for want in wants if want not in (CALLED, DONE)))
+        if wanted and self._guess is not None:
             wanted += self._guessed(wanted)
         for index in wanted:
             self._history.append(index)

@@ -7,7 +7,8 @@ place is noted too, and made to them when somebody needs them, together for all 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 from weakref import ref
 
@@ -213,10 +214,25 @@ class Sentinels:
         self._grads = grads
         self._norms, self._noted = norms, noted
         self._of: dict[int, GradSentinel] = {}
+        self._aside = False
+
+    @contextlib.contextmanager
+    def set_aside(self, infos: Iterable[ParamInfo]) -> Iterator[None]:
+        """Inside, ``param.grad`` is the caller's own, and says nothing of the gradients that there are."""
+        kept = [(info.param, info.param.grad) for info in infos]
+        self._aside = True
+        try:
+            for param, _ in kept:
+                param.grad = None
+            yield
+        finally:
+            self._aside = False
+            for param, grad in kept:
+                param.grad = grad
 
     def place_used(self) -> None:
         """Place sentinels after a backward, for parameters that were used in it or before it."""
-        for bucket, grads in self._grads.items():
+        for bucket, grads in () if self._aside else self._grads.items():
             self.place(bucket.params[slot] for slot in grads.used)
 
     def place(self, infos: Iterable[ParamInfo]) -> None:
@@ -232,6 +248,8 @@ class Sentinels:
 
     def forget_zeroed(self) -> None:
         """Drop the gradients that the user has cleared since they were placed, and zero or change others as asked."""
+        if self._aside:
+            return
         for bucket, grads in self._grads.items():
             if grads.used or grads.written or bucket.grad_store.is_there:
                 cleared, zeroed = self._changes(bucket)

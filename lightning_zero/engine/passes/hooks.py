@@ -66,6 +66,7 @@ class Hooks:
         self._handles: list[Any] = []
         self._grad_handles: dict[int, tuple[nn.Parameter, Any]] = {}
         self._call = 0
+        self._depth = 0  # calls of modules that hold units, inside of each other
         self.idle = False  # the module is whole: gradients are the user's
         self._leaf_handles: list[Any] = []  # of hooks in this pass on leaves, which outlive their graph
         self._running: list[_Running] = []
@@ -104,6 +105,20 @@ class Hooks:
         # would go on to pack what it saves.
         self._handles.append(target.register_forward_hook(outside_graphs(after), with_kwargs=True, always_call=True))
 
+    def watch_calls(self, module: nn.Module) -> None:
+        """Tell when the outermost call of a module that holds units has returned."""
+
+        def before(*_: Any) -> None:
+            self._depth += 1
+
+        def after(module: nn.Module, args: Any, output: Any) -> None:
+            self._depth = max(0, self._depth - 1)
+            if not self._depth and output is not None:  # None: it may have raised
+                self.passes.call_ends()
+
+        self._handles.append(module.register_forward_pre_hook(outside_graphs(before), prepend=True))
+        self._handles.append(module.register_forward_hook(outside_graphs(after), always_call=True))
+
     def watch_grad(self, unit: Unit, bucket: Bucket, slot: int) -> None:
         """Take a parameter's gradient as soon as autograd has accumulated it. The parameter must require grad."""
         param = bucket.params[slot].param
@@ -125,7 +140,8 @@ class Hooks:
             passes = passes_ref()
             if grad is not None and passes is not None:
                 unit = passes.units[place[0]]
-                passes.grad_arrived(unit, unit.buckets[place[1]], slot, grad)
+                shown = len(p._post_accumulate_grad_hooks) > 1  # type: ignore[arg-type]
+                passes.grad_arrived(unit, unit.buckets[place[1]], slot, grad, shown=shown)
 
         self._grad_handles[id(param)] = param, param.register_post_accumulate_grad_hook(arrived)
 
@@ -294,6 +310,7 @@ class Hooks:
         """End the calls that have never returned, after an exception that torch does not tell hooks of."""
         while self._running:
             self._end_call()
+        self._depth = 0
 
     def _raised(self) -> None:
         # Not in a backward: a checkpoint ends its recomputation early by an exception of its own, which is no failure.

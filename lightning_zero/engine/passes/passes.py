@@ -37,9 +37,12 @@ from lightning_zero.engine.passes.stays import Stays
 from lightning_zero.engine.steps.after_step import AfterStep
 from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units.bucket import Bucket
+from lightning_zero.engine.units.param_info import ParamInfo
 from lightning_zero.engine.units.unit import State, Unit
 from lightning_zero.engine.vertical.units import Vertical
 from lightning_zero.timeline.compute_lane import ComputeLane
+
+Look = Callable[[ParamInfo, Tensor], object]
 
 
 def _weakly(method: Callable[[Unit], bool]) -> Callable[[Unit], bool]:
@@ -75,6 +78,7 @@ class Passes:
         calls_meet: steps are told by scopes. A call of a module outside of them may be one rank's alone, and its
             gathers would be matched with others of ranks that are in a step; so all come together before it.
         vertical: runs units in chunks, where that is asked for.
+        look: is given the gradients of backwards, which nothing keeps; see :meth:`looking`.
     """
 
     def __init__(
@@ -113,6 +117,7 @@ class Passes:
         self.aborted = False
         self.calls_meet = False
         self.vertical = Vertical(1, self)
+        self.look: Look | None = None
 
     @property
     def root(self) -> Unit:
@@ -230,7 +235,7 @@ class Passes:
         deadline = time.monotonic() + ABANDON_S
         self.aborted = True
         self.lane.ends()
-        if self.in_backward:
+        if self.in_backward and self.look is None:
             self.reducer.abort(deadline)
             # The backward has taken them away. Without them nobody could tell later what the user has cleared since.
             self.sentinels.place_used()
@@ -319,6 +324,13 @@ class Passes:
             if not awaits_backward():
                 self.end()
 
+    @outside_autograd
+    def call_ends(self) -> None:
+        """The outermost call of a module that holds units returned."""
+        if self.key is not None and not self.in_backward:
+            self.comm.place = f"end of a call in pass {self.key}"
+            self.order.call_ends()
+
     def forward_raised(self) -> None:
         """The outermost call of a module ended with an exception."""
         if self._scope is None:
@@ -374,13 +386,14 @@ class Passes:
         self.hooks.come_last()
         self.lane.backward_begins()
         self._enter(Phase.TOLD if explicit else Phase.NOTICED)
-        self.explicit_backwards += explicit
+        self.explicit_backwards += explicit and self.look is None
         # Steps under way still read the gradients that this backward replaces or adds to.
         self.after_step.flush()
         # Before ``remove``, which sets ``grad`` to None. To ``forget_zeroed`` a None says that the user has cleared the
         # gradient, and it would drop what earlier backwards have accumulated.
         self.sentinels.forget_zeroed()
-        self.reducer.begin(str(self.key), lambda b: sum(info.param.requires_grad for info in b.params))
+        if self.look is None:
+            self.reducer.begin(str(self.key), lambda b: sum(info.param.requires_grad for info in b.params))
         self.sentinels.remove(info for unit in self.units for info in unit.infos())
         self.progress.backward_begins()
         self._needed = None
@@ -399,6 +412,18 @@ class Passes:
         if torch.is_grad_enabled():
             # create_graph: the new graph needs weights again, at moments that no hook tells. So units stay gathered.
             self._open.second_order = True
+
+    @contextlib.contextmanager
+    def looking(self, look: Look) -> Iterator[None]:
+        """See ``Engine.looking_at_gradients``."""
+        self.leave()
+        with self.sentinels.set_aside(info for unit in self.units for info in unit.infos()):
+            self.look = look
+            try:
+                yield
+                self.leave()
+            finally:
+                self.look = None
 
     def forget_failed(self) -> None:
         """Abort the pass of a backward that an exception has ended, if the engine was never told of that backward."""
@@ -424,15 +449,31 @@ class Passes:
         self.progress.inputs_arrived(unit, call)
         self._maybe_reshard(unit)
 
-    def grad_arrived(self, unit: Unit, bucket: Bucket, slot: int, grad: Tensor) -> None:
-        """Autograd accumulated the gradient of one parameter."""
+    def grad_arrived(self, unit: Unit, bucket: Bucket, slot: int, grad: Tensor, *, shown: bool = False) -> None:
+        """Autograd accumulated the gradient of one parameter; ``shown``: a hook of the user's has seen it.
+
+        Raises:
+            RuntimeError: that hook would have seen the sum of several in torch, and saw one of them here.
+        """
         # Not ``outside_autograd`` as a whole: it comes for every parameter, and what it calls is so where that matters.
-        if self.vertical.sums is not None:
-            self.vertical.sums.add(unit, bucket, slot, grad)
+        sums = self.vertical.sums
+        if sums is None:
+            self.backward_begins()
+        if shown and (slot in self.reducer.grads[bucket].used or (sums is not None and (bucket, slot) in sums)):
+            raise RuntimeError(
+                f"a hook (register_post_accumulate_grad_hook) on {bucket.params[slot].fqn} was called for a second "
+                "gradient before the first was cleared. torch shows such hooks the sum, which is in slices here. Take "
+                "param.register_hook, which is given each gradient by itself, or look at the sum before the step: "
+                "lightning_zero.gather(module, grads=True). Between steps, clear gradients by zero_grad()."
+            )
+        if sums is not None:
+            sums.add(unit, bucket, slot, grad)
             return
-        self.backward_begins()
         self.lane.arrived(f"{unit.title} backward")
-        self.reducer.take(bucket, slot, grad)
+        if self.look is None:
+            self.reducer.take(bucket, slot, grad)
+        else:
+            self.look(bucket.params[slot], grad)
         if self.progress.grad_arrived(unit):
             self._maybe_reshard(unit)
 
@@ -445,7 +486,7 @@ class Passes:
     def _graph_task_ended(self) -> None:
         if self.phase is not Phase.NOTICED:
             return
-        if self.reducer.has_arrivals:
+        if self.look is not None or self.reducer.has_arrivals:
             self._end_backward()
             return
         # This was torch.autograd.grad: it brings no gradient to parameters, so nothing may be reduced, as other ranks
@@ -463,12 +504,13 @@ class Passes:
         self.lane.ends()
         # The reductions first: a rank that is still in its backward may wait for one of them (``Reducer._issue``), and
         # as long as it waits it does not come to the gathers that ``order.end`` may wait for.
-        self.reducer.flush()
+        if self.look is None:
+            self.reducer.flush()
         # Before ``reducer.end``, which waits for all ranks: one that is still on its way may need these gathers first.
         self.order.end()
         # Before ``reducer.end`` too, whose message tells the others whether this rank has written to parameters.
         self.writes.take_all_over()
-        written = self.reducer.end(self.writes.unconfirmed)
+        written = self.look is None and self.reducer.end(self.writes.unconfirmed)
         self.sentinels.place_used()
         self._close()
         # After the pass is closed: ``confirm`` may raise, on all ranks, and the engine must be at rest by then.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from weakref import ref
@@ -19,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_zero.config import ConfigError, Recompute
 from lightning_zero.engine.passes.buffers_again import BuffersAgain
-from lightning_zero.engine.passes.containers import copy_containers, find_tensors
+from lightning_zero.engine.passes.containers import copy_containers, find_tensors, map_leaves, tensors_inside
 from lightning_zero.engine.passes.events import PassEvents
 from lightning_zero.engine.torch_modes import function_modes, outside_graphs, under_function_modes
 from lightning_zero.engine.units.unit import Unit
@@ -60,7 +61,7 @@ def _wrap(
         pin_memory: ... which is pinned (there is an accelerator).
     """
     inner = module.forward
-    passes_ref, buffers = ref(passes), BuffersAgain(module)
+    passes_ref, buffers, kind = ref(passes), BuffersAgain(module), type(module)
 
     # Without the attributes of a compiled forward, by which torch.compile would find a way past this one.
     @functools.wraps(inner, updated=())
@@ -68,6 +69,7 @@ def _wrap(
         passes = passes_ref()
         if passes is None or not torch.is_grad_enabled():
             return inner(*args, **kwargs)
+        args, kwargs = without_empty_caches(kind, args, kwargs)
         call = _Call(inner, unit, passes, buffers, args, kwargs)
         given, named = call.once(args, kwargs)
         if not offload_inputs:
@@ -80,6 +82,25 @@ def _wrap(
         inner = change(inner)
 
     return put_around(module, forward, replace)
+
+
+def without_empty_caches(block: type, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Arguments of a ``block``, with None for caches of keys and values of transformers that hold nothing yet.
+
+    Models make one for each call that is not told ``use_cache=False``. An empty one gives back what is put in, but a
+    second forward would add to it. transformers' own checkpoints leave it out too, but where a block says that it only
+    reads it.
+    """
+    cache = getattr(sys.modules.get("transformers.cache_utils"), "Cache", ())
+    if getattr(block, "_can_checkpoint_with_cache", False):
+        return args, kwargs
+
+    def keep(leaf: Any) -> Any:
+        # Some hold a number from the beginning on.
+        return None if isinstance(leaf, cache) and not any(t.ndim > 1 for t in tensors_inside(leaf)) else leaf
+
+    changed: tuple[Any, Any] = map_leaves((args, kwargs), keep)
+    return changed
 
 
 def put_around(

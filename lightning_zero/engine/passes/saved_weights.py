@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch._C import _autograd
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_zero.engine.units.unit import Unit
@@ -105,7 +106,11 @@ class SavedWeights:
 
     def _pack(self, tensor: Tensor) -> _Weight | _Other:
         unit = self._owner_of(tensor)
-        return _Other(tensor, tensor._version) if unit is None else _Weight(tensor, tensor._version, unit)
+        if unit is not None:
+            return _Weight(tensor, tensor._version, unit)
+        # Without its history, which torch gives back: a kernel that saves its own result (tanh) would hold itself, and
+        # a graph without a backward, with all that it leads to, would live for ever. The version is counted together.
+        return _Other(tensor.detach(), tensor._version)
 
     def _pack_inside(self, tensor: Tensor, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> Any:
         unit = self._owner_of(tensor)
@@ -130,12 +135,15 @@ class SavedWeights:
         return tensor
 
     def _pack_next_order(self) -> None:
-        """Pack what the kernel of a backward with ``create_graph`` saves of the weights that it unpacks.
+        """Pack what is saved by the kernel that unpacks: one of a backward with ``create_graph``, or a function of
+        Python's that makes a graph in its backward (a reentrant checkpoint inside of a unit, which calls no unit).
 
         The hooks are pushed and never popped here. torch takes them off again: each node of a graph begins with the
         hooks that were in force when the backward began.
         """
-        if torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1 and self.possible:
+        if torch._C._current_graph_task_id() == -1 or not self.possible:
+            return
+        if torch.is_grad_enabled() or isinstance(torch._C._current_autograd_node(), BackwardCFunction):
             pack, unpack = self._hooks()
             if _autograd._top_saved_tensors_default_hooks(True) != (pack, unpack):
                 _autograd._push_saved_tensors_default_hooks(pack, unpack)

@@ -79,6 +79,11 @@ class AroundStep:
         self._writes.take_all_over()
         self._reducer.refuse_unreduced(map(self.place_of, params))
 
+    @property
+    def looks_at_gradients(self) -> bool:
+        """Whether gradients are only looked at, and a step has none."""
+        return self._passes.look is not None
+
     def used(self) -> set[int]:
         """Ids of the parameters that any rank gave a gradient since it was cleared."""
         return self._sentinels.used_params()

@@ -23,7 +23,8 @@ from lightning_zero.optimizers.known import base_of, overrides_step, without_hoo
 Step = Callable[[Callable[[], Any] | None], Any]
 
 _ENGINE = "_lightning_zero_step"  # where an optimizer of an intercepted class keeps what steps it
-_REACHED = "_lightning_zero_reached"  # whether a step of the user's has come to the engine's
+_CALL = "_lightning_zero_call"  # how far a step of the user's has come with its call of the engine's
+_BEFORE, _INSIDE, _BEHIND = range(3)
 _BETWEEN = -1  # a place among an optimizer's hooks that torch gives to none
 _READS_SLICES = ("state_dict", "load_state_dict")
 
@@ -77,7 +78,7 @@ class Stepping:
 
     def undo(self) -> None:
         self._optimizer.__class__ = self._class
-        for name in (_ENGINE, _REACHED, "step", *_READS_SLICES):
+        for name in (_ENGINE, _CALL, "step", *_READS_SLICES):
             self._optimizer.__dict__.pop(name, None)
         if self._given is not None:
             self._optimizer.__dict__["step"] = self._given
@@ -124,10 +125,12 @@ def _intercepting(kind: type[Optimizer], base: type[Optimizer]) -> type[Optimize
         return found
 
     def step_of_engine(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-        self.__dict__[_REACHED] = True
+        self.__dict__[_CALL] = _INSIDE
         engine = self.__dict__.get(_ENGINE)
         # Of a new optimizer that somebody makes by ``type(optimizer)(...)``: it steps nothing of the engine's.
-        return engine(closure) if engine is not None else base.step(self, closure)
+        result = engine(closure) if engine is not None else base.step(self, closure)
+        self.__dict__[_CALL] = _BEHIND
+        return result
 
     def reduce_as_plain(self: Optimizer, protocol: Any) -> Any:
         reduced = kind.__reduce_ex__(self, protocol)
@@ -151,28 +154,31 @@ def _intercepting(kind: type[Optimizer], base: type[Optimizer]) -> type[Optimize
 
 
 def _checking(kind: type[Optimizer], step: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``step``, which calls the step of ``kind``: it raises where that has not come to the engine's step."""
+    """Wrap ``step``, which calls the step of ``kind``: it raises where that has not come to the engine's step, and says
+    the way out where lines before or behind that fail.
+    """
 
     def checked(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-        self.__dict__[_REACHED] = False
+        self.__dict__[_CALL] = _BEFORE
         try:
             result = step(self, closure)
-        except RuntimeError as error:
-            if not self.__dict__[_REACHED]:
-                error.add_note(_not_called(kind))
+        except Exception as error:
+            if self.__dict__[_CALL] != _INSIDE:
+                error.add_note(_way_out(kind, self.__dict__[_CALL]))
             raise
-        if not self.__dict__[_REACHED]:
-            raise RuntimeError(_not_called(kind))
+        if self.__dict__[_CALL] == _BEFORE:
+            raise RuntimeError(_way_out(kind, _BEFORE))
         return result
 
     return checked
 
 
-def _not_called(kind: type[Optimizer]) -> str:
+def _way_out(kind: type[Optimizer], call: int) -> str:
+    what = "has failed behind its call of" if call == _BEHIND else "has not called"
     return (
-        f"{kind.__qualname__}.step() has not called super().step(), and ranks hold only slices of parameters. If it "
-        "computes each element from its own value, gradient and state alone, set zero.optimizer.elementwise=true; else "
-        "set zero.optimizer.whole=true, by which it steps whole tensors."
+        f"{kind.__qualname__}.step() {what} super().step(), and ranks hold only slices of parameters and state there. "
+        "If it computes each element from its own value, gradient and state alone, set "
+        "zero.optimizer.elementwise=true; else set zero.optimizer.whole=true, by which it steps whole tensors."
     )
 
 

@@ -70,7 +70,9 @@ class ShardedOptimizer:
         self.optimizer = optimizer
         self._around = around
         if declared_elementwise and not is_known(optimizer):
-            check_declared(optimizer, lambda p: around.place_of(p).bucket.dtypes.master, torch.device(device_type))
+            places = around.place_of
+            dtype_of, cut = (lambda p: places(p).bucket.dtypes.master), (lambda p: places(p).slices)
+            check_declared(optimizer, dtype_of, cut, torch.device(device_type))
         self._stochastic = stochastic_rounding
         formats = formats_of(optimizer, state_dtype)
         self.runs = Runs(optimizer, per_fragment=not isinstance(optimizer, ELEMENTWISE), formats=formats)
@@ -179,6 +181,8 @@ class ShardedOptimizer:
         if closure is not None:
             with torch.enable_grad():  # callers may step under ``no_grad``, and the closure runs a forward
                 loss = closure()
+        if self._around.looks_at_gradients:
+            return loss
         self._around.begins(self.params())
         used = self._around.used()
         changed = self._step(used)

@@ -7,6 +7,7 @@ of. Masters and gradients stay flat shards; inside of a step they travel to owne
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -44,6 +45,8 @@ from lightning_zero.planning.owners import (
 from lightning_zero.planning.placement import Placement, StageRow, Tier
 from lightning_zero.ranks.progress import SILENT, LongWork
 
+_log = logging.getLogger(__name__)
+
 MOST_ROUTES = 1000  # that are remembered
 _PARTIAL = (
     "The step was partial: some tensors had been stepped when this was raised. Before training goes on, load the last "
@@ -69,7 +72,7 @@ class WholeOptimizer(ShardedOptimizer):
         Args:
             numbers: of the buckets, in the order of units.
             window_nbytes: bytes of gradients that travel at a time.
-            unprobed: an optimizer that cannot be tried on small tensors is trusted.
+            unprobed: an optimizer that cannot be tried is trusted.
 
         Raises:
             ConfigError: it cannot be stepped so.
@@ -130,6 +133,14 @@ class WholeOptimizer(ShardedOptimizer):
         place_of = self._around.place_of
         self.probed = probe(self.optimizer, lambda p: place_of(p).bucket.dtypes.master, self._comm.device)
         self._probed_groups = len(self.optimizer.param_groups)
+        if self.probed.untried and self._comm.rank == 0:
+            shapes = ", ".join(map(str, sorted(self.probed.untried)))
+            _log.warning(
+                "zero.optimizer.whole: %s was not tried on tensors of these shapes: %s. They are too large, and it is "
+                "taken to step each by itself, as it does with smaller ones.",
+                type(self.optimizer).__qualname__,
+                shapes,
+            )
         if any(place.bucket.plan.shards_master for group in self.places() for place in group):
             self._check_probed()
 
@@ -150,7 +161,7 @@ class WholeOptimizer(ShardedOptimizer):
             raise ConfigError(
                 f"zero.optimizer.whole: what {kind} does to a tensor depends on the other tensors that it steps (a "
                 "norm over all of them, say), on random numbers, or on what it notes outside of its param "
-                "groups: small tensors stepped together came out otherwise than each alone. Ranks step different "
+                "groups: tensors stepped together came out otherwise than each alone. Ranks step different "
                 "tensors at stages 1 to 3. Use an optimizer that steps each tensor by itself, or choose "
                 "zero/stage=zero0."
             )
@@ -158,7 +169,7 @@ class WholeOptimizer(ShardedOptimizer):
             raise ConfigError(_asks_itself(self.optimizer))
         if failed is not None and not self._unprobed:
             raise ConfigError(
-                f"zero.optimizer.whole: {kind} could not be tried on small tensors, to see if it steps each by itself: "
+                f"zero.optimizer.whole: {kind} could not be tried, to see if it steps each tensor by itself: "
                 f"{type(failed).__name__}: {failed}. If it does, set zero.optimizer.whole=true; else choose "
                 "zero/stage=zero0."
             ) from failed
@@ -234,7 +245,8 @@ class WholeOptimizer(ShardedOptimizer):
     # -- step ---------------------------------------------------------------------------------------------------------
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        if closure is None or not (self.probed.asks_again or needs_closure(self.optimizer)):
+        asks = self.probed.asks_again or needs_closure(self.optimizer)
+        if closure is None or not asks or self._around.looks_at_gradients:
             return super().step(closure)
         if any(tensor.bucket.plan.shards_master for tensor in self.owned.tensors.values()):
             raise ConfigError(_asks_itself(self.optimizer))

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch._C._autograd import _unsafe_set_version_counter
 from torch.autograd.graph import increment_version
 
-from lightning_zero.comm.communicator import Communicator
+from lightning_zero.comm.communicator import Communicator, Sends
 from lightning_zero.comm.profiling import profiled
 from lightning_zero.comm.reduction import Pending
 from lightning_zero.config import StateDtype
@@ -130,6 +130,14 @@ class Bucket:
     @property
     def trainable(self) -> bool:
         return self.plan.trainable
+
+    @property
+    def sends(self) -> Sends:
+        """What passes send of it."""
+        gathered = self.dtypes.compute if self.reshards or self.gathers_after_step else None
+        reduced = self.dtypes.reduce if self.trainable else None
+        exchanged = self.dtypes.wire if self.trainable and self.dtypes.exchanged else None
+        return Sends(self.layout.numel, gathered, reduced, exchanged, self.plan.shards_master)
 
     # -- ranges ---------------------------------------------------------------------------------------------------
 
@@ -473,3 +481,10 @@ class Place(NamedTuple):
 
     bucket: Bucket
     info: ParamInfo
+
+    @property
+    def slices(self) -> list[int]:
+        """How many elements of the parameter each rank's shard has, of the ranks that have any."""
+        layout = self.bucket.layout
+        parts = (part for rank in range(layout.world_size) for part in layout.fragments(rank))
+        return [part.numel for part in parts if part.index == self.info.slot] or [0]

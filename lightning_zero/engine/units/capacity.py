@@ -7,6 +7,7 @@ the answer does not depend on which rank comes first, and every rank raises the 
 from __future__ import annotations
 
 import shutil
+import socket
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
@@ -176,7 +177,8 @@ _MEMORY = _Kind(
     "host memory",
     "zero.offload.host_budget",
     "available (in its cgroup, or on the machine)",
-    "Give the job more memory, use more hosts, or choose a row of zero/offload that keeps less on the host",
+    "Give the job more memory, use more hosts, or choose a row of zero/offload that keeps less on the host; where the "
+    "machine gets more memory as it is used, set zero.offload.host_budget, which is believed",
 )
 _FILES = _Kind(
     "files",
@@ -196,7 +198,8 @@ DEVICE_MEMORY = _Kind(
 
 
 def check_host_memory(comm: Communicator, needed: int, budget: int | None, *, held: int, staging: int = 0) -> None:
-    """Check that each host has what its ranks need together, and that each rank keeps to its budget. On all ranks.
+    """Check that each rank keeps to its budget; without one, that each host has what its ranks need together. On all
+    ranks.
 
     Args:
         needed: bytes that will rest there, beside ``held`` that do.
@@ -205,37 +208,59 @@ def check_host_memory(comm: Communicator, needed: int, budget: int | None, *, he
     Raises:
         ConfigError: with needed and available bytes, and what to change; the same on every rank.
     """
-    available = available_host_memory() - staging
-    check_room(_MEMORY, comm, machine(), needed, budget, held=held, available=available)
+    available = available_host_memory() - staging if budget is None else None
+    check_room(_MEMORY, comm, place_of(), needed, budget, held=held, available=available)
 
 
 def check_files(
     comm: Communicator, nvme: NvmeTier, needed: int, budget: int | None, *, held: int | None = None
 ) -> None:
     """Check that files find room, as :func:`check_host_memory` does for memory. ``held`` of what is there stays."""
-    place = f"{machine()}, disk {nvme.disk}"
+    place = place_of(f"disk {nvme.disk}", f"in {nvme.path}")
     rests = nvme.nbytes if held is None else held
-    check_room(_FILES, comm, place, needed, budget, held=rests, available=nvme.free_nbytes)
+    free, spare = nvme.free_nbytes, nvme.spare_nbytes
+    check_room(_FILES, comm, place, needed, budget, held=rests, available=free, spare=spare)
+
+
+def place_of(part: str = "", name: str = "") -> tuple[str, str]:
+    """What tells a part of this host from those of all hosts, and what people call it."""
+    return f"{machine()}, {part}", ", ".join(filter(None, (f"on host {socket.gethostname()}", name)))
 
 
 def check_room(
-    kind: _Kind, comm: Communicator, place: str, needed: int, budget: int | None, *, held: int, available: int
+    kind: _Kind,
+    comm: Communicator,
+    place: tuple[str, str],
+    needed: int,
+    budget: int | None,
+    *,
+    held: int,
+    available: int | None,
+    spare: int = 0,
 ) -> None:
-    own = (place, needed, held, budget is not None and held + needed > budget, available)
+    """
+    Args:
+        place: of :func:`place_of`: ranks with the same share what is available there.
+        available: bytes that these ranks share; None: as many as are needed.
+        spare: bytes that this rank has taken from them before and holds nothing in now.
+    """
+    beyond = budget is not None and held + needed > budget
+    own = (place, needed, held, beyond, available, min(spare, max(needed, 0)))
     table = comm.all_gather_objects(own, f"whether {kind.what} will do")
-    for rank, (_, want, holds, beyond, _) in enumerate(table):
+    for rank, (_, want, holds, beyond, *_) in enumerate(table):
         if beyond:
             raise ConfigError(
                 f"{kind.budget_key}: rank {rank} needs {want:,} more bytes of {kind.what} at rest, beside {holds:,} "
                 f"that it holds; the budget is {budget:,}. Raise {kind.budget_key}, use more ranks, or choose another "
                 "row of zero/offload."
             )
-    for host in dict.fromkeys(name for name, *_ in table):
-        wants = [want for name, want, *_ in table if name == host]
-        free = min(left for name, *_, left in table if name == host)
-        if sum(wants) > free:
+    names = {key: name for (key, name), *_ in reversed(table)}
+    for key, name in names.items():
+        wants = [want - reused for found, want, *_, reused in table if found[0] == key]
+        free = min((left for found, *_, left, _ in table if found[0] == key and left is not None), default=None)
+        if free is not None and sum(wants) > free:
             raise ConfigError(
-                f"zero.offload: the {len(wants)} rank(s) on host {host} need {sum(wants):,} more bytes of {kind.what} "
+                f"zero.offload: the {len(wants)} rank(s) {name} need {sum(wants):,} more bytes of {kind.what} "
                 f"at rest; {free:,} are {kind.where}. {kind.fix} (python -m lightning_zero.plan shows all rows)."
             )
 

@@ -24,6 +24,7 @@ from lightning_zero.engine.units.capacity import (
     choose_rows,
     make_files,
     path_of,
+    place_of,
     placed,
     with_ways,
 )
@@ -33,7 +34,6 @@ from lightning_zero.planning import memory
 from lightning_zero.planning.buckets import BucketPlan, Role
 from lightning_zero.planning.memory import Moment
 from lightning_zero.planning.placement import Tier
-from lightning_zero.ranks.peers import machine
 from lightning_zero.tiers.host import HostTier
 from lightning_zero.tiers.nvme import NvmeTier
 
@@ -88,9 +88,8 @@ def change_tiers(
     accelerator.release_cached()
     if free := accelerator.free_nbytes():
         on_device += max((2 * plan.layout.numel * plan.itemsizes.master for plan in plans), default=0)  # on its way
-        check_room(
-            DEVICE_MEMORY, comm, f"{machine()}, GPU of rank {comm.rank}", on_device, None, held=0, available=free
-        )
+        gpu = f"GPU of rank {comm.rank}"
+        check_room(DEVICE_MEMORY, comm, place_of(gpu, gpu), on_device, None, held=0, available=free)
         on_device = 0
     # else it takes the memory of the host
     staging = Role.staging, Tier.host

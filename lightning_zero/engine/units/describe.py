@@ -84,7 +84,8 @@ def describe_units(module: nn.Module, config: ZeroConfig, precision: Precision) 
     """Units of ``module`` and their buckets, the root first. Sizes and dtypes only: the module may be on meta.
 
     Raises:
-        ConfigError: units that do not occur, DTensor parameters, or CUDA graphs over parameters that come and go.
+        ConfigError: units that do not occur, parameters whose values lie in other tensors (DTensors, quantised
+            weights), or CUDA graphs over parameters that come and go.
     """
     refuse_cuda_graphs(module, config)
     names = choose_units(module, config.unit)
@@ -100,6 +101,14 @@ def describe_units(module: nn.Module, config: ZeroConfig, precision: Precision) 
             raise ConfigError(
                 f"parameter {fqns[0]} is a DTensor: tensor parallelism is not supported together with "
                 "lightning_zero yet. Pass the plain module."
+            )
+        if type(param).__torch_dispatch__ is not nn.Parameter.__torch_dispatch__:
+            # The engine sets ``.data``, which changes the wrapper alone: modules would compute with what is in it.
+            raise ConfigError(
+                f"parameter {fqns[0]} is a {type(param).__name__}, a wrapper whose values lie in other tensors (as the "
+                "quantised and float8 weights of torchao): what is gathered, loaded and trained would not get there. "
+                "Shard the plain module and quantise it after training; for a frozen 4-bit base take bitsandbytes' "
+                "Linear4bit."
             )
         owners[owner_of((fqn.rpartition(".")[0] for fqn in fqns), known)].append((param, fqns))
     fp32 = {id(p) for m in fp32_modules(module, config.precision.fp32_modules) for p in m.parameters(recurse=False)}
@@ -223,7 +232,10 @@ def _dtypes(param: nn.Parameter, keeps_fp32: bool, config: ZeroConfig, precision
     """The row of ``zero/precision`` for one parameter."""
     own = param.dtype
     wide = torch.promote_types(own, torch.float32)
-    if not own.is_floating_point or own.itemsize == 1:
+    # ``Params4bit`` of bitsandbytes holds bytes, in any dtype (``quant_storage=torch.float16``), and says so by this
+    # attribute. Cast as numbers they would be others.
+    holds_bytes = getattr(param, "quant_state", None) is not None
+    if not own.is_floating_point or own.itemsize == 1 or holds_bytes:
         return Dtypes(compute=own, master=own, reduce=own, grad=own, wire=own)
     if (true := TRUE_DTYPES.get(precision)) is not None:
         reduce = _DTYPES[config.precision.reduce_dtype] if config.precision.reduce_dtype else true

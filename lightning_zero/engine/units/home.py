@@ -73,7 +73,7 @@ class Tiers:
         return sum(part.nbytes for part in (self.landing, self.sender, self.read_ahead) if part is not None)
 
     def set_budgets(self, host: int | None, nvme: int | None) -> None:
-        """Bound the bytes that this rank may hold; None: no bound."""
+        """Bound the bytes that this rank may hold; None: by what is available."""
         if self.host is not None:
             self.host.budget = host
         if self.nvme is not None:

@@ -77,7 +77,8 @@ class Sliced(NamedTuple):
 
 
 class Kept(Protocol):
-    """What is kept of one home. ``stage`` and ``read`` are the reader's, and ``release`` ends it."""
+    """What is kept of one home. ``stage`` and ``read`` are for threads that are bound to the device; ``release``, which
+    the reader calls, ends it."""
 
     def stage(self) -> None:
         """Copy what is sure to change soon."""
@@ -122,11 +123,11 @@ class KeptInMemory:
         self._spans: dict[int, _Span] = {}
         for part in parts:
             self._spans.setdefault(id(part.whole), _Span(part.whole)).add(part)
-        # Of whoever copies, or reads in place; and told of the end.
+        # Of whoever copies, or has read in place; and told of the end.
         self._turn = threading.Condition(threading.Lock())
         self._is_copied = self._is_over = False
         if at_once is not None and (span := self._spans.get(id(at_once))) is not None:
-            self._copy_span(span)
+            span.copy = self._copy_span(span)
         self._made = streams.mark()  # behind what has made the values
         self._arrived = self._made
 
@@ -151,20 +152,18 @@ class KeptInMemory:
                 return False
             try:
                 with self._streams.on("d2h", after=self._made):
-                    for span in spans:
-                        self._copy_span(span)
+                    copies = [self._copy_span(span) for span in spans]
                     self._arrived = self._streams.mark()
             except (MemoryError, OSError, RuntimeError):  # where the system gives no memory; the last is torch's
-                for span in spans:
-                    span.copy = None
                 return False
+            for span, copy in zip(spans, copies, strict=True):  # not before the event that a reader waits for
+                span.copy = copy
             self._is_copied = True
         return True
 
-    def _copy_span(self, span: _Span) -> None:
+    def _copy_span(self, span: _Span) -> Tensor:
         values = span.values.detach()
-        span.copy = self._memory_for(values)
-        span.copy.copy_(values, non_blocking=True)
+        return self._memory_for(values).copy_(values, non_blocking=True)
 
     def _memory_for(self, values: Tensor) -> Tensor:
         for place, memory in enumerate(self._spare or ()):
@@ -177,14 +176,14 @@ class KeptInMemory:
 
     def read(self, part: Sliced) -> Tensor:
         span = self._spans[id(part.whole)]
-        accelerator = self._streams.accelerator
-        with self._turn:
-            if span.copy is None:
-                with self._streams.on("d2h", after=self._made):
-                    host = part.tensor.detach().to("cpu", copy=True)
-                    accelerator.wait_on_host(self._streams.mark())
-                return host
-        accelerator.wait_on_host(self._arrived)
+        if span.copy is None:
+            # Not in its turn: whoever trains would wait for this thread, which runs only when no other wants to.
+            with self._streams.on("d2h", after=self._made):
+                host = part.tensor.detach().to("cpu", copy=True)
+            with self._turn:
+                if span.copy is None:  # else values may have changed while they were read
+                    return host
+        self._streams.accelerator.wait_on_host(self._arrived)
         low, high = part.rows
         return part.of(span.copy[low - span.start : high - span.start])
 

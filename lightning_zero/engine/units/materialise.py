@@ -83,8 +83,22 @@ def _refuse_without_values(name: str, inner: nn.Module, were_meta: Collection[st
 
 
 def move_param(param: nn.Parameter, value: Tensor) -> None:
-    """Move a parameter to another device and keep the object: ``.data =`` refuses that, a swap does not."""
-    torch.utils.swap_tensors(param, nn.Parameter(value, requires_grad=param.requires_grad))
+    """Give ``param`` the memory of ``value``, on another device. It stays the same object, and keeps its class,
+    attributes and hooks, and the weak references to it (``nn.LSTM`` holds some)."""
+    if torch._has_compatible_shallow_copy_type(param, value):
+        grad, param.grad = param.grad, None
+        param.data = value
+        param.grad = None if grad is None else grad.to(value.device)
+        return
+    # From or to meta, where torch refuses that. ``torch.utils.swap_tensors`` would swap class and attributes too, and
+    # refuse weak references.
+    hooks, grad_hooks = param._backward_hooks, param._post_accumulate_grad_hooks
+    torch._C._swap_tensor_impl(param, nn.Parameter(value, requires_grad=param.requires_grad))
+    # The tables of hooks stay with the object, but autograd's references to them have gone with what was swapped.
+    # Setting None first makes torch put them there anew.
+    for name, table in (("_backward_hooks", hooks), ("_post_accumulate_grad_hooks", grad_hooks)):
+        setattr(param, name, None)
+        setattr(param, name, table)
 
 
 def _own_modules(module: nn.Module, unit: str, units: Collection[str]) -> Iterator[tuple[str, nn.Module]]:

@@ -23,8 +23,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_zero.engine.passes.containers import map_tensors
 from lightning_zero.engine.vertical.escapes import Escapes
-from lightning_zero.engine.vertical.split import CannotDivide, Inputs, Outputs, leaves, same_leaves
-from lightning_zero.engine.vertical.surroundings import Modes, RandomState, device_type_of, trying
+from lightning_zero.engine.vertical.split import CannotDivide, Inputs, Outputs, called, places
+from lightning_zero.engine.vertical.surroundings import Modes, RandomState, device_type_of
 
 Context = Callable[[], contextlib.AbstractContextManager[Any]]
 
@@ -36,8 +36,9 @@ class Chunked:
         title: of what is called, in messages.
         in_chunk: entered around each call of ``function``.
         in_backward: entered around all of the backward; ``again`` inside of it, around each second call.
-        first: what is called has not been called before: see what it makes of two chunks, and, where a backward
-            follows, whether tensors leave it by other ways than its results.
+        joined: which results are put one behind the other (:class:`Outputs`).
+        first: what is called has not been called before: see, where a backward follows, whether tensors leave it by
+            other ways than its results.
         help: what a user can do where the call cannot be divided.
     """
 
@@ -50,13 +51,14 @@ class Chunked:
         in_chunk: Context = contextlib.nullcontext,
         in_backward: Context = contextlib.nullcontext,
         again: Context = contextlib.nullcontext,
+        joined: Sequence[bool] | None = None,
         first: bool = False,
         help: str = "",
     ) -> None:
         self._function, self._inputs, self._title, self._help = function, inputs, title, help
         self._in_chunk, self._in_backward, self._again = in_chunk, in_backward, again
         self._first = first
-        self._outputs = Outputs(inputs)
+        self._outputs = Outputs(inputs, joined)
         self._device_type = device_type_of(inputs.tensors)
         self._modes = Modes(self._device_type)
         self._states: list[RandomState] = []
@@ -84,85 +86,42 @@ class Chunked:
     def run(self, tensors: Sequence[Tensor], *, keep_states: bool) -> list[Tensor]:
         """The first forward of all chunks."""
         inputs = self._inputs
-        before = _versions(tensors) if keep_states else []
-        objects = inputs.state_of_objects()
         for index in range(inputs.count):
             given = inputs.chunk(tensors, index)
             if keep_states:
                 self._states.append(RandomState(tensors))
-            args, kwargs = inputs.arguments(given)
-            handed_over = leaves((args, kwargs))
             try:
                 with self._modes.again(), self._in_chunk():
                     if keep_states and self._first and index == 0:
                         given, result = self._watched(given)
                     else:
-                        result = self._function(*args, **kwargs)
-            except CannotDivide:
-                raise
-            except Exception as error:
-                error.add_note(f"{self._title} was being run in {inputs.count} chunks: {self._divided()}.")
-                raise
-            if keep_states and before != _versions(tensors):
-                self._refuse("it changes an input in place, from which it is computed again. Work on a copy of it")
-            if not same_leaves(leaves((args, kwargs)), handed_over) or objects != inputs.state_of_objects():
-                self._refuse(
-                    "it changes a list, a dict or an object that it is given (a cache of keys and values?), and would "
-                    "do so for each chunk. Return what it collects, or call it without (use_cache=False)"
-                )
-            try:
+                        result = called(self._function, inputs, given)
                 self._outputs.add(index, result, given)
             except CannotDivide as error:
-                self._refuse(str(error), error)
-            if self._first and index == 0:
-                self._try_two_chunks(tensors)
+                raise CannotDivide(f"{self._title} is run in {inputs.count} chunks: {error}. {self._help}") from error
+            except Exception as error:
+                error.add_note(f"{self._title} was being run in {inputs.count} chunks: {inputs.told}.")
+                raise
         return self._outputs.tensors
-
-    def _try_two_chunks(self, tensors: Sequence[Tensor]) -> None:
-        """See what two chunks give as one. Sizes that are a chunk's by chance show: a table [heads, ...] that was taken
-        for one of samples, of which a chunk's one row fits everything; a result [experts]."""
-        given = self._inputs.two_chunks(tensors)
-        args, kwargs = self._inputs.arguments(given)
-        try:
-            with RandomState(tensors).put_back(self._device_type), self._modes.again(), self._in_chunk(), trying():
-                self._outputs.check_twice(self._function(*args, **kwargs), given)
-        except CannotDivide as error:
-            self._refuse(str(error), error)
-        except torch.OutOfMemoryError:
-            return  # one chunk, with its graph, may still have room
-        except Exception as error:
-            self._refuse(
-                f"expected a forward that takes {2 * self._inputs.chunk_size} samples as it takes "
-                f"{self._inputs.chunk_size}, got {type(error).__name__}: {error}. {self._divided()}. What is the same "
-                "for all samples can be given as [1, ...]",
-                error,
-            )
-
-    def _divided(self) -> str:
-        return f"Of its inputs, {self._inputs.shapes_divided} are divided along their first dimension"
 
     def _watched(self, given: Sequence[Tensor]) -> tuple[list[Tensor], Any]:
         """The result for one chunk, made with a graph that is dropped: what lives on then has left by another way."""
         with torch.enable_grad():
             # Copies: a leaf would refuse to be changed in place, in words that do not help.
             inside = [t.detach().requires_grad_().clone() if t.is_floating_point() else t for t in given]
-        args, kwargs = self._inputs.arguments(inside)
         # Other hooks would keep the very tensors, and these would live on.
         saves = saved_tensors_hooks(lambda tensor: tensor.detach(), lambda tensor: tensor)
         with torch.enable_grad(), saves, Escapes() as made:
-            result = self._function(*args, **kwargs)
+            result = called(self._function, self._inputs, inside)
         own = {id(tensor) for tensor in inside}
         plain = map_tensors(result, lambda tensor: tensor if id(tensor) in own else tensor.detach())
-        del result, args, kwargs
+        del result
         if (kept := made.kept(inside)) is not None:
-            self._refuse(
+            raise CannotDivide(
                 f"a tensor {list(kept.shape)} leaves it by another way than its results (a hook that collects it, an "
                 "attribute), and would have no gradient. Detach what is only looked at"
             )
         return inside, plain
-
-    def _refuse(self, why: str, error: Exception | None = None) -> None:
-        raise CannotDivide(f"{self._title} is run in {self._inputs.count} chunks: {why}. {self._help}") from error
 
     def backward(
         self, tensors: Sequence[Tensor], grads: Sequence[Tensor | None], needed: Sequence[bool]
@@ -199,7 +158,7 @@ class Chunked:
         self._states[index].restore(self._device_type)
         with torch.enable_grad(), self._modes.again(), self._in_chunk(), self._again():
             result = self._function(*args, **kwargs)
-        _, found = self._outputs.places(result, given)
+        _, found = places(result, given)
         del result, args, kwargs
         roots: list[Tensor] = []
         of_roots: list[Tensor] = []
@@ -254,7 +213,3 @@ class _Function(torch.autograd.Function):
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         return None, None, *ctx.call.backward(ctx.saved_tensors, grads, ctx.needs_input_grad[2:])
-
-
-def _versions(tensors: Sequence[Tensor]) -> list[int]:
-    return [tensor._version for tensor in tensors]

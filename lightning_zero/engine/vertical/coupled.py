@@ -13,6 +13,7 @@ from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 
 from lightning_zero.config import ConfigError, ZeroConfig
+from lightning_zero.engine.vertical.split import Changes
 
 
 def whole_batch_units(module: nn.Module, names: Sequence[str], config: ZeroConfig) -> set[str]:
@@ -97,7 +98,7 @@ def changes_with_batch(function: Callable[..., Any], module: nn.Module | None, t
         for name, buffer, version in buffers:
             if now.get(name) is not buffer or buffer._version != version:
                 owner = type(module.get_submodule(name.rpartition(".")[0])).__name__
-                raise RuntimeError(
+                raise Changes(
                     f"{title} is run in chunks (zero.micro_batches), and its forward changes the buffer {name} of "
                     f"{owner}, which would be that of chunks, and change with each of them. Run such units on the "
                     f"whole batch with zero.unit.whole_batch=[{owner}], or set zero.micro_batches=1."

@@ -1,31 +1,38 @@
 """Divides the inputs of a call along the batch, and puts together what the chunks give.
 
-A tensor is divided if its first dimension is the batch; all else is given to each chunk as it is (masks ``[1, ...]``,
-rotary caches, numbers), and so are parameters and buffers, whatever their sizes are (``tables.py``). Of what a chunk
-gives, tensors are put one behind the other, and a floating-point number (a 0-d tensor: an auxiliary loss) becomes the
-mean, as ordinary accumulation has it. What all chunks give alike for all samples (a bias ``[1, ...]``) stays as it is.
+A tensor whose first dimension is the batch may be divided; all else is given to each chunk as it is (masks
+``[1, ...]``, rotary caches, numbers), and so are parameters and buffers, whatever their sizes are (``tables.py``).
+Which of them are divided, and which results are put one behind the other, a trial finds (``trial.py``). Of the other
+results a floating-point number (a 0-d tensor: an auxiliary loss) becomes the mean, as ordinary accumulation has it.
+What all chunks give alike for all samples (a bias ``[1, ...]``) stays as it is.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from enum import Enum
-from numbers import Number
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from lightning_zero.engine.passes.containers import copy_containers, map_leaves
+from lightning_zero.engine.passes.containers import PLAIN, copy_containers, map_leaves, tensors_inside
 from lightning_zero.engine.vertical.tables import Tables
-
-_PLAIN = (type(None), Number, str, bytes, Enum, torch.dtype, torch.device, torch.Size, torch.layout, type, nn.Module)
-_DEPTH = 4  # of objects in objects that are looked into
 
 
 class CannotDivide(RuntimeError):
     """A call cannot be divided; its text says why, and what helps."""
+
+
+class Changes(RuntimeError):
+    """A call changes what is not to change with each chunk; its text says what helps."""
+
+
+class Division(NamedTuple):
+    """How calls are divided: which of the tensors that are given, and which results are put one behind the other."""
+
+    divided: tuple[bool, ...]
+    joined: tuple[bool, ...]
 
 
 class _Place:
@@ -63,6 +70,9 @@ class Inputs:
 
     Attributes:
         tensors: those of the call, each once; until :meth:`let_go`.
+        tables: which of them are of no batch.
+        candidates: numbers of those that have the batch as their first dimension.
+        divided: which tensors are divided: the candidates, until :meth:`divide`.
         size: of the batch.
         count: of chunks.
     """
@@ -84,15 +94,28 @@ class Inputs:
 
         # Containers of our own: a block may append to a list that it is given.
         self._form = copy_containers(map_leaves((args, kwargs), place))
-        self._others = [leaf for leaf in leaves(self._form) if not isinstance(leaf, (_Place, *_PLAIN))]
+        self._others = [leaf for leaf in leaves(self._form) if not isinstance(leaf, (_Place, *PLAIN))]
         self._shapes = [tuple(tensor.shape) for tensor in self.tensors]
-        self.divided = [self._is_of_batch(tensor) and tensor not in tables for tensor in self.tensors]
+        self.tables = [tensor in tables for tensor in self.tensors]
+        self.candidates = [
+            number
+            for number, (shape, is_table) in enumerate(zip(self._shapes, self.tables, strict=True))
+            if shape and shape[0] == self.size > 0 and not is_table
+        ]
+        self.divided: Sequence[bool] = [number in self.candidates for number in range(len(self.tensors))]
 
     def let_go(self) -> None:
         self.tensors = []
 
-    def _is_of_batch(self, tensor: Tensor) -> bool:
-        return tensor.ndim > 0 and self.size > 0 and tensor.shape[0] == self.size
+    def divide(self, divided: Sequence[bool]) -> None:
+        self.divided = divided
+
+    @property
+    def kind(self) -> Any:
+        """Calls of the same kind are divided alike."""
+        flags = [leaf for leaf in leaves(self._form) if isinstance(leaf, (type(None), bool, str, Enum))]
+        kinds = [(len(shape), tensor.dtype) for shape, tensor in zip(self._shapes, self.tensors, strict=True)]
+        return self.size, tuple(self.candidates), tuple(kinds), tuple(flags)
 
     @property
     def chunk_size(self) -> int:
@@ -106,45 +129,35 @@ class Inputs:
         if self.size % self.count:
             return f"expected a batch that divides by zero.micro_batches={self.count}, got {self.size} samples"
         for other in self._others:
-            if any(tensor.ndim and tensor.shape[0] == self.size for tensor in _tensors_in(other)):
+            if any(tensor.ndim and tensor.shape[0] == self.size for tensor in tensors_inside(other)):
                 return (
                     f"expected tensors of the batch as arguments or inside tuples, lists, dicts and dataclasses, got "
                     f"them inside of an object of class {type(other).__name__}"
                 )
-        divided = [shape for shape, is_so in zip(self._shapes, self.divided, strict=True) if is_so]
-        square = next((shape for shape in divided if len(shape) == 3 and shape[1] == self.size), None)
-        if square is not None and len(divided) > 1:
-            return (
-                f"expected a batch of another size than what follows it, because a mask of [{self.size}, ...] may "
-                f"belong to either, got {list(square)}"
-            )
         return None
 
     @property
-    def shapes_divided(self) -> str:
-        return ", ".join(str(list(shape)) for shape, is_so in zip(self._shapes, self.divided, strict=True) if is_so)
+    def told(self) -> str:
+        """Which are divided, for a message."""
+        found = ", ".join(str(list(shape)) for shape, is_so in zip(self._shapes, self.divided, strict=True) if is_so)
+        return f"Of its inputs, {found} are divided along their first dimension"
 
     @property
     def holds_objects(self) -> bool:
-        """Whether an argument is an object with tensors inside, such as a cache of keys and values."""
-        return any(True for other in self._others for _ in _tensors_in(other))
+        """Whether an argument is an object that a call might change, such as a cache of keys and values."""
+        return not all(callable(other) for other in self._others)
 
     def state_of_objects(self) -> list[Any]:
         """What changes where a call changes an argument that is an object."""
-        return [(id(t), t._version) for other in self._others for t in _tensors_in(other)]
+        return [(id(t), t._version) for other in self._others for t in tensors_inside(other)]
 
     def chunk(self, tensors: Sequence[Tensor], index: int) -> list[Tensor]:
         """The tensors of one chunk: views."""
-        low = index * self.chunk_size
-        return [
-            tensor.narrow(0, low, self.chunk_size) if divided else tensor
-            for tensor, divided in zip(tensors, self.divided, strict=True)
-        ]
+        return self.rows(tensors, index * self.chunk_size, self.chunk_size)
 
-    def two_chunks(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The tensors of the first two chunks, as if they were one."""
+    def rows(self, tensors: Sequence[Tensor], low: int, count: int) -> list[Tensor]:
         pairs = zip(tensors, self.divided, strict=True)
-        return [tensor.narrow(0, 0, 2 * self.chunk_size) if divided else tensor for tensor, divided in pairs]
+        return [tensor.narrow(0, low, count) if divided else tensor for tensor, divided in pairs]
 
     def arguments(self, tensors: Sequence[Tensor]) -> tuple[Any, Any]:
         """Positional arguments and those by name, with ``tensors`` in their places, in containers of their own."""
@@ -152,44 +165,64 @@ class Inputs:
         args, kwargs = copy_containers(filled)
         return args, kwargs
 
-    def lengths(self) -> set[int]:
-        """First dimensions that what belongs to a chunk's samples may have: flattened with dimensions behind them."""
-        found = {self.chunk_size}
-        for shape, divided in zip(self._shapes, self.divided, strict=True):
-            if divided:
-                found |= {self.chunk_size * math.prod(shape[1:end]) for end in range(1, len(shape) + 1)}
-        return found - {0}
+
+def called(function: Callable[..., Any], inputs: Inputs, given: Sequence[Tensor]) -> Any:
+    """The result of ``function`` for a part of ``inputs``.
+
+    Raises:
+        CannotDivide: it changes what it is given.
+    """
+    args, kwargs = inputs.arguments(given)
+    handed_over, objects, versions = leaves((args, kwargs)), inputs.state_of_objects(), _versions(given)
+    result = function(*args, **kwargs)
+    if versions != _versions(given):
+        raise CannotDivide("it changes an input in place, from which it is computed again. Work on a copy of it")
+    after = leaves((args, kwargs))
+    same = len(after) == len(handed_over) and all(a is b for a, b in zip(after, handed_over, strict=True))
+    if not same or objects != inputs.state_of_objects():
+        raise CannotDivide(
+            "it changes a list, a dict or an object that it is given (a cache of keys and values?), and would do so "
+            "for each chunk. Return what it collects, or call the model without (use_cache=False)"
+        )
+    return result
 
 
-def _tensors_in(value: Any, depth: int = _DEPTH) -> Iterator[Tensor]:
-    """Tensors that an object holds in its attributes."""
-    if isinstance(value, Tensor):
-        yield value
-    elif depth and not isinstance(value, _PLAIN) and not callable(value):
-        if isinstance(value, dict):
-            inside: list[Any] = list(value.values())
-        elif isinstance(value, (list, tuple, set)):
-            inside = list(value)
-        else:
-            inside = list(getattr(value, "__dict__", {}).values())
-        for item in inside:
-            yield from _tensors_in(item, depth - 1)
+def _versions(tensors: Sequence[Tensor]) -> list[int]:
+    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
-def same_leaves(one: Sequence[Any], other: Sequence[Any]) -> bool:
-    return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))
+def places(result: Any, given: Sequence[Tensor]) -> tuple[Any, list[Tensor]]:
+    """``result`` with places for its tensors, and these; those that were ``given`` have negative places."""
+    inputs = {id(tensor): number for number, tensor in enumerate(given)}
+    numbers: dict[int, int] = {}
+    found: list[Tensor] = []
+
+    def place(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if id(leaf) in inputs:
+            return _Place(-1 - inputs[id(leaf)])
+        if id(leaf) not in numbers:
+            numbers[id(leaf)] = len(found)
+            found.append(leaf)
+        return _Place(numbers[id(leaf)])
+
+    return map_leaves(result, place), found
 
 
 class Outputs:
     """What the chunks give, put together.
 
+    Args:
+        joined: which results are put one behind the other. Default: those whose first dimension a chunk's samples
+            divide.
+
     Attributes:
         tensors: the results, each once.
     """
 
-    def __init__(self, inputs: Inputs) -> None:
-        self._inputs = inputs
-        self._lengths = inputs.lengths()
+    def __init__(self, inputs: Inputs, joined: Sequence[bool] | None = None) -> None:
+        self._inputs, self._joined = inputs, joined
         self._form: Any = None
         self._kept: list[Any] = []  # leaves of the first chunk's result, with places in the place of tensors
         self.tensors: list[Tensor] = []
@@ -198,64 +231,26 @@ class Outputs:
 
     def add(self, index: int, result: Any, given: Sequence[Tensor]) -> None:
         """Take what a chunk gave that was ``given`` these tensors."""
-        form, found = self.places(result, given)
+        form, found = places(result, given)
         if index == 0:
             self._form, self._kept = form, leaves(form)
-            for tensor in found:
-                self.tensors.append(self._make(tensor))
-        elif not _equal(leaves(form), self._kept):
+            joined = self._joined
+            if joined is None:
+                joined = [tensor.ndim > 0 and tensor.shape[0] % self._inputs.chunk_size == 0 for tensor in found]
+            if len(joined) != len(found):
+                raise CannotDivide(f"expected {len(joined)} tensors as results, as at first, got {len(found)}")
+            self.tensors = [self._make(tensor, whether) for tensor, whether in zip(found, joined, strict=True)]
+        elif not equal(leaves(form), self._kept):
             raise CannotDivide(
                 "expected results that are tensors, or alike for all chunks, got different numbers, strings or objects"
             )
         for number, tensor in enumerate(found):
             self._write(index, number, tensor)
 
-    def places(self, result: Any, given: Sequence[Tensor]) -> tuple[Any, list[Tensor]]:
-        """``result`` with places for its tensors, and these; those that were ``given`` have negative places."""
-        inputs = {id(tensor): number for number, tensor in enumerate(given)}
-        numbers: dict[int, int] = {}
-        found: list[Tensor] = []
-
-        def place(leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor):
-                return leaf
-            if id(leaf) in inputs:
-                return _Place(-1 - inputs[id(leaf)])
-            if id(leaf) not in numbers:
-                numbers[id(leaf)] = len(found)
-                found.append(leaf)
-            return _Place(numbers[id(leaf)])
-
-        return map_leaves(result, place), found
-
-    def check_twice(self, result: Any, given: Sequence[Tensor]) -> None:
-        """Check that ``result``, for two chunks as one, is twice as long where results are put one behind the other.
-
-        Raises:
-            CannotDivide: something has the length of a chunk by chance: a number for each of so many experts.
-        """
-        _, found = self.places(result, given)
-        for tensor, whole, length in zip(found, self.tensors, self._chunk_lengths, strict=False):
-            # Of chunks of one sample, a bias [1, ...] is put one behind the other too, which does no harm.
-            expected = (2, 1) if length == 1 else (2 * length,)
-            if length and (not tensor.ndim or tensor.shape[0] not in expected):
-                raise CannotDivide(
-                    "expected results whose first dimension is that of the samples, or 1, or 0-d tensors, got one that "
-                    f"is {[length, *whole.shape[1:]]} for {self._inputs.chunk_size} samples and {list(tensor.shape)} "
-                    f"for {2 * self._inputs.chunk_size}"
-                )
-
-    def _make(self, tensor: Tensor) -> Tensor:
-        if tensor.layout is not torch.strided or tensor.is_nested:
-            raise CannotDivide(f"expected dense tensors as results, got one with layout {tensor.layout}")
-        if not tensor.ndim or (tensor.shape[0] == 1 and 1 not in self._lengths):
+    def _make(self, tensor: Tensor, joined: bool) -> Tensor:
+        if not (joined and tensor.ndim):
             self._chunk_lengths.append(0)
             return torch.zeros_like(tensor)
-        if tensor.shape[0] not in self._lengths:
-            raise CannotDivide(
-                f"expected results whose first dimension is that of the {self._inputs.chunk_size} samples of a chunk, "
-                f"or 1, or 0-d tensors, got {list(tensor.shape)}"
-            )
         self._chunk_lengths.append(tensor.shape[0])
         shape = (tensor.shape[0] * self._inputs.count, *tensor.shape[1:])
         last = tensor.ndim == 4 and not tensor.is_contiguous()
@@ -287,7 +282,7 @@ class Outputs:
             whole.copy_(tensor)
         elif whole.shape != tensor.shape or not torch.equal(whole, tensor):
             raise CannotDivide(
-                "expected a result without a dimension for samples (a whole number, a bias [1, ...]) to be the same "
+                "expected a result that is not of samples (a whole number, a bias [1, ...], a table) to be the same "
                 "for all chunks, got several"
             )
 
@@ -310,7 +305,7 @@ class Outputs:
         self.tensors, self._form, self._kept, self._numbers = [], None, [], {}
 
 
-def _equal(one: Sequence[Any], other: Sequence[Any]) -> bool:
+def equal(one: Sequence[Any], other: Sequence[Any]) -> bool:
     if len(one) != len(other):
         return False
     for a, b in zip(one, other, strict=True):

@@ -8,9 +8,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from lightning_zero.engine.torch_modes import function_modes, under_function_modes
@@ -44,11 +47,34 @@ class RandomState:
         if self._devices:
             set_device_states(self._devices, self._states, device_type=device_type)
 
+    def same(self, other: RandomState) -> bool:
+        """Whether no numbers have been drawn between both."""
+        pairs = zip((self._cpu, *self._states), (other._cpu, *other._states), strict=True)
+        return all(torch.equal(one, another) for one, another in pairs)
+
     @contextlib.contextmanager
     def put_back(self, device_type: str) -> Iterator[None]:
         """Behind the ``with`` the generators go on as if nothing had been drawn inside."""
         with torch.random.fork_rng(devices=self._devices, device_type=device_type):
             yield
+
+
+_DRAWS_NOTHING = {"dropout_p": 0.0, "dropout": 0.0, "train": False, "training": False}  # by arguments' names
+
+
+class NothingDrawn(TorchDispatchMode):
+    """Inside, calls of any size draw the same numbers: 1/2, or 0 where they are whole; dropout drops nothing."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **(kwargs or {}))
+        names = [argument.name for argument in func._schema.arguments]
+        given = dict(zip(names, args, strict=False)) | (kwargs or {})
+        off = {name: value for name, value in _DRAWS_NOTHING.items() if name in names}
+        if off:
+            return func(*(off.get(name, given[name]) for name in names[: len(args)]), **{**(kwargs or {}), **off})
+        result = func(*args, **(kwargs or {}))
+        return tree_map_only(Tensor, lambda tensor: tensor.fill_(0.5 if tensor.is_floating_point() else 0), result)
 
 
 class Modes:

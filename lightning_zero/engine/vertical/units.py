@@ -18,13 +18,14 @@ from torch.autograd.graph import save_on_cpu
 
 from lightning_zero.config import ConfigError
 from lightning_zero.engine.passes.events import PassEvents
-from lightning_zero.engine.passes.recompute import put_around
+from lightning_zero.engine.passes.recompute import put_around, without_empty_caches
 from lightning_zero.engine.units.bucket import Bucket
 from lightning_zero.engine.units.unit import Unit
 from lightning_zero.engine.vertical.chunked import Chunked, Context
 from lightning_zero.engine.vertical.coupled import changes_with_batch
-from lightning_zero.engine.vertical.split import CannotDivide, Inputs, first_size
+from lightning_zero.engine.vertical.split import CannotDivide, Changes, Division, Inputs, first_size
 from lightning_zero.engine.vertical.tables import Tables
+from lightning_zero.engine.vertical.trial import Trial
 
 _HELP = (
     "Run such units on the whole batch with zero.unit.whole_batch=[Class], choose other units with zero.unit.classes, "
@@ -36,24 +37,23 @@ class Sums:
     """Gradients of parameters while the chunks of one call bring them: fp32, or the dtype of wider ones."""
 
     def __init__(self) -> None:
-        self._sums: dict[tuple[Bucket, int], tuple[Unit, Tensor, bool]] = {}
+        self._sums: dict[tuple[Bucket, int], tuple[Unit, Tensor]] = {}
+
+    def __contains__(self, key: tuple[Bucket, int]) -> bool:
+        return key in self._sums
 
     def add(self, unit: Unit, bucket: Bucket, slot: int, grad: Tensor) -> None:
         if grad.layout is not torch.strided:
             grad = grad.to_dense()
-        key = (bucket, slot)
-        if key not in self._sums:
-            wide = grad.to(torch.promote_types(grad.dtype, torch.float32))
-            self._sums[key] = unit, wide, wide is not grad
-            return
-        _, total, is_ours = self._sums[key]
-        # Not in place at first: a hook of the user's may hold the gradient of the first chunk.
-        self._sums[key] = unit, total.add_(grad) if is_ours else total + grad, True
+        if (bucket, slot) in self._sums:
+            self._sums[bucket, slot][1].add_(grad)
+        else:
+            self._sums[bucket, slot] = unit, grad.to(torch.promote_types(grad.dtype, torch.float32))
 
     def hand_over(self, take: Callable[[Unit, Bucket, int, Tensor], None]) -> None:
         while self._sums:
             (bucket, slot) = next(iter(self._sums))
-            unit, total, _ = self._sums.pop((bucket, slot))
+            unit, total = self._sums.pop((bucket, slot))
             take(unit, bucket, slot, total)
 
 
@@ -84,10 +84,9 @@ class Vertical:
         self._passes = ref(passes)
         self._offload_inputs, self._pin_memory = offload_inputs, pin_memory
         self._trigger: Tensor | None = None
-        # Numbers of units:
-        self._seen: set[int] = set()  # that have been looked at
-        self._evaluated: set[int] = set()  # ... in an evaluation
-        self._whole: set[int] = set()  # that an evaluation could not divide
+        self._divisions: dict[Any, Division | None] = {}  # of calls of a unit; None: an evaluation runs them whole
+        self._of_classes: dict[Any, Division] = {}  # of calls of units of a class: most blocks are alike
+        self._watched: set[int] = set()  # numbers of units of which is known that no tensors leave them elsewhere
 
     # -- the size of the batch ----------------------------------------------------------------------------------------
 
@@ -124,7 +123,7 @@ class Vertical:
 
     def wrap(self, unit: Unit, module: nn.Module) -> Callable[[], None]:
         """Have ``module.forward`` run in chunks; returns what undoes it."""
-        inner = module.forward
+        inner = plain = module.forward
         vertical_ref, params = ref(self), list(module.parameters())
         module_ref = ref(module)
 
@@ -133,13 +132,13 @@ class Vertical:
             vertical = vertical_ref()
             if vertical is None or vertical._inside:
                 return inner(*args, **kwargs)
-            return vertical._call(unit, module_ref(), params, inner, args, kwargs)
+            return vertical._call(unit, module_ref(), params, inner, plain, args, kwargs)
 
         def replace(change: Callable[[Any], Any]) -> None:
             nonlocal inner
             inner = change(inner)
             if (vertical := vertical_ref()) is not None:
-                vertical._seen.add(unit.index)  # what is compiled keeps what the compiler says
+                vertical._watched.add(unit.index)  # what is compiled keeps what the compiler says
 
         return put_around(module, forward, replace)
 
@@ -149,18 +148,24 @@ class Vertical:
         module: nn.Module | None,
         params: list[nn.Parameter],
         inner: Callable[..., Any],
+        plain: Callable[..., Any],
         args: Any,
         kwargs: Any,
     ) -> Any:
+        """
+        Args:
+            plain: ``inner``, not compiled: what is tried once is not worth a graph.
+        """
         size = self.batch if self.batch is not None else first_size((args, kwargs))
+        if torch.is_grad_enabled():
+            args, kwargs = without_empty_caches(type(module), args, kwargs)
         inputs = Inputs(args, kwargs, size, self.count, tables=self._tables)
         title = f"unit {unit.title}"
         trains = [param.requires_grad for param in params]
         needed = any(trains) or any(tensor.requires_grad for tensor in inputs.tensors)
         if not (torch.is_grad_enabled() and needed):
-            return self._without_graph(unit, module, inner, inputs, args, kwargs)
-        if (why := inputs.why_not()) is not None:
-            raise CannotDivide(f"{title} is run in {self.count} chunks: {why}. {_HELP}")
+            return self._without_graph(unit, module, inner, plain, inputs, args, kwargs)
+        joined = self._divide(unit, module, plain, inputs)
 
         @contextlib.contextmanager
         def in_backward() -> Iterator[None]:
@@ -188,34 +193,68 @@ class Vertical:
             in_chunk=self._in_chunk,
             in_backward=in_backward,
             again=again,
-            first=unit.index not in self._seen,
+            joined=joined,
+            first=unit.index not in self._watched,
             help=_HELP,
         )
         result = self.with_graph(call, any(trains))
-        self._seen.add(unit.index)
+        self._watched.add(unit.index)
         return result
 
+    def _divide(
+        self, unit: Unit, module: nn.Module | None, plain: Callable[..., Any], inputs: Inputs
+    ) -> tuple[bool, ...]:
+        """Have ``inputs`` divided as calls of their kind are, which a trial finds; which results are joined.
+
+        Raises:
+            CannotDivide: they cannot be.
+        """
+        kind = inputs.kind, module is not None and module.training
+        found = self._divisions.get((unit.index, kind))
+        if found is None:
+            title = f"unit {unit.title}"
+            trial = Trial(changes_with_batch(plain, module, title), inputs, self._in_chunk)
+            try:
+                if (why := inputs.why_not()) is not None:
+                    raise CannotDivide(why)
+                found = trial.division(self._of_classes.get((type(module), kind)))
+            except CannotDivide as error:
+                raise CannotDivide(f"{title} is run in {self.count} chunks: {error}. {_HELP}") from error
+            except Exception as error:
+                error.add_note(f"{title} was being run in {self.count} chunks: {inputs.told}.")
+                raise
+            self._divisions[unit.index, kind] = self._of_classes[type(module), kind] = found
+        inputs.divide(found.divided)
+        return found.joined
+
     def _without_graph(
-        self, unit: Unit, module: nn.Module | None, inner: Callable[..., Any], inputs: Inputs, args: Any, kwargs: Any
+        self,
+        unit: Unit,
+        module: nn.Module | None,
+        inner: Callable[..., Any],
+        plain: Callable[..., Any],
+        inputs: Inputs,
+        args: Any,
+        kwargs: Any,
     ) -> Any:
         """The result of a call that no backward follows: in chunks, or else whole.
 
         Whatever comes in an evaluation is welcome: a batch of another size, a cache of keys and values.
         """
-        if unit.index in self._whole or inputs.why_not() is not None or inputs.holds_objects:
+        key = unit.index, (inputs.kind, module is not None and module.training)
+        if inputs.why_not() is not None or inputs.holds_objects or self._divisions.get(key, 1) is None:
             return inner(*args, **kwargs)
         title = f"unit {unit.title}"
-        # One row fits everything: there a size that is the batch's by chance would not be told by an error.
-        first = inputs.chunk_size == 1 and unit.index not in self._seen | self._evaluated
-        function = changes_with_batch(inner, module, title)
-        call = Chunked(function, inputs, title=title, in_chunk=self._in_chunk, first=first, help=_HELP)
         try:
-            result = call.without_graph()
-        except CannotDivide:
-            self._whole.add(unit.index)
+            joined = self._divide(unit, module, plain, inputs)
+            function = changes_with_batch(inner, module, title)
+            call = Chunked(function, inputs, title=title, in_chunk=self._in_chunk, joined=joined, help=_HELP)
+            return call.without_graph()
+        except Changes:
+            raise
+        except Exception:
+            self._divisions[key] = None
             return inner(*args, **kwargs)
-        self._evaluated.add(unit.index)
-        return result
 
     def with_graph(self, call: Chunked, trains: bool) -> Any:
         """The result of ``call``, whose inputs wait for the backward where they are to wait."""

@@ -12,6 +12,7 @@ is cut or gathered. Of one bucket the old and the new are there together, and of
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -101,8 +102,8 @@ def restage(engine: Assembly, config: ZeroConfig, follow: Sequence[Follow] = ())
     before = engine.tiers
     forget_before = engine.take_tiers(tiers)
     try:
-        # Budgets are of what rests, and not of what is between two places.
-        tiers.set_budgets(None, None)
+        # Budgets are of what rests, and not of what is between two places; one that is given is believed all the same.
+        tiers.set_budgets(None if config.offload.host_budget is None else sys.maxsize, None)
         _move_all(engine, plans, known, follow)
         for sharded in engine.optimizers:
             sharded.replanned()
@@ -117,6 +118,7 @@ def restage(engine: Assembly, config: ZeroConfig, follow: Sequence[Follow] = ())
         raise
     engine.config = config
     passes.plans_changed()
+    comm.connect([bucket.sends for bucket in unit.buckets] for unit in engine.units)
 
 
 def _partly_moved(error: BaseException) -> RuntimeError:

@@ -20,6 +20,7 @@ class Snapshot:
 
     def __init__(self, wanted: Mapping[Home, Sequence[Sliced]], streams: Streams) -> None:
         self._kept: dict[int, Kept] = {}
+        self._accelerator = streams.accelerator
         self._homes = list(wanted)
         try:
             for home, parts in wanted.items():
@@ -30,11 +31,13 @@ class Snapshot:
 
     def stage(self) -> None:
         """Copy what the next step is sure to change."""
+        self._accelerator.bind_thread()
         for kept in self._kept.values():
             kept.stage()
 
     def read(self, home: Home, part: Sliced) -> Tensor:
         """[part.numel] on the host, valid until this home is done with."""
+        self._accelerator.bind_thread()
         return self._kept[id(home)].read(part)
 
     def done_with(self, home: Home) -> None:

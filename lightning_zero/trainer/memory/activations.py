@@ -30,6 +30,7 @@ from lightning_zero.comm.sequence import OnPaper
 from lightning_zero.config import ConfigError, Precision, Recompute, ZeroConfig
 from lightning_zero.engine.passes.hooks import watch_gradients
 from lightning_zero.engine.passes.output_dtypes import dtype_hooks
+from lightning_zero.engine.passes.recompute import without_empty_caches
 from lightning_zero.engine.units.describe import AUTOCAST_DTYPES, TRUE_DTYPES, describe_units, fp32_modules
 from lightning_zero.engine.vertical.chunked import Chunked
 from lightning_zero.engine.vertical.coupled import units_around, whole_batch_units
@@ -250,12 +251,15 @@ class _Measurement:
 
     def _again(self, module: nn.Module, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """As a unit runs by itself: computed again in the backward, if so set."""
-        again = self._config.activation_checkpointing is not Recompute.none
-        return checkpoint(inner, *args, use_reentrant=False, **kwargs) if again else inner(*args, **kwargs)
+        if self._config.activation_checkpointing is Recompute.none:
+            return inner(*args, **kwargs)
+        args, kwargs = without_empty_caches(type(module), args, kwargs)
+        return checkpoint(inner, *args, use_reentrant=False, **kwargs)
 
     def _in_chunks(self, module: nn.Module, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """As under ``zero.micro_batches``."""
         trained = [param for param in module.parameters() if param.requires_grad]
+        args, kwargs = without_empty_caches(type(module), args, kwargs)
         inputs = Inputs(args, kwargs, self._batch_size, self._config.micro_batches, tables=Tables(self._module))
         if (why := inputs.why_not()) is not None:
             raise ConfigError(f"zero.micro_batches: a {type(module).__name__}: {why}.")

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import lightning.pytorch as pl
 import torch
@@ -50,6 +50,7 @@ from lightning_zero.trainer.memory.activations import NotMeasured, measure_sizes
 from lightning_zero.trainer.memory.fake_module import states_of
 from lightning_zero.trainer.precision import ZeroPrecision
 
+T = TypeVar("T")
 KEY = "lightning_zero_auto"  # in checkpoints
 
 
@@ -107,6 +108,8 @@ class Undecided(Protocol):
 
     def gather_objects(self, value: Any, what: str) -> list[Any]: ...
 
+    def together(self, what: str, act: Callable[[], T]) -> T: ...
+
 
 class _Place(NamedTuple):
     """What one rank has."""
@@ -130,19 +133,20 @@ def decide(strategy: Undecided, trainer: pl.Trainer, module: pl.LightningModule,
     if before is not None and engine_of(module) is not None:  # it was decided for an evaluation before, and holds
         return
     places = strategy.gather_objects(_place(strategy, asked), "what there is for zero/stage=auto")
-    found: Decision | Exception = ConfigError("rank 0 decides")
-    if strategy.is_global_zero:
+
+    def act() -> Decision | None:
+        if not strategy.is_global_zero:
+            return None
         try:
-            found = _decide(strategy, trainer, module, asked, places, fitting=fitting)
-        except ConfigError as error:
-            found = ConfigError(str(error))
-        except Exception as error:  # else the others would wait for rank 0
-            found = RuntimeError(f"zero/stage=auto: rank 0 could not decide: {type(error).__name__}: {error}")
-            found.__cause__ = error
-    own = found
-    found = strategy.gather_objects(found, "the decision on zero/stage=auto")[0]
-    if isinstance(found, Exception):
-        raise own if strategy.is_global_zero and isinstance(own, Exception) else found
+            return _decide(strategy, trainer, module, asked, places, fitting=fitting)
+        except ConfigError:
+            raise
+        except Exception as error:
+            text = f"zero/stage=auto: rank 0 could not decide: {type(error).__name__}: {error}"
+            raise RuntimeError(text) from error
+
+    what = "the decision on zero/stage=auto"
+    found: Decision = strategy.gather_objects(strategy.together(what, act), what)[0]
     strategy.decision = found
     strategy.config = with_rows(asked, found.stage, found.offload, settings=_settings(asked))
     rank_zero_info(str(found))

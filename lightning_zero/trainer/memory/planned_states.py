@@ -53,7 +53,8 @@ def planned_states(
             found |= {id(param_of(p)): state for group in optimizer.param_groups for p in group["params"]}
             continue
         try:
-            probed = probe(optimizer, lambda p: dtypes[id(param_of(p))], torch.device("cpu"))
+            cpu = torch.device("cpu")
+            probed = probe(optimizer, lambda p: dtypes[id(param_of(p))], cpu, true_shapes=False)
         except (ConfigError, KeyError) as error:
             raise UnknownStateError(f"{type(optimizer).__name__} cannot be tried: {error}") from error
         if probed.failed is not None or probed.couples:

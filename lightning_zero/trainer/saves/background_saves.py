@@ -18,7 +18,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from lightning_utilities.core.rank_zero import WarningCache, rank_zero_warn
 
@@ -37,8 +37,10 @@ def not_behind(why: str) -> None:
     _SAID.warn(f"zero.checkpoint.background: training waits for this save, because {why}.")
 
 
-class _Failure(str):
+class _Failure(NamedTuple):
     """What a rank posts in the place of its part."""
+
+    text: str
 
 
 class BackgroundSaves:
@@ -92,7 +94,7 @@ class BackgroundSaves:
                     if rank == 0:
                         end(self._parts(mail, waits))
             except BaseException as error:
-                mail.post(_Failure(error))
+                mail.post(_Failure(str(error)))
                 close(error)
                 raise
             close(None)
@@ -114,7 +116,7 @@ class BackgroundSaves:
         found = mail.collect(give_up)
         for rank, part in enumerate(found):
             if isinstance(part, _Failure):
-                raise RuntimeError(f"rank {rank}: {part}")
+                raise RuntimeError(f"rank {rank}: {part.text}")
         return found
 
     @property

@@ -20,6 +20,7 @@ from lightning_zero.config import ConfigError, ZeroConfig
 from lightning_zero.engine import engine_of
 from lightning_zero.trainer.callbacks.averaging import EXCLUDES_FROZEN
 
+_VERSION = "pytorch-lightning_version"  # Lightning needs it to bring older checkpoints up to date
 _HOOK = "on_fit_start"  # comes between configure_optimizers and the load of states
 _SHOWN = 5  # names of a kind
 
@@ -40,14 +41,17 @@ def of_lightning(loaded: Any, path: Any) -> dict[str, Any]:
     Raises:
         ConfigError: it is something else.
     """
-    if isinstance(loaded, dict) and isinstance(loaded.get("state_dict"), Mapping):
+    if isinstance(loaded, dict) and isinstance(loaded.get("state_dict"), Mapping) and _VERSION in loaded:
         return loaded
     what = f"a {type(loaded).__name__}"
     if isinstance(loaded, Mapping):
         what += f" with {_some(map(str, loaded))}" if loaded else " with nothing in it"
+        if "state_dict" in loaded and _VERSION not in loaded:
+            what += f" and no {_VERSION}"
     raise ConfigError(
         f"ckpt_path: expected a checkpoint of Lightning, got {path}, which holds {what}. Give another ckpt_path; "
-        "weights alone can be loaded into the module before the run (load_state_dict)."
+        "weights alone can be loaded into the module before the run (load_state_dict), and what fabric.save has "
+        "written by fabric.load."
     )
 
 

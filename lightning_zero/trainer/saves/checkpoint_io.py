@@ -57,12 +57,12 @@ class ZeroCheckpointIO(TorchCheckpointIO):
         """Weights and optimizer states are mapped: who loads them touches what it takes, a rank its own ranges."""
         name = get_filesystem(path)._strip_protocol(str(path)) if _is_local_file_protocol(path) else None
         if name is None or not zipfile.is_zipfile(name):  # an older format cannot be mapped
-            return super().load_checkpoint(path, map_location, weights_only)
+            return super().load_checkpoint(path, map_location, weights_only is not False)
 
         def mapped(storage: Any, location: str) -> Any:
             return map_location(storage if storage.nbytes() > _SMALL_NBYTES else storage.clone(), location)
 
-        loaded: dict[str, Any] = torch.load(name, mapped, weights_only=weights_only, mmap=True)
+        loaded: dict[str, Any] = torch.load(name, mapped, weights_only=weights_only is not False, mmap=True)
         if isinstance(loaded, dict):  # else it is no checkpoint, which who loads it says
             _bring_to_memory({key: value for key, value in loaded.items() if key not in _COPIED_FROM})
         return loaded
@@ -143,14 +143,15 @@ def load(io: CheckpointIO, path: Any, weights_only: bool | None) -> dict[str, An
     """Read a checkpoint.
 
     Args:
-        weights_only: ``None``: torch's default, under which no code that is in the file is run.
+        weights_only: but for ``False``, no code that is in the file is run: Lightning's own default is another one for
+            a path of http.
 
     Raises:
         ConfigError: what the file holds would run code, or it is no whole checkpoint; with the file.
         OSError: the system's, which another try may not meet; with the file.
     """
     try:
-        return io.load_checkpoint(path, weights_only=weights_only)
+        return io.load_checkpoint(path, weights_only=weights_only is not False)
     except MemoryError:
         raise
     except FileNotFoundError as error:

@@ -331,8 +331,10 @@ class CheckpointingStrategy(ParallelStrategy):
 
         def read() -> dict[str, Any]:
             if is_folder(checkpoint_path):
-                return read_folder(checkpoint_path, weights_only, long_work=self.long_work)
-            return of_lightning(load(self.checkpoint_io, checkpoint_path, weights_only), checkpoint_path)
+                found = read_folder(checkpoint_path, weights_only, long_work=self.long_work)
+            else:
+                found = load(self.checkpoint_io, checkpoint_path, weights_only)
+            return of_lightning(found, checkpoint_path)
 
         checkpoint = self.together("reading a checkpoint", read)
         self.saved_decision = auto_row.from_record(checkpoint.pop(auto_row.KEY, None))

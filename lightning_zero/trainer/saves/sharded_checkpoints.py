@@ -126,8 +126,6 @@ def read(
     """
     try:
         folder = ShardedFolder(local_path(path))
-        if not (folder.path / EXTRA).is_file():
-            raise ConfigError(refusal(folder.path, f"it has no {EXTRA}, so it is no checkpoint of Lightning"))
         checkpoint = load(TorchCheckpointIO(), folder.path / EXTRA, weights_only)
         return checkpoint | _values(folder, checkpoint.pop(RECORD, None) or {}, weights_only, of_trainer, long_work)
     except OSError as error:

@@ -1,0 +1,172 @@
+"""Finds by trying which tensors of a call are of its batch: a table may have as many rows, and sizes do not tell.
+
+A set of tensors may be divided if two parts, one behind the other, give what both give as one. Of the sets that may,
+the smallest is taken: what a call takes whole it is given whole, as it would be without chunks. So a table that has no
+effect yet (it begins with zeros, or behind a gate of zero) is not divided either.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from itertools import combinations
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_zero.engine.vertical.split import CannotDivide, Changes, Division, Inputs, called, equal, leaves, places
+from lightning_zero.engine.vertical.surroundings import (
+    Modes,
+    NothingDrawn,
+    RandomState,
+    device_type_of,
+    trying,
+)
+
+_MOST = 8  # tensors as long as the batch: the sets of more are too many
+
+
+class _Unequal(Exception):
+    """Parts give something else than both as one; the text says what."""
+
+
+class Trial:
+    """One call of ``function``, of which nothing is kept.
+
+    Args:
+        in_chunk: entered around each call of ``function``.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        inputs: Inputs,
+        in_chunk: Callable[[], contextlib.AbstractContextManager[Any]],
+    ) -> None:
+        self._function, self._inputs, self._in_chunk = function, inputs, in_chunk
+        self._device_type = device_type_of(inputs.tensors)
+        self._modes = Modes(self._device_type)
+        self._alone = True  # one part is being run, which tells nothing of both
+        self._around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+
+    def division(self, first: Division | None) -> Division:
+        """How the call is to be divided.
+
+        Args:
+            first: how a call of the same kind was divided: tried first.
+
+        Raises:
+            CannotDivide: no set of tensors can be divided, or the call changes what it is given.
+            Exception: what a part alone raises.
+        """
+        inputs = self._inputs
+        if len(inputs.candidates) > _MOST:
+            raise CannotDivide(
+                f"expected at most {_MOST} tensors whose first dimension is that of the batch ({inputs.size}), got "
+                f"{len(inputs.candidates)}"
+            )
+        with torch.no_grad(), trying():
+            state = RandomState(inputs.tensors)
+            with state.put_back(self._device_type):
+                tensors = [self._copy(number) for number in range(len(inputs.tensors))]
+                failed: Exception | None = None  # of the set of all, in the end, which comes last
+                for divided in self._sets(first):
+                    inputs.divide(divided)
+                    try:
+                        return self._divided(tensors, state)
+                    except (CannotDivide, Changes):
+                        raise
+                    except Exception as error:  # what a call raises that is given too few rows is anything
+                        failed = error
+        assert failed is not None
+        if self._alone and not isinstance(failed, _Unequal):
+            raise failed
+        text = f"{failed}" if isinstance(failed, _Unequal) else f"got {type(failed).__name__}: {failed}"
+        raise CannotDivide(
+            f"expected a forward that gives for {2 * inputs.chunk_size} samples what it gives for {inputs.chunk_size} "
+            f"and the {inputs.chunk_size} that follow, {text}. {inputs.told}"
+        ) from failed
+
+    def _sets(self, first: Division | None) -> Iterator[tuple[bool, ...]]:
+        """The fewest tensors first, and large ones before small ones."""
+        if first is not None:
+            yield first.divided
+        found = sorted(self._inputs.candidates, key=lambda number: -self._inputs.tensors[number].numel())
+        for count in range(1, len(found) + 1):
+            for chosen in combinations(found, count):
+                yield tuple(number in chosen for number in range(len(self._inputs.tensors)))
+
+    def _copy(self, number: int) -> Tensor:
+        """A tensor for the trial. One whose rows are all alike gets others, of which it can be seen where they go."""
+        tensor = self._inputs.tensors[number]
+        if number not in self._inputs.candidates or not tensor.is_floating_point():
+            return tensor
+        return tensor + torch.rand_like(tensor) if bool((tensor == tensor[:1]).all()) else tensor
+
+    def _divided(self, tensors: Sequence[Tensor], state: RandomState) -> Division:
+        try:
+            return self._compared(tensors, state)
+        finally:
+            state.restore(self._device_type)
+
+    def _compared(self, tensors: Sequence[Tensor], state: RandomState) -> Division:
+        size = self._inputs.chunk_size
+        self._alone = True
+        one = self._result(tensors, 0, size)
+        self._alone = False
+        other, both = self._result(tensors, size, size), self._result(tensors, 0, 2 * size)
+        if self._around is contextlib.nullcontext and not state.same(RandomState(tensors)):
+            self._around = NothingDrawn
+            return self._compared(tensors, state)
+        for part in (other, both):
+            if len(part[1]) != len(one[1]) or not equal(leaves(part[0]), leaves(one[0])):
+                raise _Unequal("got results with other numbers, strings or objects, or other tensors among them")
+        joined = tuple(map(_is_joined, one[1], other[1], both[1]))
+        if one[1] and not any(joined) and all(map(torch.equal, one[1], other[1])):
+            raise _Unequal("got the same results for all samples")  # of these tensors, which it may not use at all
+        return Division(tuple(self._inputs.divided), joined)
+
+    def _result(self, tensors: Sequence[Tensor], low: int, rows: int) -> tuple[Any, list[Tensor]]:
+        inputs = self._inputs
+        parts = zip(inputs.rows(tensors, low, rows), inputs.tables, strict=True)
+        given = [tensor if is_table else tensor.clone() for tensor, is_table in parts]  # it may be changed
+        with self._modes.again(), self._in_chunk(), self._around():
+            return places(called(self._function, inputs, given), given)
+
+
+def _is_joined(one: Tensor, other: Tensor, both: Tensor) -> bool:
+    """Whether a result of parts is put one behind the other; else it is that of each part, or a mean of numbers.
+
+    Raises:
+        _Unequal: neither is the result of both as one.
+    """
+    if one.layout is not torch.strided or one.is_nested:
+        raise _Unequal(f"got a result with layout {one.layout}, expected dense tensors")
+    if not one.ndim and one.is_floating_point():
+        return False
+    joined = one.ndim > 0 and both.shape == (2 * one.shape[0], *one.shape[1:])
+    if one.shape != other.shape or not (joined or one.shape == both.shape) or one.dtype != both.dtype:
+        raise _Unequal(f"got results {list(one.shape)}, {list(other.shape)} and {list(both.shape)} for both")
+    if not (_alike(torch.cat([one, other]), both) if joined else _alike(one, both) and _alike(other, both)):
+        what = "other values" if joined else "one that is not of samples and has other values (expected: a 0-d tensor)"
+        raise _Unequal(f"got a result {list(one.shape)} with {what}")
+    return joined
+
+
+def _computes_roughly(tensor: Tensor) -> bool:
+    kinds = ("cpu", tensor.device.type)
+    autocast = any(torch.is_autocast_enabled(kind) for kind in kinds if torch.amp.is_autocast_available(kind))
+    fast = torch.get_float32_matmul_precision() != "highest"
+    return autocast or fast or tensor.element_size() < 4
+
+
+def _alike(one: Tensor, other: Tensor) -> bool:
+    """Equal but for rounding; a few elements may differ, as where two experts were nearly equal for a token."""
+    near, few = (0.03, 0.02) if _computes_roughly(other) else (1e-4, 1e-3)
+    far = one != other
+    if one.is_floating_point() or one.is_complex():
+        size = other.abs()
+        usual = size[size.isfinite()].float().square().mean().sqrt()
+        far &= ~((one - other).abs() <= near * (size + usual.nan_to_num())) & ~(one.isnan() & other.isnan())
+    return far.numel() == 0 or far.float().mean().item() <= few

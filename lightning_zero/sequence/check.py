@@ -1,0 +1,253 @@
+"""A short step in parts beside the same one whole: what in it differs.
+
+No list of functions that look along a sequence can be complete, so nobody asks what a step calls. What it gives is
+compared: its loss, and random sums of each parameter's gradient, which are sums over the ranks that have the parts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+_aten = torch.ops.aten
+_SUMS = 4  # of each gradient, of random signs
+_PIECE = 1 << 22  # elements that are summed at once
+_PATTERN = 64  # random numbers that are repeated along a tensor
+_MATMULS = {"highest": 0.0, "high": 2.0**-10, "medium": 2.0**-7}  # what torch rounds products of fp32 to
+_LOOK_FOR = (
+    "sums, means, norms or shifts along the positions (lightning_zero.mean_over_tokens is a mean over all of them; "
+    "shift labels in the data, or in split_sequence); positions that begin at 0 in each part "
+    "(lightning_zero.sequence_positions, batch['position_ids']); attention other than F.scaled_dot_product_attention "
+    "and that of transformers (nn.MultiheadAttention takes need_weights=False); a loss that is no mean over tokens"
+)
+
+
+class Agreeing(TorchDispatchMode):
+    """Inside, random numbers of a whole sequence and of its parts agree: a short pattern, along each tensor.
+
+    Attributes:
+        length: positions of a part. What is a multiple of it in elements has the pattern in each part from its start.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.length, self._seed = 1, seed
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
+            return func(*args, **kwargs)
+        given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+        if "dropout_p" in given:  # inside of a kernel of attention
+            return func(**{**given, "dropout_p": 0.0})
+        if given.get("generator") is not None:
+            given["generator"] = None
+        self._seed += 1
+        torch.manual_seed(self._seed)
+        return self._draw(func, given)
+
+    def _draw(self, func: Any, given: dict[str, Any]) -> Any:
+        count = math.gcd(self.length, _PATTERN)
+        if func is _aten.native_dropout.default and given["train"] is not False:
+            kept = torch.empty_like(given["input"], dtype=torch.bool)
+            _repeat(kept, torch.rand(count, device=kept.device) >= given["p"])
+            return given["input"] * kept / max(1.0 - given["p"], 1e-6), kept
+        if func is _aten.bernoulli.default:
+            return (_repeat(torch.empty_like(given["self"]), torch.rand(count)) < given["self"]).to(given["self"].dtype)
+        name, tensors = func._schema.name, sum(isinstance(value, Tensor) for value in given.values())
+        if "size" in given:
+            pattern = func(**{**given, "size": [count]})
+        elif tensors == 1 and "self" in given and (name.endswith(("_", "_like")) or func is _aten.bernoulli.p):
+            pattern = func(**{**given, "self": given["self"].new_empty(count)})
+        else:
+            return func(**given)
+        return _repeat(func(**given), pattern)
+
+
+def _repeat(tensor: Tensor, pattern: Tensor) -> Tensor:
+    """Fill ``tensor`` with ``pattern``, again and again."""
+    many = pattern.to(tensor.device).repeat(-(-tensor.numel() // len(pattern)))
+    return tensor.copy_(many[: tensor.numel()].view(tensor.shape))
+
+
+class Sums:
+    """Random sums of the gradients of a step, by the names of parameters, and the sum of squares of each.
+
+    They are linear: those of a sum of gradients are the sums of theirs, and which rank has what when does not matter.
+    Where two gradients differ a random sum does too, by about as much as the norm of their difference.
+
+    Attributes:
+        rounding: of the coarsest dtype of a gradient.
+    """
+
+    def __init__(self) -> None:
+        self.rounding = 0.0
+        self._of: dict[str, Tensor] = {}
+
+    def add(self, name: str, grad: Tensor) -> None:
+        with torch.no_grad(), _disable_current_modes():  # random signs are no numbers of the step
+            self._add(name, grad)
+
+    def _add(self, name: str, grad: Tensor) -> None:
+        self.rounding = max(self.rounding, torch.finfo(grad.dtype).eps)
+        found = torch.zeros(_SUMS + 1, dtype=torch.float64, device=grad.device)
+        signs = torch.Generator(grad.device).manual_seed(len(name) + sum(map(ord, name)))
+        for piece in grad.reshape(-1).split(_PIECE):
+            piece = piece.to(torch.promote_types(piece.dtype, torch.float32))
+            bits = torch.randint(1 << _SUMS, piece.shape, generator=signs, device=piece.device, dtype=torch.uint8)
+            for number in range(_SUMS):
+                sign = (bits >> number & 1).to(piece.dtype).mul_(2).sub_(1)
+                found[number] += torch.dot(piece, sign)
+            found[_SUMS] += torch.dot(piece, piece)
+        self._of[name] = self._of[name] + found if name in self._of else found
+
+    def values(self) -> dict[str, list[float]]:
+        return {name: found.tolist() for name, found in self._of.items()}
+
+
+@dataclasses.dataclass
+class Found:
+    """What a step has given.
+
+    Attributes:
+        losses: that went backward.
+        sums: of gradients; see :class:`Sums`.
+        output: of an evaluation.
+        logged: values that it has logged, with the name of what reduces them.
+        rounding: of the coarsest dtype that was seen.
+    """
+
+    losses: list[float] = dataclasses.field(default_factory=list)
+    sums: dict[str, list[float]] = dataclasses.field(default_factory=dict)
+    output: Any = None
+    logged: dict[str, tuple[float, str]] = dataclasses.field(default_factory=dict)
+    rounding: float = 0.0
+
+    @property
+    def says_something(self) -> bool:
+        """Whether another step can be compared with it: finite losses, with gradients."""
+        squares = sum(values[_SUMS] for values in self.sums.values())
+        return all(map(math.isfinite, (*self.losses, squares))) and squares > 0
+
+
+def unit(found: Iterable[Found]) -> float:
+    """The rounding of single operations."""
+    return max(_MATMULS[torch.get_float32_matmul_precision()], *(one.rounding for one in found))
+
+
+def difference(whole: Found, parts: Sequence[Found], rounding: float) -> str | None:
+    """What differs between a training step and the same one in parts, in words; ``None``: nothing.
+
+    Sums agree to half of the digits of the dtype that they are computed in, as errors of rounding add up from layer to
+    layer; losses, in which they average out, to two thirds. A gradient that is zero but for what is rounded off, as
+    that of the bias of keys in attention, is compared with the norm of all gradients.
+
+    Args:
+        whole, parts: of this rank, and of all ranks of the group.
+        rounding: see :func:`unit`.
+    """
+    found = []
+    for number, (expected, got) in enumerate(zip(whole.losses, parts[0].losses, strict=False)):
+        if not near(got, expected, rounding):
+            which = f"loss {number + 1}" if len(whole.losses) > 1 else "loss"
+            found.append(f"the {which} is {got:.6g} in the place of {expected:.6g}")
+            break
+    total = math.sqrt(sum(values[_SUMS] for values in whole.sums.values()))
+    zeros = [0.0] * (_SUMS + 1)
+    for name in dict.fromkeys([*whole.sums, *(name for one in parts for name in one.sums)]):
+        expected_sums = whole.sums.get(name, zeros)
+        norm = math.sqrt(expected_sums[_SUMS])
+        means = [sum(column) / len(parts) for column in zip(*(one.sums.get(name, zeros) for one in parts), strict=True)]
+        apart = max(abs(a - b) for a, b in zip(means[:_SUMS], expected_sums[:_SUMS], strict=True))
+        if not apart <= math.sqrt(rounding) * norm + 2 * rounding * total:
+            how = f"by {100 * apart / norm:.2g} % of its norm" if norm else "which is zero"
+            found.append(f"the first parameter whose gradient differs is {name} ({how})")
+            break
+    return " and ".join(found) or None
+
+
+def difference_of_evaluations(whole: Found, parts: Sequence[Found], rank: int, rounding: float) -> str | None:
+    """As :func:`difference`, of what evaluations have logged and returned.
+
+    What is logged is the mean over parts, or by what it is reduced. A tensor that was returned is that of whole
+    sequences, or this part of it; of single numbers the mean over parts.
+
+    Args:
+        parts: of all ranks of the group; of the others the tensors that they have returned are not read.
+    """
+    for name, (expected, how) in whole.logged.items():
+        got = [one.logged[name][0] for one in parts if name in one.logged] or [math.nan]
+        value = max(got) if how == "max" else min(got) if how == "min" else math.fsum(got)
+        value = value if how in ("sum", "max", "min") else value / len(got)
+        if len(got) == len(parts) and not near(value, expected, rounding):
+            return f"{name}, which is logged, is {value:.6g} over the parts in the place of {expected:.6g}"
+    for expected_leaf, leaf in zip(leaves(whole.output), leaves(parts[rank].output), strict=False):
+        if isinstance(leaf, Tensor) and isinstance(expected_leaf, Tensor) and leaf.numel() > 1:
+            piece = _piece(expected_leaf, leaf, rank, len(parts))
+            if piece is None or not _alike(piece, leaf, rounding):
+                return f"a tensor {tuple(leaf.shape)} that is returned is not that of whole sequences, nor its part"
+    return None
+
+
+def near(got: float, expected: float, rounding: float) -> bool:
+    if not math.isfinite(expected):
+        return True  # nothing to compare with
+    return abs(got - expected) <= rounding ** (2 / 3) * abs(expected) + 8 * rounding
+
+
+def _piece(whole: Tensor, part: Tensor, rank: int, size: int) -> Tensor | None:
+    """What of ``whole`` is at the place of ``part``: all, or this rank's positions; ``None``: shapes do not say."""
+    if whole.shape == part.shape:
+        return whole
+    if whole.dim() != part.dim():
+        return None
+    dims = [d for d in range(whole.dim()) if whole.shape[d] != part.shape[d]]
+    if len(dims) != 1 or whole.shape[dims[0]] != size * part.shape[dims[0]]:
+        return None
+    return whole.chunk(size, dims[0])[rank]
+
+
+def _alike(expected: Tensor, got: Tensor, rounding: float) -> bool:
+    if not expected.is_floating_point():
+        return float((expected != got).double().mean()) <= math.sqrt(rounding)
+    a, b = expected.double().nan_to_num(), got.double().nan_to_num()
+    return bool((a - b).norm() <= math.sqrt(rounding) * a.norm() + 8 * rounding)
+
+
+def refusal(step: str, what: str) -> str:
+    return (
+        f"zero.sequence_parallel: expected from parts of sequences what {step} gives for whole ones, got something "
+        f"else (a short piece of the first batch was tried both ways): {what}. Look in {step} and the modules that it "
+        f"calls for {_LOOK_FOR}. Or set zero.sequence_parallel=1."
+    )
+
+
+def kind_of(batch: Any) -> str:
+    """What two batches of one kind have in common: keys, types, and how many dimensions tensors have."""
+    if isinstance(batch, Tensor):
+        return f"{batch.dim()} {batch.dtype}"
+    if isinstance(batch, Mapping):
+        return "{" + ", ".join(f"{key}: {kind_of(value)}" for key, value in batch.items()) + "}"
+    if isinstance(batch, (list, tuple)):
+        return f"[{', '.join(map(kind_of, batch))}]"
+    return type(batch).__name__
+
+
+def leaves(batch: Any) -> Iterator[Any]:
+    """Of containers of any kind: mappings that torch does not know (BatchEncoding of transformers), dataclasses."""
+    for leaf in tree_leaves(batch):
+        if isinstance(leaf, Mapping):
+            yield from leaves(dict(leaf))
+        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            yield from leaves([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
+        else:
+            yield leaf

@@ -1,0 +1,230 @@
+"""Before the first step under ``zero.sequence_parallel`` a short one runs whole and in parts; see sequence/check.py."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor, nn
+
+from lightning_zero.checkpoint.rng import Generators
+from lightning_zero.comm.sequence import SequenceGroup
+from lightning_zero.config import ConfigError
+from lightning_zero.device import recording
+from lightning_zero.engine import Engine
+from lightning_zero.engine.vertical.surroundings import trying
+from lightning_zero.sequence.check import (
+    Agreeing,
+    Found,
+    Sums,
+    difference,
+    difference_of_evaluations,
+    kind_of,
+    refusal,
+    unit,
+)
+from lightning_zero.sequence.part import Window
+from lightning_zero.sequence.step import SequenceSteps
+
+_TRIES = (0.0, 0.5, 1.0)  # where in the sequences; there may be no labels at their beginning
+_LOSS_SCALE = 1024.0  # of fp16, where it is not smaller by now: what a run begins with may overflow
+_SEED = 1
+
+
+class Alone:
+    """A rank that has whole sequences."""
+
+    rank, size = 0, 1
+
+    def exchange(self, rows: Tensor, label: str = "") -> Tensor:
+        return rows
+
+    def sum_alike(self, values: Tensor, kind: int) -> Tensor:
+        return values
+
+
+class SequenceCheck:
+    """The check of one run. It leaves no trace in modules, optimizers, random numbers and what is logged.
+
+    Attributes:
+        found: of the step that is tried now; ``None``: steps are real.
+    """
+
+    def __init__(self, module: Any, engine: Engine, steps: SequenceSteps, group: SequenceGroup) -> None:
+        self._module, self._engine, self._steps, self._group = module, engine, steps, group
+        self._known: set[str] = set()
+        self.found: Found | None = None
+
+    def before(self, name: str, step: Callable[..., Any], args: Any, *, together: bool) -> None:
+        """Try ``step(*args)`` both ways where batches of this kind are new.
+
+        Args:
+            name: of the step.
+            together: all ranks come here now. Otherwise only those that share a sequence do, with batches of one kind.
+
+        Raises:
+            ConfigError: on all ranks: what parts give is not what whole sequences give.
+        """
+        kind = f"{name} {kind_of(args[0])}"
+        new, alone = kind not in self._known, self._group.size == self._engine.world_size
+        if not (self._any(new) if together and not alone else new and alone):
+            return
+        self._steps.cut(args[0])  # what cannot be cut is refused here
+        for number, at in enumerate(_TRIES):
+            window = Window(self._group.size, at)
+            whole = self._try(name, step, args, window, number, Alone())
+            parts = self._try(name, step, args, window, number, self._group)
+            if name != "training_step" or not self._any(not whole.says_something):
+                what = "the check of zero.sequence_parallel"
+                table = self._group.gather_objects({**vars(parts), "output": None}, what)
+                self._engine.comm.together(what, partial(self._compare, name, whole, parts, table))
+                self._known.add(kind)
+                return
+        rank_zero_warn(
+            f"zero.sequence_parallel: {name} in parts could not be compared with one of whole sequences by this batch: "
+            "its loss is not finite, or has no gradients. The next batch is tried."
+        )
+
+    def _any(self, flag: bool) -> bool:
+        return bool(self._engine.comm.max_(torch.tensor([flag], dtype=torch.uint8)).item())
+
+    def _compare(self, name: str, whole: Found, parts: Found, table: list[Any]) -> None:
+        """
+        Args:
+            table: what each rank of the group has found in parts, without tensors.
+        """
+        rank, ranks = self._group.rank, [Found(**found) for found in table]
+        rounding, ranks[rank] = unit([whole, *ranks]), parts
+        if name == "training_step":
+            what = difference(whole, ranks, rounding)
+        else:
+            what = difference_of_evaluations(whole, ranks, rank, rounding)
+        if what is not None:
+            raise ConfigError(refusal(name, what))
+
+    # -- one step -------------------------------------------------------------------------------------------------
+
+    def _try(self, name: str, step: Callable[..., Any], args: Any, window: Window, number: int, sharers: Any) -> Found:
+        part, own = self._steps.cut(args[0], window, sharers)
+        computing, agreeing = part if sharers is self._group else None, Agreeing(_SEED + number)
+        if part is not None and part.length is not None:
+            agreeing.length = part.length * sharers.size // self._group.size
+        engine, sums, evaluates = self._engine, Sums(), name != "training_step"
+        self.found = found = Found()
+        try:
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(recording.unheard())
+                stack.enter_context(trying())
+                stack.enter_context(_left_as_it_is(self._module, engine.comm.device, self._log))
+                if not evaluates:
+                    stack.enter_context(engine.looking_at_gradients(lambda info, grad: sums.add(info.fqn, grad)))
+                stack.enter_context(agreeing)
+                stack.enter_context(engine.step_scope(f"the check of {name}", evaluation=evaluates))
+                stack.enter_context(engine.batch_scope((own, *args[1:]), evaluation=evaluates))
+                if evaluates:
+                    found.output = self._steps.evaluate(computing, step, own, *args[1:])
+                else:
+                    self._train(computing, step, own, *args[1:])
+        except Exception as error:
+            error.add_note(
+                f"(Raised while {name} was tried on short pieces of the first batch, {self._kind_of_run(sharers)}, "
+                "because of zero.sequence_parallel.)"
+            )
+            raise
+        finally:
+            self.found = None
+        found.sums = sums.values()
+        found.rounding = max(sums.rounding, part.rounding if part is not None else 0.0)
+        return found
+
+    def _kind_of_run(self, sharers: Any) -> str:
+        return "in parts" if sharers is self._group else "whole"
+
+    def _train(self, part: Any, step: Callable[..., Any], *args: Any) -> None:
+        output = self._steps.train(part, step, *args)
+        loss = output.get("loss") if isinstance(output, dict) else output
+        if isinstance(loss, Tensor) and self._module.automatic_optimization:
+            self.backward(loss)
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """A backward of the step that is tried; by a loss of whole sequences."""
+        assert self.found is not None
+        self.found.losses.append(float(loss.detach()))
+        scaler = self._module.trainer.precision_plugin.scaler
+        if scaler is not None:
+            loss = loss * min(scaler.scale, _LOSS_SCALE)
+        with self._steps.backward(), self._engine.backward_scope():
+            self._module.backward(loss, *args, **kwargs)
+
+    def _log(self, name: str, value: Any, *args: Any, reduce_fx: Any = "mean", **more: Any) -> None:
+        """In the place of ``self.log``: by value, where it is a number."""
+        if isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1):
+            assert self.found is not None
+            self.found.logged[name] = float(value), str(getattr(reduce_fx, "__name__", reduce_fx))
+
+
+@contextlib.contextmanager
+def _left_as_it_is(module: Any, device: torch.device, log: Callable[..., None]) -> Iterator[None]:
+    """Inside, ``module`` may do what a step does; afterwards nothing of it is left but what it has told others."""
+    numbers = Generators.now(device)
+    strategy, scaler = module.trainer.strategy, module.trainer.precision_plugin.scaler
+    told = [vars(scaler)] if scaler is not None else []
+    told += [vars(optimizer) for optimizer in strategy._lightning_optimizers]
+    told += [vars(config.scheduler) for config in strategy.lr_scheduler_configs]
+    told += [group for optimizer in strategy.optimizers for group in optimizer.param_groups]
+    kept = [(values, dict(values)) for values in told]
+    for optimizer in strategy._lightning_optimizers:  # which count steps of manual optimization
+        optimizer._on_before_step = optimizer._on_after_step = lambda: None
+    undo = [_keep(inner) for inner in module.modules()]
+    with warnings.catch_warnings():  # the real step says them
+        warnings.simplefilter("ignore")
+        module.__dict__["log"] = log
+        try:
+            yield
+        finally:
+            for put_back in undo:
+                put_back()
+            for values, before in kept:
+                values.clear()
+                values.update(before)
+            numbers.restore(device)
+
+
+def _keep(module: nn.Module) -> Callable[[], None]:
+    """Remember buffers, metrics and other attributes; returns what puts them back."""
+    attributes = dict(vars(module))
+    holders = [attributes, *(value for value in attributes.values() if isinstance(value, dict))]
+    tensors = {
+        id(value): (value, value.detach().clone(), value._version)
+        for holder in holders
+        for value in holder.values()
+        if isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and not value.is_inference()
+    }
+    containers: list[tuple[Any, Any]] = [
+        (value, copy.copy(value)) for value in attributes.values() if isinstance(value, (dict, list, set, deque))
+    ]
+
+    def put_back() -> None:
+        vars(module).clear()
+        vars(module).update(attributes)
+        for value, before in containers:
+            if list(map(id, _flat(value))) != list(map(id, _flat(before))):
+                value.clear()
+                value.extend(before) if isinstance(value, (list, deque)) else value.update(before)
+        with torch.no_grad():
+            for tensor, before, version in tensors.values():
+                if tensor._version != version:
+                    tensor.copy_(before)
+
+    return put_back
+
+
+def _flat(container: Any) -> list[Any]:
+    return [part for item in container.items() for part in item] if isinstance(container, dict) else list(container)

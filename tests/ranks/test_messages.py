@@ -1,0 +1,135 @@
+"""What ranks send each other: values come back as they were, and what a stranger sends is not run."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_zero.comm.agreements import broadcast_object, collect_objects, gather_objects, open_waits
+from lightning_zero.config import Stage
+from lightning_zero.planning.boxes import Box
+from lightning_zero.ranks.mailbox import Mailbox
+from lightning_zero.ranks.messages import dumps, loads
+from lightning_zero.trainer.memory.auto_row import Decision
+from tests.harness import on_ranks
+
+VALUES = [
+    None,
+    [True, 1, -(2**70), 0.1, float("inf"), "a\udcff"],
+    ((1, 2), [3, (4,)], {5, 6}, frozenset("a")),
+    {1: "int", "1": "text", (2, "a"): None, "tuple": ["tag"]},
+    OrderedDict([("b", 1), ("a", 2)]),
+    b"\x00\xff",
+    Path("a/b"),
+    torch.Size([2, 3]),
+    torch.bfloat16,
+    torch.device("cpu"),
+    Stage.zero3,
+    Box((0,), (3,), 7),
+    Decision("zero3", "cpu", "it fits", None, 2),
+]
+
+
+@pytest.mark.parametrize("value", VALUES, ids=str)
+def test_a_value_comes_back_as_it_was(value: Any) -> None:
+    found = loads(dumps(value))
+    assert found == value
+    assert repr(found) == repr(value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.int64])
+@pytest.mark.parametrize("shape", [(), (0, 2), (3, 2)])
+def test_a_tensor_comes_back_as_it_was(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    value = torch.randn(shape).to(dtype)
+    found = loads(dumps({"x": value.t() if value.dim() == 2 else value}))["x"]
+    assert torch.equal(found, value.t() if value.dim() == 2 else value)
+    assert found.dtype is dtype
+
+
+class Runs:
+    """As a pickle: makes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (self.path,)
+
+
+def forged(name: str, *parts: Any) -> bytes:
+    return json.dumps({"ours": [*name.split(":"), *parts]}).encode()
+
+
+def test_what_a_stranger_sends_is_not_run(tmp_path: Path) -> None:
+    ran = str(tmp_path / "ran")
+    messages = [
+        pickle.dumps(Runs(tmp_path / "ran")),
+        forged("os:mkdir", ran),
+        forged("lightning_zero.ranks.messages:sys.modules", ran),  # what a module of ours has imported
+        forged("lightning_zero.checkpoint.durable:os", ran),
+        forged("lightning_zero.checkpoint.durable:written_aside", ran),  # a function
+        forged("lightning_zero.strategy:ZeroStrategy"),  # a class that does more than hold values
+        forged("lightning_zero.tiers.aio:Syscalls", None),  # it can be changed
+        b'{"dtype": "load"}',
+        b'{"Tensor": [1]}',
+        b'{"a": 1, "b": 2}',
+        b"[" * 100_000,
+        b"",
+    ]
+    for message in messages:
+        with pytest.raises(ValueError, match="expected a message of another rank"):
+            loads(message)
+    assert not (tmp_path / "ran").exists()
+
+
+class Unknown:
+    pass
+
+
+@on_ranks(2)
+def test_what_lies_in_the_store_is_not_run(tmp_path: Path) -> None:
+    mail = Mailbox(1, dist.get_rank(), 2)
+    if dist.get_rank() == 0:
+        with pytest.raises(ValueError, match="expected a message of another rank"):
+            mail.collect(lambda *_: "")
+    else:  # a stranger, who reaches the store as well
+        dist.distributed_c10d._get_default_store().set("lightning_zero/mail/1/1", pickle.dumps(Runs(tmp_path / "ran")))
+    dist.barrier()
+    assert not (tmp_path / "ran").exists()
+
+
+@on_ranks(2)
+def test_what_comes_from_a_socket_is_not_run(tmp_path: Path) -> None:
+    waits = open_waits(dist.group.WORLD, torch.device("cpu"), 30)
+    evil = mock.patch("lightning_zero.comm.agreements.dumps", lambda _: pickle.dumps(Runs(tmp_path / "ran")))
+    with evil, pytest.raises(ValueError, match="expected a message of another rank"):
+        gather_objects(dist.group.WORLD, 1, waits, "a test")
+    assert not (tmp_path / "ran").exists()
+    waits.close()
+
+
+@on_ranks(2)
+def test_what_cannot_be_sent_is_refused_on_all_ranks(tmp_path: Path) -> None:
+    """None waits for the rank that has it."""
+    world = dist.group.WORLD
+    waits = open_waits(world, torch.device("cpu"), 30)
+    value = Unknown() if waits.rank == 0 else 1
+    for send in (
+        lambda: gather_objects(world, value, waits, "a test"),
+        lambda: collect_objects(world, value, waits, "a test"),
+        lambda: broadcast_object(world, value, 0, waits),
+    ):
+        with pytest.raises(TypeError, match=r"rank 0: expected .* got a .*Unknown. Send what it is made of"):
+            send()
+    assert broadcast_object(world, {"a": (waits.rank,)}, 1, waits) == {"a": (1,)}
+    assert collect_objects(world, waits.rank, waits, "a test") == ([0, 1] if waits.rank == 0 else None)
+    waits.close()
