@@ -12,6 +12,7 @@
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/from_blob.h>
 #include <c10/core/DeviceGuard.h>
+#include <c10/core/InferenceMode.h>
 #include <c10/cuda/CUDAStream.h>
 #include <torch/library.h>
 #include <functional>
@@ -30,6 +31,7 @@ using Names = std::set<std::string>;
 
 Tensor host_view(const Tensor& t) {  // the same memory, as a tensor of the host; it keeps nothing alive
   if (!t.defined()) return t;
+  c10::InferenceMode off(false);
   Tensor r;
   if (t.is_cpu()) {  // taken now, as arguments of a kernel are
     r = t.detach().clone();

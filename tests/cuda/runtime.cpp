@@ -450,8 +450,9 @@ API cudaError_t cudaStreamSynchronize(cudaStream_t st) {
 static cudaError_t query(Stream* s, uint64_t to, int* asked) {
   if (g_failed) return ret(g_failed);
   if (s->done >= to) return cudaSuccess;
-  // Who asks again and again waits for it. torch's watchdog of NCCL only looks.
-  if (!is_thread("pt_nccl") && ++*asked > 3) want(s, to);
+  // Who asks again and again waits for it. torch's watchdog of NCCL only looks, ten times a second; but at the end of a
+  // process group it waits for what nobody else does.
+  if (++*asked > (is_thread("pt_nccl") ? 10 : 3)) want(s, to);
   return ret(cudaErrorNotReady);
 }
 API cudaError_t cudaStreamQuery(cudaStream_t st) {
