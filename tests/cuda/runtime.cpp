@@ -53,6 +53,7 @@ thread_local cudaError_t g_last = cudaSuccess;
 thread_local int g_device = 0;
 cudaError_t g_failed = cudaSuccess;  // of a kernel: every wait raises it from then on
 std::atomic<bool> g_ending{false};
+int g_early = number("LATE_CUDA_EARLY", 0);  // 1: streams run what is queued at once, but for the default one; 2: all
 constexpr int MOST = 16;
 size_t g_used[MOST];
 bool g_context[MOST];
@@ -172,7 +173,7 @@ void wait_for_all(Lock& lock, int device) {
 uint64_t push(Stream* s, Op op) {
   s->ops.push_back(std::move(op));
   s->queued++;
-  static bool early = number("LATE_CUDA_EARLY", 0);
+  bool early = g_early == 2 || (g_early == 1 && s != default_stream(s->device));
   if (early || s->ops.size() > 20000) want(s, s->queued);
   else if (s->wanted >= s->queued) s->wake.notify_one();
   return s->queued;
@@ -203,6 +204,7 @@ API void late_cuda_fail(const char* what) {
   say("ERROR a kernel has failed: %s", what);
   g_failed = cudaErrorAssert;
 }
+API void late_cuda_set_early(int early) { g_early = early; }
 API long late_cuda_count(const char* what) { Lock lock(mu()); return kept<Counts>()[what]; }
 API void late_cuda_report() {
   Lock lock(mu());
