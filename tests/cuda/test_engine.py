@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import ctypes
 import importlib
 import inspect
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -41,8 +43,10 @@ EARLY = {"all late": 0, "other streams early": 1}  # what runs as late as the pr
 @contextlib.contextmanager
 def in_order(order: str) -> Iterator[None]:
     LATE.late_cuda_set_early(EARLY[order])
-    yield
-    LATE.late_cuda_set_early(0)
+    try:
+        yield
+    finally:
+        LATE.late_cuda_set_early(0)
 
 
 def trains(row: str, stage: int, folder: Path, order: str, *, precision: str = "fp32") -> None:
@@ -61,6 +65,10 @@ def trains(row: str, stage: int, folder: Path, order: str, *, precision: str = "
                     found.append(accumulate(side, step, 2))
                 side.clip(0.5)
                 side.step()
+                if step == 3:  # parameters are used, and changed again, before anything has run
+                    with torch.no_grad(), autocast(precision):
+                        found.append(language_loss(side.module, tokens(step)))
+                    side.step()
                 side.zero_grad()
         assert_same(sharded, twin, tolerance=1e-6)
         torch.testing.assert_close(*map(torch.stack, losses))
@@ -146,6 +154,8 @@ WITHOUT: list[tuple[str, str, int, dict[str, Any]]] = [
     (f"{UNITS}.grad_store:_wait", "streams.accelerator.wait_on_host(arrival)", 1, {"row": "optimizer_cpu"}),
     (f"{UNITS}.landing:Landing._land", "self.streams.accelerator.wait_on_host(arrived)", 2, {"row": "optimizer_cpu"}),
     (f"{UNITS}.home:HostHome.open", "self._tier.accelerator.wait_on_host(self._reads)", 1, {"row": "optimizer_cpu"}),
+    (f"{UNITS}.kept:KeptInMemory.read", "accelerator.wait_on_host(self._arrived)", 1, {}),
+    (f"{UNITS}.kept:KeptInMemory.secure", "self._streams.wait(self._arrived)", 1, {}),
     (f"{TIERS}.pinned:Sender.send", "self._accelerator.wait_on_host(self._sent[turn % 2])", 2, {"row": "optimizer_nvme"}),
     (f"{TIERS}.pinned:ReadAhead.take", "self._accelerator.wait_on_host(event)", 2, {"row": "nvme"}),
 ]
@@ -170,10 +180,28 @@ def without(target: str, line: str) -> Iterator[None]:
         function.__code__ = before
 
 
+def keeps(folder: Path, row: str, stage: int) -> None:
+    """What a thread reads beside steps is what was there before them."""
+    from tests.engine import test_gpu  # asks whether there is a GPU, behind which torch forks no more
+
+    small = test_gpu.Model(width=32)
+    with mock.patch.object(test_gpu, "Model", lambda width: copy.deepcopy(small)):
+        test_gpu.kept_is_what_was_there(dist.get_rank(), dist.get_world_size(), f"zero{stage}", row)
+
+
+@on_ranks(1)
+@pytest.mark.parametrize(("row", "stage"), [("none", 1), ("none", 3), ("cpu", 3)])
+def test_what_is_kept_is_what_was_there(row: str, stage: int, tmp_path: Path) -> None:
+    keeps(tmp_path, row, stage)
+
+
 def trains_without(target: str, line: str, folder: Path, row: str = "none", stage: int = 3, order: str = "all late") -> None:
     os.environ["LATE_CUDA_LOG"] = str(folder / "said")
     with without(target, line):
-        trains(row, stage, folder, order)
+        if ".kept:" in target:
+            keeps(folder, row, stage)
+        else:
+            trains(row, stage, folder, order)
     torch.cuda.synchronize()
     assert not (folder / "said").exists(), (folder / "said").read_text()
 
