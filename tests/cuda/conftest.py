@@ -1,10 +1,11 @@
 """These tests run where torch's CUDA build runs on a CPU (``make test-cuda``), and are collected nowhere else.
 
-What the emulated CUDA has said (a copy beyond its memory, a thread on another rank's GPU, an error left behind, ...) fails
-the run, whatever test it was in.
+What the emulated CUDA has said (a copy beyond its memory, a thread on another rank's GPU, an error left behind, ...)
+fails the run, whatever test it was in.
 """
 
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -13,14 +14,12 @@ import pytest
 collect_ignore_glob = [] if "late_cuda_load" in sys.modules else ["test_*.py"]
 
 LEFT_OUT = {
-    "bf16_true.*sgd|sgd.*bf16_true": "torch's fused SGD, which the engine takes on a device, is wrong in bf16 on the CPU",
+    "bf16_true.*sgd|sgd.*bf16_true": "the CPU's fused SGD, which stands in for the GPU's, is wrong in bf16",
     "optimizer_of_ones_own|gives_a_plain_module_back|random_delays": "compares with tensors of the host",
 }
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    import re
-
     for item in items:
         for pattern, reason in LEFT_OUT.items():
             if re.search(pattern, item.nodeid):

@@ -38,7 +38,7 @@ Tensor host_view(const Tensor& t) {  // the same memory, as a tensor of the host
   } else if (t.numel() == 0) {
     r = at::empty_strided(t.sizes(), t.strides(), at::TensorOptions().dtype(t.dtype()));
   } else {
-    TORCH_CHECK(t.storage().nbytes() > 0 && t.data_ptr(), "late_cuda: the storage of a tensor ", t.sizes(), " is freed");
+    TORCH_CHECK(t.storage().nbytes() > 0 && t.data_ptr(), "late_cuda: a tensor has no memory, ", t.sizes());
     r = at::from_blob(t.data_ptr(), t.sizes(), t.strides(), at::TensorOptions().dtype(t.dtype()));
   }
   if (t.is_neg()) r._set_neg(true);
@@ -155,7 +155,7 @@ bool shapes(const c10::OperatorHandle& op, const std::vector<IValue>& given, Sta
     c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
     op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::Meta), &out);
   } catch (const std::exception& e) {
-    if (getenv("LATE_CUDA_VERBOSE")) fprintf(stderr, "%s has no shapes: %.300s\n", op.schema().name().c_str(), e.what());
+    if (getenv("LATE_CUDA_VERBOSE")) fprintf(stderr, "%s: %.300s\n", op.schema().name().c_str(), e.what());
     return false;  // the CPU's kernel will say what is wrong
   }
   return true;

@@ -362,8 +362,9 @@ static cudaError_t copy(Lock& lock, void* dst, const void* src, size_t n, cudaMe
     return bad(cudaErrorInvalidValue, "copy in another direction than told");
   touch("copy");
   bool pageable = (!up && !to) || (!down && !from);
-  count(up && down ? "copies on the device" : pageable ? up ? "copies to the device, pageable" : "copies to the host, pageable"
-                                            : up       ? "copies to the device, pinned" : "copies to the host, pinned");
+  count(up && down ? "copies on the device"
+        : up       ? pageable ? "copies to the device, pageable" : "copies to the device, pinned"
+        : pageable ? "copies to the host, pageable" : "copies to the host, pinned");
   if (pageable && !up) {  // the host waits until the bytes are there
     wait(lock, s, s->queued);
     memcpy(dst, src, n);
@@ -458,7 +459,10 @@ static cudaError_t query(Stream* s, uint64_t to, int* asked) {
   return ret(cudaErrorNotReady);
 }
 API cudaError_t cudaStreamQuery(cudaStream_t st) {
-  return with_stream(st, "cudaStreamQuery", [](Lock&, Stream* s) { int asked = 3; return query(s, s->queued, &asked); });
+  return with_stream(st, "cudaStreamQuery", [](Lock&, Stream* s) {
+    int asked = 3;
+    return query(s, s->queued, &asked);
+  });
 }
 API cudaError_t cudaStreamWaitEvent(cudaStream_t st, cudaEvent_t e, unsigned) {
   return with_stream(st, "cudaStreamWaitEvent", [=](Lock&, Stream* s) {
@@ -568,7 +572,8 @@ API cudaError_t __cudaGetKernel(cudaKernel_t* k, const void* f) { *k = (cudaKern
 API void** __cudaRegisterFatBinary(void*) { static void* handle[4]; return handle; }
 API void __cudaRegisterFatBinaryEnd(void**) {}
 API void __cudaUnregisterFatBinary(void**) {}
-API void __cudaRegisterFunction(void**, const char* host, char*, const char* name, int, void*, void*, void*, void*, int*) {
+API void __cudaRegisterFunction(void**, const char* host, char*, const char* name, int, void*, void*, void*, void*,
+                                int*) {
   Lock lock(mu());
   kept<Names>()[host] = name ? name : "?";
 }

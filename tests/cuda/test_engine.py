@@ -75,7 +75,9 @@ def trains(row: str, stage: int, folder: Path, order: str, *, precision: str = "
 
 
 @on_ranks(2)
-@pytest.mark.parametrize(("precision", "order"), [("fp32", "all late"), ("fp32", "other streams early"), ("bf16", "all late")])
+@pytest.mark.parametrize(
+    ("precision", "order"), [("fp32", "all late"), ("fp32", "other streams early"), ("bf16", "all late")]
+)
 @pytest.mark.parametrize(("row", "stage"), ROWS)
 def test_training_equals_the_twin(row: str, stage: int, precision: str, order: str, tmp_path: Path) -> None:
     trains(row, stage, tmp_path, order, precision=precision)
@@ -121,7 +123,9 @@ def test_the_host_waits_for_events_of_offload_only(row: str, stage: int, tmp_pat
     ("stage", "row", "then"),
     [("zero1", "none", ("zero3", "cpu")), ("zero3", "nvme", ("zero2", "none")), ("zero3", "cpu", ("zero3", "none"))],
 )
-def test_trainer_saves_and_goes_on(stage: str, row: str, then: tuple[str, str], background: bool, tmp_path: Path) -> None:
+def test_trainer_saves_and_goes_on(
+    stage: str, row: str, then: tuple[str, str], background: bool, tmp_path: Path
+) -> None:
     folder = tmp_path / "saves"
 
     def trained(stage: str, row: str, **settings: Any) -> list[float]:
@@ -156,7 +160,12 @@ WITHOUT: list[tuple[str, str, int, dict[str, Any]]] = [
     (f"{UNITS}.home:HostHome.open", "self._tier.accelerator.wait_on_host(self._reads)", 1, {"row": "optimizer_cpu"}),
     (f"{UNITS}.kept:KeptInMemory.read", "accelerator.wait_on_host(self._arrived)", 1, {}),
     (f"{UNITS}.kept:KeptInMemory.secure", "self._streams.wait(self._arrived)", 1, {}),
-    (f"{TIERS}.pinned:Sender.send", "self._accelerator.wait_on_host(self._sent[turn % 2])", 2, {"row": "optimizer_nvme"}),
+    (
+        f"{TIERS}.pinned:Sender.send",
+        "self._accelerator.wait_on_host(self._sent[turn % 2])",
+        2,
+        {"row": "optimizer_nvme"},
+    ),
     (f"{TIERS}.pinned:ReadAhead.take", "self._accelerator.wait_on_host(event)", 2, {"row": "nvme"}),
 ]
 
@@ -195,7 +204,9 @@ def test_what_is_kept_is_what_was_there(row: str, stage: int, tmp_path: Path) ->
     keeps(tmp_path, row, stage)
 
 
-def trains_without(target: str, line: str, folder: Path, row: str = "none", stage: int = 3, order: str = "all late") -> None:
+def trains_without(
+    target: str, line: str, folder: Path, row: str = "none", stage: int = 3, order: str = "all late"
+) -> None:
     os.environ["LATE_CUDA_LOG"] = str(folder / "said")
     with without(target, line):
         if ".kept:" in target:

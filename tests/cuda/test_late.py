@@ -44,6 +44,7 @@ def test_a_stream_that_does_not_wait_reads_what_is_not_there_yet(kind: str, wait
         if waits:
             torch.cuda.current_stream().wait_stream(side)
         found = (target * 2).tolist()
+    torch.cuda.synchronize()  # before memory that the other stream writes is freed
     assert (found == [1.0 if kind == "copy to the host" else 2.0] * 8) == waits
 
 
@@ -80,7 +81,8 @@ def test_ranks_that_issue_other_messages_are_told(tmp_path: Path) -> None:
 def test_kernels_and_copies_give_what_the_cpu_gives(dtype: torch.dtype) -> None:
     x = torch.arange(12, dtype=dtype).view(3, 4)
     y = x.to("cuda", non_blocking=True)
-    assert torch.equal((y.t() @ y if dtype.is_floating_point else y * y).cpu(), x.t() @ x if dtype.is_floating_point else x * x)
+    ours, expected = (y.t() @ y, x.t() @ x) if dtype.is_floating_point else (y * y, x * x)
+    assert torch.equal(ours.cpu(), expected)
 
 
 @on_ranks(2)
