@@ -21,10 +21,11 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 HEADERS = ("nvidia-cuda-runtime<13.1", "nvidia-cuda-crt<13.1")
-EMPTY = (
+EMPTY = re.split(
+    " ",
     "libcusparse.so.12 libcufft.so.12 libcufile.so.0 libcusparseLt.so.0 libcurand.so.10 libcublas.so.13 libnccl.so.2 "
-    "libcuda.so.1 libcublasLt.so.13 libcudnn.so.9 libnvrtc.so.13 libcusolver.so.12 libcupti.so.13 libnvshmem_host.so.3"
-).split()
+    "libcuda.so.1 libcublasLt.so.13 libcudnn.so.9 libnvrtc.so.13 libcusolver.so.12 libcupti.so.13 libnvshmem_host.so.3",
+)
 WANTED = re.compile(
     r"(cu[A-Z]|cuda|__cuda|cublas|cudnn|cusparse|cufft|curand|cusolver|nccl|nvrtc|nvshmem|nvml|nvJit|cupti)"
 )
@@ -36,7 +37,7 @@ def main(folder: Path) -> None:
     if not (site / "others.pth").exists():
         shutil.rmtree(folder, ignore_errors=True)
         download(folder, site)
-    sources = sorted(HERE.glob("*.cpp")) + [HERE / "late.h", HERE / "load.py", Path(__file__)]
+    sources = [*sorted(HERE.glob("*.cpp")), HERE / "late.h", HERE / "load.py", Path(__file__)]
     text = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
     stamp = folder / "built"
     if not stamp.exists() or stamp.read_text() != text:
