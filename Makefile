@@ -31,7 +31,7 @@ STAMP := $(VENV)/.installed-$(CHOICE)
 DEV_STAMP := $(VENV)/.installed-dev-$(CHOICE)
 SLURM_STAMP := $(VENV)/.installed-slurm-$(CHOICE)
 
-.PHONY: help install train test test-full test-slurm fuzz bench bench-offload bench-whole bench-scale bench-checkpoint gpu-check lightning-table image image-test structure lint format clean
+.PHONY: help install train test test-full test-cuda test-slurm fuzz bench bench-offload bench-whole bench-scale bench-checkpoint gpu-check lightning-table image image-test structure lint format clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -63,6 +63,18 @@ test: $(STAMP) ## the tests, in minutes
 
 test-full: $(STAMP) ## with the full matrices
 	$(PY) -m pytest -m 'not slurm$(if $(GPU),, and not gpu)' --timeout=1800 $(ARGS)
+
+# torch's CUDA build on this CPU, without NVIDIA's libraries: 0.5 GB to download, 1.2 GB of disk (tests/cuda).
+CUDA_VENV ?= .venv-cuda
+CUDA_TESTS := tests/cuda tests/engine/test_parity.py tests/engine/test_offload.py \
+  tests/engine/test_edges_passes.py tests/engine/test_step_in_backward.py tests/engine/test_node_backward.py \
+  tests/engine/test_weights_in_backward.py
+
+test-cuda: $(STAMP) ## the engine and the Trainer on emulated GPUs
+	@if $(PY) -m tests.cuda.build $(CUDA_VENV); then rm -f $(CUDA_VENV)/said; \
+	LIGHTNING_ZERO_TEST_DEVICE=cuda LATE_CUDA_HOME=local LATE_CUDA_LOG=$(abspath $(CUDA_VENV))/said \
+	$(CUDA_VENV)/bin/python -m pytest -n $(JOBS) --dist worksteal $(if $(ARGS),$(ARGS),$(CUDA_TESTS)); \
+	else echo "SKIPPED: no test ran on emulated GPUs: torch's CUDA build, or a compiler, is not here (above)."; fi
 
 lightning-table: $(STAMP) ## all of Lightning's features beside DDP (docs/lightning.md), in minutes
 	$(PY) -m tests.lightning_table $(ARGS)
@@ -125,5 +137,5 @@ format: $(DEV_STAMP) ## let ruff mend what it can
 	$(PY) -m ruff format .
 
 clean: ## remove the virtual environment and all outputs
-	rm -rf $(VENV) build dist outputs multirun *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(CUDA_VENV) build dist outputs multirun *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

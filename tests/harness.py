@@ -364,7 +364,10 @@ def _work(rank: int, world: int, port: int, pipe: Connection, stack_file: Path) 
     torch.set_num_threads(1)
     gc.freeze()  # what came with the fork is not looked at again
     _take_own_cores()
-    dist.init_process_group("gloo", rank=rank, world_size=world)
+    on_gpu = os.environ.get("LIGHTNING_ZERO_TEST_DEVICE") == "cuda"  # each rank has one of its own
+    if on_gpu:
+        torch.cuda.set_device(rank)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", rank=rank, world_size=world)
     while case := pipe.recv_bytes():
         with _undone():
             answer = _answer(case)

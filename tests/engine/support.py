@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ import lightning_zero
 from lightning_zero.ranks import watchdog
 from tests.pairwise import pairwise_places
 
+DEVICE = os.environ.get("LIGHTNING_ZERO_TEST_DEVICE", "cpu")
 VOCABULARY = 11
 TOKENS = 7
 NORMS = (nn.LayerNorm, nn.BatchNorm1d)
@@ -59,12 +61,12 @@ def tokens(step: int, micro: int = 0, *, rank: int | None = None, rows: int = 2)
     """Another batch for every rank, step and micro-batch."""
     rank = dist.get_rank() if rank is None else rank
     generator = torch.Generator().manual_seed(1000 * step + 10 * micro + rank)
-    return torch.randint(0, VOCABULARY, (rows, TOKENS), generator=generator)
+    return torch.randint(0, VOCABULARY, (rows, TOKENS), generator=generator).to(DEVICE)
 
 
 def floats(step: int, *shape: int, rank: int | None = None) -> Tensor:
     rank = dist.get_rank() if rank is None else rank
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(7 + 1000 * step + rank))
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(7 + 1000 * step + rank)).to(DEVICE)
 
 
 def language_loss(module: nn.Module, batch: Tensor) -> Tensor:
@@ -75,7 +77,7 @@ def language_loss(module: nn.Module, batch: Tensor) -> Tensor:
 def autocast(precision: str) -> Any:
     """What the precision plugin opens around forward and loss."""
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
-    return torch.autocast("cpu", dtype, enabled=dtype is not None, cache_enabled=False)
+    return torch.autocast(DEVICE, dtype, enabled=dtype is not None, cache_enabled=False)
 
 
 def sgd(params: Any) -> Optimizer:
@@ -109,7 +111,7 @@ class Master:
     """
 
     def __init__(self, param: nn.Parameter) -> None:
-        padded = torch.zeros(-(-param.numel() // 32) * 32, dtype=param.dtype)
+        padded = torch.zeros(-(-param.numel() // 32) * 32, dtype=param.dtype, device=param.device)
         padded[: param.numel()] = param.detach().reshape(-1)
         self.flat = nn.Parameter(padded, requires_grad=param.requires_grad)
         self._shape = param.shape
@@ -145,7 +147,7 @@ class Twin:
         Args:
             each: gradients are averaged at every backward (stages 2 and 3), else in the last of a step.
         """
-        self.module = copy.deepcopy(module)
+        self.module = copy.deepcopy(module).to(DEVICE)
         for param in self.module.parameters():
             dist.broadcast(param.data, 0)
         self.grads: dict[nn.Parameter, Tensor] = {}
@@ -182,7 +184,7 @@ class Twin:
     def _average(self) -> None:
         """A gradient that no rank has stays none."""
         params = list(self.masters)
-        used = torch.tensor([param in self._local for param in params], dtype=torch.uint8)
+        used = torch.tensor([param in self._local for param in params], dtype=torch.uint8, device=DEVICE)
         dist.all_reduce(used, op=dist.ReduceOp.MAX)
         local = {
             param: self._local.pop(param, torch.zeros_like(param, dtype=self._reduce_dtype))
@@ -243,7 +245,7 @@ class Sharded:
             plain: call ``loss.backward()`` and let the engine notice, instead of telling it.
         """
         self.module = module
-        self.engine = lightning_zero.shard(module, device="cpu", **{"summary": False, **config})
+        self.engine = lightning_zero.shard(module, device=DEVICE, **{"summary": False, **config})
         self.optimizer = optimizer(module.parameters())
         self.engine.add_optimizer(self.optimizer)
         self._plain = plain
@@ -388,7 +390,7 @@ def language_work(side: Side, step: int) -> Tensor:
 
 def accumulate(side: Side, step: int, micro_batches: int) -> Tensor:
     """Backwards of one step; all but the last inside ``no_sync``."""
-    total = torch.zeros(())
+    total = torch.zeros((), device=DEVICE)
     for micro in range(micro_batches):
         last = micro == micro_batches - 1
         with contextlib.nullcontext() if last else side.no_sync():

@@ -1,0 +1,34 @@
+"""Loads the CPU's kernels into torch as soon as it has been imported, in every process of this environment."""
+
+import importlib.abc
+import importlib.machinery
+import sys
+from pathlib import Path
+
+
+class _Torch(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name != "torch":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        run = spec.loader.exec_module
+
+        def exec_module(module):
+            run(module)
+            _load(module)
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+
+def _load(torch):
+    torch.ops.load_library(Path(__file__).parent / "late_cuda_kernels.so")
+    # What only CUDA has falls back to compositions of kernels that both have.
+    torch.backends.cuda.enable_flash_sdp(False)
+    torch.backends.cuda.enable_mem_efficient_sdp(False)
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    torch.backends.cudnn.enabled = False
+
+
+sys.meta_path.insert(0, _Torch())

@@ -1,0 +1,228 @@
+"""The engine and the Trainer on two emulated GPUs, over NCCL: the plain twin's numbers, whoever is late."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import ctypes
+import importlib
+import inspect
+import os
+import textwrap
+from collections.abc import Iterator
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_zero import ZeroStrategy
+from tests.engine.support import Model, Sharded, Twin, accumulate, assert_same, autocast, language_loss, tokens
+from tests.harness import on_ranks, run
+from tests.trainer.toys import fit
+
+ROWS = [
+    *(("none", stage) for stage in (0, 1, 2, 3)),
+    *((row, stage) for row in ("optimizer_cpu", "optimizer_nvme") for stage in (1, 2, 3)),
+    *((row, 3) for row in ("cpu", "optimizer_cpu_param_nvme", "nvme")),
+]
+
+
+def offload(row: str, folder: Path) -> Any:
+    return {"name": row, "nvme_path": str(folder)} if "nvme" in row else row
+
+
+LATE = ctypes.CDLL(None)
+EARLY = {"all late": 0, "other streams early": 1}  # what runs as late as the program allows, and what at once
+
+
+@contextlib.contextmanager
+def in_order(order: str) -> Iterator[None]:
+    LATE.late_cuda_set_early(EARLY[order])
+    try:
+        yield
+    finally:
+        LATE.late_cuda_set_early(0)
+
+
+def trains(row: str, stage: int, folder: Path, order: str, *, precision: str = "fp32") -> None:
+    """Nobody looks at values between steps, which would wait for what is late."""
+    torch.default_generator.manual_seed(3)
+    module = Model()
+    twin = Twin(module, precision=precision, each=stage >= 2)
+    losses: list[list[torch.Tensor]] = [[], []]
+    with (
+        in_order(order),
+        Sharded(module, stage=stage, precision=precision, offload=offload(row, folder)) as sharded,
+    ):
+        for side, found in zip((sharded, twin), losses, strict=True):
+            for step in range(4):
+                with autocast(precision):
+                    found.append(accumulate(side, step, 2))
+                side.clip(0.5)
+                side.step()
+                if step == 3:  # parameters are used, and changed again, before anything has run
+                    with torch.no_grad(), autocast(precision):
+                        found.append(language_loss(side.module, tokens(step)))
+                    side.step()
+                side.zero_grad()
+        assert_same(sharded, twin, tolerance=1e-6)
+        torch.testing.assert_close(*map(torch.stack, losses))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("precision", "order"), [("fp32", "all late"), ("fp32", "other streams early"), ("bf16", "all late")]
+)
+@pytest.mark.parametrize(("row", "stage"), ROWS)
+def test_training_equals_the_twin(row: str, stage: int, precision: str, order: str, tmp_path: Path) -> None:
+    trains(row, stage, tmp_path, order, precision=precision)
+
+
+# -- where the host waits ---------------------------------------------------------------------------------------------
+
+NEVER = [
+    *("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaMalloc", "cudaHostAlloc"),
+    *("copies to the device, pageable", "copies to the host, pageable"),
+]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("row", "stage"), [("none", 0), ("none", 1), ("none", 3), ("optimizer_cpu", 2), ("cpu", 3), ("nvme", 3)]
+)
+def test_the_host_waits_for_events_of_offload_only(row: str, stage: int, tmp_path: Path) -> None:
+    count = LATE.late_cuda_count
+    count.restype = ctypes.c_long
+    batches = [tokens(step) for step in range(8)]
+    with Sharded(Model(), stage=stage, offload=offload(row, tmp_path)) as side:
+        for step, batch in enumerate(batches):
+            if step == 4:
+                before = {name: count(name.encode()) for name in [*NEVER, "cudaEventSynchronize", "kernels"]}
+            side.backward(language_loss(side.module, batch))
+            side.clip(0.5)
+            side.step()
+            side.zero_grad()
+        waits = {name: count(name.encode()) - number for name, number in before.items()}
+    assert waits.pop("kernels") > 0
+    events = waits.pop("cudaEventSynchronize")
+    assert waits == dict.fromkeys(NEVER, 0)
+    assert (events > 0) == (row != "none")
+
+
+# -- the Trainer ------------------------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize(
+    ("stage", "row", "then"),
+    [("zero1", "none", ("zero3", "cpu")), ("zero3", "nvme", ("zero2", "none")), ("zero3", "cpu", ("zero3", "none"))],
+)
+def test_trainer_saves_and_goes_on(
+    stage: str, row: str, then: tuple[str, str], background: bool, tmp_path: Path
+) -> None:
+    folder = tmp_path / "saves"
+    if background:  # until its threads are bound to the GPU of their rank
+        os.environ["LATE_CUDA_LOG"] = os.devnull
+
+    def trained(stage: str, row: str, **settings: Any) -> list[float]:
+        nvme = tmp_path / "nvme"
+        nvme.mkdir(exist_ok=True)
+        saves = {"background": background}
+        strategy = ZeroStrategy(stage, offload=offload(row, nvme), checkpoint=saves, summary=False)
+        return fit(strategy, tmp_path, accelerator="gpu", max_epochs=2, **settings).losses
+
+    saving = ModelCheckpoint(dirpath=folder, filename="{epoch}", save_top_k=-1)
+    losses = trained(stage, row, enable_checkpointing=True, callbacks=[saving])
+    plain = fit("ddp", tmp_path, accelerator="gpu", max_epochs=2).losses
+    assert losses == pytest.approx(plain, rel=1e-5)
+    dist.barrier()
+    assert trained(*then, ckpt_path=folder / "epoch=0.ckpt") == pytest.approx(losses[6:], rel=1e-5)
+
+
+# -- each wait is needed ----------------------------------------------------------------------------------------------
+
+DEVICE, COMM, UNITS, TIERS = (f"lightning_zero.{name}" for name in ("device", "comm", "engine.units", "tiers"))
+SIDES = "other streams early"
+WITHOUT: list[tuple[str, str, int, dict[str, Any]]] = [
+    (f"{DEVICE}.cuda:Cuda.wait", "self.current_stream().wait_event(event)", 2, {}),
+    (f"{DEVICE}.cuda:Cuda.wait_on_host", "event.synchronize()", 1, {"row": "optimizer_cpu"}),
+    (f"{COMM}.streams:Streams._on", "self.accelerator.wait(event)", 2, {"order": SIDES}),
+    (f"{COMM}.streams:Streams.on_free_memory", "self.accelerator.wait(event)", 2, {"order": SIDES}),
+    (f"{COMM}.reduction:Pending._wait_event", "self._comm.streams.wait(self._event)", 2, {}),
+    (f"{COMM}.small_messages:SmallMessages._run", "self.streams.wait(event)", 2, {"stage": 2}),
+    (f"{UNITS}.bucket:Bucket._transfers", "streams.wait(self._pushed)", 2, {"row": "optimizer_cpu", "order": SIDES}),
+    (f"{UNITS}.grad_store:_wait", "streams.accelerator.wait_on_host(arrival)", 1, {"row": "optimizer_cpu"}),
+    (f"{UNITS}.landing:Landing._land", "self.streams.accelerator.wait_on_host(arrived)", 2, {"row": "optimizer_cpu"}),
+    (f"{UNITS}.home:HostHome.open", "self._tier.accelerator.wait_on_host(self._reads)", 1, {"row": "optimizer_cpu"}),
+    (f"{UNITS}.kept:KeptInMemory.read", "accelerator.wait_on_host(self._arrived)", 1, {}),
+    (f"{UNITS}.kept:KeptInMemory.secure", "self._streams.wait(self._arrived)", 1, {}),
+    (
+        f"{TIERS}.pinned:Sender.send",
+        "self._accelerator.wait_on_host(self._sent[turn % 2])",
+        2,
+        {"row": "optimizer_nvme"},
+    ),
+    (f"{TIERS}.pinned:ReadAhead.take", "self._accelerator.wait_on_host(event)", 2, {"row": "nvme"}),
+]
+
+
+@contextlib.contextmanager
+def without(target: str, line: str) -> Iterator[None]:
+    """Inside, a function of the package does not have this line."""
+    module, _, name = target.partition(":")
+    function = inspect.unwrap(attrgetter(name)(importlib.import_module(module)))
+    source = textwrap.dedent(inspect.getsource(function))
+    assert source.count(line) == 1, f"{target} has another text now: {line}"
+    source, before = source.replace(line, "pass"), function.__code__
+    if "." in name:  # for super()
+        source = "class Here:\n" + textwrap.indent(source, "    ")
+    made: dict[str, Any] = {}
+    exec("from __future__ import annotations\n" + source, {**function.__globals__}, made)
+    function.__code__ = inspect.unwrap(vars(made["Here"])[function.__name__] if "." in name else made[name]).__code__
+    try:
+        yield
+    finally:
+        function.__code__ = before
+
+
+def keeps(folder: Path, row: str, stage: int) -> None:
+    """What a thread reads beside steps is what was there before them."""
+    from tests.engine import test_gpu  # asks whether there is a GPU, behind which torch forks no more
+
+    small = test_gpu.Model(width=32)
+    with mock.patch.object(test_gpu, "Model", lambda width: copy.deepcopy(small)):
+        test_gpu.kept_is_what_was_there(dist.get_rank(), dist.get_world_size(), f"zero{stage}", row)
+
+
+@on_ranks(1)
+@pytest.mark.parametrize(("row", "stage"), [("none", 1), ("none", 3), ("cpu", 3)])
+def test_what_is_kept_is_what_was_there(row: str, stage: int, tmp_path: Path) -> None:
+    keeps(tmp_path, row, stage)
+
+
+def trains_without(
+    target: str, line: str, folder: Path, row: str = "none", stage: int = 3, order: str = "all late"
+) -> None:
+    os.environ["LATE_CUDA_LOG"] = str(folder / "said")
+    with without(target, line):
+        if ".kept:" in target:
+            keeps(folder, row, stage)
+        else:
+            trains(row, stage, folder, order)
+    torch.cuda.synchronize()
+    assert not (folder / "said").exists(), (folder / "said").read_text()
+
+
+@pytest.mark.parametrize(("target", "line", "world", "settings"), WITHOUT, ids=[target for target, *_ in WITHOUT])
+def test_without_this_wait_numbers_are_wrong(
+    target: str, line: str, world: int, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    with pytest.raises(AssertionError) as failure:
+        run(world, trains_without, target, line, tmp_path, **settings)
+    print(str(failure.value)[:300])
