@@ -127,8 +127,6 @@ def test_trainer_saves_and_goes_on(
     stage: str, row: str, then: tuple[str, str], background: bool, tmp_path: Path
 ) -> None:
     folder = tmp_path / "saves"
-    if background:  # until its threads are bound to the GPU of their rank
-        os.environ["LATE_CUDA_LOG"] = os.devnull
 
     def trained(stage: str, row: str, **settings: Any) -> list[float]:
         nvme = tmp_path / "nvme"
