@@ -130,8 +130,13 @@ class WholeOptimizer(ShardedOptimizer):
         Raises:
             ConfigError: it cannot be stepped so.
         """
-        place_of = self._around.place_of
-        self.probed = probe(self.optimizer, lambda p: place_of(p).bucket.dtypes.master, self._comm.device)
+        place_of, of_torch = self._around.place_of, step_of(self.optimizer).__module__.startswith("torch.optim.")
+        self.probed = probe(
+            self.optimizer,
+            lambda p: place_of(p).bucket.dtypes.master,
+            self._comm.device,
+            true_shapes=not of_torch,  # torch's classes (Muon, Adafactor) treat tensors of all sizes alike
+        )
         self._probed_groups = len(self.optimizer.param_groups)
         if self.probed.untried and self._comm.rank == 0:
             shapes = ", ".join(map(str, sorted(self.probed.untried)))
