@@ -16,7 +16,6 @@ Where to look::
     assembly     its parts, and how they hang together
     units        what is sharded, in which buffers, and where it rests
     passes       forward and backward: gathers, gradients, reductions
-    parameters   what users' code meets between the calls of units
     vertical     units in chunks of the batch, all chunks before the next unit
     steps        optimizers and offloaded steps
     whole        state dicts, gather, norms

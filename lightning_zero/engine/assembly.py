@@ -35,32 +35,29 @@ from lightning_zero.config import (
     check_rounding,
     check_state_dtype,
 )
-from lightning_zero.engine.parameters.access import Access
-from lightning_zero.engine.parameters.fence import Fence
-from lightning_zero.engine.parameters.writes import Writes
+from lightning_zero.engine.passes.access import Access, Fence
 from lightning_zero.engine.passes.compiled import CompiledModules, check_compiled_blocks, check_compiler, from_settings
 from lightning_zero.engine.passes.gather_order import GatherOrder
 from lightning_zero.engine.passes.grad_changes import GradChanges
 from lightning_zero.engine.passes.grad_norms import GradNorms
 from lightning_zero.engine.passes.gradient_sentinels import Sentinels
-from lightning_zero.engine.passes.gradients import Reducer
+from lightning_zero.engine.passes.gradients import IssuedReductions, Reducer
 from lightning_zero.engine.passes.hooks import ENGINE
-from lightning_zero.engine.passes.issued import IssuedReductions
 from lightning_zero.engine.passes.passes import Passes
 from lightning_zero.engine.passes.recompute import check_blocks, recompute_blocks
-from lightning_zero.engine.steps.after_step import AfterStep
+from lightning_zero.engine.passes.writes import Writes
 from lightning_zero.engine.steps.around import AroundStep
 from lightning_zero.engine.steps.optimizer import ShardedOptimizer
-from lightning_zero.engine.steps.worker import default_threads
 from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units import capacity, describe
-from lightning_zero.engine.units.agreement import agree_on_model, agree_on_sources
+from lightning_zero.engine.units.after_step import AfterStep
 from lightning_zero.engine.units.bucket import Bucket, Place
-from lightning_zero.engine.units.build import build_units
-from lightning_zero.engine.units.classes import make_plain
+from lightning_zero.engine.units.build import BufferSync, build_units
+from lightning_zero.engine.units.describe import agree_on_model, agree_on_sources
 from lightning_zero.engine.units.home import Tiers, opened
-from lightning_zero.engine.units.module_buffers import BufferSync
+from lightning_zero.engine.units.param import make_plain
 from lightning_zero.engine.units.unit import Unit
+from lightning_zero.engine.units.worker import default_threads
 from lightning_zero.engine.vertical.coupled import check_divided, units_around, whole_batch_units
 from lightning_zero.engine.vertical.units import Vertical
 from lightning_zero.planning.placement import TierRow

@@ -19,7 +19,7 @@ from lightning_zero.engine.steps.optimizer import ShardedOptimizer
 from lightning_zero.engine.steps.whole_optimizer import WholeOptimizer
 from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units import capacity
-from lightning_zero.engine.units.classes import disown
+from lightning_zero.engine.units.param import disown
 from lightning_zero.engine.whole import host_copy, module_state, optimizer_state, ranges
 from lightning_zero.engine.whole.ranges import Copies, Hollow, Range, Value
 from lightning_zero.engine.whole.restage import Follow

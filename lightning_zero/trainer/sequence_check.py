@@ -19,7 +19,7 @@ from lightning_zero.comm.sequence import SequenceGroup
 from lightning_zero.config import ConfigError
 from lightning_zero.device import recording
 from lightning_zero.engine import Engine
-from lightning_zero.engine.vertical.surroundings import trying
+from lightning_zero.engine.vertical.chunked import trying
 from lightning_zero.sequence.check import (
     Agreeing,
     Found,

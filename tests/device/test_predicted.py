@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from lightning_zero.comm.streams import Streams
-from lightning_zero.engine.steps.after_step import AfterStep
-from lightning_zero.engine.steps.worker import StepJob
+from lightning_zero.engine.units.after_step import AfterStep
+from lightning_zero.engine.units.worker import StepJob
 from tests.device.timed import HIDING_TOKENS, HOWS, Predicted, predict
 
 LEAST = 0.9  # of the bound that is reached
@@ -72,7 +72,7 @@ _on, _submit = Streams.on, AfterStep.submit
 
 WORSE: dict[str, tuple[str, str, Any]] = {
     "gradients leave between kernels": ("optimizer_cpu", "comm.streams.Streams.on", bring_on_compute),
-    "the host waits for the steps": ("optimizer_cpu", "engine.steps.after_step.AfterStep.submit", wait_for_the_steps),
+    "the host waits for the steps": ("optimizer_cpu", "engine.units.after_step.AfterStep.submit", wait_for_the_steps),
     "gathers wait for compute": ("cpu", "engine.passes.gather_order.GatherOrder.__setattr__", drop_at_once),
 }
 

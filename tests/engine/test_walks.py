@@ -35,7 +35,7 @@ WALK_OF_A_PARAMETER = {
     "comm/communicator.py",
     "comm/transports.py",
     "comm/reduction.py",
-    "engine/units/classes.py",
+    "engine/units/param.py",
     "engine/passes/saved_weights.py",
 }
 WALK_OF_A_GRADIENT = {

@@ -21,7 +21,7 @@ from lightning_zero.checkpoint.sharded.items import Item, Path
 from lightning_zero.comm.streams import Streams
 from lightning_zero.engine.units.home import Home, opened
 from lightning_zero.engine.units.kept import Sliced
-from lightning_zero.engine.units.param_info import strides_of
+from lightning_zero.engine.units.param import strides_of
 from lightning_zero.engine.whole.snapshot import Snapshot
 from lightning_zero.ranks.progress import Did
 

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from lightning_zero.engine.passes.progress import Progress
+from lightning_zero.engine.passes.open_pass import Progress
 from lightning_zero.engine.passes.saved_weights import SavedWeights
 from lightning_zero.engine.units.bucket import Bucket
 from lightning_zero.engine.units.unit import Unit

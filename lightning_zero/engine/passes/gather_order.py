@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from lightning_zero.comm.communicator import Communicator
-from lightning_zero.engine.passes.issued import IssuedReductions
+from lightning_zero.engine.passes.gradients import IssuedReductions
 from lightning_zero.engine.units.unit import State, Unit
 from lightning_zero.planning.schedule import Cursor, Plan, compile_plan, may_come_ahead
 

@@ -14,7 +14,7 @@ from lightning_zero.engine.passes.grad_norms import alike
 from lightning_zero.engine.passes.gradients import Reducer
 from lightning_zero.engine.units.bucket import Bucket
 from lightning_zero.engine.units.grad_store import Factor
-from lightning_zero.engine.units.param_info import ParamInfo
+from lightning_zero.engine.units.param import ParamInfo
 from lightning_zero.planning.layout import cut_runs
 
 _LINEAR = {"mul_", "div_"}

@@ -29,7 +29,7 @@ from lightning_zero.engine.passes.gradients import Reducer
 from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units.bucket import Bucket, Place
 from lightning_zero.engine.units.grad_store import GradStore
-from lightning_zero.engine.units.param_info import ParamInfo
+from lightning_zero.engine.units.param import ParamInfo
 from lightning_zero.planning.layout import cut_runs
 
 

@@ -20,7 +20,7 @@ from lightning_zero.engine.passes.grad_changes import Change, GradChanges
 from lightning_zero.engine.passes.grad_norms import GradNorms, shows_whole
 from lightning_zero.engine.passes.total_norm import DeferredNorm, in_total_norm
 from lightning_zero.engine.units.bucket import Bucket, Place
-from lightning_zero.engine.units.param_info import ParamInfo
+from lightning_zero.engine.units.param import ParamInfo
 
 _aten = torch.ops.aten
 _ZEROING = {_aten.zero_.default, _aten._foreach_zero_.default}

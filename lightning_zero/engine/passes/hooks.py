@@ -33,8 +33,8 @@ from torch.utils.hooks import RemovableHandle
 from lightning_zero.config import Precision
 from lightning_zero.engine.passes.compiled import COMPILED
 from lightning_zero.engine.passes.containers import find_tensors
+from lightning_zero.engine.passes.errors import explain_dtypes
 from lightning_zero.engine.passes.events import PassEvents
-from lightning_zero.engine.passes.explain_dtypes import explain_dtypes
 from lightning_zero.engine.passes.gradient_sentinels import GradSentinel
 from lightning_zero.engine.passes.output_dtypes import dtype_hooks
 from lightning_zero.engine.passes.recompute import WRAPPED

@@ -23,21 +23,18 @@ from torch import Tensor
 
 from lightning_zero.comm.communicator import ABANDON_S, Communicator
 from lightning_zero.config import Precision
-from lightning_zero.engine.parameters.writes import Writes
-from lightning_zero.engine.passes.explain_weights import explain_weights
+from lightning_zero.engine.passes.errors import explain_weights
 from lightning_zero.engine.passes.gather_order import GatherOrder
 from lightning_zero.engine.passes.gradient_sentinels import Sentinels
 from lightning_zero.engine.passes.gradients import Reducer
-from lightning_zero.engine.passes.graph_task import GraphTask
 from lightning_zero.engine.passes.hooks import Hooks
-from lightning_zero.engine.passes.open_pass import LEGAL, OpenPass, Phase, Scope
-from lightning_zero.engine.passes.progress import Progress
+from lightning_zero.engine.passes.open_pass import LEGAL, GraphTask, OpenPass, Phase, Progress, Scope, Stays
 from lightning_zero.engine.passes.saved_weights import SavedWeights
-from lightning_zero.engine.passes.stays import Stays
-from lightning_zero.engine.steps.after_step import AfterStep
+from lightning_zero.engine.passes.writes import Writes
 from lightning_zero.engine.torch_modes import outside_autograd
+from lightning_zero.engine.units.after_step import AfterStep
 from lightning_zero.engine.units.bucket import Bucket
-from lightning_zero.engine.units.param_info import ParamInfo
+from lightning_zero.engine.units.param import ParamInfo
 from lightning_zero.engine.units.unit import State, Unit
 from lightning_zero.engine.vertical.units import Vertical
 from lightning_zero.timeline.compute_lane import ComputeLane

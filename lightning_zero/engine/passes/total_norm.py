@@ -20,7 +20,7 @@ from torch.nn.utils import get_total_norm
 from torch.utils._pytree import tree_map_only
 
 from lightning_zero.engine.passes.grad_norms import GradNorms
-from lightning_zero.engine.units.param_info import ParamInfo
+from lightning_zero.engine.units.param import ParamInfo
 
 _aten = torch.ops.aten
 _TOTAL_NORM = inspect.unwrap(get_total_norm).__code__

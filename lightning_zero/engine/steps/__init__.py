@@ -14,6 +14,4 @@ r"""A step: from reduced gradients to new parameters.
     windows           ... what of them is stepped at a time, and its way from shards and back
     owned             ... those of this rank, and their state
     evaluations       ... by a step that calls its closure itself
-    worker            a thread that steps what rests off the device
-    after_step        offloaded steps, and the gathers that follow a step: the next forward waits for them
 """

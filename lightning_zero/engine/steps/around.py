@@ -9,16 +9,16 @@ from collections.abc import Callable, Sequence
 
 from torch import nn
 
-from lightning_zero.engine.parameters.writes import Writes
 from lightning_zero.engine.passes.gradient_sentinels import Sentinels
 from lightning_zero.engine.passes.gradients import Reducer
 from lightning_zero.engine.passes.passes import Passes
-from lightning_zero.engine.steps.after_step import AfterStep
-from lightning_zero.engine.steps.worker import StepJob
+from lightning_zero.engine.passes.writes import Writes
 from lightning_zero.engine.torch_modes import outside_autograd
+from lightning_zero.engine.units.after_step import AfterStep
 from lightning_zero.engine.units.bucket import Bucket, Place
-from lightning_zero.engine.units.param_info import values_changed
+from lightning_zero.engine.units.param import values_changed
 from lightning_zero.engine.units.unit import Unit
+from lightning_zero.engine.units.worker import StepJob
 from lightning_zero.optimizers.low_bits import PieceMemory
 
 

@@ -26,11 +26,11 @@ from lightning_zero.engine.steps.around import AroundStep
 from lightning_zero.engine.steps.interception import Stepping, keeps_own_step
 from lightning_zero.engine.steps.owned import Owned, WholeTensor
 from lightning_zero.engine.steps.runs import FlatRun, ParamStates, Runs, steps_in
-from lightning_zero.engine.steps.worker import StepJob
 from lightning_zero.engine.torch_modes import without_autocast
 from lightning_zero.engine.units.bucket import Bucket, Place
 from lightning_zero.engine.units.grad_store import Arrived
 from lightning_zero.engine.units.home import opened
+from lightning_zero.engine.units.worker import StepJob
 from lightning_zero.optimizers.chunks import dtype_of_step, salt_of, step_in_chunks
 from lightning_zero.optimizers.known import (
     ELEMENTWISE,

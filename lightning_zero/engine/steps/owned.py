@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from lightning_zero.engine.units.bucket import Bucket
 from lightning_zero.engine.units.home import opened
 from lightning_zero.engine.units.kept import Sliced
-from lightning_zero.engine.units.param_info import ParamInfo, strides_of
+from lightning_zero.engine.units.param import ParamInfo, strides_of
 from lightning_zero.optimizers.state_trees import leaves_of, map_leaves
 from lightning_zero.planning.placement import Tier
 from lightning_zero.pretrained.stored import StoredTensor

@@ -26,12 +26,11 @@ from lightning_zero.comm.reduction import Pending
 from lightning_zero.config import StateDtype
 from lightning_zero.device import recording
 from lightning_zero.engine.units.awaited_step import AwaitedStep
-from lightning_zero.engine.units.classes import set_values
 from lightning_zero.engine.units.flat_buffer import FlatBuffer, placeholders
 from lightning_zero.engine.units.grad_store import GradStore, make_grad_store
 from lightning_zero.engine.units.home import Home, ResidentHome, Tiers, make_home, opened
 from lightning_zero.engine.units.node_shard import NodeShard
-from lightning_zero.engine.units.param_info import ParamInfo
+from lightning_zero.engine.units.param import ParamInfo, set_values
 from lightning_zero.engine.units.param_store import ParamStore, make_param_store
 from lightning_zero.planning.buckets import BucketPlan
 from lightning_zero.planning.layout import Fragment

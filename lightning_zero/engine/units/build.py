@@ -1,24 +1,200 @@
-"""Builds units, from the description of a module, with buckets that hold rank 0's values."""
+"""Builds units, from the description of a module, with buckets that hold rank 0's values.
+
+Tensors on meta get memory and first values unit by unit; parameters stay the same objects. Buffers (running statistics)
+get rank 0's values then, and again before steps, as under DDP: in between they may differ, because ranks compute with
+different batches.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 from lightning_zero.comm.communicator import Communicator
-from lightning_zero.config import Precision, ZeroConfig
+from lightning_zero.config import ConfigError, Precision, ZeroConfig
 from lightning_zero.engine.units.bucket import Bucket
 from lightning_zero.engine.units.describe import TRUE_DTYPES, UnitGroup
 from lightning_zero.engine.units.home import Tiers
-from lightning_zero.engine.units.materialise import materialise, move_param
-from lightning_zero.engine.units.module_buffers import replicate_buffers
 from lightning_zero.engine.units.unit import Unit
 from lightning_zero.planning.buckets import place
 from lightning_zero.planning.placement import STAGES, TierRow
+from lightning_zero.pretrained.first import ADAPTER, reset_adapter, resetter
 from lightning_zero.ranks.progress import SILENT, LongWork
+
+
+def materialise(
+    module: nn.Module,
+    unit: str,
+    units: Collection[str],
+    device: torch.device,
+    sources: Mapping[str, Tensor] | None = None,
+) -> None:
+    """Give meta parameters and buffers of a unit memory and initial values; tied parameters stay tied.
+
+    Parameters that have a source stay on meta: nobody needs them whole. On an engine whose own device is meta
+    (simulated scale) nothing has values, and all stays as it is.
+
+    Args:
+        sources: first values by name.
+    """
+    if device.type == "meta":
+        return
+    sources = sources or {}
+    sourced = {id(p) for fqn, p in module.named_parameters(remove_duplicate=False) if fqn in sources}
+    adapters: list[tuple[str, nn.Module]] = []
+    own = list(_own_modules(module, unit, units))
+    # What was built elsewhere may be NaN on purpose.
+    were_meta = {(name, key) for name, inner in own for key, tensor in _own_tensors(inner).items() if tensor.is_meta}
+    for name, inner in own:
+        if hasattr(inner, ADAPTER) and any(p.is_meta and id(p) not in sourced for p in _adapter_params(inner)):
+            adapters.append((name, inner))
+        for key, buffer in inner.named_buffers(recurse=False):
+            if buffer.is_meta and (source := sources.get(f"{name}.{key}" if name else key)) is not None:
+                inner._buffers[key] = torch.empty_like(buffer, device=device).copy_(source)
+        lacking = {key: t for key, t in _own_tensors(inner).items() if t.is_meta and id(t) not in sourced}
+        if lacking:
+            _reset(module, name, inner, lacking, device)
+    for name, inner in adapters:
+        reset_adapter(module, name, inner)
+    for name, inner in own:
+        _refuse_without_values(name, inner, {key for other, key in were_meta if other == name})
+
+
+def _reset(module: nn.Module, name: str, inner: nn.Module, lacking: Mapping[str, Tensor], device: torch.device) -> None:
+    """Give ``lacking`` tensors of ``inner`` memory, and the values that ``inner`` itself gives them."""
+    reset = resetter(module, name, inner)
+    if reset is None:
+        key = next(iter(lacking))
+        raise ConfigError(
+            f"module {name or '(root)'} ({type(inner).__name__}) holds parameters or buffers on the meta device "
+            f"({key}) and has no reset_parameters() to initialise them, nor has {f'{name}.{key}' if name else key} a "
+            "source in zero.init_from. Give it that method, a source, or build it off meta."
+        )
+    for key, tensor in lacking.items():
+        value = torch.empty_like(tensor, device=device)
+        if value.is_floating_point():
+            value.fill_(torch.nan)  # to be found if nobody puts a value there
+        if isinstance(tensor, nn.Parameter):
+            move_param(tensor, value)
+        else:
+            inner._buffers[key] = value
+    with torch.no_grad():
+        reset()
+
+
+def _refuse_without_values(name: str, inner: nn.Module, were_meta: Collection[str]) -> None:
+    for key, tensor in _own_tensors(inner).items():
+        if key not in were_meta:
+            continue
+        if not tensor.is_meta and tensor.is_floating_point() and tensor.numel() and bool(tensor.isnan().all()):
+            raise ConfigError(
+                f"{f'{name}.{key}' if name else key} was on the meta device, and {type(inner).__name__} has not "
+                "initialised it. Have its reset_parameters() do that, or build it off meta."
+            )
+
+
+def move_param(param: nn.Parameter, value: Tensor) -> None:
+    """Give ``param`` the memory of ``value``, on another device. It stays the same object, and keeps its class,
+    attributes and hooks, and the weak references to it (``nn.LSTM`` holds some)."""
+    if torch._has_compatible_shallow_copy_type(param, value):
+        grad, param.grad = param.grad, None
+        param.data = value
+        param.grad = None if grad is None else grad.to(value.device)
+        return
+    # From or to meta, where torch refuses that. ``torch.utils.swap_tensors`` would swap class and attributes too, and
+    # refuse weak references.
+    hooks, grad_hooks = param._backward_hooks, param._post_accumulate_grad_hooks
+    torch._C._swap_tensor_impl(param, nn.Parameter(value, requires_grad=param.requires_grad))
+    # The tables of hooks stay with the object, but autograd's references to them have gone with what was swapped.
+    # Setting None first makes torch put them there anew.
+    for name, table in (("_backward_hooks", hooks), ("_post_accumulate_grad_hooks", grad_hooks)):
+        setattr(param, name, None)
+        setattr(param, name, table)
+
+
+def _own_modules(module: nn.Module, unit: str, units: Collection[str]) -> Iterator[tuple[str, nn.Module]]:
+    """Modules that belong to ``unit`` and to no unit inside it."""
+    for name, inner in module.named_modules():
+        parts = name.split(".") if name else []
+        prefixes = (".".join(parts[:n]) for n in range(len(parts), 0, -1))
+        if next((p for p in prefixes if p in units), "") == unit:
+            yield name, inner
+
+
+def _own_tensors(module: nn.Module) -> dict[str, Tensor]:
+    return {**dict(module.named_parameters(recurse=False)), **dict(module.named_buffers(recurse=False))}
+
+
+def _adapter_params(layer: nn.Module) -> Iterable[nn.Parameter]:
+    return (p for name, p in layer.named_parameters() if any(part.startswith("lora_") for part in name.split(".")))
+
+
+def replicate_buffers(module: nn.Module, comm: Communicator, dtype: torch.dtype | None) -> None:
+    """Move all buffers to the engine's device, with rank 0's values; those that modules share stay shared.
+
+    Args:
+        dtype: of floating-point buffers; None: their own.
+    """
+    moved: dict[int, Any] = {}
+    for inner in module.modules():
+        for key, buffer in inner._buffers.items():
+            if buffer is None:
+                continue
+            if id(buffer) not in moved:
+                wanted = dtype if buffer.is_floating_point() else None
+                moved[id(buffer)] = on_device = buffer.to(comm.device, wanted)
+                if buffer.numel():
+                    data = on_device.contiguous()
+                    comm.broadcast(data)
+                    if any(step == 0 and size > 1 for step, size in zip(buffer.stride(), buffer.shape, strict=True)):
+                        moved[id(buffer)] = data  # an expanded buffer cannot be written to
+                    else:
+                        on_device.copy_(data)
+            inner._buffers[key] = moved[id(buffer)]
+
+
+class BufferSync:
+    """Finds out whether the buffers of a module have changed on any rank, and sends rank 0's if so."""
+
+    def __init__(self, module: nn.Module, comm: Communicator) -> None:
+        self._comm = comm
+        self._seen = self._now(module)
+
+    @staticmethod
+    def _now(module: nn.Module) -> list[tuple[Tensor, int]]:
+        """All buffers with their versions. A write in place raises a version; an inference tensor has none."""
+        return [(b, -1 if b.is_inference() else b._version) for b in module.buffers() if b.numel()]
+
+    def sync(self, module: nn.Module) -> None:
+        """Send rank 0's buffers to all ranks, if they have changed on any rank. On all ranks.
+
+        Without buffers it costs nothing, with unchanged ones a small agreement.
+        """
+        now = self._now(module)
+        if not now or self._comm.world_size == 1:
+            return
+        same = len(now) == len(self._seen) and all(
+            b is old and version == before != -1 for (b, version), (old, before) in zip(now, self._seen, strict=True)
+        )
+        # Agreed on: a rank whose own buffers have changed must not broadcast alone, the others would not come.
+        if self._comm.max_(torch.tensor([not same], dtype=torch.uint8)).item():
+            for dtype in sorted({b.dtype for b, _ in now}, key=str):
+                self._send([b for b, _ in now if b.dtype == dtype])
+        self._seen = self._now(module)
+
+    def _send(self, buffers: list[Tensor]) -> None:
+        flat = torch.cat([b.detach().reshape(-1) for b in buffers])
+        self._comm.broadcast(flat, among="reduce")  # not among the gathers that a step has left in flight
+        if self._comm.rank == 0:
+            increment_version(buffers)  # a graph that has saved them is refused on all ranks, or on none
+        else:
+            for buffer, part in zip(buffers, flat.split([b.numel() for b in buffers]), strict=True):
+                buffer.copy_(part.view_as(buffer))
 
 
 def build_units(

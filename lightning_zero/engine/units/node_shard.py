@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_zero.engine.units.param_info import ParamInfo
+from lightning_zero.engine.units.param import ParamInfo
 
 
 class NodeShard:

@@ -21,7 +21,7 @@ from torch import Tensor
 from lightning_zero.comm.profiling import profiled
 from lightning_zero.comm.reduction import Pending
 from lightning_zero.engine.units.bucket import Bucket, gather_together
-from lightning_zero.engine.units.param_info import ParamInfo
+from lightning_zero.engine.units.param import ParamInfo
 
 
 class State(Enum):

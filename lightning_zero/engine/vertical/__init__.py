@@ -5,9 +5,7 @@
     split        a call's inputs in chunks, and what the chunks give put together
     tables       parameters and buffers, which are of no batch
     trial        which tensors of a call are of its batch, found by trying
-    surroundings random numbers and modes of a chunk, for its second forward, and none for a trial
     chunked      the autograd function: chunks without a graph, and each computed again in the backward
-    escapes      tensors that leave a call by another way than its results
     units        units whose forwards are divided so; sums of their gradients
     coupled      units that are not to be divided, found by class
     loss         a head and its loss in chunks, for the user's step

@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_zero.engine.vertical.split import CannotDivide, Changes, Division, Inputs, called, equal, leaves, places
-from lightning_zero.engine.vertical.surroundings import (
+from lightning_zero.engine.vertical.chunked import (
     Modes,
     NothingDrawn,
     RandomState,
     device_type_of,
     trying,
 )
+from lightning_zero.engine.vertical.split import CannotDivide, Changes, Division, Inputs, called, equal, leaves, places
 
 _MOST = 8  # tensors as long as the batch: the sets of more are too many
 

@@ -12,7 +12,7 @@ from lightning_zero.engine.assembly import Assembly
 from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units.bucket import Bucket
 from lightning_zero.engine.units.home import opened
-from lightning_zero.engine.units.param_info import values_changed
+from lightning_zero.engine.units.param import values_changed
 from lightning_zero.engine.units.unit import State
 from lightning_zero.engine.whole.host_copy import set_aside
 from lightning_zero.optimizers.state_trees import same_bits

@@ -25,12 +25,12 @@ from torch import Tensor, nn
 
 from lightning_zero.config import AfterFit, ConfigError
 from lightning_zero.engine.assembly import Assembly
-from lightning_zero.engine.parameters.writes import checksum
 from lightning_zero.engine.passes.gradient_sentinels import GradSentinel
+from lightning_zero.engine.passes.writes import checksum
 from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units.bucket import Bucket, Place
 from lightning_zero.engine.units.home import opened
-from lightning_zero.engine.units.param_info import ParamInfo
+from lightning_zero.engine.units.param import ParamInfo
 from lightning_zero.engine.units.unit import State
 from lightning_zero.engine.whole.module_state import write_param
 from lightning_zero.optimizers.state_trees import same_bits

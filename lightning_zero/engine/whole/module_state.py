@@ -14,7 +14,7 @@ from lightning_zero.engine.assembly import Assembly
 from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units.bucket import Place
 from lightning_zero.engine.units.home import Home
-from lightning_zero.engine.units.param_info import ParamInfo, values_changed
+from lightning_zero.engine.units.param import ParamInfo, values_changed
 from lightning_zero.engine.whole.ranges import COPY, Hollow, Value
 from lightning_zero.pretrained.stored import KeptTensor, StoredTensor
 

@@ -14,7 +14,7 @@ from lightning_zero.engine.steps.owned import Leaf
 from lightning_zero.engine.units.bucket import Bucket
 from lightning_zero.engine.units.home import Home, opened
 from lightning_zero.engine.units.kept import Sliced
-from lightning_zero.engine.units.param_info import ParamInfo
+from lightning_zero.engine.units.param import ParamInfo
 from lightning_zero.engine.whole.owned_state import gathered_leaves, told_entries
 from lightning_zero.planning.layout import Fragment
 

@@ -19,7 +19,7 @@ from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units.bucket import Bucket
 from lightning_zero.engine.units.home import Home
 from lightning_zero.engine.units.kept import Sliced
-from lightning_zero.engine.units.param_info import strides_of
+from lightning_zero.engine.units.param import strides_of
 from lightning_zero.engine.whole.module_state import state_dict_with
 from lightning_zero.engine.whole.optimizer_state import sharded_optimizer
 from lightning_zero.engine.whole.owned_state import own_entries, tensors_to

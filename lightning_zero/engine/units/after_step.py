@@ -16,10 +16,10 @@ from collections import deque
 from collections.abc import Collection, Sequence
 
 from lightning_zero.comm.streams import Streams
-from lightning_zero.engine.steps.worker import StepJob, StepWorker
 from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units.bucket import Bucket
 from lightning_zero.engine.units.unit import State, Unit
+from lightning_zero.engine.units.worker import StepJob, StepWorker
 from lightning_zero.ranks.waits import goes_on_in_waits
 
 

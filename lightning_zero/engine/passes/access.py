@@ -8,31 +8,78 @@
     w.data = value        taken over                           taken over
 
 All ranks take part in a pass, so a read inside of it can have the unit gathered, in the order that all ranks share.
-Parameters that are on their way after a step (stages 1 and 2) are waited for, inside a pass or not.
+Parameters that are on their way after a step (stages 1 and 2) are waited for, inside a pass or not. Operations on a
+module that would see placeholders are refused.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.engine.parameters.fence import Fence
-from lightning_zero.engine.parameters.writes import Writes
 from lightning_zero.engine.passes.containers import find_tensors
 from lightning_zero.engine.passes.passes import Passes
-from lightning_zero.engine.steps.after_step import AfterStep
+from lightning_zero.engine.passes.writes import Writes
 from lightning_zero.engine.torch_modes import outside_autograd
+from lightning_zero.engine.units.after_step import AfterStep
 from lightning_zero.engine.units.bucket import Bucket, Place
-from lightning_zero.engine.units.classes import own
+from lightning_zero.engine.units.param import own
 from lightning_zero.engine.units.unit import Unit
 
 
+class Fence:
+    """Refuses operations on the module that would see placeholders, unless it is lowered.
+
+    Args:
+        in_pass: whether a pass is open.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket], in_pass: Callable[[], bool]) -> None:
+        self._buckets, self._in_pass = buckets, in_pass
+        self._lowered = False
+
+    @property
+    def is_lowered(self) -> bool:
+        return self._lowered
+
+    @contextlib.contextmanager
+    def lowered(self) -> Iterator[None]:
+        """Inside, nothing is refused."""
+        previous, self._lowered = self._lowered, True
+        try:
+            yield
+        finally:
+            self._lowered = previous
+
+    def refuse(self, what: str) -> None:
+        """Raise where ``what`` would see placeholders.
+
+        Raises:
+            RuntimeError: names the right way.
+        """
+        if self._lowered:
+            return
+        plain = (
+            what == "state_dict()"
+            and not self._in_pass()
+            and all(bucket.plan.params_are_masters for bucket in self._buckets)
+        )
+        if plain or all(bucket.is_plain for bucket in self._buckets):
+            return
+        raise RuntimeError(
+            f"{what} of a sharded module would read or write placeholders instead of parameters. Use "
+            "trainer.save_checkpoint(path) and trainer.fit(model, ckpt_path=path), or fabric.save and fabric.load, or "
+            "trainer.strategy.export(folder) for a model of transformers, or wrap the call in "
+            "`with lightning_zero.gather(model):`, on all ranks."
+        )
+
+
 class Access:
-    """The owner of one engine's parameters (:class:`~lightning_zero.engine.units.classes.Owner`)."""
+    """The owner of one engine's parameters (:class:`~lightning_zero.engine.units.param.Owner`)."""
 
     def __init__(
         self,

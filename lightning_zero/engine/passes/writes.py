@@ -23,7 +23,7 @@ from torch import Tensor
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.engine.units.bucket import Bucket, Place
 from lightning_zero.engine.units.home import opened
-from lightning_zero.engine.units.param_info import ParamInfo, values_changed
+from lightning_zero.engine.units.param import ParamInfo, values_changed
 
 CHUNK = 1 << 20  # elements whose checksum is computed at a time
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
