@@ -66,9 +66,7 @@ test-full: $(STAMP) ## with the full matrices
 
 # torch's CUDA build on this CPU, without NVIDIA's libraries: 0.5 GB to download, 1.2 GB of disk (tests/cuda).
 CUDA_VENV ?= .venv-cuda
-CUDA_TESTS := tests/cuda tests/engine/test_parity.py tests/engine/test_offload.py \
-  tests/engine/test_edges_passes.py tests/engine/test_node_backward.py \
-  tests/engine/test_weights_in_backward.py
+CUDA_TESTS := tests/cuda tests/engine/test_parity.py tests/engine/test_offload.py
 
 test-cuda: $(STAMP) ## the engine and the Trainer on emulated GPUs
 	@if $(PY) -m tests.cuda.build $(CUDA_VENV); then rm -f $(CUDA_VENV)/said; \

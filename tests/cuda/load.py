@@ -2,6 +2,7 @@
 
 import importlib.abc
 import importlib.machinery
+import os
 import sys
 from pathlib import Path
 
@@ -29,6 +30,10 @@ def _load(torch):
     torch.backends.cuda.enable_mem_efficient_sdp(False)
     torch.backends.cuda.enable_cudnn_sdp(False)
     torch.backends.cudnn.enabled = False
+    # Of CUDA's, a process that has asked for the number of GPUs may not fork; of this, one that has used them.
+    forked_late = []
+    os.register_at_fork(after_in_child=lambda: forked_late.append(True) if torch.cuda._initialized else None)
+    torch.cuda._is_in_bad_fork = lambda: bool(forked_late)
 
 
 sys.meta_path.insert(0, _Torch())

@@ -191,6 +191,7 @@ void perform(Comm& c, const std::vector<Call>& calls) {
   std::vector<Piece> pieces;
   std::deque<std::vector<char>> memory;
   std::vector<std::function<void()>> then;
+  std::map<std::pair<int, bool>, std::vector<size_t>> paired;  // pieces by rank and direction
   for (auto& call : calls) {
     size_t bytes = call.n * SIZES[call.type];
     auto talk = [&](int peer, const char* out, char* in) {
@@ -229,7 +230,18 @@ void perform(Comm& c, const std::vector<Call>& calls) {
         if (c.rank == call.root) memmove(call.out, call.in, bytes);
         break;
       case send_recv:
-        talk(call.root, call.in, call.out);
+        if (call.root != c.rank) {  // the n-th that goes to a rank travels with the n-th that comes from it
+          auto& places = paired[{call.root, call.in != nullptr}];
+          auto known = paired[{call.root, call.in == nullptr}];
+          places.push_back(known.size() > places.size() ? known[places.size()] : pieces.size());
+          if (places.back() == pieces.size()) {
+            Header h{call.kind, 0, 0};
+            pieces.push_back({call.root, h, h, nullptr, nullptr});
+          }
+          auto& piece = pieces[places.back()];
+          if (call.in) piece.out = call.in, piece.own.n = bytes;
+          else piece.in = call.out, piece.theirs.n = bytes;
+        }
         if (call.root != c.rank || !call.out) break;
         for (auto& other : calls)  // to oneself: the n-th is received from the n-th
           if (other.kind == send_recv && other.root == c.rank && other.in && other.n == call.n)
