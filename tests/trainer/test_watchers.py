@@ -67,11 +67,12 @@ def test_a_watcher_sees_what_it_sees_under_ddp(stage: str, tmp_path: Path) -> No
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("stage", ["zero1", "zero3"])
-def test_a_watcher_on_rank_0_alone(stage: str, tmp_path: Path) -> None:
-    """As Lightning's ``WandbLogger.watch`` does. The gathers that it needs are those of the backward, ahead of it."""
+@pytest.mark.parametrize(("stage", "dynamic"), [("zero1", False), ("zero3", False), ("zero3", True)])
+def test_a_watcher_on_rank_0_alone(stage: str, dynamic: bool, tmp_path: Path) -> None:
+    """As Lightning's ``WandbLogger.watch`` does. The gathers that it needs are those of the backward, ahead of it;
+    under ``zero.dynamic`` the other rank answers it at the end of its call."""
     module = seeded(lambda: Watched(every=4, only_rank_0=True))
-    found = fit(stage, tmp_path, module)
+    found = fit(ZeroStrategy(stage, dynamic=dynamic, summary=False), tmp_path, module)
     expected = fit("ddp", tmp_path, seeded(Lit))
     assert_same(found, expected, tolerance=0)
     if dist.get_rank() == 0:
@@ -79,12 +80,21 @@ def test_a_watcher_on_rank_0_alone(stage: str, tmp_path: Path) -> None:
         assert len(values) >= 32 and all(map(math.isfinite, values))
 
 
+class ReadsBehindTheCall(Lit):
+    """Rank 0 alone reads a parameter when the forward is over, and all ranks log then."""
+
+    def log(self, *args: Any, **kwargs: Any) -> None:
+        if self.global_rank == 0 and self.trainer.training:
+            for param in self.parameters():
+                float(param.detach().sum())
+        super().log(*args, **kwargs)
+
+
 def read_on_rank_0(folder: str) -> None:
     with places_posted_often(), mock.patch.object(waits, "ASK_S", 0.5):
         strategy = ZeroStrategy("zero3", summary=False, stall_timeout_s=3600.0, dynamic=True)
-        module = seeded(lambda: Watched(every=4, only_rank_0=True))
         try:
-            fit(strategy, folder, module)
+            fit(strategy, folder, seeded(ReadsBehindTheCall))
         except Exception as error:
             if dist.get_rank() == 0:
                 (Path(folder) / "said").write_text(str(error))
