@@ -158,7 +158,7 @@ WITHOUT: list[tuple[str, str, int, dict[str, Any]]] = [
     (f"{UNITS}.grad_store:_wait", "streams.accelerator.wait_on_host(arrival)", 1, {"row": "optimizer_cpu"}),
     (f"{UNITS}.landing:Landing._land", "self.streams.accelerator.wait_on_host(arrived)", 2, {"row": "optimizer_cpu"}),
     (f"{UNITS}.home:HostHome.open", "self._tier.accelerator.wait_on_host(self._reads)", 1, {"row": "optimizer_cpu"}),
-    (f"{UNITS}.kept:KeptInMemory.read", "accelerator.wait_on_host(self._arrived)", 1, {}),
+    (f"{UNITS}.kept:KeptInMemory.read", "self._streams.accelerator.wait_on_host(self._arrived)", 1, {}),
     (f"{UNITS}.kept:KeptInMemory.secure", "self._streams.wait(self._arrived)", 1, {}),
     (
         f"{TIERS}.pinned:Sender.send",
@@ -221,6 +221,11 @@ def trains_without(
 def test_without_this_wait_numbers_are_wrong(
     target: str, line: str, world: int, settings: dict[str, Any], tmp_path: Path
 ) -> None:
-    with pytest.raises(AssertionError) as failure:
-        run(world, trains_without, target, line, tmp_path, **settings)
-    print(str(failure.value)[:300])
+    for attempt in range(8):  # which of two threads comes first is not the same each time
+        (folder := tmp_path / str(attempt)).mkdir()
+        try:
+            run(world, trains_without, target, line, folder, **settings)
+        except AssertionError as error:
+            print(str(error)[:300])
+            return
+    pytest.fail(f"nothing shows that {target} needs: {line}")
