@@ -199,7 +199,8 @@ def _comparable(program: p.Program) -> p.Program:
         program = dataclasses.replace(program, model=dataclasses.replace(program.model, body=_unwatched(model.body)))
         precision = settings.precision if settings.precision == "fp64" else "fp32"
         recompute = "none" if "ChangesItsInput" in kinds else settings.recompute
-        settings = dataclasses.replace(settings, plain=False, precision=precision, recompute=recompute)
+        # A unit that is refused in chunks would be so on the ranks that call it only.
+        settings = dataclasses.replace(settings, plain=False, precision=precision, recompute=recompute, micro_batches=1)
         actions = _for_ranks_that_differ(actions)
     return dataclasses.replace(program, settings=settings, actions=actions)
 
