@@ -1060,3 +1060,19 @@ def test_accumulating_without_steps_then_stepping(stage: int) -> None:
         return accumulate(side, step, micro_batches=(1, 4, 2, 4)[step])
 
     check(Model, work, steps=4, stage=stage, plain=True)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [0, 1])
+def test_gradients_that_wait_are_reduced_when_their_parameters_are_frozen_before_the_last_backward(stage: int) -> None:
+    torch.manual_seed(3)
+    module = Model()
+    twin = Twin(module, each=False)
+    with Sharded(module, stage=stage) as side:
+        for both in (twin, side):
+            with both.no_sync():
+                both.backward(language_loss(both.module, tokens(0)))
+            both.module.blocks[1].requires_grad_(False)
+            both.backward(language_loss(both.module, tokens(1)))
+            both.module.blocks[1].requires_grad_(True)
+        assert_same(side, twin, grads=True)

@@ -127,6 +127,7 @@ class Reducer:
         self.synchronize = True
         self.loss_scale = 1.0
         self._unscaled: set[int] = set()  # ids of parameters
+        self._waiting: set[Bucket] = set()  # for a backward that reduces: the same on all ranks
         self.completed: list[Bucket] = []  # in the order in which they got ready in this backward
         self._key = ""
         self._late: set[Bucket] = set()
@@ -157,7 +158,11 @@ class Reducer:
         self._key = key
         self.order = self._orders.get(key, self.order)
         self._expected = {b: expected(b) for b in self.grads}
-        self._ready, self._late, self._lagging_here = set(), set(), set()
+        self._late, self._lagging_here = set(), set()
+        if not self.synchronize:
+            self._waiting |= {b for b in self.grads if self._expected[b] and not self._synchronizes(b)}
+        # Of those that wait, all parameters may be frozen by now: nothing of this backward will come for them.
+        self._ready = {b for b in self._waiting if self.synchronize and not self._expected[b]}
         self.completed = []
         self._next = 0
         for grads in self.grads.values():
@@ -245,6 +250,8 @@ class Reducer:
             self._learn_order()
         self._put_lagging_last()
         self.unreduced &= not self.synchronize
+        if self.synchronize:
+            self._waiting.clear()
         return flagged
 
     def refuse_unreduced(self, places: Iterable[Place]) -> None:
