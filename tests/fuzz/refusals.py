@@ -61,6 +61,11 @@ def _walks_again(program: Program) -> bool:
 
 REFUSALS = (
     Refusal(
+        r"RuntimeError: could not create a primitive descriptor for the LSTM",
+        "torch has no kernel for it: an LSTM in fp16 on some processors",
+        lambda program: program.settings.precision == "fp16",
+    ),
+    Refusal(
         r"ConfigError: zero.optimizer.whole: what NormBySize does to a tensor depends on the other tensors",
         "each rank would take the norm of its own tensors",
         lambda program: program.optimizer == "norm by size" and any(_stages(program)),
