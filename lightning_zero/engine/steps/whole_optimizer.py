@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,14 +24,16 @@ from lightning_zero.device import recording
 from lightning_zero.engine.steps.around import AroundStep
 from lightning_zero.engine.steps.interception import Stepping
 from lightning_zero.engine.steps.optimizer import ShardedOptimizer
-from lightning_zero.engine.steps.owned import Owned, WholeTensor
+from lightning_zero.engine.steps.owned import Owned, WholeEntry, WholeTensor
 from lightning_zero.engine.steps.runs import ParamStates, Runs
 from lightning_zero.engine.steps.windows import Window, traveller_of
 from lightning_zero.engine.torch_modes import without_autocast
 from lightning_zero.engine.units.bucket import Bucket
+from lightning_zero.engine.units.kept import Sliced
 from lightning_zero.optimizers.probe import probe
 from lightning_zero.optimizers.trial import step_of
 from lightning_zero.optimizers.windowed import Outcome, StepInParts, keep
+from lightning_zero.planning.buckets import BucketPlan
 from lightning_zero.planning.owners import (
     Route,
     Traveller,
@@ -176,14 +178,35 @@ class WholeOptimizer(ShardedOptimizer):
                 "zero/stage=zero0."
             ) from failed
 
-    def state_nbytes(self, tensor: WholeTensor) -> list[int]:
+    def state_tensors(self, bucket: Bucket) -> Iterator[Tensor]:
+        return (leaf for _, _, leaf in self.owned.leaves(bucket))
+
+    def entries(self, bucket: Bucket) -> dict[int, WholeEntry]:
+        return self.owned.entries(bucket)
+
+    def parts(self, bucket: Bucket) -> Iterator[tuple[int, str, int, Sliced]]:
+        return ((tensor.info.slot, name, 0, values) for tensor, name, _, values in self.owned.parts(bucket))
+
+    def planned_state(self, bucket: Bucket) -> Iterator[int]:
+        if self.owned.has_stepped(bucket):
+            for tensor in self.owned.here(bucket):
+                yield from self._state_nbytes(tensor)
+
+    def whole_state_under(self, bucket: Bucket, plan: BucketPlan) -> int:
+        return sum(
+            sum(self._state_nbytes(tensor))
+            for tensor in self.owned.tensors.values()
+            if tensor.bucket is bucket and (tensor.is_owner or not plan.shards_master)
+        )
+
+    def _state_nbytes(self, tensor: WholeTensor) -> list[int]:
         """Of each tensor of state that a tensor will have, as small tensors were seen to have it."""
         shapes = self.probed.states.get((tensor.group, len(tensor.info.shape), tensor.bucket.dtypes.master), ())
         return [shape.nbytes(tensor.info.shape) for shape in shapes]
 
     def state_to_come(self, tier: Tier) -> int:
         return sum(
-            sum(self.state_nbytes(tensor))
+            sum(self._state_nbytes(tensor))
             for tensor in self.owned.tensors.values()
             if tensor.is_here and tensor.bucket.plan.tiers.master is tier
         )
