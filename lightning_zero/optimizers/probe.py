@@ -26,7 +26,6 @@ class Probed(NamedTuple):
     Attributes:
         couples: what a step does to a tensor depends on the others that it steps.
         steps_all: it changes a tensor that has no gradient, or its state, too; or that is not known.
-        asks_again: it calls a closure that it is given more than once, or after it has changed tensors.
         hides_empty: it cannot stand a param group without tensors.
         states: by param group, number of dimensions and dtype, the tensors of state of a parameter.
         failed: why it could not be tried.
@@ -35,7 +34,6 @@ class Probed(NamedTuple):
 
     couples: bool = False
     steps_all: bool = True
-    asks_again: bool = False
     hides_empty: bool = False
     states: Mapping[tuple[int, int, torch.dtype], Sequence[StateShape]] = {}
     failed: Exception | None = None
@@ -56,7 +54,7 @@ def probe(
         true_shapes: try tensors of the parameters' own shapes, too.
 
     Raises:
-        ConfigError: its step sends messages itself.
+        ConfigError: its step sends messages, or calls a closure, itself.
     """
     if device.type == "meta":  # nothing could be compared there
         device = torch.device("cpu")
@@ -76,15 +74,14 @@ def probe(
 
 
 def _probe_small(optimizer: Optimizer, dtype_of: Callable[[nn.Parameter], torch.dtype], device: torch.device) -> Probed:
-    asks_again = False
     try:
-        asks_again = Trial(optimizer, dtype_of, device).asks_again()
+        Trial(optimizer, dtype_of, device).refuse_own_closure()
         together = Trial(optimizer, dtype_of, device)
         together.run()
     except ConfigError:
         raise
     except Exception as error:
-        return Probed(asks_again=asks_again, failed=error)
+        return Probed(failed=error)
     for hides_empty in (False, True):
         apart = Trial(optimizer, dtype_of, device)
         try:
@@ -95,5 +92,5 @@ def _probe_small(optimizer: Optimizer, dtype_of: Callable[[nn.Parameter], torch.
             continue
         couples, states = not same(together.result(), apart.result()), together.states()
         # Of a group that is hidden at each call nothing would be counted.
-        return Probed(couples, together.steps_all() or hides_empty, asks_again, hides_empty, states)
-    return Probed(couples=True, asks_again=asks_again, states=together.states())
+        return Probed(couples, together.steps_all() or hides_empty, hides_empty, states)
+    return Probed(couples=True, states=together.states())

@@ -6,6 +6,7 @@ module makes itself.
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch.optim import Optimizer
 from lightning_zero.config import ConfigError, OptimizerConfig, StateDtype, Whole
 from lightning_zero.optimizers.known import base_of, overrides_step
 from lightning_zero.optimizers.low_bits import STATES
-from lightning_zero.optimizers.trial import step_of
+from lightning_zero.optimizers.trial import calls_its_closure, step_of
 
 _KEY = "zero.optimizer.state_dtype"
 
@@ -32,6 +33,7 @@ def check_optimizer(optimizer: Optimizer, settings: OptimizerConfig, *, stochast
         )
     _refuse_changes_outside(optimizer)
     declared = settings.elementwise
+    _refuse_own_closure(optimizer, settings)
     if is_stepped_whole(optimizer, whole=settings.whole, declared_elementwise=declared):
         _refuse_narrow_whole(optimizer, settings.state_dtype)
         _check_whole(optimizer, stochastic_rounding=stochastic_rounding)
@@ -81,6 +83,18 @@ def _refuse_changes_outside(optimizer: Optimizer) -> None:
             "of its step (schedule-free ones do). Values and state are in shards then, and these would change nothing. "
             "Use torch.optim.AdamW, and Lightning's EMAWeightAveraging for averaged weights."
         )
+
+
+def _refuse_own_closure(optimizer: Optimizer, settings: OptimizerConfig) -> None:
+    """
+    Raises:
+        ConfigError: its step cannot do without a closure. A subclass of torch's that leads it to ``super().step`` can.
+    """
+    parameters = list(inspect.signature(step_of(optimizer)).parameters.values())[1:2]
+    needs = any(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
+    leads_on = base_of(optimizer) is not None and not settings.elementwise and settings.whole is not Whole.true
+    if needs and not leads_on:
+        raise calls_its_closure(optimizer)
 
 
 def _refuse_own_low_bits(optimizer: Optimizer) -> None:

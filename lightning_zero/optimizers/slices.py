@@ -32,7 +32,8 @@ def check_declared(optimizer: Optimizer, dtype_of: DtypeOf, cut: Cut, device: to
         dtype_of: of the masters of its parameters.
 
     Raises:
-        ConfigError: what is declared element-wise is not, as small tensors or some of its parameters' shapes show.
+        ConfigError: what is declared element-wise is not, as small tensors or some of its parameters' shapes show; or
+            its step calls a closure itself.
     """
     if differs_in_slices(optimizer, dtype_of, cut, device):
         raise ConfigError(
@@ -45,6 +46,9 @@ def check_declared(optimizer: Optimizer, dtype_of: DtypeOf, cut: Cut, device: to
 def differs_in_slices(optimizer: Optimizer, dtype_of: DtypeOf, cut: Cut, device: torch.device) -> bool:
     """Whether tensors change otherwise than slices of them. False where that cannot be told: their step fails, draws
     random numbers, or has state from the beginning.
+
+    Raises:
+        ConfigError: its step calls a closure itself.
     """
     if optimizer.state or device.type == "meta":
         return False
@@ -55,6 +59,7 @@ def differs_in_slices(optimizer: Optimizer, dtype_of: DtypeOf, cut: Cut, device:
 
     make = partial(Trial, optimizer, wide, device)
     with trying(type(optimizer).__qualname__, device):
+        make().refuse_own_closure()
         try:
             if not _close(_stepped(make(), 0), _stepped(make(), 1)):
                 return False

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import inspect
 import math
 import random
 import sys
@@ -43,10 +42,13 @@ def step_of(optimizer: Optimizer) -> Callable[..., Any]:
     return step
 
 
-def needs_closure(optimizer: Optimizer) -> bool:
-    """Whether its step cannot do without a closure, which it calls itself."""
-    parameters = list(inspect.signature(step_of(optimizer)).parameters.values())[1:2]
-    return any(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
+def calls_its_closure(optimizer: Optimizer) -> ConfigError:
+    """Says that the step of its class calls its closure itself (LBFGS, sharpness-aware classes)."""
+    return ConfigError(
+        f"optimizer: expected a step that needs gradients only, got {type(optimizer).__qualname__}, whose step() calls "
+        "its closure itself: forwards and backwards in the middle of a step, which shards cannot have. Use "
+        "torch.optim.AdamW or Muon, or train with Lightning's DDPStrategy (nothing is sharded at stage 0 anyway)."
+    )
 
 
 @contextlib.contextmanager
@@ -194,10 +196,9 @@ class Trial:
         step = step_of(self.optimizer)
         for number, scale in enumerate(self.scales):
             self.give_gradients(scale)
-            arguments = [_closure] if needs_closure(self.optimizer) else []
             if not in_parts:
                 torch.default_generator.manual_seed(number)
-                step(self.optimizer, *arguments)
+                step(self.optimizer)
                 continue
             with StepInParts(self.optimizer, step, hides_empty=hides_empty) as parts:
                 for part in filter(None, self._parts()):
@@ -206,7 +207,7 @@ class Trial:
                     lists: list[list[tuple[int, Tensor]]] = [[] for _ in self.optimizer.param_groups]
                     for small in part:
                         lists[small.group].append((small.place, small.tensor))
-                    parts.call(lists, *arguments)
+                    parts.call(lists)
             keep(self.optimizer, [parts.outcome])
 
     def give_gradients(self, scale: float) -> None:
@@ -238,13 +239,16 @@ class Trial:
         for small in self._small:
             small.tensor.grad = None
         try:
-            step_of(self.optimizer)(self.optimizer, *([_closure] if needs_closure(self.optimizer) else []))
+            step_of(self.optimizer)(self.optimizer)
         except Exception:  # it wants gradients
             return False
         return not same(before, self._of_tensors())
 
-    def asks_again(self) -> bool:
-        """Whether a step does more with a closure than to call it before all else."""
+    def refuse_own_closure(self) -> None:
+        """
+        Raises:
+            ConfigError: a step does more with a closure than to call it once, before all else.
+        """
         calls: list[bool] = []
         before = [small.tensor.detach().clone() for small in self._small]
 
@@ -252,13 +256,12 @@ class Trial:
             calls.append(same(before, [small.tensor.detach() for small in self._small]))
             for small in self._small:
                 small.tensor.grad = torch.ones_like(small.tensor)
-            return _closure()
+            return torch.zeros(())
 
-        try:
+        with contextlib.suppress(Exception):  # it takes no closure
             step_of(self.optimizer)(self.optimizer, closure)
-        except Exception:  # it has no closure
-            return False
-        return len(calls) > 1 or not all(calls)
+        if len(calls) > 1 or not all(calls):
+            raise calls_its_closure(self.optimizer)
 
     def result(self) -> list[Any]:
         groups = [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
@@ -312,10 +315,6 @@ def _cut(tensor: nn.Parameter, lengths: Sequence[int] | None) -> list[nn.Paramet
     for part in made:
         part.__dict__.update(tensor.__dict__)
     return made
-
-
-def _closure() -> Tensor:
-    return torch.zeros(())
 
 
 def _plain_part(optimizer: Optimizer, param: nn.Parameter) -> str:

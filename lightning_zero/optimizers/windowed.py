@@ -7,10 +7,9 @@ left it.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -87,35 +86,21 @@ class StepInParts:
         self._list([list(enumerate(kept["params"])) for kept in self._kept])
 
     def _list(self, lists: Sequence[Sequence[tuple[int, Tensor]]]) -> None:
-        """In the lists themselves: LBFGS holds one of them."""
+        """In the lists themselves, which an optimizer may hold."""
         for group, params, kept, listed in zip(self._groups, self._params, self._kept, lists, strict=True):
             params[:] = [tensor for _, tensor in listed]
             group["params"] = params
             if _NAMES in kept:
                 group[_NAMES] = [kept[_NAMES][place] for place, _ in listed]
 
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Inside, in the middle of a call, param groups list the user's parameters."""
-        listed = [list(enumerate(params)) for params in self._params]
-        names = [group.get(_NAMES) for group in self._groups]
-        self._list([list(enumerate(kept["params"])) for kept in self._kept])
-        try:
-            yield
-        finally:
-            self._list(listed)
-            for group, own in zip(self._groups, names, strict=True):
-                if own is not None:
-                    group[_NAMES] = own
-
-    def call(self, lists: Sequence[Sequence[tuple[int, Tensor]]], *arguments: Any) -> Any:
-        """Step these tensors: of each param group, each with its place in the group. Returns what the step returns."""
+    def call(self, lists: Sequence[Sequence[tuple[int, Tensor]]]) -> None:
+        """Step these tensors: of each param group, each with its place in the group."""
         optimizer = self._optimizer
         self._list(lists)
         try:
             if self._hides_empty:  # in the list itself, which a wrapper's optimizer may have too
                 optimizer.param_groups[:] = [g for g, listed in zip(self._groups, lists, strict=True) if listed]
-            result = self._step(optimizer, *arguments)
+            self._step(optimizer)
         finally:
             if self._hides_empty:
                 optimizer.param_groups[:] = self._groups
@@ -127,7 +112,6 @@ class StepInParts:
             self._stepped[number] |= has_some
         self._own_after = _taken_back(optimizer.__dict__, self._own_before, self._own_names)
         self._called = True
-        return result
 
     @property
     def outcome(self) -> Outcome:

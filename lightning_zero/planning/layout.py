@@ -52,6 +52,11 @@ class Fragment:
     start: int  # first element, counted from the shard's start
     stop: int  # end inside the shard, the gap behind the parameter included if it belongs to the shard
 
+    def within(self, keep: slice) -> tuple[int, int, int] | None:
+        """The part inside a range of the shard: first element of the parameter; range inside the fragment."""
+        low, high = max(self.start, keep.start) - self.start, min(self.start + self.numel, keep.stop) - self.start
+        return (self.offset + low, low, high) if low < high else None
+
 
 @dataclass(frozen=True, slots=True)
 class BucketLayout:

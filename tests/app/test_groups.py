@@ -144,6 +144,12 @@ def test_optimizers_step_slices(name: str) -> None:
     assert (weight < 1).all()
 
 
+def test_an_optimizer_that_calls_its_closure_is_refused_before_any_process_starts() -> None:
+    overrides = ("optimizer._target_=torch.optim.LBFGS", "~optimizer.momentum", "~optimizer.weight_decay")
+    with pytest.raises(ConfigError, match=r"LBFGS, whose step\(\) calls its closure itself.*DDPStrategy"):
+        parts.build_optimizer(config_of("optimizer=sgd", *overrides))
+
+
 @pytest.mark.parametrize("name", ["gpt", "llama"])
 def test_models_take_what_the_data_gives(name: str, tmp_path: Path) -> None:
     if name != "gpt":

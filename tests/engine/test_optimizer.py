@@ -473,7 +473,7 @@ def test_a_class_without_a_step_of_its_own_is_its_base_also_where_that_was_never
 @on_ranks(1, 2)
 @pytest.mark.parametrize(
     "make",
-    [torch.optim.LBFGS, SignDescent, torch.optim.Adafactor],
+    [SignDescent, torch.optim.Adafactor],
     ids=lambda make: make.__name__,
 )
 def test_optimizers_that_may_need_whole_parameters_are_refused_where_none_may_have_them(make: Any) -> None:

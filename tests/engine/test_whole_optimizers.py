@@ -625,111 +625,59 @@ def test_what_fails_on_one_rank_fails_on_all_and_none_waits() -> None:
     side.engine.release()
 
 
-# -- steps that call their closure ------------------------------------------------------------------------------------
+# -- what is refused --------------------------------------------------------------------------------------------------
 
 
-class Sharpness(Optimizer):
-    """Looks at the gradient at another point, by its closure (Foret et al. 2021, arXiv:2010.01412)."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.1})
+class Sharpness(SignDescent):
+    """Looks at the gradient at another point, by its closure (Foret et al. 2021, arXiv:2010.01412), if it has one."""
 
     def step(self, closure: Any = None) -> Any:
-        if closure is None:
-            raise TypeError("no closure")
-        with torch.enable_grad():
-            loss = closure()
-        params = [p for p in self.param_groups[0]["params"] if p.grad is not None]
-        with torch.no_grad():
-            moves = [0.05 * p.grad / p.grad.norm() for p in params]
-            for p, move in zip(params, moves, strict=True):
-                p.add_(move)
-        with torch.enable_grad():
-            closure()
-        with torch.no_grad():
-            for p, move in zip(params, moves, strict=True):
-                p.sub_(move).sub_(p.grad, alpha=self.param_groups[0]["lr"])
+        loss = None
+        if closure is not None:
+            params = [p for group in self.param_groups for p in group["params"]]
+            with torch.enable_grad():
+                loss = closure()
+            with torch.no_grad():
+                for p in params:
+                    p.add_(p.grad, alpha=0.05)
+            with torch.enable_grad():
+                closure()
+        super().step()
         return loss
 
 
-def lbfgs(params: Any) -> Optimizer:
-    return torch.optim.LBFGS(params, lr=0.5, max_iter=6, line_search_fn="strong_wolfe")
+class NeedsClosure(SignDescent):
+    def step(self, closure: Any) -> Any:  # type: ignore[override]
+        return super().step(closure)
 
 
-def closure_of(side: Any, step: int) -> Any:
-    def closure() -> Tensor:
-        if isinstance(side, Twin):  # as its step does it, in the middle
-            with torch.no_grad():
-                for param, master in side.masters.items():
-                    param.copy_(master.value)
-            side.zero_grad()
-        else:
-            side.optimizer.zero_grad()
-        loss = language_loss(side.module, tokens(step))
-        side.backward(loss)
-        if not isinstance(side, Twin):
-            return loss
-        side.show_grads()
-        mean = loss.detach().double()
-        torch.distributed.all_reduce(mean)
-        return mean.div_(torch.distributed.get_world_size()).float()
+class LeadsOn(torch.optim.SGD):
+    """Its closure is the engine's to call."""
 
-    return closure
-
-
-@on_ranks(3, full=(1, 2))
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("make", [lbfgs, Sharpness], ids=["lbfgs", "sharpness"])
-def test_steps_that_call_their_closure_work_at_stage_0(make: Any, precision: str) -> None:
-    """Ranks whose losses differ go the same way, by the mean."""
-    torch.default_generator.manual_seed(3)
-    module = Model()
-    twin = WholeTwin(module, optimizer=make, precision=precision, each=False)
-    with Sharded(module, stage=0, precision=precision, optimizer=make) as sharded:
-        seen: list[int] = []
-        names = {id(p) for p in module.parameters()}
-
-        def own(step: int) -> Tensor:
-            seen.append(step)
-            assert {id(p) for group in sharded.optimizer.param_groups for p in group["params"]} == names
-            loss: Tensor = closure_of(sharded, step)()
-            return loss
-
-        for step in range(3):
-            expected = twin.optimizer.step(closure_of(twin, step))
-            with torch.no_grad():
-                for param, master in twin.masters.items():
-                    param.copy_(master.value)
-            found = sharded.optimizer.step(lambda step=step: own(step))  # type: ignore[misc]
-            assert torch.equal(torch.as_tensor(found), torch.as_tensor(expected))
-            assert_same(sharded, twin, what=f"step {step}: ")
-            assert not sharded.optimizer.param_groups[0]["params"][0].data.isnan().any()
-        assert len(seen) > 3
-        state = sharded.engine.optimizer_state(sharded.optimizer, only_rank_0=False)
-        assert_equal(state, twin.optimizer.state_dict())
+    def step(self, closure: Any) -> Any:  # type: ignore[override]
+        return super().step(closure)
 
 
 @on_ranks(2)
-def test_a_closure_that_raises_in_the_middle_leaves_the_parameters_of_the_user() -> None:
-    side = Sharded(Model(), stage=0, optimizer=lbfgs)
-    calls: list[int] = []
-
-    def closure() -> Tensor:
-        calls.append(1)
-        if len(calls) == 3:
-            raise ArithmeticError("no loss")
-        loss: Tensor = closure_of(side, 0)()
-        return loss
-
-    with pytest.raises(ArithmeticError, match="no loss") as caught:
-        side.optimizer.step(closure)
-    assert "The step was partial" in caught.value.__notes__[0]
-    own = {id(p) for group in side.optimizer.param_groups for p in group["params"]}
-    assert own == {id(p) for p in side.module.parameters()}
-    side.engine.release()
-
-
-# -- what is refused --------------------------------------------------------------------------------------------------
+def test_steps_that_call_their_closure_are_refused_at_every_stage() -> None:
+    declared: list[dict[str, Any]] = [{}, {"whole": True}, {"whole": False}, {"elementwise": True}]
+    for stage, settings in itertools.product((0, 2), declared):
+        module = Model()
+        engine = lightning_zero.shard(module, device="cpu", stage=stage, summary=False, optimizer=settings)
+        for make in (torch.optim.LBFGS, NeedsClosure, Sharpness):
+            match = rf"{make.__name__}, whose step\(\) calls its closure itself.*DDPStrategy"
+            if make is Sharpness and settings == {"whole": False}:
+                match = "not known to compute each element"  # refused untried
+            with pytest.raises(ConfigError, match=match):
+                engine.add_optimizer(make(module.parameters()))
+        engine.release()
+    for settings in ({"whole": True}, {"elementwise": True}):
+        with pytest.raises(ConfigError, match="LeadsOn, whose step"):
+            sharded_with(Model(), LeadsOn, settings, stage=2)
+    with Sharded(Model(), stage=2, optimizer=LeadsOn) as side:
+        calls: list[int] = []
+        side.optimizer.step(lambda: calls.append(1) or 0.0)  # type: ignore[func-returns-value]
+        assert calls == [1]
 
 
 class Sending(SignDescent):
@@ -767,8 +715,6 @@ def test_what_cannot_be_stepped_apart_is_refused() -> None:
         CountingObjects: "depends on the other tensors.*outside of its param groups",
         Batched: "depends on the other tensors",
         Langevin: "depends on the other tensors.*zero/stage=zero0",
-        torch.optim.LBFGS: "depends on the other tensors",
-        Sharpness: "calls its closure itself.*zero/stage=zero0",
         Sending: "sends messages between ranks itself",
         Picky: "(?s)could not be tried.*too even.*zero.optimizer.whole=true",
     }

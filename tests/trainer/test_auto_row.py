@@ -129,7 +129,7 @@ def test_the_host_with_the_least_memory_counts(tmp_path: Path) -> None:
         (lambda p: ([torch.optim.SGD(p, 0.1), torch.optim.Adam(p)], []), 2, ""),
         (lambda p: None, 0, ""),
         (lambda p: 1 / 0, 2, "configure_optimizers cannot be asked before: ZeroDivisionError"),
-        (lambda p: torch.optim.LBFGS(p), 2, "LBFGS is not known"),
+        (lambda p: torch.optim.LBFGS(p), 2, "LBFGS cannot be tried"),
     ],
 )
 def test_the_state_of_the_optimizers_is_known_before(make: Any, states: int, why: str) -> None:

@@ -13,5 +13,4 @@ r"""A step: from reduced gradients to new parameters.
     whole_optimizer   one step of tensors that are stepped whole, each on the rank that owns it
     windows           ... what of them is stepped at a time, and its way from shards and back
     owned             ... those of this rank, and their state
-    evaluations       ... by a step that calls its closure itself
 """

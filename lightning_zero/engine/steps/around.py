@@ -101,14 +101,9 @@ class AroundStep:
             params: the parameters that were stepped.
         """
         self._passes.stepped()
-        self.changed(changed, params)
-        self.stepped()
-
-    @outside_autograd
-    def changed(self, changed: set[Bucket], params: Sequence[nn.Parameter]) -> None:
-        """Follow new masters, also in the middle of a step; arguments as of :meth:`ends`."""
         values_changed(self.place_of(param).info for param in params)
         self.masters_changed(changed)
+        self.stepped()
 
     def masters_changed(self, changed: set[Bucket]) -> None:
         """Bring replicated compute parameters up to date by gathers, unit by unit. On all ranks.

@@ -24,17 +24,19 @@ from lightning_zero.config import StateDtype
 from lightning_zero.device import recording
 from lightning_zero.engine.steps.around import AroundStep
 from lightning_zero.engine.steps.interception import Stepping, keeps_own_step
-from lightning_zero.engine.steps.owned import Owned, WholeTensor
+from lightning_zero.engine.steps.owned import Owned
 from lightning_zero.engine.steps.runs import FlatRun, ParamStates, Runs, steps_in
 from lightning_zero.engine.torch_modes import without_autocast
 from lightning_zero.engine.units.bucket import Bucket, Place
 from lightning_zero.engine.units.grad_store import Arrived
 from lightning_zero.engine.units.home import opened
+from lightning_zero.engine.units.kept import Sliced
 from lightning_zero.engine.units.worker import StepJob
 from lightning_zero.optimizers.chunks import dtype_of_step, salt_of, step_in_chunks
 from lightning_zero.optimizers.known import (
     ELEMENTWISE,
     count_states,
+    is_elementwise,
     is_known,
     prefers_fused,
     shadow_of,
@@ -42,6 +44,7 @@ from lightning_zero.optimizers.known import (
 )
 from lightning_zero.optimizers.low_bits import NarrowStep, PieceMemory, formats_of
 from lightning_zero.optimizers.slices import check_declared
+from lightning_zero.planning.buckets import BucketPlan
 from lightning_zero.planning.placement import StageRow, Tier
 from lightning_zero.ranks.progress import SILENT, LongWork
 
@@ -144,9 +147,47 @@ class ShardedOptimizer:
         """Follow other plans of buckets."""
         self._around.pieces.clear()
 
-    def state_nbytes(self, tensor: WholeTensor) -> list[int]:
-        """Bytes of each tensor of state that a tensor which is stepped whole will have, as far as that is known."""
-        return []
+    # -- state ----------------------------------------------------------------------------------------------------
+
+    def state_tensors(self, bucket: Bucket) -> Iterator[Tensor]:
+        """Tensors of state, one value for each element, that this rank holds for a bucket."""
+        for run in self.runs.of(bucket):
+            # A list at once: a step may be under way in the worker, which adds entries.
+            state = list(self.optimizer.state.get(run.tensor, {}).items())
+            yield from (value for name, value in state if is_elementwise(name, value, run.tensor))
+
+    def entries(self, bucket: Bucket) -> dict[int, dict[str, Any]]:
+        """By slot, the state of a bucket that this rank has: a dtype stands for a sliced value (a
+        :class:`~lightning_zero.engine.steps.owned.Leaf` for one of a whole tensor), plain values for themselves.
+        """
+        found: dict[int, dict[str, Any]] = {}
+        for fragment, state in self.runs.fragment_states(bucket):
+            entry = found.setdefault(fragment.index, {})
+            for name, value in state.items():
+                if isinstance(value, Sliced):
+                    entry[name] = value.dtype
+                else:
+                    entry[name] = value.cpu() if isinstance(value, Tensor) else value
+        return found
+
+    def parts(self, bucket: Bucket) -> Iterator[tuple[int, str, int, Sliced]]:
+        """Slot, name, first element and values of a bucket's state that this rank saves. Its home may be closed."""
+        for fragment, state in self.runs.fragment_states(bucket):
+            if (part := fragment.within(bucket.own_shard_of_owned)) is not None:
+                start, low, high = part
+                for name, value in state.items():
+                    if isinstance(value, Sliced) and value.numel:
+                        yield fragment.index, name, start, value.part(low, high - low)
+
+    def planned_state(self, bucket: Bucket) -> Iterator[int]:
+        """Bytes of each tensor of state of a bucket that this rank has, where steps have been made."""
+        for run in self.runs.of(bucket):
+            states = count_states(self.optimizer) if self.optimizer.state.get(run.tensor) else 0
+            yield from [run.tensor.nbytes] * states
+
+    def whole_state_under(self, bucket: Bucket, plan: BucketPlan) -> int:
+        """Bytes of state that this rank will have under ``plan`` for a bucket's tensors that are stepped whole."""
+        return 0
 
     def state_to_come(self, tier: Tier) -> int:
         """Bytes that its state will take on ``tier`` on this rank, as far as that is known before the first step."""

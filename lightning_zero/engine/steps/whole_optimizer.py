@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,17 +22,18 @@ from lightning_zero.comm.profiling import profiled
 from lightning_zero.config import ConfigError
 from lightning_zero.device import recording
 from lightning_zero.engine.steps.around import AroundStep
-from lightning_zero.engine.steps.evaluations import Evaluations
 from lightning_zero.engine.steps.interception import Stepping
 from lightning_zero.engine.steps.optimizer import ShardedOptimizer
-from lightning_zero.engine.steps.owned import Owned, WholeTensor
+from lightning_zero.engine.steps.owned import Owned, WholeEntry, WholeTensor
 from lightning_zero.engine.steps.runs import ParamStates, Runs
 from lightning_zero.engine.steps.windows import Window, traveller_of
 from lightning_zero.engine.torch_modes import without_autocast
 from lightning_zero.engine.units.bucket import Bucket
+from lightning_zero.engine.units.kept import Sliced
 from lightning_zero.optimizers.probe import probe
-from lightning_zero.optimizers.trial import needs_closure, step_of
+from lightning_zero.optimizers.trial import step_of
 from lightning_zero.optimizers.windowed import Outcome, StepInParts, keep
+from lightning_zero.planning.buckets import BucketPlan
 from lightning_zero.planning.owners import (
     Route,
     Traveller,
@@ -170,8 +171,6 @@ class WholeOptimizer(ShardedOptimizer):
                 "tensors at stages 1 to 3. Use an optimizer that steps each tensor by itself, or choose "
                 "zero/stage=zero0."
             )
-        if needs_closure(self.optimizer) or (failed is not None and self.probed.asks_again):
-            raise ConfigError(_asks_itself(self.optimizer))
         if failed is not None and not self._unprobed:
             raise ConfigError(
                 f"zero.optimizer.whole: {kind} could not be tried, to see if it steps each tensor by itself: "
@@ -179,14 +178,35 @@ class WholeOptimizer(ShardedOptimizer):
                 "zero/stage=zero0."
             ) from failed
 
-    def state_nbytes(self, tensor: WholeTensor) -> list[int]:
+    def state_tensors(self, bucket: Bucket) -> Iterator[Tensor]:
+        return (leaf for _, _, leaf in self.owned.leaves(bucket))
+
+    def entries(self, bucket: Bucket) -> dict[int, WholeEntry]:
+        return self.owned.entries(bucket)
+
+    def parts(self, bucket: Bucket) -> Iterator[tuple[int, str, int, Sliced]]:
+        return ((tensor.info.slot, name, 0, values) for tensor, name, _, values in self.owned.parts(bucket))
+
+    def planned_state(self, bucket: Bucket) -> Iterator[int]:
+        if self.owned.has_stepped(bucket):
+            for tensor in self.owned.here(bucket):
+                yield from self._state_nbytes(tensor)
+
+    def whole_state_under(self, bucket: Bucket, plan: BucketPlan) -> int:
+        return sum(
+            sum(self._state_nbytes(tensor))
+            for tensor in self.owned.tensors.values()
+            if tensor.bucket is bucket and (tensor.is_owner or not plan.shards_master)
+        )
+
+    def _state_nbytes(self, tensor: WholeTensor) -> list[int]:
         """Of each tensor of state that a tensor will have, as small tensors were seen to have it."""
         shapes = self.probed.states.get((tensor.group, len(tensor.info.shape), tensor.bucket.dtypes.master), ())
         return [shape.nbytes(tensor.info.shape) for shape in shapes]
 
     def state_to_come(self, tier: Tier) -> int:
         return sum(
-            sum(self.state_nbytes(tensor))
+            sum(self._state_nbytes(tensor))
             for tensor in self.owned.tensors.values()
             if tensor.is_here and tensor.bucket.plan.tiers.master is tier
         )
@@ -248,45 +268,6 @@ class WholeOptimizer(ShardedOptimizer):
         return self._routes[key]
 
     # -- step ---------------------------------------------------------------------------------------------------------
-
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        asks = self.probed.asks_again or needs_closure(self.optimizer)
-        if closure is None or not asks or self._around.looks_at_gradients:
-            return super().step(closure)
-        if any(tensor.bucket.plan.shards_master for tensor in self.owned.tensors.values()):
-            raise ConfigError(_asks_itself(self.optimizer))
-        return self._step_around(closure)
-
-    def _step_around(self, closure: Callable[[], Any]) -> Any:
-        """Make a step that calls its closure itself."""
-        self._follow_groups()
-        params, tensors = self.params(), list(self.owned.tensors.values())
-
-        def step(optimizer: Optimizer) -> Any:
-            with StepInParts(optimizer, step_of(optimizer)) as parts:
-                run = torch.enable_grad()(closure)
-                closed = Evaluations(parts, self._around, self._comm, self.owned, tensors, params, run)
-                closed.show()
-                lists: list[list[tuple[int, Tensor]]] = [[] for _ in optimizer.param_groups]
-                for tensor in sorted(tensors, key=lambda tensor: tensor.place):
-                    lists[tensor.group].append((tensor.place, tensor.key))
-                try:
-                    result = parts.call(lists, closed)
-                except Exception as error:
-                    error.add_note(_PARTIAL)
-                    closed.finish()
-                    raise
-                self.owned.stepped(tensors)
-                closed.finish()
-            keep(optimizer, [parts.outcome])
-            return result
-
-        hooked: Callable[[Optimizer], Any] = Optimizer.profile_hook_step(step)
-        with torch.inference_mode(False), torch.no_grad():
-            result = hooked(self.optimizer)
-        self.optimizer.__dict__["_opt_called"] = True
-        self._around.ends(set(), [])
-        return result
 
     def _step(self, used: set[int]) -> set[Bucket]:
         self._follow_groups()
@@ -375,14 +356,3 @@ class WholeOptimizer(ShardedOptimizer):
             error.add_note(_PARTIAL)
             raise error
         keep(self.optimizer, outcomes)
-
-
-# -- what is refused ------------------------------------------------------------------------------------------------
-
-
-def _asks_itself(optimizer: Optimizer) -> str:
-    return (
-        f"zero.optimizer.whole: {type(optimizer).__qualname__}.step() calls its closure itself, as often as it likes "
-        "(LBFGS does), with forwards and backwards in the middle of a step. That cannot work on shards. Use "
-        "torch.optim.AdamW, Muon or another one whose step needs gradients only, or choose zero/stage=zero0."
-    )

@@ -13,11 +13,11 @@ from torch.optim import Optimizer
 from lightning_zero.config import ConfigError
 from lightning_zero.engine.assembly import Assembly
 from lightning_zero.engine.steps.optimizer import ShardedOptimizer
+from lightning_zero.engine.steps.owned import Owned
 from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units.bucket import Bucket, Place
 from lightning_zero.engine.units.home import opened
-from lightning_zero.engine.units.kept import Sliced
-from lightning_zero.engine.whole.owned_state import full_entries, with_values
+from lightning_zero.engine.whole.owned_state import all_who_have_what, full_entries, with_values
 from lightning_zero.engine.whole.ranges import Hollow, Value, full_state, local_parts
 from lightning_zero.ranks.progress import SILENT
 
@@ -51,7 +51,6 @@ def whole_state(
     return {"state": state, "param_groups": groups} if wanted else {}
 
 
-_Key = tuple[int, int]  # bucket, slot
 Entry = dict[str, Any]  # state of a parameter by name: a dtype stands for a sliced value, plain values for themselves
 
 
@@ -74,7 +73,9 @@ def _full_states(
             full = full_states_of(bucket, sharded, slots)
             whole = _part_of(full, bucket)
         if sharded.owned is not None:
-            result |= {(bucket, s): e for s, e in _whole_entries(bucket, i, sharded, index, slots, wanted, hollow)}
+            result |= {
+                (bucket, s): e for s, e in _whole_entries(bucket, i, sharded.owned, index, slots, wanted, hollow)
+            }
             continue
         if not wanted:
             continue
@@ -91,14 +92,14 @@ def _full_states(
 def _whole_entries(
     bucket: Bucket,
     number: int,
-    sharded: ShardedOptimizer,
+    owned: Owned,
     index: int,
     slots: Mapping[int, Entry],
     wanted: bool,
     hollow: Hollow | None,
 ) -> Iterator[tuple[int, Entry]]:
     if hollow is None:
-        found = full_entries(bucket, sharded, slots, lambda values: values.cpu() if wanted else values[:0])
+        found = full_entries(bucket, owned, slots, lambda values: values.cpu() if wanted else values[:0])
     elif wanted:
         found = {
             slot: with_values(
@@ -129,34 +130,6 @@ def _hollow_part(hollow: Hollow, bucket: Bucket, number: int, index: int) -> Cal
 
 def _part_of(full: Mapping[str, Tensor], bucket: Bucket) -> Callable[[int, str, torch.dtype], Tensor]:
     return lambda slot, name, _: bucket.part_of(full[name], bucket.params[slot]).to("cpu", copy=True)
-
-
-def all_who_have_what(engine: Assembly, sharded: ShardedOptimizer) -> dict[int, dict[int, Entry]]:
-    """By number of the bucket and slot: the state of each parameter on any rank. On all ranks.
-
-    Of whole tensors it has a Leaf for each tensor.
-    """
-    known: dict[int, dict[int, Entry]] = {}
-    for contribution in engine.comm.all_gather_objects(_who_has_what(engine.buckets, sharded), "optimizer state"):
-        for (number, slot), entry in contribution.items():
-            known.setdefault(number, {}).setdefault(slot, {}).update(entry)
-    return known
-
-
-def _who_has_what(buckets: list[Bucket], sharded: ShardedOptimizer) -> dict[_Key, Entry]:
-    """This rank's state by parameter: a dtype stands for a sliced value, plain values for themselves."""
-    local: dict[_Key, Entry] = {}
-    for i, bucket in enumerate(buckets):
-        for fragment, state in sharded.runs.fragment_states(bucket):
-            entry = local.setdefault((i, fragment.index), {})
-            for name, value in state.items():
-                if isinstance(value, Sliced):
-                    entry[name] = value.dtype
-                else:
-                    entry[name] = value.cpu() if isinstance(value, Tensor) else value
-        if sharded.owned is not None:
-            local |= {(i, slot): entry for slot, entry in sharded.owned.entries(bucket).items()}
-    return local
 
 
 def load_whole(engine: Assembly, optimizer: Optimizer, state: Mapping[str, Any]) -> None:

@@ -33,34 +33,24 @@ def leaves_in(entry: WholeEntry) -> list[Leaf]:
     return found
 
 
-def told_entries(engine: Assembly) -> dict[int, dict[int, dict[int, WholeEntry]]]:
-    """By number of the optimizer, of the bucket, and slot: the state that any rank has. On all ranks."""
-    own = {
-        index: {number: owned.entries(bucket) for number, bucket in enumerate(engine.buckets)}
-        for index, owned in _all_owned(engine)
-    }
-    known: dict[int, dict[int, dict[int, WholeEntry]]] = {index: {} for index in own}
-    if own:
-        for told in engine.comm.all_gather_objects(own, "optimizer state of whole tensors"):
-            for index, buckets in told.items():
-                for number, slots in buckets.items():
-                    known[index].setdefault(number, {}).update(slots)
+def all_who_have_what(engine: Assembly, sharded: ShardedOptimizer) -> dict[int, dict[int, WholeEntry]]:
+    """By number of the bucket and slot: the state of each parameter on any rank. On all ranks.
+
+    Of whole tensors it has a Leaf for each tensor.
+    """
+    own = {number: entries for number, bucket in enumerate(engine.buckets) if (entries := sharded.entries(bucket))}
+    known: dict[int, dict[int, WholeEntry]] = {}
+    for told in engine.comm.all_gather_objects(own, "optimizer state"):
+        for number, slots in told.items():
+            for slot, entry in slots.items():
+                known.setdefault(number, {}).setdefault(slot, {}).update(entry)
     return known
 
 
-def _all_owned(engine: Assembly) -> Iterator[tuple[int, Owned]]:
-    for index, sharded in enumerate(engine.optimizers):
-        if sharded.owned is not None:
-            yield index, sharded.owned
-
-
 def gathered_leaves(
-    bucket: Bucket, sharded: ShardedOptimizer, entries: Mapping[int, WholeEntry]
+    bucket: Bucket, owned: Owned, entries: Mapping[int, WholeEntry]
 ) -> Iterator[tuple[int, Leaf, Tensor]]:
     """Slot, leaf and values on the device, one after the other: on all ranks, for the same ``entries``, blocking."""
-    owned = sharded.owned
-    if owned is None:
-        return
     with opened(bucket.home):
         own = {(tensor.info.slot, name): leaf for tensor, name, leaf in owned.leaves(bucket)}
         for slot, entry in sorted(entries.items()):
@@ -82,14 +72,14 @@ def _first_holder(tensor: WholeTensor) -> int:
 
 
 def full_entries(
-    bucket: Bucket, sharded: ShardedOptimizer, entries: Mapping[int, WholeEntry], change: Callable[[Tensor], Tensor]
+    bucket: Bucket, owned: Owned, entries: Mapping[int, WholeEntry], change: Callable[[Tensor], Tensor]
 ) -> dict[int, WholeEntry]:
     """By slot, state with its tensors. On all ranks, for the same ``entries``.
 
     Args:
         change: makes of each tensor what is kept.
     """
-    values = {(slot, leaf.name): change(value) for slot, leaf, value in gathered_leaves(bucket, sharded, entries)}
+    values = {(slot, leaf.name): change(value) for slot, leaf, value in gathered_leaves(bucket, owned, entries)}
     return {
         slot: with_values(entry, lambda leaf, slot=slot: values[slot, leaf.name])  # type: ignore[misc]
         for slot, entry in entries.items()

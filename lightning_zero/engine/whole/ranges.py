@@ -15,8 +15,7 @@ from lightning_zero.engine.units.bucket import Bucket
 from lightning_zero.engine.units.home import Home, opened
 from lightning_zero.engine.units.kept import Sliced
 from lightning_zero.engine.units.param import ParamInfo
-from lightning_zero.engine.whole.owned_state import gathered_leaves, told_entries
-from lightning_zero.planning.layout import Fragment
+from lightning_zero.engine.whole.owned_state import all_who_have_what, gathered_leaves
 
 MASTER = ""  # the name of a parameter's own values
 COPY = -1  # in the place of an optimizer: a copy of the masters, which somebody else keeps
@@ -101,8 +100,10 @@ def own_parts(engine: Assembly, wanted: Container[Value], copies: Copies) -> Ite
     if engine.comm.replica:  # another node has the same
         return
     for number, bucket in enumerate(engine.buckets):
-        found = [*_of_masters(bucket, number, bucket.home, {}), *_of_states(engine, bucket, number)]
-        found += _of_whole_states(engine, bucket, number)
+        found = list(_of_masters(bucket, number, bucket.home, {}))
+        for index, sharded in enumerate(engine.optimizers):
+            for slot, name, start, values in sharded.parts(bucket):
+                found.append(OwnPart(Value(number, slot, index, name), start, values))
         by_home = [(bucket.home, found)]
         for name, homes in copies.items():
             kind = {"optimizer": COPY, "name": name}
@@ -114,41 +115,11 @@ def own_parts(engine: Assembly, wanted: Container[Value], copies: Copies) -> Ite
 
 def _of_masters(bucket: Bucket, number: int, home: Home, kind: Mapping[str, Any]) -> Iterator[OwnPart]:
     for fragment in bucket.owned_fragments():
-        if (part := _within(fragment, bucket.own_shard_of_owned)) is not None:
+        if (part := fragment.within(bucket.own_shard_of_owned)) is not None:
             start, low, high = part
             yield OwnPart(
                 Value(number, fragment.index, **kind), start, Sliced(home.master, fragment.start + low, high - low)
             )
-
-
-def _of_states(engine: Assembly, bucket: Bucket, number: int) -> Iterator[OwnPart]:
-    for index, sharded in enumerate(engine.optimizers):
-        for fragment, name, state in _states(bucket, sharded):
-            if (part := _within(fragment, bucket.own_shard_of_owned)) is not None:
-                start, low, high = part
-                values = state.part(low, high - low)
-                yield OwnPart(Value(number, fragment.index, index, name), start, values)
-
-
-def _of_whole_states(engine: Assembly, bucket: Bucket, number: int) -> Iterator[OwnPart]:
-    for index, sharded in enumerate(engine.optimizers):
-        if sharded.owned is not None:
-            for tensor, name, _, values in sharded.owned.parts(bucket):
-                yield OwnPart(Value(number, tensor.info.slot, index, name), 0, values)
-
-
-def _within(fragment: Fragment, keep: slice) -> tuple[int, int, int] | None:
-    """The part of a fragment inside a range of its shard: first element of the parameter; range inside the fragment."""
-    low = max(fragment.start, keep.start) - fragment.start
-    high = min(fragment.start + fragment.numel, keep.stop) - fragment.start
-    return (fragment.offset + low, low, high) if low < high else None
-
-
-def _states(bucket: Bucket, sharded: ShardedOptimizer) -> Iterator[tuple[Fragment, str, Sliced]]:
-    for fragment, state in sharded.runs.fragment_states(bucket):
-        for name, value in state.items():
-            if isinstance(value, Sliced) and value.numel:
-                yield fragment, name, value
 
 
 def gathered_ranges(engine: Assembly, wanted: Mapping[Value, torch.dtype], copies: Copies) -> Iterator[Range]:
@@ -157,11 +128,11 @@ def gathered_ranges(engine: Assembly, wanted: Mapping[Value, torch.dtype], copie
     Args:
         wanted: the same on all ranks, with the dtype of each.
     """
-    told = told_entries(engine)
+    owned = {index: sharded.owned for index, sharded in enumerate(engine.optimizers) if sharded.owned is not None}
+    told = {index: all_who_have_what(engine, engine.optimizers[index]) for index in owned}
     for number, bucket in enumerate(engine.buckets):
         for index, entries in told.items():
-            sharded = engine.optimizers[index]
-            for slot, leaf, values in gathered_leaves(bucket, sharded, entries.get(number, {})):
+            for slot, leaf, values in gathered_leaves(bucket, owned[index], entries.get(number, {})):
                 value = Value(number, slot, index, leaf.name)
                 if value in wanted:
                     yield Range(value, 0, values.as_strided((leaf.numel,), (1,)))
@@ -190,8 +161,10 @@ def gathered_ranges(engine: Assembly, wanted: Mapping[Value, torch.dtype], copie
 def local_parts(bucket: Bucket, sharded: ShardedOptimizer) -> dict[str, list[tuple[int, int, Tensor]]]:
     """This rank's slices of a bucket's state: name -> (start in the owned range, numel, values)."""
     parts: dict[str, list[tuple[int, int, Tensor]]] = {}
-    for fragment, name, values in _states(bucket, sharded):
-        parts.setdefault(name, []).append((fragment.start, fragment.numel, values.tensor))
+    for fragment, state in sharded.runs.fragment_states(bucket):
+        for name, value in state.items():
+            if isinstance(value, Sliced) and value.numel:
+                parts.setdefault(name, []).append((fragment.start, fragment.numel, value.tensor))
     return parts
 
 

@@ -32,8 +32,8 @@ from lightning_zero.engine.units.capacity import Held, change_tiers
 from lightning_zero.engine.units.describe import BucketGroup, UnitGroup, refuse_cuda_graphs, stays_whole
 from lightning_zero.engine.units.home import Tiers, opened
 from lightning_zero.engine.units.worker import default_threads
-from lightning_zero.engine.whole.optimizer_state import Entry, all_who_have_what, full_states_of
-from lightning_zero.engine.whole.owned_state import full_entries
+from lightning_zero.engine.whole.optimizer_state import Entry, full_states_of
+from lightning_zero.engine.whole.owned_state import all_who_have_what, full_entries
 from lightning_zero.engine.whole.ranges import full_state
 from lightning_zero.optimizers.known import count_states
 from lightning_zero.planning.buckets import BucketPlan
@@ -215,22 +215,11 @@ def _make_tiers(engine: Assembly, config: ZeroConfig, share: Share) -> tuple[Tie
                 sum(counts[s] for s in own if s.runs.has_stepped(bucket)),
                 later,
                 now,
-                partial(_whole_state_under, own, bucket),
+                lambda plan, own=own, bucket=bucket: sum(s.whole_state_under(bucket, plan) for s in own),  # type: ignore[misc]
             )
         )
     taken = {other.tiers.nvme.instance for other in LIVE if other.tiers.nvme is not None}
     return change_tiers(groups, config, engine.comm, taken, share, engine.tiers, held)
-
-
-def _whole_state_under(optimizers: Sequence[ShardedOptimizer], bucket: Bucket, plan: BucketPlan) -> int:
-    """Bytes of state that this rank will have under ``plan`` of a bucket's tensors that are stepped whole."""
-    return sum(
-        sum(sharded.state_nbytes(tensor))
-        for sharded in optimizers
-        if sharded.owned is not None
-        for tensor in sharded.owned.tensors.values()
-        if tensor.bucket is bucket and (tensor.is_owner or not plan.shards_master)
-    )
 
 
 # -- the move ---------------------------------------------------------------------------------------------------------
@@ -292,7 +281,7 @@ def _move(engine: Assembly, move: Move, known: Sequence[dict[int, Entry]]) -> No
 def _states(bucket: Bucket, sharded: ShardedOptimizer, slots: dict[int, Entry]) -> ParamStates:
     """State of a bucket's parameters, with full tensors. On all ranks."""
     if sharded.owned is not None:
-        found = full_entries(bucket, sharded, slots, lambda values: values)
+        found = full_entries(bucket, sharded.owned, slots, lambda values: values)
     else:
         full = full_states_of(bucket, sharded, slots)
         found = {

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 
 from torch import Tensor
 
 from lightning_zero.engine.assembly import Assembly
-from lightning_zero.engine.units.bucket import Bucket
-from lightning_zero.optimizers.known import count_states, is_elementwise
 from lightning_zero.planning.buckets import RESTING, BucketPlan, Role
 from lightning_zero.planning.layout import round_up
 from lightning_zero.planning.memory import FILE_PAGE_NBYTES, Bytes, Limits, Moment, StateOfRank, States, at_rest
@@ -38,8 +35,9 @@ def held_bytes(engine: Assembly) -> Bytes:
             add(Role.compute_param, Tier.device, bucket.full.data)
         add(Role.compute_param, tiers.compute_param, bucket.param_store.memory)
         add(plan.home_role, plan.home_tier, bucket.master)
-        for state in _state_tensors(engine, bucket):
-            add(Role.optim_state, tiers.master, state)
+        for sharded in engine.optimizers:
+            for state in sharded.state_tensors(bucket):
+                add(Role.optim_state, tiers.master, state)
         add(Role.grad, tiers.grad, bucket.grad_store.memory)
         add(Role.grad, Tier.device, engine.reducer.grads[bucket].local)
     if engine.tiers.nvme is not None:
@@ -90,16 +88,6 @@ def _in_files(engine: Assembly, total: int) -> Bytes:
     return held
 
 
-def _state_tensors(engine: Assembly, bucket: Bucket) -> Iterator[Tensor]:
-    for sharded in engine.optimizers:
-        for run in sharded.runs.of(bucket):
-            # A list at once: a step may be under way in the worker, which adds entries.
-            state = list(sharded.optimizer.state.get(run.tensor, {}).items())
-            yield from (value for name, value in state if is_elementwise(name, value, run.tensor))
-        if sharded.owned is not None:
-            yield from (leaf for _, _, leaf in sharded.owned.leaves(bucket))
-
-
 def plan_of(engine: Assembly) -> list[BucketPlan]:
     """The plans of all buckets, as :mod:`lightning_zero.planning.memory` needs them."""
     return [bucket.plan for bucket in engine.buckets]
@@ -109,24 +97,16 @@ def state_tensors(engine: Assembly) -> States:
     """Elementwise tensors that the optimizers keep for each parameter, as far as they have stepped; or all state of
     this rank, as it follows from the owners, where some step whole tensors."""
     if any(sharded.owned is not None for sharded in engine.optimizers):
-        tensors = tuple(tuple(_planned_state(engine, bucket)) for bucket in engine.buckets)
+        tensors = tuple(
+            tuple(n for s in engine.optimizers for n in s.planned_state(bucket)) for bucket in engine.buckets
+        )
         return StateOfRank(tensors, max(sharded.step_peak() for sharded in engine.optimizers))
     counts = [0]
     for bucket in engine.buckets:
         runs = sum(len(sharded.runs.of(bucket)) for sharded in engine.optimizers)
-        counts.append(sum(1 for _ in _state_tensors(engine, bucket)) // max(1, runs))
+        states = sum(1 for sharded in engine.optimizers for _ in sharded.state_tensors(bucket))
+        counts.append(states // max(1, runs))
     return max(counts)
-
-
-def _planned_state(engine: Assembly, bucket: Bucket) -> Iterator[int]:
-    """Bytes of each tensor of state of a bucket that this rank has, where steps have been made."""
-    for sharded in engine.optimizers:
-        if sharded.owned is not None and sharded.owned.has_stepped(bucket):
-            for tensor in sharded.owned.here(bucket):
-                yield from sharded.state_nbytes(tensor)
-        for run in sharded.runs.of(bucket):
-            states = count_states(sharded.optimizer) if sharded.optimizer.state.get(run.tensor) else 0
-            yield from [run.tensor.nbytes] * states
 
 
 def limits_of(engine: Assembly, micro_batches: int = 1) -> Limits:

@@ -55,7 +55,7 @@ for _name, _make in {
     feature(f"torch.optim.{_name}")(_optimizer)
 
 
-@feature("torch.optim.LBFGS", refused=Refusal("`torch.optim.LBFGS`", r"zero\.optimizer\.whole"))
+@feature("torch.optim.LBFGS", refused=Refusal("`torch.optim.LBFGS`", r"LBFGS, whose step\(\) calls its closure itself"))
 def lbfgs(bench: Bench) -> Any:
     """Losses, metrics, weights"""
     return bench.fit(_optimizers(lambda m: torch.optim.LBFGS(m.parameters(), lr=0.1, max_iter=2))).seen
