@@ -28,6 +28,7 @@ from lightning_zero.checkpoint.sharded.read import ShardedFolder
 from lightning_zero.checkpoint.words import words
 from lightning_zero.config import CheckpointConfig, CheckpointFormat, ConfigError
 from lightning_zero.engine.whole.sharded_state import TensorParts
+from lightning_zero.pretrained.stored import StoredTensor
 from lightning_zero.ranks.progress import SILENT, LongWork
 from lightning_zero.trainer.saves.checkpoint_io import ZeroCheckpointIO, load, way_out
 
@@ -101,7 +102,7 @@ def divide(checkpoint: Mapping[str, Any], named: Sequence[str] = ()) -> tuple[di
 def _has_parts(value: Any) -> bool:
     if isinstance(value, Mapping):
         return any(_has_parts(entry) for entry in value.values())
-    return isinstance(value, TensorParts)
+    return isinstance(value, TensorParts | StoredTensor)
 
 
 def is_folder(path: Any) -> bool:
