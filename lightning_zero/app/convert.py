@@ -1,7 +1,6 @@
 """Writes a checkpoint of ours, or of Lightning's strategies, in another form; one tensor at a time is in memory.
 
 usage: python -m lightning_zero.checkpoint convert IN OUT to=... [dtype=...] [shard_size=...] [prefix=...]
-
   to=full          one file, as Lightning saves it under DDP
   to=sharded       a folder in the format of torch.distributed.checkpoint
   to=safetensors   a folder that Hugging Face's from_pretrained loads
@@ -19,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.filesize import decimal
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -36,8 +34,6 @@ from lightning_zero.pretrained.stored import StoredTensor
 from lightning_zero.ranks.progress import LongWork
 from lightning_zero.trainer.saves.checkpoint_io import ZeroCheckpointIO, load
 from lightning_zero.trainer.saves.sharded_checkpoints import MODULE, OPTIMIZERS, divide, read
-
-SHOWN = LongWork(shows=True)
 
 
 def main(arguments: list[str]) -> int:
@@ -56,7 +52,7 @@ def main(arguments: list[str]) -> int:
         return 2 if isinstance(error, ConfigError) else 1
     path = Path(paths[1]).resolve()
     sizes = [file.stat().st_size for file in ([path] if path.is_file() else path.iterdir())]
-    print(f"Wrote {path}: {options['to']}, {decimal(sum(sizes))} in {len(sizes)} file(s).")
+    print(f"Wrote {path}: {options['to']}, {sum(sizes):,} bytes in {len(sizes)} file(s).")
     return 0
 
 
@@ -86,7 +82,7 @@ def convert(
     if to == "safetensors":
         _to_safetensors(checkpoint, Path(target), nbytes, prefix)
     elif to == "sharded":
-        ShardedSaver(0).save(*divide(checkpoint), target, None, None, long_work=SHOWN)
+        ShardedSaver(0).save(*divide(checkpoint), target, None, None, long_work=LongWork(shows=True))
     else:
         _to_full(checkpoint, Path(target))
 
@@ -121,7 +117,7 @@ def _to_full(checkpoint: dict[str, Any], target: Path) -> None:
     with written_aside(target) as part:
         skeleton = Skeleton(tree_map_only(StoredTensor, fakes.__getitem__, checkpoint), part.fd)
         done = skeleton.fill()
-        for value, fake in SHOWN.items(list(fakes.items()), f"writing {target.name}, in tensors"):
+        for value, fake in LongWork(shows=True).items(list(fakes.items()), f"writing {target.name}, in tensors"):
             hole = skeleton.holes[fake.untyped_storage()._cdata]
             done += write_values(partial(write_at, part.fd), hole, 0, value.whole().reshape(-1))
         skeleton.finish(done)
@@ -143,9 +139,9 @@ def _to_safetensors(checkpoint: dict[str, Any], target: Path, shard_nbytes: int,
     files = Files(plan.tensors(like), shard_nbytes)
     with written_aside(target, folder=True) as part, Writer(files, part.path) as writer:
         files.make(part.path)
-        for name, key in SHOWN.items(list(plan.renamed.items()), f"writing {target.name}, in tensors"):
+        for name, key in LongWork(shows=True).items(list(plan.renamed.items()), f"writing {target.name}, in tensors"):
             writer.write_whole(name, own[key].whole())
-        for group in SHOWN.items(plan.groups, f"writing {target.name}, in groups of tensors"):
+        for group in LongWork(shows=True).items(plan.groups, f"writing {target.name}, in groups of tensors"):
             for name, value in group.convert({key: own[key].whole() for key in group.members}).items():
                 writer.write_whole(name, value)
         dtype = next((value.dtype for value in like.values() if value.is_floating_point()), None)

@@ -144,7 +144,7 @@ def test_it_says_what_it_wrote(tmp_path: Path, capsys: pytest.CaptureFixture[str
     for to, files in (("full", 1), ("sharded", 3), ("safetensors", 1)):
         assert main(["convert", str(tmp_path / "in"), str(tmp_path / to), f"to={to}"]) == 0
         said = capsys.readouterr().out
-        assert re.fullmatch(rf"Wrote {tmp_path / to}: {to}, 2\d\.\d kB in {files} file\(s\)\.\n", said), said
+        assert re.fullmatch(rf"Wrote {tmp_path / to}: {to}, 2\d,\d\d\d bytes in {files} file\(s\)\.\n", said), said
 
 
 MISTAKES = {
