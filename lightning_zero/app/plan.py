@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import shutil
+import sys
 from dataclasses import asdict, fields, replace
 from typing import Any
 
@@ -213,7 +214,8 @@ def run(config: TrainConfig, asked: MachineConfig, extras: dict[str, Any]) -> No
     else:
         show(described, machine, rows, advices, config.zero, choice, rates_line(rates, given, shared=machine.shared))
     if extras["picture"] is not None:
-        draw(extras["picture"], described, machine, rows, config.zero, choice, dark=extras["dark"])
+        files = draw(extras["picture"], described, machine, rows, config.zero, choice, dark=extras["dark"])
+        print(f"Wrote {', '.join(map(os.path.abspath, files))}", file=sys.stderr if extras["json"] else sys.stdout)
 
 
 def _budgets(config: TrainConfig, offload: Offload) -> OffloadConfig:
