@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_zero.app.plan_model import Described
-from lightning_zero.app.plan_tables import TIER_NAMES, is_chosen, short_bytes, title_of
+from lightning_zero.app.plan_tables import TIER_NAMES, is_chosen, short_bytes
 from lightning_zero.config import ConfigError, ZeroConfig
 from lightning_zero.planning.buckets import Role
 from lightning_zero.planning.choose import Choice
@@ -30,21 +29,14 @@ ROLES = {
     Role.activation: ("#f0e442", "activations, batch"),
     Role.whole_copy: ("#882255", "whole, after a run"),  # of another palette: black is the ground of one theme
 }
-# Ground, ink, line of the memory.
-THEMES = {False: ("#ffffff", "#1a1a1a", "#b00020"), True: ("#16181d", "#e8e8e8", "#ff6b6b")}
-
-
+THEMES = {False: ("#ffffff", "#1a1a1a", "#b00020"), True: ("#16181d", "#e8e8e8", "#ff6b6b")}  # ground, ink, line
 Panel = tuple[str, int, list[dict[Role, int]]]  # of one tier: its name, its bytes, and those of each row by roles
 
 
 def check_picture(path: str) -> None:
-    """
-    Raises:
-        ConfigError: matplotlib is not there, the suffix is of another format, or the folder does not exist.
-    """
+    """Raise ConfigError where matplotlib or the folder is missing, or the suffix is of another format."""
     if importlib.util.find_spec("matplotlib") is None:
-        how = "Install it (pip install 'lightning-zero[plot]'), or drop picture."
-        raise ConfigError(f"picture: expected matplotlib, which is not installed, got picture={path}. {how}")
+        raise ConfigError("picture: expected matplotlib, which is not installed: pip install 'lightning-zero[plot]'.")
     if Path(path).suffix not in ("", *SUFFIXES):
         raise ConfigError(f"picture: expected a name that ends in {' or '.join(SUFFIXES)}, or without, got {path!r}.")
     if not (folder := Path(path).absolute().parent).is_dir():
@@ -52,34 +44,32 @@ def check_picture(path: str) -> None:
 
 
 def draw(
-    path: str, described: Described, machine: Machine, rows: Sequence[Row], config: ZeroConfig, choice: Choice | str, *,
-    dark: bool
-) -> list[str]:  # fmt: skip
+    path: str, title: str, machine: Machine, rows: Sequence[Row], config: ZeroConfig, choice: Choice | str, dark: bool
+) -> list[str]:
     """Write the picture over files of the same names, both formats where ``path`` has no suffix; returns the files."""
-    import matplotlib
-    from matplotlib.figure import Figure
+    import matplotlib.figure
 
-    ground, ink, line = THEMES[dark]
+    ground, ink, _ = THEMES[dark]
     panels = _panels(machine, rows)
     style = {"font.size": 9, "svg.fonttype": "none", "svg.hashsalt": "plan", "axes.facecolor": ground}
     style |= {"axes.axisbelow": True, "axes.spines.left": False, "axes.spines.right": False, "axes.spines.top": False}
     style |= {"axes.grid": True, "axes.grid.axis": "x", "grid.color": ink, "grid.alpha": 0.15, "axes.edgecolor": ink}
     style |= {f"{what}.color": ink for what in ("text", "xtick", "ytick")} | {"ytick.major.size": 0}
     with matplotlib.rc_context(style):
-        # 1320 pixels: a laptop's screen.
-        figure = Figure((11.0, 2.2 + 0.27 * len(rows)), dpi=120, facecolor=ground, layout="constrained")
+        figure = matplotlib.figure.Figure(
+            (11.0, 2.2 + 0.27 * len(rows)), dpi=120, facecolor=ground, layout="constrained"
+        )
         axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
         for ax, panel in zip(axes, panels, strict=True):
             _bars(ax, *panel, *THEMES[dark])
         _names(axes[0], rows, config, choice)
-        used = [role for role in ROLES if any(share.get(role) for _, _, shares in panels for share in shares)]
-        handles = [matplotlib.patches.Patch(color=ROLES[role][0], label=ROLES[role][1]) for role in used]
+        used = {role for _, _, shares in panels for share in shares for role in share}
+        handles = [matplotlib.patches.Patch(color=c, label=label) for role, (c, label) in ROLES.items() if role in used]
         figure.legend(handles=handles, loc="outside lower center", ncols=min(4, len(used)), frameon=False)
-        figure.suptitle(title_of(described.model, machine, described.precision), fontsize=10)
+        figure.suptitle(title, fontsize=10)
         files = [path] if Path(path).suffix else [path + suffix for suffix in SUFFIXES]
         for file in files:
-            metadata = {"Date": None} if file.endswith(".svg") else {}
-            figure.savefig(f"{file}.part", format=Path(file).suffix[1:], metadata=metadata)
+            figure.savefig(f"{file}.part", format=Path(file).suffix[1:], metadata={"Date": None})
             os.replace(f"{file}.part", file)
     return files
 
@@ -94,14 +84,11 @@ def _panels(machine: Machine, rows: Sequence[Row]) -> list[Panel]:
 
         return name, capacity, [share(row) if row.peaks else {} for row in rows]
 
-    gpus, host = machine.gpus, machine.host_memory
-    panels = [
-        panel("each GPU", machine.gpu_memory, 1, Tier.device),
-        panel(f"host memory, of {gpus} GPU(s)", host, gpus, Tier.host),
-    ]
-    if machine.shared:
-        panels = [panel(f"host memory, of {gpus} process(es)", host, gpus, Tier.device, Tier.host)]
-    panels.append(panel("disk of a host", machine.nvme, gpus, Tier.nvme))
+    gpus = machine.gpus
+    name = f"host memory, of {gpus} {'process(es)' if machine.shared else 'GPU(s)'}"
+    panels = [] if machine.shared else [panel("each GPU", machine.gpu_memory, 1, Tier.device)]
+    panels += [panel(name, machine.host_memory, gpus, Tier.host, *[Tier.device] * machine.shared)]
+    panels += [panel("disk of a host", machine.nvme, gpus, Tier.nvme)]
     return panels[:1] + [other for other in panels[1:] if any(other[2])]
 
 
@@ -116,12 +103,11 @@ def _bars(ax: Any, name: str, capacity: int, shares: list[dict[Role, int]], grou
         widths = [share.get(role, 0) for share in shares]
         ax.barh(range(len(shares)), widths, left=left, color=colour, height=0.72, linewidth=0)
         left = [a + b for a, b in zip(left, widths, strict=True)]
-    # A number may lie on a bar, or on the line of the memory.
-    box = {"facecolor": ground, "alpha": 0.9, "pad": 0.6, "linewidth": 0}
+    box = {"facecolor": ground, "alpha": 0.9, "pad": 0.6, "linewidth": 0}  # a number may lie on a bar, or on the line
     for place, total in enumerate(totals):
+        beyond = total > end * 0.87  # there is no room for the number behind it
+        x, side = (end * 0.992, "right") if beyond else (total + end * 0.008, "left")
         if total:
-            beyond = total > end * 0.87  # there is no room for the number behind it
-            x, side = (end * 0.992, "right") if beyond else (total + end * 0.008, "left")
             ax.text(x, place, short_bytes(total), ha=side, va="center", fontsize=7.5, color=ink, bbox=box, zorder=3)
     inside = capacity <= end
     label = f"{short_bytes(capacity)} there{'' if inside else ', beyond the axis'}" if capacity else "none there"
@@ -135,12 +121,12 @@ def _bars(ax: Any, name: str, capacity: int, shares: list[dict[Role, int]], grou
 
 def _names(ax: Any, rows: Sequence[Row], config: ZeroConfig, choice: Choice | str) -> None:
     auto = None if isinstance(choice, str) else (choice.row.stage, choice.row.offload)
-    marks = [["chosen"] * is_chosen(r, config) + ["auto"] * ((r.stage, r.offload) == auto) for r in rows]
-    names = [f"{r.stage.value} + {r.offload.value}" for r in rows]
-    for place, row in enumerate(rows):
-        lacking = "budgets" if row.refused else ", ".join(TIER_NAMES[s.tier] for s in row.shortages)
-        names[place] += f"  ({', '.join(marks[place])})" if marks[place] else ""
-        names[place] += "" if row.fits else f"  no: {lacking}"
+    marks = [", ".join(["chosen"] * is_chosen(r, config) + ["auto"] * ((r.stage, r.offload) == auto)) for r in rows]
+    lacks = ["budgets" if r.refused else ", ".join(TIER_NAMES[s.tier] for s in r.shortages) for r in rows]
+    names = [
+        f"{r.stage.value} + {r.offload.value}{m and f'  ({m})'}{'' if r.fits else f'  no: {lack}'}"
+        for r, m, lack in zip(rows, marks, lacks, strict=True)
+    ]
     ax.set_yticks(range(len(rows)), names)
     for label, row, marked in zip(ax.get_yticklabels(), rows, marks, strict=True):
         label.set(alpha=1.0 if row.fits else 0.6, fontweight="bold" if marked else "normal")
