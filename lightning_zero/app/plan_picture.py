@@ -49,16 +49,13 @@ def draw(
     """Write the picture over files of the same names, both formats where ``path`` has no suffix; returns the files."""
     import matplotlib.figure
 
-    ground, ink, _ = THEMES[dark]
-    panels = _panels(machine, rows)
+    (ground, ink, _), panels = THEMES[dark], _panels(machine, rows)
     style = {"font.size": 9, "svg.fonttype": "none", "svg.hashsalt": "plan", "axes.facecolor": ground}
     style |= {"axes.axisbelow": True, "axes.spines.left": False, "axes.spines.right": False, "axes.spines.top": False}
     style |= {"axes.grid": True, "axes.grid.axis": "x", "grid.color": ink, "grid.alpha": 0.15, "axes.edgecolor": ink}
-    style |= {f"{what}.color": ink for what in ("text", "xtick", "ytick")} | {"ytick.major.size": 0}
+    style |= {f"{what}.color": ink for what in ("text", "xtick", "ytick")} | {"ytick.major.size": 0, "figure.dpi": 120}
     with matplotlib.rc_context(style):
-        figure = matplotlib.figure.Figure(
-            (11.0, 2.2 + 0.27 * len(rows)), dpi=120, facecolor=ground, layout="constrained"
-        )
+        figure = matplotlib.figure.Figure((11.0, 2.2 + 0.27 * len(rows)), facecolor=ground, layout="constrained")
         axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
         for ax, panel in zip(axes, panels, strict=True):
             _bars(ax, *panel, *THEMES[dark])
@@ -84,11 +81,10 @@ def _panels(machine: Machine, rows: Sequence[Row]) -> list[Panel]:
 
         return name, capacity, [share(row) if row.peaks else {} for row in rows]
 
-    gpus = machine.gpus
-    name = f"host memory, of {gpus} {'process(es)' if machine.shared else 'GPU(s)'}"
+    name = f"host memory, of {machine.gpus} {'process(es)' if machine.shared else 'GPU(s)'}"
     panels = [] if machine.shared else [panel("each GPU", machine.gpu_memory, 1, Tier.device)]
-    panels += [panel(name, machine.host_memory, gpus, Tier.host, *[Tier.device] * machine.shared)]
-    panels += [panel("disk of a host", machine.nvme, gpus, Tier.nvme)]
+    panels += [panel(name, machine.host_memory, machine.gpus, Tier.host, *[Tier.device] * machine.shared)]
+    panels += [panel("disk of a host", machine.nvme, machine.gpus, Tier.nvme)]
     return panels[:1] + [other for other in panels[1:] if any(other[2])]
 
 
