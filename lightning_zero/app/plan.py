@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import shutil
+import sys
 from dataclasses import asdict, fields, replace
 from typing import Any
 
@@ -22,7 +23,7 @@ from lightning_zero.app.jobs import fit_trainer
 from lightning_zero.app.overrides import check_keys
 from lightning_zero.app.plan_model import Described, describe, precision_row
 from lightning_zero.app.plan_picture import check_picture, draw
-from lightning_zero.app.plan_tables import TIER_NAMES, is_chosen, rates_line, show
+from lightning_zero.app.plan_tables import TIER_NAMES, is_chosen, rates_line, show, title_of
 from lightning_zero.app.schema import MachineConfig, TrainConfig
 from lightning_zero.config import ConfigError, Offload, OffloadConfig, ZeroConfig
 from lightning_zero.planning.activations import Activations
@@ -213,7 +214,9 @@ def run(config: TrainConfig, asked: MachineConfig, extras: dict[str, Any]) -> No
     else:
         show(described, machine, rows, advices, config.zero, choice, rates_line(rates, given, shared=machine.shared))
     if extras["picture"] is not None:
-        draw(extras["picture"], described, machine, rows, config.zero, choice, dark=extras["dark"])
+        title = title_of(model, machine, described.precision)
+        files = draw(extras["picture"], title, machine, rows, config.zero, choice, extras["dark"])
+        print(f"Wrote {', '.join(map(os.path.abspath, files))}", file=sys.stderr if extras["json"] else sys.stdout)
 
 
 def _budgets(config: TrainConfig, offload: Offload) -> OffloadConfig:

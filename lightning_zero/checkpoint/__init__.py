@@ -7,7 +7,6 @@
     direct    writes past the page cache
     crc       checksums of long ranges, put together from those of pieces
     verify    compares checkpoints with their checksums
-    words     what messages about a checkpoint call the argument that named it
     hugging_face  folders of Hugging Face, out
     sharded   folders in the format of torch.distributed.checkpoint
     background  writes that go on while a rank trains

@@ -21,7 +21,6 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from lightning_zero.checkpoint.sharded.save import ShardedSaver
-from lightning_zero.checkpoint.words import OF_FABRIC, in_words, words
 from lightning_zero.comm.agreements import gather_objects, together
 from lightning_zero.config import CheckpointFormat, ConfigError, ZeroConfig
 from lightning_zero.engine import Engine
@@ -183,16 +182,15 @@ class Checkpoints:
             KeyError: something that is named is not there.
         """
         path = self.broadcast(path)
-        with in_words(OF_FABRIC):
-            checkpoint = self._read(path, weights_only)
-            if not state:
-                return checkpoint
-            if isinstance(state, Module | Optimizer):
-                self._load_into({"": state}, {"": checkpoint}, path, strict)
-                return {}
-            _validate_keys_for_strict_loading(state.keys(), checkpoint.keys(), strict=strict)
-            found = {key: checkpoint.pop(key) for key in list(state) if key in checkpoint}
-            self._load_into(state, found, path, strict)
+        checkpoint = self._read(path, weights_only)
+        if not state:
+            return checkpoint
+        if isinstance(state, Module | Optimizer):
+            self._load_into({"": state}, {"": checkpoint}, path, strict)
+            return {}
+        _validate_keys_for_strict_loading(state.keys(), checkpoint.keys(), strict=strict)
+        found = {key: checkpoint.pop(key) for key in list(state) if key in checkpoint}
+        self._load_into(state, found, path, strict)
         return checkpoint
 
     def _read(self, path: Any, weights_only: bool | None) -> dict[str, Any]:
@@ -222,7 +220,7 @@ class Checkpoints:
                     check_model(module.module, self._with_frozen(module, found[key]), path, strict=strict)
             for key, optimizer in optimizers.items():
                 engine = self.engine_of_optimizer(optimizer)
-                engine.check_optimizer_state(optimizer, found[key], f"{words().key}: {path}")
+                engine.check_optimizer_state(optimizer, found[key], f"fabric.load: {path}")
 
         self._together("comparing a checkpoint with what it is loaded into", check)
         for key, value in found.items():

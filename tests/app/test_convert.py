@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from lightning_zero.app import convert as converting
 from lightning_zero.checkpoint.__main__ import main
 from lightning_zero.checkpoint.sharded.read import ShardedFolder
-from lightning_zero.pretrained.stored import StoredTensor
 from tests.engine.test_pretrained import TOKENS, saved, transformers
 from tests.harness import on_ranks
 from tests.trainer.test_hugging_face import Lit, logits_of
@@ -36,23 +36,19 @@ def full() -> Any:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("small", [1, 1 << 18])
-def test_from_form_to_form(small: int, tmp_path: Path) -> None:
+def test_from_form_to_form(tmp_path: Path) -> None:
     """The file is the one that would have been saved, and training goes on from each form to the bit."""
-    converting.SMALL, before = small, converting.SMALL
-    try:
-        whole = fit(sharded(), tmp_path, odd(), max_epochs=3)
-        of = fit(sharded(), tmp_path, odd(), max_epochs=2).trainer
-        of.save_checkpoint(tmp_path / "folder")
-        fit(full(), tmp_path, odd(), max_epochs=2).trainer.save_checkpoint(tmp_path / "file")
-        on_rank_0(tmp_path / "folder", tmp_path / "a", "to=full")
-        on_rank_0(tmp_path / "file", tmp_path / "b", "to=sharded")
-        on_rank_0(tmp_path / "b", tmp_path / "c", "to=full")
-        on_rank_0(tmp_path / "folder", tmp_path / "d", "to=sharded")
-    finally:
-        converting.SMALL = before
+    whole = fit(sharded(), tmp_path, odd(), max_epochs=3)
+    of = fit(sharded(), tmp_path, odd(), max_epochs=2).trainer
+    of.save_checkpoint(tmp_path / "folder")
+    fit(full(), tmp_path, odd(), max_epochs=2).trainer.save_checkpoint(tmp_path / "file")
+    on_rank_0(tmp_path / "folder", tmp_path / "a", "to=full")
+    on_rank_0(tmp_path / "file", tmp_path / "b", "to=sharded")
+    on_rank_0(tmp_path / "b", tmp_path / "c", "to=full")
+    on_rank_0(tmp_path / "folder", tmp_path / "d", "to=sharded")
+    on_rank_0(tmp_path / "file", tmp_path / "e", "to=full")
     expected = torch.load(tmp_path / "file")
-    for name in ("a", "c"):
+    for name in ("a", "c", "e"):
         found = torch.load(tmp_path / name)
         assert found.keys() == expected.keys()
         assert_weights(
@@ -119,40 +115,57 @@ def test_dtypes_and_prefixes(tmp_path: Path) -> None:
 
 
 @on_ranks(1)
-def test_one_piece_at_a_time_is_read(tmp_path: Path) -> None:
-    fit(sharded(), tmp_path, odd(), max_epochs=1).trainer.save_checkpoint(tmp_path / "a.ckpt")
-    sizes: list[int] = []
-    read, chunk = StoredTensor.read, converting.CHUNK
+def test_one_tensor_at_a_time_is_in_memory(tmp_path: Path) -> None:
+    of = fit(sharded(), tmp_path, odd(), max_epochs=1).trainer
+    of.save_checkpoint(tmp_path / "a.ckpt")
+    read, held = ShardedFolder._read, list[StorageWeakRef]()
 
-    def counted(self: Any, start: int, stop: int, order: Any = None) -> Any:
-        sizes.append(stop - start)
-        return read(self, start, stop, order)
+    def watched(self: Any, *arguments: Any) -> Any:
+        assert all(storage.expired() for storage in held), arguments[0]
+        values = read(self, *arguments)
+        held.append(StorageWeakRef(values.untyped_storage()))
+        return values
 
-    StoredTensor.read, converting.CHUNK = counted, 50  # type: ignore[method-assign]
+    ShardedFolder._read = watched  # type: ignore[method-assign]
     try:
         for to in ("full", "sharded", "safetensors"):
+            before = len(held)
             on_rank_0(tmp_path / "a.ckpt", tmp_path / to, f"to={to}")
+            assert len(held) > before + 5
     finally:
-        StoredTensor.read, converting.CHUNK = read, chunk  # type: ignore[method-assign]
-    assert max(sizes) == 50
+        ShardedFolder._read = read  # type: ignore[method-assign]
     state = torch.load(tmp_path / "full")["state_dict"]
     found = load_file(tmp_path / "safetensors" / "model.safetensors")
     assert all(torch.equal(found[key], value) for key, value in state.items() if key != "blocks.1.up.weight")
 
 
+def test_it_says_what_it_wrote(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.save({"state_dict": {"a": torch.ones(3000), "b": torch.ones(3000)}}, tmp_path / "in")
+    for to, files in (("full", 1), ("sharded", 3), ("safetensors", 1)):
+        assert main(["convert", str(tmp_path / "in"), str(tmp_path / to), f"to={to}"]) == 0
+        said = capsys.readouterr().out
+        assert re.fullmatch(rf"Wrote {tmp_path / to}: {to}, 2\d,\d\d\d bytes in {files} file\(s\)\.\n", said), said
+
+
 MISTAKES = {
     "nothing": ([], "usage"),
-    "no target": (["in", "to=full"], "expected IN and OUT, got in"),
-    "no form": (["in", "out"], "expected to=full|sharded|safetensors, got None"),
+    "no target": (["in", "to=full"], "expected IN OUT to=..., got in to=full"),
+    "no form": (["in", "out"], "expected to=full|sharded|safetensors, got ''"),
     "another form": (["in", "out", "to=zip"], "got 'zip'"),
-    "another setting": (["in", "out", "to=full", "speed=9"], "there is no speed="),
-    "what has no effect": (["in", "out", "to=full", "shard_size=5GB"], "shard_size= has no effect with to=full"),
+    "another setting": (["in", "out", "to=full", "speed=9"], "expected IN OUT to=..., got in out to=full speed=9"),
+    "what has no effect": (
+        ["in", "out", "to=full", "shard_size=5GB"],
+        "shard_size= and prefix= have no effect with to=full",
+    ),
     "a dtype": (["in", "out", "to=full", "dtype=int8"], "dtype: expected one of fp32, bf16"),
     "a size": (["in", "out", "to=safetensors", "shard_size=much"], "shard_size: expected a size such as 80GB"),
     "no source": (["missing", "out", "to=full"], "expected a checkpoint, got missing: there is nothing"),
     "no checkpoint": (["in", "out", "to=full"], "expected a whole checkpoint, got in"),
     "there is something": (["in", "taken", "to=full"], "expected nothing at taken, got something"),
-    "a prefix": (["good", "out", "to=safetensors", "prefix=x."], "begin with prefix='x.', got a. Change prefix="),
+    "a prefix": (
+        ["good", "out", "to=safetensors", "prefix=x."],
+        "no name, as a, begins with prefix='x.'. Change prefix=",
+    ),
 }
 
 

@@ -413,8 +413,9 @@ def test_a_config_of_hugging_face(command: Any, tmp_path: Path) -> None:
 )
 def test_a_picture(command: Any, tmp_path: Path, name: str) -> None:
     pytest.importorskip("matplotlib")
-    code, _, err = command(*GPUS, PLAIN, f"picture={name}", "dark=true", "machine.nvme=1GB")
+    code, out, err = command(*GPUS, PLAIN, f"picture={name}", "dark=true", "machine.nvme=1GB")
     assert code == 0, err
+    assert f"Wrote {tmp_path / name}" in out
     files = {f.name for f in tmp_path.iterdir()}
     assert files == ({"plan.png", "plan.svg"} if name == "plan" else {name})
     if "plan.svg" in files:

@@ -90,12 +90,12 @@ def other_state(checkpoint: dict[str, Any]) -> None:
     checkpoint["optimizer_states"][0]["state"][2]["exp_avg"] = torch.ones(3)
 
 
-NO_CHECKPOINT = r"expected a whole checkpoint, got .*a\.ckpt.*Give another ckpt_path"
+NO_CHECKPOINT = r"expected a whole checkpoint, got .*a\.ckpt.*Give another one"
 LOADS: dict[str, tuple[Callable[[Path], Any], Callable[[], Any], str]] = {
     "cut off": (cut, Adam, NO_CHECKPOINT),
     "empty": (lambda path: path.write_bytes(b""), Adam, NO_CHECKPOINT),
     "text": (lambda path: path.write_text("<html>"), Adam, NO_CHECKPOINT),
-    "an empty folder": (lambda path: (path.unlink(), path.mkdir()), Adam, r"a\.ckpt.*Give another ckpt_path"),
+    "an empty folder": (lambda path: (path.unlink(), path.mkdir()), Adam, r"a\.ckpt.*Give another one"),
     "missing": (lambda path: path.unlink(), Adam, r"not found: .*a\.ckpt.*Give another ckpt_path"),
     "other names": (
         lambda path: None,

@@ -324,7 +324,7 @@ def test_what_is_no_checkpoint(case: str, weights_only: bool | None, tmp_path: P
         path.write_bytes(path.read_bytes()[: 5000 * 2])
     else:
         path.write_bytes(NONE[case])
-    says = r"expected a whole checkpoint, got .*a\.ckpt.*\. Give another ckpt_path\."
+    says = r"expected a whole checkpoint, got .*a\.ckpt.*\. Give another one\."
     with pytest.raises(ConfigError, match=says) as refused:
         load(ZeroCheckpointIO(), path, weights_only)
     assert "weights_only` set to" not in str(refused.value)

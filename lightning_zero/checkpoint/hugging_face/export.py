@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_zero.checkpoint.durable import Part, naming, written_aside
 from lightning_zero.checkpoint.hugging_face.extras import write_extras
-from lightning_zero.checkpoint.hugging_face.files import Files, Wanted, Writer
+from lightning_zero.checkpoint.hugging_face.files import Files, Writer
 from lightning_zero.checkpoint.hugging_face.names import ADAPTERS, Group, Outgoing, outgoing
 from lightning_zero.checkpoint.sharded.items import unflattened
 from lightning_zero.comm.agreements import broadcast_object, together
@@ -95,9 +95,7 @@ class _Export:
     # -- steps on all ranks ---------------------------------------------------------------------------------------
 
     def _begin(self, stack: Any, plan: Outgoing, like: Mapping[str, Tensor]) -> tuple[Files, Part | None]:
-        wanted = [Wanted(name, tuple(like[key].shape), like[key].dtype) for name, key in plan.renamed.items()]
-        wanted += [Wanted(n, tuple(v.shape), v.dtype) for group in plan.groups for n, v in group.results.items()]
-        files = Files(sorted(wanted), self._shard_nbytes, ADAPTERS if plan.adapters else SINGLE)
+        files = Files(plan.tensors(like), self._shard_nbytes, ADAPTERS if plan.adapters else SINGLE)
         if self._path.exists() and (not self._path.is_dir() or any(self._path.iterdir())):
             raise ConfigError(f"export: expected a new or empty folder, got {self._path}. Give another one.")
         part = None

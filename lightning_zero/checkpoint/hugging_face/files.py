@@ -14,9 +14,9 @@ import ctypes
 import json
 import os
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,40 +46,32 @@ def parse_dtype(key: str, value: str | torch.dtype | None) -> torch.dtype | None
     raise ConfigError(f"{key}: expected one of {', '.join(_SHORT)}, got {value!r}. Change it.")
 
 
-class Wanted(NamedTuple):
-    """A tensor that is to be in the files."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def nbytes(self) -> int:
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
-
-
 class Place(NamedTuple):
     """Where a tensor lies."""
 
     file: str
     start: int  # bytes
-    wanted: Wanted
+    dtype: torch.dtype
 
 
 class Files:
     """The files of some tensors.
 
     Args:
+        tensors: on meta, by name.
         shard_nbytes: of a file at most; a tensor that is larger has a file of its own.
         stem: of their names.
     """
 
-    def __init__(self, tensors: Sequence[Wanted], shard_nbytes: int, stem: str = SINGLE) -> None:
-        groups: list[list[Wanted]] = [[]]
-        for tensor in tensors:
-            if groups[-1] and sum(t.nbytes for t in groups[-1]) + tensor.nbytes > shard_nbytes:
-                groups.append([])
-            groups[-1].append(tensor)
+    def __init__(self, tensors: Mapping[str, Tensor], shard_nbytes: int, stem: str = SINGLE) -> None:
+        self._nbytes, room = sum(tensor.nbytes for tensor in tensors.values()), shard_nbytes
+        groups: list[dict[str, Tensor]] = [{}]
+        for name, tensor in sorted(tensors.items()):
+            if groups[-1] and tensor.nbytes > room:
+                groups.append({})
+                room = shard_nbytes
+            groups[-1][name] = tensor
+            room -= tensor.nbytes
         base = stem.removesuffix(".safetensors")
         names = [f"{base}-{n:05}-of-{len(groups):05}.safetensors" for n in range(1, len(groups) + 1)]
         self.names = names if len(groups) > 1 else [stem]
@@ -88,29 +80,22 @@ class Files:
         for name, group in zip(self.names, groups, strict=True):
             self._lay_out(name, group)
 
-    def _lay_out(self, file: str, group: Sequence[Wanted]) -> None:
+    def _lay_out(self, file: str, group: Mapping[str, Tensor]) -> None:
         # Wide elements first, so that all lie aligned without gaps, which the format does not allow.
-        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-        offset, starts = 0, dict[str, int]()
-        for tensor in sorted(group, key=lambda t: -t.dtype.itemsize):
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        offset = 0
+        for name, tensor in sorted(group.items(), key=lambda item: -item[1].dtype.itemsize):
             if tensor.dtype not in NAMES:
-                raise ConfigError(f"{tensor.name}: expected a dtype that safetensors files know, got {tensor.dtype}.")
-            starts[tensor.name] = offset
-            end = offset + tensor.nbytes
-            header[tensor.name] = {
-                "dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]
-            }  # fmt: skip
-            offset = end
+                raise ConfigError(f"{name}: expected a dtype that safetensors files know, got {tensor.dtype}.")
+            places = [offset, offset + tensor.nbytes]
+            header[name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": places}
+            offset += tensor.nbytes
         text = json.dumps(header).encode()
         text += b" " * (round_up(len(text), _ALIGN) - len(text))
         head = struct.pack("<Q", len(text)) + text
         self._heads[file] = head, len(head) + offset
-        for tensor in group:
-            self.places[tensor.name] = Place(file, len(head) + starts[tensor.name], tensor)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(place.wanted.nbytes for place in self.places.values())
+        for name, tensor in group.items():
+            self.places[name] = Place(file, len(head) + header[name]["data_offsets"][0], tensor.dtype)
 
     def make(self, folder: Path) -> None:
         """Make the files in their full length, with their headers, and the index if there are several."""
@@ -120,7 +105,7 @@ class Files:
                 file.truncate(size)
         if len(self.names) > 1:
             index = {
-                "metadata": {"total_size": self.nbytes},
+                "metadata": {"total_size": self._nbytes},
                 "weight_map": {name: place.file for name, place in sorted(self.places.items())},
             }
             (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
@@ -151,7 +136,7 @@ class Writer:
         place = self._files.places[name]
         if place.file not in self._open:
             self._open[place.file] = os.open(self._folder / place.file, os.O_WRONLY | os.O_CLOEXEC)
-        dtype = place.wanted.dtype
+        dtype = place.dtype
         for low in range(0, values.numel(), CHUNK):
             part = values[low : low + CHUNK].detach().to(device="cpu", dtype=dtype).contiguous()
             # Not ``numpy()``: under a storage that NumPy has seen, memory cannot be given back.
@@ -161,7 +146,3 @@ class Writer:
     def write_whole(self, name: str, value: Tensor) -> None:
         """Write a tensor that is all here."""
         self.write(name, 0, value.reshape(-1))
-
-
-def shapes(tensors: Mapping[str, Tensor]) -> list[Wanted]:
-    return [Wanted(name, tuple(value.shape), value.dtype) for name, value in tensors.items()]

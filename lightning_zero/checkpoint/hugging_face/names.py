@@ -44,6 +44,11 @@ class Outgoing(NamedTuple):
     groups: list[Group]
     adapters: bool
 
+    def tensors(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors of the files, by name; ``state`` and they are on meta."""
+        renamed = {name: state[key] for name, key in self.renamed.items()}
+        return renamed | {name: value for group in self.groups for name, value in group.results.items()}
+
 
 def outgoing(module: nn.Module, state: Mapping[str, Tensor]) -> Outgoing:
     """

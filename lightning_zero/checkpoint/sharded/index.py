@@ -30,7 +30,6 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from lightning_zero.checkpoint.sharded.write import Entry
-from lightning_zero.checkpoint.words import words
 from lightning_zero.config import ConfigError
 
 INDEX = ".metadata"
@@ -162,7 +161,7 @@ def refuse_other_folder(target: Path) -> None:
 
 
 def refusal(path: Path, cause: str) -> str:
-    return f"{words().key}: expected a whole checkpoint, got {path}: {cause}. Give {words().another}."
+    return f"ckpt_path (path of fabric.load): expected a whole checkpoint, got {path}: {cause}. Give another one."
 
 
 def _check_files(folder: Path, index: Metadata) -> None:

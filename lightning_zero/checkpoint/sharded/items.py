@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from lightning_zero.engine.units.kept import Sliced
 from lightning_zero.engine.whole.sharded_state import Lone, Part, TensorParts
 from lightning_zero.engine.whole.snapshot import Snapshot
 from lightning_zero.planning.boxes import Box, boxes, memory_order
+from lightning_zero.pretrained.stored import StoredTensor
 
 Path = tuple[Any, ...]  # of names and list places, from the top of the checkpoint
 
@@ -49,8 +50,7 @@ class Item(NamedTuple):
     def tensor(self, snapshot: Snapshot | None = None) -> Tensor:
         """The box, [box.sizes], where it rests, or as it was when ``snapshot`` was made."""
         if not isinstance(self.source, Part):
-            value: Tensor = self.source
-            return value
+            return self.source.whole() if isinstance(self.source, StoredTensor) else cast(Tensor, self.source)
         if snapshot is not None and self.home is not None and self.slice is not None:
             flat = snapshot.read(self.home, self.slice)
         else:

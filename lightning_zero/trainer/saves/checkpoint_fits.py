@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.overrides import TorchFunctionMode
 
-from lightning_zero.checkpoint.words import words
 from lightning_zero.config import ConfigError, ZeroConfig
 from lightning_zero.engine import engine_of
 from lightning_zero.trainer.callbacks.averaging import EXCLUDES_FROZEN
@@ -98,8 +97,9 @@ def check_model(module: nn.Module, state: Mapping[str, Any], path: Any, *, stric
                 module.load_state_dict(state, strict=strict)
         except RuntimeError as error:
             raise OtherModelError(
-                f"{words().key}: expected a checkpoint of this {type(module).__name__}, got {path}: "
-                f"{'; '.join(found)}. Give a checkpoint of this model{words().other_names}."
+                f"ckpt_path (path of fabric.load): expected a checkpoint of this {type(module).__name__}, got {path}: "
+                f"{'; '.join(found)}. Give a checkpoint of this model; where names alone differ, "
+                "the LightningModule may set strict_loading=False (fabric.load: strict=False)."
             ) from error
 
 

@@ -25,7 +25,6 @@ from torch.serialization import get_unsafe_globals_in_checkpoint
 from lightning_zero.checkpoint.archive import write_archive
 from lightning_zero.checkpoint.durable import naming, remove_whole, written_aside
 from lightning_zero.checkpoint.sharded.index import refuse_other_folder
-from lightning_zero.checkpoint.words import words
 from lightning_zero.config import MIB, ConfigError
 from lightning_zero.ranks.progress import SILENT, LongWork
 
@@ -155,7 +154,7 @@ def load(io: CheckpointIO, path: Any, weights_only: bool | None) -> dict[str, An
     except MemoryError:
         raise
     except FileNotFoundError as error:
-        raise FileNotFoundError(f"{error}. Give {words().another}.") from error
+        raise FileNotFoundError(f"{error}. Give another ckpt_path (path of fabric.load).") from error
     except OSError as error:
         if error.errno in _LASTING:
             raise ConfigError(_damaged(path, error)) from error
@@ -165,8 +164,8 @@ def load(io: CheckpointIO, path: Any, weights_only: bool | None) -> dict[str, An
         if not found:
             raise ConfigError(_damaged(path, error)) from error
         raise ConfigError(
-            f"{words().key}: expected a checkpoint of tensors and plain values, got {path} with {', '.join(found)}: "
-            f"loading these can run any code that is in the file. If you trust it, {way_out(found)}."
+            f"ckpt_path (path of fabric.load): expected a checkpoint of tensors and plain values, got {path} with "
+            f"{', '.join(found)}: loading these can run any code in the file. If you trust it, {way_out(found)}."
         ) from error
 
 
@@ -178,7 +177,8 @@ _NOT_ALLOWED = "Weights only load failed"
 def way_out(found: Iterable[str]) -> str:
     names = ", ".join(name.rpartition(".")[2] for name in found)
     return (
-        f"give weights_only=False to {words().unsafe}, "
+        "give weights_only=False to Trainer.fit (validate, test, predict) or fabric.load, or weights_only=false to "
+        "lightning_zero.train, "
         f"or allow the classes before: torch.serialization.add_safe_globals([{names}])"
     )
 
@@ -187,8 +187,8 @@ def _damaged(path: Any, error: Exception) -> str:
     said = str(error).partition(" In PyTorch 2.6")[0]  # without torch's advice to give weights_only=False
     cause = f"{type(error).__name__}: {said}".rstrip(": .")
     return (
-        f"{words().key}: expected a whole checkpoint, got {path}, which cannot be read: {cause}. "
-        f"Give {words().another}."
+        f"ckpt_path (path of fabric.load): expected a whole checkpoint, got {path}, which cannot be read: {cause}. "
+        "Give another one."
     )
 
 

@@ -25,9 +25,9 @@ from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 
 from lightning_zero.checkpoint.sharded.index import EXTRA, refusal
 from lightning_zero.checkpoint.sharded.read import ShardedFolder
-from lightning_zero.checkpoint.words import words
 from lightning_zero.config import CheckpointConfig, CheckpointFormat, ConfigError
 from lightning_zero.engine.whole.sharded_state import TensorParts
+from lightning_zero.pretrained.stored import StoredTensor
 from lightning_zero.ranks.progress import SILENT, LongWork
 from lightning_zero.trainer.saves.checkpoint_io import ZeroCheckpointIO, load, way_out
 
@@ -101,7 +101,7 @@ def divide(checkpoint: Mapping[str, Any], named: Sequence[str] = ()) -> tuple[di
 def _has_parts(value: Any) -> bool:
     if isinstance(value, Mapping):
         return any(_has_parts(entry) for entry in value.values())
-    return isinstance(value, TensorParts)
+    return isinstance(value, TensorParts | StoredTensor)
 
 
 def is_folder(path: Any) -> bool:
@@ -188,8 +188,9 @@ def _value(folder: ShardedFolder, key: str, weights_only: bool | None) -> Any:
     except pickle.UnpicklingError as error:
         found = re.findall(r"GLOBAL ([\w.]+)", str(error)) or [key]
         raise ConfigError(
-            f"{words().key}: expected a checkpoint of tensors and plain values, got {folder.path} with "
-            f"{', '.join(found)}: loading these can run any code that is in it. If you trust it, {way_out(found)}."
+            "ckpt_path (path of fabric.load): expected a checkpoint of tensors and plain values, got "
+            f"{folder.path} with {', '.join(found)}: loading these can run any code in it. "
+            f"If you trust it, {way_out(found)}."
         ) from error
     except OSError:
         raise

@@ -15,7 +15,6 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from lightning_zero.checkpoint.crc import Report
 from lightning_zero.checkpoint.sharded.index import INDEX, refusal
 from lightning_zero.checkpoint.verify import check
-from lightning_zero.checkpoint.words import words
 from lightning_zero.config import ConfigError
 from lightning_zero.ranks.progress import SILENT, LongWork
 
@@ -79,8 +78,10 @@ def _checked(name: str, part: int, parts: int, long_work: LongWork) -> Report:
         return Report(0, 1, [])  # an older format, or no checkpoint: likewise
     if report.damage:
         raise ConfigError(
-            f"{words().key}: expected {name} as it was written, got other values in {', '.join(report.damage[:5])}"
+            f"ckpt_path (path of fabric.load): expected {name} as it was written, got other values in "
+            f"{', '.join(report.damage[:5])}"
             f"{' and more' if len(report.damage) > 5 else ''}: it was damaged since. "
-            f"Give {words().another}{words().restarts}, or zero.checkpoint.verify=false."
+            "Give another one (a job that starts again takes the one before it when this file is gone), or "
+            "zero.checkpoint.verify=false."
         )
     return report
