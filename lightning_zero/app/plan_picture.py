@@ -50,7 +50,7 @@ def draw(
     import matplotlib.figure
 
     (ground, ink, _), panels = THEMES[dark], _panels(machine, rows)
-    style = {"font.size": 9, "svg.fonttype": "none", "svg.hashsalt": "plan", "axes.facecolor": ground}
+    style: dict[Any, Any] = {"font.size": 9, "svg.fonttype": "none", "svg.hashsalt": "plan", "axes.facecolor": ground}
     style |= {"axes.axisbelow": True, "axes.spines.left": False, "axes.spines.right": False, "axes.spines.top": False}
     style |= {"axes.grid": True, "axes.grid.axis": "x", "grid.color": ink, "grid.alpha": 0.15, "axes.edgecolor": ink}
     style |= {f"{what}.color": ink for what in ("text", "xtick", "ytick")} | {"ytick.major.size": 0, "figure.dpi": 120}
