@@ -61,6 +61,15 @@ def _walks_again(program: Program) -> bool:
 
 REFUSALS = (
     Refusal(
+        r"RuntimeError: gradients of backwards inside no_sync\(\) have not been reduced over the ranks",
+        "a backward that is only noticed, by a gradient of a parameter, has reached none: those of before still wait",
+        lambda program: (
+            program.settings.plain
+            and any(node.frozen for node in program.nodes())
+            and any(isinstance(action, p.Backward) and action.no_sync for action in program.everything())
+        ),
+    ),
+    Refusal(
         r"RuntimeError: could not create a primitive descriptor for the LSTM",
         "torch has no kernel for it: an LSTM in fp16 on some processors",
         lambda program: program.settings.precision == "fp16",
