@@ -243,6 +243,8 @@ class Twin(Side):
         self.optimizer.load_state_dict(optimizer)
 
     def sync_buffers(self) -> None:
+        if dist.get_world_size() == 1:  # nothing is written
+            return
         for buffer in self.module.buffers():
             dist.broadcast(_flat(buffer), 0)
             increment_version(buffer)  # which gloo does not, and DDP does
