@@ -2,7 +2,7 @@
 
 Every gather of units that are dropped and needed again is issued through here, so that all ranks issue the same gathers
 in the same order. Other gathers are issued elsewhere: the root's at the start of a pass, those that follow a step
-(``steps/after_step.py``), and those of whole masters (``Bucket.full_master``). How it works:
+(``units/after_step.py``), and those of whole masters (``Bucket.full_master``). How it works:
 
 - *Agreeing* (the first pass of a kind, every pass under ``dynamic``, or after leaving the plan): a rank that needs a
   unit sends its number to all; every unit that any rank sent is gathered by all, in rank order. A rank that reaches the
