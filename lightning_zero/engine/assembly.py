@@ -4,7 +4,7 @@
 
     hooks ---> passes ---> order        gathers, in one order on all ranks
                       ---> reducer      gradients, over the ranks into shards
-                      ---> sentinels    what users see of gradients; grad_norms
+                      ---> sharded_grads  what users see of gradients; grad_norms
                       ---> after_step   offloaded steps, and the gathers that follow steps
     optimizers ---> around_step ---> all of these
 """
@@ -38,9 +38,6 @@ from lightning_zero.config import (
 from lightning_zero.engine.passes.access import Access, Fence
 from lightning_zero.engine.passes.compiled import CompiledModules, check_compiled_blocks, check_compiler, from_settings
 from lightning_zero.engine.passes.gather_order import GatherOrder
-from lightning_zero.engine.passes.grad_changes import GradChanges
-from lightning_zero.engine.passes.grad_norms import GradNorms
-from lightning_zero.engine.passes.gradient_sentinels import Sentinels
 from lightning_zero.engine.passes.gradients import IssuedReductions, Reducer
 from lightning_zero.engine.passes.hooks import ENGINE
 from lightning_zero.engine.passes.passes import Passes
@@ -204,9 +201,7 @@ class Assembly:
             dynamic=config.dynamic,
         )
         self.reducer = Reducer(self.buckets, self.comm, issued, config.reduce_bucket_bytes, dynamic=config.dynamic)
-        self.grad_norms = GradNorms(self.reducer, self.comm)
-        self.sentinels = sentinels = Sentinels(self.reducer.grads, self.grad_norms, GradChanges(self.reducer))
-        self.after_step = after_step = AfterStep(
+        self.after_step = AfterStep(
             self.units, self.comm.streams, config.offload.threads or default_threads(share.cpus)
         )
         self.writes = Writes(self.buckets, self.comm)
@@ -215,24 +210,16 @@ class Assembly:
             self.comm,
             order=self.order,
             reducer=self.reducer,
-            sentinels=self.sentinels,
             after_step=self.after_step,
             writes=self.writes,
             precision=self.precision,
         )
-
-        def settle_gradients() -> None:
-            passes.forget_failed()
-            after_step.wait_for_steps()
-            sentinels.forget_zeroed()
-
-        self._settle_gradients = self.grad_norms.settle = settle_gradients
+        self.sharded_grads = passes.sharded_grads
         self.around_step = AroundStep(
             self.units,
             self.place_of,
             passes=passes,
             reducer=self.reducer,
-            sentinels=self.sentinels,
             writes=self.writes,
             after_step=self.after_step,
         )
@@ -368,8 +355,8 @@ class Assembly:
         self.after_step.settle()
 
     def forget_zeroed(self) -> None:
-        """Drop the gradients that the user has cleared, and zero those zeroed, since the last backward."""
-        self._settle_gradients()
+        """Drop the gradients that the user has cleared since the last backward."""
+        self.sharded_grads.settle()
 
     def check_reduced(self, params: Iterable[nn.Parameter]) -> None:
         """Raise, on all ranks, where gradients of ``params`` wait for a backward that reduces them.

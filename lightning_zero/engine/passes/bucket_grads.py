@@ -41,7 +41,6 @@ class BucketGrads:
     as_made: bool = False  # ``local`` holds gradients of one backward, as autograd has made them
     again: dict[int, Tensor] = field(default_factory=dict)  # those that cannot be there too, by slot: reduce_dtype
     arrived: set[int] = field(default_factory=set)  # slots with a gradient of this backward
-    reduced: frozenset[int] = frozenset()  # slots whose gradient of this backward was in the buffer that is reduced
     issued: bool = False  # reduced in this backward
     used: set[int] = field(default_factory=set)  # slots with a gradient on this rank since they were last cleared
     agreed: set[int] = field(default_factory=set)  # ... on any rank, as far as gradients are reduced
@@ -62,7 +61,7 @@ class BucketGrads:
         Args:
             fresh: it reduces, and none that did not has come since the last that did: the same on all ranks.
         """
-        self.arrived, self.reduced, self.issued = set(), frozenset(), False
+        self.arrived, self.issued = set(), False
         self.as_made = self._exchanges and (fresh or not self.accumulates)
 
     def take(self, slot: int, grad: Tensor) -> bool:
@@ -101,7 +100,7 @@ class BucketGrads:
         info = self.bucket.params[slot]
         return local.as_strided(info.shape, info.strides, self.bucket.layout.slots[slot].start)
 
-    def local_parts(self) -> dict[int, Tensor]:
+    def local_grads(self) -> dict[int, Tensor]:
         """What is not reduced yet, by slot: gradients as autograd has made them, times ``scale / factor``."""
         self.copy_in()
         return {} if self.local is None else {slot: self._place(self.local, slot) for slot in sorted(self.written)}
@@ -204,7 +203,6 @@ class BucketGrads:
         # Let go of: the reduction keeps the buffer as long as a stream reads it, and no longer.
         self.local = None
         self.written = set()
-        self.reduced = frozenset(self.arrived)
         return full if full.dtype == dtype else full.to(dtype)
 
     def drop(self) -> None:
@@ -227,22 +225,20 @@ class BucketGrads:
         if not self.written:
             self.local = None  # else what is left in it would be reduced with the next backward
         if self.agreed:
-            self._zero_reduced(gone)
+            for slot in gone:
+                self._zero_reduced(slot)
         else:
             self.bucket.grad_store.clear()
 
-    def zero(self, slots: Iterable[int]) -> None:
-        """Zero these parameters' gradients, because the user did. They still count as gradients, unlike None."""
-        self.written -= set(slots)
-        self.partial -= set(slots)
-        self._zero_reduced(set(slots))
+    def zero(self, slot: int) -> None:
+        """Zero a parameter's gradient, because the user did. It still counts as a gradient, unlike None."""
+        self.written.discard(slot)
+        self.partial.discard(slot)
+        self._zero_reduced(slot)
 
-    def _zero_reduced(self, slots: set[int]) -> None:
-        bucket = self.bucket
-        if slots and (grad := bucket.grad) is not None:  # in this order: the host may wait for a gradient
-            for fragment in bucket.owned_fragments():
-                if fragment.index in slots:
-                    grad[fragment.start : fragment.start + fragment.numel].zero_()
+    def _zero_reduced(self, slot: int) -> None:
+        if (fragment := self.bucket.grad_fragment(slot)) is not None:
+            fragment.values.zero_()
 
 
 def _put(view: Tensor, grad: Tensor, scale: float) -> None:

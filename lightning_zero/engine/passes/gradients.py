@@ -191,6 +191,11 @@ class Reducer:
         """What users' code finds a gradient multiplied by, as under DDP. Gradients here rest without it."""
         return 1.0 if param_id in self._unscaled else self.loss_scale
 
+    def local_scale(self, bucket: Bucket) -> float:
+        """What makes unreduced gradients of a bucket those of this rank, without the scale of the loss."""
+        grads = self.grads[bucket]
+        return grads.factor / grads.scale / self.loss_scale
+
     @without_history
     def take(self, bucket: Bucket, slot: int, grad: Tensor) -> None:
         """Take a gradient that has arrived, and issue the reductions that have become ready."""

@@ -136,7 +136,7 @@ def _hide(engine: Assembly, shown: Mapping[Bucket, tuple[Tensor, Tensor | None]]
             engine.writes.forget(bucket)
             bucket.hide_plain(gathered=not bucket.reshards or unit.state is State.GATHERED)
             if shown[bucket][1] is not None:
-                engine.sentinels.place(info for info in bucket.params if info.param.grad is not None)
+                engine.sharded_grads.place(info for info in bucket.params if info.param.grad is not None)
 
 
 def full_reduced_grad(bucket: Bucket) -> Tensor | None:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from lightning_zero.config import AfterFit, ConfigError
 from lightning_zero.engine.assembly import Assembly
-from lightning_zero.engine.passes.gradient_sentinels import GradSentinel
+from lightning_zero.engine.passes.sharded_grad import ShardedGrad
 from lightning_zero.engine.passes.writes import checksum
 from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units.bucket import Bucket, Place
@@ -277,7 +277,7 @@ def _show(engine: Assembly, copy: HostCopy) -> None:
     """Sends no message."""
     copy.grads = []
     for info in (slot.info for slot in copy.slots):
-        if isinstance(info.param.grad, GradSentinel):
+        if isinstance(info.param.grad, ShardedGrad):
             copy.grads.append((info.param, info.param.grad))
         info.param.grad = None
     values = iter(copy.values)

@@ -2,48 +2,28 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from lightning_zero.engine.engine import Engine
-from lightning_zero.engine.passes import grad_changes
 from lightning_zero.engine.passes.grad_norms import alike, parts_of_shards, refuse_whole, slots_of
 from lightning_zero.engine.units.bucket import Bucket
+from lightning_zero.engine.units.grad_store import Factor
+from lightning_zero.planning.layout import cut_runs
 
 
 def grad_norm_of(engine: Engine, params: Iterable[nn.Parameter], norm_type: float = 2.0) -> Tensor:
-    """The norm of the reduced gradients of ``params`` over all ranks: 0-d, fp32 (fp64 of fp64). All ranks call it.
+    """The norm of the reduced gradients of ``params`` over all ranks: 0-d, fp32 (fp64 of fp64). Collective.
 
     Raises:
         ValueError: a norm of a type that does not add up over parts.
     """
     if engine.looks_at_gradients:
         return torch.zeros((), device=engine.comm.device)
-    return engine.grad_norms.total([engine.place_of(param) for param in params], norm_type)
-
-
-def scale_grads(engine: Engine, params: Iterable[nn.Parameter], factor: Tensor) -> None:
-    """Multiply the reduced gradients of ``params`` by ``factor`` (0-d, on the device), wherever they rest.
-
-    Whole buckets on the host are multiplied later, by their steps: the host waits for nothing here.
-    """
-    grad_changes.scale(_settled_slots(engine, params), factor, engine.comm.streams)
-
-
-def owned_grads(engine: Engine, params: Iterable[nn.Parameter]) -> list[Tensor]:
-    """All that this rank holds of the reduced gradients of ``params``, as views (replicated ones whole)."""
-    return grad_changes.views_of(_settled_slots(engine, params))
-
-
-def _settled_slots(engine: Engine, params: Iterable[nn.Parameter]) -> dict[Bucket, set[int]]:
-    """The slots of ``params`` in their buckets, whose gradients may be changed in place."""
-    places = [] if engine.looks_at_gradients else [engine.place_of(param) for param in params]
-    refuse_whole(places)
-    engine.forget_zeroed()  # and wait for steps under way, which own their gradients until they are over
-    engine.grad_norms.changed()
-    return slots_of(places)
+    return engine.sharded_grads.norms.total([engine.place_of(param) for param in params], norm_type)
 
 
 def clip_by_norm(
@@ -54,7 +34,10 @@ def clip_by_norm(
     *,
     error_if_nonfinite: bool = False,
 ) -> Tensor:
-    """Scale the gradients of ``params`` so that their norm is at most ``max_norm``; returns the norm before.
+    """Scale the gradients of ``params`` so that their norm is at most ``max_norm``. Collective.
+
+    Returns:
+        The norm before.
 
     Raises:
         RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set.
@@ -64,28 +47,55 @@ def clip_by_norm(
         raise RuntimeError(f"the gradient norm is {norm.item()}: gradients cannot be clipped.")
     # As torch.nn.utils.clip_grad_norm_: no host synchronization, a factor of one where nothing is to be clipped.
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    scale_grads(engine, params, factor)
+    streams = engine.comm.streams
+    on_host = functools.cache(lambda: Factor(*streams.to_host(factor)))  # one copy for all
+    # Whole buckets on the host are multiplied later, by their steps: the host waits for nothing here.
+    grads = _views(
+        (bucket, slots)
+        for bucket, slots in _changed_slots(engine, params).items()
+        if not (len(slots) == len(bucket.params) and bucket.grad_store.scale_later(on_host))
+    )
+    for same in alike(dict(enumerate(grads))):
+        torch._foreach_mul_([grads[number] for number in same], factor.to(grads[same[0]].device))
     return norm
 
 
 def clip_by_value(engine: Engine, params: Iterable[nn.Parameter], clip_value: float) -> None:
     """Clamp the gradients of ``params`` to ``[-clip_value, clip_value]``."""
-    for grad in owned_grads(engine, params):
+    for grad in _views(_changed_slots(engine, params).items()):
         grad.clamp_(-clip_value, clip_value)
 
 
+def _changed_slots(engine: Engine, params: Iterable[nn.Parameter]) -> dict[Bucket, set[int]]:
+    """The slots of ``params`` in their buckets, whose gradients are about to be changed in place."""
+    places = [] if engine.looks_at_gradients else [engine.place_of(param) for param in params]
+    refuse_whole(places)
+    engine.forget_zeroed()  # and wait for steps under way, which own their gradients until they are over
+    engine.sharded_grads.norms.forget()
+    return slots_of(places)
+
+
+def _views(wanted: Iterable[tuple[Bucket, set[int]]]) -> list[Tensor]:
+    """All that this rank holds of the reduced gradients of ``wanted`` slots, as views (replicated ones whole)."""
+    result = []
+    for bucket, slots in wanted:
+        if (grad := bucket.grad) is not None:
+            fragments = bucket.owned_fragments()
+            keys = [True if f.index in slots else None for f in fragments]
+            result += [grad[run.start : run.stop] for _, run in cut_runs(fragments, keys)]
+    return result
+
+
 def overflowed(engine: Engine, params: Iterable[nn.Parameter]) -> bool:
-    """Whether any rank holds a gradient of ``params`` that is not finite; checked where they rest. On all ranks."""
+    """Whether any rank holds a gradient of ``params`` that is not finite; checked where they rest. Collective."""
     if engine.looks_at_gradients:
         return False
     places = [engine.place_of(param) for param in params]
     engine.forget_zeroed()
     engine.check_reduced(place.info.param for place in places)
-    parts = parts_of_shards(engine.buckets, slots_of(places), lambda store: store.all_finite())
-    finite = [part.found for part in parts if part.found is not None]
-    left = {place: part.grad for place, part in enumerate(parts) if part.grad is not None}
-    checks = [torch.stack([torch.isfinite(left[p]).all() for p in same]).all() for same in alike(left).values()]
-    checks += [torch.stack(finite).all()] if finite else []
+    known, views = parts_of_shards(engine.buckets, slots_of(places), lambda store: store.all_finite())
+    checks = [torch.stack([torch.isfinite(views[n]).all() for n in same]).all() for same in alike(views)]
+    checks += [torch.stack(list(known.values())).all()] if known else []
     found = not all(map(bool, checks))  # on a GPU the host waits for each of these, so there are few
     # All ranks skip the step or none does. A rank that decided by its own shards would step apart from the others.
     return bool(engine.comm.max_(torch.tensor([found], dtype=torch.uint8)))
