@@ -354,8 +354,8 @@ class Assembly:
         self.passes.recover()
         self.after_step.settle()
 
-    def forget_zeroed(self) -> None:
-        """Drop the gradients that the user has cleared since the last backward."""
+    def settle_gradients(self) -> None:
+        """Wait until gradients are what users' code has left of them: those that it has cleared are gone then."""
         self.sharded_grads.settle()
 
     def check_reduced(self, params: Iterable[nn.Parameter]) -> None:

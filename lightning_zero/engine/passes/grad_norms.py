@@ -27,7 +27,7 @@ from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units.bucket import Bucket, Place
 from lightning_zero.engine.units.grad_store import GradStore
 from lightning_zero.engine.units.param import ParamInfo
-from lightning_zero.planning.layout import cut_runs
+from lightning_zero.planning.layout import Fragment, cut_runs
 
 
 def alike(tensors: Mapping[int, Tensor]) -> list[list[int]]:
@@ -74,6 +74,12 @@ def refuse_whole(places: Iterable[Place]) -> None:
             )
 
 
+def views_of(grad: Tensor, fragments: Sequence[Fragment], slots: set[int]) -> list[Tensor]:
+    """The parts of ``grad``, which ``fragments`` tile, that belong to ``slots``: views, adjacent ones in one."""
+    keys = [True if fragment.index in slots else None for fragment in fragments]
+    return [grad[run.start : run.stop] for _, run in cut_runs(fragments, keys)]
+
+
 def parts_of_shards(
     buckets: Iterable[Bucket], wanted: Mapping[Bucket, set[int]], look_up: Callable[[GradStore], Tensor | None]
 ) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
@@ -101,9 +107,7 @@ def parts_of_shards(
         if is_whole:
             views[number] = shard
             continue
-        fragments = bucket.layout.fragments(bucket.comm.shard_rank)
-        keys = [True if f.index in wanted[bucket] else None for f in fragments]
-        views |= enumerate((shard[run.start : run.stop] for _, run in cut_runs(fragments, keys)), number)
+        views |= enumerate(views_of(shard, bucket.layout.fragments(bucket.comm.shard_rank), wanted[bucket]), number)
     return known, views
 
 

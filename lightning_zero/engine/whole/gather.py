@@ -79,7 +79,7 @@ def _show(
     engine.settle()
     engine.writes.take_all_over()
     engine.writes.confirm_if_any()
-    engine.forget_zeroed()
+    engine.settle_gradients()
     if grads:
         engine.check_reduced(info.param for bucket in buckets for info in bucket.params)
     for bucket in buckets:

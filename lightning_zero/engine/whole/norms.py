@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from lightning_zero.engine.engine import Engine
-from lightning_zero.engine.passes.grad_norms import alike, parts_of_shards, refuse_whole, slots_of
+from lightning_zero.engine.passes.grad_norms import alike, parts_of_shards, refuse_whole, slots_of, views_of
 from lightning_zero.engine.units.bucket import Bucket
 from lightning_zero.engine.units.grad_store import Factor
-from lightning_zero.planning.layout import cut_runs
 
 
 def grad_norm_of(engine: Engine, params: Iterable[nn.Parameter], norm_type: float = 2.0) -> Tensor:
@@ -49,41 +48,40 @@ def clip_by_norm(
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     streams = engine.comm.streams
     on_host = functools.cache(lambda: Factor(*streams.to_host(factor)))  # one copy for all
-    # Whole buckets on the host are multiplied later, by their steps: the host waits for nothing here.
-    grads = _views(
-        (bucket, slots)
-        for bucket, slots in _changed_slots(engine, params).items()
-        if not (len(slots) == len(bucket.params) and bucket.grad_store.scale_later(on_host))
-    )
-    for same in alike(dict(enumerate(grads))):
+
+    def is_left_to_its_step(bucket: Bucket, slots: set[int]) -> bool:
+        """Whether a whole bucket on the host is multiplied later, by its step: the host waits for nothing here."""
+        return len(slots) == len(bucket.params) and bucket.grad_store.scale_later(on_host)
+
+    grads = dict(enumerate(_own_grads(engine, params, but=is_left_to_its_step)))
+    for same in alike(grads):
         torch._foreach_mul_([grads[number] for number in same], factor.to(grads[same[0]].device))
     return norm
 
 
 def clip_by_value(engine: Engine, params: Iterable[nn.Parameter], clip_value: float) -> None:
     """Clamp the gradients of ``params`` to ``[-clip_value, clip_value]``."""
-    for grad in _views(_changed_slots(engine, params).items()):
+    for grad in _own_grads(engine, params):
         grad.clamp_(-clip_value, clip_value)
 
 
-def _changed_slots(engine: Engine, params: Iterable[nn.Parameter]) -> dict[Bucket, set[int]]:
-    """The slots of ``params`` in their buckets, whose gradients are about to be changed in place."""
+def _own_grads(
+    engine: Engine, params: Iterable[nn.Parameter], but: Callable[[Bucket, set[int]], bool] = lambda *_: False
+) -> list[Tensor]:
+    """All that this rank holds of the reduced gradients of ``params``, to be changed in place: views.
+
+    Args:
+        but: says of a bucket, and its slots, that they are left out.
+    """
     places = [] if engine.looks_at_gradients else [engine.place_of(param) for param in params]
     refuse_whole(places)
-    engine.forget_zeroed()  # and wait for steps under way, which own their gradients until they are over
+    engine.settle_gradients()  # and wait for steps under way, which own their gradients until they are over
     engine.sharded_grads.norms.forget()
-    return slots_of(places)
-
-
-def _views(wanted: Iterable[tuple[Bucket, set[int]]]) -> list[Tensor]:
-    """All that this rank holds of the reduced gradients of ``wanted`` slots, as views (replicated ones whole)."""
-    result = []
-    for bucket, slots in wanted:
-        if (grad := bucket.grad) is not None:
-            fragments = bucket.owned_fragments()
-            keys = [True if f.index in slots else None for f in fragments]
-            result += [grad[run.start : run.stop] for _, run in cut_runs(fragments, keys)]
-    return result
+    views = []
+    for bucket, slots in slots_of(places).items():
+        if not but(bucket, slots) and (grad := bucket.grad) is not None:
+            views += views_of(grad, bucket.owned_fragments(), slots)
+    return views
 
 
 def overflowed(engine: Engine, params: Iterable[nn.Parameter]) -> bool:
@@ -91,7 +89,7 @@ def overflowed(engine: Engine, params: Iterable[nn.Parameter]) -> bool:
     if engine.looks_at_gradients:
         return False
     places = [engine.place_of(param) for param in params]
-    engine.forget_zeroed()
+    engine.settle_gradients()
     engine.check_reduced(place.info.param for place in places)
     known, views = parts_of_shards(engine.buckets, slots_of(places), lambda store: store.all_finite())
     checks = [torch.stack([torch.isfinite(views[n]).all() for n in same]).all() for same in alike(views)]
