@@ -336,14 +336,15 @@ class ShardedGrads:
     def forget_cleared(self) -> None:
         """Drop the gradients that users have cleared (``param.grad = None``) since they were placed."""
         for bucket, grads in () if self._aside else self._grads.items():
-            if grads.used or bucket.grad_store.is_there:
-                grads.forget(info.slot for info in bucket.params if self._is_cleared(Place(bucket, info)))
-
-    def _is_cleared(self, place: Place) -> bool:
-        if shows_whole(place):
-            return False
-        grad = self._of.get(id(place.info.param))
-        return grad is None or not (place.info.param.grad is grad or grad.added)
+            if not grads.used and not bucket.grad_store.is_there:
+                continue
+            cleared = []
+            for info in bucket.params:
+                grad = self._of.get(id(info.param))
+                is_there = grad is not None and (info.param.grad is grad or grad.added)
+                if not is_there and not shows_whole(Place(bucket, info)):
+                    cleared.append(info.slot)
+            grads.forget(cleared)
 
     def used_params(self) -> set[int]:
         """Ids of the parameters that any rank gave a gradient since it was last cleared.
