@@ -11,15 +11,27 @@ import pytest
 
 from tests.structure import PACKAGE, circle, functions, imports_of, modules, name_of, nodes
 
-LAYERS = ["config", "planning", "device", "tiers", "ranks", "comm", "sequence", "optimizers", "pretrained"]
-LAYERS += ["timeline", "engine", "checkpoint", "trainer", "fabric", "pytorch_lightning", "app"]
+LAYERS = [
+    "config",
+    "planning",
+    "device",
+    "tiers",
+    "lightning_api",
+    "ranks",
+    "comm",
+    "sequence",
+    "optimizers",
+    "pretrained",
+]
+LAYERS += ["timeline", "engine", "checkpoint", "trainer", "fabric", "app"]
 DOORS = {"train", "plan", "submit", "env"}
 # Modules of the root that are no layer of their own; the rest are found by their folder.
 TOP_LEVEL = {"config": "config", "presets": "config"} | dict.fromkeys(DOORS, "app")
 USES_HYDRA = {"app.train", "app.plan", "app.submit", "app.schema", "app.overrides", "app.slurm.sweeps", "app.sweep"}
 MAX_IN_ROOT = 10
+MOST_PRIVATE = 10  # names of Lightning
 LONGEST = 60  # lines of a function
-SPEAK_LIGHTNING = {"ranks.environments", "ranks.allocation", "ranks.rendezvous"}
+SPEAK_LIGHTNING = {"lightning_api", "ranks.environments", "ranks.allocation", "ranks.rendezvous"}
 BELOW_LIGHTNING = LAYERS[: LAYERS.index("trainer")]
 # What the main job trains. Layers do not import it.
 MAIN_JOB = {"models", "data"}
@@ -94,7 +106,15 @@ def imports_package(path: Path, *packages: str) -> list[str]:
 @pytest.mark.parametrize("path", in_layer(*BELOW_LIGHTNING), ids=name_of)
 def test_layers_below_the_strategy_know_no_lightning(path: Path) -> None:
     if name_of(path) not in SPEAK_LIGHTNING:
-        assert not imports_package(path, "lightning", "pytorch_lightning")
+        assert not imports_package(path, "lightning", "pytorch_lightning", "lightning_zero.lightning_api")
+
+
+@pytest.mark.parametrize("path", modules(), ids=name_of)
+def test_private_names_of_lightning_are_taken_by_one_file(path: Path) -> None:
+    imported = [name for name in imports_package(path, "lightning") if name.rpartition(".")[2].startswith("_")]
+    assert not imported
+    taken = re.findall(r"^\w+ = (?:pl|fabric)\.[\w.]*\._\w+$", path.read_text(), re.MULTILINE)
+    assert len(taken) <= (MOST_PRIVATE if name_of(path) == "lightning_api" else 0)
 
 
 @pytest.mark.parametrize("path", in_layer("config", "planning"), ids=name_of)

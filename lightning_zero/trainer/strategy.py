@@ -7,14 +7,7 @@ from collections.abc import Callable, Generator, Mapping
 from datetime import timedelta
 from typing import Any, ClassVar
 
-import lightning.pytorch as pl
 import torch
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.fabric.utilities.init import _EmptyInit
-from lightning.fabric.utilities.seed import reset_seed
-from lightning.pytorch.core.optimizer import _MockOptimizer
-from lightning.pytorch.plugins.precision import Precision as LightningPrecision
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.nn import Module, SyncBatchNorm
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -23,6 +16,7 @@ from lightning_zero.config import AfterFit, ZeroConfig, check_accumulation, for_
 from lightning_zero.engine import Engine, engine_of, shard
 from lightning_zero.engine.units.describe import TRUE_DTYPES, bucket_shapes, describe_units
 from lightning_zero.engine.whole.host_copy import check_room, check_room_here
+from lightning_zero.lightning_api import CheckpointIO, ClusterEnvironment, NoOptimizer, TrainerFn, pl, reset_seed
 from lightning_zero.planning.activations import Activations
 from lightning_zero.planning.whole import copy_nbytes
 from lightning_zero.sequence.model import check_model
@@ -89,7 +83,7 @@ class ZeroStrategy(Processes, SteppingStrategy):
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
         checkpoint_io: CheckpointIO | None = None,
-        precision_plugin: LightningPrecision | None = None,
+        precision_plugin: pl.plugins.precision.Precision | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | None = None,
         start_method: str = "popen",
@@ -136,7 +130,7 @@ class ZeroStrategy(Processes, SteppingStrategy):
         return self._precision_plugin if self._precision_plugin is not None else ZeroPrecision()  # type: ignore
 
     @precision_plugin.setter
-    def precision_plugin(self, plugin: LightningPrecision | None) -> None:
+    def precision_plugin(self, plugin: pl.plugins.precision.Precision | None) -> None:
         """Lightning hands over the plugin it chose from ``Trainer(precision=)``; ours takes its place.
 
         Raises:
@@ -224,12 +218,9 @@ class ZeroStrategy(Processes, SteppingStrategy):
     @contextlib.contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
         """Modules are built on the host (on meta with ``empty_init``): the whole need not fit on the device."""
-        if empty_init:
-            with torch.device("meta"), self.precision_plugin.tensor_init_context():
-                yield
-        else:
-            with _EmptyInit(enabled=False), self.precision_plugin.tensor_init_context():
-                yield
+        place = torch.device("meta") if empty_init else contextlib.nullcontext()
+        with place, self.precision_plugin.tensor_init_context():
+            yield
 
     def setup(self, trainer: pl.Trainer) -> None:
         assert self.accelerator is not None and self.model is not None
@@ -317,7 +308,7 @@ class ZeroStrategy(Processes, SteppingStrategy):
         self.engine.drop_optimizers()
         super().setup_optimizers(trainer)
         for optimizer in self.optimizers:
-            if not isinstance(optimizer, _MockOptimizer):  # configure_optimizers returned None
+            if not isinstance(optimizer, NoOptimizer):  # configure_optimizers returned None
                 self.engine.add_optimizer(optimizer)
 
     def teardown(self) -> None:
