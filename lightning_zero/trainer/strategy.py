@@ -27,7 +27,6 @@ from lightning_zero.trainer.last_batches import check_last_batches
 from lightning_zero.trainer.launchers import TRAINERS
 from lightning_zero.trainer.long_sequences import LongSequences
 from lightning_zero.trainer.memory import auto_row
-from lightning_zero.trainer.memory.step_peak import StepPeak
 from lightning_zero.trainer.precision import ZeroPrecision
 from lightning_zero.trainer.processes import Processes
 from lightning_zero.trainer.saves import kept_files, range_saves
@@ -62,8 +61,6 @@ class ZeroStrategy(Processes, SteppingStrategy):
         command_to_go_on: given a checkpoint, says how a run goes on from it that was interrupted.
         decision: the rows that ``stage="auto"`` has become, and why.
         activations_of_run: gives the activations of a micro-batch, for the plan that is shown at the end of training.
-        measures_peak: have torch's profiler measure the peak of a step on the CPU, for that too. No other profiler may
-            run then.
         planned_states: tensors of optimizer state for each parameter, for that decision; ``None``: those of
             ``configure_optimizers``.
 
@@ -106,8 +103,6 @@ class ZeroStrategy(Processes, SteppingStrategy):
         self.decision: auto_row.Decision | None = None
         self.planned_states: int | None = None
         self.activations_of_run: Callable[[], Activations | None] | None = None
-        self.measures_peak = False
-        self._step_peak: StepPeak | None = None
         self.saves_on_sigterm = False
         self.save_every_s: float | None = None
         self.command_to_go_on: Callable[[str], str] = call_to_go_on
@@ -341,13 +336,9 @@ class ZeroStrategy(Processes, SteppingStrategy):
     def _show_held(self, engine: Engine, module: pl.LightningModule) -> None:
         """At the end of training: the plan beside what was measured. On rank 0."""
         trained, self._trained = self._trained, False
-        peak, self._step_peak = self._step_peak, None
-        if peak is not None:
-            peak.let_go()
         if trained and self.config.summary and self.is_global_zero and module._trainer is not None:
-            measured = peak.nbytes if peak is not None else None
             activations = self.activations_of_run() if self.activations_of_run is not None else None
-            print_held(engine, module.trainer.accumulate_grad_batches, activations, measured)
+            print_held(engine, module.trainer.accumulate_grad_batches, activations)
 
     def _show_whole(self, engine: Engine) -> None:
         if self._left:
@@ -366,8 +357,6 @@ class ZeroStrategy(Processes, SteppingStrategy):
         processes.fail()
         module = self.lightning_module
         engine = engine_of(module) if module is not None else None
-        if self._step_peak is not None:
-            self._step_peak.let_go()
         if self._waits is not None:
             self._waits.explain(exception)
         if engine is not None:
@@ -375,13 +364,7 @@ class ZeroStrategy(Processes, SteppingStrategy):
 
     # -- training -------------------------------------------------------------------------------------------------
 
-    def on_train_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        if self._step_peak is not None and self.lightning_module is not None:
-            self._step_peak.batch_begins(self.lightning_module.trainer.global_step, batch)
-
     def on_train_start(self) -> None:
-        if self.measures_peak and self.is_global_zero and self.root_device.type == "cpu":
-            self._step_peak = StepPeak(self.engine)
         self.engine.comm.streams.accelerator.reset_peak()  # that of the build is no step's
         if self._random_numbers is not None:
             self._random_numbers.on_train_start()
@@ -390,9 +373,6 @@ class ZeroStrategy(Processes, SteppingStrategy):
         validations.repair_counts(self.lightning_module.trainer)
 
     def on_train_end(self) -> None:
-        assert self.lightning_module is not None
-        if self._step_peak is not None:
-            self._step_peak.training_ends(self.lightning_module.trainer.global_step)
         self._trained = True
         if self._interruptions is not None:
             self._interruptions.at_boundary(last=True)
