@@ -203,7 +203,7 @@ class Assembly:
             keep_bytes=config.keep_gathered_bytes,
             dynamic=config.dynamic,
         )
-        self.reducer = Reducer(self.buckets, self.comm, issued, config.reduce_bucket_bytes, dynamic=config.dynamic)
+        self.reducer = Reducer(self.buckets, self.comm, issued, config.reduce_bucket_bytes)
         self.grad_norms = GradNorms(self.reducer, self.comm)
         self.sentinels = sentinels = Sentinels(self.reducer.grads, self.grad_norms, GradChanges(self.reducer))
         self.after_step = after_step = AfterStep(

@@ -23,7 +23,7 @@ from lightning_zero.comm.profiling import profiled
 from lightning_zero.config import StateDtype
 from lightning_zero.device import recording
 from lightning_zero.engine.steps.around import AroundStep
-from lightning_zero.engine.steps.interception import Stepping, keeps_own_step
+from lightning_zero.engine.steps.interception import Stepping
 from lightning_zero.engine.steps.owned import Owned
 from lightning_zero.engine.steps.runs import FlatRun, ParamStates, Runs, steps_in
 from lightning_zero.engine.torch_modes import without_autocast
@@ -80,9 +80,8 @@ class ShardedOptimizer:
         formats = formats_of(optimizer, state_dtype)
         self.runs = Runs(optimizer, per_fragment=not isinstance(optimizer, ELEMENTWISE), formats=formats)
         self._device_type = device_type
-        own_step = keeps_own_step(optimizer, declared_elementwise=declared_elementwise)
-        self._known = own_step or is_known(optimizer)
-        self._stepping = Stepping(optimizer, self.step, intercept=own_step)
+        self._known = is_known(optimizer)
+        self._stepping = Stepping(optimizer, self.step)
         self._take_over_state()
 
     # -- the user's object ----------------------------------------------------------------------------------------

@@ -90,7 +90,7 @@ class WholeOptimizer(ShardedOptimizer):
         self._windows: list[list[WholeTensor]] = []
         self._arranged: list[tuple[int, int, int]] = []
         self._routes: dict[object, Route] = {}
-        self._stepping = Stepping(optimizer, self.step, intercept=False)
+        self._stepping = Stepping(optimizer, self.step)
         self._take_over_state()
 
     def release(self) -> None:
