@@ -26,7 +26,7 @@ import lightning_zero
 from lightning_zero.config import ConfigError
 from lightning_zero.engine import Engine
 from lightning_zero.engine.passes.gather_order import GatherOrder
-from lightning_zero.engine.units.worker import StepJob, StepWorker
+from lightning_zero.engine.units.after_step import StepJob, StepWorker
 from lightning_zero.tiers.nvme import NvmeTier
 from tests.engine.support import (
     MakeOptimizer,
