@@ -13,8 +13,8 @@
     gradients           gradients over the ranks, into shards; bucket_grads: those of one bucket before that
     sharded_grad        what ``param.grad`` is: reads, norms, and changes in place; as torch's clipping asks for them
     grad_norms          norms of gradients
-    access              reads by users' code, outside of a unit's call: they gather the unit
-    writes              what is written to a parameter gets into its master, equally on all ranks
+    access              reads by users' code, outside of a unit's call: they gather the unit; and writes, which get
+                        into masters, equally on all ranks
     recompute           activation checkpointing by unit
     compiled            torch.compile, of what units compute
     output_dtypes       modules that give back the dtype that they were given
