@@ -169,6 +169,9 @@ def looks_at_gradients(engine: Any, model: nn.Module, optimizer: Any) -> None:
     lightning_zero.grad_norm(model)
     norms.clip_by_value(engine, model.parameters(), 1.0)
     norms.overflowed(engine, list(model.parameters()))
+    for param in model.parameters():
+        param.grad.mul_(0.5)
+        param.grad.clone()
     optimizer.step()
     optimizer.zero_grad(set_to_none=False)
     train_step(Step(), engine, model, optimizer)

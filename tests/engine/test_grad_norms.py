@@ -188,6 +188,18 @@ def test_what_is_read_cannot_be_written(stage: int) -> None:
 
 
 @on_ranks(2)
+def test_a_read_inside_a_backward_is_refused() -> None:
+    """Which gradients there are then is nobody's to say, and ranks may come to it at different moments."""
+    sharded, _ = trained(stage=3)
+    weight = sharded.module.head.weight
+    with sharded:
+        scale = torch.ones(weight.shape, requires_grad=True)
+        loss = (weight.grad * scale).sum()
+        with pytest.raises(RuntimeError, match=r"gradient of head\.weight is read inside a backward"):
+            loss.backward()
+
+
+@on_ranks(2)
 @pytest.mark.parametrize(
     ("read", "own", "others"),
     [("norm", "norms of gradients", r"norm\(\)"), ("abs", "a read of the gradient of head", r"a read of \.grad,")],
