@@ -18,7 +18,7 @@ from torch import Tensor
 
 import lightning_zero.device
 from lightning_zero.device.accelerator import Accelerator
-from lightning_zero.engine.units import grad_store, landing
+from lightning_zero.engine.units import grad_store
 from lightning_zero.engine.whole.norms import overflowed
 from lightning_zero.tiers import pinned
 from tests.engine.support import Model, Sharded, accumulate, adamw, autocast, pairwise_selection, sgd
@@ -45,7 +45,7 @@ def streams() -> Iterator[None]:
     """Engines made inside have streams, and small buffers, so that what is large passes them in pieces."""
     with (
         mock.patch.dict(lightning_zero.device._KINDS, {"cpu": AtOnce}),
-        mock.patch.object(landing, "PAIR_NBYTES", 1024),
+        mock.patch.object(grad_store, "PAIR_NBYTES", 1024),
         mock.patch.object(pinned, "PAIR_NBYTES", 1024),
     ):
         yield
