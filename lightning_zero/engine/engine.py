@@ -273,10 +273,6 @@ class Engine(Assembly):
         ranks."""
         return self.passes.looking(look)
 
-    @property
-    def looks_at_gradients(self) -> bool:
-        return self.passes.look is not None
-
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Let backwards inside accumulate without reducing, where gradients rest replicated (stages 0 and 1).
 

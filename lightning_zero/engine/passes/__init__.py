@@ -11,7 +11,7 @@
     gather_order        the order of gathers, learned and then run ahead of
     saved_weights       weights that autograd has saved, and that go in between
     gradients           gradients over the ranks, into shards; bucket_grads: those of one bucket before that
-    sharded_grad        what ``param.grad`` is: reads, norms, and changes in place; as torch's clipping asks for them
+    sharded_grad        what ``param.grad`` is: reads, norms, changes in place; and clipping
     grad_norms          norms of gradients
     access              reads by users' code, outside of a unit's call: they gather the unit; and writes, which get
                         into masters, equally on all ranks

@@ -13,6 +13,7 @@ A ``param.grad`` that is None at the next backward or step was cleared by the us
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,11 +26,21 @@ from torch._ops import OpOverload
 from torch.nn.utils import get_total_norm
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lightning_zero.engine.passes.grad_norms import GradNorms, at_place, shows_whole
+from lightning_zero.engine.passes.grad_norms import (
+    GradNorms,
+    alike,
+    at_place,
+    parts_of_shards,
+    refuse_whole,
+    shows_whole,
+    slots_of,
+    views_of,
+)
 from lightning_zero.engine.passes.gradients import Reducer
 from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units.after_step import AfterStep
-from lightning_zero.engine.units.bucket import Place
+from lightning_zero.engine.units.bucket import Bucket, Place
+from lightning_zero.engine.units.grad_store import Factor
 from lightning_zero.engine.units.param import ParamInfo
 
 _aten = torch.ops.aten
@@ -428,3 +439,74 @@ class ShardedGrads:
                 comm.sum_(flat)
         values = flat.to(bucket.dtypes.master)
         return (values if scale == 1.0 else values.mul_(scale)).as_strided(info.shape, info.strides)
+
+    # -- many together ------------------------------------------------------------------------------------------------
+
+    def total_norm(self, places: Iterable[Place], norm_type: float = 2.0) -> Tensor:
+        """See :meth:`GradNorms.total`; 0 where gradients are only looked at. Collective."""
+        return torch.zeros((), device=self._reducer.comm.device) if self._aside else self.norms.total(places, norm_type)
+
+    def clip_by_norm(
+        self, places: Sequence[Place], max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        """Scale gradients so that their norm is at most ``max_norm``. Collective.
+
+        Returns:
+            The norm before.
+
+        Raises:
+            RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set.
+        """
+        norm = self.total_norm(places, norm_type)
+        if error_if_nonfinite and not bool(torch.isfinite(norm)):
+            raise RuntimeError(f"the gradient norm is {norm.item()}: gradients cannot be clipped.")
+        # As torch.nn.utils.clip_grad_norm_: no host synchronization, a factor of one where nothing is to be clipped.
+        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        streams = self._reducer.comm.streams
+        on_host = functools.cache(lambda: Factor(*streams.to_host(factor)))  # one copy for all
+
+        def is_left_to_its_step(bucket: Bucket, slots: set[int]) -> bool:
+            """Whether a whole bucket on the host is multiplied later, by its step: the host waits for nothing here."""
+            return len(slots) == len(bucket.params) and bucket.grad_store.scale_later(on_host)
+
+        grads = dict(enumerate(self._shards_of(places, but=is_left_to_its_step)))
+        for same in alike(grads):
+            torch._foreach_mul_([grads[number] for number in same], factor.to(grads[same[0]].device))
+        return norm
+
+    def clip_by_value(self, places: Iterable[Place], clip_value: float) -> None:
+        """Clamp gradients to ``[-clip_value, clip_value]``."""
+        for grad in self._shards_of(places):
+            grad.clamp_(-clip_value, clip_value)
+
+    def _shards_of(
+        self, places: Iterable[Place], but: Callable[[Bucket, set[int]], bool] = lambda *_: False
+    ) -> list[Tensor]:
+        """All that this rank holds of reduced gradients, to be changed in place: views.
+
+        Args:
+            but: says of a bucket, and its slots, that they are left out.
+        """
+        places = [] if self._aside else list(places)
+        refuse_whole(places)
+        self.settle()  # and wait for steps under way, which own their gradients until they are over
+        self.norms.forget()
+        views = []
+        for bucket, slots in slots_of(places).items():
+            if not but(bucket, slots) and (grad := bucket.grad) is not None:
+                views += views_of(grad, bucket.owned_fragments(), slots)
+        return views
+
+    def overflowed(self, places: Iterable[Place]) -> bool:
+        """Whether any rank holds a gradient at ``places`` that is not finite; checked where they rest. Collective."""
+        if self._aside:
+            return False
+        places = list(places)
+        self.settle()
+        self._reducer.refuse_unreduced(places)
+        known, views = parts_of_shards(self._grads, slots_of(places), lambda store: store.all_finite())
+        checks = [torch.stack([torch.isfinite(views[n]).all() for n in same]).all() for same in alike(views)]
+        checks += [torch.stack(list(known.values())).all()] if known else []
+        found = not all(map(bool, checks))  # on a GPU the host waits for each of these, so there are few
+        # All ranks skip the step or none does. A rank that decided by its own shards would step apart from the others.
+        return bool(self._reducer.comm.max_(torch.tensor([found], dtype=torch.uint8)))

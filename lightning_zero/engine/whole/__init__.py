@@ -10,6 +10,5 @@
     owned_state      state of optimizers that step whole tensors, saved, loaded and moved
     ranges           whole values of which each rank gives its ranges
     snapshot         what shards are now, for a thread that writes them later
-    norms            norms and clipping
     restage          another stage or offload row, from shard to shard
 """
