@@ -12,9 +12,8 @@ from lightning.fabric.utilities.cloud_io import _is_local_file_protocol, get_fil
 from lightning.pytorch.utilities import rank_zero_info
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_zero.checkpoint.crc import Report
 from lightning_zero.checkpoint.sharded.index import INDEX, refusal
-from lightning_zero.checkpoint.verify import check
+from lightning_zero.checkpoint.verify import NOTHING, Report, check
 from lightning_zero.config import ConfigError
 from lightning_zero.ranks.progress import SILENT, LongWork
 
@@ -68,7 +67,7 @@ def _identity(name: str) -> tuple[int, ...] | None:
 
 def _checked(name: str, part: int, parts: int, long_work: LongWork) -> Report:
     if not os.path.isfile(name) and not os.path.isfile(os.path.join(name, INDEX)):  # said by who loads it
-        return Report(0, 0, [])
+        return NOTHING
     try:
         report = check(name, part, parts, long_work)
     except zipfile.BadZipFile as error:
