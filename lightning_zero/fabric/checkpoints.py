@@ -20,7 +20,7 @@ from lightning.fabric.utilities.types import _Stateful
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from lightning_zero.checkpoint.sharded.save import ShardedSaver
+from lightning_zero.checkpoint.sharded.save import save_folder
 from lightning_zero.comm.agreements import gather_objects, together
 from lightning_zero.config import CheckpointFormat, ConfigError, ZeroConfig
 from lightning_zero.engine import Engine
@@ -159,9 +159,8 @@ class Checkpoints:
             lambda optimizer: sharded_optimizer_state(self.engine_of_optimizer(optimizer), optimizer),
         )
         optimizers = [key for key, entry in state.items() if isinstance(entry, Optimizer)]
-        saver, group = ShardedSaver(self.global_rank), dist.group.WORLD if self._waits is not None else None
         parts = divide(content, named=optimizers)
-        saver.save(*parts, path, group, self._waits, long_work=self.long_work)
+        save_folder(*parts, path, dist.group.WORLD, self._waits, long_work=self.long_work)
 
     # -- load -----------------------------------------------------------------------------------------------------
 

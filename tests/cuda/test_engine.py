@@ -131,7 +131,7 @@ def test_trainer_saves_and_goes_on(
     def trained(stage: str, row: str, **settings: Any) -> list[float]:
         nvme = tmp_path / "nvme"
         nvme.mkdir(exist_ok=True)
-        saves = {"background": background}
+        saves = {"name": "sharded" if background else "full", "background": background}
         strategy = ZeroStrategy(stage, offload=offload(row, nvme), checkpoint=saves, summary=False)
         return fit(strategy, tmp_path, accelerator="gpu", max_epochs=2, **settings).losses
 

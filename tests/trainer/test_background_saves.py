@@ -23,7 +23,6 @@ from torch import Tensor
 
 from lightning_zero import ZeroStrategy
 from lightning_zero.checkpoint import verify
-from lightning_zero.checkpoint.background import Background
 from lightning_zero.checkpoint.sharded.read import ShardedFolder
 from lightning_zero.comm.streams import Streams
 from lightning_zero.config import ConfigError, Stage
@@ -31,8 +30,8 @@ from lightning_zero.device.accelerator import Accelerator
 from lightning_zero.engine.units import kept
 from lightning_zero.engine.units.home import ResidentHome
 from lightning_zero.engine.whole.snapshot import Snapshot
+from lightning_zero.ranks.progress import Count
 from lightning_zero.tiers.nvme import NvmeTier
-from lightning_zero.trainer.saves import background_saves
 from lightning_zero.trainer.saves.background_saves import BackgroundSaves
 from lightning_zero.trainer.saves.checkpointing import CheckpointingStrategy
 from tests.harness import on_ranks
@@ -41,12 +40,11 @@ from tests.trainer.test_range_saves import Model, same
 from tests.trainer.toys import Lit, fit, loader, seeded, trainer
 
 CASES = [
-    {"stage": stage, "offload": offload, "precision": precision, "checkpoint": checkpoint, "first": first}
-    for stage, offload, precision, checkpoint, first in itertools.product(
+    {"stage": stage, "offload": offload, "precision": precision, "first": first}
+    for stage, offload, precision, first in itertools.product(
         ("zero0", "zero1", "zero2", "zero3"),
         ("none", "optimizer_cpu", "cpu", "nvme"),
         ("32-true", "bf16-mixed"),
-        ("full", "sharded"),
         ("reader", "step", "any"),
     )
     if (offload == "none" or stage != "zero0") and (stage == "zero3" or offload in ("none", "optimizer_cpu"))
@@ -54,11 +52,11 @@ CASES = [
 CASES = [CASES[place] for place in pairwise_places(CASES)]
 
 
-def behind(root: Path, stage: str = "zero3", offload: Any = "none", checkpoint: str = "full") -> ZeroStrategy:
+def behind(root: Path, stage: str = "zero3", offload: Any = "none") -> ZeroStrategy:
     if offload == "nvme":
         (root / "nvme").mkdir(exist_ok=True)
         offload = {"name": "nvme", "nvme_path": str(root / "nvme")}
-    saves = {"name": checkpoint, "background": True}
+    saves = {"name": "sharded", "background": True}
     return ZeroStrategy(stage, offload=offload, checkpoint=saves, summary=False, stall_timeout_s=30)
 
 
@@ -67,8 +65,6 @@ def at_once() -> contextlib.AbstractContextManager[Any]:
 
 
 def content(path: Path) -> Any:
-    if not path.is_dir():
-        return torch.load(path)
     folder = ShardedFolder(path)
     return {key: folder.tensor(key).whole() for key in folder.keys if folder.is_tensor(key)}
 
@@ -141,7 +137,7 @@ class Writes(Model):
 def test_it_is_what_was_there(case: dict[str, Any], tmp_path: Path) -> None:
     gate = Gate(case["first"])
     settings = {"max_epochs": 1, "precision": case["precision"]}
-    strategy = behind(tmp_path, case["stage"], case["offload"], case["checkpoint"])
+    strategy = behind(tmp_path, case["stage"], case["offload"])
     with gate.watched():
         callbacks = [Saves(tmp_path, gate.saved), Opens(gate)]
         run = fit(strategy, tmp_path, seeded(Writes), callbacks=callbacks, **settings)
@@ -204,8 +200,7 @@ def test_without_room_for_copies_a_step_waits(offload: str, tmp_path: Path) -> N
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("checkpoint", ["full", "sharded"])
-def test_training_goes_on_while_the_disk_stands_still(checkpoint: str, tmp_path: Path) -> None:
+def test_training_goes_on_while_the_disk_stands_still(tmp_path: Path) -> None:
     on, fsync = threading.Event(), os.fsync
 
     def stuck(fd: int) -> None:
@@ -224,21 +219,18 @@ def test_training_goes_on_while_the_disk_stands_still(checkpoint: str, tmp_path:
                 of.save_checkpoint(tmp_path / "a.ckpt")
 
     with mock.patch.object(os, "fsync", stuck):
-        run = fit(
-            behind(tmp_path, checkpoint=checkpoint), tmp_path, seeded(Lit), max_epochs=1, callbacks=[Begins(), Ends()]
-        )
+        run = fit(behind(tmp_path), tmp_path, seeded(Lit), max_epochs=1, callbacks=[Begins(), Ends()])
     assert len(run.losses) == 6 and verify.check(tmp_path / "a.ckpt").damage == []
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.ckpt"]
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("checkpoint", ["full", "sharded"])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-def test_averages(precision: Any, checkpoint: str, tmp_path: Path) -> None:
+def test_averages(precision: Any, tmp_path: Path) -> None:
     gate = Gate("step")
     callbacks = [EMAWeightAveraging(use_buffers=True), Saves(tmp_path), Opens(gate)]
     with gate.watched():
-        strategy = behind(tmp_path, checkpoint=checkpoint)
+        strategy = behind(tmp_path)
         fit(strategy, tmp_path, seeded(Model), max_epochs=1, callbacks=callbacks, precision=precision)
     found, expected = (content(tmp_path / f"{name}.ckpt") for name in ("behind", "now"))
     assert same(found, expected) and any("current_model_state" in key for key in found)
@@ -321,13 +313,12 @@ class SavesOnce(Callback):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("checkpoint", ["full", "sharded"])
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("step", [2, 6])
-def test_a_failure_reaches_all_ranks(step: int, rank: int, checkpoint: str, tmp_path: Path) -> None:
+def test_a_failure_reaches_all_ranks(step: int, rank: int, tmp_path: Path) -> None:
     """At a step that follows; at the end, where none follows. What had the name has it still."""
     path = tmp_path / "a.ckpt"
-    fit(behind(tmp_path, checkpoint=checkpoint), tmp_path, seeded(Lit), max_epochs=1, callbacks=[SavesOnce(path)])
+    fit(behind(tmp_path), tmp_path, seeded(Lit), max_epochs=1, callbacks=[SavesOnce(path)])
     before = content(path)
     saves = SavesOnce(path, step)
     with (
@@ -335,7 +326,7 @@ def test_a_failure_reaches_all_ranks(step: int, rank: int, checkpoint: str, tmp_
         pytest.raises((OSError, RuntimeError), match=r"a\.ckpt.* could not be written: .*No space left"),
     ):
         fit(
-            behind(tmp_path, checkpoint=checkpoint),
+            behind(tmp_path),
             tmp_path,
             seeded(Lit),
             max_epochs=400,
@@ -349,24 +340,27 @@ def test_a_failure_reaches_all_ranks(step: int, rank: int, checkpoint: str, tmp_
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("checkpoint", ["full", "sharded"])
-def test_a_rank_that_comes_late_does_not_look_for_what_another_has_taken_away(checkpoint: str, tmp_path: Path) -> None:
+def test_a_rank_that_comes_late_does_not_look_for_what_another_has_taken_away(tmp_path: Path) -> None:
     """Rank 0 fails, and its part is gone, before the thread of rank 1 begins."""
-    do = Background.do
+    begin = BackgroundSaves.begin
 
-    def late(self: Background, act: Any, copy: Any = None) -> None:
-        def wait_and_act() -> Any:
+    def late(self: BackgroundSaves, waits: Any, path: Path, key: str, write: Any, *rest: Any, **settings: Any) -> None:
+        def wait_and_write() -> Any:
             deadline = time.monotonic() + 60
             while dist.get_rank() == 1 and list(tmp_path.glob(".*.part")) and time.monotonic() < deadline:
                 time.sleep(0.01)
-            return act()
+            return write()
 
-        do(self, wait_and_act, copy)
+        begin(self, waits, path, key, wait_and_write, *rest, **settings)
 
-    with mock.patch.object(Background, "do", late), full_disk(0), pytest.raises(Exception, match="No space left"):
+    with (
+        mock.patch.object(BackgroundSaves, "begin", late),
+        full_disk(0),
+        pytest.raises(Exception, match="No space left"),
+    ):
         saves = SavesOnce(tmp_path / "a.ckpt")
         fit(
-            behind(tmp_path, checkpoint=checkpoint),
+            behind(tmp_path),
             tmp_path,
             seeded(Lit),
             max_epochs=400,
@@ -388,9 +382,8 @@ def test_one_by_the_clock_may_fail(tmp_path: Path) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("checkpoint", ["full", "sharded"])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_save_after_one_that_failed_is_whole(rank: int, checkpoint: str, tmp_path: Path) -> None:
+def test_a_save_after_one_that_failed_is_whole(rank: int, tmp_path: Path) -> None:
     """What ranks have told each other in the failed one counts no more."""
     with contextlib.ExitStack() as full:
         full.enter_context(full_disk(rank))
@@ -406,13 +399,13 @@ def test_a_save_after_one_that_failed_is_whole(rank: int, checkpoint: str, tmp_p
                     full.close()
 
         callbacks = [Empties(), SavesOnce(tmp_path / "a.ckpt", 5)]
-        fit(behind(tmp_path, checkpoint=checkpoint), tmp_path, seeded(Lit), max_epochs=1, callbacks=callbacks)
+        fit(behind(tmp_path), tmp_path, seeded(Lit), max_epochs=1, callbacks=callbacks)
     dist.barrier()
     assert [path.name for path in tmp_path.iterdir()] == ["a.ckpt"]
     assert verify.check(tmp_path / "a.ckpt").damage == []
     callbacks = [SavesOnce(tmp_path / "b.ckpt", 5)]
     with at_once():
-        fit(behind(tmp_path, checkpoint=checkpoint), tmp_path, seeded(Lit), max_epochs=1, callbacks=callbacks)
+        fit(behind(tmp_path), tmp_path, seeded(Lit), max_epochs=1, callbacks=callbacks)
     assert same(content(tmp_path / "a.ckpt"), content(tmp_path / "b.ckpt"))
 
 
@@ -422,8 +415,7 @@ def says(text: str) -> contextlib.AbstractContextManager[Any]:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("checkpoint", ["full", "sharded"])
-def test_an_exception_of_training_ends_no_save(checkpoint: str, tmp_path: Path) -> None:
+def test_an_exception_of_training_ends_no_save(tmp_path: Path) -> None:
     class Fails(Lit):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             if batch_idx == 3:
@@ -433,7 +425,7 @@ def test_an_exception_of_training_ends_no_save(checkpoint: str, tmp_path: Path) 
     gate = Gate("any")
     with gate.watched(), pytest.raises(ValueError, match="mine"):
         fit(
-            behind(tmp_path, checkpoint=checkpoint),
+            behind(tmp_path),
             tmp_path,
             seeded(Fails),
             max_epochs=1,
@@ -445,8 +437,7 @@ def test_an_exception_of_training_ends_no_save(checkpoint: str, tmp_path: Path) 
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("checkpoint", ["full", "sharded"])
-def test_old_ones_go_and_links_lead_when_new_ones_are_there(checkpoint: str, tmp_path: Path) -> None:
+def test_old_ones_go_and_links_lead_when_new_ones_are_there(tmp_path: Path) -> None:
     seen: list[list[str]] = []
     fsync = os.fsync
 
@@ -461,7 +452,7 @@ def test_old_ones_go_and_links_lead_when_new_ones_are_there(checkpoint: str, tmp
     save = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=1, filename="{step}", save_last="link")
     with mock.patch.object(os, "fsync", look):
         fit(
-            behind(tmp_path, checkpoint=checkpoint),
+            behind(tmp_path),
             tmp_path,
             seeded(Lit),
             max_epochs=1,
@@ -475,34 +466,11 @@ def test_old_ones_go_and_links_lead_when_new_ones_are_there(checkpoint: str, tmp
     assert whole and all("last.ckpt" in names for names in whole[2:])
 
 
-class Looks(Lit):
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        if dist.get_rank() == 0:
-            checkpoint["norm"] = checkpoint["state_dict"]["first.weight"].norm()
-
-
-@on_ranks(2)
-def test_hooks_have_their_values_and_training_waits(tmp_path: Path) -> None:
-    background_saves._SAID.clear()
-    of = trainer(behind(tmp_path), tmp_path, max_epochs=1, callbacks=[SavesOnce(tmp_path / "a.ckpt")])
-    with says(r"training waits for this save, because Looks\.on_save_checkpoint reads"):
-        of.fit(seeded(Looks), loader())
-    found = content(tmp_path / "a.ckpt")
-    assert found["norm"] == found["state_dict"]["first.weight"].norm()
-
-
-@on_ranks(2)
-def test_what_is_not_on_a_mounted_file_system_is_waited_for(tmp_path: Path) -> None:
-    background_saves._SAID.clear()
-    of = trainer(behind(tmp_path), tmp_path, max_epochs=1, callbacks=[SavesOnce(tmp_path)])
-    of.callbacks[0].path = "memory://a.ckpt"  # type: ignore[attr-defined]
-    with says("training waits for this save, because rank 0 writes all of a file that is not on a mounted"):
-        of.fit(seeded(Lit), loader())
-
-
-def test_a_plugin_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"zero\.checkpoint\.background=true: expected no CheckpointIO, got AsyncChe"):
-        ZeroStrategy("zero3", checkpoint={"background": True}, checkpoint_io=AsyncCheckpointIO())
+def test_what_would_be_ignored_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"zero/checkpoint=sharded: expected no CheckpointIO, got AsyncChe"):
+        ZeroStrategy("zero3", checkpoint={"name": "sharded", "background": True}, checkpoint_io=AsyncCheckpointIO())
+    with pytest.raises(ConfigError, match=r"zero\.checkpoint\.background: expected false with zero/checkpoint=full"):
+        ZeroStrategy("zero3", checkpoint={"background": True})
 
 
 @on_ranks(2)
@@ -514,15 +482,14 @@ def test_a_rank_that_is_gone_is_not_waited_for(tmp_path: Path) -> None:
     saves = BackgroundSaves()
     if dist.get_rank() == 0:
         with mock.patch.object(type(waits), "silent", lambda _: [1]):
-            acts: list[Any] = [lambda: 1, lambda _: None, lambda _: None, lambda: None]
-            saves.begin(waits, 10**6, tmp_path / "a.ckpt", *acts, may_fail=False)
+            acts: list[Any] = [lambda: 1, lambda _: None, lambda _: None]
+            saves.begin(waits, tmp_path / "a.ckpt", "key", *acts, Count(1), may_fail=False)
             with says(r"a\.ckpt: the file could not be written: .*rank\(s\) \[1\] have ended"):
                 saves.wait_alone()
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("checkpoint", ["full", "sharded"])
-def test_values_that_cannot_be_kept_fail_on_all_ranks(checkpoint: str, tmp_path: Path) -> None:
+def test_values_that_cannot_be_kept_fail_on_all_ranks(tmp_path: Path) -> None:
     """And those that were kept on other ranks are let go: no step waits for who never reads them."""
     released: list[int] = []
     close = Snapshot.close
@@ -541,7 +508,7 @@ def test_values_that_cannot_be_kept_fail_on_all_ranks(checkpoint: str, tmp_path:
         mock.patch.object(Snapshot, "close", closed),
         pytest.raises((MemoryError, RuntimeError), match="no memory"),
     ):
-        fit(behind(tmp_path, checkpoint=checkpoint), tmp_path, seeded(Lit), max_epochs=1, callbacks=callbacks)
+        fit(behind(tmp_path), tmp_path, seeded(Lit), max_epochs=1, callbacks=callbacks)
     assert released
     dist.barrier()
     assert not list(tmp_path.iterdir())

@@ -6,7 +6,7 @@
     checkpoint_io        files, written whole or not at all
     range_saves          saves of one file by all ranks
     sharded_checkpoints  folders, written by all ranks
-    background_saves     saves of either kind that go on behind training
+    background_saves     saves of folders that go on behind training
     kept_files           last.ckpt, and what a dead run has left
     verified_loads       checksums, before a checkpoint is loaded
     checkpoint_fits      whether one is of this model

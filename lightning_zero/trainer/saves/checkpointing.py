@@ -28,7 +28,7 @@ from lightning_zero.checkpoint.hugging_face.export import export
 from lightning_zero.checkpoint.hugging_face.files import parse_dtype
 from lightning_zero.checkpoint.hugging_face.record import RECORD as HUGGING_FACE
 from lightning_zero.checkpoint.hugging_face.record import record_of
-from lightning_zero.checkpoint.sharded.save import ShardedSaver
+from lightning_zero.checkpoint.sharded.save import save_folder
 from lightning_zero.comm.agreements import ApartError, gather_objects, gather_rows, together
 from lightning_zero.config import CheckpointFormat, ConfigError, ZeroConfig, parse_bytes
 from lightning_zero.device import accelerator_of
@@ -100,7 +100,6 @@ class CheckpointingStrategy(ParallelStrategy):
         self._saves_folders = config.checkpoint.name is CheckpointFormat.sharded
         self._background = BackgroundSaves()
         self.next_may_fail = False
-        self._saver: ShardedSaver | None = None
         super().__init__(checkpoint_io=checkpoint_io, **arguments)
         self.resumes_job = False
         self.saved_decision: auto_row.Decision | None = None
@@ -241,12 +240,10 @@ class CheckpointingStrategy(ParallelStrategy):
             Exception: on all ranks: the last one has failed, and training was not to go on then.
         """
         if self._background.is_under_way:
-            self._background.is_under_way = False
             try:
                 with self.noting_failure():
                     self.together("the save before this one", partial(self._background.wait, self.long_work))
             except Exception as error:
-                self._saver = None  # rank 0 may not have heard what the others have written
                 if not failed_on_all_ranks(error) or not self._background.may_fail:
                     raise
                 rank_zero_warn(f"{error} Training goes on, and this is tried again later (save_minutes).")
@@ -260,13 +257,10 @@ class CheckpointingStrategy(ParallelStrategy):
         if waits is None and not self.is_global_zero:
             return  # before any run, as Lightning does: nobody can be waited for
         path = local_path(self.broadcast(str(filepath)))
-        if self._saver is None:
-            self._saver = ShardedSaver(self.global_rank)
         group = dist.group.WORLD if waits is not None else None
         begin = self.begin_in_background
         streams = self.engine.comm.streams if begin is not None else None
-        parts, long_work = divide(checkpoint), self.long_work
-        self._saver.save(*parts, path, group, waits, behind=begin, streams=streams, long_work=long_work)
+        save_folder(*divide(checkpoint), path, group, waits, behind=begin, streams=streams, long_work=self.long_work)
 
     def export(self, path: Any, *, dtype: str | torch.dtype | None = None, shard_size: str | int = "5GB") -> None:
         """Write the model to a new folder as Hugging Face's ``from_pretrained`` loads it. On all ranks, each its part.
