@@ -9,7 +9,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,15 +22,12 @@ from torch import Tensor
 
 from lightning_zero import ZeroStrategy
 from lightning_zero.checkpoint import verify
+from lightning_zero.checkpoint.sharded import save as saving
 from lightning_zero.checkpoint.sharded.read import ShardedFolder
-from lightning_zero.comm.streams import Streams
 from lightning_zero.config import ConfigError, Stage
-from lightning_zero.device.accelerator import Accelerator
-from lightning_zero.engine.units import kept
-from lightning_zero.engine.units.home import ResidentHome
+from lightning_zero.engine.whole import snapshot as snapshots
 from lightning_zero.engine.whole.snapshot import Snapshot
 from lightning_zero.ranks.progress import Count
-from lightning_zero.tiers.nvme import NvmeTier
 from lightning_zero.trainer.saves.background_saves import BackgroundSaves
 from lightning_zero.trainer.saves.checkpointing import CheckpointingStrategy
 from tests.harness import on_ranks
@@ -43,7 +39,7 @@ CASES = [
     {"stage": stage, "offload": offload, "precision": precision, "first": first}
     for stage, offload, precision, first in itertools.product(
         ("zero0", "zero1", "zero2", "zero3"),
-        ("none", "optimizer_cpu", "cpu", "nvme"),
+        ("none", "optimizer_cpu", "cpu"),
         ("32-true", "bf16-mixed"),
         ("reader", "step", "any"),
     )
@@ -61,7 +57,7 @@ def behind(root: Path, stage: str = "zero3", offload: Any = "none") -> ZeroStrat
 
 
 def at_once() -> contextlib.AbstractContextManager[Any]:
-    return mock.patch.object(CheckpointingStrategy, "begin_in_background", None)
+    return mock.patch.object(CheckpointingStrategy, "_behind", None)
 
 
 def content(path: Path) -> Any:
@@ -85,7 +81,7 @@ class Saves(Callback):
 
 
 class Gate:
-    """Lets the reader in, in every thread of this rank, before or after the next step."""
+    """Has the copies made in the thread of this rank before the next step, or when that waits for them."""
 
     def __init__(self, first: str) -> None:
         self.first, self.opened, self.passed = first, threading.Event(), threading.Event()
@@ -97,6 +93,7 @@ class Gate:
         def staged(snapshot: Snapshot) -> None:
             if self.first == "step":
                 assert self.opened.wait(20)
+                time.sleep(0.3)
             stage(snapshot)
 
         def closed(snapshot: Snapshot) -> None:
@@ -112,14 +109,13 @@ class Gate:
 
 
 class Opens(Callback):
-    """Lets the reader in after one more step, which is over then."""
+    """Lets the thread copy when the next step is under way, which comes to what is copied before it is."""
 
     def __init__(self, gate: Gate) -> None:
         self.gate = gate
 
-    def on_train_batch_end(self, of: Any, *_: Any) -> None:
-        if of.global_step == 5:
-            of.strategy.engine.settle()
+    def on_train_batch_start(self, of: Any, *_: Any) -> None:
+        if of.global_step == 3:
             self.gate.opened.set()
 
 
@@ -158,44 +154,18 @@ def held(strategy: ZeroStrategy) -> list[int]:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("offload", ["none", "cpu", "nvme"])
-def test_without_room_for_copies_a_step_waits(offload: str, tmp_path: Path) -> None:
-    stage, close, reserve = Snapshot.stage, Snapshot.close, NvmeTier.reserve
-    stepping, is_full = threading.Event(), threading.Event()
-
-    def late(snapshot: Snapshot) -> None:
-        stage(snapshot)
-        assert stepping.wait(20)
-        time.sleep(0.3)  # the step is there, and does not go on
-
-    def over(snapshot: Snapshot) -> None:
-        close(snapshot)
-        is_full.clear()
-
-    def full(tier: NvmeTier, wanted: Any) -> Any:
-        if is_full.is_set():
-            raise ConfigError("full")
-        return reserve(tier, wanted)
-
-    class Waits(Callback):
-        def on_before_optimizer_step(self, of: Any, *_: Any) -> None:
-            if of.global_step == 3:
-                stepping.set()
-
-    def no_memory(*_: Any) -> None:
-        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
-
-    no_room = mock.patch.object(kept, "available_host_memory", lambda: 0)
-    if dist.get_rank():  # or the system has none in spite of what it says
-        no_room = mock.patch.object(kept.KeptInMemory, "_copy_span", no_memory)
-    with (
-        no_room,
-        mock.patch.object(NvmeTier, "reserve", full),
-        mock.patch.object(Snapshot, "stage", late),
-        mock.patch.object(Snapshot, "close", over),
-    ):
-        callbacks = [Saves(tmp_path, lambda _: is_full.set()), Waits()]
-        fit(behind(tmp_path, offload=offload), tmp_path, seeded(Model), max_epochs=1, callbacks=callbacks)
+@pytest.mark.parametrize("why", ["there is no host memory for a copy", "what is saved rests in files"])
+def test_where_nothing_can_be_copied_training_waits_for_the_save(why: str, tmp_path: Path) -> None:
+    """On all ranks, whoever lacks the memory."""
+    room = 0 if dist.get_rank() else 1 << 40
+    no_room = mock.patch.object(saving, "available_host_memory", lambda: room)
+    files = "files" in why
+    saved: list[bool] = []
+    with contextlib.nullcontext() if files else no_room, says(f"training waits for this save, because {why}"):
+        there = Saves(tmp_path, lambda _: saved.append((tmp_path / "behind.ckpt").exists()))
+        strategy = behind(tmp_path, offload="nvme" if files else "none")
+        trainer(strategy, tmp_path, max_epochs=1, callbacks=[there]).fit(seeded(Model), loader())
+    assert saved == [True]
     assert same(*(content(tmp_path / f"{name}.ckpt") for name in ("behind", "now")))
 
 
@@ -239,7 +209,7 @@ def test_averages(precision: Any, tmp_path: Path) -> None:
 @on_ranks(2)
 def test_copies_take_what_changes_and_are_used_again(tmp_path: Path) -> None:
     made: list[int] = []
-    pages = kept.HostPages
+    pages = snapshots.HostPages
 
     def counted(nbytes: int) -> Any:
         made.append(nbytes)
@@ -250,7 +220,7 @@ def test_copies_take_what_changes_and_are_used_again(tmp_path: Path) -> None:
             of.save_checkpoint(tmp_path / f"{of.global_step}.ckpt")
 
     strategy = behind(tmp_path)
-    with mock.patch.object(kept, "HostPages", counted):
+    with mock.patch.object(snapshots, "HostPages", counted):
         fit(strategy, tmp_path, seeded(Lit), max_epochs=1, callbacks=[SavesOften()])
     total = torch.tensor([sum(made)])
     dist.all_reduce(total)
@@ -258,27 +228,6 @@ def test_copies_take_what_changes_and_are_used_again(tmp_path: Path) -> None:
     least = 8 * sum(info.numel for bucket in buckets for info in bucket.params)  # a master, and SGD's momentum
     assert least <= total.item() <= 8 * sum(bucket.layout.numel for bucket in buckets)
     assert len({verify.check(path).damage == [] for path in tmp_path.glob("*.ckpt")}) == 1
-
-
-def test_a_step_does_not_wait_for_a_reader_that_gets_no_time() -> None:
-    """Its thread runs only when no other wants to; what it has read too late is not what it gives."""
-    values, read = torch.arange(4.0), kept.Sliced.tensor.fget
-    reading, changed = threading.Event(), threading.Event()
-
-    def slow(part: kept.Sliced) -> Tensor:
-        reading.set()
-        assert changed.wait(20)
-        return read(part)
-
-    whole = kept.Sliced(values, 0, 4)
-    found = kept.KeptInMemory([whole], Streams(Accelerator(torch.device("cpu"))), at_once=None, spare=None)
-    with mock.patch.object(kept.Sliced, "tensor", property(slow)), ThreadPoolExecutor(2) as threads:
-        late = threads.submit(found.read, whole)
-        assert reading.wait(20)
-        threads.submit(found.secure).result(20)
-        values.zero_()
-        changed.set()
-        assert torch.equal(late.result(20), torch.arange(4.0))
 
 
 # -- what goes wrong --------------------------------------------------------------------------------------------------
@@ -494,14 +443,14 @@ def test_values_that_cannot_be_kept_fail_on_all_ranks(tmp_path: Path) -> None:
     released: list[int] = []
     close = Snapshot.close
 
-    def kept_here(home: Any, parts: Any, streams: Any) -> Any:
+    def not_here(*_: Any) -> Any:
         raise MemoryError("no memory")
 
     def closed(snapshot: Snapshot) -> None:
         released.append(1)
         close(snapshot)
 
-    fails = mock.patch.object(ResidentHome, "keep", kept_here) if dist.get_rank() else contextlib.nullcontext()
+    fails = mock.patch.object(Snapshot, "__init__", not_here) if dist.get_rank() else contextlib.nullcontext()
     callbacks = [SavesOnce(tmp_path / "a.ckpt")]
     with (
         fails,

@@ -4,22 +4,41 @@ from __future__ import annotations
 
 import contextlib
 import os
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
+from torch import Tensor
 
 from lightning_zero.checkpoint.durable import Part, leave, naming, written_aside
 from lightning_zero.checkpoint.sharded.index import EXTRA, INDEX, SUFFIX, make_index, packed, refuse_other_folder
-from lightning_zero.checkpoint.sharded.items import items_of
-from lightning_zero.checkpoint.sharded.write import Entry, keep, write_items
-from lightning_zero.comm.agreements import broadcast_object, collect_objects, together
+from lightning_zero.checkpoint.sharded.items import Item, items_of
+from lightning_zero.checkpoint.sharded.write import Entry, detached, slices_of, write_items
+from lightning_zero.comm.agreements import broadcast_object, collect_objects, gather_objects, together
 from lightning_zero.comm.streams import Streams
 from lightning_zero.config import ConfigError
+from lightning_zero.engine.units.home import FileHome
+from lightning_zero.engine.whole.snapshot import Snapshot
 from lightning_zero.ranks.progress import SILENT, Count, LongWork
 from lightning_zero.ranks.waits import Waits
+from lightning_zero.tiers.limits import available_host_memory
+
+
+class Behind(NamedTuple):
+    """How a folder is written while training goes on.
+
+    Attributes:
+        begin: hands writing over to a thread.
+        streams: of the engine whose values are copied.
+        spare: memory for the copies, which is used again.
+    """
+
+    begin: Callable[..., None]
+    streams: Streams
+    spare: list[Tensor]
 
 
 def save_folder(
@@ -29,8 +48,7 @@ def save_folder(
     group: Any = None,
     waits: Waits | None = None,
     *,
-    behind: Callable[..., None] | None = None,
-    streams: Streams | None = None,
+    behind: Behind | None = None,
     long_work: LongWork = SILENT,
 ) -> None:
     """Save ``state`` in the folder ``path``. Collective.
@@ -40,8 +58,7 @@ def save_folder(
         extra: what goes into ``meta.pt``; rank 0's counts.
         group: of all ranks.
         waits: for the other ranks; None: there are none.
-        behind: hands writing over to a thread; None: it is done here.
-        streams: of the engine whose values are kept until then.
+        behind: write it while training goes on; None: it is written when this returns.
         long_work: shows how far it is.
 
     Raises:
@@ -61,19 +78,31 @@ def save_folder(
         on_all("seeing its folder", lambda: _check(folder, rank))
 
         def write() -> list[Entry]:
-            with contextlib.closing(_RankFile(state, rank, folder, target)) as file:
+            with contextlib.closing(_RankFile(items_of(state, rank), rank, folder, target)) as file:
                 return file.write(long_work)
 
-        if behind is None:
+        items: list[Item] = on_all("what is copied", lambda: items_of(state, rank)) if behind is not None else []
+        why = _why_not(behind, items) if behind is not None else ""
+        whys = [why] if waits is None or behind is None else gather_objects(group, why, waits, "room for copies")
+        if any(whys) and rank == 0:
+            text = "zero.checkpoint.background: training waits for this save, because"
+            warnings.warn(f"{text} {next(filter(None, whys))}.", stacklevel=2)
+        if behind is None or any(whys):
             entries: Any = on_all("this rank's file", write)
             found = [entries] if waits is None else collect_objects(group, entries, waits, "saving a checkpoint: index")
             on_all("its index", lambda: _end(stack, folder, target, found))
             return
         # The file is open now: where another rank fails, the folder may be gone later.
-        file = on_all("keeping values", lambda: _RankFile(state, rank, folder, target, streams), undo=_RankFile.close)
+        keep = partial(_RankFile, items, rank, folder, target, behind)
+        file = on_all("copying values", keep, undo=_RankFile.close)
         rest = stack.pop_all()
         rest.callback(file.close)
-        behind(target, str(folder), file.write, partial(_end, rest, folder, target), partial(leave, rest), file.count)
+        try:
+            end = partial(_end, rest, folder, target)
+            behind.begin(target, str(folder), file.write, end, partial(leave, rest), file.count)
+        except BaseException as error:
+            leave(rest, error)
+            raise
 
 
 def _begin(stack: contextlib.ExitStack, target: Path, extra: Mapping[str, Any]) -> Part:
@@ -94,6 +123,15 @@ def _check(folder: Path, rank: int) -> None:
         )
 
 
+def _why_not(behind: Behind, items: Sequence[Item]) -> str:
+    """Why training waits for a save all the same; or nothing."""
+    wanted = slices_of(items)
+    if any(isinstance(home, FileHome) for home in wanted):
+        return "what is saved rests in files"
+    room = available_host_memory() + sum(memory.nbytes for memory in behind.spare)
+    return "there is no host memory for a copy of what is saved" if Snapshot.nbytes(wanted) > room else ""
+
+
 def _end(stack: contextlib.ExitStack, folder: Path, target: Path, found: Sequence[list[Entry]] | None) -> None:
     if found is not None:
         index = make_index((entry for entries in found for entry in entries), str(target))
@@ -105,18 +143,19 @@ class _RankFile:
     """The file of one rank, open to be written; there is none on a rank that has nothing to write.
 
     Args:
-        streams: keep the values as they are now, for a thread that writes them later.
+        behind: the values are written as they are now, and later.
     """
 
     def __init__(
-        self, state: Mapping[str, Any], rank: int, folder: Path, target: Path, streams: Streams | None = None
+        self, items: Sequence[Item], rank: int, folder: Path, target: Path, behind: Behind | None = None
     ) -> None:
         self._name, self._target = f"__{rank}_0{SUFFIX}", target
         self._file: BinaryIO | None = None
-        self._items, self._snapshot = items_of(state, rank), None
-        self.count = Count(sum(item.nbytes for item in self._items))
-        if streams is not None:
-            self._items, self._snapshot = keep(self._items, streams)
+        self._items, self._snapshot = items, None
+        self.count = Count(sum(item.nbytes for item in items))
+        if behind is not None:
+            self._items = detached(items)
+            self._snapshot = Snapshot(slices_of(items), behind.streams, behind.spare)
         try:
             with naming(target / self._name):
                 self._file = (folder / self._name).open("wb") if self._items else None

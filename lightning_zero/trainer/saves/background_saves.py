@@ -3,8 +3,9 @@
 ::
 
     main thread                                       a thread of each rank
-    save: names, small values; the folder; what is kept of each home (kept.py)
-    train                                             copies; its file, to the disk
+    save: names, small values; the folder
+    train, and wait before a step changes a shard     copies of the shards (engine/whole/snapshot.py)
+    train                                             its file, to the disk
     train                                             rank 0, when all have: the index, the name
     train                                             rank 0: last.ckpt leads there, an older one is removed
     the next step, save or end: an error, on all ranks
@@ -29,6 +30,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor
 
 from lightning_zero.checkpoint.durable import naming
 from lightning_zero.device.host_threads import set_own_threads
@@ -50,6 +52,7 @@ class BackgroundSaves:
 
     Attributes:
         may_fail: training goes on if the save that is under way fails. The same on all ranks.
+        spare: memory of the last copies, for the next ones.
     """
 
     def __reduce__(self) -> Any:
@@ -61,6 +64,7 @@ class BackgroundSaves:
         self._hurry = threading.Event()
         self._name = ""
         self._count: Count | None = None
+        self.spare: list[Tensor] = []
         self.may_fail = False
 
     @property

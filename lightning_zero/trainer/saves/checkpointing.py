@@ -28,7 +28,7 @@ from lightning_zero.checkpoint.hugging_face.export import export
 from lightning_zero.checkpoint.hugging_face.files import parse_dtype
 from lightning_zero.checkpoint.hugging_face.record import RECORD as HUGGING_FACE
 from lightning_zero.checkpoint.hugging_face.record import record_of
-from lightning_zero.checkpoint.sharded.save import save_folder
+from lightning_zero.checkpoint.sharded.save import Behind, save_folder
 from lightning_zero.comm.agreements import ApartError, gather_objects, gather_rows, together
 from lightning_zero.config import CheckpointFormat, ConfigError, ZeroConfig, parse_bytes
 from lightning_zero.device import accelerator_of
@@ -211,15 +211,16 @@ class CheckpointingStrategy(ParallelStrategy):
             raise
 
     @property
-    def begin_in_background(self) -> Callable[..., None] | None:
-        """Hands over what is left of a save, where training goes on behind it."""
+    def _behind(self) -> Behind | None:
+        """How this save goes on behind training, where it does."""
         module = self.lightning_module
         if not self.config.checkpoint.background or module is None or module._trainer is None:
             return None
         state = module.trainer.state
         if state.fn != TrainerFn.FITTING or state.status != TrainerStatus.RUNNING:
             return None
-        return partial(self._background.begin, self._waits, may_fail=self.next_may_fail)
+        begin = partial(self._background.begin, self._waits, may_fail=self.next_may_fail)
+        return Behind(begin, self.engine.comm.streams, self._background.spare)
 
     def after_writes(self, act: Callable[[], Any]) -> None:
         """Do this when all saves that were begun are on the disk; not at all if one of them fails."""
@@ -258,9 +259,7 @@ class CheckpointingStrategy(ParallelStrategy):
             return  # before any run, as Lightning does: nobody can be waited for
         path = local_path(self.broadcast(str(filepath)))
         group = dist.group.WORLD if waits is not None else None
-        begin = self.begin_in_background
-        streams = self.engine.comm.streams if begin is not None else None
-        save_folder(*divide(checkpoint), path, group, waits, behind=begin, streams=streams, long_work=self.long_work)
+        save_folder(*divide(checkpoint), path, group, waits, behind=self._behind, long_work=self.long_work)
 
     def export(self, path: Any, *, dtype: str | torch.dtype | None = None, shard_size: str | int = "5GB") -> None:
         """Write the model to a new folder as Hugging Face's ``from_pretrained`` loads it. On all ranks, each its part.

@@ -43,7 +43,7 @@ from lightning_zero.engine.whole.module_state import hollow_copy
 from lightning_zero.engine.whole.ranges import COPY, MASTER, Copies, Hollow, Range, Value, own_parts
 from lightning_zero.ranks.progress import Did
 from lightning_zero.trainer.interruptions import refuse_lonely_save
-from lightning_zero.trainer.saves.checkpoint_io import ZeroCheckpointIO, writes_files
+from lightning_zero.trainer.saves.checkpoint_io import ZeroCheckpointIO, saves_as_torch, writes_files
 
 T = TypeVar("T")
 Noting = Callable[[], contextlib.AbstractContextManager[None]]
@@ -314,21 +314,31 @@ def _replaced(state: Any, values: Mapping[int, Any]) -> Any:
 
 
 def attach(trainer: pl.Trainer) -> None:
-    """Have the trainer save by ranges; after the run too."""
-    trainer.__dict__[_SAVE] = partial(_save_by_ranges, trainer)
+    """Have the trainer save by ranges, after the run too. What the user has put in its place is called."""
+    theirs = vars(trainer).get(_SAVE)
+    if getattr(theirs, "func", None) is not _save_by_ranges:
+        trainer.__dict__[_SAVE] = partial(_save_by_ranges, trainer, theirs)
 
 
 def _save_by_ranges(
-    trainer: pl.Trainer, filepath: Any, weights_only: bool | None = None, storage_options: Any = None
+    trainer: pl.Trainer,
+    theirs: Callable[..., None] | None,
+    filepath: Any,
+    weights_only: bool | None = None,
+    storage_options: Any = None,
 ) -> None:
     strategy: Any = trainer.strategy
+    save = theirs if theirs is not None else partial(type(trainer).save_checkpoint, trainer)
+    if strategy.range_save is not None:  # theirs has called what stood here before
+        save(filepath, weights_only, storage_options)
+        return
     engine = engine_of(trainer.lightning_module) if trainer.lightning_module is not None else None
     if engine is not None:
         refuse_lonely_save(engine)  # before the first message
     strategy.wait_for_writes()
     strategy.range_save = _choose(trainer, filepath) if storage_options is None else None
     try:
-        type(trainer).save_checkpoint(trainer, filepath, weights_only, storage_options)
+        save(filepath, weights_only, storage_options)
     finally:
         strategy.range_save = None
 
@@ -345,7 +355,10 @@ def _choose(trainer: pl.Trainer, filepath: Any) -> RangeSave | None:
         return None
     path = Path(get_filesystem(filepath)._strip_protocol(str(filepath)))
     # A callback that rank 0 alone has would see no values, and the ranks would go different ways.
-    hooks = any(strategy.gather_objects(_have_hooks(trainer), "saving a checkpoint: who has hooks that see it"))
+    found = strategy.gather_objects((_have_hooks(trainer), saves_as_torch()), "saving a checkpoint: who sees it")
+    if not all(plain for _, plain in found):
+        return None
+    hooks = any(some for some, _ in found)
     strategy.hollow = hollow = Hollow(strategy.hollow)
     return RangeSave(engine, io, path, with_values=hooks, noting=strategy.noting_failure, hollow=hollow)
 
