@@ -22,12 +22,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
-import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.cloud_io import _is_local_file_protocol, get_filesystem
-from lightning.pytorch.callbacks import Callback, WeightAveraging
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -41,6 +37,7 @@ from lightning_zero.engine import Engine, engine_of
 from lightning_zero.engine.units.home import Home
 from lightning_zero.engine.whole.module_state import hollow_copy
 from lightning_zero.engine.whole.ranges import COPY, MASTER, Copies, Hollow, Range, Value, own_parts
+from lightning_zero.lightning_api import Callback, WeightAveraging, get_filesystem, is_local, is_overridden, pl
 from lightning_zero.ranks.progress import Did
 from lightning_zero.trainer.interruptions import refuse_lonely_save
 from lightning_zero.trainer.saves.checkpoint_io import ZeroCheckpointIO, saves_as_torch, writes_files
@@ -351,7 +348,7 @@ def _choose(trainer: pl.Trainer, filepath: Any) -> RangeSave | None:
     folders = strategy.config.checkpoint.name is CheckpointFormat.sharded
     if engine is None or folders or not writes_files(io):
         return None
-    if not _is_local_file_protocol(filepath):
+    if not is_local(filepath):
         return None
     path = Path(get_filesystem(filepath)._strip_protocol(str(filepath)))
     # A callback that rank 0 alone has would see no values, and the ranks would go different ways.
