@@ -161,10 +161,11 @@ def test_where_nothing_can_be_copied_training_waits_for_the_save(why: str, tmp_p
     no_room = mock.patch.object(saving, "available_host_memory", lambda: room)
     files = "files" in why
     saved: list[bool] = []
+    there = Saves(tmp_path, lambda _: saved.append((tmp_path / "behind.ckpt").exists()))
+    strategy = behind(tmp_path, offload="nvme" if files else "none")
+    of = trainer(strategy, tmp_path, max_epochs=1, callbacks=[there])
     with contextlib.nullcontext() if files else no_room, says(f"training waits for this save, because {why}"):
-        there = Saves(tmp_path, lambda _: saved.append((tmp_path / "behind.ckpt").exists()))
-        strategy = behind(tmp_path, offload="nvme" if files else "none")
-        trainer(strategy, tmp_path, max_epochs=1, callbacks=[there]).fit(seeded(Model), loader())
+        of.fit(seeded(Model), loader())
     assert saved == [True]
     assert same(*(content(tmp_path / f"{name}.ckpt") for name in ("behind", "now")))
 
