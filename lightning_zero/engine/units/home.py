@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -79,7 +79,7 @@ class Tiers:
             self.nvme.budget = nvme
 
 
-class Home(Protocol):
+class Home:
     """The place of a bucket's master_param and optimizer state.
 
     Attributes:
@@ -87,36 +87,34 @@ class Home(Protocol):
         changes: another number whenever the master may have got other values; of all homes of the process.
     """
 
-    master: Tensor
-    changes: int
+    def __init__(self, master: Tensor) -> None:
+        self.master = master
+        self.changes = next(_CHANGES)
+        self._lent: list[Future[Any]] = []
 
     def begin_open(self) -> None:
         """Start bringing the tensors into memory."""
-        ...
 
     def open(self, *, to_write: bool = False) -> None:
         """Have the tensors in memory, until the matching ``close``; ``to_write``: and nobody reads them any more."""
-        ...
+        raise NotImplementedError
 
     def copy_to(self, target: Tensor) -> None:
         """Copy the master, which is readable, into ``target`` [owned numel] of any dtype on the device."""
-        ...
+        copy_cast(self.master, target)
 
     def read_until(self, event: Any) -> None:
         """A stream reads the master until ``event`` (None: it does not): it is not written to before."""
-        ...
 
     def lend(self, reading: Future[Any]) -> None:
         """Somebody reads the tensors, which are readable, until ``reading`` is done: they are not written to before."""
-        ...
+        self._lent.append(reading)
 
     def close(self, *, changed: bool) -> None:
         """End one ``open``; the last end starts to bring the tensors to rest. ``changed``: they were written to."""
-        ...
 
     def settle(self) -> None:
         """Wait until the tensors of a closed home are at rest."""
-        ...
 
     def adopt(self, owner: object, states: Sequence[Tensor]) -> None:
         """Take ``states`` as the state tensors of ``owner``, an optimizer's runs; the home is open.
@@ -124,11 +122,9 @@ class Home(Protocol):
         They rest beside the master from now on, and replace those that ``owner`` had here. Several optimizers may step
         one master.
         """
-        ...
 
     def free(self) -> None:
         """Give the home's place back; the master is not readable any more."""
-        ...
 
 
 @contextlib.contextmanager
@@ -142,7 +138,7 @@ def opened(home: Home, *, changed: bool = False) -> Iterator[Tensor]:
         home.settle()
 
 
-class ResidentHome:
+class ResidentHome(Home):
     """Always readable, in device memory; state that an optimizer makes lies beside its parameter."""
 
     def __init__(self, master: Tensor, *, is_exposed: bool = False) -> None:
@@ -150,11 +146,8 @@ class ResidentHome:
         Args:
             is_exposed: users' code may change the master itself, without ``open``.
         """
-        self.master, self.is_exposed = master, is_exposed
-        self.changes = next(_CHANGES)
-        self._lent: list[Future[Any]] = []
-
-    def begin_open(self) -> None: ...
+        super().__init__(master)
+        self.is_exposed = is_exposed
 
     def open(self, *, to_write: bool = False) -> None:
         if to_write:
@@ -164,22 +157,6 @@ class ResidentHome:
     def _take_back(self) -> None:
         wait(self._lent)  # an error is for whoever reads
         self._lent = []
-
-    def copy_to(self, target: Tensor) -> None:
-        copy_cast(self.master, target)
-
-    def read_until(self, event: Any) -> None: ...
-
-    def lend(self, reading: Future[Any]) -> None:
-        self._lent.append(reading)
-
-    def close(self, *, changed: bool) -> None: ...
-
-    def settle(self) -> None: ...
-
-    def adopt(self, owner: object, states: Sequence[Tensor]) -> None: ...
-
-    def free(self) -> None: ...
 
 
 class HostHome(ResidentHome):
@@ -262,14 +239,13 @@ def _by_one_thread(method: _Method) -> _Method:
     return cast(_Method, locked)
 
 
-class FileHome:
+class FileHome(Home):
     """In files: tensors have memory from ``begin_open`` until the ``settle`` after ``close``."""
 
     def __init__(self, tier: NvmeTier, label: str, master: Tensor, sender: Sender | None = None) -> None:
         self._tier, self._sender = tier, sender
         self._label = label
-        self.master = master
-        self.changes = next(_CHANGES)
+        super().__init__(master)
         self._states: dict[int, list[Tensor]] = {}  # of each owner
         self._tensors: list[Tensor] = []
         self._extents: list[Any] = []
@@ -277,7 +253,6 @@ class FileHome:
         self._changed = False
         self._phase = Phase.OPEN
         self._moving: list[Future[Any]] = []  # reads or writes
-        self._lent: list[Future[Any]] = []  # writes of others
         # The worker brings a home to rest after its step is over, and the main thread may open it from then on.
         self._lock = threading.RLock()
         self._place([master])
@@ -299,13 +274,10 @@ class FileHome:
             self._enter(Phase.READING)
 
     def copy_to(self, target: Tensor) -> None:
-        if self._sender is None:
-            copy_cast(self.master, target)
+        if self._sender is None:  # memory that is not pinned has been read when its copy is queued
+            super().copy_to(target)
         else:
             self._sender.send(self.master, target)
-
-    def read_until(self, event: Any) -> None:
-        """Not needed: memory that is not pinned has been read when its copy is queued."""
 
     @_by_one_thread
     def lend(self, reading: Future[Any]) -> None:
