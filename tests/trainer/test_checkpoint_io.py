@@ -186,7 +186,7 @@ def test_no_flipped_bit_of_a_file_loads_other_values(tmp_path: Path) -> None:
     for at in [*range(table, len(data)), *generator.sample(range(table), 300)]:
         path.write_bytes(data[:at] + bytes([data[at] ^ 1 << generator.randrange(8)]) + data[at + 1 :])
         try:
-            verified_loads.verify(path, 0, lambda value: [value], lambda act: act())
+            verified_loads.verify(path, 0, lambda value, _: [value], lambda _, act: act())
             found = load(ZeroCheckpointIO(), path, None)
         except ConfigError as error:
             assert str(path) in str(error)

@@ -3,6 +3,7 @@
 ::
 
     checkpointing        the strategy's hooks for checkpoints
+    checkpoint_files     what the strategies of the Trainer and of Fabric do alike
     checkpoint_io        files, written whole or not at all
     range_saves          saves of one file by all ranks
     sharded_checkpoints  folders, written by all ranks

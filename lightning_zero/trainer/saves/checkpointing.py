@@ -22,9 +22,9 @@ from lightning_zero.checkpoint.hugging_face.export import export
 from lightning_zero.checkpoint.hugging_face.files import parse_dtype
 from lightning_zero.checkpoint.hugging_face.record import RECORD as HUGGING_FACE
 from lightning_zero.checkpoint.hugging_face.record import record_of
-from lightning_zero.checkpoint.sharded.save import Behind, save_folder
-from lightning_zero.comm.agreements import ApartError, gather_objects, gather_rows, together
-from lightning_zero.config import CheckpointFormat, ConfigError, ZeroConfig, parse_bytes
+from lightning_zero.checkpoint.sharded.save import Behind
+from lightning_zero.comm.agreements import ApartError, gather_rows
+from lightning_zero.config import CheckpointFormat, ZeroConfig, parse_bytes
 from lightning_zero.device import accelerator_of
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.engine.whole.module_state import keeping_frozen
@@ -47,6 +47,7 @@ from lightning_zero.trainer.callbacks import averaging
 from lightning_zero.trainer.interruptions import ON_ALL_RANKS, failed_on_all_ranks, refuse_lonely_save
 from lightning_zero.trainer.memory import auto_row
 from lightning_zero.trainer.saves.background_saves import BackgroundSaves
+from lightning_zero.trainer.saves.checkpoint_files import CheckpointFiles
 from lightning_zero.trainer.saves.checkpoint_fits import (
     check_frozen,
     check_model,
@@ -57,24 +58,20 @@ from lightning_zero.trainer.saves.checkpoint_fits import (
 from lightning_zero.trainer.saves.checkpoint_io import (
     after_writes,
     async_writer,
-    load,
     remove,
     wait_for_writes,
-    with_default,
     writes_files,
 )
 from lightning_zero.trainer.saves.overruled import warn_of_overruled
 from lightning_zero.trainer.saves.random_numbers import KEY as RNG_KEY
 from lightning_zero.trainer.saves.random_numbers import RandomNumbers, Saved, saved_ranks
 from lightning_zero.trainer.saves.range_saves import RangeSave
-from lightning_zero.trainer.saves.sharded_checkpoints import divide, is_folder, local_path, refuse_writer
-from lightning_zero.trainer.saves.sharded_checkpoints import read as read_folder
-from lightning_zero.trainer.saves.verified_loads import verify
+from lightning_zero.trainer.saves.sharded_checkpoints import local_path, refuse_writer
 
 T = TypeVar("T")
 
 
-class CheckpointingStrategy(pl.strategies.ParallelStrategy):
+class CheckpointingStrategy(CheckpointFiles, pl.strategies.ParallelStrategy):
     """A strategy whose module is sharded, as far as checkpoints are concerned.
 
     Attributes:
@@ -159,17 +156,6 @@ class CheckpointingStrategy(pl.strategies.ParallelStrategy):
         save = self.range_save if self.range_save is not None else self.engine
         return save.optimizer_state(optimizer)
 
-    @property
-    def checkpoint_io(self) -> CheckpointIO:
-        """The user's, else ours; an AsyncCheckpointIO without one of its own writes by ours too."""
-        self._checkpoint_io = with_default(self._checkpoint_io)
-        return self._checkpoint_io
-
-    @checkpoint_io.setter
-    def checkpoint_io(self, io: CheckpointIO | None) -> None:
-        refuse_writer(io, self.config.checkpoint)
-        self._checkpoint_io = io
-
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """On all ranks; rank 0 writes. A whole state holds the random number generators of all ranks.
 
@@ -187,13 +173,9 @@ class CheckpointingStrategy(pl.strategies.ParallelStrategy):
         if self.decision is not None:
             checkpoint[auto_row.KEY] = auto_row.record(self.decision)
         if self._saves_folders:
-            if storage_options is not None:
-                raise ConfigError(
-                    "zero/checkpoint=sharded: expected no storage_options, which only plugins use, got "
-                    f"{storage_options!r}. Leave them out, or choose zero/checkpoint=full."
-                )
-            with self.noting_failure():
-                self._save_folder(checkpoint, filepath)
+            if self._waits is not None or self.is_global_zero:  # before any run, as Lightning does: nobody waits
+                with self.noting_failure():
+                    self._write_folder(checkpoint, filepath, storage_options, behind=self._behind)
             return
         write = super().save_checkpoint
         if writes_files(self.checkpoint_io):
@@ -256,14 +238,6 @@ class CheckpointingStrategy(pl.strategies.ParallelStrategy):
             with self.noting_failure():
                 self.together("the save before this one", lambda: wait_for_writes(io, self.long_work))
 
-    def _save_folder(self, checkpoint: Mapping[str, Any], filepath: Any) -> None:
-        waits = self._waits
-        if waits is None and not self.is_global_zero:
-            return  # before any run, as Lightning does: nobody can be waited for
-        path = local_path(self.broadcast(str(filepath)))
-        group = dist.group.WORLD if waits is not None else None
-        save_folder(*divide(checkpoint), path, group, waits, behind=self._behind, long_work=self.long_work)
-
     def export(self, path: Any, *, dtype: str | torch.dtype | None = None, shard_size: str | int = "5GB") -> None:
         """Write the model to a new folder as Hugging Face's ``from_pretrained`` loads it. On all ranks, each its part.
 
@@ -294,12 +268,12 @@ class CheckpointingStrategy(pl.strategies.ParallelStrategy):
         if self._background.is_under_way:
             self.wait_for_writes()
         if (writer := async_writer(self.checkpoint_io)) is not None:  # a wrapper around it does not pass this on
-            long_work = self.long_work
 
             def finish() -> None:
-                if writer._executor is not None:
-                    long_work.wait(writer._executor.submit(lambda: None), "the last save")
-                writer.teardown()
+                try:
+                    wait_for_writes(writer, self.long_work)
+                finally:
+                    writer.teardown()
 
             self.together("the last writes of checkpoints", finish)
 
@@ -315,24 +289,10 @@ class CheckpointingStrategy(pl.strategies.ParallelStrategy):
             self.wait_for_writes()
         accelerator_of(self.root_device).release_cached()
         wanted = self.config.checkpoint.verify
-        if self.resumes_job if wanted is None else wanted:
-            verify(
-                checkpoint_path,
-                self.global_rank,
-                lambda value: self.gather_objects(value, "checksums"),
-                lambda act: self.together("reading checksums", act),
-                self.long_work,
-            )
         self._loaded_from = checkpoint_path
-
-        def read() -> dict[str, Any]:
-            if is_folder(checkpoint_path):
-                found = read_folder(checkpoint_path, weights_only, long_work=self.long_work)
-            else:
-                found = load(self.checkpoint_io, checkpoint_path, weights_only)
-            return of_lightning(found, checkpoint_path)
-
-        checkpoint = self.together("reading a checkpoint", read)
+        verified = self.resumes_job if wanted is None else wanted
+        read = self._read_checkpoint(checkpoint_path, weights_only, verified=verified)
+        checkpoint = self.together("looking at a checkpoint", lambda: of_lightning(read, checkpoint_path))
         self.saved_decision = auto_row.from_record(checkpoint.pop(auto_row.KEY, None))
         self._take_random_numbers(checkpoint.pop(RNG_KEY, None), checkpoint_path)
         return checkpoint
@@ -451,12 +411,3 @@ class CheckpointingStrategy(pl.strategies.ParallelStrategy):
     def _gather_rows(self, row: Tensor) -> Tensor | None:
         waits = self._waits
         return row[None] if waits is None else gather_rows(dist.group.WORLD, row, waits, "states of random numbers")
-
-    def gather_objects(self, value: Any, what: str) -> list[Any]:
-        waits = self._waits
-        return [value] if waits is None else gather_objects(dist.group.WORLD, value, waits, what, patient=True)
-
-    def together(self, what: str, act: Callable[[], T]) -> T:
-        """Do this on all ranks, without messages; where it fails on one, all raise, and none waits for it."""
-        waits = self._waits
-        return act() if waits is None else together(dist.group.WORLD, waits, what, act, patient=True)

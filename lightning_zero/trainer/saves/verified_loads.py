@@ -22,14 +22,14 @@ _ZIP = b"PK\x03\x04"  # how a file of torch.save begins
 def verify(
     path: Any,
     rank: int,
-    gather: Callable[[Any], list[Any]],
-    together: Callable[[Callable[[], Report]], Report],
+    gather: Callable[[Any, str], list[Any]],
+    together: Callable[[str, Callable[[], Report]], Report],
     long_work: LongWork = SILENT,
 ) -> None:
     """Check a file on all ranks; those that see the same one look at a part of it each.
 
     Args:
-        gather: an object from each rank.
+        gather: an object from each rank, for a purpose.
         together: do this on all ranks, and raise on all where it fails on one.
         long_work: shows how far it is.
 
@@ -43,11 +43,11 @@ def verify(
             "zero.checkpoint.verify, or copy the checkpoint."
         )
     name = get_filesystem(path)._strip_protocol(str(path))
-    found = gather(_identity(name))
+    found = gather(_identity(name), "checksums")
     # A node that has a copy of its own reads all of it.
     peers = [r for r, identity in enumerate(found) if identity == found[rank]]
-    report = together(lambda: _checked(name, peers.index(rank), len(peers), long_work))
-    total = sum(r.checked for r in gather(report)) // max(1, len(found) // len(peers))
+    report = together("reading checksums", lambda: _checked(name, peers.index(rank), len(peers), long_work))
+    total = sum(r.checked for r in gather(report, "checksums")) // max(1, len(found) // len(peers))
     if report.unknown:
         rank_zero_warn(
             f"{name} has no checksums for all that is in it: it is loaded as it is (zero.checkpoint.verify)."
