@@ -459,6 +459,6 @@ def test_values_that_cannot_be_kept_fail_on_all_ranks(tmp_path: Path) -> None:
         pytest.raises((MemoryError, RuntimeError), match="no memory"),
     ):
         fit(behind(tmp_path), tmp_path, seeded(Lit), max_epochs=1, callbacks=callbacks)
-    assert released
+    assert released or dist.get_rank()
     dist.barrier()
     assert not list(tmp_path.iterdir())
