@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from lightning_zero.checkpoint.archive import CHUNK_NBYTES, Record, records_of
 from lightning_zero.checkpoint.sharded.index import EXTRA, read_index
-from lightning_zero.checkpoint.sharded.slices import Slice
+from lightning_zero.checkpoint.sharded.read import Slice
 from lightning_zero.ranks.progress import SILENT, LongWork
 
 

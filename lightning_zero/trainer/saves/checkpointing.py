@@ -54,6 +54,7 @@ from lightning_zero.trainer.saves.checkpoint_fits import (
     check_states,
     may_change_optimizers,
     of_lightning,
+    warn_of_overruled,
 )
 from lightning_zero.trainer.saves.checkpoint_io import (
     after_writes,
@@ -62,7 +63,6 @@ from lightning_zero.trainer.saves.checkpoint_io import (
     wait_for_writes,
     writes_files,
 )
-from lightning_zero.trainer.saves.overruled import warn_of_overruled
 from lightning_zero.trainer.saves.random_numbers import KEY as RNG_KEY
 from lightning_zero.trainer.saves.random_numbers import RandomNumbers, Saved, saved_ranks
 from lightning_zero.trainer.saves.range_saves import RangeSave
