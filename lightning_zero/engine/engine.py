@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -20,11 +19,10 @@ from lightning_zero.engine.steps.whole_optimizer import WholeOptimizer
 from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units import capacity
 from lightning_zero.engine.units.param import disown
-from lightning_zero.engine.whole import host_copy, module_state, optimizer_state, ranges
-from lightning_zero.engine.whole.ranges import Copies, Hollow, Range, Value
+from lightning_zero.engine.whole import host_copy, state_dicts
 from lightning_zero.engine.whole.restage import Follow
 from lightning_zero.engine.whole.restage import restage as restage_to
-from lightning_zero.engine.whole.snapshot import KeptRanges
+from lightning_zero.engine.whole.values import Hollow
 from lightning_zero.optimizers.refused import check_optimizer
 
 
@@ -149,57 +147,28 @@ class Engine(Assembly):
 
         Names, buffers, extra state and the module's own overrides of ``state_dict`` are kept: the dict is made by the
         module, and its parameters are replaced by their values. Tied parameters share one tensor. With ``hollow`` these
-        have no values; :meth:`visit_ranges` has them.
+        have no values: ``whole/values.py``.
 
         Args:
             trainable_only: leave parameters out that are frozen.
         """
-        return module_state.whole_state_dict(
-            self, only_rank_0=only_rank_0, hollow=hollow, trainable_only=trainable_only
-        )
+        return state_dicts.module_state(self, only_rank_0=only_rank_0, hollow=hollow, trainable_only=trainable_only)
 
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> Any:
         """On all ranks, each with the same full ``state``: load it into the shards."""
         with host_copy.set_aside(self):
-            return module_state.load_whole(self, state, strict=strict)
+            return state_dicts.load_module(self, state, strict=strict)
 
     def optimizer_state(
         self, optimizer: Optimizer, *, only_rank_0: bool = True, hollow: Hollow | None = None
     ) -> dict[str, Any]:
         """On all ranks: ``optimizer.state_dict()`` as the plain optimizer would give it, with full tensors on the host.
-        By default empty on other ranks than 0. With ``hollow`` tensors have no values; :meth:`visit_ranges` has them.
+        By default empty on other ranks than 0. With ``hollow`` tensors have no values.
 
         Raises:
             ConfigError: ``optimizer`` does not step this engine's shards.
         """
-        return optimizer_state.whole_state(self, optimizer, only_rank_0=only_rank_0, hollow=hollow)
-
-    @outside_autograd
-    def visit_ranges(
-        self,
-        wanted: Mapping[Value, torch.dtype],
-        copies: Copies,
-        visit: Callable[[Range], object],
-        *,
-        gathered: bool = False,
-    ) -> None:
-        """Show ``visit`` the values of hollow tensors, a bucket at a time: those that this rank is to give, or all.
-
-        What :meth:`state_dict` has brought up to date must not have changed since.
-
-        Args:
-            wanted: the dtype of each.
-            copies: see :class:`Hollow`.
-            gathered: all of them, each whole: on all ranks, for the same ``wanted``, and ``visit`` must not raise.
-        """
-        found = ranges.gathered_ranges(self, wanted, copies) if gathered else ranges.own_ranges(self, wanted, copies)
-        for part in found:
-            visit(part)
-
-    @outside_autograd
-    def keep_ranges(self, wanted: Mapping[Value, torch.dtype], copies: Copies) -> KeptRanges:
-        """As :meth:`visit_ranges`, for a thread that asks for the values later, while training goes on."""
-        return KeptRanges(self, wanted, copies)
+        return state_dicts.optimizer_state(self, optimizer, only_rank_0=only_rank_0, hollow=hollow)
 
     def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         """On all ranks, each with the same full ``state``, as a plain optimizer's ``state_dict()`` gives it: each rank
@@ -208,7 +177,7 @@ class Engine(Assembly):
         Raises:
             ConfigError: the param groups or shapes differ from the optimizer's.
         """
-        optimizer_state.load_whole(self, optimizer, state)
+        state_dicts.load_optimizer(self, optimizer, state)
 
     def check_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any], what: str) -> None:
         """Refuse what :meth:`load_optimizer_state` would refuse, before anything is loaded.
@@ -219,7 +188,7 @@ class Engine(Assembly):
         Raises:
             ConfigError: the kinds of the optimizers, the param groups or shapes differ.
         """
-        optimizer_state.check_whole(self, optimizer, state, what)
+        state_dicts.check_optimizer(self, optimizer, state, what)
 
     # -- passes: the engine is told where steps and backwards are (passes/passes.py) -----------------------------------
 

@@ -24,8 +24,7 @@ from lightning_zero.checkpoint.sharded.save import ShardedSaver
 from lightning_zero.comm.agreements import gather_objects, together
 from lightning_zero.config import CheckpointFormat, ConfigError, ZeroConfig
 from lightning_zero.engine import Engine
-from lightning_zero.engine.whole.module_state import keeping_frozen
-from lightning_zero.engine.whole.sharded_state import sharded_optimizer_state, sharded_state_dict
+from lightning_zero.engine.whole.state_dicts import keeping_frozen, sharded_optimizer_state, sharded_state_dict
 from lightning_zero.fabric.module import ZeroModule
 from lightning_zero.ranks.progress import LongWork
 from lightning_zero.ranks.waits import Waits

@@ -17,7 +17,8 @@ from torch import nn
 
 import lightning_zero
 from lightning_zero.engine.whole import norms
-from lightning_zero.engine.whole.ranges import Hollow
+from lightning_zero.engine.whole.snapshot import KeptRanges
+from lightning_zero.engine.whole.values import Hollow
 from tests.device.simulate import MIXED, Case, Found, Step, loss_of, train_step
 
 Trained = Callable[..., Found]
@@ -224,7 +225,7 @@ def _is_saved(engine: Any, model: nn.Module, optimizer: Any, order: list[str]) -
     hollow = Hollow()
     engine.state_dict(hollow=hollow)
     engine.optimizer_state(optimizer, hollow=hollow)
-    kept = engine.keep_ranges({value: tensor.dtype for value, tensor in hollow.made}, {})
+    kept = KeptRanges(engine, {value: tensor.dtype for value, tensor in hollow.made}, {})
 
     def read() -> None:
         for part in kept:

@@ -11,7 +11,7 @@ fragments then differ in step count from their neighbours, and the run is cut th
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -44,6 +44,7 @@ from lightning_zero.optimizers.known import (
 )
 from lightning_zero.optimizers.low_bits import NarrowStep, PieceMemory, formats_of
 from lightning_zero.optimizers.slices import check_declared
+from lightning_zero.optimizers.state_trees import Leaf
 from lightning_zero.planning.buckets import BucketPlan
 from lightning_zero.planning.placement import StageRow, Tier
 from lightning_zero.ranks.progress import SILENT, LongWork
@@ -156,17 +157,24 @@ class ShardedOptimizer:
             state = list(self.optimizer.state.get(run.tensor, {}).items())
             yield from (value for name, value in state if is_elementwise(name, value, run.tensor))
 
-    def entries(self, bucket: Bucket) -> dict[int, dict[str, Any]]:
-        """By slot, the state of a bucket that this rank has: a dtype stands for a sliced value (a
-        :class:`~lightning_zero.engine.steps.owned.Leaf` for one of a whole tensor), plain values for themselves.
+    def entries(self, bucket: Bucket, *, once: bool = False) -> dict[int, dict[str, Any]]:
+        """By slot, the state of a bucket that this rank saves, with a :class:`Leaf` for each tensor.
+
+        What there is once for a parameter (a step count) is that of the rank of its first element.
+
+        Args:
+            once: state of empty parameters is that of the first rank; else of all ranks that know of it.
         """
         found: dict[int, dict[str, Any]] = {}
         for fragment, state in self.runs.fragment_states(bucket):
+            info, part = bucket.params[fragment.index], fragment.within(bucket.own_shard_of_owned)
+            if part is None and (info.numel or (once and bucket.comm.shard_rank)):
+                continue
             entry = found.setdefault(fragment.index, {})
             for name, value in state.items():
                 if isinstance(value, Sliced):
-                    entry[name] = value.dtype
-                else:
+                    entry[name] = Leaf(name, tuple(info.shape), info.strides, value.dtype)
+                elif part is None or not part[0]:
                     entry[name] = value.cpu() if isinstance(value, Tensor) else value
         return found
 
@@ -178,6 +186,27 @@ class ShardedOptimizer:
                 for name, value in state.items():
                     if isinstance(value, Sliced) and value.numel:
                         yield fragment.index, name, start, value.part(low, high - low)
+
+    def gathered(self, bucket: Bucket, slots: Mapping[int, Sequence[Leaf]]) -> Iterator[tuple[int, Leaf, Tensor]]:
+        """Slot, leaf and whole values of a bucket's state, on the device, one after the other. Collective.
+
+        Args:
+            slots: the leaves of each slot that are wanted; the same on all ranks.
+        """
+        own: dict[str, list[tuple[int, Sliced]]] = {}
+        with opened(bucket.home):
+            for fragment, state in self.runs.fragment_states(bucket):
+                for name, value in state.items():
+                    if isinstance(value, Sliced) and value.numel:
+                        own.setdefault(name, []).append((fragment.start, value))
+            dtypes = {leaf.name: leaf.dtype for leaves in slots.values() for leaf in leaves}
+            for name in sorted(dtypes):  # also where this rank has nothing of it
+                parts = ((start, value.tensor) for start, value in own.get(name, ()))
+                full = bucket.gathered(parts, dtypes[name], "optimizer state")
+                for slot, leaves in slots.items():
+                    for leaf in leaves:
+                        if leaf.name == name:
+                            yield slot, leaf, bucket.part_of(full, bucket.params[slot])
 
     def planned_state(self, bucket: Bucket) -> Iterator[int]:
         """Bytes of each tensor of state of a bucket that this rank has, where steps have been made."""

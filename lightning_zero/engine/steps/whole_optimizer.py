@@ -24,13 +24,15 @@ from lightning_zero.device import recording
 from lightning_zero.engine.steps.around import AroundStep
 from lightning_zero.engine.steps.interception import Stepping
 from lightning_zero.engine.steps.optimizer import ShardedOptimizer
-from lightning_zero.engine.steps.owned import Owned, WholeEntry, WholeTensor
+from lightning_zero.engine.steps.owned import Owned, WholeTensor
 from lightning_zero.engine.steps.runs import ParamStates, Runs
 from lightning_zero.engine.steps.windows import Window, traveller_of
 from lightning_zero.engine.torch_modes import without_autocast
 from lightning_zero.engine.units.bucket import Bucket
+from lightning_zero.engine.units.home import opened
 from lightning_zero.engine.units.kept import Sliced
 from lightning_zero.optimizers.probe import probe
+from lightning_zero.optimizers.state_trees import Leaf
 from lightning_zero.optimizers.trial import step_of
 from lightning_zero.optimizers.windowed import Outcome, StepInParts, keep
 from lightning_zero.planning.buckets import BucketPlan
@@ -181,11 +183,25 @@ class WholeOptimizer(ShardedOptimizer):
     def state_tensors(self, bucket: Bucket) -> Iterator[Tensor]:
         return (leaf for _, _, leaf in self.owned.leaves(bucket))
 
-    def entries(self, bucket: Bucket) -> dict[int, WholeEntry]:
+    def entries(self, bucket: Bucket, *, once: bool = False) -> dict[int, dict[str, Any]]:
         return self.owned.entries(bucket)
 
     def parts(self, bucket: Bucket) -> Iterator[tuple[int, str, int, Sliced]]:
         return ((tensor.info.slot, name, 0, values) for tensor, name, _, values in self.owned.parts(bucket))
+
+    def gathered(self, bucket: Bucket, slots: Mapping[int, Sequence[Leaf]]) -> Iterator[tuple[int, Leaf, Tensor]]:
+        with opened(bucket.home):
+            own = {(tensor.info.slot, name): value for tensor, name, value in self.owned.leaves(bucket)}
+            for slot, leaves in sorted(slots.items()):
+                if (tensor := self.owned.tensors.get((bucket, slot))) is None:
+                    continue
+                for leaf in leaves:
+                    values = torch.empty_strided(leaf.shape, leaf.strides, dtype=leaf.dtype, device=bucket.comm.device)
+                    if tensor.is_here:
+                        values.copy_(own[slot, leaf.name])
+                    if tensor.travels:  # from the owner, of several replicas that of the first
+                        bucket.comm.broadcast(values, bucket.comm.topology.shard_groups[0][tensor.owner])
+                    yield slot, leaf, values
 
     def planned_state(self, bucket: Bucket) -> Iterator[int]:
         if self.owned.has_stepped(bucket):

@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -398,13 +398,22 @@ class Bucket:
         self._make_views()
 
     def full_master(self) -> Tensor:
-        """Gather the masters of the whole bucket: a new tensor [layout.numel] on the device. Blocking, on all ranks."""
-        low, high = self.owned_range
+        """Gather the masters of the whole bucket: a new tensor [layout.numel] on the device. Blocking, collective."""
         with opened(self.home) as master:
-            full = torch.empty(self.layout.numel, dtype=master.dtype, device=self.comm.device)
-            full[low:high].copy_(master)
+            return self.gathered([(0, master)], master.dtype, "values")
+
+    def gathered(self, own: Iterable[tuple[int, Tensor]], dtype: torch.dtype, what: str) -> Tensor:
+        """Gather values of the whole bucket: a new tensor [layout.numel] on the device. Blocking, collective.
+
+        Args:
+            own: the parts that this rank has, each with its start in the owned range; what no rank has is zero.
+        """
+        low, _ = self.owned_range
+        full = torch.zeros(self.layout.numel, dtype=dtype, device=self.comm.device)
+        for start, values in own:
+            full[low + start : low + start + values.numel()].copy_(values)
         if self.plan.shards_master:
-            self.comm.all_gather(full, f"{self.label} (values)").wait()
+            self.comm.all_gather(full, f"{self.label} ({what})").wait()
         return full
 
     def show(self, gathered: bool) -> None:

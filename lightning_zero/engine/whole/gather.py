@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
-import torch
 from torch import Tensor, nn
 
 from lightning_zero.engine.assembly import Assembly
@@ -15,6 +14,7 @@ from lightning_zero.engine.units.home import opened
 from lightning_zero.engine.units.param import values_changed
 from lightning_zero.engine.units.unit import State
 from lightning_zero.engine.whole.host_copy import set_aside
+from lightning_zero.engine.whole.state_dicts import take_writes_over
 from lightning_zero.optimizers.state_trees import same_bits
 
 
@@ -76,9 +76,7 @@ def _show(
 ) -> None:
     """Show ``buckets``, and note in ``shown`` what each of them shows: full masters, and full gradients if wanted."""
     # Masters are read below: steps must be over, and what users wrote to the copies must be in them, agreed on.
-    engine.settle()
-    engine.writes.take_all_over()
-    engine.writes.confirm_if_any()
+    take_writes_over(engine)
     engine.forget_zeroed()
     if grads:
         engine.check_reduced(info.param for bucket in buckets for info in bucket.params)
@@ -143,9 +141,4 @@ def full_reduced_grad(bucket: Bucket) -> Tensor | None:
     """On all ranks: the reduced gradient of a whole bucket [layout.numel], a new tensor; None where there is none."""
     if bucket.grad is None:
         return None
-    low, high = bucket.owned_range
-    full = torch.zeros(bucket.layout.numel, dtype=bucket.grad.dtype, device=bucket.comm.device)
-    full[low:high].copy_(bucket.grad)  # which may rest on the host
-    if bucket.plan.shards_master:
-        bucket.comm.all_gather(full, f"{bucket.label} (gradients)").wait()
-    return full
+    return bucket.gathered([(0, bucket.grad)], bucket.grad.dtype, "gradients")

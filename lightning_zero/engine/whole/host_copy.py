@@ -32,7 +32,7 @@ from lightning_zero.engine.units.bucket import Bucket, Place
 from lightning_zero.engine.units.home import opened
 from lightning_zero.engine.units.param import ParamInfo
 from lightning_zero.engine.units.unit import State
-from lightning_zero.engine.whole.module_state import write_param
+from lightning_zero.engine.whole.state_dicts import take_writes_over, write_param
 from lightning_zero.optimizers.state_trees import same_bits
 from lightning_zero.planning.layout import round_up
 from lightning_zero.planning.whole import COPY_ALIGN, copy_nbytes, no_room_for, on_the_way_nbytes
@@ -126,9 +126,7 @@ def show_whole(engine: Assembly) -> bool:
         return True
     if engine.config.after_fit is AfterFit.sharded or engine.shown or engine.comm.device.type == "meta":
         return False
-    engine.settle()
-    engine.writes.take_all_over()
-    engine.writes.confirm_if_any()
+    take_writes_over(engine)
     known = copy is not None and copy.still_equals(engine)
     table = engine.comm.meet((machine(), available_host_memory(), known), "making the module whole", patient=True)
     if not all(row[2] for row in table):

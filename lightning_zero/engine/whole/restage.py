@@ -13,18 +13,16 @@ is cut or gathered. Of one bucket the old and the new are there together, and of
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from lightning_zero.comm.share import Share, share_of_machine
 from lightning_zero.config import ConfigError, Offload, ZeroConfig
 from lightning_zero.engine.assembly import LIVE, Assembly
-from lightning_zero.engine.steps.optimizer import ShardedOptimizer
 from lightning_zero.engine.steps.runs import ParamStates
 from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units.bucket import Bucket
@@ -32,9 +30,8 @@ from lightning_zero.engine.units.capacity import Held, change_tiers
 from lightning_zero.engine.units.describe import BucketGroup, UnitGroup, refuse_cuda_graphs, stays_whole
 from lightning_zero.engine.units.home import Tiers, opened
 from lightning_zero.engine.units.worker import default_threads
-from lightning_zero.engine.whole.optimizer_state import Entry, full_states_of
-from lightning_zero.engine.whole.owned_state import all_who_have_what, full_entries
-from lightning_zero.engine.whole.ranges import full_state
+from lightning_zero.engine.whole.state_dicts import take_writes_over
+from lightning_zero.engine.whole.values import Entries, all_entries, full_entries
 from lightning_zero.optimizers.known import count_states
 from lightning_zero.planning.buckets import BucketPlan
 from lightning_zero.planning.placement import STAGES
@@ -59,7 +56,7 @@ class Move:
         On all ranks: where a whole bucket is to be owned it is gathered.
         """
         if self.bucket.plan.shards_master:
-            values = full_state(self.bucket, values.dtype, [(0, values.numel(), values)])
+            values = self.bucket.gathered([(0, values)], values.dtype, "optimizer state")
         return values[slice(*self.plan.owned_range(self.bucket.comm.shard_rank))]
 
 
@@ -88,15 +85,13 @@ def restage(engine: Assembly, config: ZeroConfig, follow: Sequence[Follow] = ())
         sharded.check_row(STAGES[config.stage.name])
     passes, comm = engine.passes, engine.comm
     passes.leave()
-    engine.settle()
-    engine.writes.take_all_over()
-    engine.writes.confirm_if_any()
+    take_writes_over(engine)
     engine.forget_zeroed()
     _agree_on_grads(engine)
     comm.together("restaging: the model", partial(refuse_cuda_graphs, engine.module, config))
     share = share_of_machine(comm) if config.offload.name is not Offload.none else Share()
     tiers, plans = _make_tiers(engine, config, share)
-    known = [all_who_have_what(engine, sharded) for sharded in engine.optimizers]
+    known = [all_entries(engine, sharded) for sharded in engine.optimizers]
     comm.streams.accelerator.synchronize()  # what rests may still be read
     comm.streams.let_go()
     before = engine.tiers
@@ -228,7 +223,7 @@ def _make_tiers(engine: Assembly, config: ZeroConfig, share: Share) -> tuple[Tie
 def _move_all(
     engine: Assembly,
     plans: Sequence[BucketPlan],
-    known: Sequence[dict[int, dict[int, Entry]]],
+    known: Sequence[Entries],
     follow: Sequence[Follow],
 ) -> None:
     number = 0
@@ -246,7 +241,7 @@ def _move_all(
     engine.comm.place = "between passes"
 
 
-def _move(engine: Assembly, move: Move, known: Sequence[dict[int, Entry]]) -> None:
+def _move(engine: Assembly, move: Move, known: Sequence[Mapping[int, dict[str, Any]]]) -> None:
     """
     Args:
         known: of each optimizer, who has what of the bucket's state.
@@ -261,7 +256,9 @@ def _move(engine: Assembly, move: Move, known: Sequence[dict[int, Entry]]) -> No
         states: list[ParamStates] = [{} for _ in known]
         if not keeps_home:
             values = move.of(master)
-            states = [_states(bucket, s, slots) for s, slots in zip(engine.optimizers, known, strict=True)]
+            for number, (sharded, entries) in enumerate(zip(engine.optimizers, known, strict=True)):
+                full = full_entries(bucket, sharded, entries, lambda values: values)
+                states[number] = {(bucket, slot): entry for slot, entry in full.items()}
         if not keeps_grad and bucket.grad is not None:
             grad = move.of(bucket.grad)
 
@@ -276,19 +273,3 @@ def _move(engine: Assembly, move: Move, known: Sequence[dict[int, Entry]]) -> No
     if not keeps_home:
         comm.streams.accelerator.synchronize()
         home.free()
-
-
-def _states(bucket: Bucket, sharded: ShardedOptimizer, slots: dict[int, Entry]) -> ParamStates:
-    """State of a bucket's parameters, with full tensors. On all ranks."""
-    if sharded.owned is not None:
-        found = full_entries(bucket, sharded.owned, slots, lambda values: values)
-    else:
-        full = full_states_of(bucket, sharded, slots)
-        found = {
-            slot: {
-                name: bucket.part_of(full[name], bucket.params[slot]) if isinstance(value, torch.dtype) else value
-                for name, value in entry.items()
-            }
-            for slot, entry in slots.items()
-        }
-    return {(bucket, slot): entry for slot, entry in found.items()}

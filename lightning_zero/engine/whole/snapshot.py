@@ -8,9 +8,10 @@ from torch import Tensor
 
 from lightning_zero.comm.streams import Streams
 from lightning_zero.engine.assembly import Assembly
+from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units.home import Home
 from lightning_zero.engine.units.kept import Kept, Sliced
-from lightning_zero.engine.whole.ranges import Copies, Range, Value, own_parts
+from lightning_zero.engine.whole.values import Copies, Part, Range, Value, own_parts
 
 PIECE_NUMEL = 1 << 22  # what is read at a time: a step may wait for that
 
@@ -49,17 +50,21 @@ class Snapshot:
 
 
 class KeptRanges:
-    """What :func:`~lightning_zero.engine.whole.ranges.own_ranges` would give now, for a thread that asks later."""
+    """What :func:`~lightning_zero.engine.whole.values.visit_ranges` would show now, for a thread that asks later."""
 
+    @outside_autograd
     def __init__(self, engine: Assembly, wanted: Container[Value], copies: Copies) -> None:
-        self._parts = list(own_parts(engine, wanted, copies))
-        parts = {home: [part.values for part in found] for home, found in self._parts}
-        self.snapshot = Snapshot(parts, engine.comm.streams)
+        self._parts: dict[Home, list[Part]] = {}
+        for part in own_parts(engine, copies):
+            if part.value in wanted and part.home is not None:
+                self._parts.setdefault(part.home, []).append(part)
+        sources = {home: [part.source for part in parts] for home, parts in self._parts.items()}
+        self.snapshot = Snapshot(sources, engine.comm.streams)
 
     def __iter__(self) -> Iterator[Range]:
-        for home, parts in self._parts:
-            for value, start, values in parts:
-                for done in range(0, values.numel, PIECE_NUMEL):
-                    piece = values.part(done, min(PIECE_NUMEL, values.numel - done))
+        for home, parts in self._parts.items():
+            for value, start, source, _ in parts:
+                for done in range(0, source.numel, PIECE_NUMEL):
+                    piece = source.part(done, min(PIECE_NUMEL, source.numel - done))
                     yield Range(value, start + done, self.snapshot.read(home, piece))
             self.snapshot.done_with(home)

@@ -33,9 +33,8 @@ from lightning_zero.comm.agreements import ApartError, gather_objects, gather_ro
 from lightning_zero.config import CheckpointFormat, ConfigError, ZeroConfig, parse_bytes
 from lightning_zero.device import accelerator_of
 from lightning_zero.engine import Engine, engine_of
-from lightning_zero.engine.whole.module_state import keeping_frozen
-from lightning_zero.engine.whole.ranges import Hollow
-from lightning_zero.engine.whole.sharded_state import sharded_optimizer_state, sharded_state_dict
+from lightning_zero.engine.whole.state_dicts import keeping_frozen, sharded_optimizer_state, sharded_state_dict
+from lightning_zero.engine.whole.values import Hollow
 from lightning_zero.ranks.peers import PeerError
 from lightning_zero.ranks.progress import LongWork
 from lightning_zero.ranks.waits import StallError, Waits

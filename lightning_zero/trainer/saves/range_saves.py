@@ -42,9 +42,9 @@ from lightning_zero.comm.agreements import broadcast_object, gather_objects, tog
 from lightning_zero.config import CheckpointFormat
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.engine.units.home import Home
-from lightning_zero.engine.whole.module_state import hollow_copy
-from lightning_zero.engine.whole.ranges import COPY, MASTER, Copies, Hollow, Range, Value, own_parts
 from lightning_zero.engine.whole.snapshot import KeptRanges
+from lightning_zero.engine.whole.state_dicts import hollow_copy
+from lightning_zero.engine.whole.values import COPY, MASTER, Copies, Hollow, Range, Value, own_parts, visit_ranges
 from lightning_zero.ranks.mailbox import Mailbox
 from lightning_zero.ranks.progress import Count, Did
 from lightning_zero.trainer.interruptions import refuse_lonely_save
@@ -181,7 +181,7 @@ class RangeSave:
         content: Any,
     ) -> None:
         def keep() -> tuple[KeptRanges, DirectFile]:
-            kept = self._engine.keep_ranges(place.dtypes, copies)
+            kept = KeptRanges(self._engine, place.dtypes, copies)
             try:
                 return kept, DirectFile(place.part)  # now: where another rank fails it may be gone later
             except BaseException:
@@ -243,7 +243,7 @@ class RangeSave:
         long_work, name = self._engine.long_work, self._path.name
         with long_work.bytes(f"saving {name}", partial(self._own_nbytes, place, copies)) as did:
             write = _telling(did, partial(write_at, fd))
-            self._engine.visit_ranges(place.dtypes, copies, partial(_write_range, write, place, done))
+            visit_ranges(self._engine, place.dtypes, copies, partial(_write_range, write, place, done))
         # By the process that has written: on a network's file system rank 0 cannot do it.
         long_work.call(partial(os.fsync, fd), f"{name}, to the disk")
         return done
@@ -251,8 +251,7 @@ class RangeSave:
     def _own_nbytes(self, place: _Place, copies: Copies) -> int:
         """What this rank is to write, in bytes."""
         sizes = {value: sum(dtype.itemsize for _, dtype in holes) for value, holes in place.holes.items()}
-        found = own_parts(self._engine, sizes, copies)
-        return sum(part.values.numel * sizes[part.value] for _, parts in found for part in parts)
+        return sum(part.source.numel * sizes.get(part.value, 0) for part in own_parts(self._engine, copies))
 
     def _write_all(self, fd: int | None, place: _Place, copies: Copies) -> list[Piece]:
         """As rank 0, to which all others send their ranges. An error waits until no rank waits for this one."""
@@ -272,7 +271,7 @@ class RangeSave:
                     except Exception as error:
                         errors.append(error)
 
-            self._engine.visit_ranges(place.dtypes, copies, visit, gathered=True)
+            visit_ranges(self._engine, place.dtypes, copies, visit, gathered=True)
         self._together("writing a checkpoint", partial(_raise_first, errors))
         return done
 
