@@ -191,7 +191,7 @@ def optimizer_state(
                 bucket,
                 sharded,
                 known.get(number, {}),
-                lambda value: value.to("cpu", copy=True) if wanted else value[:0],
+                lambda value: value.to("cpu", copy=True) if wanted else None,
             )
             states |= {(number, slot): entry for slot, entry in full.items()}
     elif wanted:

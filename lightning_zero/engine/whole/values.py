@@ -181,7 +181,7 @@ def _flat(tensor: Tensor) -> Tensor:
 
 
 def full_entries(
-    bucket: Bucket, sharded: ShardedOptimizer, entries: Mapping[int, Any], keep: Callable[[Tensor], Tensor]
+    bucket: Bucket, sharded: ShardedOptimizer, entries: Mapping[int, Any], keep: Callable[[Tensor], Any]
 ) -> dict[int, Any]:
     """By slot, state of a bucket with whole tensors. Collective.
 
