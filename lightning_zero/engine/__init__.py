@@ -39,7 +39,7 @@ from lightning_zero.device.cuda import default_device, with_index
 from lightning_zero.engine.engine import Engine, engine_of, engines
 from lightning_zero.engine.vertical.loss import chunked_loss
 from lightning_zero.engine.whole import norms
-from lightning_zero.engine.whole.gather import show_full
+from lightning_zero.engine.whole.shown import show_full
 from lightning_zero.ranks.progress import LongWork
 
 __all__ = ["Engine", "chunked_loss", "clip_grad_norm_", "engine_of", "engines", "gather", "grad_norm", "shard"]

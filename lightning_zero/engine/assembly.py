@@ -107,7 +107,7 @@ class Assembly:
         self._group = group
         self.tiers = Tiers()
         self._closing: Any = None  # what closes the tiers
-        self.host_copy: Any = None  # of whole/host_copy.py
+        self.host_copy: Any = None  # of whole/shown.py
         first = group is None or dist.get_rank(group) == 0
         self.long_work = long_work if long_work is not None else LongWork(first and config.summary)
         share = self._shard(module, group, device, node, sources, has_values)

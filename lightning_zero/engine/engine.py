@@ -19,7 +19,7 @@ from lightning_zero.engine.steps.whole_optimizer import WholeOptimizer
 from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units import capacity
 from lightning_zero.engine.units.param import disown
-from lightning_zero.engine.whole import host_copy, state_dicts
+from lightning_zero.engine.whole import shown, state_dicts
 from lightning_zero.engine.whole.restage import Follow
 from lightning_zero.engine.whole.restage import restage as restage_to
 from lightning_zero.engine.whole.values import Hollow
@@ -66,7 +66,7 @@ class Engine(Assembly):
         Raises:
             RuntimeError: ranks have written different values to parameters since the last backward.
         """
-        self.hide_whole(keep=False)
+        shown.hide_whole(self, keep=False)
         self.timeline.close()
         # What was written before an exception may differ, and is nobody's concern any more.
         confirms = not self.passes.aborted
@@ -80,7 +80,8 @@ class Engine(Assembly):
         for undo in self._undo:
             undo()
         for bucket in self.buckets:
-            bucket.show_plain(bucket.full_master())
+            full = bucket.full_master()
+            bucket.show_plain(bucket.part_of(full, info) for info in bucket.params)
             for info in bucket.params:
                 # A copy: as a view each parameter would keep the memory of its whole bucket, and torch.save would write
                 # it.
@@ -112,31 +113,15 @@ class Engine(Assembly):
             Exception: while values moved. Every use of the engine raises from then on.
         """
         config = self.comm.together("restaging: its rows", lambda: with_rows(self.config, stage, offload))
-        with host_copy.set_aside(self):
+        with shown.set_aside(self):
             restage_to(self, config, follow)
 
-    # -- the module whole between runs (whole/host_copy.py) -----------------------------------------------------------
+    # -- the module whole between runs (whole/shown.py) ---------------------------------------------------------------
 
     @property
     def is_whole(self) -> bool:
         """Whether the module shows whole parameters on the host, as plain tensors, between runs."""
         return self.host_copy is not None and self.host_copy.is_shown
-
-    def show_whole(self) -> bool:
-        """See :func:`~lightning_zero.engine.whole.host_copy.show_whole`."""
-        return host_copy.show_whole(self)
-
-    def show_again(self) -> bool:
-        """See :func:`~lightning_zero.engine.whole.host_copy.show_again`."""
-        return host_copy.show_again(self)
-
-    def hide_whole(self, *, keep: bool = True) -> bool:
-        """See :func:`~lightning_zero.engine.whole.host_copy.hide_whole`."""
-        return host_copy.hide_whole(self, keep=keep)
-
-    def set_aside(self) -> contextlib.AbstractContextManager[None]:
-        """See :func:`~lightning_zero.engine.whole.host_copy.set_aside`."""
-        return host_copy.set_aside(self)
 
     # -- whole values -------------------------------------------------------------------------------------------------
 
@@ -156,7 +141,7 @@ class Engine(Assembly):
 
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> Any:
         """On all ranks, each with the same full ``state``: load it into the shards."""
-        with host_copy.set_aside(self):
+        with shown.set_aside(self):
             return state_dicts.load_module(self, state, strict=strict)
 
     def optimizer_state(
@@ -205,9 +190,9 @@ class Engine(Assembly):
     def _scope_between_runs(self, key: str, evaluation: bool) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             if evaluation:
-                stack.enter_context(self.set_aside())
+                stack.enter_context(shown.set_aside(self))
             else:
-                self.hide_whole()  # a backward follows the scope
+                shown.hide_whole(self)  # a backward follows the scope
             stack.enter_context(self.passes.scope(key, evaluation=evaluation))
             yield
 

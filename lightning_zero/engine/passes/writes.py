@@ -14,7 +14,7 @@ next backward, and before values are shown or saved.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -66,7 +66,6 @@ class Writes:
         self._number = {bucket: number for number, bucket in enumerate(buckets)}
         self._handed_out: dict[Bucket, dict[int, int]] = {}  # slot -> checksum when .data was read
         self._unconfirmed: dict[_Key, _Entry] = {}
-        self.between_runs: Callable[[], None] = lambda: None  # takes over what was written to the whole module
 
     # -- noticing -------------------------------------------------------------------------------------------------
 
@@ -112,7 +111,6 @@ class Writes:
             self.forget(bucket)
 
     def take_all_over(self) -> None:
-        self.between_runs()
         for bucket in self._buckets:
             self.take_over(bucket)
 

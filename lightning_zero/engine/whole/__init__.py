@@ -2,8 +2,7 @@
 
 ::
 
-    gather           parameters show whole masters for a while
-    host_copy        the module whole between runs, in memory that the ranks of a host share
+    shown            whole parameters, inside of gather() and between runs
     values           which rank holds which part of what, for all forms in which it is saved
     state_dicts      of the module and of optimizers, out of shards and into them
     snapshot         what shards are now, for a thread that writes them later

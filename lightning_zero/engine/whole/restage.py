@@ -30,7 +30,7 @@ from lightning_zero.engine.units.capacity import Held, change_tiers
 from lightning_zero.engine.units.describe import BucketGroup, UnitGroup, refuse_cuda_graphs, stays_whole
 from lightning_zero.engine.units.home import Tiers, opened
 from lightning_zero.engine.units.worker import default_threads
-from lightning_zero.engine.whole.state_dicts import take_writes_over
+from lightning_zero.engine.whole.shown import take_writes_over
 from lightning_zero.engine.whole.values import Entries, all_entries, full_entries
 from lightning_zero.optimizers.known import count_states
 from lightning_zero.planning.buckets import BucketPlan

@@ -18,7 +18,8 @@ from lightning_zero.engine.steps.optimizer import ShardedOptimizer
 from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units.bucket import Bucket, Place
 from lightning_zero.engine.units.home import Home
-from lightning_zero.engine.units.param import ParamInfo, values_changed
+from lightning_zero.engine.units.param import ParamInfo
+from lightning_zero.engine.whole.shown import take_writes_over
 from lightning_zero.engine.whole.values import (
     COPY,
     Copies,
@@ -33,7 +34,7 @@ from lightning_zero.engine.whole.values import (
     parts_for_folder,
 )
 from lightning_zero.optimizers.state_trees import Leaf, with_leaves
-from lightning_zero.pretrained.stored import KeptTensor, StoredTensor
+from lightning_zero.pretrained.stored import KeptTensor
 
 # -- the module, out of shards ----------------------------------------------------------------------------------------
 
@@ -51,13 +52,6 @@ def module_state(
     if only_rank_0 and engine.rank != 0:
         return {}
     return _state_dict_with(engine, values, trainable_only)
-
-
-def take_writes_over(engine: Assembly) -> None:
-    """Wait for steps, and have what users wrote to copies of parameters in the masters, agreed on. Collective."""
-    engine.settle()
-    engine.writes.take_all_over()
-    engine.writes.confirm_if_any()
 
 
 def hollow_copy(
@@ -263,24 +257,13 @@ class _CopyIntoShards(TorchFunctionMode):
         if func is Tensor.copy_ and isinstance(args[0], nn.Parameter) and self.engine.owns(args[0]):
             place = self.engine.place_of(args[0])
             try:
-                write_param(place, args[1])
+                outside_autograd(place.bucket.write)(place.info, args[1])
             except OSError as error:
                 self.failed = error
                 raise
             self.did(args[0])
             return args[0]
         return func(*args, **(kwargs or {}))
-
-
-@outside_autograd
-def write_param(place: Place, value: Tensor) -> None:
-    """Set one parameter from a full value of its shape; every rank takes its own part."""
-    bucket, info = place
-    bucket.write_master(info, value.detach())
-    if not bucket.reshards and not isinstance(value, StoredTensor):  # else by the push and the gather that follow
-        assert info.gathered is not None
-        info.gathered.copy_(value.detach().reshape(info.shape))
-    values_changed([info])
 
 
 def load_module(engine: Assembly, state: Mapping[str, Any], *, strict: bool = True) -> Any:

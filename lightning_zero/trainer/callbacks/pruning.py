@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import ModelPruning
 from torch import nn
 
 from lightning_zero.engine import engine_of
-from lightning_zero.engine.whole.gather import show_full
+from lightning_zero.engine.whole.shown import show_full
 
 _WITH_VALUES = ("setup", "_run_pruning", "make_pruning_permanent")
 _SAVING = "on_save_checkpoint"

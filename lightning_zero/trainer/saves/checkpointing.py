@@ -33,6 +33,7 @@ from lightning_zero.comm.agreements import ApartError, gather_objects, gather_ro
 from lightning_zero.config import CheckpointFormat, ConfigError, ZeroConfig, parse_bytes
 from lightning_zero.device import accelerator_of
 from lightning_zero.engine import Engine, engine_of
+from lightning_zero.engine.whole.shown import hide_whole
 from lightning_zero.engine.whole.state_dicts import keeping_frozen, sharded_optimizer_state, sharded_state_dict
 from lightning_zero.engine.whole.values import Hollow
 from lightning_zero.ranks.peers import PeerError
@@ -417,7 +418,7 @@ class CheckpointingStrategy(ParallelStrategy):
     ) -> None:
         if checkpoint.get(averaging.EXCLUDES_FROZEN):
             state = keeping_frozen(engine.module, state)
-        engine.hide_whole(keep=False)  # else it would be made whole again with these values, and then begin the run
+        hide_whole(engine, keep=False)  # else it would be made whole again with these values, and then begin the run
         try:
             engine.load_state_dict(state, strict=strict)
         except OSError as error:
