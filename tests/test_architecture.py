@@ -10,10 +10,10 @@ from pathlib import Path
 from tests.structure import PACKAGE, imports_of, modules, name_of, nodes
 
 LAYERS = ["config", "planning", "device", "tiers", "ranks", "comm", "sequence", "optimizers", "pretrained"]
-LAYERS += ["timeline", "engine", "checkpoint", "trainer", "fabric", "pytorch_lightning", "app"]
+LAYERS += ["timeline", "engine", "layerwise", "checkpoint", "trainer", "fabric", "pytorch_lightning", "app"]
 DOORS = {"train", "plan", "submit", "env"}
 # Modules of the root that are no layer of their own; the rest are found by their folder.
-TOP_LEVEL = {"config": "config", "presets": "config"} | dict.fromkeys(DOORS, "app")
+TOP_LEVEL = {"config": "config", "presets": "config", "sharding": "layerwise"} | dict.fromkeys(DOORS, "app")
 USES_HYDRA = {"app.train", "app.plan", "app.submit", "app.schema", "app.overrides", "app.slurm.sweeps", "app.sweep"}
 MAX_IN_ROOT = 10
 SPEAK_LIGHTNING = {"ranks.environments", "ranks.allocation", "ranks.rendezvous"}

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lightning_zero.comm.agreements import open_waits, together
 from lightning_zero.comm.communicator import Communicator
@@ -47,7 +48,7 @@ from lightning_zero.engine.passes.passes import Passes
 from lightning_zero.engine.passes.recompute import check_blocks, recompute_blocks
 from lightning_zero.engine.passes.writes import Writes
 from lightning_zero.engine.steps.around import AroundStep
-from lightning_zero.engine.steps.optimizer import ShardedOptimizer
+from lightning_zero.engine.steps.stepper import Stepper
 from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units import capacity, describe
 from lightning_zero.engine.units.after_step import AfterStep
@@ -98,10 +99,16 @@ class Assembly:
         node: str,
         sources: Mapping[str, Tensor] | None = None,
         *,
+        make_stepper: Callable[[Any, Optimizer], Stepper],
         has_values: bool = False,
         long_work: LongWork | None = None,
     ) -> None:
+        """
+        Args:
+            make_stepper: chooses how an optimizer of this engine is to be stepped.
+        """
         self.config = config
+        self._make_stepper = make_stepper
         self.precision = config.precision.name or Precision.fp32
         self._module = weakref.ref(module)
         self._group = group
@@ -112,7 +119,7 @@ class Assembly:
         self.long_work = long_work if long_work is not None else LongWork(first and config.summary)
         share = self._shard(module, group, device, node, sources, has_values)
         self._places = {id(info.param): Place(b, info) for u in self.units for b in u.buckets for info in b.params}
-        self.optimizers: list[ShardedOptimizer] = []
+        self.optimizers: list[Stepper] = []
         self._put_together(share)
         self._compiled = CompiledModules(
             module,

@@ -10,12 +10,11 @@ from typing import Any, cast
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_zero.config import Whole, check_accumulation, with_rows
+from lightning_zero.config import check_accumulation, with_rows
 from lightning_zero.engine.assembly import LIVE, Assembly
 from lightning_zero.engine.passes.hooks import ENGINE
 from lightning_zero.engine.passes.passes import Look
-from lightning_zero.engine.steps.optimizer import ShardedOptimizer
-from lightning_zero.engine.steps.whole_optimizer import WholeOptimizer
+from lightning_zero.engine.steps.stepper import Stepper
 from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units import capacity
 from lightning_zero.engine.units.param import disown
@@ -23,7 +22,6 @@ from lightning_zero.engine.whole import shown, state_dicts
 from lightning_zero.engine.whole.restage import Follow
 from lightning_zero.engine.whole.restage import restage as restage_to
 from lightning_zero.engine.whole.values import Hollow
-from lightning_zero.optimizers.refused import check_optimizer
 
 
 def engine_of(module: nn.Module) -> Engine | None:
@@ -259,37 +257,17 @@ class Engine(Assembly):
 
     # -- optimizers ---------------------------------------------------------------------------------------------------
 
-    def add_optimizer(self, optimizer: Optimizer) -> ShardedOptimizer:
+    def add_optimizer(self, optimizer: Optimizer) -> Stepper:
         """Make ``optimizer`` step this engine's shards.
 
         Raises:
             ConfigError: it cannot step shards, or has parameters that are not ours; the same on all ranks.
         """
-        make = partial(self._make_sharded, optimizer)
-        sharded = self.comm.together("adding an optimizer", make, undo=ShardedOptimizer.release, patient=True)
+        make = partial(self._make_stepper, self, optimizer)
+        sharded = self.comm.together("adding an optimizer", make, undo=Stepper.release, patient=True)
         capacity.check_state_fits(self.comm, self.tiers, sharded.state_to_come, self.config.offload)
         self.optimizers.append(sharded)
         return sharded
-
-    def _make_sharded(self, optimizer: Optimizer) -> ShardedOptimizer:
-        settings, rounds = self.config.optimizer, self.config.precision.stochastic_rounding
-        if check_optimizer(optimizer, settings, stochastic_rounding=rounds):
-            return WholeOptimizer(
-                optimizer,
-                self.around_step,
-                self.comm,
-                {bucket: number for number, bucket in enumerate(self.buckets)},
-                window_nbytes=self.config.reduce_bucket_bytes,
-                unprobed=settings.whole is Whole.true,
-            )
-        return ShardedOptimizer(
-            optimizer,
-            self.around_step,
-            device_type=self.comm.device.type,
-            declared_elementwise=settings.elementwise,
-            stochastic_rounding=rounds,
-            state_dtype=settings.state_dtype,
-        )
 
     def drop_optimizers(self) -> None:
         for optimizer in self.optimizers:

@@ -21,12 +21,13 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from lightning_zero.config import AfterFit, ConfigError, PrecisionConfig, ZeroConfig, is_decided
-from lightning_zero.engine import Engine, engine_of, shard
+from lightning_zero.engine import Engine, engine_of
 from lightning_zero.engine.engine import engines
 from lightning_zero.engine.whole import norms
 from lightning_zero.fabric.checkpoints import Checkpoints
 from lightning_zero.fabric.module import ZeroModule
 from lightning_zero.fabric.precision import FabricPrecision
+from lightning_zero.sharding import shard
 from lightning_zero.trainer.launchers import Forking
 from lightning_zero.trainer.processes import Processes
 from lightning_zero.trainer.settings import settings_of, with_precision

@@ -14,7 +14,8 @@ from lightning_zero.checkpoint.rng import Generators
 from lightning_zero.comm.sequence import SequenceGroup, open_sequence_group
 from lightning_zero.config import ConfigError
 from lightning_zero.device import accelerator_of
-from lightning_zero.engine import Engine, chunked_loss
+from lightning_zero.engine import Engine
+from lightning_zero.layerwise.loss import chunked_loss
 from lightning_zero.planning.topology import check_sequence_parallel
 from lightning_zero.sequence import losses
 from lightning_zero.sequence.step import SequenceSteps, check_alike

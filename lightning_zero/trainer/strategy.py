@@ -20,12 +20,13 @@ from torch.nn import Module, SyncBatchNorm
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_zero.config import AfterFit, ZeroConfig, check_accumulation, for_layout, is_decided
-from lightning_zero.engine import Engine, engine_of, shard
+from lightning_zero.engine import Engine, engine_of
 from lightning_zero.engine.units.describe import TRUE_DTYPES, bucket_shapes, describe_units
 from lightning_zero.engine.whole import shown
 from lightning_zero.planning.activations import Activations
 from lightning_zero.planning.whole import copy_nbytes
 from lightning_zero.sequence.model import check_model
+from lightning_zero.sharding import shard
 from lightning_zero.trainer import compiled, processes, validations
 from lightning_zero.trainer.callbacks import averaging, finetuning, pruning, stochastic_averaging
 from lightning_zero.trainer.interruptions import Interruptions, Left

@@ -24,6 +24,7 @@ from lightning_zero.comm.share import Share, share_of_machine
 from lightning_zero.config import ConfigError, Offload, ZeroConfig
 from lightning_zero.engine.assembly import LIVE, Assembly
 from lightning_zero.engine.steps.runs import ParamStates
+from lightning_zero.engine.steps.stepper import Stepper
 from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units.bucket import Bucket
 from lightning_zero.engine.units.capacity import Held, change_tiers
@@ -32,7 +33,6 @@ from lightning_zero.engine.units.home import Tiers, opened
 from lightning_zero.engine.units.worker import default_threads
 from lightning_zero.engine.whole.shown import take_writes_over
 from lightning_zero.engine.whole.values import Entries, all_entries, full_entries
-from lightning_zero.optimizers.known import count_states
 from lightning_zero.planning.buckets import BucketPlan
 from lightning_zero.planning.placement import STAGES
 
@@ -197,24 +197,21 @@ def _make_tiers(engine: Assembly, config: ZeroConfig, share: Share) -> tuple[Tie
         )
         for unit in engine.units
     ]
-    counts = {s: count_states(s.optimizer) if s.owned is None else 0 for s in engine.optimizers}
+    counts = {sharded: sharded.states_per_element() for sharded in engine.optimizers}
     owners = {sharded: set(sharded.buckets()) for sharded in engine.optimizers}
     held = []
     for bucket in engine.buckets:
         own = [sharded for sharded in engine.optimizers if bucket in owners[sharded]]
+        now = sum(counts[sharded] for sharded in own if sharded.has_stepped(bucket))
         later = sum(counts[sharded] for sharded in own)
-        now = sum(leaf.nbytes for s in own if s.owned is not None for _, _, leaf in s.owned.leaves(bucket))
-        held.append(
-            Held(
-                bucket.plan,
-                sum(counts[s] for s in own if s.runs.has_stepped(bucket)),
-                later,
-                now,
-                lambda plan, own=own, bucket=bucket: sum(s.whole_state_under(bucket, plan) for s in own),  # type: ignore[misc]
-            )
-        )
+        whole = sum(sharded.whole_state(bucket) for sharded in own)
+        held.append(Held(bucket.plan, now, later, whole, partial(_whole_state, own, bucket)))
     taken = {other.tiers.nvme.instance for other in LIVE if other.tiers.nvme is not None}
     return change_tiers(groups, config, engine.comm, taken, share, engine.tiers, held)
+
+
+def _whole_state(own: Sequence[Stepper], bucket: Bucket, plan: BucketPlan) -> int:
+    return sum(sharded.whole_state(bucket, plan) for sharded in own)
 
 
 # -- the move ---------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_zero.config import ConfigError
 from lightning_zero.engine.assembly import Assembly
-from lightning_zero.engine.steps.optimizer import ShardedOptimizer
+from lightning_zero.engine.steps.stepper import Stepper
 from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units.bucket import Bucket, Place
 from lightning_zero.engine.units.home import Home
@@ -154,7 +154,7 @@ def _identity(tensor: Tensor) -> tuple[int, torch.Size, tuple[int, ...]]:
 # -- optimizers, out of shards ----------------------------------------------------------------------------------------
 
 
-def sharded_optimizer(engine: Assembly, optimizer: Optimizer) -> ShardedOptimizer:
+def sharded_optimizer(engine: Assembly, optimizer: Optimizer) -> Stepper:
     """What steps the shards of ``engine`` for ``optimizer``.
 
     Raises:
@@ -232,7 +232,7 @@ def _leaf_parts(parts: Mapping[Value, Sequence[Part]], value: Value, leaf: Leaf)
     return TensorParts(leaf.shape, leaf.dtype, parts.get(value._replace(name=leaf.name), ()), leaf.strides)
 
 
-def _groups(sharded: ShardedOptimizer, key_of: Callable[[Place], Any]) -> list[dict[str, Any]]:
+def _groups(sharded: Stepper, key_of: Callable[[Place], Any]) -> list[dict[str, Any]]:
     return [
         {**{k: v for k, v in group.items() if k != "params"}, "params": [key_of(place) for place in places]}
         for group, places in zip(sharded.optimizer.param_groups, sharded.places(), strict=True)
@@ -355,8 +355,8 @@ def check_optimizer(engine: Assembly, optimizer: Optimizer, state: Mapping[str, 
                 "Build the optimizer as it was when the checkpoint was saved."
             )
     for _, _, place, found in _pairs(optimizer, sharded, state, what):
-        if place is not None and found and sharded.owned is None:  # which knows what shapes its state has
-            _check_shapes(place, found, what)
+        if place is not None and found:
+            sharded.check_state(place, found, what)
 
 
 # Settings that torch has given to optimizers in later versions, or that schedulers add.
@@ -366,7 +366,7 @@ LATER = frozenset(
 
 
 def _pairs(
-    optimizer: Optimizer, sharded: ShardedOptimizer, state: Mapping[str, Any], what: str = "the checkpoint"
+    optimizer: Optimizer, sharded: Stepper, state: Mapping[str, Any], what: str = "the checkpoint"
 ) -> Iterator[tuple[dict[str, Any], Mapping[str, Any], Place | None, Mapping[str, Any] | None]]:
     """Param group, its saved one, and each of its parameters with its saved state; each group at least once."""
     for group, saved, places in zip(optimizer.param_groups, state["param_groups"], sharded.places(), strict=True):
@@ -387,12 +387,3 @@ def _matched(saved: Sequence[Any], places: Sequence[Place], what: str) -> list[t
             f"{len(missing) - 1} others). Build the optimizer as it was when the checkpoint was saved."
         )
     return [(next(fqn for fqn in place.info.fqns if fqn in names), place) for place in places]
-
-
-def _check_shapes(place: Place, state: Mapping[str, Any], what: str) -> None:
-    for name, value in state.items():
-        if isinstance(value, Tensor) and value.dim() and value.shape != place.info.shape and value.numel() != 1:
-            raise ConfigError(
-                f"{what}: its optimizer state {name!r} of {place.info.fqn} has shape {tuple(value.shape)}, "
-                f"expected {tuple(place.info.shape)}. Load a checkpoint of the same model."
-            )

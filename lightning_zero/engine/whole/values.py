@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero.engine.assembly import Assembly
-from lightning_zero.engine.steps.optimizer import ShardedOptimizer
+from lightning_zero.engine.steps.stepper import Stepper
 from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units.bucket import Bucket
 from lightning_zero.engine.units.home import Home, opened
@@ -93,18 +93,18 @@ def _of_masters(bucket: Bucket, value: Value, home: Home) -> Iterator[Part]:
             yield Part(value._replace(slot=fragment.index), start, source, home)
 
 
-def own_entries(engine: Assembly, sharded: ShardedOptimizer, *, once: bool = False) -> Entries:
+def own_entries(engine: Assembly, sharded: Stepper, *, once: bool = False) -> Entries:
     """By number of the bucket and slot: the state that this rank is to save.
 
     Args:
-        once: see :meth:`ShardedOptimizer.entries`.
+        once: see :meth:`Stepper.entries`.
     """
     buckets = engine.buckets if not engine.comm.replica else ()
     found = {number: sharded.entries(bucket, once=once) for number, bucket in enumerate(buckets)}
     return {number: entries for number, entries in found.items() if entries}
 
 
-def all_entries(engine: Assembly, sharded: ShardedOptimizer) -> Entries:
+def all_entries(engine: Assembly, sharded: Stepper) -> Entries:
     """As :func:`own_entries`, of all ranks together. Collective."""
     known: dict[int, dict[int, dict[str, Any]]] = {}
     for told in engine.comm.all_gather_objects(own_entries(engine, sharded), "optimizer state"):
@@ -181,7 +181,7 @@ def _flat(tensor: Tensor) -> Tensor:
 
 
 def full_entries(
-    bucket: Bucket, sharded: ShardedOptimizer, entries: Mapping[int, Any], keep: Callable[[Tensor], Any]
+    bucket: Bucket, sharded: Stepper, entries: Mapping[int, Any], keep: Callable[[Tensor], Any]
 ) -> dict[int, Any]:
     """By slot, state of a bucket with whole tensors. Collective.
 

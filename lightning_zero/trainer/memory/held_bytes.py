@@ -7,6 +7,7 @@ from collections import Counter
 from torch import Tensor
 
 from lightning_zero.engine.assembly import Assembly
+from lightning_zero.engine.steps.optimizer import ShardedOptimizer
 from lightning_zero.planning.buckets import RESTING, BucketPlan, Role
 from lightning_zero.planning.layout import round_up
 from lightning_zero.planning.memory import FILE_PAGE_NBYTES, Bytes, Limits, Moment, StateOfRank, States, at_rest
@@ -96,15 +97,16 @@ def plan_of(engine: Assembly) -> list[BucketPlan]:
 def state_tensors(engine: Assembly) -> States:
     """Elementwise tensors that the optimizers keep for each parameter, as far as they have stepped; or all state of
     this rank, as it follows from the owners, where some step whole tensors."""
-    if any(sharded.owned is not None for sharded in engine.optimizers):
+    sliced = [sharded for sharded in engine.optimizers if isinstance(sharded, ShardedOptimizer)]
+    if len(sliced) < len(engine.optimizers):
         tensors = tuple(
             tuple(n for s in engine.optimizers for n in s.planned_state(bucket)) for bucket in engine.buckets
         )
         return StateOfRank(tensors, max(sharded.step_peak() for sharded in engine.optimizers))
     counts = [0]
     for bucket in engine.buckets:
-        runs = sum(len(sharded.runs.of(bucket)) for sharded in engine.optimizers)
-        states = sum(1 for sharded in engine.optimizers for _ in sharded.state_tensors(bucket))
+        runs = sum(len(sharded.runs.of(bucket)) for sharded in sliced)
+        states = sum(1 for sharded in sliced for _ in sharded.state_tensors(bucket))
         counts.append(states // max(1, runs))
     return max(counts)
 

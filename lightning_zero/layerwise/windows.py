@@ -17,8 +17,8 @@ from torch import Tensor
 
 from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.reduction import Pending
-from lightning_zero.engine.steps.owned import Owned, WholeTensor
 from lightning_zero.engine.units.bucket import Bucket
+from lightning_zero.layerwise.owned import Owned, WholeTensor
 from lightning_zero.planning.owners import Piece, Route, Traveller
 
 

@@ -22,15 +22,14 @@ from lightning_zero.comm.profiling import profiled
 from lightning_zero.config import ConfigError
 from lightning_zero.device import recording
 from lightning_zero.engine.steps.around import AroundStep
-from lightning_zero.engine.steps.interception import Stepping
-from lightning_zero.engine.steps.optimizer import ShardedOptimizer
-from lightning_zero.engine.steps.owned import Owned, WholeTensor
-from lightning_zero.engine.steps.runs import ParamStates, Runs
-from lightning_zero.engine.steps.windows import Window, traveller_of
+from lightning_zero.engine.steps.runs import ParamStates
+from lightning_zero.engine.steps.stepper import Stepper
 from lightning_zero.engine.torch_modes import without_autocast
 from lightning_zero.engine.units.bucket import Bucket
 from lightning_zero.engine.units.home import opened
 from lightning_zero.engine.units.kept import Sliced
+from lightning_zero.layerwise.owned import Owned, WholeTensor
+from lightning_zero.layerwise.windows import Window, traveller_of
 from lightning_zero.optimizers.probe import probe
 from lightning_zero.optimizers.state_trees import Leaf
 from lightning_zero.optimizers.trial import step_of
@@ -58,8 +57,8 @@ _PARTIAL = (
 _FINE, _TELLS, _FAILED = range(3)  # how a step has ended on a rank
 
 
-class WholeOptimizer(ShardedOptimizer):
-    """Makes ``optimizer.step`` work on whole tensors, of which each rank steps some."""
+class WholeOptimizer(Stepper):
+    """Steps whole tensors, of which each rank has some."""
 
     def __init__(
         self,
@@ -80,36 +79,24 @@ class WholeOptimizer(ShardedOptimizer):
         Raises:
             ConfigError: it cannot be stepped so.
         """
-        self.optimizer = optimizer
-        self._around, self._comm, self._numbers = around, comm, numbers
-        self._device_type = comm.device.type
-        self._stochastic, self._known = False, False
+        super().__init__(optimizer, around)
+        self._comm, self._numbers = comm, numbers
         self._window_nbytes = window_nbytes
         self._unprobed = unprobed
         self._try()
-        self.runs = Runs(optimizer, per_fragment=True)  # none
-        self.owned: Owned = Owned(optimizer)
+        self.owned = Owned(optimizer)
         self._windows: list[list[WholeTensor]] = []
         self._arranged: list[tuple[int, int, int]] = []
         self._routes: dict[object, Route] = {}
-        self._stepping = Stepping(optimizer, self.step, intercept=False)
-        self._take_over_state()
+        self._patch()
+        self.load_param_states(self._pop_states())
 
     def release(self) -> None:
         self.owned.clear()
         super().release()
 
-    def _take_over_state(self) -> None:
-        """Move the state that the optimizer holds for parameters to the owners: of earlier steps, or of its making."""
-        states = {
-            (place.bucket, place.info.slot): self.optimizer.state.pop(place.info.param, {})
-            for places in self.places()
-            for place in places
-        }
-        self.load_param_states({key: state for key, state in states.items() if state})
-
     def load_param_states(self, states: ParamStates, long_work: LongWork = SILENT) -> None:
-        for bucket, groups in self._group_of().items():
+        for bucket, groups in self.groups().items():
             if not bucket.trainable and any((bucket, slot) in states for slot in groups):
                 bucket.make_trainable()
         self.owned.clear()
@@ -203,12 +190,17 @@ class WholeOptimizer(ShardedOptimizer):
                         bucket.comm.broadcast(values, bucket.comm.topology.shard_groups[0][tensor.owner])
                     yield slot, leaf, values
 
+    def has_stepped(self, bucket: Bucket) -> bool:
+        return self.owned.has_stepped(bucket)
+
     def planned_state(self, bucket: Bucket) -> Iterator[int]:
         if self.owned.has_stepped(bucket):
             for tensor in self.owned.here(bucket):
                 yield from self._state_nbytes(tensor)
 
-    def whole_state_under(self, bucket: Bucket, plan: BucketPlan) -> int:
+    def whole_state(self, bucket: Bucket, plan: BucketPlan | None = None) -> int:
+        if plan is None:
+            return sum(leaf.nbytes for leaf in self.state_tensors(bucket))
         return sum(
             sum(self._state_nbytes(tensor))
             for tensor in self.owned.tensors.values()
@@ -300,7 +292,7 @@ class WholeOptimizer(ShardedOptimizer):
         with (
             torch.inference_mode(False),
             torch.no_grad(),
-            without_autocast(self._device_type),
+            without_autocast(self._comm.device.type),
             profiled("step", f"{len(changed)} buckets"),
             recording.span("step", f"{len(changed)} buckets"),
         ):
