@@ -48,7 +48,7 @@ from lightning_zero.engine.passes.passes import Passes
 from lightning_zero.engine.passes.recompute import check_blocks, recompute_blocks
 from lightning_zero.engine.passes.writes import Writes
 from lightning_zero.engine.steps.around import AroundStep
-from lightning_zero.engine.steps.stepper import Stepper
+from lightning_zero.engine.steps.optimizer import Stepper
 from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units import capacity, describe
 from lightning_zero.engine.units.after_step import AfterStep

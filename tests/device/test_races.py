@@ -17,8 +17,7 @@ from torch import nn
 
 import lightning_zero
 from lightning_zero.engine.whole import norms
-from lightning_zero.engine.whole.snapshot import KeptRanges
-from lightning_zero.engine.whole.values import Hollow
+from lightning_zero.engine.whole.values import Hollow, KeptRanges
 from tests.device.simulate import MIXED, Case, Found, Step, loss_of, train_step
 
 Trained = Callable[..., Found]

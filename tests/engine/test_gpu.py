@@ -30,8 +30,7 @@ from torch import Tensor, nn
 
 import lightning_zero
 from benchmarks.gpu import trace
-from lightning_zero.engine.whole.snapshot import KeptRanges
-from lightning_zero.engine.whole.values import Hollow, Range, Value, visit_ranges
+from lightning_zero.engine.whole.values import Hollow, KeptRanges, Range, Value, visit_ranges
 from lightning_zero.planning import memory
 from lightning_zero.planning.placement import Tier
 from lightning_zero.trainer.memory.held_bytes import limits_of, plan_of

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 import lightning_zero
 from lightning_zero.config import ConfigError, StateDtype
-from lightning_zero.engine.whole.snapshot import KeptRanges
+from lightning_zero.engine.whole.values import KeptRanges
 from lightning_zero.optimizers import low_bits
 from lightning_zero.optimizers.low_bits import Format, NarrowStep, PieceMemory, Stretch, in_threads
 from lightning_zero.planning.buckets import Role

@@ -30,7 +30,7 @@ from lightning_zero.config import ConfigError, Stage
 from lightning_zero.device.accelerator import Accelerator
 from lightning_zero.engine.units import kept
 from lightning_zero.engine.units.home import ResidentHome
-from lightning_zero.engine.whole.snapshot import Snapshot
+from lightning_zero.engine.whole.values import Snapshot
 from lightning_zero.tiers.nvme import NvmeTier
 from lightning_zero.trainer.saves import background_saves
 from lightning_zero.trainer.saves.background_saves import BackgroundSaves

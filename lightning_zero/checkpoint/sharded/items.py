@@ -11,8 +11,7 @@ from torch.distributed.checkpoint import DefaultSavePlanner
 
 from lightning_zero.engine.units.home import Home
 from lightning_zero.engine.units.kept import Sliced
-from lightning_zero.engine.whole.snapshot import Snapshot
-from lightning_zero.engine.whole.values import Lone, Part, TensorParts
+from lightning_zero.engine.whole.values import Lone, Part, Snapshot, TensorParts
 from lightning_zero.planning.boxes import Box, boxes, memory_order
 from lightning_zero.pretrained.stored import StoredTensor
 

@@ -21,7 +21,7 @@ from lightning_zero.checkpoint.sharded.write import Entry, keep, write_items
 from lightning_zero.comm.agreements import broadcast_object, collect_objects, together
 from lightning_zero.comm.streams import Streams
 from lightning_zero.config import ConfigError
-from lightning_zero.engine.whole.snapshot import Snapshot
+from lightning_zero.engine.whole.values import Snapshot
 from lightning_zero.ranks.mailbox import Mailbox
 from lightning_zero.ranks.progress import SILENT, Count, LongWork
 from lightning_zero.ranks.waits import Waits

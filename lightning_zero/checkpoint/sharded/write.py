@@ -22,7 +22,7 @@ from lightning_zero.comm.streams import Streams
 from lightning_zero.engine.units.home import Home, opened
 from lightning_zero.engine.units.kept import Sliced
 from lightning_zero.engine.units.param import strides_of
-from lightning_zero.engine.whole.snapshot import Snapshot
+from lightning_zero.engine.whole.values import Snapshot
 from lightning_zero.ranks.progress import Did
 
 

@@ -42,9 +42,18 @@ from lightning_zero.comm.agreements import broadcast_object, gather_objects, tog
 from lightning_zero.config import CheckpointFormat
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.engine.units.home import Home
-from lightning_zero.engine.whole.snapshot import KeptRanges
 from lightning_zero.engine.whole.state_dicts import hollow_copy
-from lightning_zero.engine.whole.values import COPY, MASTER, Copies, Hollow, Range, Value, own_parts, visit_ranges
+from lightning_zero.engine.whole.values import (
+    COPY,
+    MASTER,
+    Copies,
+    Hollow,
+    KeptRanges,
+    Range,
+    Value,
+    own_parts,
+    visit_ranges,
+)
 from lightning_zero.ranks.mailbox import Mailbox
 from lightning_zero.ranks.progress import Count, Did
 from lightning_zero.trainer.interruptions import refuse_lonely_save
