@@ -7,16 +7,27 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.structure import PACKAGE, imports_of, modules, name_of, nodes
+from tests.structure import PACKAGE, imports_of, modules, name_of, nodes, private_names_of_lightning
 
-LAYERS = ["config", "planning", "device", "tiers", "ranks", "comm", "sequence", "optimizers", "pretrained"]
-LAYERS += ["timeline", "engine", "layerwise", "checkpoint", "trainer", "fabric", "pytorch_lightning", "app"]
+LAYERS = [
+    "config",
+    "planning",
+    "device",
+    "tiers",
+    "lightning_api",
+    "ranks",
+    "comm",
+    "sequence",
+    "optimizers",
+    "pretrained",
+]
+LAYERS += ["timeline", "engine", "layerwise", "checkpoint", "trainer", "fabric", "app"]
 DOORS = {"train", "plan", "submit", "env"}
 # Modules of the root that are no layer of their own; the rest are found by their folder.
 TOP_LEVEL = {"config": "config", "presets": "config", "sharding": "layerwise"} | dict.fromkeys(DOORS, "app")
 USES_HYDRA = {"app.train", "app.plan", "app.submit", "app.schema", "app.overrides", "app.slurm.sweeps", "app.sweep"}
 MAX_IN_ROOT = 10
-SPEAK_LIGHTNING = {"ranks.environments", "ranks.allocation", "ranks.rendezvous"}
+SPEAK_LIGHTNING = {"lightning_api", "ranks.environments", "ranks.allocation", "ranks.rendezvous"}
 BELOW_LIGHTNING = LAYERS[: LAYERS.index("trainer")]
 # What the main job trains. Layers do not import it.
 MAIN_JOB = {"models", "data"}
@@ -85,7 +96,14 @@ def imports_package(path: Path, *packages: str) -> list[str]:
 def test_layers_below_the_strategy_know_no_lightning() -> None:
     for path in in_layer(*BELOW_LIGHTNING):
         if name_of(path) not in SPEAK_LIGHTNING:
-            assert not imports_package(path, "lightning", "pytorch_lightning")
+            assert not imports_package(path, "lightning", "pytorch_lightning", "lightning_zero.lightning_api")
+
+
+def test_private_names_of_lightning_are_taken_by_one_file() -> None:
+    for path in modules():
+        imported = [name for name in imports_package(path, "lightning") if name.rpartition(".")[2].startswith("_")]
+        assert not imported
+        assert not private_names_of_lightning(path) or name_of(path) == "lightning_api"
 
 
 def test_planning_knows_no_process_group() -> None:

@@ -14,7 +14,7 @@ from lightning_zero.config import check_accumulation, with_rows
 from lightning_zero.engine.assembly import LIVE, Assembly
 from lightning_zero.engine.passes.hooks import ENGINE
 from lightning_zero.engine.passes.passes import Look
-from lightning_zero.engine.steps.optimizer import Stepper
+from lightning_zero.engine.steps.stepper import Stepper
 from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units import capacity
 from lightning_zero.engine.units.param import disown

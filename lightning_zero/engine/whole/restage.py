@@ -23,14 +23,14 @@ from torch import Tensor
 from lightning_zero.comm.share import Share, share_of_machine
 from lightning_zero.config import ConfigError, Offload, ZeroConfig
 from lightning_zero.engine.assembly import LIVE, Assembly
-from lightning_zero.engine.steps.optimizer import Stepper
 from lightning_zero.engine.steps.runs import ParamStates
+from lightning_zero.engine.steps.stepper import Stepper
 from lightning_zero.engine.torch_modes import outside_autograd
+from lightning_zero.engine.units.after_step import default_threads
 from lightning_zero.engine.units.bucket import Bucket
 from lightning_zero.engine.units.capacity import Held, change_tiers
 from lightning_zero.engine.units.describe import BucketGroup, UnitGroup, refuse_cuda_graphs, stays_whole
 from lightning_zero.engine.units.home import Tiers, opened
-from lightning_zero.engine.units.worker import default_threads
 from lightning_zero.engine.whole.shown import take_writes_over
 from lightning_zero.engine.whole.values import Entries, all_entries, full_entries
 from lightning_zero.planning.buckets import BucketPlan

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lightning_zero.comm.streams import Streams
 from lightning_zero.engine.assembly import Assembly
-from lightning_zero.engine.steps.optimizer import Stepper
+from lightning_zero.engine.steps.stepper import Stepper
 from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units.bucket import Bucket
 from lightning_zero.engine.units.home import Home, opened
