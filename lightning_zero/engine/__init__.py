@@ -3,7 +3,7 @@
 Where to look::
 
     engine       what may be asked of an engine
-    assembly     its parts, and how they hang together
+    build        checks and hooks of a new one
     units        what is sharded, in which buffers, and where it rests
     passes       forward and backward: gathers, gradients, reductions
     vertical     units in chunks of the batch, all chunks before the next unit

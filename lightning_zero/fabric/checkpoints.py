@@ -21,7 +21,12 @@ from lightning_zero.checkpoint.sharded.save import ShardedSaver
 from lightning_zero.comm.agreements import gather_objects, together
 from lightning_zero.config import CheckpointFormat, ConfigError, ZeroConfig
 from lightning_zero.engine import Engine
-from lightning_zero.engine.whole.state_dicts import keeping_frozen, sharded_optimizer_state, sharded_state_dict
+from lightning_zero.engine.whole.state_dicts import (
+    check_optimizer,
+    keeping_frozen,
+    sharded_optimizer_state,
+    sharded_state_dict,
+)
 from lightning_zero.fabric.module import ZeroModule
 from lightning_zero.lightning_api import CheckpointIO, get_filesystem, is_local
 from lightning_zero.ranks.progress import LongWork
@@ -222,7 +227,7 @@ class Checkpoints:
                     check_model(module.module, self._with_frozen(module, found[key]), path, strict=strict)
             for key, optimizer in optimizers.items():
                 engine = self.engine_of_optimizer(optimizer)
-                engine.check_optimizer_state(optimizer, found[key], f"fabric.load: {path}")
+                check_optimizer(engine, optimizer, found[key], f"fabric.load: {path}")
 
         self._together("comparing a checkpoint with what it is loaded into", check)
         for key, value in found.items():

@@ -205,7 +205,7 @@ class ZeroFabricStrategy(Processes, Checkpoints, fabric.strategies.ParallelStrat
         if isinstance(module, ZeroModule):
             return [module.engine]
         found = self._engines
-        return found if len(found) == 1 else [engine for engine in found if engine.has_open_pass]
+        return found if len(found) == 1 else [engine for engine in found if engine.passes.key is not None]
 
     @property
     def _engines(self) -> list[Engine]:

@@ -115,15 +115,15 @@ def parts_of_shards(
 class GradNorms:
     """The norms of one engine's gradients, as far as they have been asked for.
 
-    Attributes:
+    Args:
         settle: waits until gradients are what users' code has left of them, before they are looked at.
     """
 
-    def __init__(self, reducer: Reducer, comm: Communicator) -> None:
+    def __init__(self, reducer: Reducer, comm: Communicator, settle: Callable[[], None]) -> None:
         self._reducer, self._comm = reducer, comm
         self._known: dict[float, dict[int, Tensor]] = {}  # norm type -> id of the parameter -> 0-d fp64
         self._bucket_of = {id(info.param): bucket for bucket in reducer.grads for info in bucket.params}
-        self.settle: Callable[[], None] = lambda: None
+        self._settle = settle
 
     def changed(self) -> None:
         """Gradients are about to change, or have changed: on all ranks alike."""
@@ -148,7 +148,7 @@ class GradNorms:
                 "Read the gradient inside `with lightning_zero.gather(module, grads=True):`."
             )
         if norm_type not in self._known:
-            self.settle()
+            self._settle()
             self._known[norm_type] = self._find(norm_type)
         found = self._known[norm_type].get(id(info.param))
         if found is None:
@@ -180,7 +180,7 @@ class GradNorms:
         places = list(places)
         refuse_whole(places)
         wanted = slots_of(places)
-        self.settle()
+        self._settle()
         self._reducer.refuse_unreduced(places)
         device = self._comm.device
         # A place for each rank, where the others add zeros, and the sum over places afterwards: the order in which a

@@ -13,16 +13,15 @@ is cut or gathered. Of one bucket the old and the new are there together, and of
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
 from lightning_zero.comm.share import Share, share_of_machine
 from lightning_zero.config import ConfigError, Offload, ZeroConfig
-from lightning_zero.engine.assembly import LIVE, Assembly
 from lightning_zero.engine.steps.runs import ParamStates
 from lightning_zero.engine.steps.stepper import Stepper
 from lightning_zero.engine.torch_modes import outside_autograd
@@ -35,6 +34,9 @@ from lightning_zero.engine.whole.shown import take_writes_over
 from lightning_zero.engine.whole.values import Entries, all_entries, full_entries
 from lightning_zero.planning.buckets import BucketPlan
 from lightning_zero.planning.placement import STAGES
+
+if TYPE_CHECKING:
+    from lightning_zero.engine.engine import Engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +74,12 @@ class _Seen(NamedTuple):
 
 
 @outside_autograd
-def restage(engine: Assembly, config: ZeroConfig, follow: Sequence[Follow] = ()) -> None:
+def restage(engine: Engine, config: ZeroConfig, follow: Sequence[Follow], instances: Collection[int]) -> None:
     """See ``Engine.restage``.
 
     Args:
         config: differs from that of ``engine`` in ``stage`` and ``offload`` only.
+        instances: of tiers in files that this process has.
         follow: is called for each bucket, before it moves. On all ranks.
     """
     if not _agree(engine, config):
@@ -90,7 +93,7 @@ def restage(engine: Assembly, config: ZeroConfig, follow: Sequence[Follow] = ())
     _agree_on_grads(engine)
     comm.together("restaging: the model", partial(refuse_cuda_graphs, engine.module, config))
     share = share_of_machine(comm) if config.offload.name is not Offload.none else Share()
-    tiers, plans = _make_tiers(engine, config, share)
+    tiers, plans = _make_tiers(engine, config, share, instances)
     known = [all_entries(engine, sharded) for sharded in engine.optimizers]
     comm.streams.accelerator.synchronize()  # what rests may still be read
     comm.streams.let_go()
@@ -127,7 +130,7 @@ def _partly_moved(error: BaseException) -> RuntimeError:
 # -- before anything has changed --------------------------------------------------------------------------------------
 
 
-def _agree(engine: Assembly, config: ZeroConfig) -> bool:
+def _agree(engine: Engine, config: ZeroConfig) -> bool:
     """Compare what all ranks bring. It changes nothing. Returns whether there is anything to change, on any rank.
 
     Raises:
@@ -147,7 +150,7 @@ def _agree(engine: Assembly, config: ZeroConfig) -> bool:
     return any(seen.changes for seen in table)
 
 
-def _agree_on_grads(engine: Assembly) -> None:
+def _agree_on_grads(engine: Engine) -> None:
     """
     Raises:
         ConfigError: on all ranks: some have gradients that others have not, which then could not be gathered.
@@ -174,7 +177,7 @@ def _say(rows: tuple[Any, ...]) -> str:
     return f"stage {stage} with offload {offload}" + (f" and budgets {budgets}" if any(budgets) else "")
 
 
-def _in_the_way(engine: Assembly) -> str | None:
+def _in_the_way(engine: Engine) -> str | None:
     """Why this rank cannot restage now."""
     if (what := engine.passes.under_way()) is not None:
         return (
@@ -189,7 +192,9 @@ def _in_the_way(engine: Assembly) -> str | None:
     return None
 
 
-def _make_tiers(engine: Assembly, config: ZeroConfig, share: Share) -> tuple[Tiers, list[BucketPlan]]:
+def _make_tiers(
+    engine: Engine, config: ZeroConfig, share: Share, instances: Collection[int]
+) -> tuple[Tiers, list[BucketPlan]]:
     groups = [
         UnitGroup(
             unit.name,
@@ -206,8 +211,7 @@ def _make_tiers(engine: Assembly, config: ZeroConfig, share: Share) -> tuple[Tie
         later = sum(counts[sharded] for sharded in own)
         whole = sum(sharded.whole_state(bucket) for sharded in own)
         held.append(Held(bucket.plan, now, later, whole, partial(_whole_state, own, bucket)))
-    taken = {other.tiers.nvme.instance for other in LIVE if other.tiers.nvme is not None}
-    return change_tiers(groups, config, engine.comm, taken, share, engine.tiers, held)
+    return change_tiers(groups, config, engine.comm, instances, share, engine.tiers, held)
 
 
 def _whole_state(own: Sequence[Stepper], bucket: Bucket, plan: BucketPlan) -> int:
@@ -218,7 +222,7 @@ def _whole_state(own: Sequence[Stepper], bucket: Bucket, plan: BucketPlan) -> in
 
 
 def _move_all(
-    engine: Assembly,
+    engine: Engine,
     plans: Sequence[BucketPlan],
     known: Sequence[Entries],
     follow: Sequence[Follow],
@@ -238,7 +242,7 @@ def _move_all(
     engine.comm.place = "between passes"
 
 
-def _move(engine: Assembly, move: Move, known: Sequence[Mapping[int, dict[str, Any]]]) -> None:
+def _move(engine: Engine, move: Move, known: Sequence[Mapping[int, dict[str, Any]]]) -> None:
     """
     Args:
         known: of each optimizer, who has what of the bucket's state.

@@ -17,17 +17,16 @@ import mmap
 import os
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from lightning_zero.config import AfterFit, ConfigError
-from lightning_zero.engine.assembly import Assembly
 from lightning_zero.engine.passes.access import checksum
 from lightning_zero.engine.passes.gradient_sentinels import GradSentinel
 from lightning_zero.engine.torch_modes import outside_autograd
-from lightning_zero.engine.units.bucket import Bucket
+from lightning_zero.engine.units.bucket import Bucket, Place
 from lightning_zero.engine.units.home import opened
 from lightning_zero.engine.units.param import ParamInfo, values_changed
 from lightning_zero.engine.units.unit import State
@@ -37,10 +36,13 @@ from lightning_zero.planning.whole import COPY_ALIGN, copy_nbytes, no_room_for, 
 from lightning_zero.ranks.peers import machine
 from lightning_zero.tiers.limits import available_host_memory
 
+if TYPE_CHECKING:
+    from lightning_zero.engine.engine import Engine
+
 CALLS = "trainer.save_checkpoint(path) saves it, and `with lightning_zero.gather(model):`, on all ranks, shows it whole"
 
 
-def take_writes_over(engine: Assembly) -> None:
+def take_writes_over(engine: Engine) -> None:
     """Wait for steps, and have what users wrote to parameters in the masters, agreed on. Collective."""
     engine.settle()
     _take_over(engine)
@@ -48,7 +50,7 @@ def take_writes_over(engine: Assembly) -> None:
     engine.writes.confirm_if_any()
 
 
-def _back_to_shards(engine: Assembly, shown: Collection[Bucket]) -> None:
+def _back_to_shards(engine: Engine, shown: Collection[Bucket]) -> None:
     """Have the parameters of ``shown`` buckets as they were before they were plain."""
     for unit in engine.units:
         for bucket in unit.buckets:
@@ -70,7 +72,7 @@ class _Full(NamedTuple):
 
 @contextlib.contextmanager
 def show_full(
-    engine: Assembly, params: Iterable[nn.Parameter], *, from_rank: int | None = None, grads: bool = False
+    engine: Engine, params: Iterable[nn.Parameter], *, from_rank: int | None = None, grads: bool = False
 ) -> Iterator[None]:
     """Let ``params``, and the others of their buckets, hold full masters inside: :func:`lightning_zero.gather`.
 
@@ -84,7 +86,7 @@ def show_full(
         yield from _shown(engine, params, from_rank, grads)
 
 
-def _shown(engine: Assembly, params: Iterable[nn.Parameter], from_rank: int | None, grads: bool) -> Iterator[None]:
+def _shown(engine: Engine, params: Iterable[nn.Parameter], from_rank: int | None, grads: bool) -> Iterator[None]:
     wanted = {engine.place_of(p).bucket for p in params}
     if (from_rank is not None or grads) and wanted & set(engine.shown):
         raise RuntimeError(
@@ -106,7 +108,7 @@ def _shown(engine: Assembly, params: Iterable[nn.Parameter], from_rank: int | No
         _hide_full(engine, shown)
 
 
-def _refuse_replaced(engine: Assembly) -> None:
+def _refuse_replaced(engine: Engine) -> None:
     """Raise where the module has got other parameter objects or other shapes: those would not be trained."""
     now = dict(engine.module.named_parameters(remove_duplicate=False))
     for bucket in engine.buckets:
@@ -121,13 +123,13 @@ def _refuse_replaced(engine: Assembly) -> None:
 
 
 @outside_autograd
-def _show_full(engine: Assembly, buckets: list[Bucket], grads: bool, shown: dict[Bucket, _Full]) -> None:
+def _show_full(engine: Engine, buckets: list[Bucket], grads: bool, shown: dict[Bucket, _Full]) -> None:
     """Show ``buckets``, and note in ``shown`` what each of them shows: full masters, and full gradients if wanted."""
     # Masters are read below: steps must be over, and what users wrote to the copies must be in them, agreed on.
     take_writes_over(engine)
     engine.forget_zeroed()
     if grads:
-        engine.check_reduced(info.param for bucket in buckets for info in bucket.params)
+        engine.reducer.refuse_unreduced(Place(bucket, info) for bucket in buckets for info in bucket.params)
     for bucket in buckets:
         full = bucket.full_master()
         full_grad = full_reduced_grad(bucket) if grads else None
@@ -173,7 +175,7 @@ def _write_back(shown: dict[Bucket, _Full], from_rank: int | None) -> None:
 
 
 @outside_autograd
-def _hide_full(engine: Assembly, shown: dict[Bucket, _Full]) -> None:
+def _hide_full(engine: Engine, shown: dict[Bucket, _Full]) -> None:
     _back_to_shards(engine, shown)
     for bucket, full in shown.items():
         if full.grad is not None:
@@ -212,7 +214,7 @@ class HostCopy:
         is_shown: the module shows it now.
     """
 
-    def __init__(self, engine: Assembly, fd: int) -> None:
+    def __init__(self, engine: Engine, fd: int) -> None:
         self.nbytes, start = _nbytes(engine), 0
         rights = mmap.PROT_READ | mmap.PROT_WRITE
         shared = mmap.mmap(fd, self.nbytes, flags=mmap.MAP_SHARED, prot=rights)
@@ -231,7 +233,7 @@ class HostCopy:
         """Take notice that the file has the values that the masters have now."""
         self._seen = [bucket.home.changes for bucket in buckets]
 
-    def still_equals(self, engine: Assembly) -> bool:
+    def still_equals(self, engine: Engine) -> bool:
         """Whether it has the values of this rank's masters. They are at rest."""
         if self._seen != [bucket.home.changes for bucket in engine.buckets]:
             return False
@@ -255,11 +257,11 @@ class HostCopy:
         return found
 
 
-def _params(engine: Assembly) -> Iterator[tuple[Bucket, ParamInfo]]:
+def _params(engine: Engine) -> Iterator[tuple[Bucket, ParamInfo]]:
     return ((bucket, info) for bucket in engine.buckets for info in bucket.params)
 
 
-def _nbytes(engine: Assembly) -> int:
+def _nbytes(engine: Engine) -> int:
     return copy_nbytes(info.numel * info.dtype.itemsize for _, info in _params(engine))
 
 
@@ -271,13 +273,13 @@ def _mapped(info: ParamInfo, memory: mmap.mmap, start: int) -> Tensor:
     return flat.view(info.dtype).as_strided(info.shape, info.strides)
 
 
-def _gathers(engine: Assembly, hosts: Sequence[str]) -> bool:
+def _gathers(engine: Engine, hosts: Sequence[str]) -> bool:
     """Whether the shards of some rank are on several hosts; else each host has all values."""
     groups = engine.comm.topology.shard_groups
     return any(len({hosts[rank] for rank in group}) > 1 for group in groups)
 
 
-def _no_room(engine: Assembly, hosts: Sequence[str], available: Sequence[int]) -> str | None:
+def _no_room(engine: Engine, hosts: Sequence[str], available: Sequence[int]) -> str | None:
     """Why some host has no room; the same on all ranks."""
     gathers = engine.comm.device.type == "cpu" and _gathers(engine, hosts)
     on_the_way = on_the_way_nbytes([bucket.plan for bucket in engine.buckets], gathers=gathers)
@@ -290,7 +292,7 @@ def _no_room(engine: Assembly, hosts: Sequence[str], available: Sequence[int]) -
     return None
 
 
-def _make(engine: Assembly, hosts: Sequence[str]) -> tuple[HostCopy | None, str]:
+def _make(engine: Engine, hosts: Sequence[str]) -> tuple[HostCopy | None, str]:
     """Map new memory of this host, which the first of its ranks makes; None on all ranks, and why, if one cannot."""
     comm = engine.comm
     leader = hosts.index(hosts[comm.rank])
@@ -324,7 +326,7 @@ def _open(pid: int, fd: int) -> int:
     return os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
 
 
-def _fill(engine: Assembly, copy: HostCopy, hosts: Sequence[str]) -> None:
+def _fill(engine: Engine, copy: HostCopy, hosts: Sequence[str]) -> None:
     """Write the masters into the file. Each rank of a host writes a part: what it holds, or else an equal share."""
     comm = engine.comm
     here = [rank for rank, host in enumerate(hosts) if host == hosts[comm.rank]]
@@ -357,13 +359,13 @@ def _write(bucket: Bucket, targets: Sequence[Tensor], values: Tensor, part: tupl
 
 
 @outside_autograd
-def show_whole(engine: Assembly) -> bool:
+def show_whole(engine: Engine) -> bool:
     """Let the module hold whole parameters on the host, if there is room. On all ranks, between runs.
 
     Returns:
         whether it does; where not, and ``zero.after_fit`` does not say so, a warning tells why.
     """
-    copy: HostCopy | None = engine.host_copy
+    copy = engine.host_copy
     if copy is not None and copy.is_shown:
         return True
     if engine.config.after_fit is AfterFit.sharded or engine.shown or engine.comm.device.type == "meta":
@@ -388,7 +390,7 @@ def show_whole(engine: Assembly) -> bool:
     return True
 
 
-def _show(engine: Assembly, copy: HostCopy) -> None:
+def _show(engine: Engine, copy: HostCopy) -> None:
     """Sends no message."""
     copy.grads = []
     values = iter(copy.params)
@@ -405,9 +407,9 @@ def _show(engine: Assembly, copy: HostCopy) -> None:
     engine.host_copy, copy.is_shown = copy, True
 
 
-def show_again(engine: Assembly) -> bool:
+def show_again(engine: Engine) -> bool:
     """Show the whole module once more, if this rank knows that it is as it was. No message: ranks may be gone."""
-    copy: HostCopy | None = engine.host_copy
+    copy = engine.host_copy
     if copy is None or copy.is_shown or engine.shown or not copy.still_equals(engine):
         return False
     _show(engine, copy)
@@ -415,13 +417,13 @@ def show_again(engine: Assembly) -> bool:
 
 
 @outside_autograd
-def _take_over(engine: Assembly) -> None:
+def _take_over(engine: Engine) -> None:
     """Take what was written to the whole module into the shards. On all ranks.
 
     Raises:
         RuntimeError: on all ranks: they have written different values, or values of another shape.
     """
-    copy: HostCopy | None = engine.host_copy
+    copy = engine.host_copy
     if copy is None or not copy.is_shown:
         return
     written = copy.written()
@@ -455,7 +457,7 @@ def _take_over(engine: Assembly) -> None:
     copy.equals_masters(engine.buckets)
 
 
-def _warn_of_dtypes(engine: Assembly, written: Sequence[ParamInfo]) -> None:
+def _warn_of_dtypes(engine: Engine, written: Sequence[ParamInfo]) -> None:
     converted = [info for info in written if info.param.dtype != info.dtype]
     if converted and engine.rank == 0:
         now, before = converted[0].param.dtype, converted[0].dtype
@@ -467,7 +469,7 @@ def _warn_of_dtypes(engine: Assembly, written: Sequence[ParamInfo]) -> None:
 
 
 @outside_autograd
-def hide_whole(engine: Assembly, *, keep: bool = True) -> bool:
+def hide_whole(engine: Engine, *, keep: bool = True) -> bool:
     """Back to shards, with what was written to the whole module in them. On all ranks. See :func:`_take_over`.
 
     Args:
@@ -476,7 +478,7 @@ def hide_whole(engine: Assembly, *, keep: bool = True) -> bool:
     Returns:
         whether the module was whole.
     """
-    copy: HostCopy | None = engine.host_copy
+    copy = engine.host_copy
     was_shown = copy is not None and copy.is_shown
     if copy is not None and was_shown:
         _take_over(engine)
@@ -486,7 +488,7 @@ def hide_whole(engine: Assembly, *, keep: bool = True) -> bool:
     return was_shown
 
 
-def _hide(engine: Assembly, copy: HostCopy) -> None:
+def _hide(engine: Engine, copy: HostCopy) -> None:
     copy.is_shown = False
     copy.put_back()
     engine.passes.hooks.idle = False
@@ -501,7 +503,7 @@ def _hide(engine: Assembly, copy: HostCopy) -> None:
 
 
 @contextlib.contextmanager
-def set_aside(engine: Assembly) -> Iterator[None]:
+def set_aside(engine: Engine) -> Iterator[None]:
     """Inside, the module is sharded. Between runs it is whole again afterwards. On all ranks."""
     was_whole = hide_whole(engine)
     try:
@@ -517,7 +519,7 @@ def set_aside(engine: Assembly) -> Iterator[None]:
 # -- between runs: room ----------------------------------------------------------------------------------------------
 
 
-def check_room(engine: Assembly) -> None:
+def check_room(engine: Engine) -> None:
     """Refuse ``zero.after_fit=whole`` at the start of a run where some host has no room for a whole copy. On all ranks.
 
     Raises:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from lightning_zero.config import ConfigError
-from lightning_zero.engine.assembly import Assembly
 from lightning_zero.engine.steps.stepper import Stepper
 from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units.bucket import Bucket, Place
@@ -36,12 +35,15 @@ from lightning_zero.engine.whole.values import (
 from lightning_zero.optimizers.state_trees import Leaf, with_leaves
 from lightning_zero.pretrained.stored import KeptTensor
 
+if TYPE_CHECKING:
+    from lightning_zero.engine.engine import Engine
+
 # -- the module, out of shards ----------------------------------------------------------------------------------------
 
 
 @outside_autograd
 def module_state(
-    engine: Assembly, *, only_rank_0: bool = True, hollow: Hollow | None = None, trainable_only: bool = False
+    engine: Engine, *, only_rank_0: bool = True, hollow: Hollow | None = None, trainable_only: bool = False
 ) -> dict[str, Any]:
     """See ``Engine.state_dict``."""
     take_writes_over(engine)
@@ -55,7 +57,7 @@ def module_state(
 
 
 def hollow_copy(
-    engine: Assembly, hollow: Hollow, homes: Sequence[Home], *, trainable_only: bool = False
+    engine: Engine, hollow: Hollow, homes: Sequence[Home], *, trainable_only: bool = False
 ) -> dict[str, Any]:
     """``module.state_dict()`` on rank 0, nothing on others, with hollow tensors for a copy of the masters.
 
@@ -74,7 +76,7 @@ def hollow_copy(
 
 @outside_autograd
 def sharded_state_dict(
-    engine: Assembly, homes: Sequence[Home] | None = None, *, trainable_only: bool = False
+    engine: Engine, homes: Sequence[Home] | None = None, *, trainable_only: bool = False
 ) -> dict[str, Any]:
     """``module.state_dict()`` with :class:`TensorParts` for parameters, in the dtypes of the masters. Collective.
 
@@ -94,14 +96,14 @@ def sharded_state_dict(
     return _state_dict_with(engine, _tensors(engine, tensor, trainable_only), trainable_only)
 
 
-def _parts_by_value(engine: Assembly, copies: Copies | None = None) -> dict[Value, list[Part]]:
+def _parts_by_value(engine: Engine, copies: Copies | None = None) -> dict[Value, list[Part]]:
     found: dict[Value, list[Part]] = {}
     for part in own_parts(engine, copies):
         found.setdefault(part.value, []).append(part)
     return found
 
 
-def _tensors(engine: Assembly, tensor: Callable[[Value, ParamInfo], Tensor], trainable_only: bool) -> dict[int, Tensor]:
+def _tensors(engine: Engine, tensor: Callable[[Value, ParamInfo], Tensor], trainable_only: bool) -> dict[int, Tensor]:
     """By ``id`` of the parameter, what stands for its value."""
     return {
         id(info.param): tensor(Value(number, info.slot), info)
@@ -111,7 +113,7 @@ def _tensors(engine: Assembly, tensor: Callable[[Value, ParamInfo], Tensor], tra
     }
 
 
-def _gathered(engine: Assembly, *, wanted: bool) -> dict[int, Tensor]:
+def _gathered(engine: Engine, *, wanted: bool) -> dict[int, Tensor]:
     """By ``id``, every parameter on the host in its checkpoint dtype; none where they are not wanted. Collective."""
     result: dict[int, Tensor] = {}
     for bucket in engine.long_work.items(engine.buckets, "gathering weights, in buckets"):
@@ -121,7 +123,7 @@ def _gathered(engine: Assembly, *, wanted: bool) -> dict[int, Tensor]:
     return result
 
 
-def _state_dict_with(engine: Assembly, values: Mapping[int, Tensor], trainable_only: bool) -> dict[str, Any]:
+def _state_dict_with(engine: Engine, values: Mapping[int, Tensor], trainable_only: bool) -> dict[str, Any]:
     """``module.state_dict()`` with ``values``, by ``id`` of the parameter, in the place of parameters."""
     with engine.placeholders_allowed():
         state = engine.module.state_dict(keep_vars=True)
@@ -154,7 +156,7 @@ def _identity(tensor: Tensor) -> tuple[int, torch.Size, tuple[int, ...]]:
 # -- optimizers, out of shards ----------------------------------------------------------------------------------------
 
 
-def sharded_optimizer(engine: Assembly, optimizer: Optimizer) -> Stepper:
+def sharded_optimizer(engine: Engine, optimizer: Optimizer) -> Stepper:
     """What steps the shards of ``engine`` for ``optimizer``.
 
     Raises:
@@ -168,7 +170,7 @@ def sharded_optimizer(engine: Assembly, optimizer: Optimizer) -> Stepper:
 
 @outside_autograd
 def optimizer_state(
-    engine: Assembly, optimizer: Optimizer, *, only_rank_0: bool = True, hollow: Hollow | None = None
+    engine: Engine, optimizer: Optimizer, *, only_rank_0: bool = True, hollow: Hollow | None = None
 ) -> dict[str, Any]:
     """See ``Engine.optimizer_state``."""
     sharded = sharded_optimizer(engine, optimizer)
@@ -210,7 +212,7 @@ def _hollow_leaf(hollow: Hollow, value: Value, leaf: Leaf) -> Tensor:
 
 
 @outside_autograd
-def sharded_optimizer_state(engine: Assembly, optimizer: Optimizer) -> dict[str, Any]:
+def sharded_optimizer_state(engine: Engine, optimizer: Optimizer) -> dict[str, Any]:
     """The state of ``optimizer`` by names of parameters, with the parts that this rank holds. Collective.
 
     Values that belong to a whole parameter, such as a step count, are :class:`Lone` ones of the rank that holds its
@@ -245,7 +247,7 @@ def _groups(sharded: Stepper, key_of: Callable[[Place], Any]) -> list[dict[str, 
 class _CopyIntoShards(TorchFunctionMode):
     """Turns ``param.copy_(value)`` of ``Module.load_state_dict`` into a write to this rank's slice."""
 
-    def __init__(self, engine: Assembly) -> None:
+    def __init__(self, engine: Engine) -> None:
         super().__init__()
         self.engine = engine
         self.failed: OSError | None = None  # what has kept a value from being read
@@ -266,7 +268,7 @@ class _CopyIntoShards(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def load_module(engine: Assembly, state: Mapping[str, Any], *, strict: bool = True) -> Any:
+def load_module(engine: Engine, state: Mapping[str, Any], *, strict: bool = True) -> Any:
     """See ``Engine.load_state_dict``."""
     own: dict[int, int] = {}
 
@@ -289,7 +291,7 @@ def load_module(engine: Assembly, state: Mapping[str, Any], *, strict: bool = Tr
         return engine.comm.together("loading a checkpoint", load, patient=True)
 
 
-def _own_nbytes(engine: Assembly) -> dict[int, int]:
+def _own_nbytes(engine: Engine) -> dict[int, int]:
     """By ``id`` of a parameter: the bytes of its masters that this rank has."""
     found: dict[int, int] = {}
     for bucket in engine.buckets:
@@ -307,7 +309,7 @@ def keeping_frozen(module: nn.Module, state: Mapping[str, Any]) -> dict[str, Any
 
 
 @contextlib.contextmanager
-def loading_into_shards(engine: Assembly) -> Iterator[_CopyIntoShards]:
+def loading_into_shards(engine: Engine) -> Iterator[_CopyIntoShards]:
     """Make ``module.load_state_dict`` write slices, inside. On all ranks, each with the same full values."""
     engine.settle()
     # Before the load: taken over later, what the user wrote earlier would replace what is loaded.
@@ -320,7 +322,7 @@ def loading_into_shards(engine: Assembly) -> Iterator[_CopyIntoShards]:
 # -- optimizers, into shards ------------------------------------------------------------------------------------------
 
 
-def load_optimizer(engine: Assembly, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+def load_optimizer(engine: Engine, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     """See ``Engine.load_optimizer_state``."""
     sharded = sharded_optimizer(engine, optimizer)
     engine.settle()
@@ -334,8 +336,15 @@ def load_optimizer(engine: Assembly, optimizer: Optimizer, state: Mapping[str, A
         sharded.load_param_states(states, engine.long_work)
 
 
-def check_optimizer(engine: Assembly, optimizer: Optimizer, state: Mapping[str, Any], what: str) -> None:
-    """See ``Engine.check_optimizer_state``."""
+def check_optimizer(engine: Engine, optimizer: Optimizer, state: Mapping[str, Any], what: str) -> None:
+    """Refuse what ``Engine.load_optimizer_state`` would refuse, before anything is loaded.
+
+    Args:
+        what: has this state, in words.
+
+    Raises:
+        ConfigError: the kinds of the optimizers, the param groups or shapes differ.
+    """
     sharded = sharded_optimizer(engine, optimizer)
     saved, own = state["param_groups"], optimizer.param_groups
     kind = type(optimizer).__name__

@@ -14,13 +14,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightning_zero.comm.streams import Streams
-from lightning_zero.engine.assembly import Assembly
 from lightning_zero.engine.steps.stepper import Stepper
 from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units.bucket import Bucket
@@ -29,6 +28,9 @@ from lightning_zero.engine.units.kept import Kept, Sliced
 from lightning_zero.engine.units.param import ParamInfo
 from lightning_zero.optimizers.state_trees import Leaf, leaves_in, with_leaves
 from lightning_zero.planning.boxes import memory_order
+
+if TYPE_CHECKING:
+    from lightning_zero.engine.engine import Engine
 
 MASTER = ""  # the name of a parameter's own values
 COPY = -1  # in the place of an optimizer: a copy of the masters, which somebody else keeps
@@ -73,7 +75,7 @@ class Range(NamedTuple):
 # -- who has what -----------------------------------------------------------------------------------------------------
 
 
-def own_parts(engine: Assembly, copies: Copies | None = None) -> Iterator[Part]:
+def own_parts(engine: Engine, copies: Copies | None = None) -> Iterator[Part]:
     """What this rank is to save, those of one home one behind the other. Sends no message, and opens no home."""
     if engine.comm.replica:  # another node has the same
         return
@@ -94,7 +96,7 @@ def _of_masters(bucket: Bucket, value: Value, home: Home) -> Iterator[Part]:
             yield Part(value._replace(slot=fragment.index), start, source, home)
 
 
-def own_entries(engine: Assembly, sharded: Stepper, *, once: bool = False) -> Entries:
+def own_entries(engine: Engine, sharded: Stepper, *, once: bool = False) -> Entries:
     """By number of the bucket and slot: the state that this rank is to save.
 
     Args:
@@ -105,7 +107,7 @@ def own_entries(engine: Assembly, sharded: Stepper, *, once: bool = False) -> En
     return {number: entries for number, entries in found.items() if entries}
 
 
-def all_entries(engine: Assembly, sharded: Stepper) -> Entries:
+def all_entries(engine: Engine, sharded: Stepper) -> Entries:
     """As :func:`own_entries`, of all ranks together. Collective."""
     known: dict[int, dict[int, dict[str, Any]]] = {}
     for told in engine.comm.all_gather_objects(own_entries(engine, sharded), "optimizer state"):
@@ -118,7 +120,7 @@ def all_entries(engine: Assembly, sharded: Stepper) -> Entries:
 # -- values -----------------------------------------------------------------------------------------------------------
 
 
-def own_ranges(engine: Assembly, wanted: Container[Value], copies: Copies) -> Iterator[Range]:
+def own_ranges(engine: Engine, wanted: Container[Value], copies: Copies) -> Iterator[Range]:
     """What this rank is to give of ``wanted``. Sends no message. What rests in files is read a bucket at a time."""
     for home, parts in itertools.groupby(own_parts(engine, copies), lambda part: part.home):
         if own := [part for part in parts if part.value in wanted]:
@@ -130,7 +132,7 @@ def own_ranges(engine: Assembly, wanted: Container[Value], copies: Copies) -> It
 
 @outside_autograd
 def visit_ranges(
-    engine: Assembly,
+    engine: Engine,
     wanted: Mapping[Value, torch.dtype],
     copies: Copies,
     visit: Callable[[Range], object],
@@ -150,7 +152,7 @@ def visit_ranges(
         visit(part)
 
 
-def gathered_ranges(engine: Assembly, wanted: Mapping[Value, torch.dtype], copies: Copies) -> Iterator[Range]:
+def gathered_ranges(engine: Engine, wanted: Mapping[Value, torch.dtype], copies: Copies) -> Iterator[Range]:
     """Gather all of ``wanted``, each value in one range, a bucket at a time. Collective.
 
     Args:
@@ -335,7 +337,7 @@ class KeptRanges:
     """What :func:`~lightning_zero.engine.whole.values.visit_ranges` would show now, for a thread that asks later."""
 
     @outside_autograd
-    def __init__(self, engine: Assembly, wanted: Container[Value], copies: Copies) -> None:
+    def __init__(self, engine: Engine, wanted: Container[Value], copies: Copies) -> None:
         self._parts: dict[Home, list[Part]] = {}
         for part in own_parts(engine, copies):
             if part.value in wanted and part.home is not None:

@@ -28,7 +28,12 @@ from lightning_zero.config import CheckpointFormat, ConfigError, ZeroConfig, par
 from lightning_zero.device import accelerator_of
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.engine.whole.shown import hide_whole
-from lightning_zero.engine.whole.state_dicts import keeping_frozen, sharded_optimizer_state, sharded_state_dict
+from lightning_zero.engine.whole.state_dicts import (
+    check_optimizer,
+    keeping_frozen,
+    sharded_optimizer_state,
+    sharded_state_dict,
+)
 from lightning_zero.engine.whole.values import Hollow
 from lightning_zero.lightning_api import (
     CheckpointIO,
@@ -450,7 +455,7 @@ class CheckpointingStrategy(pl.strategies.ParallelStrategy):
 
         def check() -> None:
             for optimizer, state in pairs:
-                self.engine.check_optimizer_state(optimizer, state, f"ckpt_path: {self._loaded_from}")
+                check_optimizer(self.engine, optimizer, state, f"ckpt_path: {self._loaded_from}")
 
         self.together("comparing a checkpoint with the optimizers", check)
         return pairs
