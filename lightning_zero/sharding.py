@@ -26,8 +26,7 @@ from torch.optim import Optimizer
 from lightning_zero.config import ConfigError, Whole, ZeroConfig, check_decided, make_config
 from lightning_zero.device.cuda import default_device, with_index
 from lightning_zero.engine import Engine
-from lightning_zero.engine.steps.optimizer import ShardedOptimizer
-from lightning_zero.engine.steps.stepper import Stepper
+from lightning_zero.engine.steps.optimizer import ShardedOptimizer, Stepper
 from lightning_zero.layerwise.whole_optimizer import WholeOptimizer
 from lightning_zero.optimizers.refused import check_optimizer
 from lightning_zero.ranks.progress import LongWork

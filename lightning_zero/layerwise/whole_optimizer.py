@@ -21,8 +21,9 @@ from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.profiling import profiled
 from lightning_zero.config import ConfigError
 from lightning_zero.device import recording
+from lightning_zero.engine.steps.interception import AroundStep
+from lightning_zero.engine.steps.optimizer import Stepper
 from lightning_zero.engine.steps.runs import ParamStates
-from lightning_zero.engine.steps.stepper import AroundStep, Stepper
 from lightning_zero.engine.torch_modes import without_autocast
 from lightning_zero.engine.units.bucket import Bucket
 from lightning_zero.engine.units.home import opened

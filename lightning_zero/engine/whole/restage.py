@@ -22,8 +22,8 @@ from torch import Tensor
 
 from lightning_zero.comm.share import Share, share_of_machine
 from lightning_zero.config import ConfigError, Offload, ZeroConfig
+from lightning_zero.engine.steps.optimizer import Stepper
 from lightning_zero.engine.steps.runs import ParamStates
-from lightning_zero.engine.steps.stepper import Stepper
 from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units.after_step import default_threads
 from lightning_zero.engine.units.bucket import Bucket

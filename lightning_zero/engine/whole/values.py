@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero.comm.streams import Streams
-from lightning_zero.engine.steps.stepper import Stepper
+from lightning_zero.engine.steps.optimizer import Stepper
 from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units.bucket import Bucket
 from lightning_zero.engine.units.home import Home, opened
