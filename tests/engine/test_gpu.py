@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 import lightning_zero
 from benchmarks.gpu import trace
-from lightning_zero.engine.whole.values import Hollow, KeptRanges, Range, Value, visit_ranges
+from lightning_zero.engine.whole.values import Hollow, KeptRanges, Range, Value, own_ranges
 from lightning_zero.planning import memory
 from lightning_zero.planning.placement import Tier
 from lightning_zero.trainer.memory.held_bytes import limits_of, plan_of
@@ -168,7 +168,8 @@ def kept_is_what_was_there(rank: int, ranks: int, stage: str, offload: str) -> N
     for first in ("reader", "copies", "step"):
         values = wanted()
         expected, found = Taken(), Taken()
-        visit_ranges(engine, values, {}, expected)
+        for part in own_ranges(engine, values, {}):
+            expected(part)
         kept = KeptRanges(engine, values, {})
         reads = partial(found.all, kept)
         thread = threading.Thread(target=reads if first != "copies" else kept.snapshot.stage)

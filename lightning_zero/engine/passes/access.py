@@ -387,10 +387,10 @@ class Access:
             unit = self._unit_of[place.bucket]
             if not place.bucket.reshards:
                 # Between passes only some ranks may come here. The others' error message then says where this one is.
-                if self._passes.key is None:
-                    self._passes.comm.place = f"a read of {place.info.fqn} between steps, which takes all ranks"
-                self._after_step.refresh(unit)
-                unit.unshard_wait()
+                read = f"a read of {place.info.fqn} between steps, which takes all ranks"
+                with self._passes.comm.at(read if self._passes.key is None else self._passes.comm.place):
+                    self._after_step.refresh(unit)
+                    unit.unshard_wait()
             elif self._passes.key is None:
                 raise RuntimeError(
                     f"{place.info.fqn} is sharded, and between steps its values are on no rank, so {operation!r} would "

@@ -191,9 +191,8 @@ class GradNorms:
         if own and self._comm.replica == 0:  # the other replicas hold the same
             norms = _norms_of_parts(own, norm_type, device)  # of all buckets at once: a GPU is asked a few times
             cell.copy_(norms.max() if math.isinf(norm_type) else (norms**norm_type).sum())
-        place, self._comm.place = self._comm.place, "the norm of gradients, which takes all ranks"
-        self._comm.sum_(partial)
-        self._comm.place = place
+        with self._comm.at("the norm of gradients, which takes all ranks"):
+            self._comm.sum_(partial)
         whole = partial.max() if math.isinf(norm_type) else partial.sum() ** (1.0 / norm_type)
         # At least fp32, and the same on all ranks, also on one that holds no gradient.
         dtypes = [bucket.dtypes.grad.to_real() for bucket in wanted]
@@ -256,12 +255,10 @@ class GradNorms:
         comm = self._comm
         # The other replicas hold the same shards.
         own = table[shared, comm.shard_rank].tolist() if comm.replica == 0 else []
-        place = comm.place
-        comm.place = "a read of .grad.norm(), which takes all ranks"
         # Over the ranks' agreements, where each says what it is there for: where other ranks are at another agreement,
         # all find out; and where they are anywhere else, none takes this message for one of its own.
-        rows = comm.meet(own, f"the norms of gradients, of type {norm_type:g}")
-        comm.place = place
+        with comm.at("a read of .grad.norm(), which takes all ranks"):
+            rows = comm.meet(own, f"the norms of gradients, of type {norm_type:g}")
         for number, rank in enumerate(comm.topology.shard_groups[0]):
             table[shared, number] = torch.tensor(rows[rank], dtype=torch.float64)
 

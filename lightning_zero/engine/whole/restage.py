@@ -234,12 +234,11 @@ def _move_all(
             if move.plan != bucket.plan or move.plan.tiers.leaves_device:
                 for other in follow:
                     other(number, move)
-                engine.comm.place = f"restaging {bucket.label}"
-                _move(engine, move, [own.get(number, {}) for own in known])
+                with engine.comm.at(f"restaging {bucket.label}"):
+                    _move(engine, move, [own.get(number, {}) for own in known])
             number += 1
         unit.restaged()
     engine.comm.streams.accelerator.synchronize()
-    engine.comm.place = "between passes"
 
 
 def _move(engine: Engine, move: Move, known: Sequence[Mapping[int, dict[str, Any]]]) -> None:

@@ -121,35 +121,16 @@ def all_entries(engine: Engine, sharded: Stepper) -> Entries:
 
 
 def own_ranges(engine: Engine, wanted: Container[Value], copies: Copies) -> Iterator[Range]:
-    """What this rank is to give of ``wanted``. Sends no message. What rests in files is read a bucket at a time."""
+    """What this rank is to give of ``wanted``, as ``Engine.state_dict`` has brought it up to date.
+
+    Sends no message. What rests in files is read a bucket at a time.
+    """
     for home, parts in itertools.groupby(own_parts(engine, copies), lambda part: part.home):
         if own := [part for part in parts if part.value in wanted]:
             assert home is not None
             with opened(home):
                 for part in own:
                     yield Range(part.value, part.start, part.source.tensor)
-
-
-@outside_autograd
-def visit_ranges(
-    engine: Engine,
-    wanted: Mapping[Value, torch.dtype],
-    copies: Copies,
-    visit: Callable[[Range], object],
-    *,
-    gathered: bool = False,
-) -> None:
-    """Show ``visit`` the values of hollow tensors, a bucket at a time: those that this rank is to give, or all.
-
-    What ``Engine.state_dict`` has brought up to date must not have changed since.
-
-    Args:
-        wanted: the dtype of each.
-        copies: see :class:`Hollow`.
-        gathered: all of them, each whole: on all ranks, for the same ``wanted``, and ``visit`` must not raise.
-    """
-    for part in gathered_ranges(engine, wanted, copies) if gathered else own_ranges(engine, wanted, copies):
-        visit(part)
 
 
 def gathered_ranges(engine: Engine, wanted: Mapping[Value, torch.dtype], copies: Copies) -> Iterator[Range]:
@@ -334,7 +315,7 @@ class Snapshot:
 
 
 class KeptRanges:
-    """What :func:`~lightning_zero.engine.whole.values.visit_ranges` would show now, for a thread that asks later."""
+    """What :func:`~lightning_zero.engine.whole.values.own_ranges` would give now, for a thread that asks later."""
 
     @outside_autograd
     def __init__(self, engine: Engine, wanted: Container[Value], copies: Copies) -> None:
