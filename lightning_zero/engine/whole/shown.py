@@ -227,7 +227,7 @@ class HostCopy:
         self.is_shown = False
         self.put_back: Callable[[], None] = lambda: None
         self.grads: list[tuple[nn.Parameter, Any]] = []
-        self._seen: list[int] = []  # of the buckets' homes, when the file had their values
+        self._seen: list[object] = []  # of the buckets' homes, when the file had their values
 
     def equals_masters(self, buckets: Sequence[Bucket]) -> None:
         """Take notice that the file has the values that the masters have now."""
