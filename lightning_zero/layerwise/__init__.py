@@ -3,7 +3,6 @@
 ::
 
     whole_optimizer  one step of tensors that are stepped whole, each on the rank that owns it
-    windows          ... what of them is stepped at a time, and its way from shards and back
     owned            ... those of this rank, and their state
     loss             a head and its loss in chunks of tokens, for the user's step
 """
