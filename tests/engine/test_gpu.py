@@ -17,7 +17,6 @@ import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -30,10 +29,11 @@ from torch import Tensor, nn
 
 import lightning_zero
 from benchmarks.gpu import trace
-from lightning_zero.engine.whole.values import Hollow, KeptRanges, Range, Value, own_ranges
+from lightning_zero.engine.whole.values import Hollow, Range, Value, own_ranges
 from lightning_zero.planning import memory
 from lightning_zero.planning.placement import Tier
 from lightning_zero.trainer.memory.held_bytes import limits_of, plan_of
+from tests.engine.snapshots import KeptRanges
 
 pytestmark = [
     pytest.mark.gpu,
@@ -165,23 +165,18 @@ def kept_is_what_was_there(rank: int, ranks: int, stage: str, offload: str) -> N
         return {value: tensor.dtype for value, tensor in hollow.made}
 
     step(0)
-    for first in ("reader", "copies", "step"):
+    for first in ("copies", "step"):
         values = wanted()
         expected, found = Taken(), Taken()
         for part in own_ranges(engine, values, {}):
             expected(part)
-        kept = KeptRanges(engine, values, {})
-        reads = partial(found.all, kept)
-        thread = threading.Thread(target=reads if first != "copies" else kept.snapshot.stage)
-        if first != "step":
-            thread.start()
+        kept = KeptRanges(engine, values)
+        thread = threading.Timer(0.0 if first == "copies" else 0.3, kept.snapshot.stage)
+        thread.start()
         for number in range(1, 4):
             step(number)
-        if first == "step":
-            thread.start()
         thread.join()
-        if first == "copies":
-            reads()
+        found.all(kept)
         kept.snapshot.close()
         assert found.values.keys() == expected.values.keys()
         for value, own in found.values.items():

@@ -11,7 +11,8 @@ from torch.distributed.checkpoint import DefaultSavePlanner
 
 from lightning_zero.engine.units.home import Home
 from lightning_zero.engine.units.kept import Sliced
-from lightning_zero.engine.whole.values import Lone, Part, Snapshot, TensorParts
+from lightning_zero.engine.whole.snapshot import Snapshot
+from lightning_zero.engine.whole.values import Lone, Part, TensorParts
 from lightning_zero.planning.boxes import Box, boxes, memory_order
 from lightning_zero.pretrained.stored import StoredTensor
 
@@ -51,7 +52,7 @@ class Item(NamedTuple):
         if not isinstance(self.source, Part):
             return self.source.whole() if isinstance(self.source, StoredTensor) else cast(Tensor, self.source)
         if snapshot is not None and self.home is not None and self.slice is not None:
-            flat = snapshot.read(self.home, self.slice)
+            flat = snapshot.read(self.slice)
         else:
             flat = self.source.source.tensor[self.box.start - self.source.start :][: self.box.numel]
         return unflattened(flat, self.box.sizes, self.order)
