@@ -19,12 +19,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_zero.comm.streams import Streams
 from lightning_zero.engine.steps.optimizer import Stepper
-from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units.bucket import Bucket
 from lightning_zero.engine.units.home import Home, opened
-from lightning_zero.engine.units.kept import Kept, Sliced
+from lightning_zero.engine.units.kept import Sliced
 from lightning_zero.engine.units.param import ParamInfo
 from lightning_zero.optimizers.state_trees import Leaf, leaves_in, with_leaves
 from lightning_zero.planning.boxes import memory_order
