@@ -48,7 +48,7 @@ class LongSequences:
         found = cls()
         check_sequence_parallel(size, engine.world_size)
         if size > 1:
-            if engine.is_compiled:
+            if engine.compiled.are_there:
                 raise ConfigError(
                     "zero.sequence_parallel: expected a module that torch.compile has not made (attention is another "
                     f"function in a step, which graphs hide), got a compiled one with zero.sequence_parallel={size}. "

@@ -13,7 +13,6 @@ rest replicated, so all stages agree to the bit.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,7 +20,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from lightning_zero.comm.communicator import Communicator
 from lightning_zero.engine.passes.gradients import Reducer
 from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units.bucket import Bucket, Place
@@ -111,14 +109,6 @@ def parts_of_shards(
     return known, views
 
 
-@contextlib.contextmanager
-def at_place(comm: Communicator, place: str) -> Iterator[None]:
-    """Inside, and after an error, other ranks are told that this one is at ``place``."""
-    before, comm.place = comm.place, place
-    yield
-    comm.place = before
-
-
 class GradNorms:
     """The norms of one engine's gradients; those of single ones are kept until gradients change.
 
@@ -195,7 +185,7 @@ class GradNorms:
             parts = {number: norm.double() for number, norm in known.items()} | norms_of(views, norm_type, device)
             norms = torch.stack([parts[number] for number in range(len(parts))])
             partial[self._comm.shard_rank] = norms.max() if math.isinf(norm_type) else (norms**norm_type).sum()
-        with at_place(self._comm, "the norm of gradients, which takes all ranks"):
+        with self._comm.at("the norm of gradients, which takes all ranks"):
             self._comm.sum_(partial)
         whole = partial.max() if math.isinf(norm_type) else partial.sum() ** (1.0 / norm_type)
         # At least fp32, and the same on all ranks, also on one that holds no gradient.
@@ -253,7 +243,7 @@ class GradNorms:
             column = table[shared, comm.shard_rank].tolist() if comm.replica == 0 else []
             # By the ranks' agreements, where each says what it is there for: where other ranks are at another
             # agreement, all find out; and where they are anywhere else, none takes this message for one of its own.
-            with at_place(comm, "a read of .grad.norm(), which takes all ranks"):
+            with comm.at("a read of .grad.norm(), which takes all ranks"):
                 columns = comm.meet(column, f"the norms of gradients, of type {norm_type:g}")
             for number, rank in enumerate(comm.topology.shard_groups[0]):
                 table[shared, number] = torch.tensor(columns[rank], dtype=torch.float64)

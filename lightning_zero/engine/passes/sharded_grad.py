@@ -29,7 +29,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from lightning_zero.engine.passes.grad_norms import (
     GradNorms,
     alike,
-    at_place,
     parts_of_shards,
     refuse_whole,
     shows_whole,
@@ -434,7 +433,7 @@ class ShardedGrads:
         if fragment is not None and (comm.replica == 0 or not bucket.plan.shards_master):  # other replicas hold it too
             flat[fragment.offset : fragment.offset + fragment.values.numel()].copy_(fragment.values)
         if bucket.plan.shards_master:
-            with at_place(comm, "a read of .grad, which takes all ranks"):
+            with comm.at("a read of .grad, which takes all ranks"):
                 comm.meet(None, f"a read of the gradient of {info.fqn}, which all ranks must make")
                 comm.sum_(flat)
         values = flat.to(bucket.dtypes.master)
