@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import os
 
-from lightning.fabric.plugins import ClusterEnvironment
-from lightning.fabric.plugins.environments import (
+from lightning_zero.config import ConfigError
+from lightning_zero.lightning_api import (
+    ClusterEnvironment,
     LSFEnvironment,
     MPIEnvironment,
     SLURMEnvironment,
     TorchElasticEnvironment,
+    rank_zero_only,
 )
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
-
-from lightning_zero.config import ConfigError
 from lightning_zero.ranks.started_by import launched
 
 DEFAULT_PORT = 29500
