@@ -232,7 +232,7 @@ class ZeroStrategy(Processes, SteppingStrategy):
         if fitting and self._layer_sync:
             self.model = self._sync_layers(self.model)
         self.model = self._setup_model(self.model)
-        self._sequences = LongSequences.open(self.model, self.engine, self.config.sequence_parallel)
+        self._sequences = LongSequences(self.model, self.engine, self.config.sequence_parallel)
         if fitting:
             saved, self._saved_rng = self._saved_rng, None
             self._random_numbers = RandomNumbers(trainer, self.root_device, saved)
