@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 import lightning_zero
-from lightning_zero.engine.whole import norms
 from lightning_zero.engine.whole.values import Hollow
 from tests.device.simulate import MIXED, Case, Found, Step, loss_of, train_step
 from tests.engine.snapshots import KeptRanges
@@ -168,8 +167,11 @@ def reads_weights(engine: Any, model: Any, optimizer: Any) -> None:
 def looks_at_gradients(engine: Any, model: nn.Module, optimizer: Any) -> None:
     engine.backward(loss_of(model))
     lightning_zero.grad_norm(model)
-    norms.clip_by_value(engine, model.parameters(), 1.0)
-    norms.overflowed(engine, list(model.parameters()))
+    engine.sharded_grads.clip_by_value(map(engine.place_of, model.parameters()), 1.0)
+    engine.sharded_grads.overflowed(map(engine.place_of, model.parameters()))
+    for param in model.parameters():
+        param.grad.mul_(0.5)
+        param.grad.clone()
     optimizer.step()
     optimizer.zero_grad(set_to_none=False)
     train_step(Step(), engine, model, optimizer)

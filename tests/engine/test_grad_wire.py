@@ -239,7 +239,7 @@ def test_gradients_that_come_again_are_added_in_fp32(stage: int, alone: bool) ->
     complete = BucketGrads.complete
 
     def completed(self: BucketGrads) -> Tensor:
-        apart.extend(grad.dtype for grad in self.again.values())
+        apart.extend(grad.dtype for grad in self.second_arrivals.values())
         return complete(self)
 
     def counted(side: Sharded, step: int) -> Tensor:
@@ -303,7 +303,9 @@ def test_a_backward_that_raised_leaves_nothing_behind(stage: int) -> None:
             with pytest.raises(ZeroDivisionError):
                 side.backward(loss)
             handle.remove()
-            assert not any(g.again or g.waiting or g.local is not None for g in side.engine.reducer.grads.values())
+            assert not any(
+                g.second_arrivals or g.waiting or g.local is not None for g in side.engine.reducer.grads.values()
+            )
             side.zero_grad()
         return again(side, step)
 

@@ -117,6 +117,9 @@ def _twin(stage: int) -> None:
             for one in (side, twin):
                 one.backward(language_loss(one.module, tokens(step)))
             assert_same(side, twin, grads=True, tolerance=1e-6)
+            names = dict(twin.module.named_parameters())
+            for name, param in side.module.named_parameters():
+                torch.testing.assert_close(param.grad.clone(), twin.grads[names[name]], rtol=1e-5, atol=1e-6)
             for one in (side, twin):
                 one.step()
                 one.zero_grad()

@@ -130,7 +130,7 @@ PARTS = len(SELECTED)
 def check_held(side: Sharded, what: str) -> None:
     engine = side.engine
     engine.settle()
-    engine.forget_zeroed()
+    engine.settle_gradients()
     states = state_tensors(engine)
     gone = not any(bucket.grad_store.is_there for bucket in engine.buckets)
     moment = Moment.cleared if gone else Moment.reduced

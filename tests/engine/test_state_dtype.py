@@ -366,7 +366,7 @@ def test_the_plan_is_what_is_held(stage: int, row: str, dtype: str, tmp_path: Pa
             side.step()
             side.zero_grad()
         engine.settle()
-        engine.forget_zeroed()
+        engine.settle_gradients()
         held = held_bytes(engine)
         assert state_tensors(engine) == 2
         assert held == planned_bytes(plan_of(engine), engine.rank, state_tensors=2, moment=Moment.cleared)

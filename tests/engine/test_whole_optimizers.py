@@ -263,7 +263,7 @@ def test_restaged_training_is_the_one_that_was_not(name: str, tmp_path: Any) -> 
                 side.engine.restage(f"zero{stage}", settings)
             steps_of(side, step, 1)
             side.engine.settle()
-            side.engine.forget_zeroed()
+            side.engine.settle_gradients()
             engine = side.engine
             states = state_tensors(engine)
             plan = planned_bytes(plan_of(engine), engine.rank, state_tensors=states, moment=Moment.cleared)
@@ -340,7 +340,7 @@ def test_muon_for_matrices_and_adamw_for_the_rest_share_buckets(row: str) -> Non
         twin.zero_grad()
         module.zero_grad()
     engine.settle()
-    engine.forget_zeroed()
+    engine.settle_gradients()
     planned = planned_bytes(plan_of(engine), engine.rank, state_tensors=state_tensors(engine), moment=Moment.cleared)
     assert held_bytes(engine) == planned
     expected = [master.value for master in twin.masters.values()]

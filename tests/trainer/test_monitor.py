@@ -43,7 +43,7 @@ class Measure(Callback):
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         trainer.optimizers[0].zero_grad()
-        trainer.strategy.engine.forget_zeroed()
+        trainer.strategy.engine.settle_gradients()
         self._note(trainer, Moment.cleared)
 
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from lightning_zero.config import AfterFit, ConfigError
 from lightning_zero.engine.passes.access import checksum
-from lightning_zero.engine.passes.gradient_sentinels import GradSentinel
+from lightning_zero.engine.passes.sharded_grad import ShardedGrad
 from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units.bucket import Bucket, Place
 from lightning_zero.engine.units.home import opened
@@ -127,7 +127,7 @@ def _show_full(engine: Engine, buckets: list[Bucket], grads: bool, shown: dict[B
     """Show ``buckets``, and note in ``shown`` what each of them shows: full masters, and full gradients if wanted."""
     # Masters are read below: steps must be over, and what users wrote to the copies must be in them, agreed on.
     take_writes_over(engine)
-    engine.forget_zeroed()
+    engine.settle_gradients()
     if grads:
         engine.reducer.refuse_unreduced(Place(bucket, info) for bucket in buckets for info in bucket.params)
     for bucket in buckets:
@@ -179,7 +179,7 @@ def _hide_full(engine: Engine, shown: dict[Bucket, _Full]) -> None:
     _back_to_shards(engine, shown)
     for bucket, full in shown.items():
         if full.grad is not None:
-            engine.sentinels.place(info for info in bucket.params if info.param.grad is not None)
+            engine.sharded_grads.place(info for info in bucket.params if info.param.grad is not None)
 
 
 def full_reduced_grad(bucket: Bucket) -> Tensor | None:
@@ -396,7 +396,7 @@ def _show(engine: Engine, copy: HostCopy) -> None:
     values = iter(copy.params)
     for bucket in engine.buckets:
         for info in bucket.params:
-            if isinstance(info.param.grad, GradSentinel):
+            if isinstance(info.param.grad, ShardedGrad):
                 copy.grads.append((info.param, info.param.grad))
             info.param.grad = None
         bucket.show_plain(next(values).value for _ in bucket.params)
