@@ -159,14 +159,14 @@ def _parameters_on_meta(build: Callable[[], LightningModule], error: Exception) 
 def counted_states(config: TrainConfig, units: Sequence[UnitGroup], module: nn.Module) -> int | TensorStates:
     """The state of each parameter, where the optimizer of the configuration steps whole tensors and can be tried; else
     as many tensors for each as :func:`optimizer_states` says."""
-    from lightning_zero.models.language_model import param_groups
+    from lightning_zero.models.language_model import decay_groups
     from lightning_zero.trainer.memory.planned_states import UnknownStateError, planned_states
 
     zero = config.zero
     if config.optimizer:
         with contextlib.suppress(UnknownStateError, TypeError, ValueError, RuntimeError):  # Muon takes matrices only
             make = build_optimizer(config)
-            made = make(param_groups(make, module))
+            made = make(decay_groups(module.parameters()))
             return planned_states(units, [made], zero.optimizer, zero.reduce_bucket_bytes)
     return optimizer_states(config)
 

@@ -311,11 +311,11 @@ def test_without_room_for_a_whole_copy_nothing_starts(command_line: Any, monkeyp
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
-        (["optimizer=muon", "zero.optimizer.whole=false"], "drop zero.optimizer.whole=false."),
+        (["optimizer=adafactor", "zero.optimizer.whole=false"], "drop zero.optimizer.whole=false."),
         (["optimizer=adafactor", "zero.optimizer.state_dtype=bf16"], "drop zero.optimizer.state_dtype."),
         (["optimizer=sgd", "optimizer.momentum=0", "zero.optimizer.state_dtype=int8"], "there is nothing to narrow"),
         (
-            ["optimizer=muon", "zero/precision=bf16_true", "zero.precision.stochastic_rounding=true"],
+            ["optimizer=adafactor", "zero/precision=bf16_true", "zero.precision.stochastic_rounding=true"],
             "drop zero.precision.stochastic_rounding.",
         ),
     ],
@@ -350,7 +350,7 @@ def test_an_optimizer_that_cannot_work_is_refused_before_anything_starts(
         ("machine=h100", ["Could not override 'machine'. No match in the defaults list. There are callbacks, "]),
         ("callbacks.best.monitor=x", ["Did you mean callbacks=best callbacks.best.monitor=x? "]),
         ("callbacks.foo._target_=X", ["in callbacks. To append to your config use +callbacks.foo._target_=X.\n"]),
-        ("callbacks.sampel.prompt=x", ["Did you mean callbacks.sample.prompt=x? "]),
+        ("callbacks.moniter.prog_bar=x", ["Did you mean callbacks.monitor.prog_bar=x? "]),
         ("zero/prefetch_bytes=3", ["Did you mean zero.prefetch_bytes=3?\n"]),
         ("zero.unit=3", ["There are classes, max_bytes, min_bytes, whole_batch in zero.unit.\n"]),
         # behind a plus
@@ -362,7 +362,7 @@ def test_an_optimizer_that_cannot_work_is_refused_before_anything_starts(
         ("+model.n_layers=3", ["model.n_layers", "Write model.n_layer."]),
         ("+data.pth=x", ["data.pth", "path"]),
         ("+optimizer.learning_rate=3", ["optimizer.learning_rate", "Write optimizer.lr."]),
-        ("+callbacks.sample.promt=x", ["callbacks.sample.promt", "prompt"]),
+        ("+callbacks.monitor.prog_bra=x", ["callbacks.monitor.prog_bra", "prog_bar"]),
         ("+sed=3", ["sed", "seed"]),
         ("+zero/stge=zero3", ["zero/stge"]),
         ("+modell=gpt", ["modell", "model"]),
@@ -402,7 +402,7 @@ def test_an_optimizer_that_cannot_work_is_refused_before_anything_starts(
         ("model.n_layer=two", ["model.n_layer", "two"]),
         ("optimizer.lr=abc", ["error: optimizer.lr: expected a number, got 'abc'. Change optimizer.lr.\n"]),
         ("callbacks.checkpoint.save_top_k=abc", ["callbacks.checkpoint.save_top_k: expected a number, got 'abc'."]),
-        ("callbacks.sample=3", ["callbacks.sample", "3"]),
+        ("callbacks.monitor=3", ["callbacks.monitor", "3"]),
         # a range
         ("zero.prefetch_bytes=-1", ["zero.prefetch_bytes", "-1"]),
         ("zero.stall_timeout_s=0", ["zero.stall_timeout_s", "0"]),

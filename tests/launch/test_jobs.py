@@ -31,7 +31,6 @@ SMALL = (
     "trainer.enable_progress_bar=false",
     f"trainer.max_steps={STEPS}",
     "zero.summary=false",
-    "callbacks.sample=null",
     "+callbacks.checkpoint.every_n_train_steps=4",
     "model._target_=killed.Lit",
     "hydra.run.dir=run",
