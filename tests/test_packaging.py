@@ -102,7 +102,7 @@ def test_make_targets_are_there_and_install_by_themselves() -> None:
     assert "-m venv no-such-venv" in done.stdout
     assert "-m lightning_zero.train seed=7" in done.stdout
     assert "-m pytest" in done.stdout
-    assert "tests/slurm/lab.sh install" in done.stdout and "-e '.[test,slurm]'" in done.stdout
+    assert "tests/slurm/lab.sh install" in done.stdout and "-e '.[test]'" in done.stdout
     assert "-m benchmarks.bench" in done.stdout and "-m benchmarks.checkpoint" in done.stdout
 
 

@@ -35,7 +35,7 @@ from lightning_zero.planning.speed import Rates
 from lightning_zero.planning.step_time import CPU_RATES, GPU_RATES
 from lightning_zero.planning.topology import check_sequence_parallel
 
-EXTRA_KEYS = ("machine", "json", "optimizer_states", "activations", "hugging_face", "picture", "dark")
+EXTRA_KEYS = ("machine", "json", "optimizer_states", "activations", "picture", "dark")
 
 # -- the machine ------------------------------------------------------------------------------------------------------
 
@@ -194,7 +194,6 @@ def run(config: TrainConfig, asked: MachineConfig, extras: dict[str, Any]) -> No
         train.explicit_keys(),
         states=extras["optimizer_states"],
         activations=extras["activations"],
-        hugging_face=extras["hugging_face"],
     )
     model, machine = described.model, find_machine(asked, config)
     check_sequence_parallel(config.zero.sequence_parallel, machine.world_size)

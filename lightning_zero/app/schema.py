@@ -216,7 +216,6 @@ def register_schema() -> None:
         "json": BooleanNode(False),
         "optimizer_states": IntegerNode(None),
         "activations": BooleanNode(True),
-        "hugging_face": StringNode(None),
         "picture": StringNode(None),
         "dark": BooleanNode(False),
     }

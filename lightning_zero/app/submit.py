@@ -26,7 +26,7 @@ from omegaconf import DictConfig, OmegaConf
 from lightning_zero.app import train
 from lightning_zero.app.jobs import check_saves, fit_trainer
 from lightning_zero.app.overrides import check_keys
-from lightning_zero.app.parts import agreed_precision, build_data, groups_of_ranks
+from lightning_zero.app.parts import agreed_precision, build_data, check_data
 from lightning_zero.app.plan_model import describe
 from lightning_zero.app.plan_tables import advice_lines, after_run_line, short_bytes
 from lightning_zero.app.schema import MachineConfig, TrainConfig
@@ -44,7 +44,6 @@ from lightning_zero.planning.choose import choose_row
 from lightning_zero.planning.fit import Advice, Machine, advise, allowed_rows, plan_row
 from lightning_zero.planning.placement import Tier
 from lightning_zero.planning.step_time import CPU_RATES, GPU_RATES
-from lightning_zero.planning.topology import check_sequence_parallel
 
 EXTRA_KEYS = ("machine", "dry_run")
 PLENTY = 2**60  # bytes of what nobody has described
@@ -79,8 +78,6 @@ def check_run(config: TrainConfig, explicit: set[str]) -> None:
     """
     from lightning.pytorch.plugins.environments import LightningEnvironment
 
-    from lightning_zero.data.text import TextData
-
     train.check_checkpoint(config.ckpt_path)
     agreed_precision(config)
     check_saves(config, explicit)
@@ -91,11 +88,9 @@ def check_run(config: TrainConfig, explicit: set[str]) -> None:
         offload = replace(offload, nvme_path=os.curdir)
     zero = replace(config.zero, precision=PrecisionConfig(), offload=offload, sequence_parallel=1)
     trial = replace(config.trainer, accelerator="cpu", devices=1, num_nodes=1, precision=None)
-    check_sequence_parallel(config.zero.sequence_parallel, config.cluster.world_size)
     with _silent():
         data = build_data(config, explicit)
-        if isinstance(data, TextData):
-            data.check(groups_of_ranks(config, data, config.cluster.world_size))
+        check_data(config, data, config.cluster.world_size)
         train.build_trainer(replace(config, zero=zero, trainer=trial), plugins=[LightningEnvironment()])
 
 
@@ -260,7 +255,7 @@ def main() -> None:
     if {"-m", "--multirun"} & set(sys.argv[1:]):
         print(
             "error: --multirun: submit takes one run. Sweep by python -m lightning_zero.train --multirun "
-            "hydra/launcher=submitit_slurm cluster=slurm ...",
+            "cluster=slurm ...",
             file=sys.stderr,
         )
         raise SystemExit(2)

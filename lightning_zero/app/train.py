@@ -44,16 +44,16 @@ from lightning_zero.app.overrides import (
     hydra_raises,
 )
 from lightning_zero.app.parts import (
+    OUR_DATA,
     TEXT_DATA,
     agreed_precision,
     build_data,
     build_loggers,
     build_model,
-    groups_of_ranks,
+    check_data,
 )
 from lightning_zero.app.plan_model import describe, optimizer_states, steps_slices
 from lightning_zero.app.schema import Task, TrainConfig, TrainerConfig, register_schema
-from lightning_zero.app.slurm.sweeps import check_launcher, register_launcher
 from lightning_zero.config import AfterFit, ConfigError
 from lightning_zero.data.sources import check_path
 from lightning_zero.ranks.started_by import launched
@@ -151,7 +151,7 @@ def check_launch(trainer: Trainer) -> None:
         raise ConfigError(
             f"--multirun: expected jobs of one process, or processes started from outside, got {trainer.world_size} "
             "processes that Lightning would start for each job (each would run the whole sweep again). Drop "
-            "hydra/launcher=basic, give trainer.devices=1, or choose hydra/launcher=submitit_slurm."
+            "hydra/launcher=basic, or give trainer.devices=1."
         )
 
 
@@ -260,8 +260,6 @@ def run(config: TrainConfig) -> float | None:
     from lightning.pytorch import seed_everything
 
     from lightning_zero.app.tasks import check_vocabulary, optimized, perform, report
-    from lightning_zero.data.synthetic import SyntheticData
-    from lightning_zero.data.text import TextData
 
     _quieten(config.task)
     seed_everything(config.seed, workers=True, verbose=False)
@@ -270,10 +268,7 @@ def run(config: TrainConfig) -> float | None:
     trainer = build_trainer(config)
     check_launch(trainer)
     keep_work(config, trainer)
-    if isinstance(data, (TextData, SyntheticData)):
-        groups = groups_of_ranks(config, data, trainer.world_size)
-        if config.task is Task.fit:
-            data.check(groups)
+    check_data(config, data, trainer.world_size)
     check_vocabulary(model, data)
     check_model(config, trainer)
     ckpt_path = checkpoint_to_resume(config, trainer) if config.task is Task.fit else config.ckpt_path
@@ -300,7 +295,7 @@ def plan_of_run(config: TrainConfig, trainer: Trainer) -> None:
             return None
         return None if found is None else found.measured[0]
 
-    if config.data.get("_target_") == TEXT_DATA:  # other data would have to be asked for a batch once more
+    if config.data.get("_target_") in OUR_DATA:  # other data would have to be asked for a batch once more
         strategy.activations_of_run = activations
 
 
@@ -369,9 +364,7 @@ def start(task: Callable[[], Any], config_name: str = "train") -> None:
     """
     register_schema()  # also where the Hydra plugin is not found
     try:
-        check_launcher(sys.argv[1:])
-        sweep.check_search(sys.argv[1:])
-        register_launcher()
+        sweep.check_packages(sys.argv[1:])
         with hydra_raises():
             task()
     except ConfigError as error:

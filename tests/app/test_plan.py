@@ -395,15 +395,14 @@ def test_a_config_of_hugging_face(command: Any, tmp_path: Path) -> None:
     transformers.LlamaConfig(
         vocab_size=128, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4
     ).save_pretrained(tmp_path / "llama")
-    for path in ("llama", "llama/config.json"):
-        code, out, err = command("json=true", *GPUS, f"hugging_face={path}", "data.batch_size=3", "data.block_size=16")
-        assert code == 0, err
-        document = json.loads(out)
-        assert document["model"]["units"] == 3 and document["activations"]["samples"] == 3
-        assert document["activations"]["counted"]["batch"] == 3 * 16 * 8  # labels are the same tensor
-    for path, text in (("nothing", "there is none"), ("llama/x.json", "there is none")):
-        code, _, err = command(f"hugging_face={path}")
-        assert code == 2 and text in err and "hugging_face: expected a folder with config.json" in err
+    sizes = ("data.batch_size=3", "data.block_size=16")
+    code, out, err = command("json=true", *GPUS, "model=hf", "model.path=llama", *sizes)
+    assert code == 0, err
+    document = json.loads(out)
+    assert document["model"]["units"] == 3 and document["activations"]["samples"] == 3
+    assert document["activations"]["counted"]["batch"] == 3 * 17 * 8  # the last token is a target alone
+    code, _, err = command("model=hf", "model.path=nothing")
+    assert code == 2 and "model.path: expected a folder with a config.json" in err
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ import sys
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import lightning.pytorch  # noqa: F401  here, because it sets environment variables
 import pytest
