@@ -30,7 +30,7 @@ def agreed_precision(config: TrainConfig) -> str | None:
         ConfigError: ``trainer.precision`` is given and says otherwise.
     """
     name = config.zero.precision.name
-    asked = config.trainer.precision
+    asked = config.trainer.get("precision")
     expected = trainer_precision(name)
     if name is None or expected is None:
         return asked

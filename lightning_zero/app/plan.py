@@ -19,7 +19,7 @@ import hydra
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_zero.app import train
-from lightning_zero.app.jobs import fit_trainer
+from lightning_zero.app.jobs import GPU_ACCELERATORS, fit_trainer
 from lightning_zero.app.overrides import check_keys
 from lightning_zero.app.plan_model import Described, describe, precision_row
 from lightning_zero.app.plan_picture import check_picture, draw
@@ -46,7 +46,7 @@ def find_machine(asked: MachineConfig, config: TrainConfig) -> Machine:
     from lightning_zero.device.cuda import gpu_count, gpu_nbytes
     from lightning_zero.tiers.limits import available_host_memory
 
-    there = gpu_count() if config.trainer.accelerator in ("auto", "gpu", "cuda") else 0
+    there = gpu_count() if config.trainer.get("accelerator", "auto") in GPU_ACCELERATORS else 0
     shared = not there and asked.gpu_memory is None
     gpus = asked.gpus
     if gpus is None:
@@ -62,7 +62,7 @@ def find_machine(asked: MachineConfig, config: TrainConfig) -> Machine:
     nvme = asked.nvme
     if nvme is None:
         nvme = shutil.disk_usage(path).free if path and os.path.isdir(path) else 0
-    nodes = asked.nodes or config.trainer.num_nodes or 1
+    nodes = asked.nodes or config.trainer.get("num_nodes") or 1
     return Machine(gpus, gpu, host, nvme, nodes, shared, config.zero.comm.hierarchy)
 
 

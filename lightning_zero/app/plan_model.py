@@ -88,7 +88,7 @@ def describe(
         zero.prefetch_bytes,
         zero.keep_gathered_bytes,
         zero.reduce_bucket_bytes,
-        config.trainer.accumulate_grad_batches,
+        config.trainer.get("accumulate_grad_batches", 1),
     )
     counted = states if states is not None else counted_states(config, units, module)
     names, shapes = tuple(unit.name for unit in units), tuple(bucket_shapes(units))

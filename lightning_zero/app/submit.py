@@ -87,7 +87,7 @@ def check_run(config: TrainConfig, explicit: set[str]) -> None:
     if offload.nvme_path is not None:
         offload = replace(offload, nvme_path=os.curdir)
     zero = replace(config.zero, precision=PrecisionConfig(), offload=offload, sequence_parallel=1)
-    trial = replace(config.trainer, accelerator="cpu", devices=1, num_nodes=1, precision=None)
+    trial = config.trainer | {"accelerator": "cpu", "devices": 1, "num_nodes": 1, "precision": None}
     with _silent():
         data = build_data(config, explicit)
         check_data(config, data, config.cluster.world_size)
