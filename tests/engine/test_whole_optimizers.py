@@ -24,7 +24,6 @@ from lightning_zero.planning.memory import Moment, planned_bytes
 from lightning_zero.planning.tensor_states import TensorStates
 from lightning_zero.trainer.memory.held_bytes import held_bytes, plan_of, state_tensors
 from lightning_zero.trainer.memory.planned_states import planned_states
-from lightning_zero.trainer.memory.step_peak import _silence
 from tests.engine.optimizers import (
     Batched,
     Counting,
@@ -61,6 +60,7 @@ from tests.engine.support import (
     tokens,
 )
 from tests.harness import on_ranks, run
+from tests.trainer.step_peak import _silence
 
 SMALL_WINDOWS = 3000  # bytes: several windows for the models here
 
