@@ -16,7 +16,6 @@ from hydra.core.hydra_config import HydraConfig
 from lightning.pytorch import Trainer
 from omegaconf import DictConfig, OmegaConf
 
-import lightning_zero
 from lightning_zero.app import train
 from lightning_zero.app.instantiate import accepted_arguments, locate
 from lightning_zero.app.schema import MachineConfig, TrainConfig, register_schema, run_name
@@ -27,7 +26,7 @@ from lightning_zero.presets import PRESETS, preset_config
 from lightning_zero.trainer.strategy import ZeroStrategy
 
 ROOT = Path(__file__).parent.parent.parent
-CONF = ROOT / "conf"
+CONF = ROOT / "lightning_zero" / "conf"
 ALL_OPTIONS = sorted(
     f"{file.parent.relative_to(CONF).as_posix()}={file.stem}" for file in CONF.rglob("*.yaml") if file.parent != CONF
 )
@@ -178,8 +177,7 @@ def test_model_and_data_files_name_every_argument() -> None:
 
 
 def test_precision_rows_have_one_meaning() -> None:
-    files = Path(lightning_zero.__file__).parent / "conf" / "zero" / "precision"
-    assert {path.stem for path in files.glob("*.yaml")} == {row.name for row in Precision}
+    assert {path.stem for path in (CONF / "zero" / "precision").glob("*.yaml")} == {row.name for row in Precision}
 
 
 # -- what overrides do --------------------------------------------------------------------------------------------
