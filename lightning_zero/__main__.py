@@ -1,4 +1,4 @@
-"""Runs a command by its name: ``lightning-zero train|plan|submit|env|checkpoint ...``, or ``python -m lightning_zero``."""
+"""Runs a command by its name: ``lightning-zero train|plan|submit|env|checkpoint ...``."""
 
 from __future__ import annotations
 

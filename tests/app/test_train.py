@@ -31,6 +31,7 @@ SMALL = ("experiment=tiny", "trainer.accelerator=cpu", "trainer.devices=2", "tra
 
 OWN_MODEL = """
 import torch
+from lightning.pytorch import LightningModule
 
 class Lit(LightningModule):
     def __init__(self, width=8, fail_on_rank=None):
