@@ -19,7 +19,6 @@ from lightning_zero.engine.whole.host_copy import check_room, check_room_here
 from lightning_zero.lightning_api import CheckpointIO, ClusterEnvironment, NoOptimizer, TrainerFn, pl, reset_seed
 from lightning_zero.planning.activations import Activations
 from lightning_zero.planning.whole import copy_nbytes
-from lightning_zero.sequence.model import check_model
 from lightning_zero.trainer import compiled, processes, validations
 from lightning_zero.trainer.callbacks import averaging, finetuning, pruning, stochastic_averaging
 from lightning_zero.trainer.interruptions import Interruptions, Left
@@ -203,7 +202,6 @@ class ZeroStrategy(Processes, SteppingStrategy):
         Raises:
             ConfigError: what the settings ask for does not fit here.
         """
-        check_model(model, self.config.sequence_parallel)
         if self.config.after_fit is AfterFit.whole and self.speaks_for_all and engine_of(model) is None:
             units = describe_units(model, for_layout(self.config), self.precision_plugin.row)
             check_room_here(copy_nbytes(nbytes for shape in bucket_shapes(units) for nbytes in shape.built_nbytes))
@@ -225,7 +223,6 @@ class ZeroStrategy(Processes, SteppingStrategy):
             engine.hide_whole(keep=not fitting)  # a step changes all values
         if self.lightning_module is not None:
             auto_row.decide(self, trainer, self.lightning_module, fitting=fitting)
-        check_model(self.model, self.config.sequence_parallel)
         self._has_values = engine_of(self.model) is not None  # of a run before, whatever its settings
         if fitting and trainer.accumulate_grad_batches > 1:
             check_accumulation(with_precision(self.config, self.precision_plugin.row))
