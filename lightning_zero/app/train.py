@@ -108,8 +108,7 @@ def build_trainer(config: TrainConfig, plugins: list[Any] | None = None) -> Trai
     """
     from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 
-    from lightning_zero.app.progress import AnnounceTime, LastValidation
-    from lightning_zero.app.tasks import LogSettings, WritePredictions
+    from lightning_zero.app.tasks import LastValidation, LogSettings, WritePredictions
     from lightning_zero.ranks.allocation import check_srun
     from lightning_zero.trainer.saves.kept_files import NoteJob
     from lightning_zero.trainer.strategy import ZeroStrategy
@@ -129,8 +128,6 @@ def build_trainer(config: TrainConfig, plugins: list[Any] | None = None) -> Trai
     callbacks.append(LogSettings(asdict(config)))
     if config.task is Task.predict:
         callbacks.append(WritePredictions(Path(config.run_dir, "predictions")))
-    if values.get("enable_progress_bar") is not False:
-        callbacks.append(AnnounceTime())
     for key, kind in (("enable_progress_bar", ProgressBar), ("enable_checkpointing", Checkpoint)):
         if values.get(key) is False:  # Lightning refuses a callback beside its switch; the switch was asked for
             callbacks = [c for c in callbacks if not isinstance(c, kind)]

@@ -19,6 +19,7 @@ from lightning_zero.config.names import (
     StateDtype,
     Transport,
     Whole,
+    nearest,
 )
 from lightning_zero.config.values import MIB, NBytes, check_types, positive
 
@@ -147,7 +148,6 @@ class OffloadConfig:
         nvme_budget: bytes of files that one rank may hold. ``None``: what the disk has free.
         threads: CPU threads of a rank's offloaded step. ``None``: the cores that it may use over the ranks that share
             them, less one for transfers where there are more than two.
-        io_threads: reads and writes in flight at a time. ``None``: 4.
     """
 
     name: Offload = Offload.none
@@ -156,11 +156,10 @@ class OffloadConfig:
     host_budget: NBytes | None = None
     nvme_budget: NBytes | None = None
     threads: int | None = None
-    io_threads: int | None = None
 
     def __post_init__(self) -> None:
         check_types("zero.offload", self)
-        for key in ("device_budget", "host_budget", "nvme_budget", "threads", "io_threads"):
+        for key in ("device_budget", "host_budget", "nvme_budget", "threads"):
             value = getattr(self, key)
             if value is not None:
                 positive(f"zero.offload.{key}", value, zero_ok=key == "device_budget")
@@ -182,7 +181,7 @@ def without_effect(row: Offload) -> list[str]:
     """The settings of :class:`OffloadConfig` that have no effect with a row of ``zero/offload``."""
     found = []
     if "nvme" not in row.name and row is not Offload.auto:
-        found += ["nvme_path", "nvme_budget", "io_threads"]
+        found += ["nvme_path", "nvme_budget"]
     if row is not Offload.auto:
         found.append("device_budget")
     if row is Offload.none:
@@ -280,13 +279,8 @@ class CheckpointConfig:
         check_types("zero.checkpoint", self)
 
 
-# Modes of torch.compile, and whether they record CUDA graphs.
-_MODES = {
-    "default": False,
-    "max-autotune-no-cudagraphs": False,
-    "reduce-overhead": True,
-    "max-autotune": True,
-}
+COMPILE_ARGUMENTS = ("backend", "mode", "dynamic", "options")
+WITH_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")  # modes of torch.compile
 
 
 @dataclass(kw_only=True, slots=True)
@@ -296,39 +290,31 @@ class CompileConfig:
     Attributes:
         name: ``blocks`` compiles the forward of every unit but the root, one graph for all blocks of a class. Modules
             that the user has compiled stay as they are, under ``none`` too.
-        backend: of ``torch.compile``; ``inductor`` needs a C++ compiler on every node.
-        mode: of ``inductor``. ``reduce-overhead`` and ``max-autotune`` record CUDA graphs, which stage 3 refuses.
-        dynamic: whether graphs are for any sizes of inputs. ``None``: from when sizes are found to change.
+        arguments: of ``torch.compile``: ``backend``, ``mode``, ``dynamic``, ``options``. Without a backend it is
+            ``inductor``, which needs a C++ compiler on every node. Stage 3 refuses modes that record CUDA graphs.
     """
 
     name: Compile = Compile.none
-    backend: str = "inductor"
-    mode: str | None = None
-    dynamic: bool | None = None
+    arguments: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_types("zero.compile", self)
-        if self.mode is not None and self.mode not in _MODES:
-            raise ConfigError(
-                f"zero.compile.mode: expected one of {', '.join(_MODES)}, got {self.mode!r}. Change zero.compile.mode."
-            )
-        if self.name is Compile.none:
-            given = [k for k in ("mode", "dynamic") if getattr(self, k) is not None]
-            given += ["backend"] * (self.backend != "inductor")
-            if given:
+        for key in self.arguments:
+            if key not in COMPILE_ARGUMENTS:
+                close = nearest(key, COMPILE_ARGUMENTS)
                 raise ConfigError(
-                    f"zero.compile.{given[0]} has no effect with zero/compile=none. Drop it, or choose "
-                    "zero/compile=blocks."
+                    f"zero.compile.arguments.{key}: torch.compile takes {', '.join(COMPILE_ARGUMENTS)} here."
+                    f"{f' Did you mean {close}?' if close else ''}"
                 )
-        if self.mode is not None and self.backend != "inductor":
+        if self.name is Compile.none and self.arguments:
             raise ConfigError(
-                f"zero.compile.mode: expected none with zero.compile.backend={self.backend} (modes are those of "
-                f"inductor), got {self.mode!r}. Drop zero.compile.mode."
+                "zero.compile.arguments has no effect with zero/compile=none. Drop it, or choose zero/compile=blocks."
             )
 
     @property
     def records_cuda_graphs(self) -> bool:
-        return _MODES[self.mode or "default"]
+        options = self.arguments.get("options") or {}
+        return self.arguments.get("mode") in WITH_CUDA_GRAPHS or bool(options.get("triton.cudagraphs"))
 
 
 @dataclass(kw_only=True, slots=True)
@@ -370,22 +356,16 @@ class DebugConfig:
     Attributes:
         timeline: a folder for a timeline of some steps: a trace for Perfetto, a page, and a PNG where matplotlib is
             installed.
-        timeline_after: steps of the optimizer before the first that is recorded. ``None``: 5.
-        timeline_steps: how many are recorded. ``None``: 2.
+        timeline_steps: two numbers: steps of the optimizer before the first that is recorded, and how many are recorded.
     """
 
     timeline: str | None = None
-    timeline_after: int | None = None
-    timeline_steps: int | None = None
+    timeline_steps: list[int] = field(default_factory=lambda: [5, 2])
 
     def __post_init__(self) -> None:
         check_types("zero.debug", self)
-        for key in ("timeline_after", "timeline_steps"):
-            value = getattr(self, key)
-            if value is not None:
-                positive(f"zero.debug.{key}", value)
-                if self.timeline is None:
-                    raise ConfigError(
-                        f"zero.debug.{key} has no effect without zero.debug.timeline. Drop it, or give "
-                        "zero.debug.timeline=FOLDER."
-                    )
+        if len(self.timeline_steps) != 2 or min(self.timeline_steps) < 1:
+            raise ConfigError(
+                "zero.debug.timeline_steps: expected two numbers > 0 (steps before, steps recorded), got "
+                f"{self.timeline_steps}. Change zero.debug.timeline_steps."
+            )

@@ -108,9 +108,9 @@ class ZeroConfig:
             )
         if self.compile.records_cuda_graphs and self.stage.name is Stage.zero3:
             raise ConfigError(
-                "zero.compile.mode: expected default or max-autotune-no-cudagraphs at stage 3 (a CUDA graph replays "
-                "kernels on fixed addresses, and gathered parameters are somewhere else each time), got "
-                f"{self.compile.mode!r}. Change zero.compile.mode, or choose zero/stage=zero2."
+                "zero.compile.arguments: expected mode default or max-autotune-no-cudagraphs at stage 3 (a CUDA graph "
+                "replays kernels on fixed addresses, and gathered parameters are somewhere else each time), got "
+                f"{self.compile.arguments}. Change zero.compile.arguments, or choose zero/stage=zero2."
             )
         if self.precision.name is not None:
             check_grad_wire(self.comm.grad_wire, self.precision.name, self.precision.reduce_dtype)

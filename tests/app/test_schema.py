@@ -382,7 +382,7 @@ def test_an_optimizer_that_cannot_work_is_refused_before_anything_starts(
         ("zero/offload=optimizer_cpu zero/stage=zero0", ["zero/offload=optimizer_cpu", "zero/stage=zero1"]),
         ("zero/offload=cpu zero.offload.nvme_path=/tmp", ["zero.offload.nvme_path", "zero/offload=cpu", "no effect"]),
         ("zero.offload.host_budget=100", ["zero.offload.host_budget", "zero/offload=none", "no effect"]),
-        ("zero/offload=cpu zero.offload.io_threads=2", ["zero.offload.io_threads", "no effect"]),
+        ("zero/offload=cpu zero.offload.nvme_budget=2", ["zero.offload.nvme_budget", "no effect"]),
         ("zero/offload=gpu", ["zero/offload/gpu", "Did you mean zero/offload=none?\n"]),
         # a value
         ("zero.stage.name=zero9", ["'zero9', expected one of [zero0, ", "Did you mean zero.stage.name=zero3?\n"]),

@@ -11,7 +11,6 @@ import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 
 import lightning.pytorch  # noqa: F401  here, because it sets environment variables
 import pytest
@@ -19,7 +18,7 @@ import torch
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from lightning_zero.app import jobs, progress, train
+from lightning_zero.app import jobs, train
 from lightning_zero.config import ConfigError
 from lightning_zero.models.gpt import GPT, LitGPT
 from lightning_zero.models.language_model import decay_groups, warmup_cosine
@@ -387,25 +386,3 @@ def test_the_command_to_go_on(
     assert said == expected
     parsed = OverridesParser.create().parse_overrides(shlex.split(said)[3:])
     assert parsed[-1].key_or_group == "ckpt_path" and parsed[-1].value() in (path, f"'{path}'")
-
-
-def test_the_time_is_announced_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    now = [0.0]
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
-    trainer = SimpleNamespace(is_global_zero=True, global_step=0, estimated_stepping_batches=100)
-    callback = progress.AnnounceTime()
-    callback.on_train_start(trainer, None)  # type: ignore[arg-type]
-    for step in range(1, 30):
-        trainer.global_step, now[0] = step, 40.0 + 3 * step  # the first step took long
-        if step == 3:
-            callback.on_validation_start(trainer, None)  # type: ignore[arg-type]
-        callback.on_train_batch_end(trainer, None, None, None, 0)  # type: ignore[arg-type]
-    assert capsys.readouterr().out == "\nabout 4.7 minutes of training left: 94 steps at 0.33 a second\n"
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(5, "5 seconds"), (89, "89 seconds"), (90, "1.5 minutes"), (700, "12 minutes"), (86400 * 3, "3 days")],
-)
-def test_durations(seconds: float, text: str) -> None:
-    assert progress.duration(seconds) == text

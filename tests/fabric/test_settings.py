@@ -20,7 +20,7 @@ SMALL = 1 << 10
 # Fields that change no number, by group: values, and what can be seen of them in the engine.
 EQUAL: dict[str, dict[str, Any]] = {
     "offload.host": {"offload": "cpu"},
-    "offload.files": {"offload": {"name": "nvme", "nvme_path": "", "threads": 2, "io_threads": 2}},
+    "offload.files": {"offload": {"name": "nvme", "nvme_path": "", "threads": 2}},
     "offload.auto": {
         "offload": {
             "name": "auto",
@@ -34,7 +34,7 @@ EQUAL: dict[str, dict[str, Any]] = {
     "unit.sizes": {"unit": {"min_bytes": SMALL, "max_bytes": 1 << 20}},
     "comm": {"comm": {"transport": "direct", "hierarchy": "flat"}},
     "optimizer": {"optimizer": {"elementwise": True}},
-    "compile": {"compile": {"name": "blocks", "backend": "eager", "dynamic": False}},
+    "compile": {"compile": {"name": "blocks", "arguments": {"backend": "eager", "dynamic": False}}},
     "prefetch_bytes": {"prefetch_bytes": 0},
     "keep_gathered_bytes": {"keep_gathered_bytes": 1 << 20},
     "reduce_bucket_bytes": {"reduce_bucket_bytes": SMALL},
@@ -81,7 +81,7 @@ def test_batches_in_parts(tmp_path: Path) -> None:
 
 @on_ranks(2)
 def test_compiled_blocks(tmp_path: Path) -> None:
-    run = train(strategy(tmp_path, compile={"name": "blocks", "backend": "eager"}))
+    run = train(strategy(tmp_path, compile={"name": "blocks", "arguments": {"backend": "eager"}}))
     assert run.model._forward_module.engine.is_compiled
 
 
@@ -103,7 +103,7 @@ def test_stochastic_rounding(tmp_path: Path) -> None:
 
 @on_ranks(2)
 def test_a_timeline(tmp_path: Path) -> None:
-    debug = {"timeline": str(tmp_path), "timeline_after": 1, "timeline_steps": 1}
+    debug = {"timeline": str(tmp_path), "timeline_steps": [1, 1]}
     train(strategy(tmp_path, debug=debug))
     dist.barrier()
     assert {path.suffix for path in tmp_path.rglob("*") if path.is_file()} >= {".html", ".json"}

@@ -146,7 +146,7 @@ def make_files(path: str, offload: OffloadConfig, rank: int, instances: Collecti
         budget=offload.nvme_budget,
         ring_count=memory.RING_COUNT,
         ring_nbytes=memory.RING_NBYTES,
-        threads=offload.io_threads or IO_THREADS,
+        threads=IO_THREADS,
     )
 
 
@@ -417,7 +417,7 @@ def change_tiers(
 
 
 def _serves(nvme: NvmeTier | None, path: str, offload: OffloadConfig) -> bool:
-    return nvme is not None and str(nvme.path) == path and nvme.threads == (offload.io_threads or IO_THREADS)
+    return nvme is not None and str(nvme.path) == path and nvme.threads == IO_THREADS
 
 
 def _files_for(
