@@ -104,7 +104,7 @@ def test_every_way_to_write_a_stage(stage: Any) -> None:
         ({"checkpoint": {"verify": "yes"}}, "zero.checkpoint.verify: expected true or false or null", "'yes'"),
         ({"compile": {"name": "blocks", "arguments": 1}}, "zero.compile.arguments: expected a mapping of names", "1"),
         ({"debug": {"timeline_steps": ["5"]}}, "zero.debug.timeline_steps: expected a list of whole numbers", "'5'"),
-        ({"optimizer": {"elementwise": "yes"}}, "zero.optimizer.elementwise: expected true or false", "'yes'"),
+        ({"optimizer": {"sharding": "yes"}}, "zero.optimizer.sharding: expected one of auto, slices, tensors", "'yes'"),
         ({"debug": {"timeline": 1}}, "zero.debug.timeline: expected a text or null", "1"),
         ({"offload": {"name": "cpu", "threads": 1.5}}, "zero.offload.threads: expected a whole number or null", "1.5"),
         ({"unit": {"clases": []}}, "zero.unit.clases", "classes"),

@@ -18,7 +18,7 @@ from lightning_zero.app.parts import (
     build_optimizer,
 )
 from lightning_zero.app.schema import TrainConfig
-from lightning_zero.config import ConfigError, Precision, Recompute, Whole, for_layout, make_config
+from lightning_zero.config import ConfigError, Precision, Recompute, Sharding, for_layout, make_config
 from lightning_zero.planning.activations import Activations
 from lightning_zero.planning.fit import Model
 from lightning_zero.planning.memory import ADAM_STATES, Limits
@@ -172,13 +172,12 @@ def steps_slices(config: TrainConfig) -> bool:
     from lightning_zero.optimizers.refused import is_stepped_whole
 
     if not config.optimizer:
-        return config.zero.optimizer.whole is not Whole.true
+        return config.zero.optimizer.sharding is not Sharding.tensors
     try:
         made = build_optimizer(config)([torch.nn.Parameter(torch.zeros(2))])
     except ValueError:
         return False
-    asked = config.zero.optimizer
-    return not is_stepped_whole(made, whole=asked.whole, declared_elementwise=asked.elementwise)
+    return not is_stepped_whole(made, config.zero.optimizer.sharding)
 
 
 def optimizer_states(config: TrainConfig) -> int:

@@ -15,10 +15,10 @@ from lightning_zero.config.names import (
     Hierarchy,
     Offload,
     Precision,
+    Sharding,
     Stage,
     StateDtype,
     Transport,
-    Whole,
     nearest,
 )
 from lightning_zero.config.values import MIB, NBytes, check_types, positive
@@ -322,31 +322,18 @@ class OptimizerConfig:
     """Settings of the sharded optimizer step.
 
     Attributes:
-        elementwise: declares that an optimizer unknown to us computes each element of a parameter from that
-            element's own value, gradient and state alone, so that it may step slices of parameters.
-        whole: which optimizers step whole tensors, each on one rank: ``auto``, those that are not known to be
-            element-wise; ``true``, all; ``false``, none, so that the others are refused.
+        sharding: what a rank steps: ``slices`` of parameters, or whole ``tensors``, each on one rank. ``auto``: slices
+            by optimizers that are known to be element-wise, tensors by all others. ``slices`` declares the others
+            element-wise too: each element is computed from its own value, gradient and state alone.
         state_dtype: what the moments of torch's optimizers rest in: ``fp32`` (the dtype of the masters), ``bf16``, or
             ``int8`` (8-bit codes, and an exponent for each 256 elements). Steps are computed in fp32.
     """
 
-    elementwise: bool = False
-    whole: Any = Whole.auto  # for Hydra, which takes true for no name of a member
+    sharding: Sharding = Sharding.auto
     state_dtype: StateDtype = StateDtype.fp32
 
     def __post_init__(self) -> None:
         check_types("zero.optimizer", self)
-        given = str(self.whole).lower() if isinstance(self.whole, bool | str) else self.whole
-        self.whole = Whole.__members__.get(given) if isinstance(given, str) else given
-        if not isinstance(self.whole, Whole):
-            raise ConfigError(
-                f"zero.optimizer.whole: expected one of auto, true, false, got {given!r}. Change zero.optimizer.whole."
-            )
-        if self.whole is Whole.true and self.elementwise:
-            raise ConfigError(
-                "zero.optimizer.whole=true has no effect with zero.optimizer.elementwise=true, by which optimizers "
-                "step slices. Drop one of the two."
-            )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -356,7 +343,7 @@ class DebugConfig:
     Attributes:
         timeline: a folder for a timeline of some steps: a trace for Perfetto, a page, and a PNG where matplotlib is
             installed.
-        timeline_steps: two numbers: steps of the optimizer before the first that is recorded, and how many are recorded.
+        timeline_steps: two numbers: steps of the optimizer before those that are recorded, and how many these are.
     """
 
     timeline: str | None = None

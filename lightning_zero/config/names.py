@@ -97,12 +97,12 @@ class AfterFit(Enum):
     sharded = "sharded"
 
 
-class Whole(Enum):
-    """Which optimizers step whole tensors: those not known to be element-wise, all, or none."""
+class Sharding(Enum):
+    """What of a parameter an optimizer steps on a rank."""
 
     auto = "auto"
-    true = True
-    false = False
+    slices = "slices"
+    tensors = "tensors"
 
 
 # The groups of zero/* that a row's name chooses from.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_zero.config import Whole, check_accumulation, with_rows
+from lightning_zero.config import Sharding, check_accumulation, with_rows
 from lightning_zero.engine.assembly import LIVE, Assembly
 from lightning_zero.engine.passes.hooks import ENGINE
 from lightning_zero.engine.passes.passes import Look
@@ -326,13 +326,13 @@ class Engine(Assembly):
                 self.comm,
                 {bucket: number for number, bucket in enumerate(self.buckets)},
                 window_nbytes=self.config.reduce_bucket_bytes,
-                unprobed=settings.whole is Whole.true,
+                unprobed=settings.sharding is Sharding.tensors,
             )
         return ShardedOptimizer(
             optimizer,
             self.around_step,
             device_type=self.comm.device.type,
-            declared_elementwise=settings.elementwise,
+            declared_elementwise=settings.sharding is Sharding.slices,
             stochastic_rounding=rounds,
             state_dtype=settings.state_dtype,
         )

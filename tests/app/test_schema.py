@@ -302,7 +302,7 @@ def test_without_room_for_a_whole_copy_nothing_starts(command_line: Any, monkeyp
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
-        (["optimizer=adafactor", "zero.optimizer.whole=false"], "drop zero.optimizer.whole=false."),
+        (["optimizer=sgd", "zero.optimizer.sharding=whole"], "expected one of [auto, slices, tensors]"),
         (["optimizer=adafactor", "zero.optimizer.state_dtype=bf16"], "drop zero.optimizer.state_dtype."),
         (["optimizer=sgd", "optimizer.momentum=0", "zero.optimizer.state_dtype=int8"], "there is nothing to narrow"),
         (

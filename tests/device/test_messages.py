@@ -21,7 +21,7 @@ CASES = [
     Case(0, nodes=2, steps=MIXED),
     Case(3, precision="bf16", nodes=2, steps=MIXED),
     Case(3, precision="bf16", nodes=2, settings={"comm": {"hierarchy": "node_backward"}}),
-    Case(3, precision="bf16", settings={"optimizer": {"whole": True}}),
+    Case(3, precision="bf16", settings={"optimizer": {"sharding": "tensors"}}),
 ]
 
 

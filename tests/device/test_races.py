@@ -83,7 +83,14 @@ NODE_BACKWARD: dict[str, Any] = {"comm": {"hierarchy": "node_backward"}}
             *(Case(stage, ranks=1, steps=MIXED, settings={"comm": {"even_alone": True}}) for stage in (0, 1, 3)),
             Case(precision="bf16_true"),
             *(
-                Case(stage, row, "bf16", ranks=ranks, steps=MIXED, settings=SMALL | {"optimizer": {"whole": True}})
+                Case(
+                    stage,
+                    row,
+                    "bf16",
+                    ranks=ranks,
+                    steps=MIXED,
+                    settings=SMALL | {"optimizer": {"sharding": "tensors"}},
+                )
                 for stage, row, ranks in ((1, "none", 4), (3, "none", 4), (3, "optimizer_cpu", 1), (3, "nvme", 4))
             ),
             Case(precision="bf16", grad_dtype="bf16"),

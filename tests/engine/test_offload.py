@@ -604,7 +604,7 @@ def test_an_optimizer_of_ones_own_steps_whole(row: str, stage: int, tmp_path: Pa
         assert [group["calls"] for group in side.optimizer.param_groups] == [3]
         return list(losses)
 
-    settings: dict[str, Any] = {"optimizer": Counting, "optimizer_settings": {"elementwise": True}}
+    settings: dict[str, Any] = {"optimizer": Counting, "optimizer_settings": {"sharding": "slices"}}
     compare(row, stage, tmp_path, body, **settings)
 
 

@@ -33,7 +33,7 @@ EQUAL: dict[str, dict[str, Any]] = {
     "unit.classes": {"unit": {"classes": ["Linear"]}},
     "unit.sizes": {"unit": {"min_bytes": SMALL, "max_bytes": 1 << 20}},
     "comm": {"comm": {"transport": "direct", "hierarchy": "flat"}},
-    "optimizer": {"optimizer": {"elementwise": True}},
+    "optimizer": {"optimizer": {"sharding": "slices"}},
     "compile": {"compile": {"name": "blocks", "arguments": {"backend": "eager", "dynamic": False}}},
     "prefetch_bytes": {"prefetch_bytes": 0},
     "keep_gathered_bytes": {"keep_gathered_bytes": 1 << 20},

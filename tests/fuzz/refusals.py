@@ -75,7 +75,7 @@ REFUSALS = (
         lambda program: program.settings.precision == "fp16",
     ),
     Refusal(
-        r"ConfigError: zero.optimizer.whole: what NormBySize does to a tensor depends on the other tensors",
+        r"ConfigError: zero.optimizer.sharding: what NormBySize does to a tensor depends on the other tensors",
         "each rank would take the norm of its own tensors",
         lambda program: program.optimizer == "norm by size" and any(_stages(program)),
     ),
