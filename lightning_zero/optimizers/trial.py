@@ -84,7 +84,7 @@ class _NoMessages(TorchDispatchMode):
         if func.namespace in ("c10d", "_c10d_functional"):
             raise ConfigError(
                 f"zero.optimizer.sharding: the step of {self._name} sends messages between ranks itself ({func}). "
-                "Ranks step different tensors here, and their messages would not meet. Use the version of it that is for "
+                "Ranks step different tensors here, and their messages would not meet. Use its version for "
                 "one process: dividing the work is done here."
             )
         return func(*args, **(kwargs or {}))
