@@ -63,7 +63,7 @@ def find_machine(asked: MachineConfig, config: TrainConfig) -> Machine:
     if nvme is None:
         nvme = shutil.disk_usage(path).free if path and os.path.isdir(path) else 0
     nodes = asked.nodes or config.trainer.get("num_nodes") or 1
-    return Machine(gpus, gpu, host, nvme, nodes, shared, config.zero.comm.hierarchy)
+    return Machine(gpus, gpu, host, nvme, nodes, shared, config.zero.comm.hybrid_shard)
 
 
 def find_rates(asked: MachineConfig, machine: Machine) -> tuple[Rates, list[str]]:
@@ -144,8 +144,8 @@ def document(
             "optimizer_state_bytes": None if isinstance(model.states, int) else model.states.nbytes,
             "precision": described.precision,
             "whole_copy": model.copy_nbytes,
-            "after_fit": model.after_fit.value,
-            "micro_batches": model.in_parts,
+            "gather_after_fit": model.gather_after_fit,
+            "vertical_chunks": model.in_parts,
         },
         "activations": {
             "samples": model.samples,
@@ -198,7 +198,7 @@ def run(config: TrainConfig, asked: MachineConfig, extras: dict[str, Any]) -> No
     model, machine = described.model, find_machine(asked, config)
     check_sequence_parallel(config.zero.sequence_parallel, machine.world_size)
     rates, given = find_rates(asked, machine)
-    candidates = [(stage, offload, _budgets(config, offload)) for stage, offload in allowed_rows(machine.hierarchy)]
+    candidates = [(stage, offload, _budgets(config, offload)) for stage, offload in allowed_rows(machine.hybrid_shard)]
     rows = [plan_row(model, *row[:2], machine, row[2], rates) for row in candidates]
     advices = [
         Advice(None, None) if row.fits else advise(model, row, machine, _budgets(config, row.offload), rows)

@@ -99,8 +99,8 @@ def describe(
         limits,
         counted,
         recomputes=recomputes,
-        in_parts=zero.micro_batches,
-        after_fit=zero.after_fit,
+        in_parts=zero.vertical_chunks,
+        gather_after_fit=zero.gather_after_fit,
     )
     found = Described(model, precision.name)
     if not activations:
@@ -224,7 +224,7 @@ def with_activations(
     if both_ways and len(found.model.names) > 1:
         how = Recompute.none if found.model.recomputes else Recompute.blocks
         whole = replace(zero.unit, whole_batch=[])
-        config_of_other = make_config(zero, activation_checkpointing=how, micro_batches=1, unit=whole)
+        config_of_other = make_config(zero, activation_checkpointing=how, vertical_chunks=1, unit=whole)
         with contextlib.suppress(NotMeasured):
             other = measure(module, batch, config_of_other, precision)
     return replace(found, model=replace(found.model, activations=sizes, samples=sizes.sizes[0]), other=other)

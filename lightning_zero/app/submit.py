@@ -34,7 +34,7 @@ from lightning_zero.app.slurm import script
 from lightning_zero.app.slurm.cluster import ClusterConfig, ClusterName
 from lightning_zero.config import (
     ConfigError,
-    Hierarchy,
+    HybridShard,
     OffloadConfig,
     PrecisionConfig,
     candidate_rows,
@@ -107,7 +107,7 @@ def _silent() -> Iterator[None]:
         logging.disable(before)
 
 
-def machine_of(cluster: ClusterConfig, asked: MachineConfig, hierarchy: Hierarchy = Hierarchy.auto) -> Machine:
+def machine_of(cluster: ClusterConfig, asked: MachineConfig, hybrid_shard: HybridShard = HybridShard.auto) -> Machine:
     """A node of the cluster for the memory plan; what was not described counts as plenty.
 
     Raises:
@@ -124,7 +124,7 @@ def machine_of(cluster: ClusterConfig, asked: MachineConfig, hierarchy: Hierarch
     host = asked.host_memory if asked.host_memory is not None else slurm_memory(cluster.mem)
     memory, host, nvme = (PLENTY if x is None else x for x in (asked.gpu_memory, host, asked.nvme))
     shared = not cluster.gpus_per_node
-    return Machine(cluster.tasks, memory, host, nvme, cluster.nodes, shared=shared, hierarchy=hierarchy)
+    return Machine(cluster.tasks, memory, host, nvme, cluster.nodes, shared=shared, hybrid_shard=hybrid_shard)
 
 
 def slurm_memory(mem: str | None) -> int | None:
@@ -142,7 +142,7 @@ def check_memory(config: TrainConfig, asked: MachineConfig) -> str:
         ConfigError: it does not fit; says what would.
     """
     model = describe(config, train.explicit_keys()).model
-    machine = machine_of(config.cluster, asked, config.zero.comm.hierarchy)
+    machine = machine_of(config.cluster, asked, config.zero.comm.hybrid_shard)
     settings = config.zero.offload
     if not is_decided(config.zero):
         candidates = [(stage, row.name, row) for stage, row in candidate_rows(config.zero)]
@@ -151,7 +151,9 @@ def check_memory(config: TrainConfig, asked: MachineConfig) -> str:
         return f"{choice.rows}, if activations leave room for it: {choice.reason}. {after}"
     chosen = plan_row(model, config.zero.stage.name, settings.name, machine, settings)
     if not chosen.fits:
-        rows = [plan_row(model, stage, row, machine, OffloadConfig()) for stage, row in allowed_rows(machine.hierarchy)]
+        rows = [
+            plan_row(model, stage, row, machine, OffloadConfig()) for stage, row in allowed_rows(machine.hybrid_shard)
+        ]
         advice: Advice = advise(model, chosen, machine, settings, rows)
         raise ConfigError(
             f"the run does not fit into the memory of machine.*: {advice_lines(machine, [chosen], [advice])[0]}. "

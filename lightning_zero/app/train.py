@@ -54,7 +54,7 @@ from lightning_zero.app.parts import (
 )
 from lightning_zero.app.plan_model import describe, optimizer_states, steps_slices
 from lightning_zero.app.schema import Task, TrainConfig, register_schema
-from lightning_zero.config import AfterFit, ConfigError
+from lightning_zero.config import ConfigError
 from lightning_zero.data.sources import check_path
 from lightning_zero.ranks.started_by import launched
 from lightning_zero.ranks.verdict import REFUSED, give_verdict
@@ -166,7 +166,7 @@ def check_model(config: TrainConfig, trainer: Trainer) -> None:
     from lightning_zero.pretrained.folder import SafetensorsFolder
 
     strategy: Any = trainer.strategy
-    whole = config.zero.after_fit is AfterFit.whole and strategy.speaks_for_all
+    whole = config.zero.gather_after_fit is True and strategy.speaks_for_all
     if config.zero.init_from is not None:
         SafetensorsFolder(Path(config.zero.init_from).expanduser())
     if not whole and not config.zero.unit.classes:

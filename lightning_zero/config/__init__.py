@@ -19,19 +19,18 @@ from lightning_zero.config.groups import (
     PrecisionConfig,
     StageConfig,
     UnitConfig,
-    check_grad_wire,
+    check_grad_comm_dtype,
     check_rounding,
     check_state_dtype,
     without_effect,
 )
 from lightning_zero.config.names import (
-    AfterFit,
     CheckpointFormat,
     Compile,
     ConfigError,
     DType,
-    GradWire,
-    Hierarchy,
+    GradCommDtype,
+    HybridShard,
     Offload,
     Precision,
     Recompute,
@@ -52,11 +51,10 @@ from lightning_zero.config.rows import (
     offload_row_path,
     with_rows,
 )
-from lightning_zero.config.settings import ZeroConfig, check_accumulation, check_hierarchy, check_rows
+from lightning_zero.config.settings import ZeroConfig, check_accumulation, check_hybrid_shard, check_rows
 from lightning_zero.config.values import MIB, parse_bytes
 
 __all__ = [
-    "AfterFit",
     "CheckpointConfig",
     "CheckpointFormat",
     "CommConfig",
@@ -65,8 +63,8 @@ __all__ = [
     "ConfigError",
     "DType",
     "DebugConfig",
-    "GradWire",
-    "Hierarchy",
+    "GradCommDtype",
+    "HybridShard",
     "MIB",
     "Offload",
     "OffloadConfig",
@@ -84,8 +82,8 @@ __all__ = [
     "candidate_rows",
     "check_accumulation",
     "check_decided",
-    "check_grad_wire",
-    "check_hierarchy",
+    "check_grad_comm_dtype",
+    "check_hybrid_shard",
     "check_rounding",
     "check_state_dtype",
     "check_rows",

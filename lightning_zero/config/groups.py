@@ -11,8 +11,8 @@ from lightning_zero.config.names import (
     Compile,
     ConfigError,
     DType,
-    GradWire,
-    Hierarchy,
+    GradCommDtype,
+    HybridShard,
     Offload,
     Precision,
     Sharding,
@@ -60,9 +60,9 @@ def check_state_dtype(state: StateDtype, precision: Precision) -> None:
         )
 
 
-def check_grad_wire(wire: GradWire, precision: Precision, reduce_dtype: DType | None) -> None:
+def check_grad_comm_dtype(wire: GradCommDtype, precision: Precision, reduce_dtype: DType | None) -> None:
     """Gradients travel in bf16, and are summed in fp32, where they are made in bf16 to be summed in fp32."""
-    if wire is not GradWire.bf16:
+    if wire is not GradCommDtype.bf16:
         return
     mixed = precision is Precision.bf16 or (precision is Precision.bf16_true and reduce_dtype is DType.fp32)
     if mixed and reduce_dtype is not DType.bf16:
@@ -70,13 +70,15 @@ def check_grad_wire(wire: GradWire, precision: Precision, reduce_dtype: DType | 
     if precision in (Precision.bf16, Precision.bf16_true):
         given = reduce_dtype.name if reduce_dtype is not None else "bf16, that of the weights"
         raise ConfigError(
-            f"zero.comm.grad_wire: expected auto or full with zero.precision.reduce_dtype={given} (gradients travel in "
+            f"zero.comm.grad_comm_dtype: expected auto or full with zero.precision.reduce_dtype={given} (gradients "
+            "travel in "
             "bf16 then, and are summed in it), got bf16. Choose zero.precision.reduce_dtype=fp32, or drop "
-            "zero.comm.grad_wire."
+            "zero.comm.grad_comm_dtype."
         )
     raise ConfigError(
-        f"zero.comm.grad_wire: expected auto or full with zero/precision={precision.name} (gradients are not made in "
-        "bf16, and would lose digits), got bf16. Choose zero/precision=bf16, or drop zero.comm.grad_wire."
+        f"zero.comm.grad_comm_dtype: expected auto or full with zero/precision={precision.name} (gradients are not "
+        "made in "
+        "bf16, and would lose digits), got bf16. Choose zero/precision=bf16, or drop zero.comm.grad_comm_dtype."
     )
 
 
@@ -201,7 +203,7 @@ class UnitConfig:
             of a model of more than 1 MiB, the rest by size: modules of an eighth of it, or less).
         min_bytes: a module with fewer bytes of its own (in the parameters' original dtype) stays with its parent.
         max_bytes: units found by themselves that hold more bytes are divided into their children, where they can be.
-        whole_batch: class names; under ``zero.micro_batches`` units of these classes, or with such a module inside,
+        whole_batch: class names; under ``zero.vertical_chunks`` units of these classes, or with such a module inside,
             run on the whole batch.
     """
 
@@ -229,30 +231,31 @@ class CommConfig:
         transport: ``plain`` uses the library's gather and reduce-scatter; ``direct`` gathers by broadcasts and
             reduces by an all-to-all and a local sum, which on gloo is several times faster at few ranks;
             ``auto`` chooses by backend and number of ranks.
-        hierarchy: ``flat`` shards over all ranks; ``node`` over those of each node, with a replica on every node
+        hybrid_shard: ``flat`` shards over all ranks; ``node`` over those of each node, with a replica on every node
             (hybrid sharding): gathers stay within nodes, which hold more. ``node_backward`` shards over all ranks, and
             a unit keeps a shard of its node from its forward to the end of the backward, whose gathers stay within
             nodes. ``auto`` takes ``node`` where there are several nodes with as many ranks each, and what rests fits
             into half of the memory; else ``flat``.
-        grad_wire: what gradients travel in where autograd makes them in bf16 and they are summed in fp32. ``auto``: in
-            bf16 wherever that loses no bit, which gives the sums of ``full``; ``full``: in fp32; ``bf16``: as ``auto``,
-            and an error where they would have to travel in fp32. See ``docs/communication.md``.
+        grad_comm_dtype: what gradients travel in where autograd makes them in bf16 and they are summed in fp32.
+            ``auto``: in bf16 wherever that loses no bit, which gives the sums of ``full``; ``full``: in fp32; ``bf16``:
+            as ``auto``, and an error where they would have to travel in fp32. See ``docs/communication.md``.
         even_alone: gather and reduce over a group of one rank as over many, so that a transport can be tried on one
             GPU. It is slower, and trains the same.
     """
 
     transport: Transport = Transport.auto
-    hierarchy: Hierarchy = Hierarchy.auto
-    grad_wire: GradWire = GradWire.auto
+    hybrid_shard: HybridShard = HybridShard.auto
+    grad_comm_dtype: GradCommDtype = GradCommDtype.auto
     even_alone: bool = False
 
     def __post_init__(self) -> None:
         check_types("zero.comm", self)
-        if self.grad_wire is GradWire.bf16 and self.transport is Transport.plain:
+        if self.grad_comm_dtype is GradCommDtype.bf16 and self.transport is Transport.plain:
             raise ConfigError(
-                "zero.comm.grad_wire: expected auto or full with zero.comm.transport=plain (the library adds in the "
+                "zero.comm.grad_comm_dtype: expected auto or full with zero.comm.transport=plain (the library adds in "
+                "the "
                 "dtype in which it sends), got bf16. Choose zero.comm.transport=auto or direct, or drop "
-                "zero.comm.grad_wire."
+                "zero.comm.grad_comm_dtype."
             )
 
 

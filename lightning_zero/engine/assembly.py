@@ -31,7 +31,7 @@ from lightning_zero.config import (
     Precision,
     Recompute,
     ZeroConfig,
-    check_grad_wire,
+    check_grad_comm_dtype,
     check_rounding,
     check_state_dtype,
 )
@@ -134,9 +134,9 @@ class Assembly:
         blocks = [(unit, module.get_submodule(unit.name)) for unit in self.units[1:]]
         offload = config.activation_checkpointing is Recompute.offload
         self.passes.vertical = vertical = Vertical(
-            config.micro_batches, self.passes, module=module, offload_inputs=offload, pin_memory=pin_memory
+            config.vertical_chunks, self.passes, module=module, offload_inputs=offload, pin_memory=pin_memory
         )
-        if config.micro_batches == 1:
+        if config.vertical_chunks == 1:
             return recompute_blocks(blocks, config.activation_checkpointing, self.passes, pin_memory=pin_memory)
         names = [unit.name for unit in self.units]
         whole, around = whole_batch_units(module, names, config), units_around(names)
@@ -199,7 +199,7 @@ class Assembly:
             issued,
             prefetch_bytes=config.prefetch_bytes,
             keep_bytes=config.keep_gathered_bytes,
-            dynamic=config.dynamic,
+            dynamic=config.dynamic_graph,
         )
         self.reducer = Reducer(self.buckets, self.comm, issued, config.reduce_bucket_bytes)
         self.grad_norms = GradNorms(self.reducer, self.comm)
@@ -258,7 +258,7 @@ class Assembly:
             )
         check_rounding(self.config.precision.stochastic_rounding, self.precision)
         check_state_dtype(self.config.optimizer.state_dtype, self.precision)
-        check_grad_wire(self.config.comm.grad_wire, self.precision, self.config.precision.reduce_dtype)
+        check_grad_comm_dtype(self.config.comm.grad_comm_dtype, self.precision, self.config.precision.reduce_dtype)
         check_compiler(self.config.compile)
         check_timeline(self.config.debug)
         groups = describe.describe_units(module, self.config, self.precision)
@@ -340,7 +340,7 @@ class Assembly:
         hooks = self.passes.hooks
         for unit in self.units:
             hooks.watch_unit(unit, module.get_submodule(unit.name))
-        if self.config.dynamic:
+        if self.config.dynamic_graph:
             for name, inner in module.named_modules():
                 if not name or any(unit.name.startswith(f"{name}.") for unit in self.units):
                     hooks.watch_calls(inner)

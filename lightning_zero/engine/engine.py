@@ -244,7 +244,7 @@ class Engine(Assembly):
 
     def batch_scope(self, batch: Any, *, evaluation: bool = False) -> contextlib.AbstractContextManager[None]:
         """Around the user's code of a step that is given ``batch``: its units divide along the first dimension of the
-        first tensor in it, under ``micro_batches``.
+        first tensor in it, under ``vertical_chunks``.
 
         Raises:
             ConfigError: a batch to train on whose size does not divide.
@@ -281,7 +281,7 @@ class Engine(Assembly):
         """Let backwards inside accumulate without reducing, where gradients rest replicated (stages 0 and 1).
 
         Raises:
-            ConfigError: on all ranks: ``zero.comm.grad_wire=bf16`` asks for what their sum does not fit into.
+            ConfigError: on all ranks: ``zero.comm.grad_comm_dtype=bf16`` asks for what their sum does not fit into.
         """
         check_accumulation(self.config)
         return self.reducer.no_sync()

@@ -18,7 +18,7 @@ from hydra.core.global_hydra import GlobalHydra
 
 from lightning_zero.app import plan, plan_picture, train
 from lightning_zero.app.schema import MachineConfig, parse_bytes
-from lightning_zero.config import AfterFit, ConfigError, Offload, Stage
+from lightning_zero.config import ConfigError, Offload, Stage
 from lightning_zero.planning.buckets import BucketShape, Itemsizes
 from lightning_zero.planning.fit import Machine, Model, allowed_rows, best, plan_row
 from lightning_zero.planning.memory import Limits
@@ -293,8 +293,8 @@ def test_processes_without_gpus_share_the_hosts_memory() -> None:
 # -- after a run ------------------------------------------------------------------------------------------------------
 
 
-def whole(command: Any, after_fit: str, host: str) -> tuple[dict[str, Any], str]:
-    machine = (*MACHINE[:3], f"machine.host_memory={host}", f"zero.after_fit={after_fit}")
+def whole(command: Any, gather_after_fit: str, host: str) -> tuple[dict[str, Any], str]:
+    machine = (*MACHINE[:3], f"machine.host_memory={host}", f"zero.gather_after_fit={gather_after_fit}")
     code, out, err = command("json=true", *machine)
     assert code == 0, err
     return json.loads(out), command(*machine)[1].replace("\n  ", " ")
@@ -302,7 +302,7 @@ def whole(command: Any, after_fit: str, host: str) -> tuple[dict[str, Any], str]
 
 def test_the_copy_of_the_module_that_is_there_after_a_run(command: Any) -> None:
     """Stage 0 has nothing else on the host; at cpu masters and state rest there. 858,880 parameters are 3.3 MiB."""
-    document, text = whole(command, "auto", "4MB")
+    document, text = whole(command, "null", "4MB")
     nbytes = document["model"]["whole_copy"]
     assert 0 <= nbytes - 4 * document["model"]["parameters"] < 64 * 100
     row, without = row_of(document, "zero0", "none"), row_of(document, "zero3", "cpu")
@@ -310,22 +310,23 @@ def test_the_copy_of_the_module_that_is_there_after_a_run(command: Any) -> None:
     assert row["per_host"] == 8 * -(-nbytes // 8)
     assert without["after_run"] is None and not without["fits"]
     assert (
-        "After a run a copy of the whole module takes 3.3M of each host; it counts here (zero.after_fit=auto)" in text
+        "After a run a copy of the whole module takes 3.3M of each host; it counts here (zero.gather_after_fit=null)"
+        in text
     )
 
-    document, text = whole(command, "auto", "3MB")  # nothing fits beside it, and nothing need
+    document, text = whole(command, "null", "3MB")  # nothing fits beside it, and nothing need
     assert row_of(document, "zero0", "none")["fits"] and row_of(document, "zero0", "none")["per_host"] == 0
     assert "After a run the module stays sharded: a whole copy takes 3.3M of each host, which have no room" in text
 
-    document, text = whole(command, "whole", "3MB")
+    document, text = whole(command, "true", "3MB")
     row = row_of(document, "zero0", "none")
     lack = -int(-nbytes / 0.9 // 1) - 3_000_000  # a tenth of what is there stays free
     assert not row["fits"] and row["missing"] == {"host": lack}
-    assert "set zero.after_fit=auto" in text
+    assert "set zero.gather_after_fit=null" in text
 
-    document, text = whole(command, "sharded", "3MB")
+    document, text = whole(command, "false", "3MB")
     assert row_of(document, "zero0", "none")["after_run"] is None
-    assert "After a run the module stays sharded (zero.after_fit=sharded)." in text
+    assert "After a run the module stays sharded (zero.gather_after_fit=false)." in text
 
 
 def test_the_copy_does_not_add_to_the_peak_of_a_step() -> None:
@@ -333,13 +334,13 @@ def test_the_copy_does_not_add_to_the_peak_of_a_step() -> None:
     machine = Machine(gpus=2, gpu_memory=0, host_memory=10**9, nvme=0, shared=True)
     rows = [
         plan_row(
-            replace(Model(("",), shapes, Limits(0, 0, 1)), after_fit=setting),
+            replace(Model(("",), shapes, Limits(0, 0, 1)), gather_after_fit=setting),
             Stage.zero0,
             Offload.none,
             machine,
             plan.OffloadConfig(),
         )
-        for setting in AfterFit
+        for setting in (None, True, False)
     ]
     auto, must, sharded = rows
     assert auto.together == must.together

@@ -293,10 +293,12 @@ def command_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.
 
 def test_without_room_for_a_whole_copy_nothing_starts(command_line: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_zero.engine.whole.host_copy.available_host_memory", lambda: 1000)
-    code, said = command_line("experiment=tiny", "trainer.accelerator=cpu", "zero.after_fit=whole", "data=synthetic")
+    code, said = command_line(
+        "experiment=tiny", "trainer.accelerator=cpu", "zero.gather_after_fit=true", "data=synthetic"
+    )
     assert code == 2, said
-    assert "zero.after_fit=whole: expected room for a whole copy of the module, " in said
-    assert "on this host, got 1,000 bytes" in said and "Set zero.after_fit=auto" in said
+    assert "zero.gather_after_fit=true: expected room for a whole copy of the module, " in said
+    assert "on this host, got 1,000 bytes" in said and "Set zero.gather_after_fit=null" in said
 
 
 @pytest.mark.parametrize(
@@ -388,7 +390,7 @@ def test_an_optimizer_that_cannot_work_is_refused_before_anything_starts(
         ("zero.stage.name=zero9", ["'zero9', expected one of [zero0, ", "Did you mean zero.stage.name=zero3?\n"]),
         ("zero.comm.transport=pigeon", ["zero.comm.transport=pigeon: ", "expected one of [auto, plain, direct]"]),
         ("zero.prefetch_bytes=lots", ["zero.prefetch_bytes: expected a size such as 80GB", "got 'lots'"]),
-        ("zero.dynamic=perhaps", ["zero.dynamic=perhaps: ", "is not a valid bool"]),
+        ("zero.dynamic_graph=perhaps", ["zero.dynamic_graph=perhaps: ", "is not a valid bool"]),
         ("trainer.max_steps=many", ["trainer.max_steps: expected a number, got 'many'. Change trainer.max_steps.\n"]),
         ("trainer.accelerator=abacus", ["abacus", "trainer"]),
         ("model.n_layer=two", ["model.n_layer", "two"]),
@@ -410,7 +412,7 @@ def test_an_optimizer_that_cannot_work_is_refused_before_anything_starts(
         ("seed=-1", ["seed", "-1"]),
         ("save_minutes=0", ["save_minutes", "0"]),
         # a contradiction
-        ("zero/stage=zero2 zero.dynamic=true", ["zero.dynamic", "zero2"]),
+        ("zero/stage=zero2 zero.dynamic_graph=true", ["zero.dynamic_graph", "zero2"]),
         ("save_minutes=5 trainer.enable_checkpointing=false", ["save_minutes", "trainer.enable_checkpointing"]),
         ("zero/precision=bf16 trainer.precision=32-true", ["trainer.precision", "zero/precision=bf16", "32-true"]),
         ("trainer.precision=bf16", ["trainer.precision: expected 32-true", "got bf16. Write zero/precision=bf16."]),

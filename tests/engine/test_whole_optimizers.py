@@ -586,14 +586,14 @@ def peak_of(act: Any) -> int:
 
 
 @on_ranks(4)
-@pytest.mark.parametrize(("hierarchy", "beside"), [("node", "node"), ("node_backward", "flat")])
-def test_shards_within_a_node_and_replicas_across_nodes(hierarchy: str, beside: str) -> None:
+@pytest.mark.parametrize(("hybrid_shard", "beside"), [("node", "node"), ("node_backward", "flat")])
+def test_shards_within_a_node_and_replicas_across_nodes(hybrid_shard: str, beside: str) -> None:
     """Each replica steps all tensors, divided among its ranks; one saves their state."""
     node = f"node {torch.distributed.get_rank() // 2}"
     found = []
-    for stage, name in ((0, beside), (3, hierarchy)):
+    for stage, name in ((0, beside), (3, hybrid_shard)):
         torch.default_generator.manual_seed(3)
-        settings: dict[str, Any] = {"comm": {"hierarchy": name}, "node": node, "reduce_bucket_bytes": SMALL_WINDOWS}
+        settings: dict[str, Any] = {"comm": {"hybrid_shard": name}, "node": node, "reduce_bucket_bytes": SMALL_WINDOWS}
         with Sharded(Model(), stage=stage, optimizer=muon_and_adam, **settings) as side:
             steps_of(side, 0, 3)
             state = side.engine.optimizer_state(side.optimizer, only_rank_0=False)

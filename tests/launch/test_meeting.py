@@ -18,7 +18,7 @@ from lightning_zero.ranks import rendezvous
 from lightning_zero.ranks.meeting import Guest, Meeting, Report, StartError, digest
 from lightning_zero.ranks.rendezvous import open_store
 
-SHARED = {"versions": {"torch": "2.13"}, "settings": {"seed": "1", "zero.dynamic": "False"}}
+SHARED = {"versions": {"torch": "2.13"}, "settings": {"seed": "1", "zero.dynamic_graph": "False"}}
 
 
 def guest(rank: int, world_size: int, *, per_node: int = 2) -> Guest:
