@@ -17,12 +17,10 @@ from lightning_zero.config.groups import (
     OffloadConfig,
     OptimizerConfig,
     PrecisionConfig,
-    StageConfig,
     UnitConfig,
     check_grad_comm_dtype,
     check_rounding,
     check_state_dtype,
-    without_effect,
 )
 from lightning_zero.config.names import (
     CheckpointFormat,
@@ -47,8 +45,6 @@ from lightning_zero.config.rows import (
     for_layout,
     is_decided,
     make_config,
-    offload_row,
-    offload_row_path,
     with_rows,
 )
 from lightning_zero.config.settings import ZeroConfig, check_accumulation, check_hybrid_shard, check_rows
@@ -75,7 +71,6 @@ __all__ = [
     "Sharding",
     "Stage",
     "StateDtype",
-    "StageConfig",
     "Transport",
     "UnitConfig",
     "ZeroConfig",
@@ -92,9 +87,6 @@ __all__ = [
     "is_decided",
     "make_config",
     "nearest",
-    "offload_row",
-    "offload_row_path",
     "parse_bytes",
     "with_rows",
-    "without_effect",
 ]

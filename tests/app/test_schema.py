@@ -212,6 +212,13 @@ def test_experiment_changes_several_groups_and_the_command_line_wins() -> None:
     assert config_of("experiment=tiny", "debug=fast").trainer["devices"] == 1
 
 
+def test_a_file_of_this_machine_is_taken_where_there_is_one(tmp_path: Path) -> None:
+    (tmp_path / "local").mkdir()
+    (tmp_path / "local" / "default.yaml").write_text("# @package _global_\ntrainer:\n  devices: 3\n")
+    assert config_of(f"hydra.searchpath=[file://{tmp_path}]").trainer["devices"] == 3
+    assert config_of().trainer["devices"] == "auto"
+
+
 @pytest.mark.parametrize(
     ("row", "asked", "expected"),
     [
