@@ -108,8 +108,8 @@ def test_every_way_to_write_a_stage(stage: Any) -> None:
         ({"debug": {"timeline": 1}}, "zero.debug.timeline: expected a text or null", "1"),
         ({"offload": {"name": "cpu", "threads": 1.5}}, "zero.offload.threads: expected a whole number or null", "1.5"),
         ({"unit": {"clases": []}}, "zero.unit.clases", "Did you mean classes?"),
-        ({"comm": {"grad_wire": "full"}}, "zero.comm.grad_wire: no such setting", "Did you mean grad_comm_dtype?"),
-        ({"dynamic": True}, "zero.dynamic: no such setting", "Did you mean dynamic_graph?"),
+        ({"comm": {"grad_dtype": "full"}}, "zero.comm.grad_dtype: no such setting", "Did you mean grad_comm_dtype?"),
+        ({"dynamic_grap": True}, "zero.dynamic_grap: no such setting", "Did you mean dynamic_graph?"),
     ],
 )
 def test_a_bad_value_names_the_key_and_what_it_got(settings: dict[str, Any], key: str, got: str) -> None:
