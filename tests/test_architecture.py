@@ -21,10 +21,10 @@ LAYERS = [
     "optimizers",
     "pretrained",
 ]
-LAYERS += ["timeline", "engine", "checkpoint", "trainer", "fabric", "app"]
+LAYERS += ["timeline", "engine", "layerwise", "checkpoint", "trainer", "fabric", "app"]
 DOORS = {"train", "plan", "submit", "env", "__main__"}
 # Modules of the root that are no layer of their own; the rest are found by their folder.
-TOP_LEVEL = {"config": "config", "presets": "config"} | dict.fromkeys(DOORS, "app")
+TOP_LEVEL = {"config": "config", "presets": "config", "sharding": "layerwise"} | dict.fromkeys(DOORS, "app")
 USES_HYDRA = {"app.train", "app.plan", "app.submit", "app.schema", "app.overrides", "app.instantiate", "app.sweep"}
 MAX_IN_ROOT = 10
 SPEAK_LIGHTNING = {"lightning_api", "ranks.environments", "ranks.allocation", "ranks.rendezvous"}
@@ -131,6 +131,9 @@ def test_one_folder_calls_collectives() -> None:
 
 # Modules that can run code which is in bytes from elsewhere, and what the files that import them do with them.
 UNPICKLES = re.compile(
+    r""
+    r""
+    r""
     r""
     r"((_|c)?[pP]ickle|cloudpickle|dill|marshal|shelve|joblib|jsonpickle|yaml|(torch\.)?multiprocessing|torch\.(package|hub))"
     r"\b.*|torch\.distributed\.\w+_object(_list)?|torch\.load"

@@ -299,7 +299,7 @@ def command_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.
 
 
 def test_without_room_for_a_whole_copy_nothing_starts(command_line: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_zero.engine.whole.host_copy.available_host_memory", lambda: 1000)
+    monkeypatch.setattr("lightning_zero.engine.whole.shown.available_host_memory", lambda: 1000)
     code, said = command_line(
         "experiment=tiny", "trainer.accelerator=cpu", "zero.gather_after_fit=true", "data=synthetic"
     )
