@@ -131,10 +131,6 @@ def test_one_folder_calls_collectives() -> None:
 
 # Modules that can run code which is in bytes from elsewhere, and what the files that import them do with them.
 UNPICKLES = re.compile(
-    r""
-    r""
-    r""
-    r""
     r"((_|c)?[pP]ickle|cloudpickle|dill|marshal|shelve|joblib|jsonpickle|yaml|(torch\.)?multiprocessing|torch\.(package|hub))"
     r"\b.*|torch\.distributed\.\w+_object(_list)?|torch\.load"
 )

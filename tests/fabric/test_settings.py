@@ -34,7 +34,7 @@ EQUAL: dict[str, dict[str, Any]] = {
     "unit.sizes": {"unit": {"min_bytes": SMALL, "max_bytes": 1 << 20}},
     "comm": {"comm": {"transport": "direct", "hybrid_shard": "flat"}},
     "optimizer": {"optimizer": {"sharding": "slices"}},
-    "compile": {"compile": {"name": "blocks", "arguments": {"backend": "eager", "dynamic_graph": False}}},
+    "compile": {"compile": {"name": "blocks", "arguments": {"backend": "eager", "dynamic": False}}},
     "prefetch_bytes": {"prefetch_bytes": 0},
     "keep_gathered_bytes": {"keep_gathered_bytes": 1 << 20},
     "reduce_bucket_bytes": {"reduce_bucket_bytes": SMALL},
