@@ -101,8 +101,8 @@ class Vertical:
         if size is not None and size % self.count and not evaluation:
             raise ConfigError(
                 f"zero.vertical_chunks: expected a batch that divides by {self.count}, got {size} samples (the first "
-                "dimension of the first tensor in it). Change the batch size (data.batch_size) or zero.vertical_chunks; if "
-                "it is the last batch of an epoch, set drop_last=True in its DataLoader."
+                "dimension of the first tensor in it). Change the batch size (data.batch_size) or "
+                "zero.vertical_chunks; if it is the last batch of an epoch, set drop_last=True in its DataLoader."
             )
         before = self.batch, self._told
         self.batch, self._told = size, size is not None
