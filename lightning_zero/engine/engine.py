@@ -214,7 +214,7 @@ class Engine:
             issued,
             prefetch_bytes=config.prefetch_bytes,
             keep_bytes=config.keep_gathered_bytes,
-            dynamic=config.dynamic,
+            dynamic=config.dynamic_graph,
         )
         self.reducer = Reducer(self.buckets, self.comm, issued, config.reduce_bucket_bytes)
         self.after_step = AfterStep(
@@ -491,7 +491,7 @@ class Engine:
         """Let backwards inside accumulate without reducing, where gradients rest replicated (stages 0 and 1).
 
         Raises:
-            ConfigError: on all ranks: ``zero.comm.grad_wire=bf16`` asks for what their sum does not fit into.
+            ConfigError: on all ranks: ``zero.comm.grad_comm_dtype=bf16`` asks for what their sum does not fit into.
         """
         check_accumulation(self.config)
         return self.reducer.no_sync()

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from lightning_zero.config import AfterFit, ConfigError, PrecisionConfig, ZeroConfig, is_decided
+from lightning_zero.config import ConfigError, PrecisionConfig, ZeroConfig, is_decided
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.engine.engine import engines
 from lightning_zero.fabric.checkpoints import Checkpoints
@@ -282,8 +282,9 @@ def _refuse_settings_of_the_trainer(config: ZeroConfig) -> None:
             "zero.checkpoint.background: expected false with Fabric, whose save returns when a checkpoint is written, "
             "got true. Drop zero.checkpoint.background."
         )
-    if config.after_fit is AfterFit.whole:
+    if config.gather_after_fit is True:
         raise ConfigError(
-            "zero.after_fit: expected auto or sharded with Fabric, where a strategy does not know when a run ends, got "
-            "whole. Drop zero.after_fit, and read values inside `with lightning_zero.gather(model):`."
+            "zero.gather_after_fit: expected null or false with Fabric, where a strategy does not know when a run "
+            "ends, "
+            "got true. Drop zero.gather_after_fit, and read values inside `with lightning_zero.gather(model):`."
         )

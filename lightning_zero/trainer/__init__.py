@@ -13,7 +13,7 @@
     interruptions   SIGTERM and the requeue signal: all ranks leave at one step
     restaging       another stage or offload row for a run that goes on
     validations     where a resume inside a validation goes on
-    last_batches    batches of an epoch that will not divide under zero.micro_batches
+    last_batches    batches of an epoch that will not divide under zero.vertical_chunks
     long_sequences  steps on parts of sequences; sequence_check: the first ones are tried whole and in parts before
     compiled        LightningModules that torch.compile has made
     summary         what is shown at the start and at the end     bars  whether the Trainer has a progress bar

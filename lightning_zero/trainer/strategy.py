@@ -12,7 +12,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.nn import Module, SyncBatchNorm
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lightning_zero.config import AfterFit, ZeroConfig, check_accumulation, for_layout, is_decided
+from lightning_zero.config import ZeroConfig, check_accumulation, for_layout, is_decided
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.engine.units.describe import TRUE_DTYPES, bucket_shapes, describe_units
 from lightning_zero.engine.whole import shown
@@ -203,7 +203,7 @@ class ZeroStrategy(Processes, SteppingStrategy):
         Raises:
             ConfigError: what the settings ask for does not fit here.
         """
-        if self.config.after_fit is AfterFit.whole and self.speaks_for_all and engine_of(model) is None:
+        if self.config.gather_after_fit is True and self.speaks_for_all and engine_of(model) is None:
             units = describe_units(model, for_layout(self.config), self.precision_plugin.row)
             shown.check_room_here(
                 copy_nbytes(nbytes for shape in bucket_shapes(units) for nbytes in shape.built_nbytes)
@@ -369,7 +369,7 @@ class ZeroStrategy(Processes, SteppingStrategy):
         if self._random_numbers is not None:
             self._random_numbers.on_train_start()
         assert self.lightning_module is not None
-        check_last_batches(self.lightning_module.trainer, self.config.micro_batches)
+        check_last_batches(self.lightning_module.trainer, self.config.vertical_chunks)
         validations.repair_counts(self.lightning_module.trainer)
 
     def on_train_end(self) -> None:

@@ -11,7 +11,7 @@ Where gradients rest replicated (stages 0 and 1) the buffer itself accumulates u
 Where gradients are narrower than their sum (made in bf16, summed in fp32) the buffer holds them as autograd has made
 them: not divided, which the sum is, and not added up. Then they may travel in their own dtype, without the loss of a
 bit. A second gradient of a parameter in one backward waits apart, and is reduced in fp32 at its end. All of that is so
-under each ``zero.comm.grad_wire``, so that they have the same sums.
+under each ``zero.comm.grad_comm_dtype``, so that they have the same sums.
 """
 
 from __future__ import annotations
