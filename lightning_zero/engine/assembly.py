@@ -36,7 +36,7 @@ from lightning_zero.config import (
     check_state_dtype,
 )
 from lightning_zero.engine.passes.access import Access, Fence
-from lightning_zero.engine.passes.compiled import CompiledModules, check_compiled_blocks, check_compiler, from_settings
+from lightning_zero.engine.passes.compiled import CompiledModules, check_compiled, check_compiler, from_settings
 from lightning_zero.engine.passes.gather_order import GatherOrder
 from lightning_zero.engine.passes.grad_changes import GradChanges
 from lightning_zero.engine.passes.grad_norms import GradNorms
@@ -44,7 +44,8 @@ from lightning_zero.engine.passes.gradient_sentinels import Sentinels
 from lightning_zero.engine.passes.gradients import IssuedReductions, Reducer
 from lightning_zero.engine.passes.hooks import ENGINE
 from lightning_zero.engine.passes.passes import Passes
-from lightning_zero.engine.passes.recompute import check_blocks, recompute_blocks
+from lightning_zero.engine.passes.recompute import Recomputation, check_blocks
+from lightning_zero.engine.passes.unit_forward import UnitForward
 from lightning_zero.engine.passes.writes import Writes
 from lightning_zero.engine.steps.around import AroundStep
 from lightning_zero.engine.steps.optimizer import ShardedOptimizer
@@ -59,7 +60,7 @@ from lightning_zero.engine.units.param import make_plain
 from lightning_zero.engine.units.unit import Unit
 from lightning_zero.engine.units.worker import default_threads
 from lightning_zero.engine.vertical.coupled import check_divided, units_around, whole_batch_units
-from lightning_zero.engine.vertical.units import Vertical
+from lightning_zero.engine.vertical.units import UnitInChunks, Vertical
 from lightning_zero.planning.placement import TierRow
 from lightning_zero.pretrained import sources_from
 from lightning_zero.pretrained.conversions import forget
@@ -114,14 +115,13 @@ class Assembly:
         self._places = {id(info.param): Place(b, info) for u in self.units for b in u.buckets for info in b.params}
         self.optimizers: list[ShardedOptimizer] = []
         self._put_together(share)
+        forwards = self._replace_forwards(module)
         self._compiled = CompiledModules(
             module,
-            [unit.name for unit in self.units],
+            forwards,
             from_settings(config.compile),
             lambda function, name: describe.refuse_cuda_graph(function, name, self.config),
         )
-        self._undo = self._recompute(module)
-        self._undo.append(self._compiled.undo)
         self._buffer_sync = BufferSync(module, self.comm)
         self._register_hooks(module)
         for unit in self.units:
@@ -130,23 +130,26 @@ class Assembly:
         LIVE.add(self)
         module.__dict__[ENGINE] = self
 
-    def _recompute(self, module: nn.Module) -> list[Callable[[], None]]:
-        """Have units compute their forwards again in the backward, in chunks or whole; returns what undoes it."""
-        config, pin_memory = self.config, self.comm.streams.are_there
-        blocks = [(unit, module.get_submodule(unit.name)) for unit in self.units[1:]]
-        offload = config.activation_checkpointing is Recompute.offload
-        self.passes.vertical = vertical = Vertical(
-            config.micro_batches, self.passes, module=module, offload_inputs=offload, pin_memory=pin_memory
-        )
-        if config.micro_batches == 1:
-            return recompute_blocks(blocks, config.activation_checkpointing, self.passes, pin_memory=pin_memory)
-        names = [unit.name for unit in self.units]
-        whole, around = whole_batch_units(module, names, config), units_around(names)
-        undo = [vertical.wrap(unit, block) for unit, block in blocks if unit.name not in whole]
-        whole_blocks = [(unit, block) for unit, block in blocks if unit.name in whole - around]
-        return undo + recompute_blocks(
-            whole_blocks, config.activation_checkpointing, self.passes, pin_memory=pin_memory
-        )
+    def _replace_forwards(self, module: nn.Module) -> dict[str, UnitForward]:
+        """Have units compute their forwards again in the backward, in chunks or whole, where that is asked for."""
+        config, passes, names = self.config, self.passes, [unit.name for unit in self.units]
+        offload = {
+            "offload_inputs": config.activation_checkpointing is Recompute.offload,
+            "pin_memory": self.comm.streams.are_there,
+        }
+        self.vertical = Vertical(config.micro_batches, module, passes, **offload)
+        in_chunks, around = set[str](), set[str]()
+        if config.micro_batches > 1:
+            in_chunks, around = set(names) - whole_batch_units(module, names, config), units_around(names)
+        forwards: dict[str, UnitForward] = {}
+        for unit in self.units:
+            block = module.get_submodule(unit.name)
+            forwards[unit.name] = forward = UnitForward(unit, block, passes.hooks)
+            if unit.name in in_chunks:
+                forward.put_around(UnitInChunks(unit, block, self.vertical, passes))
+            elif unit.name and unit.name not in around and config.activation_checkpointing is not Recompute.none:
+                forward.put_around(Recomputation(block, passes, **offload))
+        return forwards
 
     def _shard(
         self,
@@ -266,7 +269,7 @@ class Assembly:
         groups = describe.describe_units(module, self.config, self.precision)
         check_blocks(groups[1:], self.config.activation_checkpointing)
         check_divided(module, [group.name for group in groups], self.config)
-        check_compiled_blocks(groups[1:], self.config.compile)
+        check_compiled(module, [group.name for group in groups], self.config.compile)
         return groups
 
     def _make_tiers(self, groups: Sequence[describe.UnitGroup], share: Share) -> list[TierRow]:

@@ -79,8 +79,7 @@ class Engine(Assembly):
         if confirms:
             self.writes.confirm_if_any()
         self.passes.hooks.remove()
-        for undo in self._undo:
-            undo()
+        self._compiled.undo()
         for bucket in self.buckets:
             bucket.show_plain(bucket.full_master())
             for info in bucket.params:
@@ -249,7 +248,7 @@ class Engine(Assembly):
         Raises:
             ConfigError: a batch to train on whose size does not divide.
         """
-        return self.passes.vertical.step(batch, evaluation=evaluation)
+        return self.vertical.step(batch, evaluation=evaluation)
 
     def keep_gathered(self, module: nn.Module) -> None:
         """Have the units of the parameters of ``module`` stay gathered from their next use until the pass ends."""

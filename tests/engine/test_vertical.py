@@ -798,7 +798,7 @@ def test_units_on_the_whole_batch() -> None:
     plain(x).backward()
     assert_close({name: p.grad for name, p in plain.named_parameters() if p.grad is not None}, gradients(module))
     for buffer, other in zip(module.buffers(), plain.buffers(), strict=True):  # moved once, though computed twice
-        assert torch.equal(buffer, other)
+        assert torch.allclose(buffer, other, atol=1e-6)  # a product of two rows may round otherwise than one of eight
     engine.release()
 
 
@@ -830,7 +830,7 @@ def test_an_exception_in_a_chunk_leaves_the_engine_usable(again: bool) -> None:
     with pytest.raises(ValueError, match="a fault"):
         module(x).backward()
     Fails.where = None
-    assert engine.passes.vertical.sums is None
+    assert engine.passes.sums is None
     module.zero_grad()
     module(x).backward()
     plain(x).backward()

@@ -6,7 +6,7 @@
     saved_weights -+--> passes --+--> gradients -----> comm/reduction
     recompute -----+             +--> gradient_sentinels
 
-    hooks               all hooks on modules and tensors; events: what they tell a pass
+    hooks               all hooks on modules and tensors: what they tell a pass
     passes              begins and ends a pass; open_pass: its phases, and why a unit is still gathered
     gather_order        the order of gathers, learned and then run ahead of
     saved_weights       weights that autograd has saved, and that go in between
@@ -16,6 +16,7 @@
     grad_changes        what may be done to gradients in place
     access              reads by users' code, outside of a unit's call: they gather the unit
     writes              what is written to a parameter gets into its master, equally on all ranks
+    unit_forward        stands in the place of a unit's forward, for the two that follow
     recompute           activation checkpointing by unit
     compiled            torch.compile, of what units compute
     output_dtypes       modules that give back the dtype that they were given

@@ -1,4 +1,4 @@
-"""Registers all hooks, and turns module calls and gradients into events of :class:`PassEvents`. No other file does.
+"""Registers all hooks, and turns module calls and gradients into events of :class:`Passes`. No other file does.
 
 ::
 
@@ -9,8 +9,7 @@
                  grad_arrived(param), for every trainable parameter
                  input_grads_arrived(unit), of units with frozen parameters
 
-One more event is no hook's and not in :class:`PassEvents`: when a packed weight is read, saved_weights.py calls
-``Passes.weights_needed``.
+One more event is no hook's: when a packed weight is read, saved_weights.py calls ``weights_needed``.
 
 Hooks on outputs would not do: a tensor may leave a unit by other ways than its outputs, and an output that is changed
 in place has another history afterwards.
@@ -23,24 +22,24 @@ import copy
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
-from weakref import ReferenceType, WeakSet, ref
+from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import ReferenceType, WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_zero.config import Precision
-from lightning_zero.engine.passes.compiled import COMPILED
 from lightning_zero.engine.passes.containers import find_tensors
 from lightning_zero.engine.passes.errors import explain_dtypes
-from lightning_zero.engine.passes.events import PassEvents
 from lightning_zero.engine.passes.gradient_sentinels import GradSentinel
 from lightning_zero.engine.passes.output_dtypes import dtype_hooks
-from lightning_zero.engine.passes.recompute import WRAPPED
 from lightning_zero.engine.torch_modes import outside_graphs
 from lightning_zero.engine.units.bucket import Bucket
 from lightning_zero.engine.units.unit import Unit
+
+if TYPE_CHECKING:
+    from lightning_zero.engine.passes.passes import Passes
 
 ENGINE = "_lightning_zero_engine"  # where a sharded module keeps its engine
 _PATCHES = ("_apply", "__deepcopy__", "__reduce_ex__")  # methods of guarded modules that are replaced on the instance
@@ -58,7 +57,7 @@ class _Running(NamedTuple):
 class Hooks:
     """All hooks of one engine. ``remove`` takes them off again."""
 
-    def __init__(self, passes: PassEvents, precision: Precision) -> None:
+    def __init__(self, passes: Passes, precision: Precision) -> None:
         # Weakly: modules and parameters hold these hooks, and the passes hold the parameters. Python's garbage
         # collector does not see the part of that cycle which is inside of autograd, so the engine would live for ever.
         self._passes = ref(passes)
@@ -71,9 +70,11 @@ class Hooks:
         self._leaf_handles: list[Any] = []  # of hooks in this pass on leaves, which outlive their graph
         self._running: list[_Running] = []
         self._touched: WeakSet[nn.Module] = WeakSet()  # modules with something of ours
+        # Of modules: our forward, and what their own dicts held in its place before.
+        self._forwards: WeakKeyDictionary[nn.Module, tuple[Any, dict[str, Any]]] = WeakKeyDictionary()
 
     @property
-    def passes(self) -> PassEvents:
+    def passes(self) -> Passes:
         passes = self._passes()
         assert passes is not None, "the engine is gone but its hooks are not"
         return passes
@@ -86,7 +87,11 @@ class Hooks:
         for module in self._touched:
             for name in _PATCHES:
                 module.__dict__.pop(name, None)
+        for module, (_, before) in self._forwards.items():
+            module.__dict__.pop("forward", None)
+            module.__dict__.update(before)
         self._touched.clear()
+        self._forwards.clear()
 
     # -- registration -----------------------------------------------------------------------------------------------
 
@@ -187,6 +192,21 @@ class Hooks:
             module.__dict__[name] = types.MethodType(method, module)
         self._touched.add(module)
 
+    def replace_forward(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        """Put ``forward`` in the place of the module's own, until :meth:`remove`."""
+        before = {name: value for name, value in module.__dict__.items() if name == "forward"}
+        self._forwards[module] = forward, self._forwards.get(module, (None, before))[1]
+        module.__dict__["forward"] = forward
+        self._touched.add(module)
+
+    def watch_arguments(self, module: nn.Module, called: Callable[[Any, Any], None]) -> None:
+        """Call ``called`` with the arguments of each call of ``module``, before all else."""
+
+        def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+            called(args, kwargs)
+
+        self._handles.append(module.register_forward_pre_hook(outside_graphs(before), prepend=True, with_kwargs=True))
+
     def lift_off(self, *, keep_engine: bool = False) -> Callable[[], None]:
         """Take everything of ours off the modules, so that they are plain; returns what puts it back in its place.
 
@@ -196,11 +216,13 @@ class Hooks:
         attributes: list[tuple[nn.Module, dict[str, Any]]] = []
         tables: list[tuple[dict[int, Any], list[tuple[int, Any]]]] = []
         for module in list(self._touched):
-            forward = module.__dict__.get("forward")
-            ours_too = hasattr(forward, WRAPPED) or hasattr(forward, COMPILED)
-            lifted = [name for name in _LIFTED if not (keep_engine and name == ENGINE)]
-            names = [name for name in lifted if name in module.__dict__] + ["forward"] * ours_too
-            attributes.append((module, {name: module.__dict__.pop(name) for name in names}))
+            names = [name for name in _LIFTED if name in module.__dict__ and not (keep_engine and name == ENGINE)]
+            values = {name: module.__dict__.pop(name) for name in names}
+            forward, before = self._forwards.get(module, (None, {}))
+            if forward is not None and module.__dict__.get("forward") is forward:
+                values["forward"] = module.__dict__.pop("forward")
+                module.__dict__.update(before)
+            attributes.append((module, values))
             for name, table in vars(module).items():
                 is_table = isinstance(table, dict) and (name.endswith("_hooks") or "_hooks_" in name)
                 if is_table and ours & set(table):
@@ -223,8 +245,6 @@ class Hooks:
 
     def _pre_forward(self, unit: Unit, args: Any, kwargs: Any) -> None:
         passes = self.passes
-        if unit.index == 0:
-            passes.root_called(args, kwargs)
         try:
             passes.pre_forward(unit)
         except Exception:
@@ -326,7 +346,7 @@ class Hooks:
         )
 
 
-def _backward_begins(passes_ref: ReferenceType[PassEvents]) -> None:
+def _backward_begins(passes_ref: ReferenceType[Passes]) -> None:
     passes = passes_ref()
     if passes is not None:
         passes.backward_begins()

@@ -2,11 +2,10 @@
 
 ::
 
-    split        a call's inputs in chunks, and what the chunks give put together
-    tables       parameters and buffers, which are of no batch
+    split        a call's inputs in chunks
     trial        which tensors of a call are of its batch, found by trying
     chunked      the autograd function: chunks without a graph, and each computed again in the backward
-    units        units whose forwards are divided so; sums of their gradients
+    units        units whose forwards are divided so
     coupled      units that are not to be divided, found by class
     loss         a head and its loss in chunks, for the user's step
 """

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+import contextlib
+from collections.abc import Iterator, Sequence
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -81,28 +80,22 @@ def coupling_parts(unit: nn.Module) -> Iterator[tuple[str, str]]:
             yield name, "changes its weight at every call (spectral_norm)"
 
 
-def changes_with_batch(function: Callable[..., Any], module: nn.Module | None, title: str) -> Callable[..., Any]:
-    """``function``, the forward of ``module``, refused where it changes the module's buffers: running statistics would
-    be of chunks, and move on again as they are computed again.
+@contextlib.contextmanager
+def keeping_buffers(module: nn.Module, title: str) -> Iterator[None]:
+    """Refuse a forward of ``module`` inside that changes its buffers: running statistics would be of chunks, and move
+    on again as they are computed again.
+
+    Raises:
+        Changes: it does.
     """
-    if module is None:
-        return function
-    buffers = [(name, buffer, buffer._version) for name, buffer in module.named_buffers() if not buffer.is_inference()]
-    if not buffers:
-        return function
-
-    @functools.wraps(function, updated=())
-    def call(*args: Any, **kwargs: Any) -> Any:
-        result = function(*args, **kwargs)
-        now = dict(module.named_buffers())
-        for name, buffer, version in buffers:
-            if now.get(name) is not buffer or buffer._version != version:
-                owner = type(module.get_submodule(name.rpartition(".")[0])).__name__
-                raise Changes(
-                    f"{title} is run in chunks (zero.micro_batches), and its forward changes the buffer {name} of "
-                    f"{owner}, which would be that of chunks, and change with each of them. Run such units on the "
-                    f"whole batch with zero.unit.whole_batch=[{owner}], or set zero.micro_batches=1."
-                )
-        return result
-
-    return call
+    before = [(name, buffer, buffer._version) for name, buffer in module.named_buffers() if not buffer.is_inference()]
+    yield
+    now = dict(module.named_buffers()) if before else {}
+    for name, buffer, version in before:
+        if now.get(name) is not buffer or buffer._version != version:
+            owner = type(module.get_submodule(name.rpartition(".")[0])).__name__
+            raise Changes(
+                f"{title} is run in chunks (zero.micro_batches), and its forward changes the buffer {name} of {owner}, "
+                "which would be that of chunks, and change with each of them. Run such units on the whole batch with "
+                f"zero.unit.whole_batch=[{owner}], or set zero.micro_batches=1."
+            )

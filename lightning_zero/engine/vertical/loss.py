@@ -132,7 +132,7 @@ def _losses(head: nn.Module, loss: Loss, hidden: Tensor, targets: Tensor, count:
         found.append(_run(head, loss, engine, function, hidden[:in_chunks], targets[:in_chunks], count))
     if in_chunks < len(targets) or not found:
         # A few tokens fewer than there are chunks. A head that is a unit is not to divide them among samples.
-        with engine.passes.vertical.in_chunk() if engine is not None else contextlib.nullcontext():
+        with engine.vertical.in_chunk() if engine is not None else contextlib.nullcontext():
             found.append(function(hidden[in_chunks:], targets[in_chunks:]))
     return found[0] if len(found) == 1 else torch.cat(found)
 
@@ -149,17 +149,13 @@ def _run(
     inputs = Inputs((hidden, targets), {}, len(targets), count)
     params = [*head.parameters(), *(loss.parameters() if isinstance(loss, nn.Module) else ())]
     trains = any(param.requires_grad for param in params)
-    has_graph = torch.is_grad_enabled() and (trains or hidden.requires_grad or targets.requires_grad)
     title = f"chunked_loss of {type(head).__name__}"
+    found: Tensor
     if engine is None:
-        call = Chunked(function, inputs, title=title)
-        trigger = torch.zeros((), requires_grad=True) if trains else None
-        return _tensor(call.with_graph(trigger) if has_graph else call.without_graph())
-    vertical = engine.passes.vertical
-    call = Chunked(function, inputs, title=title, in_chunk=vertical.in_chunk, in_backward=vertical.adding_up)
-    return _tensor(vertical.with_graph(call, trains) if has_graph else call.without_graph())
-
-
-def _tensor(value: Any) -> Tensor:
-    assert isinstance(value, Tensor)
-    return value
+        found = Chunked(function, inputs, title=title)(trains=trains)
+        return found
+    in_chunk, in_backward = engine.vertical.in_chunk, engine.passes.adding_up
+    found = engine.vertical.run(
+        Chunked(function, inputs, title=title, in_chunk=in_chunk, in_backward=in_backward), trains=trains
+    )
+    return found
