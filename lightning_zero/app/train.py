@@ -291,7 +291,6 @@ def plan_of_run(config: TrainConfig, trainer: Trainer) -> None:
     strategy: Any = trainer.strategy
     explicit = explicit_keys()
     strategy.planned_states = optimizer_states(config) if steps_slices(config) else None
-    strategy.measures_peak = config.zero.summary and config.trainer.profiler is None
 
     def activations() -> Any:
         try:

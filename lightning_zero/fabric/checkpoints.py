@@ -13,10 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
-from lightning.fabric.plugins import CheckpointIO
-from lightning.fabric.strategies.strategy import _apply_filter, _validate_keys_for_strict_loading
-from lightning.fabric.utilities.cloud_io import _is_local_file_protocol, get_filesystem
-from lightning.fabric.utilities.types import _Stateful
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.nn import Module
 from torch.optim import Optimizer
 
@@ -27,6 +24,7 @@ from lightning_zero.engine import Engine
 from lightning_zero.engine.whole.module_state import keeping_frozen
 from lightning_zero.engine.whole.sharded_state import sharded_optimizer_state, sharded_state_dict
 from lightning_zero.fabric.module import ZeroModule
+from lightning_zero.lightning_api import CheckpointIO, get_filesystem, is_local
 from lightning_zero.ranks.progress import LongWork
 from lightning_zero.ranks.waits import Waits
 from lightning_zero.trainer.saves.checkpoint_fits import check_model
@@ -138,7 +136,7 @@ class Checkpoints:
         owners = {module.engine for module in state.values() if isinstance(module, ZeroModule)}
         owners |= {self.engine_of_optimizer(entry) for entry in state.values() if isinstance(entry, Optimizer)}
         io = self.checkpoint_io
-        if len(owners) != 1 or not writes_files(io) or not _is_local_file_protocol(path):
+        if len(owners) != 1 or not writes_files(io) or not is_local(path):
             return None
         file = Path(get_filesystem(path)._strip_protocol(str(path)))
         # A filter may look at values.
@@ -188,7 +186,12 @@ class Checkpoints:
         if isinstance(state, Module | Optimizer):
             self._load_into({"": state}, {"": checkpoint}, path, strict)
             return {}
-        _validate_keys_for_strict_loading(state.keys(), checkpoint.keys(), strict=strict)
+        missing = [key for key in state if key not in checkpoint]
+        if strict and missing:
+            raise KeyError(
+                f"fabric.load: {path}: expected {missing[0]!r} in the checkpoint, got none. Leave it out of the state, "
+                "or pass strict=False."
+            )
         found = {key: checkpoint.pop(key) for key in list(state) if key in checkpoint}
         self._load_into(state, found, path, strict)
         return checkpoint
@@ -229,7 +232,7 @@ class Checkpoints:
                 self.load_module_state_dict(entry, value, strict=strict)
             elif key in optimizers:
                 self.engine_of_optimizer(entry).load_optimizer_state(entry, value)
-            elif isinstance(entry, _Stateful):
+            elif isinstance(entry, Stateful):
                 entry.load_state_dict(value)
             else:
                 state[key] = value
@@ -259,7 +262,11 @@ def _converted(
             value = of_module(entry)
         elif isinstance(entry, Optimizer):
             value = of_optimizer(entry)
-        elif isinstance(entry, _Stateful):
+        elif isinstance(entry, Stateful):
             value = entry.state_dict()
-        _apply_filter(key, dict(filter), value, content)
+        if key in filter and isinstance(value, dict):
+            value = {name: part for name, part in value.items() if filter[key](name, part)}
+            if not value:
+                continue
+        content[key] = value
     return content

@@ -7,9 +7,6 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
-from lightning.fabric.plugins.precision import Precision as LightningPrecision
-from lightning.fabric.plugins.precision.utils import _convert_fp_tensor
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
@@ -18,10 +15,11 @@ from lightning_zero.engine import Engine
 from lightning_zero.engine.torch_modes import outside_graphs
 from lightning_zero.engine.units.describe import AUTOCAST_DTYPES
 from lightning_zero.engine.whole import norms
-from lightning_zero.trainer.precision_row import PrecisionRow
+from lightning_zero.lightning_api import fabric
+from lightning_zero.trainer.precision_row import PrecisionRow, to_dtype
 
 
-class FabricPrecision(PrecisionRow, LightningPrecision):
+class FabricPrecision(PrecisionRow, fabric.plugins.precision.Precision):
     """Precision of :class:`~lightning_zero.ZeroFabricStrategy`. The strategy makes it from ``Fabric(precision=)``.
 
     Its arguments are those of :class:`PrecisionRow`.
@@ -36,11 +34,11 @@ class FabricPrecision(PrecisionRow, LightningPrecision):
     def convert_input(self, data: Any) -> Any:
         """Also for autocast, as Fabric does it."""
         dtype = AUTOCAST_DTYPES.get(self.row, self._default_dtype)
-        return data if dtype is None else _converted(data, dtype)
+        return data if dtype is None else to_dtype(data, dtype)
 
     def convert_output(self, data: Any) -> Any:
         keeps = self.row not in AUTOCAST_DTYPES and self._default_dtype is None
-        return data if keeps else _converted(data, torch.get_default_dtype())
+        return data if keeps else to_dtype(data, torch.get_default_dtype())
 
     @outside_graphs
     def backward(self, tensor: Tensor, model: Module | None, *args: Any, **kwargs: Any) -> None:
@@ -78,7 +76,3 @@ class FabricPrecision(PrecisionRow, LightningPrecision):
         result = None if overflowed else optimizer.step()
         self.scaler.update(overflowed=overflowed)
         return result
-
-
-def _converted(data: Any, dtype: torch.dtype) -> Any:
-    return apply_to_collection(data, function=_convert_fp_tensor, dtype=Tensor, dst_type=dtype)

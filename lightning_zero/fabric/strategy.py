@@ -9,13 +9,6 @@ from datetime import timedelta
 from typing import Any, ClassVar
 
 import torch
-from lightning.fabric.accelerators import Accelerator
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.fabric.plugins.precision import Precision as LightningPrecision
-from lightning.fabric.strategies import ParallelStrategy
-from lightning.fabric.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
-from lightning.fabric.strategies.strategy import _BackwardSyncControl
-from lightning.fabric.utilities.init import _EmptyInit
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
@@ -27,13 +20,21 @@ from lightning_zero.engine.whole import norms
 from lightning_zero.fabric.checkpoints import Checkpoints
 from lightning_zero.fabric.module import ZeroModule
 from lightning_zero.fabric.precision import FabricPrecision
+from lightning_zero.lightning_api import (
+    Accelerator,
+    CheckpointIO,
+    ClusterEnvironment,
+    FabricForkingLauncher,
+    FabricScriptLauncher,
+    fabric,
+)
 from lightning_zero.trainer.launchers import Forking
 from lightning_zero.trainer.processes import Processes
 from lightning_zero.trainer.settings import settings_of, with_precision
 from lightning_zero.trainer.summary import print_units
 
 
-class ForkLauncher(Forking, _MultiProcessingLauncher):
+class ForkLauncher(Forking, FabricForkingLauncher):
     """Of Fabric."""
 
     def launch(self, function: Any, *args: Any, **kwargs: Any) -> Any:
@@ -41,7 +42,7 @@ class ForkLauncher(Forking, _MultiProcessingLauncher):
             return super().launch(function, *args, **kwargs)
 
 
-class ZeroFabricStrategy(Processes, Checkpoints, ParallelStrategy):
+class ZeroFabricStrategy(Processes, Checkpoints, fabric.strategies.ParallelStrategy):
     """ZeRO stages 0-3 as a strategy of Fabric.
 
     Its arguments are those of :class:`~lightning_zero.ZeroStrategy`. Fabric's own ``precision``, a plugin, has the name
@@ -51,7 +52,7 @@ class ZeroFabricStrategy(Processes, Checkpoints, ParallelStrategy):
         ConfigError: a setting that cannot work; the message names the key to change.
     """
 
-    launchers: ClassVar = (_SubprocessScriptLauncher, ForkLauncher)
+    launchers: ClassVar = (FabricScriptLauncher, ForkLauncher)
 
     def __init__(
         self,
@@ -65,13 +66,13 @@ class ZeroFabricStrategy(Processes, Checkpoints, ParallelStrategy):
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
         checkpoint_io: CheckpointIO | None = None,
-        precision: LightningPrecision | str | Mapping[str, Any] | PrecisionConfig | None = None,
+        precision: fabric.plugins.precision.Precision | str | Mapping[str, Any] | PrecisionConfig | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | None = None,
         start_method: str = "popen",
         **settings: Any,
     ) -> None:
-        if precision is not None and not isinstance(precision, LightningPrecision):
+        if precision is not None and not isinstance(precision, fabric.plugins.precision.Precision):
             settings["precision"], precision = precision, None
         self.config = settings_of(config, stage, offload, checkpoint, compile, settings)
         _refuse_settings_of_the_trainer(self.config)
@@ -87,7 +88,7 @@ class ZeroFabricStrategy(Processes, Checkpoints, ParallelStrategy):
             timeout=timeout,
             start_method=start_method,
         )
-        self._backward_sync_control = _Accumulation()
+        self._backward_sync_control = _Accumulation()  # type: ignore[assignment]  # Fabric asks for no class
 
     # -- processes ------------------------------------------------------------------------------------------------
 
@@ -120,7 +121,7 @@ class ZeroFabricStrategy(Processes, Checkpoints, ParallelStrategy):
         return self._precision if self._precision is not None else FabricPrecision()  # type: ignore
 
     @precision.setter
-    def precision(self, plugin: LightningPrecision | None) -> None:
+    def precision(self, plugin: fabric.plugins.precision.Precision | None) -> None:
         """Fabric hands over the plugin it chose from ``Fabric(precision=)``; ours takes its place."""
         if plugin is None:
             self._precision = None
@@ -132,7 +133,7 @@ class ZeroFabricStrategy(Processes, Checkpoints, ParallelStrategy):
     @contextlib.contextmanager
     def module_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
         """Modules are built on the host (on meta with ``empty_init``): the whole need not fit on the device."""
-        place = torch.device("meta") if empty_init else _EmptyInit(enabled=False)
+        place = torch.device("meta") if empty_init else contextlib.nullcontext()
         with place, self.precision.module_init_context():
             yield
 
@@ -246,7 +247,9 @@ class ZeroFabricStrategy(Processes, Checkpoints, ParallelStrategy):
         super().teardown()
 
 
-class _Accumulation(_BackwardSyncControl):
+class _Accumulation:
+    """What Fabric asks for ``fabric.no_backward_sync``."""
+
     def no_backward_sync(self, module: Module, enabled: bool) -> contextlib.AbstractContextManager[None]:
         """Accumulate locally where gradients rest replicated (stages 0 and 1); elsewhere reduce every time."""
         if not enabled:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from lightning.fabric.plugins import ClusterEnvironment
-from lightning.fabric.plugins.environments import LightningEnvironment
-
 from lightning_zero.config import ConfigError
+from lightning_zero.lightning_api import ClusterEnvironment, LightningEnvironment
 from lightning_zero.ranks.started_by import launched
 
 

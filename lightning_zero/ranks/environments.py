@@ -8,11 +8,15 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from lightning.fabric.plugins import ClusterEnvironment
-from lightning.fabric.plugins.environments import LSFEnvironment, MPIEnvironment
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
-
 from lightning_zero.config import ConfigError
+from lightning_zero.lightning_api import (
+    ClusterEnvironment,
+    LSFEnvironment,
+    MPIEnvironment,
+    SLURMEnvironment,
+    TorchElasticEnvironment,
+    rank_zero_only,
+)
 from lightning_zero.ranks.started_by import Launched, launched
 
 DEFAULT_PORT = 29500
@@ -95,7 +99,6 @@ def _complete(found: Launched) -> Launched:
 
 def own_environment() -> ClusterEnvironment | None:
     """An environment that Lightning would not recognise; ``None`` leaves the choice to it."""
-    from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
 
     if TorchElasticEnvironment.detect() or SLURMEnvironment.detect() or not MPIRunEnvironment.detect():
         return None

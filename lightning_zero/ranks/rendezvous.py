@@ -15,14 +15,12 @@ from datetime import timedelta
 from enum import Enum
 from typing import Any
 
-import lightning
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins import ClusterEnvironment
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 import lightning_zero
 from lightning_zero.config import ZeroConfig
+from lightning_zero.lightning_api import ClusterEnvironment, pl, rank_zero_info
 from lightning_zero.ranks.meeting import Guest, Meeting, StartError
 
 # A node may have its own paths and counts of threads, and all may find another moment's name for a folder.
@@ -69,7 +67,7 @@ def versions() -> dict[str, str]:
     """What every rank must have in the same version."""
     return {
         "lightning_zero": lightning_zero.__version__,
-        "lightning": lightning.__version__,
+        "lightning": pl.__version__,
         "torch": torch.__version__,
         "python": ".".join(platform.python_version_tuple()[:2]),
     }

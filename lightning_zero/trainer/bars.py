@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import lightning.pytorch as pl
+from lightning_zero.lightning_api import pl
 
 
 def has_bar(trainer: pl.Trainer) -> bool:

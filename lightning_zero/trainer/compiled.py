@@ -10,10 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
-import lightning.pytorch as pl
-import lightning.pytorch.trainer.trainer as lightning_trainer
-
 from lightning_zero.engine.passes.compiled import find_compiler, needs_compiler
+from lightning_zero.lightning_api import pl
 
 _CHECK = "_verify_strategy_supports_compile"
 
@@ -26,7 +24,7 @@ class _Checks(Protocol):
 
 def accept(kind: type[_Checks]) -> None:
     """Have Lightning take compiled models under strategies of ``kind``, and ask these what a run lacks."""
-    check: Callable[[Any, Any], None] | None = getattr(lightning_trainer, _CHECK, None)
+    check: Callable[[Any, Any], None] | None = getattr(pl.trainer.trainer, _CHECK, None)
     if check is None:  # a Lightning without the check
         return
 
@@ -38,4 +36,4 @@ def accept(kind: type[_Checks]) -> None:
             find_compiler("torch.compile", "compile with another backend")
         strategy.check_before_start(model)
 
-    setattr(lightning_trainer, _CHECK, verify)
+    setattr(pl.trainer.trainer, _CHECK, verify)

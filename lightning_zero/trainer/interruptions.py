@@ -19,12 +19,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-import lightning.pytorch as pl
 import torch
-from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
+from lightning_zero.lightning_api import SIGTERMException, SLURMEnvironment, pl
 from lightning_zero.ranks.verdict import REQUEUE, VERDICT_VARIABLE, give_verdict
 from lightning_zero.trainer.validations import Validations
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import lightning.pytorch as pl
-from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.utils.data import BatchSampler, DataLoader
 
 from lightning_zero.config import ConfigError
+from lightning_zero.lightning_api import CombinedLoader, pl
 
 
 def check_last_batches(trainer: pl.Trainer, micro_batches: int) -> None:

@@ -14,24 +14,26 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins import ClusterEnvironment
-from lightning.fabric.utilities import imports
-from lightning.fabric.utilities.distributed import _suggested_max_num_threads
-from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
-from lightning.pytorch.strategies.launchers.multiprocessing import _WorkerOutput
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_zero.config import ConfigError
 from lightning_zero.device.cuda import is_in_use
 from lightning_zero.engine import engine_of
+from lightning_zero.lightning_api import (
+    ClusterEnvironment,
+    ForkedResult,
+    ForkingLauncher,
+    ScriptLauncher,
+    TrainerFn,
+    pl,
+)
 
 PROBE_S = 3.0
 _THREADS = "OMP_NUM_THREADS"
@@ -39,7 +41,13 @@ _THREADS = "OMP_NUM_THREADS"
 
 def is_interactive() -> bool:
     """Whether this is a notebook, or a shell."""
-    return bool(imports._IS_INTERACTIVE)
+    return hasattr(sys, "ps1") or bool(sys.flags.interactive)
+
+
+def threads_of(processes: int) -> int:
+    """How many threads Lightning gives each of so many processes of a host."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // processes)
 
 
 def in_one_process(environment: ClusterEnvironment, processes: int) -> bool:
@@ -73,7 +81,7 @@ class Forking:
         """
         _refuse_fork()
         wanted = os.environ.get(_THREADS)
-        planned = int(wanted) if wanted else _suggested_max_num_threads(self._strategy.num_processes)
+        planned = int(wanted) if wanted else threads_of(self._strategy.num_processes)
         if planned > 1 and not _threads_survive():
             rank_zero_warn(
                 "this notebook has computed on several threads, which a forked process cannot use: the processes "
@@ -99,7 +107,7 @@ class Forking:
         self._strategy.end_forked(failed=False)
 
 
-class ForkLauncher(Forking, _MultiProcessingLauncher):
+class ForkLauncher(Forking, ForkingLauncher):
     """Of the Trainer."""
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
@@ -110,7 +118,7 @@ class ForkLauncher(Forking, _MultiProcessingLauncher):
         with self._fit_to_fork():
             return super().launch(function, *args, trainer=trainer, **kwargs)
 
-    def _collect_rank_zero_results(self, trainer: pl.Trainer, results: Any) -> _WorkerOutput | None:
+    def _collect_rank_zero_results(self, trainer: pl.Trainer, results: Any) -> ForkedResult | None:
         """As Lightning's; all ranks give their part of the weights."""
         fitting = trainer.state.fn == TrainerFn.FITTING
         engine = engine_of(trainer.lightning_module)
@@ -123,10 +131,10 @@ class ForkLauncher(Forking, _MultiProcessingLauncher):
             path = os.path.join(tempfile.mkdtemp(), "weights.ckpt")
             self._strategy.checkpoint_io.save_checkpoint(state or trainer.lightning_module.state_dict(), path)
         best = getattr(callback, "best_model_path", None)
-        return _WorkerOutput(best, path, trainer.state, results, self.get_extra_results(trainer))
+        return ForkedResult(best, path, trainer.state, results, self.get_extra_results(trainer))
 
 
-TRAINERS = (_SubprocessScriptLauncher, ForkLauncher)
+TRAINERS = (ScriptLauncher, ForkLauncher)
 
 
 def _refuse_fork() -> None:

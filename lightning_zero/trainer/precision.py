@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import lightning.pytorch as pl
-from lightning.pytorch.plugins.precision import Precision as LightningPrecision
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_zero.engine.torch_modes import outside_graphs
 from lightning_zero.engine.whole import norms
+from lightning_zero.lightning_api import pl
 from lightning_zero.trainer.precision_row import PrecisionRow
 
 
-class ZeroPrecision(PrecisionRow, LightningPrecision):
+class ZeroPrecision(PrecisionRow, pl.plugins.precision.Precision):
     """Precision of :class:`~lightning_zero.ZeroStrategy`. The strategy makes it from ``Trainer(precision=)``.
 
     Its arguments are those of :class:`PrecisionRow`.

@@ -8,7 +8,6 @@ from typing import Any, ClassVar, Self
 from weakref import ReferenceType, ref
 
 import torch
-from lightning.fabric.plugins.precision.utils import _convert_fp_tensor, _DtypeContextManager
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.nn import Module
@@ -19,6 +18,22 @@ from lightning_zero.engine.units.describe import AUTOCAST_DTYPES, TRUE_DTYPES
 from lightning_zero.optimizers.loss_scale import LossScaler
 
 FLAGS = [row.value for row in Precision]
+
+
+@contextlib.contextmanager
+def _default_dtype(dtype: torch.dtype) -> Generator[None, None, None]:
+    """Have new floating-point tensors made in ``dtype``, inside."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def to_dtype(data: Any, dtype: torch.dtype) -> Any:
+    """Convert the floating-point tensors of a batch."""
+    return apply_to_collection(data, Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
 
 
 class PrecisionRow:
@@ -111,14 +126,14 @@ class PrecisionRow:
             with torch.autocast(device, dtype=AUTOCAST_DTYPES[self.row], cache_enabled=False):
                 yield
         elif self._default_dtype is not None:
-            with _DtypeContextManager(self._default_dtype):
+            with _default_dtype(self._default_dtype):
                 yield
         else:
             yield
 
     @contextlib.contextmanager
     def tensor_init_context(self) -> Generator[None, None, None]:
-        with _DtypeContextManager(self._default_dtype) if self._default_dtype else contextlib.nullcontext():
+        with _default_dtype(self._default_dtype or torch.get_default_dtype()):
             yield
 
     @contextlib.contextmanager
@@ -127,9 +142,7 @@ class PrecisionRow:
             yield
 
     def convert_input(self, data: Any) -> Any:
-        if self._default_dtype is None:
-            return data
-        return apply_to_collection(data, function=_convert_fp_tensor, dtype=Tensor, dst_type=self._default_dtype)
+        return data if self._default_dtype is None else to_dtype(data, self._default_dtype)
 
     def convert_module(self, module: Module) -> Module:
         return module  # the engine casts bucket by bucket

@@ -12,12 +12,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins import ClusterEnvironment
-from lightning.fabric.utilities.distributed import (
-    _get_default_process_group_backend_for_device,
-    _init_dist_connection,
-    _sync_ddp_if_available,
-)
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
@@ -27,6 +21,7 @@ from lightning_zero.config import ConfigError, ZeroConfig
 from lightning_zero.device import accelerator_of
 from lightning_zero.device.cuda import default_device
 from lightning_zero.engine.engine import Engine, engines
+from lightning_zero.lightning_api import ClusterEnvironment, init_process_group, reduce_tensor
 from lightning_zero.planning.topology import check_sequence_parallel
 from lightning_zero.ranks import rendezvous
 from lightning_zero.ranks.allocation import check_allocation
@@ -164,9 +159,7 @@ class Processes:
         begin()
         self.set_world_ranks()
         device = self.root_device
-        self._process_group_backend = self._process_group_backend or _get_default_process_group_backend_for_device(
-            device
-        )
+        self._process_group_backend = self._process_group_backend or dist.get_default_backend_for_device(device)
         if not dist.is_initialized() and (self._launcher is not None or self.config.comm.even_alone):
             self._join()
             atexit.register(destroy_process_group)
@@ -180,7 +173,7 @@ class Processes:
         assert self.cluster_environment is not None and self._process_group_backend is not None
         timeout = self._timeout or default_pg_timeout
         if self.world_size == 1 or self._process_group_backend in OWN_RENDEZVOUS:
-            _init_dist_connection(self.cluster_environment, self._process_group_backend, timeout=timeout)
+            init_process_group(self.cluster_environment, self._process_group_backend, timeout=timeout)
             return
         settings = rendezvous.shared_settings(self.config, self._settings_of_front() | dict(self.run_settings))
         rendezvous.join(
@@ -231,7 +224,7 @@ class Processes:
         if not isinstance(tensor, Tensor):
             return tensor
         with self._elsewhere("a reduction of Lightning's (self.log(sync_dist=True), ...)", group):
-            return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
+            return reduce_tensor(tensor, group, reduce_op=reduce_op)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         with self._elsewhere("all_gather of Lightning", group):

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from lightning.fabric.plugins import CheckpointIO
-from lightning.pytorch.utilities import rank_zero_info
-
 from lightning_zero.config import ConfigError, ZeroConfig, with_rows
 from lightning_zero.engine import engine_of
+from lightning_zero.lightning_api import CheckpointIO, rank_zero_info
 from lightning_zero.trainer.callbacks import averaging
 from lightning_zero.trainer.saves.checkpointing import CheckpointingStrategy
 from lightning_zero.trainer.summary import print_units

@@ -7,10 +7,10 @@ from collections.abc import Generator
 from typing import Any
 
 import torch
-from lightning.fabric.plugins import CheckpointIO
 from torch import Tensor
 
 from lightning_zero.config import ZeroConfig
+from lightning_zero.lightning_api import CheckpointIO
 from lightning_zero.trainer import validations
 from lightning_zero.trainer.interruptions import Interruptions
 from lightning_zero.trainer.long_sequences import LongSequences

@@ -7,14 +7,7 @@ from collections.abc import Callable, Generator, Mapping
 from datetime import timedelta
 from typing import Any, ClassVar
 
-import lightning.pytorch as pl
 import torch
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.fabric.utilities.init import _EmptyInit
-from lightning.fabric.utilities.seed import reset_seed
-from lightning.pytorch.core.optimizer import _MockOptimizer
-from lightning.pytorch.plugins.precision import Precision as LightningPrecision
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.nn import Module, SyncBatchNorm
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -23,9 +16,9 @@ from lightning_zero.config import AfterFit, ZeroConfig, check_accumulation, for_
 from lightning_zero.engine import Engine, engine_of, shard
 from lightning_zero.engine.units.describe import TRUE_DTYPES, bucket_shapes, describe_units
 from lightning_zero.engine.whole.host_copy import check_room, check_room_here
+from lightning_zero.lightning_api import CheckpointIO, ClusterEnvironment, NoOptimizer, TrainerFn, pl, reset_seed
 from lightning_zero.planning.activations import Activations
 from lightning_zero.planning.whole import copy_nbytes
-from lightning_zero.sequence.model import check_model
 from lightning_zero.trainer import compiled, processes, validations
 from lightning_zero.trainer.callbacks import averaging, finetuning, pruning, stochastic_averaging
 from lightning_zero.trainer.interruptions import Interruptions, Left
@@ -33,7 +26,6 @@ from lightning_zero.trainer.last_batches import check_last_batches
 from lightning_zero.trainer.launchers import TRAINERS
 from lightning_zero.trainer.long_sequences import LongSequences
 from lightning_zero.trainer.memory import auto_row
-from lightning_zero.trainer.memory.step_peak import StepPeak
 from lightning_zero.trainer.precision import ZeroPrecision
 from lightning_zero.trainer.processes import Processes
 from lightning_zero.trainer.saves import kept_files, range_saves
@@ -68,8 +60,6 @@ class ZeroStrategy(Processes, SteppingStrategy):
         command_to_go_on: given a checkpoint, says how a run goes on from it that was interrupted.
         decision: the rows that ``stage="auto"`` has become, and why.
         activations_of_run: gives the activations of a micro-batch, for the plan that is shown at the end of training.
-        measures_peak: have torch's profiler measure the peak of a step on the CPU, for that too. No other profiler may
-            run then.
         planned_states: tensors of optimizer state for each parameter, for that decision; ``None``: those of
             ``configure_optimizers``.
 
@@ -89,7 +79,7 @@ class ZeroStrategy(Processes, SteppingStrategy):
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
         checkpoint_io: CheckpointIO | None = None,
-        precision_plugin: LightningPrecision | None = None,
+        precision_plugin: pl.plugins.precision.Precision | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | None = None,
         start_method: str = "popen",
@@ -112,8 +102,6 @@ class ZeroStrategy(Processes, SteppingStrategy):
         self.decision: auto_row.Decision | None = None
         self.planned_states: int | None = None
         self.activations_of_run: Callable[[], Activations | None] | None = None
-        self.measures_peak = False
-        self._step_peak: StepPeak | None = None
         self.saves_on_sigterm = False
         self.save_every_s: float | None = None
         self.command_to_go_on: Callable[[str], str] = call_to_go_on
@@ -136,7 +124,7 @@ class ZeroStrategy(Processes, SteppingStrategy):
         return self._precision_plugin if self._precision_plugin is not None else ZeroPrecision()  # type: ignore
 
     @precision_plugin.setter
-    def precision_plugin(self, plugin: LightningPrecision | None) -> None:
+    def precision_plugin(self, plugin: pl.plugins.precision.Precision | None) -> None:
         """Lightning hands over the plugin it chose from ``Trainer(precision=)``; ours takes its place.
 
         Raises:
@@ -214,7 +202,6 @@ class ZeroStrategy(Processes, SteppingStrategy):
         Raises:
             ConfigError: what the settings ask for does not fit here.
         """
-        check_model(model, self.config.sequence_parallel)
         if self.config.after_fit is AfterFit.whole and self.speaks_for_all and engine_of(model) is None:
             units = describe_units(model, for_layout(self.config), self.precision_plugin.row)
             check_room_here(copy_nbytes(nbytes for shape in bucket_shapes(units) for nbytes in shape.built_nbytes))
@@ -224,12 +211,9 @@ class ZeroStrategy(Processes, SteppingStrategy):
     @contextlib.contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
         """Modules are built on the host (on meta with ``empty_init``): the whole need not fit on the device."""
-        if empty_init:
-            with torch.device("meta"), self.precision_plugin.tensor_init_context():
-                yield
-        else:
-            with _EmptyInit(enabled=False), self.precision_plugin.tensor_init_context():
-                yield
+        place = torch.device("meta") if empty_init else contextlib.nullcontext()
+        with place, self.precision_plugin.tensor_init_context():
+            yield
 
     def setup(self, trainer: pl.Trainer) -> None:
         assert self.accelerator is not None and self.model is not None
@@ -239,7 +223,6 @@ class ZeroStrategy(Processes, SteppingStrategy):
             engine.hide_whole(keep=not fitting)  # a step changes all values
         if self.lightning_module is not None:
             auto_row.decide(self, trainer, self.lightning_module, fitting=fitting)
-        check_model(self.model, self.config.sequence_parallel)
         self._has_values = engine_of(self.model) is not None  # of a run before, whatever its settings
         if fitting and trainer.accumulate_grad_batches > 1:
             check_accumulation(with_precision(self.config, self.precision_plugin.row))
@@ -317,7 +300,7 @@ class ZeroStrategy(Processes, SteppingStrategy):
         self.engine.drop_optimizers()
         super().setup_optimizers(trainer)
         for optimizer in self.optimizers:
-            if not isinstance(optimizer, _MockOptimizer):  # configure_optimizers returned None
+            if not isinstance(optimizer, NoOptimizer):  # configure_optimizers returned None
                 self.engine.add_optimizer(optimizer)
 
     def teardown(self) -> None:
@@ -350,13 +333,9 @@ class ZeroStrategy(Processes, SteppingStrategy):
     def _show_held(self, engine: Engine, module: pl.LightningModule) -> None:
         """At the end of training: the plan beside what was measured. On rank 0."""
         trained, self._trained = self._trained, False
-        peak, self._step_peak = self._step_peak, None
-        if peak is not None:
-            peak.let_go()
         if trained and self.config.summary and self.is_global_zero and module._trainer is not None:
-            measured = peak.nbytes if peak is not None else None
             activations = self.activations_of_run() if self.activations_of_run is not None else None
-            print_held(engine, module.trainer.accumulate_grad_batches, activations, measured)
+            print_held(engine, module.trainer.accumulate_grad_batches, activations)
 
     def _show_whole(self, engine: Engine) -> None:
         if self._left:
@@ -375,8 +354,6 @@ class ZeroStrategy(Processes, SteppingStrategy):
         processes.fail()
         module = self.lightning_module
         engine = engine_of(module) if module is not None else None
-        if self._step_peak is not None:
-            self._step_peak.let_go()
         if self._waits is not None:
             self._waits.explain(exception)
         if engine is not None:
@@ -384,13 +361,7 @@ class ZeroStrategy(Processes, SteppingStrategy):
 
     # -- training -------------------------------------------------------------------------------------------------
 
-    def on_train_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        if self._step_peak is not None and self.lightning_module is not None:
-            self._step_peak.batch_begins(self.lightning_module.trainer.global_step, batch)
-
     def on_train_start(self) -> None:
-        if self.measures_peak and self.is_global_zero and self.root_device.type == "cpu":
-            self._step_peak = StepPeak(self.engine)
         self.engine.comm.streams.accelerator.reset_peak()  # that of the build is no step's
         if self._random_numbers is not None:
             self._random_numbers.on_train_start()
@@ -399,9 +370,6 @@ class ZeroStrategy(Processes, SteppingStrategy):
         validations.repair_counts(self.lightning_module.trainer)
 
     def on_train_end(self) -> None:
-        assert self.lightning_module is not None
-        if self._step_peak is not None:
-            self._step_peak.training_ends(self.lightning_module.trainer.global_step)
         self._trained = True
         if self._interruptions is not None:
             self._interruptions.at_boundary(last=True)

@@ -86,16 +86,13 @@ def print_units(engine: Engine) -> None:
     Console(stderr=True).print(table)
 
 
-def print_held(
-    engine: Engine, micro_batches: int, activations: Activations | None = None, measured_peak: int | None = None
-) -> None:
+def print_held(engine: Engine, micro_batches: int, activations: Activations | None = None) -> None:
     """The table at the end of a run: what this rank was planned to hold, and what it holds.
 
     Gradients that the user has cleared are dropped at the next backward: they are held, and planned, until then.
 
     Args:
         activations: of a micro-batch; ``None``: not known.
-        measured_peak: bytes of device and host at the worst moment of a step.
     """
     from lightning_zero.trainer.memory.held_bytes import held_bytes, limits_of, plan_of, state_tensors
 
@@ -121,9 +118,9 @@ def print_held(
     if accelerator.has_streams:
         most = max(memory.on_tier(peaks[phase], Tier.device) for phase in Phase)
         table.add_row(what, "device", human_bytes(most), human_bytes(accelerator.peak_nbytes()))
-    elif measured_peak is not None:
-        planned = max(memory.on_tier(held, Tier.device) + memory.on_tier(held, Tier.host) for held in peaks.values())
-        table.add_row(what, "device, host", human_bytes(planned), human_bytes(measured_peak))
+    else:
+        most = max(memory.on_tier(held, Tier.device) + memory.on_tier(held, Tier.host) for held in peaks.values())
+        table.add_row(what, "device, host", human_bytes(most), "not measured")
     Console(stderr=True).print(table)
 
 

@@ -11,9 +11,8 @@ import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import lightning.pytorch as pl
-
 from lightning_zero.checkpoint.rng import Generators
+from lightning_zero.lightning_api import pl
 from lightning_zero.trainer.callbacks import averaging
 
 _RUN, _LOADER_IS_OVER, _STEP, _END = "run", "_store_dataloader_outputs", "_evaluation_step", "on_run_end"

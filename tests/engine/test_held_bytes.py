@@ -17,7 +17,8 @@ from lightning_zero.planning.buckets import Role, place
 from lightning_zero.planning.fit import allowed_rows
 from lightning_zero.planning.memory import Bytes, Moment, Phase, peak_bytes, planned_bytes
 from lightning_zero.planning.placement import OFFLOADS, STAGES, Tier
-from lightning_zero.trainer.memory.held_bytes import held_bytes, limits_of, live_bytes, plan_of, state_tensors
+from lightning_zero.trainer.memory.held_bytes import held_bytes, limits_of, plan_of, state_tensors
+from tests.engine.live_bytes import live_bytes
 from tests.engine.support import Model, Sharded, autocast, language_loss, sgd, tokens
 from tests.harness import on_ranks
 

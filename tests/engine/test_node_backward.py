@@ -29,7 +29,8 @@ from lightning_zero.planning.placement import Tier
 from lightning_zero.planning.step_time import sent_by
 from lightning_zero.planning.topology import within_nodes
 from lightning_zero.ranks.waits import StallError
-from lightning_zero.trainer.memory.held_bytes import limits_of, live_bytes, plan_of
+from lightning_zero.trainer.memory.held_bytes import limits_of, plan_of
+from tests.engine.live_bytes import live_bytes
 from tests.engine.support import (
     Model,
     Sharded,

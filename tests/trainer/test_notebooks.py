@@ -26,6 +26,7 @@ from tests.harness import forked
 def notebook(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (imports, accelerator_connector, fabric_connector):
         monkeypatch.setattr(module, "_IS_INTERACTIVE", True)
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
     monkeypatch.delenv("LOCAL_RANK", raising=False)
 
 
@@ -128,7 +129,7 @@ torch.set_num_threads(2)
 os.environ.pop("OMP_NUM_THREADS", None)
 torch.ones(2**20).add_(1)  # the pool of OpenMP is there now
 from lightning_zero.trainer import launchers
-launchers._suggested_max_num_threads = lambda number: 2
+launchers.threads_of = lambda number: 2
 warnings.simplefilter("always")
 
 def computed():

@@ -1,146 +1,146 @@
-"""pytorch_lightning and lightning_fabric: the same presets, by classes of their own."""
+"""pytorch_lightning and lightning_fabric: a process that imports these has strategies of their classes."""
 
 from __future__ import annotations
 
-import pickle
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
 from lightning_zero.presets import PRESETS
-from lightning_zero.pytorch_lightning import mirror
-from tests.harness import on_ranks
-from tests.test_architecture import SPEAK_LIGHTNING
-from tests.trainer.toys import Samples, loader
 
-pl = pytest.importorskip("pytorch_lightning")  # a requirement of the distribution "lightning"
+pytest.importorskip("pytorch_lightning")  # a requirement of the distribution "lightning"
+ROOT = Path(__file__).parent.parent.parent
+MISSING = "import sys; sys.modules['lightning'] = None\n"
 
 
-def python(code: str) -> str:
-    return subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True
-    ).stdout.strip()
+def python(code: str, folder: Path) -> str:
+    """What a script prints. It may start other ranks, which run it again."""
+    script = folder / "script.py"
+    script.write_text(f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{code}")
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", script], cwd=folder, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
 
 
 @pytest.mark.parametrize(
-    "order",
-    ["lightning_zero, pytorch_lightning", pytest.param("pytorch_lightning, lightning_zero", marks=pytest.mark.full)],
+    "before",
+    [
+        "import lightning_zero, pytorch_lightning\n",
+        pytest.param("import pytorch_lightning, lightning_zero\n", marks=pytest.mark.full),
+        MISSING,
+    ],
 )
-def test_presets_are_known_and_the_other_package_is_not_imported(order: str) -> None:
-    code = f"""
-import sys, {order}
-from pytorch_lightning.strategies import StrategyRegistry
+def test_presets_are_known_and_lightning_is_not_imported(before: str, tmp_path: Path) -> None:
+    out = python(
+        f"""{before}
+import sys
+import lightning_zero
+from pytorch_lightning.strategies import Strategy, StrategyRegistry
 from lightning_fabric.strategies import STRATEGY_REGISTRY
 for known in StrategyRegistry, STRATEGY_REGISTRY:
     print(sorted(name for name in known if name.startswith("zero")))
-from lightning_zero.pytorch_lightning import ZeroFabricStrategy, ZeroMonitor, ZeroPrecision, ZeroStrategy
-print([name for name in sys.modules if name == "lightning" or name.startswith("lightning.")])
-"""
-    known = str(sorted(PRESETS))
-    assert python(code).splitlines() == [known, known, "[]"]
-
-
-def test_what_names_lightning_is_loaded_twice_and_the_rest_once() -> None:
-    from lightning_zero import ZeroStrategy
-    from lightning_zero.pytorch_lightning import ZeroFabricStrategy as OtherFabric
-    from lightning_zero.pytorch_lightning import ZeroMonitor
-    from lightning_zero.pytorch_lightning import ZeroStrategy as Other
-
-    assert set(mirror.TWICE) == SPEAK_LIGHTNING
-    assert Other is not ZeroStrategy and issubclass(Other, pl.strategies.Strategy)  # type: ignore[comparison-overlap]
-    assert issubclass(ZeroMonitor, pl.Callback)
-    assert OtherFabric.__mro__[-3].__module__.startswith("lightning_fabric")
-    assert Other.__module__ == "lightning_zero.pytorch_lightning.trainer.strategy"
-    assert pickle.loads(pickle.dumps(Other)) is Other
-    assert sys.modules[Other.__module__].Engine is sys.modules[ZeroStrategy.__module__].Engine  # type: ignore[attr-defined]
-    path = sys.modules[Other.__module__].__file__
-    assert path == sys.modules[ZeroStrategy.__module__].__file__  # tracebacks lead to the sources
-
-
-def _module(base: Any) -> Any:
-    class Net(base.LightningModule):  # type: ignore[misc]
-        def __init__(self) -> None:
-            super().__init__()
-            self.losses: list[float] = []
-            self.net = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
-
-        def training_step(self, batch: Any, _: int) -> Any:
-            loss = torch.nn.functional.mse_loss(self.net(batch[0]), batch[1])
-            self.losses.append(loss.item())
-            self.log("loss", loss, sync_dist=True)
-            return loss
-
-        def validation_step(self, batch: Any, _: int) -> None:
-            self.log("val", torch.nn.functional.mse_loss(self.net(batch[0]), batch[1]), sync_dist=True)
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.AdamW(self.parameters(), 1e-2, fused=True)
-
-    torch.manual_seed(2)
-    return Net()
-
-
-def _fit(base: Any, strategy: Any, root: Path, ckpt_path: Any = None, **settings: Any) -> tuple[Any, Any]:
-    module = _module(base)
-    callbacks = [base.callbacks.ModelCheckpoint(root, save_last=True)]
-    trainer = base.Trainer(
-        strategy=strategy,
-        accelerator="cpu",
-        devices=2,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
-        callbacks=callbacks,
-        default_root_dir=root,
-        **{"max_epochs": 2, **settings},
+from lightning_zero import ZeroFabricStrategy, ZeroMonitor, ZeroPrecision, ZeroStrategy
+assert isinstance(StrategyRegistry.get("zero3"), ZeroStrategy) and issubclass(ZeroStrategy, Strategy)
+assert isinstance(STRATEGY_REGISTRY.get("zero3"), ZeroFabricStrategy)
+print([name for name in sys.modules if name.split(".")[0] == "lightning" and sys.modules[name]])
+""",
+        tmp_path,
     )
-    trainer.fit(module, loader(), loader(), ckpt_path=ckpt_path)
-    return trainer, module
+    known = str(sorted(PRESETS))
+    assert out.splitlines() == [known, known, "[]"]
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("preset", ["zero3", "zero1_offload"])
-def test_training_is_that_of_ddp_and_goes_on_from_a_checkpoint(preset: str, tmp_path: Path) -> None:
-    _, expected = _fit(pl, "ddp", tmp_path / "ddp", gradient_clip_val=0.5)
-    trainer, found = _fit(pl, preset, tmp_path / "zero", gradient_clip_val=0.5)
-    assert type(trainer.strategy).__module__.startswith("lightning_zero.pytorch_lightning.")
-    torch.testing.assert_close(found.losses, expected.losses, rtol=1e-6, atol=1e-7)
-    last = tmp_path / "zero" / "last.ckpt"
-    _, again = _fit(pl, preset, tmp_path / "again", ckpt_path=last, max_epochs=3, gradient_clip_val=0.5)
-    _, whole = _fit(pl, preset, tmp_path / "whole", max_epochs=3, gradient_clip_val=0.5)
-    assert again.losses == whole.losses[-len(again.losses) :] and len(Samples()) == 24
+FIT = """
+import pytorch_lightning as pl, torch
+import lightning_zero
+
+class Net(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.losses = []
+        self.net = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
+
+    def training_step(self, batch, _):
+        loss = self.net(batch).square().mean()
+        self.losses.append(loss.item())
+        self.log("loss", loss, sync_dist=True)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), 1e-2, fused=True)
+
+def fit(strategy, folder, ckpt_path=None, max_epochs=2):
+    torch.manual_seed(2)
+    module = Net()
+    data = torch.utils.data.DataLoader(torch.randn(24, 4, generator=torch.Generator().manual_seed(1)), 2)
+    trainer = pl.Trainer(
+        strategy=strategy, accelerator="cpu", devices=2, logger=False, enable_progress_bar=False,
+        enable_model_summary=False, gradient_clip_val=0.5, max_epochs=max_epochs, default_root_dir=folder,
+        callbacks=[pl.callbacks.ModelCheckpoint(folder, save_last=True)],
+    )
+    trainer.fit(module, data, ckpt_path=ckpt_path)
+    return trainer, module.losses
+
+if __name__ == "__main__":
+    _, expected = fit("ddp", "ddp")
+    trainer, found = fit("zero3", "zero")
+    assert type(trainer.strategy) is lightning_zero.ZeroStrategy
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
+    _, again = fit("zero3", "again", "zero/last.ckpt", 3)
+    _, whole = fit("zero3", "whole", None, 3)
+    assert 0 < len(again) < len(whole) and again == whole[-len(again):]
+    if trainer.is_global_zero:
+        print("as under DDP")
+"""
 
 
-@on_ranks(2)
-def test_both_namespaces_in_one_process(tmp_path: Path) -> None:
-    import lightning.pytorch
-
-    from lightning_zero.pytorch_lightning import ZeroStrategy
-
-    _, ours = _fit(pl, ZeroStrategy("zero3", summary=False, prefetch_bytes=0), tmp_path / "a", precision="bf16-mixed")
-    _, theirs = _fit(lightning.pytorch, "zero3", tmp_path / "b", precision="bf16-mixed")
-    assert ours.losses == theirs.losses
+@pytest.mark.parametrize("before", ["", pytest.param(MISSING, marks=pytest.mark.full)])
+def test_training_is_that_of_ddp_and_goes_on_from_a_checkpoint(before: str, tmp_path: Path) -> None:
+    assert python(before + FIT, tmp_path).splitlines()[-1] == "as under DDP"
 
 
-@on_ranks(2)
-def test_fabric_of_lightning_fabric() -> None:
-    from lightning_fabric import Fabric
-
+def test_fabric_of_lightning_fabric(tmp_path: Path) -> None:
+    out = python(
+        """
+import torch
+from lightning_fabric import Fabric
+import lightning_zero
+if __name__ == "__main__":
     of = Fabric(strategy="zero3", accelerator="cpu", devices=2)
     of.launch()
-    torch.manual_seed(0)
     net = torch.nn.Linear(4, 1)
     model, optimizer = of.setup(net, torch.optim.SGD(net.parameters(), 0.1))
     losses = []
-    for x, y in loader():
-        loss = torch.nn.functional.mse_loss(model(x), y)
+    for _ in range(3):
+        loss = model(torch.ones(2, 4)).square().mean()
         of.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    assert losses[-1] != losses[0]
+    assert losses[-1] < losses[0]
+    of.print(type(of.strategy).__name__)
+""",
+        tmp_path,
+    )
+    assert out.splitlines()[-1] == "ZeroFabricStrategy"
+
+
+def test_the_trainer_of_the_other_package_is_refused(tmp_path: Path) -> None:
+    out = python(
+        """
+import lightning.pytorch, pytorch_lightning
+import lightning_zero
+trainer = lightning.pytorch.Trainer(strategy="zero3", accelerator="cpu", devices=1, logger=False)
+try:
+    pytorch_lightning.Trainer(strategy="zero3", accelerator="cpu", devices=1, logger=False)
+except lightning_zero.config.ConfigError as error:
+    print(error)
+""",
+        tmp_path,
+    )
+    assert "expected a Trainer or a Fabric of lightning.pytorch and lightning.fabric" in out
+    assert "got one of pytorch_lightning" in out and "Import everything from one of the two" in out

@@ -18,11 +18,11 @@ from lightning_zero.planning import memory
 from lightning_zero.planning.buckets import Role
 from lightning_zero.planning.memory import FILE_PAGE_NBYTES, Moment
 from lightning_zero.planning.placement import Tier
-from lightning_zero.trainer import strategy as strategy_module
 from lightning_zero.trainer.memory.activations import measure
 from lightning_zero.trainer.memory.held_bytes import held_bytes, limits_of, plan_of, state_tensors
 from lightning_zero.trainer.summary import planned_peaks
 from tests.harness import on_ranks
+from tests.trainer.step_peak import StepPeak
 
 LENGTH = 96
 # No plan knows whether the reduction before has landed when the next unit's gradients begin to come (a buffer of one
@@ -72,27 +72,22 @@ def test_the_plan_is_what_a_run_measures(
     in_parts = {"micro_batches": int(parts.split()[0])} if parts else {}
     config = make_config(stage=stage, offload=settings, activation_checkpointing=how, **in_parts)
     found = measure(gpt(), torch.zeros(SAMPLES[precision], LENGTH + 1, dtype=torch.int64), config, Precision(precision))
-    strategy = ZeroStrategy(config=config)
-    strategy.measures_peak = True
-    strategy.activations_of_run = lambda: found
-    shown: list[Any] = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(strategy_module, "print_held", lambda *arguments: shown.append(arguments))
-        trainer = pl.Trainer(
-            strategy=strategy,
-            accelerator="cpu",
-            devices=dist.get_world_size(),
-            precision=precision,
-            max_steps=5,
-            accumulate_grad_batches=micro_batches,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            default_root_dir=tmp_path,
-        )
-        trainer.fit(gpt(), torch.utils.data.DataLoader(Tokens(), SAMPLES[precision]))
-    assert len(shown) == (dist.get_rank() == 0)
+    strategy, peak = ZeroStrategy(config=config), StepPeak()
+    trainer = pl.Trainer(
+        strategy=strategy,
+        accelerator="cpu",
+        devices=dist.get_world_size(),
+        precision=precision,
+        max_steps=5,
+        accumulate_grad_batches=micro_batches,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=tmp_path,
+        callbacks=[peak] if dist.get_rank() == 0 else [],
+    )
+    trainer.fit(gpt(), torch.utils.data.DataLoader(Tokens(), SAMPLES[precision]))
     engine = strategy.engine
     states = state_tensors(engine)
     assert states == 2
@@ -101,9 +96,10 @@ def test_the_plan_is_what_a_run_measures(
     in_files = (Role.optim_state, Tier.nvme)  # each param group has pages of its own in a bucket
     assert 0 <= held[in_files] - planned[in_files] <= 2 * states * FILE_PAGE_NBYTES * len(engine.buckets)
     assert +held - Counter({in_files: held[in_files]}) == +planned - Counter({in_files: planned[in_files]})
-    if shown:
-        _, _, activations, measured = shown[0]
-        peaks = planned_peaks(engine, plan_of(engine), limits_of(engine, micro_batches), states, activations)
+    if dist.get_rank() == 0:
+        peaks = planned_peaks(engine, plan_of(engine), limits_of(engine, micro_batches), states, found)
         most = max(memory.on_tier(h, Tier.device) + memory.on_tier(h, Tier.host) for h in peaks.values())
+        measured = peak.nbytes
+        assert measured is not None
         print(f"{measured / most:.4f} of {most:,}")
         assert measured == pytest.approx(most, rel=0.05), f"{measured / most:.3f} of {most:,}"

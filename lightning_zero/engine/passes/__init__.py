@@ -14,10 +14,9 @@
     gradient_sentinels  what stands in ``param.grad``
     grad_norms          norms of gradients; total_norm: as torch's clipping asks for that of many
     grad_changes        what may be done to gradients in place
-    access              reads by users' code, outside of a unit's call: they gather the unit
-    writes              what is written to a parameter gets into its master, equally on all ranks
-    unit_forward        stands in the place of a unit's forward, for the two that follow
-    recompute           activation checkpointing by unit
+    access              reads by users' code, outside of a unit's call: they gather the unit; and writes, which get
+                         into masters, equally on all ranks
+    recompute           what stands in the place of a unit's forward; activation checkpointing by unit
     compiled            torch.compile, of what units compute
     output_dtypes       modules that give back the dtype that they were given
     containers          tensors in any container that a module returns

@@ -31,7 +31,7 @@ from torch import nn
 
 from lightning_zero.config import Compile as Blocks
 from lightning_zero.config import CompileConfig, ConfigError
-from lightning_zero.engine.passes.unit_forward import UnitForward
+from lightning_zero.engine.passes.recompute import UnitForward
 from lightning_zero.engine.torch_modes import outside_graphs
 
 _TRACED = ("containers", "output_dtypes")  # files that are part of what modules compute

@@ -1,6 +1,8 @@
-"""Activation checkpointing of units: a block keeps its inputs only, and computes the rest again in the backward.
+"""Stands in the place of units' forwards: compiled, and inside of a checkpoint or of chunks (``vertical/``).
 
-The module's ``forward`` is wrapped and not the module, so that the user's hooks run once. A recomputation gathers the
+The module's ``forward`` is replaced and not its call, so that hooks, ours and the user's, run once.
+
+Activation checkpointing: a block keeps its inputs only, and computes the rest again in the backward. That gathers the
 unit first, because the gradient of any tensor that the block has computed may start it, not only that of an output. It
 does not change buffers again: running statistics would move on twice in a step.
 """
@@ -8,8 +10,9 @@ does not change buffers again: running statistics would move on twice in a step.
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
@@ -27,11 +30,56 @@ from lightning_zero.engine.passes.containers import (
     take_tensors,
     tensors_inside,
 )
-from lightning_zero.engine.passes.unit_forward import UnitForward
-from lightning_zero.engine.torch_modes import function_modes, under_function_modes
+from lightning_zero.engine.passes.hooks import Hooks
+from lightning_zero.engine.torch_modes import function_modes, outside_graphs, under_function_modes
+from lightning_zero.engine.units.unit import Unit
 
 if TYPE_CHECKING:
     from lightning_zero.engine.passes.passes import Passes
+
+
+Around = Callable[["UnitForward", Any, Any], Any]  # of the arguments, and those by name
+
+
+class UnitForward:
+    """The forward of the module of one unit.
+
+    Attributes:
+        plain: as it was before sharding.
+        inner: ``plain``, or what it was compiled to.
+    """
+
+    def __init__(self, unit: Unit, module: nn.Module, hooks: Hooks) -> None:
+        self.unit = unit
+        self.plain: Callable[..., Any] = module.forward
+        self.inner = self.plain
+        self._module, self._hooks = ref(module), hooks
+        self._around: Around | None = None
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether :meth:`compile` has been called."""
+        return self.inner is not self.plain
+
+    def compile(self, compile: Callable[[Any], Any]) -> None:
+        """Compile it, or compile it otherwise than before."""
+        self.inner = compile(self.plain)
+        self._put()
+
+    def put_around(self, around: Around) -> None:
+        """Have ``around`` called in its place, with this object and the arguments."""
+        self._around = around
+        self._put()
+
+    def _put(self) -> None:
+        # Without the attributes of a compiled forward, by which torch.compile would find a way past this one.
+        @functools.wraps(self.plain, updated=())
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return self.inner(*args, **kwargs) if self._around is None else self._around(self, args, kwargs)
+
+        if (module := self._module()) is not None:
+            # A graph around the unit may not lead through here: a backward would not find the unit's weights.
+            self._hooks.replace_forward(module, outside_graphs(forward))
 
 
 class BuffersAgain:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -28,13 +28,15 @@ from lightning_zero.comm.streams import Streams
 from lightning_zero.config import ConfigError
 from lightning_zero.device import recording
 from lightning_zero.engine.units.kept import Kept, KeptInFiles, KeptInMemory, Sliced
-from lightning_zero.engine.units.landing import Landing
 from lightning_zero.planning.placement import Tier
 from lightning_zero.tiers.extents import Extent, Wanted
 from lightning_zero.tiers.host import HostTier
 from lightning_zero.tiers.nvme import NvmeTier
 from lightning_zero.tiers.pinned import ReadAhead, Sender
 from lightning_zero.tiers.write_behind import WriteBehind
+
+if TYPE_CHECKING:  # which knows the tiers
+    from lightning_zero.engine.units.grad_store import Landing
 
 CAST_CHUNK = 1 << 22  # elements: few enough to need little memory, and enough to keep a link busy
 _CHANGES = itertools.count()  # see :attr:`Home.changes`

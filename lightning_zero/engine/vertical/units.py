@@ -18,8 +18,7 @@ from torch.autograd.graph import save_on_cpu
 
 from lightning_zero.config import ConfigError
 from lightning_zero.engine.passes.passes import Passes
-from lightning_zero.engine.passes.recompute import without_empty_caches
-from lightning_zero.engine.passes.unit_forward import UnitForward
+from lightning_zero.engine.passes.recompute import UnitForward, without_empty_caches
 from lightning_zero.engine.units.unit import Unit
 from lightning_zero.engine.vertical.chunked import Chunked
 from lightning_zero.engine.vertical.coupled import keeping_buffers

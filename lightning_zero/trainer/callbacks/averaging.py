@@ -13,10 +13,7 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
-from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
@@ -27,6 +24,7 @@ from lightning_zero.engine.units.home import ResidentHome, opened
 from lightning_zero.engine.whole.module_state import keeping_frozen, loading_into_shards
 from lightning_zero.engine.whole.restage import Follow, Move
 from lightning_zero.engine.whole.sharded_state import sharded_state_dict
+from lightning_zero.lightning_api import StochasticWeightAveraging, TrainerFn, WeightAveraging, pl
 from lightning_zero.planning.placement import Tier
 
 EXCLUDES_FROZEN = "lightning_zero_excludes_frozen"  # in a checkpoint

@@ -11,10 +11,10 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 
-import lightning.pytorch as pl
-from lightning.pytorch.callbacks import BaseFinetuning
 from torch.nn import Parameter
 from torch.optim import Optimizer
+
+from lightning_zero.lightning_api import BaseFinetuning, pl
 
 _PATCHED = "finetune_function"
 

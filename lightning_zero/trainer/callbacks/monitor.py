@@ -8,14 +8,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
 from lightning_zero.config import ConfigError, Offload, Precision
 from lightning_zero.device import recording
 from lightning_zero.device.recording import MOVES, STANDS, Recorder
+from lightning_zero.lightning_api import Callback, pl
 from lightning_zero.planning.buckets import RESTING, Role
 from lightning_zero.planning.memory import Bytes, Moment, planned_bytes
 from lightning_zero.planning.peaks import peak_flops

@@ -12,12 +12,11 @@ import contextlib
 from functools import partial
 from typing import Any
 
-import lightning.pytorch as pl
-from lightning.pytorch.callbacks import ModelPruning
 from torch import nn
 
 from lightning_zero.engine import engine_of
 from lightning_zero.engine.whole.gather import show_full
+from lightning_zero.lightning_api import ModelPruning, pl
 
 _WITH_VALUES = ("setup", "_run_pruning", "make_pruning_permanent")
 _SAVING = "on_save_checkpoint"

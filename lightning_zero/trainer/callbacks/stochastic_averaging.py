@@ -12,13 +12,11 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
-import lightning.pytorch as pl
-from lightning.pytorch.callbacks import StochasticWeightAveraging
-from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from lightning_zero.engine import Engine
 from lightning_zero.engine.torch_modes import outside_autograd
+from lightning_zero.lightning_api import StochasticWeightAveraging, TrainerFn, pl
 from lightning_zero.trainer.callbacks.averaging import ShardedAverage, masters, stochastic
 
 _WAITING = "_lightning_zero_average"  # of a checkpoint that was loaded before there were shards

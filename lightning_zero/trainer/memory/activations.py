@@ -14,10 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
-from lightning.pytorch.utilities.data import extract_batch_size
-from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
@@ -36,6 +33,7 @@ from lightning_zero.engine.vertical.chunked import Chunked
 from lightning_zero.engine.vertical.coupled import units_around, whole_batch_units
 from lightning_zero.engine.vertical.loss import assuming
 from lightning_zero.engine.vertical.split import Inputs, first_size
+from lightning_zero.lightning_api import extract_batch_size, isolate_rng, pl
 from lightning_zero.planning.activations import Activations, ByBatchSize, Stretch
 from lightning_zero.sequence.step import SequenceSteps
 from lightning_zero.trainer.memory.fake_module import CPU, detach_from_lightning, fake_copy, give_fake_optimizers
@@ -336,7 +334,9 @@ class _Measurement:
             self._step(step, batch)
             return
         steps = SequenceSteps(self._module, self._sharers)
-        loss = _loss_of(steps.training_step(step, *self._arguments(batch)))
+        first, *more = self._arguments(batch)
+        part, own = steps.cut(first)
+        loss = _loss_of(steps.train(part, step, own, *more))
         with steps.backward():
             if loss is not None and self._module.automatic_optimization:
                 self._backward(loss)

@@ -18,10 +18,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-import lightning.pytorch as pl
 import torch
-from lightning.pytorch.utilities import rank_zero_info
-from lightning.pytorch.utilities.seed import isolate_rng
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_zero.config import (
@@ -37,6 +34,7 @@ from lightning_zero.config import (
 from lightning_zero.device import accelerator_of
 from lightning_zero.engine import engine_of
 from lightning_zero.engine.units.describe import bucket_shapes, describe_units
+from lightning_zero.lightning_api import isolate_rng, pl, rank_zero_info
 from lightning_zero.planning.activations import Activations, ByBatchSize
 from lightning_zero.planning.choose import Choice, choose_row, size_text, with_room
 from lightning_zero.planning.fit import Machine, Model, plan_row

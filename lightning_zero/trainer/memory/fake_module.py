@@ -12,15 +12,13 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MethodType
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
-from lightning.pytorch.core.optimizer import _configure_optimizers
-from lightning.pytorch.utilities.seed import isolate_rng
 from torch import nn
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 
 from lightning_zero.config import ZeroConfig
 from lightning_zero.engine.units.describe import UnitGroup
+from lightning_zero.lightning_api import isolate_rng, parse_optimizers, pl
 from lightning_zero.planning.memory import ADAM_STATES
 from lightning_zero.planning.tensor_states import TensorStates
 from lightning_zero.trainer.memory.planned_states import UnknownStateError, planned_states
@@ -142,7 +140,7 @@ def states_of(
             detach_from_lightning(made, trainer, lambda _: None)
             with mode:
                 found: Any = made.configure_optimizers()
-            optimizers = [] if found is None else _configure_optimizers(found)[0]
+            optimizers = [] if found is None else parse_optimizers(found)[0]
             own = dict(zip(map(id, made.parameters()), module.parameters(), strict=True))
             found = planned_states(
                 units, optimizers, config.optimizer, config.reduce_bucket_bytes, lambda param: own[id(param)]

@@ -7,16 +7,14 @@ import warnings
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import BaseFinetuning
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.overrides import TorchFunctionMode
 
 from lightning_zero.config import ConfigError, ZeroConfig
 from lightning_zero.engine import engine_of
+from lightning_zero.lightning_api import BaseFinetuning, is_overridden, pl
 from lightning_zero.trainer.callbacks.averaging import EXCLUDES_FROZEN
 
 _VERSION = "pytorch-lightning_version"  # Lightning needs it to bring older checkpoints up to date

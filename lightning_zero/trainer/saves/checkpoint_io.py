@@ -14,10 +14,6 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 import torch
-from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
-from lightning.fabric.utilities.cloud_io import _is_local_file_protocol, get_filesystem
-from lightning.pytorch.plugins.io import AsyncCheckpointIO
-from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.serialization import get_unsafe_globals_in_checkpoint
@@ -26,6 +22,7 @@ from lightning_zero.checkpoint.archive import write_archive
 from lightning_zero.checkpoint.durable import naming, remove_whole, written_aside
 from lightning_zero.checkpoint.sharded.index import refuse_other_folder
 from lightning_zero.config import MIB, ConfigError
+from lightning_zero.lightning_api import AsyncCheckpointIO, CheckpointIO, TorchCheckpointIO, get_filesystem, is_local
 from lightning_zero.ranks.progress import SILENT, LongWork
 
 
@@ -40,7 +37,7 @@ class ZeroCheckpointIO(TorchCheckpointIO):
     _looked: frozenset[bool] = frozenset()  # what files of weights only, and whole ones, of this run hold
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        if storage_options is not None or not _is_local_file_protocol(path):
+        if storage_options is not None or not is_local(path):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
         name = get_filesystem(path)._strip_protocol(str(path))  # of file:///folder/last.ckpt too
@@ -54,7 +51,7 @@ class ZeroCheckpointIO(TorchCheckpointIO):
         self, path: Any, map_location: Any = lambda storage, _: storage, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Weights and optimizer states are mapped: who loads them touches what it takes, a rank its own ranges."""
-        name = get_filesystem(path)._strip_protocol(str(path)) if _is_local_file_protocol(path) else None
+        name = get_filesystem(path)._strip_protocol(str(path)) if is_local(path) else None
         if name is None or not zipfile.is_zipfile(name):  # an older format cannot be mapped
             return super().load_checkpoint(path, map_location, weights_only is not False)
 
@@ -67,7 +64,7 @@ class ZeroCheckpointIO(TorchCheckpointIO):
         return loaded
 
     def remove_checkpoint(self, path: Any) -> None:
-        if not _is_local_file_protocol(path):
+        if not is_local(path):
             super().remove_checkpoint(path)
             return
         with contextlib.suppress(FileNotFoundError):
@@ -133,9 +130,14 @@ def with_default(io: CheckpointIO | None) -> CheckpointIO:
     """``io``, or ours where the user has chosen none; also inside of a wrapper such as AsyncCheckpointIO."""
     if io is None:
         return ZeroCheckpointIO()
-    if isinstance(io, _WrappingCheckpointIO):
-        io.checkpoint_io = ZeroCheckpointIO()  # does nothing where there is one
+    if _is_wrapper(io):
+        io.checkpoint_io = ZeroCheckpointIO()  # type: ignore[attr-defined]  # does nothing where there is one
     return io
+
+
+def _is_wrapper(io: CheckpointIO | None) -> bool:
+    """Whether ``io`` is one of Lightning's that hand over to another one."""
+    return hasattr(type(io), "checkpoint_io")
 
 
 def load(io: CheckpointIO, path: Any, weights_only: bool | None) -> dict[str, Any]:
@@ -239,8 +241,8 @@ def after_writes(io: CheckpointIO, act: Callable[[], None]) -> None:
 
 def async_writer(io: CheckpointIO | None) -> AsyncCheckpointIO | None:
     """The plugin that writes in a thread, if any, inside of whatever wrappers."""
-    while isinstance(io, _WrappingCheckpointIO) and not isinstance(io, AsyncCheckpointIO):
-        io = io.checkpoint_io
+    while _is_wrapper(io) and not isinstance(io, AsyncCheckpointIO):
+        io = io.checkpoint_io  # type: ignore[union-attr]
     return io if isinstance(io, AsyncCheckpointIO) else None
 
 

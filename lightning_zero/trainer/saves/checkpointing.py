@@ -12,14 +12,8 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins import CheckpointIO
-from lightning.pytorch.core.optimizer import LightningOptimizer, _MockOptimizer
-from lightning.pytorch.strategies.parallel import ParallelStrategy
-from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
-from lightning.pytorch.utilities import rank_zero_info
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -36,6 +30,15 @@ from lightning_zero.engine import Engine, engine_of
 from lightning_zero.engine.whole.module_state import keeping_frozen
 from lightning_zero.engine.whole.ranges import Hollow
 from lightning_zero.engine.whole.sharded_state import sharded_optimizer_state, sharded_state_dict
+from lightning_zero.lightning_api import (
+    CheckpointIO,
+    LightningOptimizer,
+    NoOptimizer,
+    TrainerFn,
+    TrainerStatus,
+    pl,
+    rank_zero_info,
+)
 from lightning_zero.ranks.peers import PeerError
 from lightning_zero.ranks.progress import LongWork
 from lightning_zero.ranks.waits import StallError, Waits
@@ -71,7 +74,7 @@ from lightning_zero.trainer.saves.verified_loads import verify
 T = TypeVar("T")
 
 
-class CheckpointingStrategy(ParallelStrategy):
+class CheckpointingStrategy(pl.strategies.ParallelStrategy):
     """A strategy whose module is sharded, as far as checkpoints are concerned.
 
     Attributes:
@@ -150,7 +153,7 @@ class CheckpointingStrategy(ParallelStrategy):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer._optimizer
-        if isinstance(optimizer, _MockOptimizer):
+        if isinstance(optimizer, NoOptimizer):
             return optimizer.state_dict()
         if self._saves_folders:
             return sharded_optimizer_state(self.engine, optimizer)
@@ -443,7 +446,7 @@ class CheckpointingStrategy(ParallelStrategy):
 
     def _check_optimizers(self, states: Sequence[Mapping[str, Any]]) -> list[tuple[Optimizer, Mapping[str, Any]]]:
         """Compare saved states with the optimizers that they belong to; returns the pairs."""
-        pairs = [(o, s) for o, s in zip(self.optimizers, states, strict=False) if not isinstance(o, _MockOptimizer)]
+        pairs = [(o, s) for o, s in zip(self.optimizers, states, strict=False) if not isinstance(o, NoOptimizer)]
 
         def check() -> None:
             for optimizer, state in pairs:

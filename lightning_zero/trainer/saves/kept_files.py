@@ -9,10 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-
 from lightning_zero.checkpoint.durable import link, naming, remove_leftovers, written_aside
+from lightning_zero.lightning_api import Callback, ModelCheckpoint, pl
 from lightning_zero.ranks.resume import FILES, files_of_job, job_name, note_file, note_job
 
 _LINK, _REMOVE, _SAVE = "_link_checkpoint", "_remove_checkpoint", "_save_checkpoint"

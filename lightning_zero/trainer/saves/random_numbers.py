@@ -16,12 +16,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-import lightning.pytorch as pl
 import torch
-from lightning.fabric.utilities.data import _set_sampler_epoch
 from torch import Tensor
 
 from lightning_zero.checkpoint.rng import Generators, of_rank
+from lightning_zero.lightning_api import pl
 
 KEY = "lightning_zero_rng"  # in a checkpoint
 
@@ -47,6 +46,14 @@ class Saved(NamedTuple):
 
 def saved_ranks(record: Mapping[str, Any]) -> int:
     return len(record["now"]["torch"])
+
+
+def _set_epoch(loader: Any, epoch: int) -> None:
+    """Tell the samplers of a loader which epoch comes."""
+    samplers = getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None)
+    for sampler in samplers:
+        if callable(set_epoch := getattr(sampler, "set_epoch", None)):
+            set_epoch(epoch)
 
 
 class RandomNumbers:
@@ -91,7 +98,7 @@ class RandomNumbers:
         if self._fit_loop.is_resuming:  # Lightning does so later, when workers have the order of another epoch
             assert self._fit_loop._combined_loader is not None
             for loader in self._fit_loop._combined_loader.flattened:
-                _set_sampler_epoch(loader, self._next_epoch())
+                _set_epoch(loader, self._next_epoch())
         if self._saved is not None:
             (self._saved.epoch if self._saved.in_epoch else self._saved.now).restore(self._device)
         self._epoch = self._now()

@@ -24,12 +24,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
-import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.cloud_io import _is_local_file_protocol, get_filesystem
-from lightning.pytorch.callbacks import Callback, WeightAveraging
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -45,6 +41,7 @@ from lightning_zero.engine.units.home import Home
 from lightning_zero.engine.whole.module_state import hollow_copy
 from lightning_zero.engine.whole.ranges import COPY, MASTER, Copies, Hollow, Range, Value, own_parts
 from lightning_zero.engine.whole.snapshot import KeptRanges
+from lightning_zero.lightning_api import Callback, WeightAveraging, get_filesystem, is_local, is_overridden, pl
 from lightning_zero.ranks.mailbox import Mailbox
 from lightning_zero.ranks.progress import Count, Did
 from lightning_zero.trainer.interruptions import refuse_lonely_save
@@ -401,7 +398,7 @@ def _choose(trainer: pl.Trainer, filepath: Any) -> RangeSave | None:
     if engine is None or folders or not writes_files(io):
         return None
     begin = strategy.begin_in_background
-    if not _is_local_file_protocol(filepath):
+    if not is_local(filepath):
         if begin is not None:
             not_behind("rank 0 writes all of a file that is not on a mounted file system")
         return None

@@ -18,8 +18,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
-from lightning.fabric.utilities.cloud_io import _is_local_file_protocol, get_filesystem
 from torch import Tensor
 from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 
@@ -27,6 +25,7 @@ from lightning_zero.checkpoint.sharded.index import EXTRA, refusal
 from lightning_zero.checkpoint.sharded.read import ShardedFolder
 from lightning_zero.config import CheckpointConfig, CheckpointFormat, ConfigError
 from lightning_zero.engine.whole.sharded_state import TensorParts
+from lightning_zero.lightning_api import CheckpointIO, TorchCheckpointIO, get_filesystem, is_local
 from lightning_zero.pretrained.stored import StoredTensor
 from lightning_zero.ranks.progress import SILENT, LongWork
 from lightning_zero.trainer.saves.checkpoint_io import ZeroCheckpointIO, load, way_out
@@ -42,7 +41,7 @@ def local_path(path: Any, key: str = "zero/checkpoint=sharded") -> Path:
     Raises:
         ConfigError: it is not on a file system of this machine.
     """
-    if not _is_local_file_protocol(path):
+    if not is_local(path):
         raise ConfigError(
             f"{key}: expected a path on a file system that is mounted, got {path}. Give such a one"
             f"{', or choose zero/checkpoint=full' if 'zero' in key else ''}."
@@ -106,7 +105,7 @@ def _has_parts(value: Any) -> bool:
 
 def is_folder(path: Any) -> bool:
     """Whether ``path`` is a folder, and so may be a sharded checkpoint."""
-    return _is_local_file_protocol(path) and Path(get_filesystem(path)._strip_protocol(str(path))).is_dir()
+    return is_local(path) and Path(get_filesystem(path)._strip_protocol(str(path))).is_dir()
 
 
 def read(

@@ -8,14 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lightning.fabric.utilities.cloud_io import _is_local_file_protocol, get_filesystem
-from lightning.pytorch.utilities import rank_zero_info
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_zero.checkpoint.crc import Report
 from lightning_zero.checkpoint.sharded.index import INDEX, refusal
 from lightning_zero.checkpoint.verify import check
 from lightning_zero.config import ConfigError
+from lightning_zero.lightning_api import get_filesystem, is_local, rank_zero_info
 from lightning_zero.ranks.progress import SILENT, LongWork
 
 _ZIP = b"PK\x03\x04"  # how a file of torch.save begins
@@ -39,7 +38,7 @@ def verify(
         ConfigError: on all ranks, with the file: it is not as it was written.
         OSError: the system's.
     """
-    if not _is_local_file_protocol(path):
+    if not is_local(path):
         raise ConfigError(
             f"zero.checkpoint.verify: expected false for a checkpoint that is no local file, got true for {path}. Drop "
             "zero.checkpoint.verify, or copy the checkpoint."

@@ -13,38 +13,33 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from lightning.pytorch.callbacks import Callback
 from torch.autograd.profiler import profile
 from torch.utils._pytree import tree_leaves
 
-from lightning_zero.engine import Engine
 from lightning_zero.planning.memory import on_tier
 from lightning_zero.planning.placement import Tier
-from lightning_zero.trainer.memory.held_bytes import live_bytes
+from tests.engine.live_bytes import live_bytes
 
 FIRST_STEP = 1  # has optimizer state, and a plan of its gathers
 STEPS = 2  # the first is for what was allocated before, whose end is not reported
 
 
-class StepPeak:
-    """The peak of one of the first steps of a run.
+class StepPeak(Callback):
+    """Measures the peak of one of the first steps of a run.
 
     Attributes:
         nbytes: of parameters, gradients, optimizer state, activations and the batch, at the worst moment; ``None``: not
             measured (yet).
     """
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self) -> None:
         self._profile: Any = None
         self._until: int | None = None
         self.nbytes: int | None = None
 
-    def batch_begins(self, step: int, batch: Any) -> None:
-        """Before a batch of training.
-
-        Args:
-            step: optimizer steps that are over.
-        """
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        step, self._engine = trainer.global_step, trainer.strategy.engine
         if self._until is None:
             if step >= FIRST_STEP:
                 self._until = step + STEPS
@@ -52,21 +47,11 @@ class StepPeak:
         elif self._profile is not None and step >= self._until:
             self._end(sum(t.nbytes for t in tree_leaves(batch) if isinstance(t, torch.Tensor)))
 
-    def training_ends(self, step: int) -> None:
-        if self._profile is not None and self._until is not None and step >= self._until:
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        if self._profile is not None and self._until is not None and trainer.global_step >= self._until:
             self._end(0)
-        self.let_go()
-
-    def let_go(self) -> None:
-        """Stop measuring."""
-        if self._profile is not None:
-            with _silence(), contextlib.suppress(RuntimeError):
-                self._profile.__exit__(None, None, None)
-            self._profile = None
 
     def _begin(self) -> None:
-        if torch.autograd._profiler_enabled():  # the user's; two cannot be
-            return
         before = torch.empty(1)
         with _silence():
             self._profile = profile(use_kineto=True, profile_memory=True)

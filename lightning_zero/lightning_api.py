@@ -1,0 +1,90 @@
+"""Takes from Lightning what the strategies use.
+
+Lightning is published twice, as ``lightning`` and as ``pytorch_lightning`` with ``lightning_fabric``: the same sources,
+but no class of one is a class of the other. A
+process works with one of them: with the one it has imported before this module; where that is both or neither, with
+``lightning`` if it is installed. (The main job, its models and its data import ``lightning``.)
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from typing import TYPE_CHECKING
+
+from lightning_zero.config import ConfigError
+
+_NAMES = ("lightning.pytorch", "lightning.fabric"), ("pytorch_lightning", "lightning_fabric")
+_first, _second = (any(name in sys.modules for name in names) for names in _NAMES)
+_takes_second = importlib.util.find_spec("lightning") is None or (_second and not _first)
+
+if TYPE_CHECKING or not _takes_second:
+    import lightning.fabric as fabric
+    import lightning.pytorch as pl
+else:
+    import lightning_fabric as fabric
+    import pytorch_lightning as pl
+
+
+def check_package(name: str) -> None:
+    """Refuse a Trainer or a Fabric of the package that this process does not work with.
+
+    Args:
+        name: of the package whose Trainer or Fabric asks for a strategy.
+
+    Raises:
+        ConfigError: it is the other one.
+    """
+    if name not in (pl.__name__, fabric.__name__):
+        raise ConfigError(
+            f"strategy: expected a Trainer or a Fabric of {pl.__name__} and {fabric.__name__}, with which "
+            f"lightning_zero works in this process, got one of {name}. Import everything from one of the two packages, "
+            "and before lightning_zero."
+        )
+
+
+Accelerator = fabric.accelerators.Accelerator
+CheckpointIO = fabric.plugins.CheckpointIO
+TorchCheckpointIO = fabric.plugins.TorchCheckpointIO
+AsyncCheckpointIO = pl.plugins.AsyncCheckpointIO
+
+ClusterEnvironment = fabric.plugins.ClusterEnvironment
+LightningEnvironment = fabric.plugins.environments.LightningEnvironment
+LSFEnvironment = fabric.plugins.environments.LSFEnvironment
+MPIEnvironment = fabric.plugins.environments.MPIEnvironment
+SLURMEnvironment = fabric.plugins.environments.SLURMEnvironment
+TorchElasticEnvironment = fabric.plugins.environments.TorchElasticEnvironment
+
+BaseFinetuning = pl.callbacks.BaseFinetuning
+Callback = pl.callbacks.Callback
+ModelCheckpoint = pl.callbacks.ModelCheckpoint
+ModelPruning = pl.callbacks.ModelPruning
+StochasticWeightAveraging = pl.callbacks.StochasticWeightAveraging
+WeightAveraging = pl.callbacks.WeightAveraging
+
+CombinedLoader = pl.utilities.combined_loader.CombinedLoader
+LightningOptimizer = pl.core.optimizer.LightningOptimizer
+MisconfigurationException = pl.utilities.exceptions.MisconfigurationException
+SIGTERMException = pl.utilities.exceptions.SIGTERMException
+TrainerFn = pl.trainer.states.TrainerFn
+TrainerStatus = pl.trainer.states.TrainerStatus
+
+extract_batch_size = pl.utilities.data.extract_batch_size
+get_filesystem = fabric.utilities.cloud_io.get_filesystem
+is_overridden = pl.utilities.model_helpers.is_overridden
+isolate_rng = pl.utilities.seed.isolate_rng
+rank_zero_info = pl.utilities.rank_zero.rank_zero_info
+rank_zero_only = pl.utilities.rank_zero.rank_zero_only
+reset_seed = fabric.utilities.seed.reset_seed
+
+# What has no public name. Read against Lightning 2.6.6; no other file takes any.
+ScriptLauncher = pl.strategies.launchers._SubprocessScriptLauncher
+ForkingLauncher = pl.strategies.launchers._MultiProcessingLauncher
+ForkedResult = pl.strategies.launchers.multiprocessing._WorkerOutput
+FabricScriptLauncher = fabric.strategies.launchers._SubprocessScriptLauncher
+FabricForkingLauncher = fabric.strategies.launchers._MultiProcessingLauncher
+NoOptimizer = pl.core.optimizer._MockOptimizer
+parse_optimizers = pl.core.optimizer._configure_optimizers
+init_process_group = fabric.utilities.distributed._init_dist_connection
+reduce_tensor = fabric.utilities.distributed._sync_ddp_if_available
+is_local = fabric.utilities.cloud_io._is_local_file_protocol

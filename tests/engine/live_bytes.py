@@ -1,0 +1,40 @@
+"""Measures the bytes that an engine holds at one instant, for comparison with the plan."""
+
+from __future__ import annotations
+
+from lightning_zero.engine.assembly import Assembly
+from lightning_zero.planning.buckets import Role
+from lightning_zero.planning.memory import Bytes
+from lightning_zero.planning.placement import Tier
+from lightning_zero.trainer.memory.held_bytes import held_bytes
+
+
+def live_bytes(engine: Assembly) -> Bytes:
+    """Bytes of this rank at this instant, by role and tier: those at rest, and those that come and go.
+
+    ::
+
+        gathered   full buffers of units that are dropped after use and are here now
+        reducing   gradients before they are reduced (where they do not accumulate), reductions in flight, and buffers
+                   kept for the next ones
+        staging    between tiers: the ring, what is read ahead, pinned pairs, tensors of files that are open
+
+    It reads sizes alone, waits for nothing, and may be called at any moment of a step, by the main thread. Not in it:
+    activations, and what a library needs inside.
+    """
+    held = held_bytes(engine)
+    for bucket in engine.buckets:
+        if bucket.reshards and bucket.full.allocated:
+            held[Role.gathered, Tier.device] += bucket.full.nbytes
+        if (kept := bucket.node_shard.values) is not None:
+            held[Role.gathered, Tier.device] += kept.nbytes
+        grads = engine.reducer.grads[bucket]
+        if grads.local is not None and not grads.accumulates:
+            nbytes = grads.local.untyped_storage().nbytes()
+            held[Role.grad, Tier.device] -= nbytes
+            held[Role.reducing, Tier.device] += nbytes
+        waiting = (*grads.waiting.values(), *grads.again.values())
+        held[Role.reducing, Tier.device] += sum(grad.nbytes for grad in waiting)
+    held[Role.reducing, Tier.device] += engine.reducer.flying_nbytes + engine.reducer.spare.nbytes
+    held[Role.staging, Tier.host] += engine.tiers.staging_nbytes
+    return held
