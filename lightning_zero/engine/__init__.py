@@ -37,12 +37,11 @@ from torch import Tensor, nn
 from lightning_zero.config import ConfigError, ZeroConfig, check_decided, make_config
 from lightning_zero.device.cuda import default_device, with_index
 from lightning_zero.engine.engine import Engine, engine_of, engines
-from lightning_zero.engine.vertical.loss import chunked_loss
 from lightning_zero.engine.whole import norms
 from lightning_zero.engine.whole.gather import show_full
 from lightning_zero.ranks.progress import LongWork
 
-__all__ = ["Engine", "chunked_loss", "clip_grad_norm_", "engine_of", "engines", "gather", "grad_norm", "shard"]
+__all__ = ["Engine", "clip_grad_norm_", "engine_of", "engines", "gather", "grad_norm", "shard"]
 
 Target = nn.Module | nn.Parameter | Iterable[nn.Parameter]
 

@@ -55,8 +55,7 @@ from lightning_zero.engine.units.describe import agree_on_model, agree_on_source
 from lightning_zero.engine.units.home import Tiers, opened
 from lightning_zero.engine.units.param import make_plain
 from lightning_zero.engine.units.unit import Unit
-from lightning_zero.engine.vertical.coupled import check_divided, units_around, whole_batch_units
-from lightning_zero.engine.vertical.units import UnitInChunks, Vertical
+from lightning_zero.engine.vertical.units import UnitInChunks, Vertical, check_divided, units_around, whole_batch_units
 from lightning_zero.planning.placement import TierRow
 from lightning_zero.pretrained import sources_from
 from lightning_zero.pretrained.conversions import forget

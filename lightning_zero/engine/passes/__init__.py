@@ -18,7 +18,6 @@
                          into masters, equally on all ranks
     recompute           what stands in the place of a unit's forward; activation checkpointing by unit
     compiled            torch.compile, of what units compute
-    output_dtypes       modules that give back the dtype that they were given
-    containers          tensors in any container that a module returns
+    containers          tensors in any container that a module returns; those with the dtype that it was given
     errors              torch's errors about dtypes and weights, with the setting that they come from
 """

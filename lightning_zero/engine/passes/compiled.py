@@ -13,7 +13,7 @@ are called around it as always::
 Under activation checkpointing the forward that is computed again is the compiled one.
 
 The engine's own functions are called in the middle of what is compiled: a backward inside of a compiled step calls our
-hooks. torch looks into no file of the engine but those that are part of what modules compute.
+hooks. torch looks into no file of the engine but the one that is part of what modules compute.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from lightning_zero.config import CompileConfig, ConfigError
 from lightning_zero.engine.passes.recompute import UnitForward
 from lightning_zero.engine.torch_modes import outside_graphs
 
-_TRACED = ("containers", "output_dtypes")  # files that are part of what modules compute
+_TRACED = "containers"  # the file that is part of what modules compute
 _CALL = "_compiled_call_impl"  # where ``nn.Module.compile`` keeps the compiled call of a module
 
 
@@ -171,7 +171,7 @@ def keep_out() -> None:
         for layer in ("comm", "ranks", "tiers", "device", "planning", "optimizers", "timeline")
     ]
     for name in (*names, *layers):
-        if name != passes.__name__ and name.rpartition(".")[2] not in _TRACED:
+        if name != passes.__name__ and name.rpartition(".")[2] != _TRACED:
             trace_rules.add(name)
 
 

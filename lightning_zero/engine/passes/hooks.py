@@ -21,19 +21,17 @@ import contextlib
 import copy
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ReferenceType, WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from lightning_zero.config import Precision
-from lightning_zero.engine.passes.containers import find_tensors
+from lightning_zero.engine.passes.containers import dtype_hooks, find_tensors
 from lightning_zero.engine.passes.errors import explain_dtypes
 from lightning_zero.engine.passes.gradient_sentinels import GradSentinel
-from lightning_zero.engine.passes.output_dtypes import dtype_hooks
 from lightning_zero.engine.torch_modes import outside_graphs
 from lightning_zero.engine.units.bucket import Bucket
 from lightning_zero.engine.units.unit import Unit
@@ -350,36 +348,3 @@ def _backward_begins(passes_ref: ReferenceType[Passes]) -> None:
     passes = passes_ref()
     if passes is not None:
         passes.backward_begins()
-
-
-def watch_gradients(wanted: Iterable[tuple[nn.Parameter, Callable[[], None]]]) -> list[RemovableHandle]:
-    """Call what belongs to a parameter when its gradient has arrived, and drop the gradient: without an engine, for a
-    module of which only sizes are asked.
-    """
-
-    def watched(arrived: Callable[[], None]) -> Callable[[Tensor], None]:
-        def drop(param: Tensor) -> None:
-            param.grad = None
-            arrived()
-
-        return drop
-
-    return [param.register_post_accumulate_grad_hook(watched(arrived)) for param, arrived in wanted]
-
-
-@contextlib.contextmanager
-def parameters_on_meta() -> Iterator[None]:
-    """Inside, a parameter loses its values when a module gets it: without an engine, to build a module of which only
-    sizes are asked. Unlike under ``torch.device("meta")`` all other tensors have values, which its code may look at.
-    """
-
-    def let_go(module: nn.Module, name: str, param: nn.Parameter | None) -> Any:
-        if param is None or param.is_meta:  # a tied one stays the same object
-            return None
-        return nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
-
-    hook = nn.modules.module.register_module_parameter_registration_hook(let_go)
-    try:
-        yield
-    finally:
-        hook.remove()

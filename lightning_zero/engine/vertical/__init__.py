@@ -2,10 +2,7 @@
 
 ::
 
-    split        a call's inputs in chunks
-    trial        which tensors of a call are of its batch, found by trying
     chunked      the autograd function: chunks without a graph, and each computed again in the backward
-    units        units whose forwards are divided so
-    coupled      units that are not to be divided, found by class
-    loss         a head and its loss in chunks, for the user's step
+    trial        which tensors of a call are of its batch, found by trying
+    units        units whose forwards are divided so, and those that are not to be
 """

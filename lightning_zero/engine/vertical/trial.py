@@ -26,8 +26,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from lightning_zero.engine.passes.containers import find_tensors, take_tensors
-from lightning_zero.engine.vertical.chunked import Context, Modes, RandomState, device_type_of, trying
-from lightning_zero.engine.vertical.split import CannotDivide, Changes, Division, Inputs, same_form
+from lightning_zero.engine.vertical.chunked import (
+    CannotDivide,
+    Changes,
+    Context,
+    Division,
+    Inputs,
+    Modes,
+    RandomState,
+    device_type_of,
+    same_form,
+    trying,
+)
 
 _MOST = 8  # tensors as long as the batch: the sets of more are too many
 

@@ -25,18 +25,22 @@ from torch.utils.flop_counter import flop_registry
 
 from lightning_zero.comm.sequence import OnPaper
 from lightning_zero.config import ConfigError, Precision, Recompute, ZeroConfig
-from lightning_zero.engine.passes.hooks import watch_gradients
-from lightning_zero.engine.passes.output_dtypes import dtype_hooks
+from lightning_zero.engine.passes.containers import dtype_hooks
 from lightning_zero.engine.passes.recompute import without_empty_caches
 from lightning_zero.engine.units.describe import AUTOCAST_DTYPES, TRUE_DTYPES, describe_units, fp32_modules
-from lightning_zero.engine.vertical.chunked import Chunked
-from lightning_zero.engine.vertical.coupled import units_around, whole_batch_units
-from lightning_zero.engine.vertical.loss import assuming
-from lightning_zero.engine.vertical.split import Inputs, first_size
+from lightning_zero.engine.vertical.chunked import Chunked, Inputs, first_size
+from lightning_zero.engine.vertical.units import units_around, whole_batch_units
 from lightning_zero.lightning_api import extract_batch_size, isolate_rng, pl
+from lightning_zero.losses import assuming
 from lightning_zero.planning.activations import Activations, ByBatchSize, Stretch
 from lightning_zero.sequence.step import SequenceSteps
-from lightning_zero.trainer.memory.fake_module import CPU, detach_from_lightning, fake_copy, give_fake_optimizers
+from lightning_zero.trainer.memory.fake_module import (
+    CPU,
+    detach_from_lightning,
+    fake_copy,
+    give_fake_optimizers,
+    watch_gradients,
+)
 
 
 class NotMeasured(ConfigError):
