@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_zero.config import ConfigError
 from lightning_zero.engine.engine import Engine, engines
-from lightning_zero.engine.vertical.chunked import Chunked, Inputs
+from lightning_zero.engine.vertical.chunked import Chunked, Context, Inputs
 from lightning_zero.sequence.part import current
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -121,38 +120,22 @@ def _losses(head: nn.Module, loss: Loss, hidden: Tensor, targets: Tensor, count:
         return found
 
     engine = _engine_of(head)
-    in_chunks = len(targets) // count * count if count > 1 else 0
-    found: list[Tensor] = []
-    if engine is not None and count > 1:  # also for few tokens: another rank may have more, and gathers are of all
-        engine.keep_gathered(head)
-    if in_chunks:
-        found.append(_run(head, loss, engine, function, hidden[:in_chunks], targets[:in_chunks], count))
-    if in_chunks < len(targets) or not found:
-        # A few tokens fewer than there are chunks. A head that is a unit is not to divide them among samples.
-        with engine.vertical.in_chunk() if engine is not None else contextlib.nullcontext():
-            found.append(function(hidden[in_chunks:], targets[in_chunks:]))
-    return found[0] if len(found) == 1 else torch.cat(found)
-
-
-def _run(
-    head: nn.Module,
-    loss: Loss,
-    engine: Engine | None,
-    function: Callable[..., Any],
-    hidden: Tensor,
-    targets: Tensor,
-    count: int,
-) -> Tensor:
-    inputs = Inputs((hidden, targets), {}, len(targets), count)
+    in_chunk: Context = contextlib.nullcontext
+    in_backward: Context = contextlib.nullcontext
+    if engine is not None:
+        in_chunk, in_backward = engine.vertical.in_chunk, engine.passes.adding_up
+        if count > 1:  # also for few tokens: another rank may have more, and gathers are of all
+            engine.keep_gathered(head)
     params = [*head.parameters(), *(loss.parameters() if isinstance(loss, nn.Module) else ())]
     trains = any(param.requires_grad for param in params)
-    title = f"chunked_loss of {type(head).__name__}"
-    found: Tensor
-    if engine is None:
-        found = Chunked(function, inputs, title=title)(trains=trains)
-        return found
-    in_chunk, in_backward = engine.vertical.in_chunk, engine.passes.adding_up
-    found = engine.vertical.run(
-        Chunked(function, inputs, title=title, in_chunk=in_chunk, in_backward=in_backward), trains=trains
-    )
-    return found
+    divided = len(targets) // count * count if count > 1 else 0
+    found: list[Tensor] = []
+    if divided:
+        inputs = Inputs((hidden[:divided], targets[:divided]), {}, divided, count)
+        title = f"chunked_loss of {type(head).__name__}"
+        call = Chunked(function, inputs, title=title, in_chunk=in_chunk, in_backward=in_backward)
+        found.append(call(trains=trains) if engine is None else engine.vertical.run(call, trains=trains))
+    if divided < len(targets) or not found:
+        with in_chunk():  # a few tokens fewer than there are chunks; a head that is a unit does not divide them again
+            found.append(function(hidden[divided:], targets[divided:]))
+    return found[0] if len(found) == 1 else torch.cat(found)

@@ -262,9 +262,9 @@ class Assembly:
         check_compiler(self.config.compile)
         check_timeline(self.config.debug)
         groups = describe.describe_units(module, self.config, self.precision)
-        check_blocks(groups[1:], self.config.activation_checkpointing)
+        check_blocks(groups[1:], self.config)
         check_divided(module, [group.name for group in groups], self.config)
-        check_compiled(module, [group.name for group in groups], self.config.compile)
+        check_compiled(module, [group.name for group in groups])
         return groups
 
     def _make_tiers(self, groups: Sequence[describe.UnitGroup], share: Share) -> list[TierRow]:

@@ -94,18 +94,12 @@ def needs_compiler(module: nn.Module) -> bool:
     return any(how.inductor for how in found)
 
 
-def check_compiled(module: nn.Module, units: Sequence[str], config: CompileConfig) -> None:
-    """Check what is compiled, or to be, of a module whose units have these names, the root's ("") first.
+def check_compiled(module: nn.Module, units: Sequence[str]) -> None:
+    """Check what is compiled of a module whose units have these names.
 
     Raises:
-        ConfigError: ``zero/compile`` asks for blocks to be compiled, and there are none; a module around units was
-            compiled with ``fullgraph``.
+        ConfigError: a module around units was compiled with ``fullgraph``.
     """
-    if config.name is not Blocks.none and not units[1:]:
-        raise ConfigError(
-            f"zero/compile={config.name.name}: the model has no blocks that were found to be units. Name them in "
-            "zero.unit.classes, or set zero/compile=none and compile the model (torch.compile)."
-        )
     for around in _units_inside(module, {name: module.get_submodule(name) for name in units if name}):
         for _, how in _compiled_parts(around):
             _refuse_fullgraph(around, how)

@@ -22,7 +22,7 @@ from torch.autograd.graph import save_on_cpu
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
 
-from lightning_zero.config import ConfigError, Recompute
+from lightning_zero.config import Compile, ConfigError, Recompute, ZeroConfig
 from lightning_zero.engine.passes.containers import (
     copy_containers,
     map_leaves,
@@ -91,22 +91,20 @@ class BuffersAgain:
 
     def __init__(self, module: nn.Module) -> None:
         self._owners = [inner for inner in module.modules() if inner._buffers]
-        self._changing: set[tuple[int, str]] = set()  # number of the owner, name
+        self._changing: set[tuple[nn.Module, str]] = set()
 
-    def _found(self) -> Iterator[tuple[int, nn.Module, str, Tensor]]:
-        for number, owner in enumerate(self._owners):
-            for name, buffer in owner._buffers.items():
-                if buffer is not None and not buffer.is_inference():
-                    yield number, owner, name, buffer
+    def _buffers(self) -> list[tuple[nn.Module, str, Tensor]]:
+        all_ = ((owner, name, buffer) for owner in self._owners for name, buffer in owner._buffers.items())
+        return [(owner, name, t) for owner, name, t in all_ if t is not None and not t.is_inference()]
 
     @contextlib.contextmanager
     def first(self) -> Iterator[None]:
         """Around a first forward: see what it changes."""
-        before = [(*found, found[3]._version) for found in self._found()]
+        before = [(owner, name, buffer, buffer._version) for owner, name, buffer in self._buffers()]
         yield
-        for number, owner, name, buffer, version in before:
+        for owner, name, buffer, version in before:
             if owner._buffers.get(name) is not buffer or buffer._version != version:
-                self._changing.add((number, name))
+                self._changing.add((owner, name))
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
@@ -114,8 +112,8 @@ class BuffersAgain:
         changed."""
         replaced = [
             (owner, name, buffer)
-            for number, owner, name, buffer in self._found()
-            if (number, name) in self._changing or (isinstance(owner, _NormBase) and owner.training)
+            for owner, name, buffer in self._buffers()
+            if (owner, name) in self._changing or (isinstance(owner, _NormBase) and owner.training)
         ]
         for owner, name, buffer in replaced:
             owner._buffers[name] = buffer.clone()
@@ -126,17 +124,25 @@ class BuffersAgain:
                 owner._buffers[name] = buffer
 
 
-def check_blocks(blocks: Sequence[object], how: Recompute) -> None:
-    """Check that there are blocks to compute again.
+def check_blocks(blocks: Sequence[object], config: ZeroConfig) -> None:
+    """Check that there are blocks to compute again, or to compile.
 
     Raises:
         ConfigError: there are none.
     """
-    if how is not Recompute.none and not blocks:
-        raise ConfigError(
-            f"zero.activation_checkpointing={how.name}: the model has no blocks that were found to be units. Name "
-            "them in zero.unit.classes, or set zero.activation_checkpointing=none."
-        )
+    asked = []
+    if config.activation_checkpointing is not Recompute.none:
+        setting = "zero.activation_checkpointing"
+        asked.append((f"{setting}={config.activation_checkpointing.name}", f"set {setting}=none"))
+    if config.compile.name is not Compile.none:
+        way_out = "set zero/compile=none and compile the model (torch.compile)"
+        asked.append((f"zero/compile={config.compile.name.name}", way_out))
+    for setting, way_out in asked:
+        if not blocks:
+            raise ConfigError(
+                f"{setting}: the model has no blocks that were found to be units. Name them in zero.unit.classes, or "
+                f"{way_out}."
+            )
 
 
 class Recomputation:

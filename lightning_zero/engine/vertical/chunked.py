@@ -178,6 +178,18 @@ def same_form(one: Any, other: Any) -> bool:
         return False
 
 
+@contextlib.contextmanager
+def explained(inputs: Inputs, title: str, help: str) -> Iterator[None]:
+    """Say in exceptions from inside what was being run in chunks, and in a CannotDivide what helps."""
+    try:
+        yield
+    except CannotDivide as error:
+        raise CannotDivide(f"{title} is run in {inputs.count} chunks: {error}. {help}") from error
+    except Exception as error:
+        error.add_note(f"{title} was being run in {inputs.count} chunks: {inputs.told}.")
+        raise
+
+
 _TRYING: ContextVar[bool] = ContextVar("a call is tried", default=False)
 
 
@@ -292,7 +304,7 @@ class Chunked:
     def run(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The first forward of all chunks."""
         inputs, parts = self._inputs, list[list[Tensor]]()
-        try:
+        with explained(inputs, self._title, self._help):
             for index in range(inputs.count):
                 given = inputs.chunk(tensors, index)
                 if self._has_graph:
@@ -309,11 +321,6 @@ class Chunked:
                     )
                 parts.append(found)
             return tuple(map(_together, zip(*parts, strict=True), self._joined or ()))
-        except CannotDivide as error:
-            raise CannotDivide(f"{self._title} is run in {inputs.count} chunks: {error}. {self._help}") from error
-        except Exception as error:
-            error.add_note(f"{self._title} was being run in {inputs.count} chunks: {inputs.told}.")
-            raise
 
     def _decide(self, found: Sequence[Tensor]) -> None:
         """Know which results are joined, after the first chunk."""

@@ -24,7 +24,15 @@ from lightning_zero.config import ConfigError, ZeroConfig
 from lightning_zero.engine.passes.passes import Passes
 from lightning_zero.engine.passes.recompute import UnitForward, without_empty_caches
 from lightning_zero.engine.units.unit import Unit
-from lightning_zero.engine.vertical.chunked import CannotDivide, Changes, Chunked, Division, Inputs, first_size
+from lightning_zero.engine.vertical.chunked import (
+    CannotDivide,
+    Changes,
+    Chunked,
+    Division,
+    Inputs,
+    explained,
+    first_size,
+)
 from lightning_zero.engine.vertical.trial import Trial
 
 _HELP = (
@@ -164,15 +172,10 @@ class UnitInChunks:
         division = self._divisions.get(kind)
         if division is None:
             of_class = type(module), kind
-            try:
+            with explained(inputs, self._title, _HELP):
                 if (why := inputs.why_not()) is not None:
                     raise CannotDivide(why)
                 division = Trial(plain, inputs, in_chunk).division(self._vertical.divisions.get(of_class))
-            except CannotDivide as error:
-                raise CannotDivide(f"{self._title} is run in {inputs.count} chunks: {error}. {_HELP}") from error
-            except Exception as error:
-                error.add_note(f"{self._title} was being run in {inputs.count} chunks: {inputs.told}.")
-                raise
             self._divisions[kind] = self._vertical.divisions[of_class] = division
         inputs.divided = division.divided
         return division.joined
