@@ -102,6 +102,14 @@ def _engine_of(head: nn.Module) -> Engine | None:
     return next((engine for engine in engines() if any(engine.owns(param) for param in params)), None)
 
 
+def _keep_gathered(head: nn.Module, engine: Engine) -> None:
+    """Have the units of the parameters of ``head`` stay gathered from their next use until the pass ends."""
+    own = {id(param) for param in head.parameters()}
+    for unit in engine.units[1:]:
+        if unit.reshards and any(id(info.param) in own for info in unit.infos()):
+            engine.passes.progress.hold(unit)
+
+
 def _cross_entropy(ignore_index: int) -> Loss:
     def loss(logits: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(logits.float(), targets, reduction="none", ignore_index=ignore_index)
@@ -125,7 +133,7 @@ def _losses(head: nn.Module, loss: Loss, hidden: Tensor, targets: Tensor, count:
     if engine is not None:
         in_chunk, in_backward = engine.vertical.in_chunk, engine.passes.adding_up
         if count > 1:  # also for few tokens: another rank may have more, and gathers are of all
-            engine.keep_gathered(head)
+            _keep_gathered(head, engine)
     params = [*head.parameters(), *(loss.parameters() if isinstance(loss, nn.Module) else ())]
     trains = any(param.requires_grad for param in params)
     divided = len(targets) // count * count if count > 1 else 0

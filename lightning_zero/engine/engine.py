@@ -250,13 +250,6 @@ class Engine(Assembly):
         """
         return self.vertical.step(batch, evaluation=evaluation)
 
-    def keep_gathered(self, module: nn.Module) -> None:
-        """Have the units of the parameters of ``module`` stay gathered from their next use until the pass ends."""
-        wanted = {id(param) for param in module.parameters()}
-        for unit in self.units[1:]:
-            if unit.reshards and any(id(info.param) in wanted for info in unit.infos()):
-                self.passes.progress.hold(unit)
-
     def backward_scope(self) -> contextlib.AbstractContextManager[None]:
         """Around a backward that all ranks run: at its end every bucket is reduced."""
         return self.passes.backward_scope()

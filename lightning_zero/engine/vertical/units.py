@@ -28,6 +28,7 @@ from lightning_zero.engine.vertical.chunked import (
     CannotDivide,
     Changes,
     Chunked,
+    Context,
     Division,
     Inputs,
     explained,
@@ -159,7 +160,7 @@ class UnitInChunks:
         return self._vertical.run(call, trains=any(trains))
 
     def _divide(
-        self, plain: Callable[..., Any], module: nn.Module, inputs: Inputs, kind: Any, in_chunk: Any
+        self, plain: Callable[..., Any], module: nn.Module, inputs: Inputs, kind: Any, in_chunk: Context
     ) -> tuple[bool, ...]:
         """Have ``inputs`` divided as calls of their kind are, which a trial finds; which results are joined.
 
