@@ -240,6 +240,7 @@ class Passes:
         self.progress.pass_ends()
         for unit in self.units:
             unit.pass_ends(deadline)
+        self.saved.plans_changed()  # buffers may have other memory
         # Set and not entered: an exception comes in any phase, between two passes too.
         self.phase, self._open = Phase.BETWEEN, OpenPass(None)
         self.stays.pass_ends()
