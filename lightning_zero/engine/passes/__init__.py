@@ -19,5 +19,4 @@
     recompute           what stands in the place of a unit's forward; activation checkpointing by unit
     compiled            torch.compile, of what units compute
     containers          tensors in any container that a module returns; those with the dtype that it was given
-    errors              torch's errors about dtypes and weights, with the setting that they come from
 """

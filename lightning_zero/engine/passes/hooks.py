@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import re
 import sys
 import types
 from collections.abc import Callable
@@ -30,10 +31,10 @@ from torch import Tensor, nn
 
 from lightning_zero.config import Precision
 from lightning_zero.engine.passes.containers import dtype_hooks, find_tensors
-from lightning_zero.engine.passes.errors import explain_dtypes
 from lightning_zero.engine.passes.gradient_sentinels import GradSentinel
 from lightning_zero.engine.torch_modes import outside_graphs
 from lightning_zero.engine.units.bucket import Bucket
+from lightning_zero.engine.units.describe import AUTOCAST_DTYPES
 from lightning_zero.engine.units.unit import Unit
 
 if TYPE_CHECKING:
@@ -42,6 +43,11 @@ if TYPE_CHECKING:
 ENGINE = "_lightning_zero_engine"  # where a sharded module keeps its engine
 _PATCHES = ("_apply", "__deepcopy__", "__reduce_ex__")  # methods of guarded modules that are replaced on the instance
 _LIFTED = (*_PATCHES, ENGINE, "compile")  # what a copy is not to have
+_DTYPES_DIFFER = re.compile(
+    r"same dtype|same data ?type|expected .*(scalar type|dtype)|mixed dtype|dtype mismatch"
+    r"|not implemented for '(BFloat16|Half)'",
+    re.IGNORECASE,
+)
 
 
 class _Running(NamedTuple):
@@ -307,7 +313,7 @@ class Hooks:
         passes, outermost, error = self.passes, not self._running, sys.exc_info()[1]
         # A module may return None, and be called where another exception is handled.
         if output is None and error is not None and error is not handled:
-            explain_dtypes(error, self._precision)
+            _explain_dtypes(error, self._precision)
             self._raised()
             return
         outputs = [t for t in find_tensors(output) if t.grad_fn is not None] if torch.is_grad_enabled() else []
@@ -348,3 +354,28 @@ def _backward_begins(passes_ref: ReferenceType[Passes]) -> None:
     passes = passes_ref()
     if passes is not None:
         passes.backward_begins()
+
+
+def _explain_dtypes(error: BaseException, precision: Precision) -> None:
+    """Add to an error about dtypes, which a forward has raised, how a module keeps fp32."""
+    told = any("zero/precision" in note for note in getattr(error, "__notes__", ()))
+    if precision not in AUTOCAST_DTYPES or told or not _DTYPES_DIFFER.search(str(error)):
+        return
+    module = _innermost_module(error)
+    if module is not None:
+        name = type(module).__name__
+        error.add_note(
+            f"Under zero/precision={precision.name} parameters are used in {precision.name}, autocast alone leaves "
+            f"them in fp32. If {name} needs fp32, add its class to those that keep it: "
+            f"zero.precision.fp32_modules=[..., {name}]."
+        )
+
+
+def _innermost_module(error: BaseException) -> nn.Module | None:
+    """The module whose code has raised."""
+    found, traceback = None, error.__traceback__
+    while traceback is not None:
+        owner = traceback.tb_frame.f_locals.get("self")
+        found = owner if isinstance(owner, nn.Module) else found
+        traceback = traceback.tb_next
+    return found

@@ -23,13 +23,12 @@ from torch import Tensor
 from lightning_zero.comm.communicator import ABANDON_S, Communicator
 from lightning_zero.config import Precision
 from lightning_zero.engine.passes.access import Writes
-from lightning_zero.engine.passes.errors import explain_weights
 from lightning_zero.engine.passes.gather_order import GatherOrder
 from lightning_zero.engine.passes.gradient_sentinels import Sentinels
 from lightning_zero.engine.passes.gradients import Reducer
 from lightning_zero.engine.passes.hooks import Hooks
 from lightning_zero.engine.passes.open_pass import LEGAL, GradSums, GraphTask, OpenPass, Phase, Progress, Scope, Stays
-from lightning_zero.engine.passes.saved_weights import SavedWeights
+from lightning_zero.engine.passes.saved_weights import SavedWeights, explain_weights
 from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units.after_step import AfterStep
 from lightning_zero.engine.units.bucket import Bucket
