@@ -222,10 +222,8 @@ class Hooks:
         for module in list(self._touched):
             names = [name for name in _LIFTED if name in module.__dict__ and not (keep_engine and name == ENGINE)]
             values = {name: module.__dict__.pop(name) for name in names}
-            forward, before = self._forwards.get(module, (None, {}))
-            if forward is not None and module.__dict__.get("forward") is forward:
+            if module in self._forwards and module.__dict__.get("forward") is self._forwards[module][0]:
                 values["forward"] = module.__dict__.pop("forward")
-                module.__dict__.update(before)
             attributes.append((module, values))
             for name, table in vars(module).items():
                 is_table = isinstance(table, dict) and (name.endswith("_hooks") or "_hooks_" in name)
