@@ -634,6 +634,17 @@ def test_an_evaluation_does_not_change_buffers_chunk_by_chunk() -> None:
     engine.release()
 
 
+@pytest.mark.parametrize("compile", ["none", {"name": "blocks", "backend": "eager"}], ids=["plain", "compiled"])
+def test_a_tensor_that_leaves_a_unit_is_refused_behind_an_evaluation_too(compile: Any) -> None:
+    module = Passes("keeps").eval()
+    engine = vertical(module, stage=3, offload="cpu", compile=compile)
+    with torch.no_grad():
+        module(torch.randn(ROWS, 8))
+    with pytest.raises(CannotDivide, match="leaves it by another way than its results"):
+        module(torch.randn(ROWS, 8))
+    engine.release()
+
+
 def test_a_unit_may_keep_what_has_no_gradient() -> None:
     module = Passes("looks")
     engine = vertical(module, stage=3, offload="cpu")
