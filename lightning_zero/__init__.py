@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from lightning_zero.engine import grad_norm as grad_norm
     from lightning_zero.engine import shard as shard
     from lightning_zero.fabric.strategy import ZeroFabricStrategy as ZeroFabricStrategy
-    from lightning_zero.losses import chunked_loss as chunked_loss
+    from lightning_zero.layerwise.loss import chunked_loss as chunked_loss
     from lightning_zero.sequence.attention import attention as attention
     from lightning_zero.sequence.part import SequencePart as SequencePart
     from lightning_zero.sequence.part import mean_over_tokens as mean_over_tokens
@@ -35,7 +35,7 @@ _HOMES = {
     "ZeroConfig": "lightning_zero.config",
     "ZeroPrecision": "lightning_zero.trainer.precision",
     "ZeroMonitor": "lightning_zero.trainer.callbacks.monitor",
-    "chunked_loss": "lightning_zero.losses",
+    "chunked_loss": "lightning_zero.layerwise.loss",
     "gather": "lightning_zero.engine",
     "grad_norm": "lightning_zero.engine",
     "clip_grad_norm_": "lightning_zero.engine",

@@ -21,7 +21,7 @@ LAYERS = [
     "optimizers",
     "pretrained",
 ]
-LAYERS += ["timeline", "engine", "losses", "checkpoint", "trainer", "fabric", "app"]
+LAYERS += ["timeline", "engine", "layerwise", "checkpoint", "trainer", "fabric", "app"]
 DOORS = {"train", "plan", "submit", "env"}
 # Modules of the root that are no layer of their own; the rest are found by their folder.
 TOP_LEVEL = {"config": "config", "presets": "config"} | dict.fromkeys(DOORS, "app")

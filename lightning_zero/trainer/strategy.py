@@ -162,7 +162,7 @@ class ZeroStrategy(Processes, SteppingStrategy):
 
     def setup_environment(self) -> None:
         self._left = False
-        self._to_load = self._saved_rng = self._saver = None
+        self._to_load = self._saved_rng = None
         self._waits_for_setup = True
         super().setup_environment()
         reset_seed()

@@ -23,7 +23,7 @@ from lightning_zero.config import ConfigError
 from lightning_zero.engine import Engine, gather
 from lightning_zero.engine.vertical import units
 from lightning_zero.engine.vertical.chunked import CannotDivide
-from lightning_zero.losses import chunks_of
+from lightning_zero.layerwise.loss import chunks_of
 from tests.engine.support import VOCABULARY, Model, autocast, language_loss, tokens
 from tests.harness import assert_gone, on_ranks
 from tests.pairwise import pairwise_places

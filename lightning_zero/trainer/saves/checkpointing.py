@@ -22,9 +22,9 @@ from lightning_zero.checkpoint.hugging_face.export import export
 from lightning_zero.checkpoint.hugging_face.files import parse_dtype
 from lightning_zero.checkpoint.hugging_face.record import RECORD as HUGGING_FACE
 from lightning_zero.checkpoint.hugging_face.record import record_of
-from lightning_zero.checkpoint.sharded.save import ShardedSaver
-from lightning_zero.comm.agreements import ApartError, gather_objects, gather_rows, together
-from lightning_zero.config import CheckpointFormat, ConfigError, ZeroConfig, parse_bytes
+from lightning_zero.checkpoint.sharded.save import Behind
+from lightning_zero.comm.agreements import ApartError, gather_rows
+from lightning_zero.config import CheckpointFormat, ZeroConfig, parse_bytes
 from lightning_zero.device import accelerator_of
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.engine.whole.module_state import keeping_frozen
@@ -47,34 +47,31 @@ from lightning_zero.trainer.callbacks import averaging
 from lightning_zero.trainer.interruptions import ON_ALL_RANKS, failed_on_all_ranks, refuse_lonely_save
 from lightning_zero.trainer.memory import auto_row
 from lightning_zero.trainer.saves.background_saves import BackgroundSaves
+from lightning_zero.trainer.saves.checkpoint_files import CheckpointFiles
 from lightning_zero.trainer.saves.checkpoint_fits import (
     check_frozen,
     check_model,
     check_states,
     may_change_optimizers,
     of_lightning,
+    warn_of_overruled,
 )
 from lightning_zero.trainer.saves.checkpoint_io import (
     after_writes,
     async_writer,
-    load,
     remove,
     wait_for_writes,
-    with_default,
     writes_files,
 )
-from lightning_zero.trainer.saves.overruled import warn_of_overruled
 from lightning_zero.trainer.saves.random_numbers import KEY as RNG_KEY
 from lightning_zero.trainer.saves.random_numbers import RandomNumbers, Saved, saved_ranks
 from lightning_zero.trainer.saves.range_saves import RangeSave
-from lightning_zero.trainer.saves.sharded_checkpoints import divide, is_folder, local_path, refuse_writer
-from lightning_zero.trainer.saves.sharded_checkpoints import read as read_folder
-from lightning_zero.trainer.saves.verified_loads import verify
+from lightning_zero.trainer.saves.sharded_checkpoints import local_path, refuse_writer
 
 T = TypeVar("T")
 
 
-class CheckpointingStrategy(pl.strategies.ParallelStrategy):
+class CheckpointingStrategy(CheckpointFiles, pl.strategies.ParallelStrategy):
     """A strategy whose module is sharded, as far as checkpoints are concerned.
 
     Attributes:
@@ -103,7 +100,6 @@ class CheckpointingStrategy(pl.strategies.ParallelStrategy):
         self._saves_folders = config.checkpoint.name is CheckpointFormat.sharded
         self._background = BackgroundSaves()
         self.next_may_fail = False
-        self._saver: ShardedSaver | None = None
         super().__init__(checkpoint_io=checkpoint_io, **arguments)
         self.resumes_job = False
         self.saved_decision: auto_row.Decision | None = None
@@ -160,17 +156,6 @@ class CheckpointingStrategy(pl.strategies.ParallelStrategy):
         save = self.range_save if self.range_save is not None else self.engine
         return save.optimizer_state(optimizer)
 
-    @property
-    def checkpoint_io(self) -> CheckpointIO:
-        """The user's, else ours; an AsyncCheckpointIO without one of its own writes by ours too."""
-        self._checkpoint_io = with_default(self._checkpoint_io)
-        return self._checkpoint_io
-
-    @checkpoint_io.setter
-    def checkpoint_io(self, io: CheckpointIO | None) -> None:
-        refuse_writer(io, self.config.checkpoint)
-        self._checkpoint_io = io
-
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """On all ranks; rank 0 writes. A whole state holds the random number generators of all ranks.
 
@@ -188,13 +173,9 @@ class CheckpointingStrategy(pl.strategies.ParallelStrategy):
         if self.decision is not None:
             checkpoint[auto_row.KEY] = auto_row.record(self.decision)
         if self._saves_folders:
-            if storage_options is not None:
-                raise ConfigError(
-                    "zero/checkpoint=sharded: expected no storage_options, which only plugins use, got "
-                    f"{storage_options!r}. Leave them out, or choose zero/checkpoint=full."
-                )
-            with self.noting_failure():
-                self._save_folder(checkpoint, filepath)
+            if self._waits is not None or self.is_global_zero:  # before any run, as Lightning does: nobody waits
+                with self.noting_failure():
+                    self._write_folder(checkpoint, filepath, storage_options, behind=self._behind)
             return
         write = super().save_checkpoint
         if writes_files(self.checkpoint_io):
@@ -215,15 +196,16 @@ class CheckpointingStrategy(pl.strategies.ParallelStrategy):
             raise
 
     @property
-    def begin_in_background(self) -> Callable[..., None] | None:
-        """Hands over what is left of a save, where training goes on behind it."""
+    def _behind(self) -> Behind | None:
+        """How this save goes on behind training, where it does."""
         module = self.lightning_module
         if not self.config.checkpoint.background or module is None or module._trainer is None:
             return None
         state = module.trainer.state
         if state.fn != TrainerFn.FITTING or state.status != TrainerStatus.RUNNING:
             return None
-        return partial(self._background.begin, self._waits, may_fail=self.next_may_fail)
+        begin = partial(self._background.begin, self._waits, may_fail=self.next_may_fail)
+        return Behind(begin, self.engine.comm.streams, self._background.spare)
 
     def after_writes(self, act: Callable[[], Any]) -> None:
         """Do this when all saves that were begun are on the disk; not at all if one of them fails."""
@@ -244,12 +226,10 @@ class CheckpointingStrategy(pl.strategies.ParallelStrategy):
             Exception: on all ranks: the last one has failed, and training was not to go on then.
         """
         if self._background.is_under_way:
-            self._background.is_under_way = False
             try:
                 with self.noting_failure():
                     self.together("the save before this one", partial(self._background.wait, self.long_work))
             except Exception as error:
-                self._saver = None  # rank 0 may not have heard what the others have written
                 if not failed_on_all_ranks(error) or not self._background.may_fail:
                     raise
                 rank_zero_warn(f"{error} Training goes on, and this is tried again later (save_minutes).")
@@ -257,19 +237,6 @@ class CheckpointingStrategy(pl.strategies.ParallelStrategy):
         if async_writer(io) is not None:
             with self.noting_failure():
                 self.together("the save before this one", lambda: wait_for_writes(io, self.long_work))
-
-    def _save_folder(self, checkpoint: Mapping[str, Any], filepath: Any) -> None:
-        waits = self._waits
-        if waits is None and not self.is_global_zero:
-            return  # before any run, as Lightning does: nobody can be waited for
-        path = local_path(self.broadcast(str(filepath)))
-        if self._saver is None:
-            self._saver = ShardedSaver(self.global_rank)
-        group = dist.group.WORLD if waits is not None else None
-        begin = self.begin_in_background
-        streams = self.engine.comm.streams if begin is not None else None
-        parts, long_work = divide(checkpoint), self.long_work
-        self._saver.save(*parts, path, group, waits, behind=begin, streams=streams, long_work=long_work)
 
     def export(self, path: Any, *, dtype: str | torch.dtype | None = None, shard_size: str | int = "5GB") -> None:
         """Write the model to a new folder as Hugging Face's ``from_pretrained`` loads it. On all ranks, each its part.
@@ -301,12 +268,12 @@ class CheckpointingStrategy(pl.strategies.ParallelStrategy):
         if self._background.is_under_way:
             self.wait_for_writes()
         if (writer := async_writer(self.checkpoint_io)) is not None:  # a wrapper around it does not pass this on
-            long_work = self.long_work
 
             def finish() -> None:
-                if writer._executor is not None:
-                    long_work.wait(writer._executor.submit(lambda: None), "the last save")
-                writer.teardown()
+                try:
+                    wait_for_writes(writer, self.long_work)
+                finally:
+                    writer.teardown()
 
             self.together("the last writes of checkpoints", finish)
 
@@ -322,24 +289,10 @@ class CheckpointingStrategy(pl.strategies.ParallelStrategy):
             self.wait_for_writes()
         accelerator_of(self.root_device).release_cached()
         wanted = self.config.checkpoint.verify
-        if self.resumes_job if wanted is None else wanted:
-            verify(
-                checkpoint_path,
-                self.global_rank,
-                lambda value: self.gather_objects(value, "checksums"),
-                lambda act: self.together("reading checksums", act),
-                self.long_work,
-            )
         self._loaded_from = checkpoint_path
-
-        def read() -> dict[str, Any]:
-            if is_folder(checkpoint_path):
-                found = read_folder(checkpoint_path, weights_only, long_work=self.long_work)
-            else:
-                found = load(self.checkpoint_io, checkpoint_path, weights_only)
-            return of_lightning(found, checkpoint_path)
-
-        checkpoint = self.together("reading a checkpoint", read)
+        verified = self.resumes_job if wanted is None else wanted
+        read = self._read_checkpoint(checkpoint_path, weights_only, verified=verified)
+        checkpoint = self.together("looking at a checkpoint", lambda: of_lightning(read, checkpoint_path))
         self.saved_decision = auto_row.from_record(checkpoint.pop(auto_row.KEY, None))
         self._take_random_numbers(checkpoint.pop(RNG_KEY, None), checkpoint_path)
         return checkpoint
@@ -458,12 +411,3 @@ class CheckpointingStrategy(pl.strategies.ParallelStrategy):
     def _gather_rows(self, row: Tensor) -> Tensor | None:
         waits = self._waits
         return row[None] if waits is None else gather_rows(dist.group.WORLD, row, waits, "states of random numbers")
-
-    def gather_objects(self, value: Any, what: str) -> list[Any]:
-        waits = self._waits
-        return [value] if waits is None else gather_objects(dist.group.WORLD, value, waits, what, patient=True)
-
-    def together(self, what: str, act: Callable[[], T]) -> T:
-        """Do this on all ranks, without messages; where it fails on one, all raise, and none waits for it."""
-        waits = self._waits
-        return act() if waits is None else together(dist.group.WORLD, waits, what, act, patient=True)

@@ -16,7 +16,7 @@ from lightning_zero.ranks.resume import FILES, files_of_job, job_name, note_file
 _LINK, _REMOVE, _SAVE = "_link_checkpoint", "_remove_checkpoint", "_save_checkpoint"
 _SHOULD_REMOVE = "_should_remove_checkpoint"
 _HELD = "_lightning_zero_held"  # checkpoints that go when last.ckpt leads on
-_PATCHED = (_LINK, _REMOVE, _SAVE, _SHOULD_REMOVE, _HELD)
+_PATCHED = (_LINK, _REMOVE, _SAVE, _SHOULD_REMOVE)
 
 
 def attach(trainer: pl.Trainer) -> None:
@@ -24,14 +24,22 @@ def attach(trainer: pl.Trainer) -> None:
     for callback in _of(trainer):
         held: list[str] = []
         callback.__dict__[_HELD] = held
-        callback.__dict__[_LINK] = partial(_link_behind_writes, held)
-        callback.__dict__[_REMOVE] = partial(_remove_behind_link, callback, held)
+        _put(callback, _LINK, partial(_link_behind_writes, held))
+        _put(callback, _REMOVE, partial(_remove_behind_link, callback, held))
+
+
+def _put(callback: ModelCheckpoint, name: str, function: Any) -> None:
+    """Replace a method, where the user has put nothing in its place: theirs is called then."""
+    callback.__dict__.setdefault(name, function)
 
 
 def let_go(trainer: pl.Trainer) -> None:
     for callback in _of(trainer):
+        callback.__dict__.pop(_HELD, None)
         for name in _PATCHED:
-            callback.__dict__.pop(name, None)
+            ours = getattr(vars(callback).get(name), "func", None)
+            if getattr(ours, "__module__", None) == __name__:
+                del callback.__dict__[name]
 
 
 def _of(trainer: pl.Trainer) -> list[ModelCheckpoint]:
@@ -86,10 +94,10 @@ class NoteJob(Callback):
         self._folders = {}
         if job_name() is not None:
             for callback in _of(trainer):
-                callback.__dict__[_SAVE] = partial(_save_noted, callback, self._run_dir)
+                _put(callback, _SAVE, partial(_save_noted, callback, self._run_dir))
                 link = getattr(callback, _LINK)
                 callback.__dict__[_LINK] = partial(_link_noted, callback, self._run_dir, link)
-                callback.__dict__[_SHOULD_REMOVE] = partial(_should_remove, callback, self._run_dir)
+                _put(callback, _SHOULD_REMOVE, partial(_should_remove, callback, self._run_dir))
 
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
