@@ -379,7 +379,7 @@ def print_layout(model: str) -> None:
     """The units of a model, and the buckets of one block."""
     from lightning_zero.config import Precision, make_config
     from lightning_zero.engine.units.describe import describe_units
-    from lightning_zero.trainer.summary import human_bytes
+    from lightning_zero.planning.choose import human_bytes
 
     units = describe_units(make_model(MODELS[model]), make_config(), Precision.bf16)
     print(f"\n{model}: {len(units)} units with {sum(len(u.buckets) for u in units)} buckets, gathered in bf16")
@@ -395,7 +395,7 @@ def print_layout(model: str) -> None:
 
 def by_stage(result: Result) -> dict[str, Any]:
     """A row of the table of stages."""
-    from lightning_zero.trainer.summary import human_bytes
+    from lightning_zero.planning.choose import human_bytes
 
     counts, nbytes = result.counts, result.nbytes
     return {
@@ -415,7 +415,7 @@ def by_stage(result: Result) -> dict[str, Any]:
 
 def by_world(result: Result) -> dict[str, Any]:
     """A row of the table of growth."""
-    from lightning_zero.trainer.summary import human_bytes
+    from lightning_zero.planning.choose import human_bytes
 
     return {
         "model": result.case.model,

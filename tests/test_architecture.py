@@ -24,7 +24,7 @@ LAYERS = [
 LAYERS += ["timeline", "engine", "layerwise", "checkpoint", "trainer", "fabric", "app"]
 DOORS = {"train", "plan", "submit", "env"}
 # Modules of the root that are no layer of their own; the rest are found by their folder.
-TOP_LEVEL = {"config": "config", "presets": "config"} | dict.fromkeys(DOORS, "app")
+TOP_LEVEL = {"config": "config", "presets": "config", "sharding": "layerwise"} | dict.fromkeys(DOORS, "app")
 USES_HYDRA = {"app.train", "app.plan", "app.submit", "app.schema", "app.overrides", "app.slurm.sweeps", "app.sweep"}
 MAX_IN_ROOT = 10
 SPEAK_LIGHTNING = {"lightning_api", "ranks.environments", "ranks.allocation", "ranks.rendezvous"}

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from lightning_zero.config import ConfigError
+from lightning_zero.planning.choose import human_bytes
 from lightning_zero.tiers.limits import available_cpus, available_host_memory, lines_of
-from lightning_zero.trainer.summary import human_bytes
 
 VARIABLES = re.compile(
     r"(NCCL|GLOO|TORCH|PYTORCH|OMP|MKL|CUDA|NVIDIA_VISIBLE|UCX|FI|KMP|LIGHTNING_ZERO)_\w+"

@@ -37,7 +37,10 @@ class SteppingStrategy(RestagingStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self.engine.sync_buffers()  # as DDP does: ranks compute with rank 0's, which its own batches have changed
         self._sequences.check("training_step", super().training_step, args, kwargs)
-        with self.engine.step_scope("training_step"), self.engine.batch_scope((args, kwargs)):
+        with (
+            self.engine.step_scope("training_step"),
+            self.engine.vertical.step((args, kwargs), evaluation=False),
+        ):
             return self._sequences.training_step(super().training_step, *args, **kwargs)
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -95,7 +98,7 @@ class SteppingStrategy(RestagingStrategy):
             self.engine.sync_buffers()
         self._sequences.check(key, step, args, kwargs, together=starts)
         engine = self.engine
-        with engine.step_scope(key, evaluation=True), engine.batch_scope((args, kwargs), evaluation=True):
+        with engine.step_scope(key, evaluation=True), engine.vertical.step((args, kwargs), evaluation=True):
             yield
 
     @contextlib.contextmanager

@@ -13,12 +13,13 @@ from torch.nn import Module, SyncBatchNorm
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_zero.config import AfterFit, ZeroConfig, check_accumulation, for_layout, is_decided
-from lightning_zero.engine import Engine, engine_of, shard
+from lightning_zero.engine import Engine, engine_of
 from lightning_zero.engine.units.describe import TRUE_DTYPES, bucket_shapes, describe_units
-from lightning_zero.engine.whole.host_copy import check_room, check_room_here
+from lightning_zero.engine.whole import shown
 from lightning_zero.lightning_api import CheckpointIO, ClusterEnvironment, NoOptimizer, TrainerFn, pl, reset_seed
 from lightning_zero.planning.activations import Activations
 from lightning_zero.planning.whole import copy_nbytes
+from lightning_zero.sharding import shard
 from lightning_zero.trainer import compiled, processes, validations
 from lightning_zero.trainer.callbacks import averaging, finetuning, pruning, stochastic_averaging
 from lightning_zero.trainer.interruptions import Interruptions, Left
@@ -204,7 +205,9 @@ class ZeroStrategy(Processes, SteppingStrategy):
         """
         if self.config.after_fit is AfterFit.whole and self.speaks_for_all and engine_of(model) is None:
             units = describe_units(model, for_layout(self.config), self.precision_plugin.row)
-            check_room_here(copy_nbytes(nbytes for shape in bucket_shapes(units) for nbytes in shape.built_nbytes))
+            shown.check_room_here(
+                copy_nbytes(nbytes for shape in bucket_shapes(units) for nbytes in shape.built_nbytes)
+            )
 
     # -- setup and teardown ---------------------------------------------------------------------------------------
 
@@ -220,7 +223,7 @@ class ZeroStrategy(Processes, SteppingStrategy):
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
         if (engine := engine_of(self.model)) is not None:
-            engine.hide_whole(keep=not fitting)  # a step changes all values
+            shown.hide_whole(engine, keep=not fitting)  # a step changes all values
         if self.lightning_module is not None:
             auto_row.decide(self, trainer, self.lightning_module, fitting=fitting)
         self._has_values = engine_of(self.model) is not None  # of a run before, whatever its settings
@@ -229,7 +232,7 @@ class ZeroStrategy(Processes, SteppingStrategy):
         if fitting and self._layer_sync:
             self.model = self._sync_layers(self.model)
         self.model = self._setup_model(self.model)
-        self._sequences = LongSequences.open(self.model, self.engine, self.config.sequence_parallel)
+        self._sequences = LongSequences(self.model, self.engine, self.config.sequence_parallel)
         if fitting:
             saved, self._saved_rng = self._saved_rng, None
             self._random_numbers = RandomNumbers(trainer, self.root_device, saved)
@@ -281,7 +284,7 @@ class ZeroStrategy(Processes, SteppingStrategy):
             self._start_is_over()
             if self.config.summary and self.is_global_zero:
                 print_units(engine)
-            check_room(engine)
+            shown.check_room(engine)
         else:
             engine.comm.waits.forget_failures()
             engine.long_work = self.long_work
@@ -342,9 +345,9 @@ class ZeroStrategy(Processes, SteppingStrategy):
             return
         alone = engine.world_size == 1 and not engine.after_step.has_failed
         if not processes.has_failed() or alone:
-            engine.show_whole()
+            shown.show_whole(engine)
         else:
-            engine.show_again()
+            shown.show_again(engine)
 
     def on_exception(self, exception: BaseException) -> None:
         """No collective here: the other ranks may be gone."""

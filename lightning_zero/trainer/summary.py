@@ -11,6 +11,7 @@ from rich.table import Table
 from lightning_zero.planning import memory
 from lightning_zero.planning.activations import Activations, peaks_with
 from lightning_zero.planning.buckets import BucketPlan, Role
+from lightning_zero.planning.choose import human_bytes
 from lightning_zero.planning.memory import Bytes, Limits, Moment, Phase, States
 from lightning_zero.planning.placement import ON_DEVICE, Tier
 
@@ -19,17 +20,6 @@ if TYPE_CHECKING:
 
     from lightning_zero.engine import Engine
     from lightning_zero.engine.units.unit import Unit
-
-_SIZES = ("B", "KiB", "MiB", "GiB", "TiB")
-
-
-def human_bytes(nbytes: float) -> str:
-    """``1536`` -> ``1.5 KiB``."""
-    for size in _SIZES:
-        if nbytes < 1024 or size == _SIZES[-1]:
-            return f"{nbytes:.0f} {size}" if size == "B" else f"{nbytes:.1f} {size}"
-        nbytes /= 1024
-    raise AssertionError
 
 
 def unit_rows(engine: Engine) -> list[tuple[str, str, str, str]]:

@@ -333,7 +333,7 @@ def test_inputs_wait_on_the_host() -> None:
 def test_the_batch_of_a_step_is_that_of_its_scope_alone() -> None:
     module = Layers(Dropping(), Dropping())
     engine = vertical(module, stage=3)
-    with engine.step_scope(), engine.batch_scope(torch.randn(ROWS, 8)):
+    with engine.step_scope(), engine.vertical.step(torch.randn(ROWS, 8), evaluation=False):
         with pytest.raises(CannotDivide, match=rf"the batch \({ROWS}\)"):
             module(torch.randn(2 * ROWS, 8))
         loss = module(torch.randn(ROWS, 8))

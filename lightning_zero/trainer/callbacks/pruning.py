@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from lightning_zero.engine import engine_of
-from lightning_zero.engine.whole.gather import show_full
+from lightning_zero.engine.whole.shown import show_full
 from lightning_zero.lightning_api import ModelPruning, pl
 
 _WITH_VALUES = ("setup", "_run_pruning", "make_pruning_permanent")
