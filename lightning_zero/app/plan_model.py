@@ -137,7 +137,7 @@ def _parameters_on_meta(build: Callable[[], LightningModule], error: Exception) 
     Args:
         error: of the attempt without any values.
     """
-    from lightning_zero.engine.passes.hooks import parameters_on_meta
+    from lightning_zero.trainer.memory.fake_module import parameters_on_meta
 
     try:
         with parameters_on_meta():

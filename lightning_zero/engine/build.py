@@ -16,14 +16,19 @@ from lightning_zero.config import (
     check_rounding,
     check_state_dtype,
 )
-from lightning_zero.engine.passes.compiled import check_compiled_blocks, check_compiler
+from lightning_zero.engine.passes.compiled import check_compiled, check_compiler
 from lightning_zero.engine.passes.hooks import ENGINE
 from lightning_zero.engine.passes.passes import Passes
-from lightning_zero.engine.passes.recompute import check_blocks, recompute_blocks
+from lightning_zero.engine.passes.recompute import Recomputation, UnitForward, check_blocks
 from lightning_zero.engine.units import describe
 from lightning_zero.engine.units.unit import Unit
-from lightning_zero.engine.vertical.coupled import check_divided, units_around, whole_batch_units
-from lightning_zero.engine.vertical.units import Vertical
+from lightning_zero.engine.vertical.units import (
+    UnitInChunks,
+    Vertical,
+    check_divided,
+    units_around,
+    whole_batch_units,
+)
 from lightning_zero.timeline.record import check_timeline
 
 
@@ -45,28 +50,30 @@ def describe_checked(
     check_compiler(config.compile)
     check_timeline(config.debug)
     groups = describe.describe_units(module, config, precision)
-    check_blocks(groups[1:], config.activation_checkpointing)
+    check_blocks(groups[1:], config)
     check_divided(module, [group.name for group in groups], config)
-    check_compiled_blocks(groups[1:], config.compile)
+    check_compiled(module, [group.name for group in groups])
     return groups
 
 
-def recompute(
-    module: nn.Module, units: Sequence[Unit], passes: Passes, config: ZeroConfig, *, pin_memory: bool
-) -> list[Callable[[], None]]:
-    """Have units compute their forwards again in the backward, in chunks or whole; returns what undoes it."""
-    blocks = [(unit, module.get_submodule(unit.name)) for unit in units[1:]]
-    offload = config.activation_checkpointing is Recompute.offload
-    passes.vertical = vertical = Vertical(
-        config.vertical_chunks, passes, module=module, offload_inputs=offload, pin_memory=pin_memory
-    )
-    if config.vertical_chunks == 1:
-        return recompute_blocks(blocks, config.activation_checkpointing, passes, pin_memory=pin_memory)
+def replace_forwards(
+    module: nn.Module, units: Sequence[Unit], passes: Passes, vertical: Vertical, config: ZeroConfig, pin_memory: bool
+) -> dict[str, UnitForward]:
+    """Have units compute their forwards again in the backward, in chunks or whole, where that is asked for."""
     names = [unit.name for unit in units]
-    whole, around = whole_batch_units(module, names, config), units_around(names)
-    undo = [vertical.wrap(unit, block) for unit, block in blocks if unit.name not in whole]
-    whole_blocks = [(unit, block) for unit, block in blocks if unit.name in whole - around]
-    return undo + recompute_blocks(whole_blocks, config.activation_checkpointing, passes, pin_memory=pin_memory)
+    in_chunks, around = set[str](), set[str]()
+    if config.vertical_chunks > 1:
+        in_chunks, around = set(names) - whole_batch_units(module, names, config), units_around(names)
+    offload = config.activation_checkpointing is Recompute.offload
+    forwards: dict[str, UnitForward] = {}
+    for unit in units:
+        block = module.get_submodule(unit.name)
+        forwards[unit.name] = forward = UnitForward(unit, block, passes.hooks)
+        if unit.name in in_chunks:
+            forward.put_around(UnitInChunks(unit, block, vertical, passes))
+        elif unit.name and unit.name not in around and config.activation_checkpointing is not Recompute.none:
+            forward.put_around(Recomputation(block, passes, offload_inputs=offload, pin_memory=pin_memory))
+    return forwards
 
 
 def register_hooks(

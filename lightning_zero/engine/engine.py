@@ -30,6 +30,7 @@ from lightning_zero.config import (
     ConfigError,
     Offload,
     Precision,
+    Recompute,
     ZeroConfig,
     check_accumulation,
     with_rows,
@@ -52,6 +53,7 @@ from lightning_zero.engine.units.describe import agree_on_model, agree_on_source
 from lightning_zero.engine.units.home import Tiers, opened
 from lightning_zero.engine.units.param import disown, make_plain
 from lightning_zero.engine.units.unit import Unit
+from lightning_zero.engine.vertical.units import Vertical
 from lightning_zero.engine.whole import shown, state_dicts
 from lightning_zero.engine.whole.restage import Follow
 from lightning_zero.engine.whole.restage import restage as restage_to
@@ -96,6 +98,7 @@ class Engine:
         units: the root first, then in the order of ``named_modules``.
         comm: collectives, their counts and observers.
         optimizers: what steps this engine's shards.
+        vertical: runs units in chunks, where that is asked for.
         compiled: what ``torch.compile`` has a part in.
         long_work: shows on one rank what takes long.
     """
@@ -139,15 +142,16 @@ class Engine:
         self._places = {id(info.param): Place(b, info) for u in self.units for b in u.buckets for info in b.params}
         self.optimizers: list[Stepper] = []
         self._put_together(share)
+        offload, pin_memory = config.activation_checkpointing is Recompute.offload, self.comm.streams.are_there
+        self.vertical = Vertical(
+            config.vertical_chunks, module, self.passes, offload_inputs=offload, pin_memory=pin_memory
+        )
         self.compiled = CompiledModules(
             module,
-            [unit.name for unit in self.units],
+            build.replace_forwards(module, self.units, self.passes, self.vertical, config, pin_memory),
             from_settings(config.compile),
             lambda function, name: describe.refuse_cuda_graph(function, name, self.config),
         )
-        pin_memory = self.comm.streams.are_there
-        self._undo = build.recompute(module, self.units, self.passes, config, pin_memory=pin_memory)
-        self._undo.append(self.compiled.undo)
         self._buffer_sync = BufferSync(module, self.comm)
         build.register_hooks(module, self.units, self.passes, config, self.precision, self._fence.refuse)
         for unit in self.units:
@@ -370,8 +374,7 @@ class Engine:
         if confirms:
             self.writes.confirm_if_any()
         self.passes.hooks.remove()
-        for undo in self._undo:
-            undo()
+        self.compiled.undo()
         for bucket in self.buckets:
             full = bucket.full_master()
             bucket.show_plain(bucket.part_of(full, info) for info in bucket.params)

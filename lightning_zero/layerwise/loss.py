@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,8 +12,7 @@ from torch import Tensor, nn
 
 from lightning_zero.config import ConfigError
 from lightning_zero.engine.engine import Engine, engines
-from lightning_zero.engine.vertical.chunked import Chunked
-from lightning_zero.engine.vertical.split import Inputs
+from lightning_zero.engine.vertical.chunked import Chunked, Context, Inputs
 from lightning_zero.sequence.part import current
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -104,6 +102,14 @@ def _engine_of(head: nn.Module) -> Engine | None:
     return next((engine for engine in engines() if any(engine.owns(param) for param in params)), None)
 
 
+def _keep_gathered(head: nn.Module, engine: Engine) -> None:
+    """Have the units of the parameters of ``head`` stay gathered from their next use until the pass ends."""
+    own = {id(param) for param in head.parameters()}
+    for unit in engine.units[1:]:
+        if unit.reshards and any(id(info.param) in own for info in unit.infos()):
+            engine.passes.progress.hold(unit)
+
+
 def _cross_entropy(ignore_index: int) -> Loss:
     def loss(logits: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(logits.float(), targets, reduction="none", ignore_index=ignore_index)
@@ -122,50 +128,22 @@ def _losses(head: nn.Module, loss: Loss, hidden: Tensor, targets: Tensor, count:
         return found
 
     engine = _engine_of(head)
-    in_chunks = len(targets) // count * count if count > 1 else 0
-    found: list[Tensor] = []
-    if engine is not None and count > 1:  # also for few tokens: another rank may have more, and gathers are of all
-        _keep_gathered(engine, head)
-    if in_chunks:
-        found.append(_run(head, loss, engine, function, hidden[:in_chunks], targets[:in_chunks], count))
-    if in_chunks < len(targets) or not found:
-        # A few tokens fewer than there are chunks. A head that is a unit is not to divide them among samples.
-        with engine.passes.vertical.in_chunk() if engine is not None else contextlib.nullcontext():
-            found.append(function(hidden[in_chunks:], targets[in_chunks:]))
-    return found[0] if len(found) == 1 else torch.cat(found)
-
-
-def _keep_gathered(engine: Engine, module: nn.Module) -> None:
-    """Have the units of the parameters of ``module`` stay gathered from their next use until the pass ends."""
-    wanted = {id(param) for param in module.parameters()}
-    for unit in engine.units[1:]:
-        if unit.reshards and any(id(info.param) in wanted for info in unit.infos()):
-            engine.passes.progress.hold(unit)
-
-
-def _run(
-    head: nn.Module,
-    loss: Loss,
-    engine: Engine | None,
-    function: Callable[..., Any],
-    hidden: Tensor,
-    targets: Tensor,
-    count: int,
-) -> Tensor:
-    inputs = Inputs((hidden, targets), {}, len(targets), count)
+    in_chunk: Context = contextlib.nullcontext
+    in_backward: Context = contextlib.nullcontext
+    if engine is not None:
+        in_chunk, in_backward = engine.vertical.in_chunk, engine.passes.adding_up
+        if count > 1:  # also for few tokens: another rank may have more, and gathers are of all
+            _keep_gathered(head, engine)
     params = [*head.parameters(), *(loss.parameters() if isinstance(loss, nn.Module) else ())]
     trains = any(param.requires_grad for param in params)
-    has_graph = torch.is_grad_enabled() and (trains or hidden.requires_grad or targets.requires_grad)
-    title = f"chunked_loss of {type(head).__name__}"
-    if engine is None:
-        call = Chunked(function, inputs, title=title)
-        trigger = torch.zeros((), requires_grad=True) if trains else None
-        return _tensor(call.with_graph(trigger) if has_graph else call.without_graph())
-    vertical = engine.passes.vertical
-    call = Chunked(function, inputs, title=title, in_chunk=vertical.in_chunk, in_backward=vertical.adding_up)
-    return _tensor(vertical.with_graph(call, trains) if has_graph else call.without_graph())
-
-
-def _tensor(value: Any) -> Tensor:
-    assert isinstance(value, Tensor)
-    return value
+    divided = len(targets) // count * count if count > 1 else 0
+    found: list[Tensor] = []
+    if divided:
+        inputs = Inputs((hidden[:divided], targets[:divided]), {}, divided, count)
+        title = f"chunked_loss of {type(head).__name__}"
+        call = Chunked(function, inputs, title=title, in_chunk=in_chunk, in_backward=in_backward)
+        found.append(call(trains=trains) if engine is None else engine.vertical.run(call, trains=trains))
+    if divided < len(targets) or not found:
+        with in_chunk():  # a few tokens fewer than there are chunks; a head that is a unit does not divide them again
+            found.append(function(hidden[divided:], targets[divided:]))
+    return found[0] if len(found) == 1 else torch.cat(found)

@@ -116,7 +116,7 @@ class SequenceCheck:
                     stack.enter_context(engine.passes.looking(lambda info, grad: sums.add(info.fqn, grad)))
                 stack.enter_context(agreeing)
                 stack.enter_context(engine.step_scope(f"the check of {name}", evaluation=evaluates))
-                stack.enter_context(engine.passes.vertical.step((own, *args[1:]), evaluation=evaluates))
+                stack.enter_context(engine.vertical.step((own, *args[1:]), evaluation=evaluates))
                 if evaluates:
                     found.output = self._steps.evaluate(computing, step, own, *args[1:])
                 else:

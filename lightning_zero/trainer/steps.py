@@ -39,7 +39,7 @@ class SteppingStrategy(RestagingStrategy):
         self._sequences.check("training_step", super().training_step, args, kwargs)
         with (
             self.engine.step_scope("training_step"),
-            self.engine.passes.vertical.step((args, kwargs), evaluation=False),
+            self.engine.vertical.step((args, kwargs), evaluation=False),
         ):
             return self._sequences.training_step(super().training_step, *args, **kwargs)
 
@@ -98,7 +98,7 @@ class SteppingStrategy(RestagingStrategy):
             self.engine.sync_buffers()
         self._sequences.check(key, step, args, kwargs, together=starts)
         engine = self.engine
-        with engine.step_scope(key, evaluation=True), engine.passes.vertical.step((args, kwargs), evaluation=True):
+        with engine.step_scope(key, evaluation=True), engine.vertical.step((args, kwargs), evaluation=True):
             yield
 
     @contextlib.contextmanager

@@ -16,7 +16,6 @@ from torch.fx import GraphModule
 
 import lightning_zero
 from lightning_zero.config import ConfigError, make_config
-from lightning_zero.engine.passes.compiled import COMPILED
 from tests.engine.support import (
     Model,
     Sharded,
@@ -99,6 +98,8 @@ class Case(NamedTuple):
     def possible(self) -> bool:
         if (self.form == "setting" and not self.later) or (self.form == "wrapped" and self.later):
             return False
+        if self.form == "root" and self.fullgraph:
+            return False  # refused
         if self.form == "forwards" and self.later and self.recompute != "none":
             return False  # what is compiled then is the checkpoint, not what it computes
         return self.offload == "none" or self.stage == 3 or (self.offload == "optimizer_cpu" and self.stage > 0)
@@ -120,7 +121,7 @@ SELECTED = [
     Case("blocks", True, True, 3, "cpu", "bf16", "blocks"),
     Case("wrapped", False, True, 3, "none", "bf16", "blocks"),
     Case("root", False, False, 3, "optimizer_cpu", "bf16", "blocks"),
-    Case("root", True, True, 2, "none", "fp32", "none"),
+    Case("root", True, False, 2, "none", "fp32", "none"),
     Case("setting", True, False, 3, "none", "bf16_true", "blocks"),
     Case("forwards", False, True, 1, "optimizer_cpu", "fp32", "blocks"),
 ]
@@ -326,9 +327,24 @@ def test_cuda_graphs_are_refused_where_parameters_come_and_go() -> None:
         for target in (module, module.blocks[1]):
             with pytest.raises(ConfigError, match="compiled with CUDA graphs.*max-autotune-no-cudagraphs"):
                 target.compile(mode="reduce-overhead")
-        assert not hasattr(vars(module.blocks[1]).get("forward"), COMPILED)
+        assert "forward" not in vars(module.blocks[1])
     with pytest.raises(ConfigError, match=r"zero\.compile\.arguments: .*fixed addresses.*'max-autotune'"):
         lightning_zero.shard(Model(), compile={"name": "blocks", "arguments": {"mode": "max-autotune"}})
+
+
+@on_ranks(1)
+def test_one_graph_around_units_is_refused() -> None:
+    """Units are gathered between graphs."""
+    module = Model(depth=2)
+    module.compile(backend="eager", fullgraph=True)
+    with pytest.raises(ConfigError, match=r"Model is compiled with fullgraph=True, and holds units.*block\.compile"):
+        lightning_zero.shard(module, device="cpu")
+    for around in (lambda module: module, lambda module: module.blocks):
+        with Sharded(Model(depth=2), stage=3) as side:
+            with pytest.raises(ConfigError, match=r"fullgraph=True, and holds units"):
+                around(side.module).compile(backend="eager", fullgraph=True)
+            assert all("forward" not in vars(inner) for inner in side.module.modules())
+            assert around(side.module)._compiled_call_impl is None
 
 
 @on_ranks(1)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import lightning_zero
 from lightning_zero.engine import gather
-from lightning_zero.engine.vertical.split import CannotDivide
+from lightning_zero.engine.vertical.chunked import CannotDivide
 
 ROWS, LENGTH, WIDTH = 8, 5, 8
 

@@ -43,7 +43,6 @@ def _in_place(module: Lit) -> Any:
 FORMS: dict[str, Callable[[], Any]] = {
     "torch.compile(module)": lambda: torch.compile(seeded(Quiet), backend="counting"),
     "module.compile()": lambda: _in_place(seeded(Quiet)),
-    "torch.compile(module, fullgraph=True)": lambda: torch.compile(seeded(Quiet), backend="counting", fullgraph=True),
     "block.compile()": lambda: seeded(InConfigureModel),
     "torch.compile(block)": lambda: seeded(OfLists),
 }
@@ -83,6 +82,13 @@ def test_a_compiled_module_trains_as_the_plain_one(tmp_path: Path, stage: int, o
     assert COUNT.blocks() == 2  # in training and in validation
     of.test(of.lightning_module, loader(), verbose=False)
     assert COUNT.blocks() == 2
+
+
+@on_ranks(1)
+def test_one_graph_around_units_is_refused(tmp_path: Path) -> None:
+    module: Any = torch.compile(seeded(Quiet), backend="counting", fullgraph=True)
+    with pytest.raises(ConfigError, match=r"compiled with fullgraph=True, and holds units"):
+        trainer(ZeroStrategy(3, summary=False), tmp_path).fit(module, loader())
 
 
 @on_ranks(2)

@@ -1,89 +1,146 @@
-"""Finds and changes tensors inside nested containers, such as the arguments and results of modules."""
+"""Finds and changes tensors inside nested containers, such as the arguments and results of modules.
+
+Unlike the rest of the engine, this is part of what a module computes, where one that computes in fp32 among lower
+precision gives back the dtype that it was given: ``torch.compile`` looks into it.
+"""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
 from numbers import Number
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 PLAIN = (type(None), Number, str, bytes, Enum, torch.dtype, torch.device, torch.Size, torch.layout, type, nn.Module)
+_TAKES_ONE_DTYPE = (nn.Bilinear,)  # modules whose kernels refuse inputs of another dtype than their weights
 _DEPTH = 4  # of objects in objects that are looked into
 
 
-def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Rebuild nested containers (tuples, named tuples, lists, mappings, dataclasses) with changed tensors.
+class TensorPlace:
+    """Stands for the tensor of this number. Not a dataclass, because those are looked into."""
 
-    Containers that hold no changed tensor are returned as they are.
-    """
-    return map_leaves(value, lambda leaf: change(leaf) if isinstance(leaf, Tensor) else leaf)
+    __slots__ = ("number",)
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, TensorPlace) and other.number == self.number
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _open(value: Any) -> tuple[Sequence[Any], Callable[[list[Any]], Any]] | None:
+    """List what is in a tuple, list, dict or dataclass, and give what makes such a container of other contents."""
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return value, lambda items: type(value)(*items)
+    if type(value) in (list, tuple):
+        return value, type(value)
+    if isinstance(value, dict):
+
+        def with_items(items: list[Any]) -> Any:
+            new = copy.copy(value)  # keeps subclasses (OrderedDict, ModelOutput, BatchEncoding)
+            for key, item in zip(value, items, strict=True):
+                new[key] = item
+            return new
+
+        return list(value.values()), with_items
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [f.name for f in dataclasses.fields(value)]
+
+        def with_fields(items: list[Any]) -> Any:
+            new = copy.copy(value)
+            for name, item in zip(names, items, strict=True):
+                object.__setattr__(new, name, item)  # past a frozen dataclass
+            return new
+
+        return [getattr(value, name) for name in names], with_fields
+    return None
 
 
 def map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
-    """As :func:`map_tensors`, with all that is no container in the place of tensors."""
-    if isinstance(value, Tensor):
+    """Change all that is no container inside of nested tuples, named tuples, lists, dicts and dataclasses.
+
+    Containers in which nothing changes are returned as they are.
+    """
+    if isinstance(value, Tensor) or (opened := _open(value)) is None:
         return change(value)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        items = [map_leaves(v, change) for v in value]
-        return type(value)(*items) if _differ(items, value) else value
-    if type(value) in (list, tuple):
-        items = [map_leaves(v, change) for v in value]
-        return type(value)(items) if _differ(items, value) else value
-    if isinstance(value, dict):
-        new = {k: map_leaves(v, change) for k, v in value.items()}
-        if _differ(new.values(), value.values()):
-            return _rebuild_dict(value, new)
-        return value
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        changes = {}
-        for f in dataclasses.fields(value):
-            old = getattr(value, f.name)
-            if (new_value := map_leaves(old, change)) is not old:
-                changes[f.name] = new_value
-        if changes:
-            value = copy.copy(value)
-            for name, item in changes.items():
-                object.__setattr__(value, name, item)  # past a frozen dataclass, of which this is a copy of our own
-        return value
-    return change(value)
+    old, rebuild = opened
+    new = [map_leaves(item, change) for item in old]
+    return rebuild(new) if any(a is not b for a, b in zip(new, old, strict=True)) else value
+
+
+def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Change the tensors inside of nested containers, as :func:`map_leaves` does."""
+    return map_leaves(value, lambda leaf: change(leaf) if isinstance(leaf, Tensor) else leaf)
+
+
+def leaves(value: Any) -> list[Any]:
+    """List all that is no container inside of nested containers, in one order."""
+    if isinstance(value, Tensor) or (opened := _open(value)) is None:
+        return [value]
+    return [leaf for item in opened[0] for leaf in leaves(item)]
 
 
 def copy_containers(value: Any) -> Any:
-    """``value`` with nested containers of its own, and the same tensors and other objects in them."""
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*map(copy_containers, value))
-    if type(value) in (list, tuple):
-        return type(value)(map(copy_containers, value))
-    if isinstance(value, dict):
-        return _rebuild_dict(value, {k: copy_containers(v) for k, v in value.items()})
+    """Copy nested containers. The tensors and other objects in them stay the same."""
     if isinstance(value, set):
         return copy.copy(value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        new = copy.copy(value)
-        for f in dataclasses.fields(value):
-            object.__setattr__(new, f.name, copy_containers(getattr(value, f.name)))
-        return new
-    return value
+    opened = _open(value)
+    return value if opened is None else opened[1]([copy_containers(item) for item in opened[0]])
 
 
-def _differ(new: Any, old: Any) -> bool:
-    return any(a is not b for a, b in zip(new, old, strict=True))
+def take_tensors(value: Any, known: Sequence[Tensor] = ()) -> tuple[Any, list[Tensor]]:
+    """Take ``value`` apart: places in the place of its tensors, and these, each once.
+
+    Those that are ``known`` are not among them: they have negative places.
+    """
+    numbers = {id(tensor): -1 - number for number, tensor in enumerate(known)}
+    tensors: list[Tensor] = []
+
+    def take(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if id(leaf) not in numbers:
+            numbers[id(leaf)] = len(tensors)
+            tensors.append(leaf)
+        return TensorPlace(numbers[id(leaf)])
+
+    return map_leaves(value, take), tensors
 
 
-def _rebuild_dict(value: dict[Any, Any], new: dict[Any, Any]) -> Any:
-    rebuilt = copy.copy(value)  # keeps subclasses (OrderedDict, ModelOutput, BatchEncoding)
-    for k, v in new.items():
-        rebuilt[k] = v
-    return rebuilt
+def put_tensors(form: Any, tensors: Sequence[Tensor], known: Sequence[Tensor] = ()) -> Any:
+    """Undo :func:`take_tensors`, with other tensors."""
+
+    def put(leaf: Any) -> Any:
+        if not isinstance(leaf, TensorPlace):
+            return leaf
+        return tensors[leaf.number] if leaf.number >= 0 else known[-1 - leaf.number]
+
+    return map_leaves(form, put)
+
+
+def find_tensors(value: Any) -> Iterator[Tensor]:
+    """Find all tensors inside nested containers, sets and any mappings included."""
+    if isinstance(value, Tensor):
+        yield value
+        return
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = [getattr(value, f.name) for f in dataclasses.fields(value)]
+    if isinstance(value, (list, tuple, set, frozenset)):
+        for item in value:
+            yield from find_tensors(item)
 
 
 def tensors_inside(value: Any, depth: int = _DEPTH) -> Iterator[Tensor]:
-    """Tensors that an object holds in its attributes, in objects of those too."""
+    """Find the tensors that an object holds in its attributes, and in objects of those."""
     if isinstance(value, Tensor):
         yield value
     elif depth and not isinstance(value, PLAIN) and not callable(value):
@@ -97,20 +154,31 @@ def tensors_inside(value: Any, depth: int = _DEPTH) -> Iterator[Tensor]:
             yield from tensors_inside(item, depth - 1)
 
 
-def find_tensors(value: Any, only: tuple[type, ...] | None = None) -> Iterator[Tensor]:
-    """All tensors inside nested containers, dataclasses included; or inside containers of the types ``only``."""
-    if isinstance(value, Tensor):
-        yield value
-    elif only is not None:
-        if isinstance(value, only):
-            for item in cast(Iterable[Any], value):
-                yield from find_tensors(item, only)
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from find_tensors(item)
-    elif isinstance(value, (list, tuple, set, frozenset)):
-        for item in value:
-            yield from find_tensors(item)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for f in dataclasses.fields(value):
-            yield from find_tensors(getattr(value, f.name))
+def dtype_hooks(module: nn.Module) -> tuple[Callable[..., Any] | None, Callable[..., Any]]:
+    """Hooks for ``module``, with keyword arguments: one before a call, if it takes one, and one after it."""
+    takes_one = isinstance(module, _TAKES_ONE_DTYPE)
+    before_cast: torch.dtype | None = None  # torch shows hooks after a call what those before it have made
+
+    def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        nonlocal before_cast
+        before_cast = _float_dtype_of(args, kwargs)
+        return _in_fp32(args, kwargs)
+
+    def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        given = before_cast if takes_one else _float_dtype_of(args, kwargs)
+        if given is None:
+            return None
+        return map_tensors(output, lambda t: t.to(given) if t.is_floating_point() and t.dtype != given else t)
+
+    return before if takes_one else None, after
+
+
+def _float_dtype_of(args: Any, kwargs: Any) -> torch.dtype | None:
+    return next((t.dtype for t in find_tensors((args, kwargs)) if t.is_floating_point()), None)
+
+
+def _in_fp32(args: Any, kwargs: Any) -> Any:
+    def wide(tensor: Tensor) -> Tensor:
+        return tensor.float() if tensor.is_floating_point() else tensor
+
+    return map_tensors(args, wide), map_tensors(kwargs, wide)

@@ -1,4 +1,4 @@
-"""Registers all hooks, and turns module calls and gradients into events of :class:`PassEvents`. No other file does.
+"""Registers all hooks, and turns module calls and gradients into events of :class:`Passes`. No other file does.
 
 ::
 
@@ -9,8 +9,7 @@
                  grad_arrived(param), for every trainable parameter
                  input_grads_arrived(unit), of units with frozen parameters
 
-One more event is no hook's and not in :class:`PassEvents`: when a packed weight is read, saved_weights.py calls
-``Passes.weights_needed``.
+One more event is no hook's: when a packed weight is read, saved_weights.py calls ``weights_needed``.
 
 Hooks on outputs would not do: a tensor may leave a unit by other ways than its outputs, and an output that is changed
 in place has another history afterwards.
@@ -20,31 +19,35 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import re
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
-from weakref import ReferenceType, WeakSet, ref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import ReferenceType, WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from lightning_zero.config import Precision
-from lightning_zero.engine.passes.compiled import COMPILED
-from lightning_zero.engine.passes.containers import find_tensors
-from lightning_zero.engine.passes.errors import explain_dtypes
-from lightning_zero.engine.passes.events import PassEvents
-from lightning_zero.engine.passes.output_dtypes import dtype_hooks
-from lightning_zero.engine.passes.recompute import WRAPPED
+from lightning_zero.engine.passes.containers import dtype_hooks, find_tensors
 from lightning_zero.engine.passes.sharded_grad import ShardedGrad
 from lightning_zero.engine.torch_modes import outside_graphs
 from lightning_zero.engine.units.bucket import Bucket
+from lightning_zero.engine.units.describe import AUTOCAST_DTYPES
 from lightning_zero.engine.units.unit import Unit
+
+if TYPE_CHECKING:
+    from lightning_zero.engine.passes.passes import Passes
 
 ENGINE = "_lightning_zero_engine"  # where a sharded module keeps its engine
 _PATCHES = ("_apply", "__deepcopy__", "__reduce_ex__")  # methods of guarded modules that are replaced on the instance
 _LIFTED = (*_PATCHES, ENGINE, "compile")  # what a copy is not to have
+_DTYPES_DIFFER = re.compile(
+    r"same dtype|same data ?type|expected .*(scalar type|dtype)|mixed dtype|dtype mismatch"
+    r"|not implemented for '(BFloat16|Half)'",
+    re.IGNORECASE,
+)
 
 
 class _Running(NamedTuple):
@@ -58,7 +61,7 @@ class _Running(NamedTuple):
 class Hooks:
     """All hooks of one engine. ``remove`` takes them off again."""
 
-    def __init__(self, passes: PassEvents, precision: Precision) -> None:
+    def __init__(self, passes: Passes, precision: Precision) -> None:
         # Weakly: modules and parameters hold these hooks, and the passes hold the parameters. Python's garbage
         # collector does not see the part of that cycle which is inside of autograd, so the engine would live for ever.
         self._passes = ref(passes)
@@ -71,9 +74,11 @@ class Hooks:
         self._leaf_handles: list[Any] = []  # of hooks in this pass on leaves, which outlive their graph
         self._running: list[_Running] = []
         self._touched: WeakSet[nn.Module] = WeakSet()  # modules with something of ours
+        # Of modules: our forward, and what their own dicts held in its place before.
+        self._forwards: WeakKeyDictionary[nn.Module, tuple[Any, dict[str, Any]]] = WeakKeyDictionary()
 
     @property
-    def passes(self) -> PassEvents:
+    def passes(self) -> Passes:
         passes = self._passes()
         assert passes is not None, "the engine is gone but its hooks are not"
         return passes
@@ -86,7 +91,11 @@ class Hooks:
         for module in self._touched:
             for name in _PATCHES:
                 module.__dict__.pop(name, None)
+        for module, (_, before) in self._forwards.items():
+            module.__dict__.pop("forward", None)
+            module.__dict__.update(before)
         self._touched.clear()
+        self._forwards.clear()
 
     # -- registration -----------------------------------------------------------------------------------------------
 
@@ -187,6 +196,21 @@ class Hooks:
             module.__dict__[name] = types.MethodType(method, module)
         self._touched.add(module)
 
+    def replace_forward(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        """Put ``forward`` in the place of the module's own, until :meth:`remove`."""
+        before = {name: value for name, value in module.__dict__.items() if name == "forward"}
+        self._forwards[module] = forward, self._forwards.get(module, (None, before))[1]
+        module.__dict__["forward"] = forward
+        self._touched.add(module)
+
+    def watch_arguments(self, module: nn.Module, called: Callable[[Any, Any], None]) -> None:
+        """Call ``called`` with the arguments of each call of ``module``, before all else."""
+
+        def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+            called(args, kwargs)
+
+        self._handles.append(module.register_forward_pre_hook(outside_graphs(before), prepend=True, with_kwargs=True))
+
     def lift_off(self, *, keep_engine: bool = False) -> Callable[[], None]:
         """Take everything of ours off the modules, so that they are plain; returns what puts it back in its place.
 
@@ -196,11 +220,11 @@ class Hooks:
         attributes: list[tuple[nn.Module, dict[str, Any]]] = []
         tables: list[tuple[dict[int, Any], list[tuple[int, Any]]]] = []
         for module in list(self._touched):
-            forward = module.__dict__.get("forward")
-            ours_too = hasattr(forward, WRAPPED) or hasattr(forward, COMPILED)
-            lifted = [name for name in _LIFTED if not (keep_engine and name == ENGINE)]
-            names = [name for name in lifted if name in module.__dict__] + ["forward"] * ours_too
-            attributes.append((module, {name: module.__dict__.pop(name) for name in names}))
+            names = [name for name in _LIFTED if name in module.__dict__ and not (keep_engine and name == ENGINE)]
+            values = {name: module.__dict__.pop(name) for name in names}
+            if module in self._forwards and module.__dict__.get("forward") is self._forwards[module][0]:
+                values["forward"] = module.__dict__.pop("forward")
+            attributes.append((module, values))
             for name, table in vars(module).items():
                 is_table = isinstance(table, dict) and (name.endswith("_hooks") or "_hooks_" in name)
                 if is_table and ours & set(table):
@@ -223,8 +247,6 @@ class Hooks:
 
     def _pre_forward(self, unit: Unit, args: Any, kwargs: Any) -> None:
         passes = self.passes
-        if unit.index == 0:
-            passes.root_called(args, kwargs)
         try:
             passes.pre_forward(unit)
         except Exception:
@@ -289,7 +311,7 @@ class Hooks:
         passes, outermost, error = self.passes, not self._running, sys.exc_info()[1]
         # A module may return None, and be called where another exception is handled.
         if output is None and error is not None and error is not handled:
-            explain_dtypes(error, self._precision)
+            _explain_dtypes(error, self._precision)
             self._raised()
             return
         outputs = [t for t in find_tensors(output) if t.grad_fn is not None] if torch.is_grad_enabled() else []
@@ -326,40 +348,32 @@ class Hooks:
         )
 
 
-def _backward_begins(passes_ref: ReferenceType[PassEvents]) -> None:
+def _backward_begins(passes_ref: ReferenceType[Passes]) -> None:
     passes = passes_ref()
     if passes is not None:
         passes.backward_begins()
 
 
-def watch_gradients(wanted: Iterable[tuple[nn.Parameter, Callable[[], None]]]) -> list[RemovableHandle]:
-    """Call what belongs to a parameter when its gradient has arrived, and drop the gradient: without an engine, for a
-    module of which only sizes are asked.
-    """
+def _explain_dtypes(error: BaseException, precision: Precision) -> None:
+    """Add to an error about dtypes, which a forward has raised, how a module keeps fp32."""
+    told = any("zero/precision" in note for note in getattr(error, "__notes__", ()))
+    if precision not in AUTOCAST_DTYPES or told or not _DTYPES_DIFFER.search(str(error)):
+        return
+    module = _innermost_module(error)
+    if module is not None:
+        name = type(module).__name__
+        error.add_note(
+            f"Under zero/precision={precision.name} parameters are used in {precision.name}, autocast alone leaves "
+            f"them in fp32. If {name} needs fp32, add its class to those that keep it: "
+            f"zero.precision.fp32_modules=[..., {name}]."
+        )
 
-    def watched(arrived: Callable[[], None]) -> Callable[[Tensor], None]:
-        def drop(param: Tensor) -> None:
-            param.grad = None
-            arrived()
 
-        return drop
-
-    return [param.register_post_accumulate_grad_hook(watched(arrived)) for param, arrived in wanted]
-
-
-@contextlib.contextmanager
-def parameters_on_meta() -> Iterator[None]:
-    """Inside, a parameter loses its values when a module gets it: without an engine, to build a module of which only
-    sizes are asked. Unlike under ``torch.device("meta")`` all other tensors have values, which its code may look at.
-    """
-
-    def let_go(module: nn.Module, name: str, param: nn.Parameter | None) -> Any:
-        if param is None or param.is_meta:  # a tied one stays the same object
-            return None
-        return nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
-
-    hook = nn.modules.module.register_module_parameter_registration_hook(let_go)
-    try:
-        yield
-    finally:
-        hook.remove()
+def _innermost_module(error: BaseException) -> nn.Module | None:
+    """The module whose code has raised."""
+    found, traceback = None, error.__traceback__
+    while traceback is not None:
+        owner = traceback.tb_frame.f_locals.get("self")
+        found = owner if isinstance(owner, nn.Module) else found
+        traceback = traceback.tb_next
+    return found

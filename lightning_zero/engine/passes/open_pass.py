@@ -1,21 +1,24 @@
 """The open pass: its phases, what each unit still waits for in it, and so which units stay gathered.
 
-``GraphTask`` notices the end of a backward that nobody has told the engine of.
+``GraphTask`` notices the end of a backward that nobody has told the engine of. ``GradSums`` adds gradients that come in
+several parts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 from weakref import ref
 
 import torch
+from torch import Tensor
 
 from lightning_zero.engine.passes.gather_order import GatherOrder
 from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units.after_step import AfterStep
+from lightning_zero.engine.units.bucket import Bucket
 from lightning_zero.engine.units.unit import State, Unit
 
 
@@ -161,6 +164,30 @@ class Progress:
         for own in self._units.values():
             own.calls.clear()
             own.is_held = False
+
+
+class GradSums:
+    """Adds up the gradients that the chunks of one call bring: in fp32, or the dtype of wider ones."""
+
+    def __init__(self) -> None:
+        self._sums: dict[tuple[Bucket, int], tuple[Unit, Tensor]] = {}
+
+    def __contains__(self, key: tuple[Bucket, int]) -> bool:
+        return key in self._sums
+
+    def add(self, unit: Unit, bucket: Bucket, slot: int, grad: Tensor) -> None:
+        if grad.layout is not torch.strided:
+            grad = grad.to_dense()
+        if (bucket, slot) in self._sums:
+            self._sums[bucket, slot][1].add_(grad)
+        else:
+            self._sums[bucket, slot] = unit, grad.to(torch.promote_types(grad.dtype, torch.float32))
+
+    def take(self) -> Iterator[tuple[Unit, Bucket, int, Tensor]]:
+        """Give the sums away, one by one."""
+        for key in list(self._sums):
+            unit, total = self._sums.pop(key)
+            yield unit, *key, total
 
 
 class Stays:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 from weakref import ReferenceType, WeakMethod, ref
 
 import torch
@@ -24,19 +23,17 @@ from torch import Tensor
 from lightning_zero.comm.communicator import ABANDON_S, Communicator
 from lightning_zero.config import Precision
 from lightning_zero.engine.passes.access import Writes
-from lightning_zero.engine.passes.errors import explain_weights
 from lightning_zero.engine.passes.gather_order import GatherOrder
 from lightning_zero.engine.passes.gradients import Reducer
 from lightning_zero.engine.passes.hooks import Hooks
-from lightning_zero.engine.passes.open_pass import LEGAL, GraphTask, OpenPass, Phase, Progress, Scope, Stays
-from lightning_zero.engine.passes.saved_weights import SavedWeights
+from lightning_zero.engine.passes.open_pass import LEGAL, GradSums, GraphTask, OpenPass, Phase, Progress, Scope, Stays
+from lightning_zero.engine.passes.saved_weights import SavedWeights, explain_weights
 from lightning_zero.engine.passes.sharded_grad import ShardedGrads
 from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units.after_step import AfterStep
 from lightning_zero.engine.units.bucket import Bucket
 from lightning_zero.engine.units.param import ParamInfo
 from lightning_zero.engine.units.unit import State, Unit
-from lightning_zero.engine.vertical.units import Vertical
 from lightning_zero.timeline.compute_lane import ComputeLane
 
 Look = Callable[[ParamInfo, Tensor], object]
@@ -74,7 +71,7 @@ class Passes:
         aborted: an exception has ended a pass, and none has begun since.
         calls_meet: steps are told by scopes. A call of a module outside of them may be one rank's alone, and its
             gathers would be matched with others of ranks that are in a step; so all come together before it.
-        vertical: runs units in chunks, where that is asked for.
+        sums: takes gradients that arrive inside of :meth:`adding_up`.
         look: is given the gradients of backwards, which nothing keeps; see :meth:`looking`.
     """
 
@@ -112,7 +109,7 @@ class Passes:
         self._needed: Unit | None = None  # the last unit whose weights a backward has read
         self.aborted = False
         self.calls_meet = False
-        self.vertical = Vertical(1, self)
+        self.sums: GradSums | None = None
         self.look: Look | None = None
 
     @property
@@ -281,10 +278,6 @@ class Passes:
             self._ordinal = 0
 
     # -- forward ------------------------------------------------------------------------------------------------------
-
-    def root_called(self, args: Any, kwargs: Any) -> None:
-        """The whole module is called, with these arguments."""
-        self.vertical.root_called(args, kwargs)
 
     def pre_forward(self, unit: Unit) -> None:
         """The module of ``unit`` is called."""
@@ -456,7 +449,7 @@ class Passes:
             RuntimeError: that hook would have seen the sum of several in torch, and saw one of them here.
         """
         # Not ``outside_autograd`` as a whole: it comes for every parameter, and what it calls is so where that matters.
-        sums = self.vertical.sums
+        sums = self.sums
         if sums is None:
             self.backward_begins()
         if shown and (slot in self.reducer.grads[bucket].used or (sums is not None and (bucket, slot) in sums)):
@@ -476,6 +469,19 @@ class Passes:
             self.look(bucket.params[slot], grad)
         if self.progress.grad_arrived(unit):
             self._maybe_reshard(unit)
+
+    @contextlib.contextmanager
+    def adding_up(self) -> Iterator[None]:
+        """Add up the gradients that arrive inside, in fp32, and take them at the end as those of one backward."""
+        self.backward_begins()
+        before, self.sums = self.sums, GradSums()
+        try:
+            yield
+            sums = self.sums
+        finally:
+            self.sums = before
+        for unit, bucket, slot, total in sums.take():  # inside of another such call they go on to its sums
+            self.grad_arrived(unit, bucket, slot, total)
 
     def _maybe_reshard(self, unit: Unit) -> None:
         may_go = self.in_backward and unit.index and not self._open.second_order

@@ -2,64 +2,192 @@
 
 ::
 
-    forward    for each chunk:   keep the random numbers' state; run; put the result in its place of the whole
+    forward    for each chunk:   keep the random numbers' state; run; at the end put the results together
     backward   for each chunk:   put that state back; run on detached inputs; its backward; gradients of the inputs
                                  into their place
 
-Nothing but the inputs is kept from one to the other. A chunk's backward is one of its own, inside of the outer one: so
-gradients of parameters come once for each chunk, by whatever way the function has reached them.
+Nothing but the inputs is kept from one to the other. A chunk's backward is one of its own, inside of the outer one, as
+that of torch's reentrant checkpoint is: so gradients of parameters come once for each chunk, by whatever way the
+function has reached them. Unlike with one such checkpoint for each chunk, the backward takes the chunks in the order of
+the forward, gradients of what all chunks are given are added in fp32, and weights that autocast cast in the forward,
+where no graph is made, are cast anew.
 
-A tensor that leaves the call by another way than its results (a hook keeps it, an attribute, a list) is refused: a loss
-that is computed from it (router logits that a hook collects) would have no gradient, and nothing would tell.
+A tensor whose first dimension is the batch may be divided; all else is given to each chunk as it is (masks
+``[1, ...]``, rotary caches, numbers). Which of them are divided, and which results are put one behind the other, a
+trial finds (``trial.py``).
 """
 
 from __future__ import annotations
 
 import contextlib
-import gc
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
-from typing import Any
-from weakref import ref
+from enum import Enum
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.autograd.graph import saved_tensors_hooks
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import get_device_states, set_device_states
 
-from lightning_zero.engine.passes.containers import find_tensors, map_tensors
+from lightning_zero.engine.passes.containers import (
+    PLAIN,
+    TensorPlace,
+    copy_containers,
+    find_tensors,
+    leaves,
+    put_tensors,
+    take_tensors,
+    tensors_inside,
+)
 from lightning_zero.engine.torch_modes import function_modes, under_function_modes
-from lightning_zero.engine.vertical.split import CannotDivide, Inputs, Outputs, called, places
 
 
-class Escapes(TorchFunctionMode):
-    """Inside of it, tensors that functions make are remembered, weakly."""
+class CannotDivide(RuntimeError):
+    """A call cannot be divided; its text says why, and what helps."""
 
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._made: dict[int, ref[Tensor]] = {}
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for tensor in find_tensors(result):
-            self._made[id(tensor)] = ref(tensor)
+class Changes(RuntimeError):
+    """A call changes what is not to change with each chunk; its text says what helps."""
+
+
+class Division(NamedTuple):
+    """How calls are divided: which of the tensors that are given, and which results are put one behind the other."""
+
+    divided: tuple[bool, ...]
+    joined: tuple[bool, ...]
+
+
+def first_size(value: Any) -> int | None:
+    """Find the first dimension of the first tensor in ``value`` that has one."""
+    return next((tensor.shape[0] for tensor in find_tensors(value) if tensor.ndim), None)
+
+
+class Inputs:
+    """The arguments of one call in chunks.
+
+    Attributes:
+        tensors: those of the call, each once; until :meth:`let_go`.
+        candidates: numbers of those that have the batch as their first dimension.
+        divided: which tensors are divided: the candidates, until somebody knows better.
+        size: of the batch.
+        count: of chunks.
+    """
+
+    def __init__(self, args: Any, kwargs: Any, size: int | None, count: int) -> None:
+        self.size, self.count = size or 0, count
+        form, self.tensors = take_tensors((args, kwargs))
+        self._form = copy_containers(form)  # a block may append to a list that it is given
+        self._others = [leaf for leaf in leaves(form) if not isinstance(leaf, (TensorPlace, *PLAIN))]
+        self._shapes = [tuple(tensor.shape) for tensor in self.tensors]
+        self.candidates = [n for n, shape in enumerate(self._shapes) if shape and shape[0] == self.size > 0]
+        self.divided: Sequence[bool] = [number in self.candidates for number in range(len(self.tensors))]
+
+    def let_go(self) -> list[Tensor]:
+        """Hold the tensors no longer, and give them away."""
+        tensors, self.tensors = self.tensors, []
+        return tensors
+
+    @property
+    def kind(self) -> Any:
+        """What is equal for calls that are divided alike."""
+        flags = [leaf for leaf in leaves(self._form) if isinstance(leaf, (type(None), bool, str, Enum))]
+        kinds = [(len(shape), tensor.dtype) for shape, tensor in zip(self._shapes, self.tensors, strict=True)]
+        return self.size, tuple(self.candidates), tuple(kinds), tuple(flags)
+
+    @property
+    def chunk_size(self) -> int:
+        return self.size // self.count
+
+    def why_not(self) -> str | None:
+        """Say why the call cannot be divided, if so."""
+        if not any(self.divided):
+            shapes = ", ".join(str(list(shape)) for shape in self._shapes) or "no tensor"
+            return f"expected a tensor whose first dimension is the batch ({self.size or 'not known'}), got {shapes}"
+        if self.size % self.count:
+            return f"expected a batch that divides by zero.vertical_chunks={self.count}, got {self.size} samples"
+        for other in self._others:
+            if any(tensor.ndim and tensor.shape[0] == self.size for tensor in tensors_inside(other)):
+                return (
+                    f"expected tensors of the batch as arguments or inside tuples, lists, dicts and dataclasses, got "
+                    f"them inside of an object of class {type(other).__name__}"
+                )
+        return None
+
+    @property
+    def told(self) -> str:
+        """Which are divided, for a message."""
+        found = ", ".join(str(list(shape)) for shape, is_so in zip(self._shapes, self.divided, strict=True) if is_so)
+        return f"Of its inputs, {found} are divided along their first dimension"
+
+    @property
+    def holds_objects(self) -> bool:
+        """Whether an argument is an object that a call might change, such as a cache of keys and values."""
+        return not all(callable(other) for other in self._others)
+
+    def chunk(self, tensors: Sequence[Tensor], index: int) -> list[Tensor]:
+        """Give the tensors of one chunk: views."""
+        return self.rows(tensors, index * self.chunk_size, self.chunk_size)
+
+    def rows(self, tensors: Sequence[Tensor], low: int, count: int) -> list[Tensor]:
+        pairs = zip(tensors, self.divided, strict=True)
+        return [tensor.narrow(0, low, count) if divided else tensor for tensor, divided in pairs]
+
+    def arguments(self, tensors: Sequence[Tensor]) -> tuple[Any, Any]:
+        """Put ``tensors`` into arguments and those by name, in containers of their own."""
+        args, kwargs = copy_containers(put_tensors(self._form, tensors))
+        return args, kwargs
+
+    def call(self, function: Callable[..., Any], given: Sequence[Tensor]) -> Any:
+        """Call ``function`` with a part of the tensors.
+
+        Raises:
+            CannotDivide: it changes what it is given.
+        """
+        args, kwargs = self.arguments(given)
+        handed_over, objects, versions = leaves((args, kwargs)), self._state_of_objects(), _versions(given)
+        result = function(*args, **kwargs)
+        if versions != _versions(given):
+            raise CannotDivide("it changes an input in place, from which it is computed again. Work on a copy of it")
+        after = leaves((args, kwargs))
+        same = len(after) == len(handed_over) and all(a is b for a, b in zip(after, handed_over, strict=True))
+        if not same or objects != self._state_of_objects():
+            raise CannotDivide(
+                "it changes a list, a dict or an object that it is given (a cache of keys and values?), and would do "
+                "so for each chunk. Return what it collects, or call the model without (use_cache=False)"
+            )
         return result
 
-    def kept(self, known: Iterable[Tensor]) -> Tensor | None:
-        """A tensor that is not ``known``, has a history, and lives on although its call is over."""
-        expected = {id(tensor) for tensor in known}
-        if not self._alive(expected):
-            return None
-        gc.collect()  # some may be in circles
-        return next(iter(self._alive(expected)), None)
+    def _state_of_objects(self) -> list[Any]:
+        """What changes where a call changes an argument that is an object."""
+        return [(id(t), t._version) for other in self._others for t in tensors_inside(other)]
 
-    def _alive(self, expected: set[int]) -> list[Tensor]:
-        alive = (reference() for reference in self._made.values())
-        return [t for t in alive if t is not None and t.grad_fn is not None and id(t) not in expected]
+
+def _versions(tensors: Sequence[Tensor]) -> list[int]:
+    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+
+
+def same_form(one: Any, other: Any) -> bool:
+    """Whether two results have the same numbers, strings and objects, and tensors in the same places."""
+    first, second = leaves(one), leaves(other)
+    if len(first) != len(second):
+        return False
+    try:
+        return all(a is b or (type(a) is type(b) and bool(a == b)) for a, b in zip(first, second, strict=True))
+    except (RuntimeError, ValueError, TypeError):
+        return False
+
+
+@contextlib.contextmanager
+def explained(inputs: Inputs, title: str, help: str) -> Iterator[None]:
+    """Say in exceptions from inside what was being run in chunks, and in a CannotDivide what helps."""
+    try:
+        yield
+    except CannotDivide as error:
+        raise CannotDivide(f"{title} is run in {inputs.count} chunks: {error}. {help}") from error
+    except Exception as error:
+        error.add_note(f"{title} was being run in {inputs.count} chunks: {inputs.told}.")
+        raise
 
 
 _TRYING: ContextVar[bool] = ContextVar("a call is tried", default=False)
@@ -103,24 +231,6 @@ class RandomState:
             yield
 
 
-_DRAWS_NOTHING = {"dropout_p": 0.0, "dropout": 0.0, "train": False, "training": False}  # by arguments' names
-
-
-class NothingDrawn(TorchDispatchMode):
-    """Inside, calls of any size draw the same numbers: 1/2, or 0 where they are whole; dropout drops nothing."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.Tag.nondeterministic_seeded not in func.tags:
-            return func(*args, **(kwargs or {}))
-        names = [argument.name for argument in func._schema.arguments]
-        given = dict(zip(names, args, strict=False)) | (kwargs or {})
-        off = {name: value for name, value in _DRAWS_NOTHING.items() if name in names}
-        if off:
-            return func(*(off.get(name, given[name]) for name in names[: len(args)]), **{**(kwargs or {}), **off})
-        result = func(*args, **(kwargs or {}))
-        return tree_map_only(Tensor, lambda tensor: tensor.fill_(0.5 if tensor.is_floating_point() else 0), result)
-
-
 class Modes:
     """Autocast as it is now, of the CPU and of ``device_type``, and the function modes."""
 
@@ -152,11 +262,10 @@ class Chunked:
 
     Args:
         title: of what is called, in messages.
-        in_chunk: entered around each call of ``function``.
-        in_backward: entered around all of the backward; ``again`` inside of it, around each second call.
-        joined: which results are put one behind the other (:class:`Outputs`).
-        first: what is called has not been called before: see, where a backward follows, whether tensors leave it by
-            other ways than its results.
+        in_chunk: entered around each call of ``function``; gradients are enabled in the second ones.
+        in_backward: entered around all of the backward.
+        joined: which results are put one behind the other. Default: those whose first dimension a chunk's samples
+            divide.
         help: what a user can do where the call cannot be divided.
     """
 
@@ -168,78 +277,57 @@ class Chunked:
         title: str,
         in_chunk: Context = contextlib.nullcontext,
         in_backward: Context = contextlib.nullcontext,
-        again: Context = contextlib.nullcontext,
         joined: Sequence[bool] | None = None,
-        first: bool = False,
         help: str = "",
     ) -> None:
         self._function, self._inputs, self._title, self._help = function, inputs, title, help
-        self._in_chunk, self._in_backward, self._again = in_chunk, in_backward, again
-        self._first = first
-        self._outputs = Outputs(inputs, joined)
+        self._in_chunk, self._in_backward = in_chunk, in_backward
+        self._joined = joined
         self._device_type = device_type_of(inputs.tensors)
         self._modes = Modes(self._device_type)
+        self._has_graph = torch.is_grad_enabled()
         self._states: list[RandomState] = []
+        self._form: Any = None  # the first chunk's result, without tensors
 
-    def without_graph(self) -> Any:
-        """The result, where no backward follows."""
-        tensors = self._inputs.tensors
-        with torch.no_grad():
-            self.run(tensors, keep_states=False)
-        return self._outputs.filled(self._outputs.tensors, tensors)
-
-    def with_graph(self, trigger: Tensor | None) -> Any:
-        """The result, with a backward that computes all chunks again.
+    def __call__(self, *, trains: bool) -> Any:
+        """The result; where gradients are enabled with a backward that computes all chunks again.
 
         Args:
-            trigger: requires a gradient: so that there is a backward, where no input requires one.
+            trains: parameters require gradients: there is a backward, also where no input requires one.
         """
-        tensors = self._inputs.tensors
-        self._inputs.let_go()  # autograd keeps them, or copies on the host
+        trigger = torch.zeros((), requires_grad=True) if trains else None
+        tensors = self._inputs.let_go()  # autograd keeps them, or copies on the host
         found = _Function.apply(self, trigger, *tensors)  # type: ignore[no-untyped-call]
-        result = self._outputs.filled(found, tensors)
-        self._outputs.let_go()
-        return result
+        form, self._form = self._form, None
+        return put_tensors(form, found, tensors)
 
-    def run(self, tensors: Sequence[Tensor], *, keep_states: bool) -> list[Tensor]:
+    def run(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The first forward of all chunks."""
-        inputs = self._inputs
-        for index in range(inputs.count):
-            given = inputs.chunk(tensors, index)
-            if keep_states:
-                self._states.append(RandomState(tensors))
-            try:
+        inputs, parts = self._inputs, list[list[Tensor]]()
+        with explained(inputs, self._title, self._help):
+            for index in range(inputs.count):
+                given = inputs.chunk(tensors, index)
+                if self._has_graph:
+                    self._states.append(RandomState(tensors))
                 with self._modes.again(), self._in_chunk():
-                    if keep_states and self._first and index == 0:
-                        given, result = self._watched(given)
-                    else:
-                        result = called(self._function, inputs, given)
-                self._outputs.add(index, result, given)
-            except CannotDivide as error:
-                raise CannotDivide(f"{self._title} is run in {inputs.count} chunks: {error}. {self._help}") from error
-            except Exception as error:
-                error.add_note(f"{self._title} was being run in {inputs.count} chunks: {inputs.told}.")
-                raise
-        return self._outputs.tensors
+                    form, found = take_tensors(inputs.call(self._function, given), given)
+                if index == 0:
+                    self._form = form
+                    self._decide(found)
+                elif not same_form(form, self._form):
+                    raise CannotDivide(
+                        "expected results that are tensors, or alike for all chunks, got different numbers, strings "
+                        "or objects"
+                    )
+                parts.append(found)
+            return tuple(map(_together, zip(*parts, strict=True), self._joined or ()))
 
-    def _watched(self, given: Sequence[Tensor]) -> tuple[list[Tensor], Any]:
-        """The result for one chunk, made with a graph that is dropped: what lives on then has left by another way."""
-        with torch.enable_grad():
-            # Copies: a leaf would refuse to be changed in place, in words that do not help.
-            inside = [t.detach().requires_grad_().clone() if t.is_floating_point() else t for t in given]
-        # Other hooks would keep the very tensors, and these would live on.
-        saves = saved_tensors_hooks(lambda tensor: tensor.detach(), lambda tensor: tensor)
-        with torch.enable_grad(), saves, Escapes() as made:
-            result = called(self._function, self._inputs, inside)
-        own = {id(tensor) for tensor in inside}
-        plain = map_tensors(result, lambda tensor: tensor if id(tensor) in own else tensor.detach())
-        del result
-        if (kept := made.kept(inside)) is not None:
-            raise CannotDivide(
-                f"a tensor {list(kept.shape)} leaves it by another way than its results (a hook that collects it, an "
-                "attribute), and would have no gradient. Detach what is only looked at"
-            )
-        return inside, plain
+    def _decide(self, found: Sequence[Tensor]) -> None:
+        """Know which results are joined, after the first chunk."""
+        if self._joined is None:
+            self._joined = [tensor.ndim > 0 and tensor.shape[0] % self._inputs.chunk_size == 0 for tensor in found]
+        if len(self._joined) != len(found):
+            raise CannotDivide(f"expected {len(self._joined)} tensors as results, as at first, got {len(found)}")
 
     def backward(
         self, tensors: Sequence[Tensor], grads: Sequence[Tensor | None], needed: Sequence[bool]
@@ -256,65 +344,74 @@ class Chunked:
                 "Expected a backward of the loss, got torch.autograd.grad() or backward(inputs=...). Use "
                 "loss.backward(), or set zero.vertical_chunks=1."
             )
-        sums = _InputGrads(self._inputs, tensors, needed)
+        sums: list[Tensor | None] = [None] * len(tensors)
         with self._in_backward(), self._states[0].put_back(self._device_type):
-            for index in range(self._inputs.count):
-                self._backward_of(index, tensors, grads, needed, sums)
-        return sums.whole()
+            for index, state in enumerate(self._states):
+                chunk = zip(self._inputs.chunk(tensors, index), needed, strict=True)
+                given = [tensor.detach().requires_grad_(need) for tensor, need in chunk]
+                state.restore(self._device_type)
+                self._backward_of(index, given, grads)
+                for number, tensor in enumerate(given):
+                    if tensor.grad is not None:
+                        sums[number] = self._added(sums[number], number, index, tensor.grad, tensors[number])
+                        tensor.grad = None
+        return [total if total is None else total.to(t.dtype) for total, t in zip(sums, tensors, strict=True)]
 
-    def _backward_of(
-        self,
-        index: int,
-        tensors: Sequence[Tensor],
-        grads: Sequence[Tensor | None],
-        needed: Sequence[bool],
-        sums: _InputGrads,
-    ) -> None:
-        inputs = self._inputs
-        given = [t.detach().requires_grad_(n) for t, n in zip(inputs.chunk(tensors, index), needed, strict=True)]
-        args, kwargs = inputs.arguments(given)
-        self._states[index].restore(self._device_type)
-        with torch.enable_grad(), self._modes.again(), self._in_chunk(), self._again():
-            result = self._function(*args, **kwargs)
-        _, found = places(result, given)
-        del result, args, kwargs
+    def _backward_of(self, index: int, given: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
+        args, kwargs = self._inputs.arguments(given)
+        with torch.enable_grad(), self._modes.again(), self._in_chunk():
+            _, found = take_tensors(self._function(*args, **kwargs), given)
+        del args, kwargs
         roots: list[Tensor] = []
         of_roots: list[Tensor] = []
-        for number, (tensor, grad) in enumerate(zip(found, grads, strict=True)):
+        for tensor, grad, joined in zip(found, grads, self._joined or (), strict=True):
             if grad is not None and tensor.requires_grad:
+                of_chunk = grad.chunk(self._inputs.count)[index] if joined else grad / self._inputs.count
                 roots.append(tensor)
-                of_roots.append(self._outputs.gradient_of(number, index, grad).to(tensor.dtype))
+                of_roots.append(of_chunk.to(tensor.dtype))
         if roots:
             torch.autograd.backward(roots, of_roots)
-        sums.add(index, given)
 
+    def _added(self, total: Tensor | None, number: int, index: int, grad: Tensor, whole: Tensor) -> Tensor:
+        """Put a chunk's gradient of an input into its place of the whole; what all chunks are given is summed in fp32.
 
-class _InputGrads:
-    """Gradients of the inputs: of chunks in their place of the whole, of what all chunks are given added in fp32."""
-
-    def __init__(self, inputs: Inputs, tensors: Sequence[Tensor], needed: Sequence[bool]) -> None:
-        self._inputs, self._tensors, self._needed = inputs, tensors, needed
-        self._found: list[Tensor | None] = [None] * len(tensors)
-
-    def add(self, index: int, given: Sequence[Tensor]) -> None:
+        Args:
+            whole: the input.
+        """
+        if not self._inputs.divided[number]:
+            return (
+                grad.to(torch.promote_types(grad.dtype, torch.float32), copy=True)
+                if total is None
+                else total.add_(grad)
+            )
+        total = torch.zeros_like(whole) if total is None else total
         size = self._inputs.chunk_size
-        for number, (tensor, needed) in enumerate(zip(given, self._needed, strict=True)):
-            grad, tensor.grad = tensor.grad if needed else None, None
-            if grad is None:
-                continue
-            whole, found = self._tensors[number], self._found[number]
-            if self._inputs.divided[number]:
-                if found is None:
-                    found = self._found[number] = torch.zeros_like(whole)
-                found.narrow(0, index * size, size).copy_(grad)
-            elif found is None:
-                self._found[number] = grad.to(torch.promote_types(grad.dtype, torch.float32), copy=True)
-            else:
-                found.add_(grad)
+        total.narrow(0, index * size, size).copy_(grad)
+        return total
 
-    def whole(self) -> list[Tensor | None]:
-        pairs = zip(self._found, self._tensors, strict=True)
-        return [grad if grad is None else grad.to(tensor.dtype) for grad, tensor in pairs]
+
+def _together(parts: Sequence[Tensor], joined: bool) -> Tensor:
+    """Put together what the chunks give for one result.
+
+    What is not joined and a floating-point number (a 0-d tensor: an auxiliary loss) becomes the mean, as ordinary
+    accumulation has it. What all chunks give alike for all samples (a bias ``[1, ...]``) stays as it is.
+    """
+    first = parts[0]
+    if differing := [part for part in parts if part.shape != first.shape or part.dtype != first.dtype]:
+        raise CannotDivide(
+            f"expected results of one shape and dtype from all chunks, got {list(differing[0].shape)} "
+            f"{differing[0].dtype} after {list(first.shape)} {first.dtype}"
+        )
+    if joined:
+        return torch.cat(list(parts))
+    if first.is_floating_point() and not first.ndim:
+        return torch.stack([part.to(torch.promote_types(part.dtype, torch.float32)) for part in parts]).mean().to(first)
+    if not all(torch.equal(part, first) for part in parts):
+        raise CannotDivide(
+            "expected a result that is not of samples (a whole number, a bias [1, ...], a table) to be the same for "
+            "all chunks, got several"
+        )
+    return first.clone()
 
 
 class _Function(torch.autograd.Function):
@@ -323,9 +420,9 @@ class _Function(torch.autograd.Function):
         ctx.call = call
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors)
-        found = call.run(tensors, keep_states=True)
+        found = call.run(tensors)
         ctx.mark_non_differentiable(*(t for t in found if not (t.is_floating_point() or t.is_complex())))
-        return tuple(found)
+        return found
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]

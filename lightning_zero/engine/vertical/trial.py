@@ -3,28 +3,87 @@
 A set of tensors may be divided if two parts, one behind the other, give what both give as one. Of the sets that may,
 the smallest is taken: what a call takes whole it is given whole, as it would be without chunks. So a table that has no
 effect yet (it begins with zeros, or behind a gate of zero) is not divided either.
+
+A tensor that leaves the call by another way than its results (a hook keeps it, an attribute, a list) is refused: the
+first forward of chunks makes no graph, so a loss that is computed from it (router logits that a hook collects) would
+have no gradient, and nothing would tell.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import gc
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import combinations
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
+from lightning_zero.engine.passes.containers import find_tensors, take_tensors
 from lightning_zero.engine.vertical.chunked import (
+    CannotDivide,
+    Changes,
+    Context,
+    Division,
+    Inputs,
     Modes,
-    NothingDrawn,
     RandomState,
     device_type_of,
+    same_form,
     trying,
 )
-from lightning_zero.engine.vertical.split import CannotDivide, Changes, Division, Inputs, called, equal, leaves, places
 
 _MOST = 8  # tensors as long as the batch: the sets of more are too many
+
+
+class _Escapes(TorchFunctionMode):
+    """Inside of it, tensors that functions make are remembered, weakly."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._made: dict[int, ref[Tensor]] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in find_tensors(result):
+            self._made[id(tensor)] = ref(tensor)
+        return result
+
+    def kept(self, known: Iterable[Tensor]) -> Tensor | None:
+        """A tensor that is not ``known``, has a history, and lives on although its call is over."""
+        expected = {id(tensor) for tensor in known}
+        if not self._alive(expected):
+            return None
+        gc.collect()  # some may be in circles
+        return next(iter(self._alive(expected)), None)
+
+    def _alive(self, expected: set[int]) -> list[Tensor]:
+        alive = (reference() for reference in self._made.values())
+        return [t for t in alive if t is not None and t.grad_fn is not None and id(t) not in expected]
+
+
+_DRAWS_NOTHING = {"dropout_p": 0.0, "dropout": 0.0, "train": False, "training": False}  # by arguments' names
+
+
+class _NothingDrawn(TorchDispatchMode):
+    """Inside, calls of any size draw the same numbers: 1/2, or 0 where they are whole; dropout drops nothing."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **(kwargs or {}))
+        names = [argument.name for argument in func._schema.arguments]
+        given = dict(zip(names, args, strict=False)) | (kwargs or {})
+        off = {name: value for name, value in _DRAWS_NOTHING.items() if name in names}
+        if off:
+            return func(*(off.get(name, given[name]) for name in names[: len(args)]), **{**(kwargs or {}), **off})
+        result = func(*args, **(kwargs or {}))
+        return tree_map_only(Tensor, lambda tensor: tensor.fill_(0.5 if tensor.is_floating_point() else 0), result)
 
 
 class _Unequal(Exception):
@@ -38,17 +97,13 @@ class Trial:
         in_chunk: entered around each call of ``function``.
     """
 
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        inputs: Inputs,
-        in_chunk: Callable[[], contextlib.AbstractContextManager[Any]],
-    ) -> None:
+    def __init__(self, function: Callable[..., Any], inputs: Inputs, in_chunk: Context) -> None:
         self._function, self._inputs, self._in_chunk = function, inputs, in_chunk
         self._device_type = device_type_of(inputs.tensors)
         self._modes = Modes(self._device_type)
         self._alone = True  # one part is being run, which tells nothing of both
-        self._around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+        self._around: Context = contextlib.nullcontext
+        self._watches = torch.is_grad_enabled()
 
     def division(self, first: Division | None) -> Division:
         """How the call is to be divided.
@@ -72,7 +127,7 @@ class Trial:
                 tensors = [self._copy(number) for number in range(len(inputs.tensors))]
                 failed: Exception | None = None  # of the set of all, in the end, which comes last
                 for divided in self._sets(first):
-                    inputs.divide(divided)
+                    inputs.divided = divided
                     try:
                         return self._divided(tensors, state)
                     except (CannotDivide, Changes):
@@ -117,10 +172,10 @@ class Trial:
         self._alone = False
         other, both = self._result(tensors, size, size), self._result(tensors, 0, 2 * size)
         if self._around is contextlib.nullcontext and not state.same(RandomState(tensors)):
-            self._around = NothingDrawn
+            self._around = _NothingDrawn
             return self._compared(tensors, state)
         for part in (other, both):
-            if len(part[1]) != len(one[1]) or not equal(leaves(part[0]), leaves(one[0])):
+            if len(part[1]) != len(one[1]) or not same_form(part[0], one[0]):
                 raise _Unequal("got results with other numbers, strings or objects, or other tensors among them")
         joined = tuple(map(_is_joined, one[1], other[1], both[1]))
         if one[1] and not any(joined) and all(map(torch.equal, one[1], other[1])):
@@ -129,10 +184,28 @@ class Trial:
 
     def _result(self, tensors: Sequence[Tensor], low: int, rows: int) -> tuple[Any, list[Tensor]]:
         inputs = self._inputs
-        parts = zip(inputs.rows(tensors, low, rows), inputs.tables, strict=True)
-        given = [tensor if is_table else tensor.clone() for tensor, is_table in parts]  # it may be changed
+        given = [tensor.clone() for tensor in inputs.rows(tensors, low, rows)]  # they may be changed
         with self._modes.again(), self._in_chunk(), self._around():
-            return places(called(self._function, inputs, given), given)
+            if self._watches and self._alone:
+                return self._watched(given)
+            return take_tensors(inputs.call(self._function, given), given)
+
+    def _watched(self, given: Sequence[Tensor]) -> tuple[Any, list[Tensor]]:
+        """The result, made with a graph that is dropped: what lives on then has left the call by another way."""
+        # Other hooks would keep the very tensors, and these would live on.
+        saves = saved_tensors_hooks(lambda tensor: tensor.detach(), lambda tensor: tensor)
+        with torch.enable_grad(), saves:
+            # Copies: a leaf would refuse to be changed in place, in words that do not help.
+            inside = [t.detach().requires_grad_().clone() if t.is_floating_point() else t for t in given]
+            with _Escapes() as made:
+                form, found = take_tensors(self._inputs.call(self._function, inside), inside)
+        found = [tensor.detach() for tensor in found]
+        if (kept := made.kept(inside)) is not None:
+            raise CannotDivide(
+                f"a tensor {list(kept.shape)} leaves it by another way than its results (a hook that collects it, an "
+                "attribute), and would have no gradient. Detach what is only looked at"
+            )
+        return form, found
 
 
 def _is_joined(one: Tensor, other: Tensor, both: Tensor) -> bool:

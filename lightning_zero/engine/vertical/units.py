@@ -1,4 +1,4 @@
-"""Has the forwards of units run in chunks, and the gradients of the chunks added up before they are reduced.
+"""Has the forwards of units run in chunks, but of those that are known to compute with several samples together.
 
 A unit is gathered for all chunks of its forward, and again for all of its backward. The gradients that the chunks'
 backwards bring are added in fp32, and go to the reducer once they are whole, as those of one backward.
@@ -7,24 +7,33 @@ backwards bring are added in fp32, and go to the reducer once they are whole, as
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 from weakref import ref
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.autograd.graph import save_on_cpu
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.nn.utils.parametrizations import _SpectralNorm
+from torch.nn.utils.spectral_norm import SpectralNorm
 
-from lightning_zero.config import ConfigError
-from lightning_zero.engine.passes.events import PassEvents
-from lightning_zero.engine.passes.recompute import put_around, without_empty_caches
-from lightning_zero.engine.units.bucket import Bucket
+from lightning_zero.config import ConfigError, ZeroConfig
+from lightning_zero.engine.passes.passes import Passes
+from lightning_zero.engine.passes.recompute import UnitForward, without_empty_caches
 from lightning_zero.engine.units.unit import Unit
-from lightning_zero.engine.vertical.chunked import Chunked, Context
-from lightning_zero.engine.vertical.coupled import changes_with_batch
-from lightning_zero.engine.vertical.split import CannotDivide, Changes, Division, Inputs, first_size
-from lightning_zero.engine.vertical.tables import Tables
+from lightning_zero.engine.vertical.chunked import (
+    CannotDivide,
+    Changes,
+    Chunked,
+    Context,
+    Division,
+    Inputs,
+    explained,
+    first_size,
+)
 from lightning_zero.engine.vertical.trial import Trial
 
 _HELP = (
@@ -33,66 +42,37 @@ _HELP = (
 )
 
 
-class Sums:
-    """Gradients of parameters while the chunks of one call bring them: fp32, or the dtype of wider ones."""
-
-    def __init__(self) -> None:
-        self._sums: dict[tuple[Bucket, int], tuple[Unit, Tensor]] = {}
-
-    def __contains__(self, key: tuple[Bucket, int]) -> bool:
-        return key in self._sums
-
-    def add(self, unit: Unit, bucket: Bucket, slot: int, grad: Tensor) -> None:
-        if grad.layout is not torch.strided:
-            grad = grad.to_dense()
-        if (bucket, slot) in self._sums:
-            self._sums[bucket, slot][1].add_(grad)
-        else:
-            self._sums[bucket, slot] = unit, grad.to(torch.promote_types(grad.dtype, torch.float32))
-
-    def hand_over(self, take: Callable[[Unit, Bucket, int, Tensor], None]) -> None:
-        while self._sums:
-            (bucket, slot) = next(iter(self._sums))
-            unit, total = self._sums.pop((bucket, slot))
-            take(unit, bucket, slot, total)
-
-
 class Vertical:
     """Runs units in chunks, for one engine.
 
+    Args:
+        count: ``zero.vertical_chunks``.
+        module: the root.
+        offload_inputs: inputs of units that wait for the backward wait on the host, in pinned memory with
+            ``pin_memory``.
+
     Attributes:
         count: ``zero.vertical_chunks``.
-        sums: while the chunks of a call are computed again: takes gradients that arrive.
         batch: samples of the batch that the step was given, as far as known.
+        inside: how many chunks are being computed, inside of each other: units in them are not divided again.
+        divisions: of calls of units of a class: most blocks are alike.
     """
 
     def __init__(
-        self,
-        count: int,
-        passes: PassEvents,
-        *,
-        module: nn.Module | None = None,
-        offload_inputs: bool = False,
-        pin_memory: bool = False,
+        self, count: int, module: nn.Module, passes: Passes, *, offload_inputs: bool = False, pin_memory: bool = False
     ) -> None:
         self.count = count
-        self._tables = Tables(module)
-        self.sums: Sums | None = None
         self.batch: int | None = None
-        self._told = False
-        self._inside = 0
-        self._passes = ref(passes)
+        self.inside = 0
+        self.divisions: dict[Any, Division] = {}
+        self._step_has_told = False
         self._offload_inputs, self._pin_memory = offload_inputs, pin_memory
-        self._trigger: Tensor | None = None
-        self._divisions: dict[Any, Division | None] = {}  # of calls of a unit; None: an evaluation runs them whole
-        self._of_classes: dict[Any, Division] = {}  # of calls of units of a class: most blocks are alike
-        self._watched: set[int] = set()  # numbers of units of which is known that no tensors leave them elsewhere
-
-    # -- the size of the batch ----------------------------------------------------------------------------------------
+        if count > 1:
+            passes.hooks.watch_arguments(module, self._root_called)
 
     @contextlib.contextmanager
     def step(self, batch: Any, *, evaluation: bool) -> Iterator[None]:
-        """A step that is given ``batch``: units divide along its samples.
+        """Around a step that is given ``batch``: units divide along its samples.
 
         Raises:
             ConfigError: a batch to train on that does not divide.
@@ -104,192 +84,210 @@ class Vertical:
                 "dimension of the first tensor in it). Change the batch size (data.batch_size) or "
                 "zero.vertical_chunks; if it is the last batch of an epoch, set drop_last=True in its DataLoader."
             )
-        before = self.batch, self._told
-        self.batch, self._told = size, size is not None
-        if self.count > 1:
-            self._tables.look()
+        before = self.batch, self._step_has_told
+        self.batch, self._step_has_told = size, size is not None
         try:
             yield
         finally:
-            self.batch, self._told = before
+            self.batch, self._step_has_told = before
 
-    def root_called(self, args: Any, kwargs: Any) -> None:
+    def _root_called(self, args: Any, kwargs: Any) -> None:
         """The whole module is called: with the batch, where no step has told of it."""
-        if self.count > 1 and not self._told and not self._inside:
+        if not self._step_has_told and not self.inside:
             self.batch = first_size((args, kwargs))
-            self._tables.look()
 
-    # -- units --------------------------------------------------------------------------------------------------------
+    @contextlib.contextmanager
+    def in_chunk(self) -> Iterator[None]:
+        """Around what is computed of a chunk."""
+        self.inside += 1
+        try:
+            yield
+        finally:
+            self.inside -= 1
 
-    def wrap(self, unit: Unit, module: nn.Module) -> Callable[[], None]:
-        """Have ``module.forward`` run in chunks; returns what undoes it."""
-        inner = plain = module.forward
-        vertical_ref, params = ref(self), list(module.parameters())
-        module_ref = ref(module)
+    def run(self, call: Chunked, *, trains: bool) -> Any:
+        """The result of ``call``, whose inputs wait for the backward where they are to wait."""
+        if not self._offload_inputs:
+            return call(trains=trains)
+        with save_on_cpu(pin_memory=self._pin_memory):
+            return call(trains=trains)
 
-        @functools.wraps(inner, updated=())
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            vertical = vertical_ref()
-            if vertical is None or vertical._inside:
-                return inner(*args, **kwargs)
-            return vertical._call(unit, module_ref(), params, inner, plain, args, kwargs)
 
-        def replace(change: Callable[[Any], Any]) -> None:
-            nonlocal inner
-            inner = change(inner)
-            if (vertical := vertical_ref()) is not None:
-                vertical._watched.add(unit.index)  # what is compiled keeps what the compiler says
+class UnitInChunks:
+    """Runs the forward of one unit in chunks."""
 
-        return put_around(module, forward, replace)
+    def __init__(self, unit: Unit, module: nn.Module, vertical: Vertical, passes: Passes) -> None:
+        self._unit, self._vertical = unit, vertical
+        self._module, self._passes = ref(module), ref(passes)
+        self._divisions: dict[Any, Division | None] = {}  # of calls of a kind; None: evaluations run them whole
+        self._title = f"unit {unit.title}"
 
-    def _call(
-        self,
-        unit: Unit,
-        module: nn.Module | None,
-        params: list[nn.Parameter],
-        inner: Callable[..., Any],
-        plain: Callable[..., Any],
-        args: Any,
-        kwargs: Any,
-    ) -> Any:
-        """
-        Args:
-            plain: ``inner``, not compiled: what is tried once is not worth a graph.
-        """
-        size = self.batch if self.batch is not None else first_size((args, kwargs))
+    def __call__(self, forward: UnitForward, args: Any, kwargs: Any) -> Any:
+        vertical, module = self._vertical, self._module()
+        if vertical.inside or module is None:
+            return forward.inner(*args, **kwargs)
+        size = vertical.batch if vertical.batch is not None else first_size((args, kwargs))
         if torch.is_grad_enabled():
             args, kwargs = without_empty_caches(type(module), args, kwargs)
-        inputs = Inputs(args, kwargs, size, self.count, tables=self._tables)
-        title = f"unit {unit.title}"
-        trains = [param.requires_grad for param in params]
+        inputs = Inputs(args, kwargs, size, vertical.count)
+        kind = inputs.kind, module.training, torch.is_grad_enabled()
+        trains = [param.requires_grad for param in module.parameters()]
         needed = any(trains) or any(tensor.requires_grad for tensor in inputs.tensors)
-        if not (torch.is_grad_enabled() and needed):
-            return self._without_graph(unit, module, inner, plain, inputs, args, kwargs)
-        joined = self._divide(unit, module, plain, inputs)
+        if torch.is_grad_enabled() and needed:
+            return self._in_chunks(forward, module, inputs, kind, trains)
+        # No backward follows, and whatever comes is welcome: a batch of another size, a cache of keys and values.
+        if inputs.why_not() is None and not inputs.holds_objects and self._divisions.get(kind, 1) is not None:
+            try:
+                return self._in_chunks(forward, module, inputs, kind, [])
+            except Changes:
+                raise
+            except Exception:
+                self._divisions[kind] = None
+        return forward.inner(*args, **kwargs)
 
-        @contextlib.contextmanager
-        def in_backward() -> Iterator[None]:
-            passes = self._passes()
-            assert passes is not None, "the engine is gone but its backward is not"
-            if trains != [param.requires_grad for param in params]:
-                raise RuntimeError(
-                    f"{title} is computed again in backward (zero.vertical_chunks), and requires_grad of its "
-                    "parameters "
-                    "has changed since its forward. Change it (toggle_optimizer, unfreezing) before a forward or after "
-                    "its backward."
-                )
-            passes.recomputes(unit)
-            with self.adding_up():
-                yield
-
-        def again() -> contextlib.AbstractContextManager[None]:
-            passes = self._passes()
-            packs = passes is not None and unit.reshards and passes.saved.possible
-            return passes.saved.packed() if passes is not None and packs else contextlib.nullcontext()
-
+    def _in_chunks(self, forward: UnitForward, module: nn.Module, inputs: Inputs, kind: Any, trains: list[bool]) -> Any:
+        in_chunk = partial(self._in_chunk, module)
+        joined = self._divide(forward.plain, module, inputs, kind, in_chunk)
         call = Chunked(
-            changes_with_batch(inner, module, title),
+            forward.inner,
             inputs,
-            title=title,
-            in_chunk=self._in_chunk,
-            in_backward=in_backward,
-            again=again,
+            title=self._title,
+            in_chunk=in_chunk,
+            in_backward=partial(self._in_backward, trains),
             joined=joined,
-            first=unit.index not in self._watched,
             help=_HELP,
         )
-        result = self.with_graph(call, any(trains))
-        self._watched.add(unit.index)
-        return result
+        return self._vertical.run(call, trains=any(trains))
 
     def _divide(
-        self, unit: Unit, module: nn.Module | None, plain: Callable[..., Any], inputs: Inputs
+        self, plain: Callable[..., Any], module: nn.Module, inputs: Inputs, kind: Any, in_chunk: Context
     ) -> tuple[bool, ...]:
         """Have ``inputs`` divided as calls of their kind are, which a trial finds; which results are joined.
+
+        Args:
+            plain: the forward, not compiled: what is tried once is not worth a graph.
 
         Raises:
             CannotDivide: they cannot be.
         """
-        kind = inputs.kind, module is not None and module.training
-        found = self._divisions.get((unit.index, kind))
-        if found is None:
-            title = f"unit {unit.title}"
-            trial = Trial(changes_with_batch(plain, module, title), inputs, self._in_chunk)
-            try:
+        division = self._divisions.get(kind)
+        if division is None:
+            of_class = type(module), kind
+            with explained(inputs, self._title, _HELP):
                 if (why := inputs.why_not()) is not None:
                     raise CannotDivide(why)
-                found = trial.division(self._of_classes.get((type(module), kind)))
-            except CannotDivide as error:
-                raise CannotDivide(f"{title} is run in {self.count} chunks: {error}. {_HELP}") from error
-            except Exception as error:
-                error.add_note(f"{title} was being run in {self.count} chunks: {inputs.told}.")
-                raise
-            self._divisions[unit.index, kind] = self._of_classes[type(module), kind] = found
-        inputs.divide(found.divided)
-        return found.joined
-
-    def _without_graph(
-        self,
-        unit: Unit,
-        module: nn.Module | None,
-        inner: Callable[..., Any],
-        plain: Callable[..., Any],
-        inputs: Inputs,
-        args: Any,
-        kwargs: Any,
-    ) -> Any:
-        """The result of a call that no backward follows: in chunks, or else whole.
-
-        Whatever comes in an evaluation is welcome: a batch of another size, a cache of keys and values.
-        """
-        key = unit.index, (inputs.kind, module is not None and module.training)
-        if inputs.why_not() is not None or inputs.holds_objects or self._divisions.get(key, 1) is None:
-            return inner(*args, **kwargs)
-        title = f"unit {unit.title}"
-        try:
-            joined = self._divide(unit, module, plain, inputs)
-            function = changes_with_batch(inner, module, title)
-            call = Chunked(function, inputs, title=title, in_chunk=self._in_chunk, joined=joined, help=_HELP)
-            return call.without_graph()
-        except Changes:
-            raise
-        except Exception:
-            self._divisions[key] = None
-            return inner(*args, **kwargs)
-
-    def with_graph(self, call: Chunked, trains: bool) -> Any:
-        """The result of ``call``, whose inputs wait for the backward where they are to wait."""
-        if trains and self._trigger is None:
-            self._trigger = torch.zeros((), requires_grad=True)
-        trigger = self._trigger if trains else None
-        if not self._offload_inputs:
-            return call.with_graph(trigger)
-        with save_on_cpu(pin_memory=self._pin_memory):
-            return call.with_graph(trigger)
-
-    @property
-    def in_chunk(self) -> Context:
-        return self._in_chunk
+                division = Trial(plain, inputs, in_chunk).division(self._vertical.divisions.get(of_class))
+            self._divisions[kind] = self._vertical.divisions[of_class] = division
+        inputs.divided = division.divided
+        return division.joined
 
     @contextlib.contextmanager
-    def _in_chunk(self) -> Iterator[None]:
-        self._inside += 1
-        try:
-            yield
-        finally:
-            self._inside -= 1
-
-    @contextlib.contextmanager
-    def adding_up(self) -> Iterator[None]:
-        """Gradients that arrive inside are added up, and handed over at the end."""
+    def _in_chunk(self, module: nn.Module) -> Iterator[None]:
         passes = self._passes()
-        assert passes is not None
-        passes.backward_begins()
-        before, self.sums = self.sums, Sums()
-        try:
+        packs = torch.is_grad_enabled() and passes is not None and self._unit.reshards and passes.saved.possible
+        with (
+            self._vertical.in_chunk(),
+            keeping_buffers(module, self._title),
+            passes.saved.packed() if passes is not None and packs else contextlib.nullcontext(),
+        ):
             yield
-            found = self.sums
-        finally:
-            self.sums = before
-        # Inside of the chunks of another call, gradients go on to its sums.
-        found.hand_over(passes.grad_arrived)
+
+    @contextlib.contextmanager
+    def _in_backward(self, trained: list[bool]) -> Iterator[None]:
+        passes, module = self._passes(), self._module()
+        assert passes is not None and module is not None, "the engine is gone but its backward is not"
+        if trained != [param.requires_grad for param in module.parameters()]:
+            raise RuntimeError(
+                f"{self._title} is computed again in backward (zero.vertical_chunks), and requires_grad of its "
+                "parameters has changed since its forward. Change it (toggle_optimizer, unfreezing) before a forward "
+                "or after its backward."
+            )
+        passes.recomputes(self._unit)
+        with passes.adding_up():
+            yield
+
+
+def whole_batch_units(module: nn.Module, names: Sequence[str], config: ZeroConfig) -> set[str]:
+    """Names of the units that run on the whole batch: those of ``zero.unit.whole_batch``, and those around others.
+
+    Args:
+        names: of all units, the root (``""``) among them.
+    """
+    wanted = set(config.unit.whole_batch)
+    classes = {name: {type(inner).__name__ for inner in module.get_submodule(name).modules()} for name in names if name}
+    return {""} | units_around(names) | {name for name, found in classes.items() if found & wanted}
+
+
+def units_around(names: Sequence[str]) -> set[str]:
+    """Names of the units that hold others. They see the whole batch, as the root does, and keep what they compute."""
+    return {name for name in names if any(name and other.startswith(f"{name}.") for other in names)}
+
+
+def check_divided(module: nn.Module, names: Sequence[str], config: ZeroConfig) -> None:
+    """Check that the units of ``module`` can be run in chunks.
+
+    Raises:
+        ConfigError: a unit has a part that couples the samples of a batch; a class of ``zero.unit.whole_batch`` does
+            not occur in any unit; no unit is left.
+    """
+    if config.vertical_chunks == 1:
+        return
+    present = {type(m).__name__ for name in names if name for m in module.get_submodule(name).modules()}
+    if missing := sorted(set(config.unit.whole_batch) - present):
+        raise ConfigError(
+            f"zero.unit.whole_batch: expected class names of units, or of modules inside of them, got {missing[0]!r}, "
+            f"which does not occur. They have {', '.join(sorted(present))}. Change zero.unit.whole_batch."
+        )
+    whole = whole_batch_units(module, names, config)
+    divided = [name for name in names if name not in whole]
+    if not divided:
+        raise ConfigError(
+            f"zero.vertical_chunks: expected units that run in chunks, got {config.vertical_chunks} with a model none "
+            "of whose units do. Name blocks in zero.unit.classes, change zero.unit.whole_batch, or set "
+            "zero.vertical_chunks=1."
+        )
+    for name in divided:
+        unit = module.get_submodule(name)
+        for inner_name, why in coupling_parts(unit):
+            inner = unit.get_submodule(inner_name)
+            raise ConfigError(
+                f"zero.vertical_chunks={config.vertical_chunks}: unit {name} ({type(unit).__name__}) holds "
+                f"{inner_name or 'itself'} ({type(inner).__name__}), which {why}. Run such units on the whole batch "
+                f"with zero.unit.whole_batch=[{type(inner).__name__}], or set zero.vertical_chunks=1."
+            )
+
+
+def coupling_parts(unit: nn.Module) -> Iterator[tuple[str, str]]:
+    """Names of the modules in ``unit`` that are known to couple samples, and how."""
+    for name, inner in unit.named_modules():
+        if isinstance(inner, _BatchNorm) and (inner.training or not inner.track_running_stats):
+            yield name, "normalizes over the samples of a batch"
+        elif isinstance(inner, _InstanceNorm) and inner.training and inner.track_running_stats:
+            yield name, "averages statistics over the samples of a batch"
+        elif isinstance(inner, (nn.RNNBase, nn.MultiheadAttention)) and not inner.batch_first:
+            yield name, "takes the batch as its second dimension (batch_first=False)"
+        elif isinstance(inner, _SpectralNorm) or any(
+            isinstance(hook, SpectralNorm) for hook in inner._forward_pre_hooks.values()
+        ):
+            yield name, "changes its weight at every call (spectral_norm)"
+
+
+@contextlib.contextmanager
+def keeping_buffers(module: nn.Module, title: str) -> Iterator[None]:
+    """Refuse a forward of ``module`` inside that changes its buffers: running statistics would be of chunks, and move
+    on again as they are computed again.
+
+    Raises:
+        Changes: it does.
+    """
+    before = [(name, buffer, buffer._version) for name, buffer in module.named_buffers() if not buffer.is_inference()]
+    yield
+    now = dict(module.named_buffers()) if before else {}
+    for name, buffer, version in before:
+        if now.get(name) is not buffer or buffer._version != version:
+            owner = type(module.get_submodule(name.rpartition(".")[0])).__name__
+            raise Changes(
+                f"{title} is run in chunks (zero.vertical_chunks), and its forward changes the buffer {name} of "
+                f"{owner}, which would be that of chunks, and change with each of them. Run such units on the whole "
+                f"batch with zero.unit.whole_batch=[{owner}], or set zero.vertical_chunks=1."
+            )

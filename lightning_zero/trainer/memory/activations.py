@@ -25,19 +25,22 @@ from torch.utils.flop_counter import flop_registry
 
 from lightning_zero.comm.sequence import OnPaper
 from lightning_zero.config import ConfigError, Precision, Recompute, ZeroConfig
-from lightning_zero.engine.passes.hooks import watch_gradients
-from lightning_zero.engine.passes.output_dtypes import dtype_hooks
+from lightning_zero.engine.passes.containers import dtype_hooks
 from lightning_zero.engine.passes.recompute import without_empty_caches
 from lightning_zero.engine.units.describe import AUTOCAST_DTYPES, TRUE_DTYPES, describe_units, fp32_modules
-from lightning_zero.engine.vertical.chunked import Chunked
-from lightning_zero.engine.vertical.coupled import units_around, whole_batch_units
-from lightning_zero.engine.vertical.split import Inputs, first_size
-from lightning_zero.engine.vertical.tables import Tables
+from lightning_zero.engine.vertical.chunked import Chunked, Inputs, first_size
+from lightning_zero.engine.vertical.units import units_around, whole_batch_units
 from lightning_zero.layerwise.loss import assuming
 from lightning_zero.lightning_api import extract_batch_size, isolate_rng, pl
 from lightning_zero.planning.activations import Activations, ByBatchSize, Stretch
 from lightning_zero.sequence.step import SequenceSteps
-from lightning_zero.trainer.memory.fake_module import CPU, detach_from_lightning, fake_copy, give_fake_optimizers
+from lightning_zero.trainer.memory.fake_module import (
+    CPU,
+    detach_from_lightning,
+    fake_copy,
+    give_fake_optimizers,
+    watch_gradients,
+)
 
 
 class NotMeasured(ConfigError):
@@ -231,6 +234,7 @@ class _Measurement:
             give_fake_optimizers(self._module)
         names = [group.name for group in groups]
         self._batch_size: int | None = None
+        self._own: set[int] = set()  # storages of parameters and buffers
         around = units_around(names) if config.vertical_chunks > 1 else set()
         whole = whole_batch_units(self._module, names, config) if config.vertical_chunks > 1 else set(names)
         for number, group in enumerate(groups):
@@ -258,7 +262,9 @@ class _Measurement:
         """As under ``zero.vertical_chunks``."""
         trained = [param for param in module.parameters() if param.requires_grad]
         args, kwargs = without_empty_caches(type(module), args, kwargs)
-        inputs = Inputs(args, kwargs, self._batch_size, self._config.vertical_chunks, tables=Tables(self._module))
+        inputs = Inputs(args, kwargs, self._batch_size, self._config.vertical_chunks)
+        pairs = zip(inputs.divided, inputs.tensors, strict=True)  # without values there is no trial
+        inputs.divided = [divided and tensor.untyped_storage()._cdata not in self._own for divided, tensor in pairs]
         if (why := inputs.why_not()) is not None:
             raise ConfigError(f"zero.vertical_chunks: a {type(module).__name__}: {why}.")
 
@@ -270,10 +276,7 @@ class _Measurement:
             yield
             del sums
 
-        call = Chunked(inner, inputs, title=type(module).__name__, in_backward=in_backward)
-        if not torch.is_grad_enabled() or not (trained or any(tensor.requires_grad for tensor in inputs.tensors)):
-            return call.without_graph()
-        return call.with_graph(torch.zeros((), requires_grad=True) if trained else None)
+        return Chunked(inner, inputs, title=type(module).__name__, in_backward=in_backward)(trains=bool(trained))
 
     def _watch(self, module: nn.Module, unit: int, how: Callable[..., Any]) -> None:
         """Have the recorder know when ``module`` runs, and ``how`` it does."""
@@ -297,7 +300,7 @@ class _Measurement:
         module.forward = forward
 
     def run(self, batch: Any) -> Activations:
-        known = {t.untyped_storage()._cdata for t in (*self._module.parameters(), *self._module.buffers())}
+        self._own = {t.untyped_storage()._cdata for t in (*self._module.parameters(), *self._module.buffers())}
         with self._mode:
             made: dict[int, Any] = {}  # what is given twice is one tensor
             fake = tree_map(lambda value: made.setdefault(id(value), self._fake(value)), batch)
@@ -305,7 +308,7 @@ class _Measurement:
 
             def pack(tensor: Tensor) -> Tensor:
                 storage = tensor.untyped_storage()
-                if storage._cdata not in known and not self._recorder.in_backward:  # else for a second forward
+                if storage._cdata not in self._own and not self._recorder.in_backward:  # else for a second forward
                     self._saved[storage._cdata] = storage.nbytes()
                 return tensor
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MethodType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
+from torch.utils.hooks import RemovableHandle
 
 from lightning_zero.config import ZeroConfig
 from lightning_zero.engine.units.describe import UnitGroup
@@ -150,3 +151,34 @@ def states_of(
     except Exception as error:  # of users' code, which training will meet again, if it is more than the moment
         return ADAM_STATES, f"configure_optimizers cannot be asked before: {type(error).__name__}: {error}"
     return found, ""
+
+
+def watch_gradients(wanted: Iterable[tuple[nn.Parameter, Callable[[], None]]]) -> list[RemovableHandle]:
+    """Call what belongs to a parameter when its gradient has arrived, and drop the gradient."""
+
+    def watched(arrived: Callable[[], None]) -> Callable[[Tensor], None]:
+        def drop(param: Tensor) -> None:
+            param.grad = None
+            arrived()
+
+        return drop
+
+    return [param.register_post_accumulate_grad_hook(watched(arrived)) for param, arrived in wanted]
+
+
+@contextlib.contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Inside, a parameter loses its values when a module gets it. All other tensors have values, which its code may
+    look at, unlike under ``torch.device("meta")``.
+    """
+
+    def let_go(module: nn.Module, name: str, param: nn.Parameter | None) -> Any:
+        if param is None or param.is_meta:  # a tied one stays the same object
+            return None
+        return nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
+
+    hook = nn.modules.module.register_module_parameter_registration_hook(let_go)
+    try:
+        yield
+    finally:
+        hook.remove()
