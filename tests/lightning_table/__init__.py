@@ -5,5 +5,5 @@
 - ``table``: the registry of features, what a run finds of one, and the table as text
 - ``bench``: a row's trainers, and what a run is compared by
 - ``features/``: the features, by the headings of the table
-- ``test_table``: that docs/lightning.md holds the table, and that each cell is true
+- ``test_table``: that docs/lightning.md says what the registry claims, and that each claim is true
 """

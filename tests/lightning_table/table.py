@@ -203,3 +203,19 @@ class Table:
 
     def __str__(self) -> str:
         return "\n".join(self.lines())
+
+
+def claims() -> str:
+    """What docs/lightning.md says below its preface: by group the features that equal DDP, then a table of the rest."""
+    lines, others = [], ["", "## What differs", "", "| feature | what happens |", "|---|---|"]
+    for group in dict.fromkeys(what.group for what in all_features().values()):
+        members = [what for what in all_features().values() if what.group == group]
+        equal = [what.name for what in members if {what.cell(row) for row in ROWS} == {EQUAL}]
+        lines += ["", f"## {group}", "", *textwrap.wrap("; ".join(equal) + ".", 120, break_on_hyphens=False)]
+        for what in members:
+            rows = ", ".join(row for row in ROWS if what.cell(row) == REFUSED)
+            if what.ddp_raises is not None:
+                others.append(f"| {what.name} | {AS_DDP}. {what.compared}. |")
+            elif what.refused is not None:
+                others.append(f"| {what.name} | refused under {rows}: [{what.refused.entry}](refused.md) |")
+    return "\n".join(lines + others)
