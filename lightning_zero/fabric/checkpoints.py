@@ -18,7 +18,6 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from lightning_zero.checkpoint.sharded.save import ShardedSaver
-from lightning_zero.comm.agreements import gather_objects, together
 from lightning_zero.config import CheckpointFormat, ConfigError, ZeroConfig
 from lightning_zero.engine import Engine
 from lightning_zero.engine.whole.module_state import keeping_frozen
@@ -47,6 +46,8 @@ class Checkpoints:
         is_global_zero: Any
         broadcast: Callable[[Any], Any]
         engine_of_optimizer: Callable[[Optimizer], Engine]
+        _gather_objects: Callable[[Any, str], list[Any]]
+        _together: Callable[[str, Callable[[], Any]], Any]
 
         @property
         def _waits(self) -> Waits | None: ...
@@ -201,7 +202,7 @@ class Checkpoints:
             verify(
                 path,
                 self.global_rank,
-                lambda value: self._gather(value, "checksums"),
+                lambda value: self._gather_objects(value, "checksums"),
                 lambda act: self._together("reading checksums", act),
                 self.long_work,
             )
@@ -236,16 +237,6 @@ class Checkpoints:
                 entry.load_state_dict(value)
             else:
                 state[key] = value
-
-    # -- agreements -----------------------------------------------------------------------------------------------
-
-    def _gather(self, value: Any, what: str) -> list[Any]:
-        waits = self._waits
-        return [value] if waits is None else gather_objects(dist.group.WORLD, value, waits, what, patient=True)
-
-    def _together(self, what: str, act: Callable[[], T]) -> T:
-        waits = self._waits
-        return act() if waits is None else together(dist.group.WORLD, waits, what, act, patient=True)
 
 
 def _converted(

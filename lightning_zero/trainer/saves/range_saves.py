@@ -45,13 +45,13 @@ from lightning_zero.lightning_api import Callback, WeightAveraging, get_filesyst
 from lightning_zero.ranks.mailbox import Mailbox
 from lightning_zero.ranks.progress import Count, Did
 from lightning_zero.trainer.interruptions import refuse_lonely_save
+from lightning_zero.trainer.replaced import in_place_of
 from lightning_zero.trainer.saves.background_saves import not_behind
 from lightning_zero.trainer.saves.checkpoint_io import ZeroCheckpointIO, writes_files
 
 T = TypeVar("T")
 Noting = Callable[[], contextlib.AbstractContextManager[None]]
 _HOOK = "on_save_checkpoint"
-_SAVE = "save_checkpoint"
 
 
 class _Place(NamedTuple):
@@ -369,24 +369,24 @@ def _replaced(state: Any, values: Mapping[int, Any]) -> Any:
 # -- what stands for Trainer.save_checkpoint --------------------------------------------------------------------------
 
 
-def attach(trainer: pl.Trainer) -> None:
-    """Have the trainer save by ranges; after the run too."""
-    trainer.__dict__[_SAVE] = partial(_save_by_ranges, trainer)
-
-
+@in_place_of(pl.Trainer, "save_checkpoint")
 def _save_by_ranges(
-    trainer: pl.Trainer, filepath: Any, weights_only: bool | None = None, storage_options: Any = None
+    theirs: Any, trainer: pl.Trainer, filepath: Any, weights_only: bool | None = None, storage_options: Any = None
 ) -> None:
     strategy: Any = trainer.strategy
+    checkpoints = getattr(strategy, "_checkpoints", None)
+    if checkpoints is None:
+        theirs(trainer, filepath, weights_only, storage_options)
+        return
     engine = engine_of(trainer.lightning_module) if trainer.lightning_module is not None else None
     if engine is not None:
         refuse_lonely_save(engine)  # before the first message
-    strategy.wait_for_writes()
-    strategy.range_save = _choose(trainer, filepath) if storage_options is None else None
+    checkpoints.wait_for_writes()
+    checkpoints.range_save = _choose(trainer, filepath) if storage_options is None else None
     try:
-        type(trainer).save_checkpoint(trainer, filepath, weights_only, storage_options)
+        theirs(trainer, filepath, weights_only, storage_options)
     finally:
-        strategy.range_save = None
+        checkpoints.range_save = None
 
 
 def _choose(trainer: pl.Trainer, filepath: Any) -> RangeSave | None:
@@ -397,19 +397,20 @@ def _choose(trainer: pl.Trainer, filepath: Any) -> RangeSave | None:
     folders = strategy.config.checkpoint.name is CheckpointFormat.sharded
     if engine is None or folders or not writes_files(io):
         return None
-    begin = strategy.begin_in_background
+    checkpoints = strategy._checkpoints
+    begin = checkpoints.begin_in_background
     if not is_local(filepath):
         if begin is not None:
             not_behind("rank 0 writes all of a file that is not on a mounted file system")
         return None
     path = Path(get_filesystem(filepath)._strip_protocol(str(filepath)))
     # A callback that rank 0 alone has would see no values, and the ranks would go different ways.
-    found = strategy.gather_objects(_readers(trainer), "saving a checkpoint: who has hooks that see it")
+    found = strategy._gather_objects(_readers(trainer), "saving a checkpoint: who has hooks that see it")
     readers = [name for names in found for name in names]
     if begin is not None and readers:
         not_behind(f"{readers[0]} reads what is saved")
-    noting = strategy.noting_failure
-    strategy.hollow = hollow = Hollow(strategy.hollow)
+    noting = checkpoints.noting_failure
+    checkpoints.hollow = hollow = Hollow(checkpoints.hollow)
     return RangeSave(engine, io, path, with_values=bool(readers), noting=noting, hollow=hollow, begin=begin)
 
 
