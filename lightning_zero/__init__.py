@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from lightning_zero.engine import grad_norm as grad_norm
     from lightning_zero.engine import shard as shard
     from lightning_zero.fabric.strategy import ZeroFabricStrategy as ZeroFabricStrategy
+    from lightning_zero.sequence.attention import attention as attention
     from lightning_zero.sequence.part import SequencePart as SequencePart
     from lightning_zero.sequence.part import mean_over_tokens as mean_over_tokens
     from lightning_zero.sequence.part import sequence_positions as sequence_positions
@@ -39,6 +40,7 @@ _HOMES = {
     "grad_norm": "lightning_zero.engine",
     "clip_grad_norm_": "lightning_zero.engine",
     "shard": "lightning_zero.engine",
+    "attention": "lightning_zero.sequence.attention",
     "SequencePart": "lightning_zero.sequence.part",
     "mean_over_tokens": "lightning_zero.sequence.part",
     "sequence_positions": "lightning_zero.sequence.part",
@@ -52,6 +54,7 @@ __all__ = [
     "ZeroPrecision",
     "ZeroStrategy",
     "__version__",
+    "attention",
     "chunked_loss",
     "clip_grad_norm_",
     "gather",

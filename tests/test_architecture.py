@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.structure import PACKAGE, imports_of, modules, name_of, nodes
+from tests.structure import PACKAGE, imports_of, modules, name_of, nodes, private_names_of_lightning
 
 LAYERS = ["config", "planning", "device", "tiers", "lightning_api", "ranks", "comm", "sequence", "optimizers"]
 LAYERS += ["pretrained", "timeline", "engine", "checkpoint", "trainer", "fabric", "app"]
@@ -86,6 +86,13 @@ def test_layers_below_the_strategy_know_no_lightning() -> None:
     for path in in_layer(*BELOW_LIGHTNING):
         if name_of(path) not in SPEAK_LIGHTNING:
             assert not imports_package(path, "lightning", "pytorch_lightning", "lightning_zero.lightning_api")
+
+
+def test_private_names_of_lightning_are_taken_by_one_file() -> None:
+    for path in modules():
+        imported = [name for name in imports_package(path, "lightning") if name.rpartition(".")[2].startswith("_")]
+        assert not imported
+        assert not private_names_of_lightning(path) or name_of(path) == "lightning_api"
 
 
 def test_planning_knows_no_process_group() -> None:

@@ -221,16 +221,18 @@ class Communicator(SmallMessages):
         that were used so, the next message of one rank would be matched with an older message of another.
 
         Messages that were abandoned are not waited for: on groups that are replaced they may never end. On groups that
-        stay, each is matched with its own and ends late, in the memory that it was issued with (``LATE``).
+        stay, each is matched with its own and ends late, in the memory that it was issued with.
 
         Args:
             what: the purpose, in words.
         """
-        if self._groups is not None and not _alike(self.meet(self.issued, what)):
-            # Given back before the pool is asked: the pool then sees that the counts differ, and leaves these alone.
-            self._groups.user = lambda: None
+        if (before := self._groups) is not None:
+            self.meet(None, what)
+            # Given back before the pool is asked, which gives out no groups on which the counts differ.
+            before.user = lambda: None
             self._groups = GROUP_POOL.take(self._parent, self, self._kind, self.waits)
-            self.connect(self._units)
+            if self._groups is not before:
+                self.connect(self._units)
         self.waits.count_anew()
 
     def close(self) -> None:
@@ -395,10 +397,6 @@ def end_with(works: Sequence[Any], span: recording.Open) -> None:
 
     for work in works:
         work.get_future().add_done_callback(over)
-
-
-def _alike(values: Sequence[Any]) -> bool:
-    return all(value == values[0] for value in values)
 
 
 def _multiplied(total: Callable[[], Tensor], factor: float) -> Callable[[], Tensor]:

@@ -22,32 +22,6 @@ class _Comm(Protocol):
     def wait_work(self, work: Any, label: str) -> None: ...
 
 
-class _Late:
-    """Messages that nobody waits for any more and that are not over, with their memory.
-
-    A backend reads and writes the memory of a message until that is over, whoever has given up waiting for it. A peer
-    that comes late would otherwise write into memory that belongs to somebody else by then. Kept for the process, and
-    not by a communicator, because the messages outlive that too.
-    """
-
-    def __init__(self) -> None:
-        self._kept: list[tuple[list[Any], object]] = []
-
-    def __len__(self) -> int:
-        return len(self._kept)
-
-    def keep(self, works: list[Any], memory: object) -> None:
-        """Keep ``memory`` until ``works`` are over."""
-        self._kept.append((works, memory))
-
-    def forget(self) -> None:
-        """Let go of the memory of messages that are over by now."""
-        self._kept = [kept for kept in self._kept if not all(work.is_completed() for work in kept[0])]
-
-
-LATE = _Late()
-
-
 class Pending:
     """A logical operation in flight. ``wait`` makes its result usable on the current stream."""
 
@@ -86,17 +60,14 @@ class Pending:
         """Wait for the messages until ``deadline`` (monotonic) and drop them, after an exception. Peers may be gone.
 
         Returns:
-            Whether the messages are over. If not, they may still read and write their memory at any time: the tensors
-            are kept until then (:data:`LATE`), and nobody may resize their storages.
+            Whether the messages are over. If not, they may still read and write their memory at any time. The backend
+            holds the tensors until then, and nobody may resize their storages.
         """
         for work in self._works:
             with contextlib.suppress(RuntimeError):
                 # torch counts in milliseconds, and takes zero of them for "no limit": it would wait for ever.
                 work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
-        LATE.forget()
         is_over = all(work.is_completed() for work in self._works)
-        if not is_over:
-            LATE.keep(self._works, (self._finish, self._keep))
         # The caller frees the buffers next. Without this wait compute could reuse them while a stream still writes.
         self._wait_event()
         self._works, self._finish, self._keep = [], None, None

@@ -11,7 +11,7 @@ stream of compute, which reads what it brings.
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,33 +28,11 @@ HEADS = "the exchange of heads around attention"
 TOKENS = "a sum over the tokens of a sequence"
 
 
-class Sharers(Protocol):
-    """The ranks that share a sequence, as those see them who compute with parts of it.
-
-    Attributes:
-        rank, size: this rank's place among them, and how many they are.
-    """
-
-    rank: int
-    size: int
-
-    def exchange(self, rows: Tensor, label: str = HEADS) -> Tensor:
-        """Send row ``r`` of ``rows [size, elements]`` to rank ``r``; row ``r`` of the result came from there."""
-        ...
-
-    def sum_alike(self, values: Tensor, kind: int) -> Tensor:
-        """Sum ``values [elements] float64`` over the ranks, where all of them sum the same ``kind``.
-
-        Raises:
-            ConfigError: they do not; on all ranks. On a device, for which the host does not wait, sums are NaN then.
-        """
-        ...
-
-
 class SequenceGroup:
     """The ranks that share a sequence with this one, with their process groups.
 
     Attributes:
+        rank, size: this rank's place among them, and how many they are.
         counts: messages that were asked for, by kind.
         waits: for other ranks; of the engine, as soon as there is one.
     """
@@ -82,6 +60,7 @@ class SequenceGroup:
         return tuple(sorted(self.counts.items()))
 
     def exchange(self, rows: Tensor, label: str = HEADS) -> Tensor:
+        """Send row ``r`` of ``rows [size, elements]`` to rank ``r``, and receive one of each. Collective."""
         self.counts["all_to_all"] += 1
         recording.moved("sequence", rows.nbytes - rows.nbytes // self.size)
         if self._through_host:
@@ -99,6 +78,11 @@ class SequenceGroup:
         return received
 
     def sum_alike(self, values: Tensor, kind: int) -> Tensor:
+        """Sum ``values [elements] float64`` over the ranks, where all of them sum the same ``kind``. Collective.
+
+        Raises:
+            ConfigError: they do not; on all ranks. On a device, for which the host does not wait, sums are NaN then.
+        """
         marked = self.sum_(torch.cat([values, values.new_full((1,), float(kind))]))
         total, alike = marked[:-1], marked[-1] == kind * self.size
         if values.device.type != "cpu":
@@ -111,7 +95,7 @@ class SequenceGroup:
         return total
 
     def sum_(self, tensor: Tensor) -> Tensor:
-        """Sum a small tensor over the ranks, in place."""
+        """Sum a small tensor over the ranks, in place. Collective."""
         self.counts["all_reduce"] += 1
         if self._through_host:
             return tensor.copy_(self._sum_on_host(tensor.cpu()))
@@ -156,7 +140,7 @@ def open_sequence_group(parent: Any, size: int, device: torch.device, waits: Wai
 
 
 class OnPaper:
-    """Ranks that are not there: for sizes and counts on tensors without values.
+    """Ranks that are not there: for a rank that has whole sequences (``OnPaper(1)``), and on tensors without values.
 
     Attributes:
         sent: bytes that one rank would send.
@@ -169,9 +153,11 @@ class OnPaper:
         self.sent = 0
 
     def exchange(self, rows: Tensor, label: str = HEADS) -> Tensor:
-        nbytes = rows.numel() * rows.element_size()
-        self.sent += nbytes - nbytes // self.size
-        return torch.empty_like(rows)
+        self.sent += rows.nbytes - rows.nbytes // self.size
+        return rows.clone()
 
     def sum_alike(self, values: Tensor, kind: int) -> Tensor:
         return values
+
+
+Sharers = SequenceGroup | OnPaper  # the ranks that share a sequence, as those see them who compute with parts of it

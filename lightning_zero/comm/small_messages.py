@@ -17,7 +17,6 @@ from torch import Tensor
 
 from lightning_zero.comm.agreements import collect_objects, gather_objects, gather_on, open_waits, together
 from lightning_zero.comm.groups import Groups
-from lightning_zero.comm.reduction import LATE
 from lightning_zero.comm.streams import Streams
 from lightning_zero.comm.transports import all_gather_single
 from lightning_zero.device import accelerator_of, recording
@@ -72,11 +71,6 @@ class SmallMessages:
     def queues(self) -> bool:
         """Whether messages are queued on streams of the device, so that the host waits for none."""
         return self.streams.are_there and (self._transport is None or not self._transport.waits_on_host)
-
-    @property
-    def issued(self) -> list[int]:
-        """See :attr:`Groups.all_issued`."""
-        return self._groups.all_issued if self._groups is not None else []
 
     @property
     def place(self) -> str:
@@ -205,8 +199,6 @@ class SmallMessages:
 
     def _note(self, kind: str, label: str, *, issued: str | None = None) -> None:
         if self._groups is not None:
-            if LATE:
-                LATE.forget()
             self._groups.issued[issued or kind] += 1
             self.waits.issued += 1
         for observer in self.observers:

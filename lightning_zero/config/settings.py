@@ -118,8 +118,8 @@ class ZeroConfig:
     def _check_sequence_parallel(self) -> None:
         if self.sequence_parallel > 1 and self.compile.name is not Compile.none:
             raise ConfigError(
-                "zero.sequence_parallel: expected 1 with zero/compile=blocks (attention is found while modules run, "
-                f"which graphs hide), got {self.sequence_parallel}. Choose zero/compile=none, or drop "
+                "zero.sequence_parallel: expected 1 with zero/compile=blocks (attention is another function in a "
+                f"step, which graphs hide), got {self.sequence_parallel}. Choose zero/compile=none, or drop "
                 "zero.sequence_parallel."
             )
         if self.sequence_parallel > 1 and self.micro_batches > 1:

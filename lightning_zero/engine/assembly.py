@@ -35,7 +35,7 @@ from lightning_zero.config import (
     check_rounding,
     check_state_dtype,
 )
-from lightning_zero.engine.passes.access import Access, Fence
+from lightning_zero.engine.passes.access import Access, Fence, Writes
 from lightning_zero.engine.passes.compiled import CompiledModules, check_compiled_blocks, check_compiler, from_settings
 from lightning_zero.engine.passes.gather_order import GatherOrder
 from lightning_zero.engine.passes.grad_changes import GradChanges
@@ -45,19 +45,16 @@ from lightning_zero.engine.passes.gradients import IssuedReductions, Reducer
 from lightning_zero.engine.passes.hooks import ENGINE
 from lightning_zero.engine.passes.passes import Passes
 from lightning_zero.engine.passes.recompute import check_blocks, recompute_blocks
-from lightning_zero.engine.passes.writes import Writes
-from lightning_zero.engine.steps.around import AroundStep
-from lightning_zero.engine.steps.optimizer import ShardedOptimizer
+from lightning_zero.engine.steps.optimizer import AroundStep, ShardedOptimizer
 from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units import capacity, describe
-from lightning_zero.engine.units.after_step import AfterStep
+from lightning_zero.engine.units.after_step import AfterStep, default_threads
 from lightning_zero.engine.units.bucket import Bucket, Place
 from lightning_zero.engine.units.build import BufferSync, build_units
 from lightning_zero.engine.units.describe import agree_on_model, agree_on_sources
 from lightning_zero.engine.units.home import Tiers, opened
 from lightning_zero.engine.units.param import make_plain
 from lightning_zero.engine.units.unit import Unit
-from lightning_zero.engine.units.worker import default_threads
 from lightning_zero.engine.vertical.coupled import check_divided, units_around, whole_batch_units
 from lightning_zero.engine.vertical.units import Vertical
 from lightning_zero.planning.placement import TierRow
@@ -203,7 +200,7 @@ class Assembly:
             keep_bytes=config.keep_gathered_bytes,
             dynamic=config.dynamic,
         )
-        self.reducer = Reducer(self.buckets, self.comm, issued, config.reduce_bucket_bytes, dynamic=config.dynamic)
+        self.reducer = Reducer(self.buckets, self.comm, issued, config.reduce_bucket_bytes)
         self.grad_norms = GradNorms(self.reducer, self.comm)
         self.sentinels = sentinels = Sentinels(self.reducer.grads, self.grad_norms, GradChanges(self.reducer))
         self.after_step = after_step = AfterStep(

@@ -40,12 +40,6 @@ def base_of(optimizer: Optimizer) -> type[Optimizer] | None:
     return next((kind for kind in type(optimizer).__mro__ if kind in ELEMENTWISE), None)
 
 
-def overrides_step(optimizer: Optimizer) -> bool:
-    """Whether it has a step of its own, beside that of the optimizer of torch that it is derived from."""
-    base = base_of(optimizer)
-    return base is not None and without_hooks(type(optimizer).step) is not without_hooks(base.step)
-
-
 def without_hooks(step: Any) -> Any:
     """The step inside of torch's wrapper, which torch puts around the ``step`` of every class that was ever used."""
     return step.__wrapped__ if getattr(step, "hooked", False) else step
@@ -53,7 +47,8 @@ def without_hooks(step: Any) -> Any:
 
 def is_known(optimizer: Optimizer) -> bool:
     """Whether its step is one of torch's element-wise ones, not overridden."""
-    return base_of(optimizer) is not None and not overrides_step(optimizer)
+    base = base_of(optimizer)
+    return base is not None and without_hooks(type(optimizer).step) is without_hooks(base.step)
 
 
 def is_elementwise(name: str, value: Any, tensor: Tensor) -> bool:

@@ -13,7 +13,7 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_zero.config import ConfigError, OptimizerConfig, StateDtype, Whole
-from lightning_zero.optimizers.known import base_of, overrides_step
+from lightning_zero.optimizers.known import base_of, is_known
 from lightning_zero.optimizers.low_bits import STATES
 from lightning_zero.optimizers.trial import calls_its_closure, step_of
 
@@ -33,19 +33,19 @@ def check_optimizer(optimizer: Optimizer, settings: OptimizerConfig, *, stochast
         )
     _refuse_changes_outside(optimizer)
     declared = settings.elementwise
-    _refuse_own_closure(optimizer, settings)
+    _refuse_own_closure(optimizer)
     if is_stepped_whole(optimizer, whole=settings.whole, declared_elementwise=declared):
         _refuse_narrow_whole(optimizer, settings.state_dtype)
         _check_whole(optimizer, stochastic_rounding=stochastic_rounding)
         return True
     _check_slices(optimizer, declared_elementwise=declared, stochastic_rounding=stochastic_rounding)
-    _check_narrow(optimizer, settings.state_dtype, declared_elementwise=declared)
+    _check_narrow(optimizer, settings.state_dtype)
     return False
 
 
 def is_stepped_whole(optimizer: Optimizer, *, whole: Whole, declared_elementwise: bool) -> bool:
     """Whether ``zero.optimizer.whole`` has an optimizer step whole tensors."""
-    unknown = base_of(optimizer) is None and not declared_elementwise
+    unknown = not is_known(optimizer) and not declared_elementwise
     return whole is Whole.true or (whole is Whole.auto and unknown)
 
 
@@ -56,7 +56,7 @@ def _check_slices(optimizer: Optimizer, *, declared_elementwise: bool, stochasti
         ConfigError: the optimizer is not known to be element-wise (to round stochastically, it must be one of torch's).
     """
     kind = type(optimizer)
-    if base_of(optimizer) is None and not declared_elementwise:
+    if not is_known(optimizer) and not declared_elementwise:
         raise ConfigError(
             f"zero.optimizer.whole=false: {kind.__module__}.{kind.__qualname__} is not known to compute each element "
             "from its own value, gradient and state alone, and ranks hold only slices of parameters. If it is "
@@ -65,7 +65,7 @@ def _check_slices(optimizer: Optimizer, *, declared_elementwise: bool, stochasti
         )
     if declared_elementwise:
         _refuse_own_low_bits(optimizer)
-    if stochastic_rounding and (base_of(optimizer) is None or (declared_elementwise and overrides_step(optimizer))):
+    if stochastic_rounding and not is_known(optimizer):
         raise ConfigError(
             f"zero.precision.stochastic_rounding: expected one of torch's element-wise optimizers, got "
             f"{kind.__qualname__}. Use torch.optim.AdamW, or drop zero.precision.stochastic_rounding."
@@ -85,15 +85,14 @@ def _refuse_changes_outside(optimizer: Optimizer) -> None:
         )
 
 
-def _refuse_own_closure(optimizer: Optimizer, settings: OptimizerConfig) -> None:
+def _refuse_own_closure(optimizer: Optimizer) -> None:
     """
     Raises:
-        ConfigError: its step cannot do without a closure. A subclass of torch's that leads it to ``super().step`` can.
+        ConfigError: its step cannot do without a closure.
     """
     parameters = list(inspect.signature(step_of(optimizer)).parameters.values())[1:2]
     needs = any(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
-    leads_on = base_of(optimizer) is not None and not settings.elementwise and settings.whole is not Whole.true
-    if needs and not leads_on:
+    if needs:
         raise calls_its_closure(optimizer)
 
 
@@ -114,7 +113,7 @@ def _refuse_own_low_bits(optimizer: Optimizer) -> None:
         )
 
 
-def _check_narrow(optimizer: Optimizer, state: StateDtype, *, declared_elementwise: bool) -> None:
+def _check_narrow(optimizer: Optimizer, state: StateDtype) -> None:
     """Refuse optimizers whose state cannot rest in fewer bits.
 
     Raises:
@@ -125,7 +124,7 @@ def _check_narrow(optimizer: Optimizer, state: StateDtype, *, declared_elementwi
     kind = type(optimizer)
     name, asked = f"{kind.__module__}.{kind.__qualname__}", f"{_KEY}={state.name}"
     base = base_of(optimizer)
-    if base is None or (declared_elementwise and overrides_step(optimizer)):
+    if base is None or not is_known(optimizer):
         raise ConfigError(
             f"{asked}: expected one of torch's element-wise optimizers with torch's step, got {name}, whose state is "
             f"not known. Use torch.optim.AdamW, or drop {_KEY}."

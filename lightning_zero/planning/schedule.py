@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import NamedTuple
 
 MAX_PLAN = 65536  # entries; a longer history without a period is cut (the rest is agreed step by step)
@@ -25,17 +24,16 @@ class Entry(NamedTuple):
     uses: int = 1
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(NamedTuple):
     """
     Attributes:
         cyclic: the pass may repeat the entries any number of times (generation).
-        places: for each gather of the history, and for its end, how many entries come before it.
+        one_path: all ranks asked for the same units, one after the other, in the pass that was recorded.
     """
 
     entries: tuple[Entry, ...]
     cyclic: bool = False
-    places: tuple[int, ...] = (0,)
+    one_path: bool = False
 
 
 def may_come_ahead(nbytes: int, waiting: Sequence[int], prefetch_bytes: int) -> bool:
@@ -77,7 +75,7 @@ def compile_plan(history: Sequence[int], nbytes: Sequence[int], keep_bytes: int 
         uses[i] += uses[j]  # from the back, so that a chain of closed gaps adds up in its first entry
         uses[j] = 0
     entries = tuple(Entry(unit, n) for unit, n in zip(history, uses, strict=True) if n)
-    return Plan(entries, places=(0, *accumulate(int(n > 0) for n in uses)))
+    return Plan(entries)
 
 
 def _gaps_to_close(history: Sequence[int], nbytes: Sequence[int], budget: int) -> Iterator[tuple[int, int]]:

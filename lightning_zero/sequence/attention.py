@@ -1,48 +1,51 @@
-"""Attention over the whole sequence, of this rank's part of the heads."""
+"""Attention over the whole sequence: each rank computes it for its part of the heads.
+
+::
+
+    a part (4 heads, 2 ranks)      rank 0: heads 0 1 2 3 of positions 0 .. t-1      rank 1: of positions t .. 2t-1
+    inside of attention            rank 0: heads 0 1 of positions 0 .. 2t-1         rank 1: heads 2 3
+"""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_zero.comm.sequence import Sharers
 from lightning_zero.config import ConfigError
-from lightning_zero.sequence.exchange import to_heads, to_positions
-from lightning_zero.sequence.part import SequencePart
+from lightning_zero.sequence.part import SequencePart, current
 
-Attend = Callable[[Tensor, Tensor, Tensor, Any], Tensor]
-_as_it_is = 0  # depth of calls that see whole sequences already
+_torch_attention = F.scaled_dot_product_attention  # torch's own: inside of a step ``attention`` stands in its place
 
 
-@contextlib.contextmanager
-def as_it_is() -> Iterator[None]:
-    """Inside, attention computes with what it is given."""
-    global _as_it_is
-    _as_it_is += 1
-    try:
-        yield
-    finally:
-        _as_it_is -= 1
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Compute ``F.scaled_dot_product_attention``, under ``zero.sequence_parallel`` over the whole sequence. Collective.
 
-
-def is_as_it_is() -> bool:
-    return _as_it_is > 0
-
-
-def attend(part: SequencePart, inner: Attend, query: Tensor, key: Tensor, value: Tensor, mask: Any) -> Tensor:
-    """``inner(query, key, value, mask)`` for all positions and this rank's heads, and its result for this part.
+    Inside of a step it stands in the place of torch's function, so that ``F.scaled_dot_product_attention`` calls it.
 
     Args:
-        inner: takes and gives ``[batch, heads, positions, width]``.
-        query, key, value: of this part. There may be fewer heads of keys and values than of queries.
-        mask: of the whole sequence: ``[..., whole, whole]``, or ``[..., 1, whole]``; other than tensors are handed on.
+        query, key, value: ``[batch, heads, positions, width]``; inside of a step, of this rank's part.
+        attn_mask: of the whole sequence: ``[..., whole, whole]``, or ``[..., 1, whole]``.
 
     Raises:
-        ConfigError: shapes that this cannot work for.
+        ConfigError: inside of a step, shapes that this cannot work for.
     """
+    part = current()
+    if part is None:
+        return _torch_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     _check(part, query, key, value)
     device = query.device.type
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
@@ -52,10 +55,11 @@ def attend(part: SequencePart, inner: Attend, query: Tensor, key: Tensor, value:
     part.rounding = max(part.rounding, torch.finfo(query.dtype).eps)
     heads = query.shape[1]
     key, value = (_enough_heads(tensor, heads, part.size) for tensor in (key, value))
-    query, key, value = to_heads([query, key, value], part.sharers)
-    with as_it_is():
-        result = inner(query, key, value, _of_heads(part, mask, heads, query.shape[2]))
-    return to_positions(result, part.sharers)
+    query, key, value = _exchange([query, key, value], part.sharers, to_heads=True)
+    mask = _of_heads(part, attn_mask, heads, query.shape[2])
+    grouped = query.shape[1] != key.shape[1]
+    result = _torch_attention(query, key, value, mask, dropout_p, is_causal, scale=scale, enable_gqa=grouped)
+    return _exchange([result], part.sharers, to_heads=False)[0]
 
 
 def _check(part: SequencePart, query: Tensor, key: Tensor, value: Tensor) -> None:
@@ -74,32 +78,28 @@ def _check(part: SequencePart, query: Tensor, key: Tensor, value: Tensor) -> Non
             "not supported: set zero.sequence_parallel=1."
         )
     if query.shape[1] % part.size:
-        raise ConfigError(refused_heads(query.shape[1], part.size))
-
-
-def refused_heads(heads: int, size: int, where: str = "in attention") -> str:
-    return (
-        f"zero.sequence_parallel: expected a number that divides the {heads} heads {where}, which are divided among "
-        f"the ranks of a group, got {size}. Change zero.sequence_parallel, or the number of heads."
-    )
+        raise ConfigError(
+            f"zero.sequence_parallel: expected a number that divides the {query.shape[1]} heads in attention, of which "
+            f"each rank of a group has as many, got {part.size}. Change zero.sequence_parallel, or the number of heads."
+        )
 
 
 def _enough_heads(tensor: Tensor, queries: int, size: int) -> Tensor:
-    """Keys or values with so many heads that each rank gets those of its queries: repeated, where they are too few."""
+    """Repeat heads of keys or values that are too few, so that each rank gets those of its queries."""
     heads = tensor.shape[1]
     if heads % size == 0:
         return tensor
     return tensor.repeat_interleave((size if size % heads == 0 else queries) // heads, dim=1)
 
 
-def _of_heads(part: SequencePart, mask: Any, heads: int, whole: int) -> Any:
+def _of_heads(part: SequencePart, mask: Tensor | None, heads: int, whole: int) -> Tensor | None:
     """The mask for this rank's heads.
 
     Raises:
         ConfigError: it is not that of the whole sequence.
     """
-    if not isinstance(mask, Tensor):
-        return mask
+    if mask is None:
+        return None
     if mask.shape[-1] != whole or (mask.dim() > 1 and mask.shape[-2] not in (1, whole)):
         raise ConfigError(
             f"zero.sequence_parallel: expected a mask of the whole sequence in attention ([..., {whole}, {whole}] or "
@@ -109,3 +109,41 @@ def _of_heads(part: SequencePart, mask: Any, heads: int, whole: int) -> Any:
     if mask.dim() >= 3 and mask.shape[-3] == heads:
         return mask.narrow(-3, part.rank * (heads // part.size), heads // part.size)
     return mask
+
+
+# -- the exchange -----------------------------------------------------------------------------------------------------
+
+
+def _exchange(tensors: Sequence[Tensor], sharers: Sharers, *, to_heads: bool) -> list[Tensor]:
+    """Exchange all heads of this part's positions for all positions of this rank's heads, or back. Collective.
+
+    Numbers of heads and widths may differ between ``tensors``; those of one dtype travel together.
+    """
+    if len({tensor.dtype for tensor in tensors}) > 1:
+        return [_exchange([tensor], sharers, to_heads=to_heads)[0] for tensor in tensors]
+    return list(_Exchange.apply(sharers, to_heads, *tensors))  # type: ignore[no-untyped-call]
+
+
+class _Exchange(torch.autograd.Function):
+    """One all-to-all. Its backward is the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, sharers: Sharers, to_heads: bool, *tensors: Tensor) -> Any:
+        ctx.sharers, ctx.to_heads = sharers, to_heads
+        n = sharers.size
+        parts = [torch.stack(tensor.chunk(n, dim=1 if to_heads else 2)) for tensor in tensors]  # by rank
+        received = sharers.exchange(torch.cat([part.reshape(n, -1) for part in parts], dim=1))
+        rows = received.split([part[0].numel() for part in parts], dim=1)
+        return tuple(_together(r.reshape(p.shape), to_heads) for r, p in zip(rows, parts, strict=True))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return None, None, *_Exchange.apply(ctx.sharers, not ctx.to_heads, *grads)  # type: ignore[no-untyped-call]
+
+
+def _together(parts: Tensor, to_heads: bool) -> Tensor:
+    """Join what came from each rank, ``[n, batch, heads, positions, width]``, along positions or heads."""
+    n, batch, heads, length, width = parts.shape
+    if to_heads:
+        return parts.permute(1, 2, 0, 3, 4).reshape(batch, heads, n * length, width)
+    return parts.permute(1, 0, 2, 3, 4).reshape(batch, n * heads, length, width)

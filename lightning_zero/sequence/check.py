@@ -24,8 +24,9 @@ _MATMULS = {"highest": 0.0, "high": 2.0**-10, "medium": 2.0**-7}  # what torch r
 _LOOK_FOR = (
     "sums, means, norms or shifts along the positions (lightning_zero.mean_over_tokens is a mean over all of them; "
     "shift labels in the data, or in split_sequence); positions that begin at 0 in each part "
-    "(lightning_zero.sequence_positions, batch['position_ids']); attention other than F.scaled_dot_product_attention "
-    "and that of transformers (nn.MultiheadAttention takes need_weights=False); a loss that is no mean over tokens"
+    "(lightning_zero.sequence_positions, batch['position_ids']); attention other than F.scaled_dot_product_attention, "
+    "called by this name, or lightning_zero.attention (nn.MultiheadAttention takes need_weights=False, transformers "
+    "attn_implementation='sdpa'); a loss that is no mean over tokens"
 )
 
 

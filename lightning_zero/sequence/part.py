@@ -11,8 +11,7 @@ from torch import Tensor
 from lightning_zero.comm.sequence import Sharers
 from lightning_zero.config import ConfigError
 
-TOKENS, PARTS, LABELS = 1, 2, 3  # what a mean is over: kinds of messages
-_MARK = "lightning_zero.sequence"  # in the metadata of a node of autograd: what loss has made it
+TOKENS, PARTS, REFUSED = 1, 2, 3  # what a mean is over: kinds of messages
 
 
 class Window(NamedTuple):
@@ -40,8 +39,6 @@ class SequencePart:
         sharers: the ranks that have the other parts.
         window: of the sequences only this; ``None``: all of them.
         length: positions of one part; ``None``: nothing was cut yet.
-        own_count: tokens of this part that count in the loss: a 0-d tensor; ``None``: all parts have as many.
-        whole_positions: ``[batch, positions]`` of the whole sequence, where the batch had them.
         rounding: of the coarsest dtype that attention was computed in.
     """
 
@@ -49,10 +46,7 @@ class SequencePart:
         self.sharers, self.window = sharers, window
         self.rank, self.size = sharers.rank, sharers.size
         self.length: int | None = None
-        self.own_count: Tensor | None = None
-        self.whole_positions: Tensor | None = None
         self.rounding = 0.0
-        self._marked = False
         self._means: list[weakref.ref[Tensor]] = []  # over all parts
 
     @property
@@ -97,10 +91,6 @@ class SequencePart:
                 tensor = tensor.narrow(dim, *self.window.cut(tensor.shape[dim]))
         return tensor
 
-    def count(self, counts: Tensor) -> None:
-        """Say which tokens count in the loss: ``counts [batch, positions] bool``, of the whole sequence."""
-        self.own_count = self.of(counts).sum()
-
     def positions(self, length: int, device: Any = None) -> Tensor:
         """``[length] int64``: where the tokens of this part are in the whole sequence."""
         if self.length not in (None, length):
@@ -136,40 +126,32 @@ class SequencePart:
             self._means.append(weakref.ref(mean))
         return mean
 
-    def mark(self, made: Tensor, what: str | None) -> None:
-        """Remember that ``made``, a loss of this part, is no mean (``what``, in the words of its call); with ``None``:
-        that it is a mean over as many values in each part."""
-        if made.grad_fn is not None:
-            _metadata(made.grad_fn)[_MARK] = what
-            self._marked = True
-
     def loss(self, loss: Tensor) -> Tensor:
-        """The loss of the whole sequences, of ``loss`` that a step has made of this part.
+        """The loss of the whole sequences, of ``loss`` that a step has made of this part. Collective.
+
+        A term beside a mean over the tokens of all parts is taken for a mean over as many values in each part.
 
         Raises:
-            ConfigError: it is made of a sum, or of losses of each token, in a way that nothing tells of.
+            ConfigError: there is no mean over the tokens of all parts in it; on all ranks.
         """
         if any(made() is loss for made in self._means):
             return loss
-        found = _made_of(loss) if self._means or self._marked else set()
-        if unreduced := sorted(filter(None, found)):
+        known = _has_mean(loss)
+        value = loss.reshape(()).to(torch.float64)
+        ones = torch.ones_like(value, requires_grad=False)
+        found = self.mean_of(value, ones, loss.dtype, PARTS if known else REFUSED)
+        if not known:
             raise ConfigError(
-                "zero.sequence_parallel: expected a loss that is a mean over tokens, got one that is made of "
-                f"{unreduced[0]} in a part of the sequence. Use reduction='mean', which is the mean over all parts, "
-                "or lightning_zero.mean_over_tokens(values, where) of the losses of each token."
+                "zero.sequence_parallel: expected a loss that is a mean over the tokens of all parts, got one that is "
+                "made of this rank's part alone. Call F.cross_entropy or F.nll_loss by these names, with "
+                "reduction='mean'; or make a mean of the losses of each token: lightning_zero.mean_over_tokens(values, "
+                "where)."
             )
-        value, dtype = loss.reshape(()).to(torch.float64), loss.dtype
-        if found or self.own_count is None:
-            # Equal shares: where the loss is a mean over all parts and something beside it, the mean stays what it is.
-            return self.mean_of(value, torch.ones_like(value, requires_grad=False), dtype, PARTS)
-        count = self.own_count.to(loss.device)
-        # A part without tokens has a mean of NaN and gradients of 0. It counts nothing.
-        return self.mean_of(torch.where(count > 0, value * count, 0.0), count, dtype, LABELS)
+        return found
 
 
-def _made_of(loss: Tensor) -> set[str | None]:
-    """The marks of what ``loss`` is computed from; of a mean over all parts ``None``, and not of what is in it."""
-    found: set[str | None] = set()
+def _has_mean(loss: Tensor) -> bool:
+    """Whether a mean over the tokens of all parts is among what ``loss`` is computed from."""
     seen, nodes = set(), [loss.grad_fn]
     while nodes:
         node = nodes.pop()
@@ -177,17 +159,11 @@ def _made_of(loss: Tensor) -> set[str | None]:
             continue
         seen.add(node)
         if node.name() == f"{_SumOfParts.__name__}Backward":
-            found.add(None)
+            if not node.is_feature:  # type: ignore[attr-defined]  # a feature is no loss: parts may compute anything with it
+                return True
             continue
-        if _MARK in _metadata(node):
-            found.add(_metadata(node)[_MARK])
         nodes += [following for following, _ in node.next_functions]
-    return found
-
-
-def _metadata(node: Any) -> dict[str, Any]:
-    found: dict[str, Any] = node.metadata  # torch says that it is a method
-    return found
+    return False
 
 
 class _SumOfParts(torch.autograd.Function):

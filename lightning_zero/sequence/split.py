@@ -15,11 +15,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-import sys
 from collections.abc import Mapping
-from enum import Enum
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -28,10 +25,8 @@ from lightning_zero.config import ConfigError
 from lightning_zero.sequence.part import SequencePart
 
 HOOK = "split_sequence"
-IGNORED = -100  # a label that counts nothing, by torch's default
 _INPUTS = ("input_ids", "inputs_embeds")
 _WHOLE = ("attention_mask",)
-_BY_PADDING = "create_position_ids_from_input_ids"  # what models of transformers call that have positions of their own
 _PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "seq_idx")
 
 
@@ -50,7 +45,6 @@ def split_batch(module: nn.Module, batch: Any, part: SequencePart) -> Any:
     if isinstance(batch, (list, tuple)) and len(batch) > 1 and all(isinstance(item, Tensor) for item in batch):
         inputs, *others = batch
         if _is_tokens(inputs) and all(item.shape[:2] == inputs.shape for item in others):
-            _count(part, batch[1])
             parts = [part.of(item) for item in batch]
             return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
     raise ConfigError(
@@ -66,82 +60,51 @@ def _is_tokens(tensor: Tensor) -> bool:
     return tensor.dim() == 2 and not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool)
 
 
-def _count(part: SequencePart, labels: Tensor) -> None:
-    if _is_tokens(labels):
-        part.count(labels != IGNORED)
-
-
 def _split_mapping(module: nn.Module, batch: Mapping[str, Any], part: SequencePart) -> Any:
     inputs = next(batch[key] for key in _INPUTS if key in batch and batch[key] is not None)
     length = inputs.shape[1]
-    packed = [key for key in _PACKED if batch.get(key) is not None]
-    if packed:
-        raise ConfigError(
-            f"zero.sequence_parallel: expected one text in each row of a batch, got {packed[0]}, which packs several. "
-            "Pad texts in the place of packing them, or set zero.sequence_parallel=1."
-        )
     changed: Any = copy.copy(batch)
+    positions, mask = batch.get("position_ids"), batch.get("attention_mask")
+    _check_positions(batch, positions, mask)
     for key, value in batch.items():
         if not isinstance(value, Tensor):
             continue
         if key in _WHOLE:
             changed[key] = part.keep(value, *(d for d in (-2, -1)[value.dim() == 2 :] if value.shape[d] == length))
         elif key == "position_ids":
-            part.whole_positions = part.keep(value, -1) if value.dim() == 2 else None
             changed[key] = part.of(value, dim=-1)
         elif value.dim() >= 2 and value.shape[1] == length:
             changed[key] = part.of(value)
-    if isinstance(labels := batch.get("labels"), Tensor) and labels.shape[:2] == inputs.shape[:2]:
-        _count(part, labels)
-    if batch.get("position_ids") is None and (counted := _positions_count(module)) is not None:
-        changed["position_ids"] = part.of(_whole_positions(counted, inputs, batch.get("attention_mask")))
+    if positions is None and part.size > 1 and _takes_positions(module):
+        changed["position_ids"] = part.of(torch.arange(length, device=inputs.device).expand(len(inputs), -1))
     return changed
 
 
-def _whole_positions(counted: Counted, inputs: Tensor, mask: Any) -> Tensor:
-    if counted is Counted.mask and isinstance(mask, Tensor) and mask.dim() == 2:
-        return (mask.cumsum(1) * mask - 1).long()
-    return torch.arange(inputs.shape[1], device=inputs.device).expand(len(inputs), -1)
-
-
-class Counted(Enum):
-    """What positions are counted by that a model of transformers makes up."""
-
-    all = "all tokens, from 0 on"
-    mask = "those of the attention mask"
-
-
-_counted: WeakKeyDictionary[nn.Module, Counted | None] = WeakKeyDictionary()  # of modules that were looked at
-
-
-def _positions_count(module: nn.Module) -> Counted | None:
-    """How a model of transformers in ``module`` counts positions that it is not given; ``None``: it takes none.
-
-    Raises:
-        ConfigError: by what only it knows.
+def _check_positions(batch: Mapping[str, Any], positions: Any, mask: Any) -> None:
     """
-    if module not in _counted:
-        _counted[module] = _look_at(module)
-    return _counted[module]
+    Raises:
+        ConfigError: several texts in a row, or padding before a text without positions.
+    """
+    packed = [key for key in _PACKED if batch.get(key) is not None]
+    if isinstance(positions, Tensor) and positions.dim() == 2 and mask is None and (positions.diff(dim=1) != 1).any():
+        packed.append("position_ids that begin anew inside of a row")
+    if packed:
+        raise ConfigError(
+            f"zero.sequence_parallel: expected one text in each row of a batch, got {packed[0]} (packed texts). Pad "
+            "texts in the place of packing them, or set zero.sequence_parallel=1."
+        )
+    if positions is None and isinstance(mask, Tensor) and mask.dim() == 2 and (mask[:, 1:] > mask[:, :-1]).any():
+        raise ConfigError(
+            "zero.sequence_parallel: expected position_ids in a batch whose attention_mask lets padding come before a "
+            "text (models count it or not), got none. Add them in the collate function, as the model counts them, or "
+            "pad behind the texts."
+        )
 
 
-def _look_at(module: nn.Module) -> Counted | None:
-    modules = list(module.modules())
-    models = [m for m in modules if hasattr(m, "config") and hasattr(m, "loss_function")]
-    takers = [m for m in models if "position_ids" in inspect.signature(type(m).forward).parameters]
-    if not takers:
-        return None
-    by_mask = False
-    for inner in modules:
-        if hasattr(inner, _BY_PADDING) or hasattr(sys.modules[type(inner).__module__], _BY_PADDING):
-            raise ConfigError(
-                f"zero.sequence_parallel: expected position_ids in the batch for {type(takers[0]).__name__}, which "
-                "counts positions by its padding, got none. Add them in the collate function: mask.cumsum(1) * mask + "
-                "padding_idx, with mask = (input_ids != padding_idx).long()."
-            )
-        if isinstance(inner, nn.Embedding):
-            by_mask = by_mask or "attention_mask" in inspect.signature(type(inner).forward).parameters
-    return Counted.mask if by_mask else Counted.all
+def _takes_positions(module: nn.Module) -> bool:
+    """Whether a model of transformers in ``module`` takes positions, which it would begin at 0 in each part."""
+    models = (m for m in module.modules() if hasattr(m, "config") and hasattr(m, "loss_function"))
+    return any("position_ids" in inspect.signature(type(model).forward).parameters for model in models)
 
 
 def _describe(batch: Any) -> str:

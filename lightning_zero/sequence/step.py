@@ -13,26 +13,31 @@ from torch import Tensor, nn
 
 from lightning_zero.comm.sequence import SequenceGroup, Sharers
 from lightning_zero.config import ConfigError
+from lightning_zero.sequence import losses
+from lightning_zero.sequence.attention import attention
 from lightning_zero.sequence.check import leaves
 from lightning_zero.sequence.hugging_face import of_whole_sequences
 from lightning_zero.sequence.part import SequencePart, Window, current, set_current
 from lightning_zero.sequence.split import split_batch
-from lightning_zero.sequence.watch import Watch, backwards_again, whole_attention
 
-_ATTENTION = "scaled_dot_product_attention"
+# What ``torch.nn.functional`` has by these names while a step runs: torch's own layers and losses call it there too.
+_FUNCTIONS = {name: losses.over_all_parts(getattr(F, name)) for name in losses.NAMES if hasattr(F, name)}
+_FUNCTIONS["scaled_dot_product_attention"] = attention
 
 
 @contextlib.contextmanager
-def computing(part: SequencePart, *, again: bool = False) -> Iterator[None]:
+def computing(part: SequencePart) -> Iterator[None]:
     """Inside, modules compute with ``part``."""
-    before, attention = set_current(part), getattr(F, _ATTENTION)
-    # By its name too: torch's own functions call it where no mode sees it (in nn.MultiheadAttention).
-    setattr(F, _ATTENTION, whole_attention)
+    before, functions = set_current(part), {name: getattr(F, name) for name in _FUNCTIONS}
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)  # torch's layers hide attention in kernels, in evaluation
+    vars(F).update(_FUNCTIONS)
     try:
-        with of_whole_sequences(), backwards_again(), Watch(again=again):
+        with of_whole_sequences():
             yield
     finally:
-        setattr(F, _ATTENTION, attention)
+        vars(F).update(functions)
+        torch.backends.mha.set_fastpath_enabled(fast)
         set_current(before)
 
 
@@ -47,30 +52,20 @@ class SequenceSteps:
         self._module, self._sharers = module, sharers
         self._part: SequencePart | None = None  # of the last training step, whose backward may compute blocks again
 
-    def training_step(self, step: Callable[..., Any], batch: Any, *more: Any) -> Any:
-        """``step`` on this rank's part. A loss that it returns is the mean over the tokens of all parts.
+    def train(self, part: SequencePart | None, step: Callable[..., Any], own: Any, *more: Any) -> Any:
+        """Run ``step`` on what :meth:`cut` gave. A loss that it returns is the mean over the tokens of all parts.
 
         Raises:
-            ConfigError: the batch cannot be cut, or attention cannot be given the whole sequence.
+            ConfigError: attention cannot be given the whole sequence, or the loss is no such mean.
         """
-        part, own = self.cut(batch)
-        return self.train(part, step, own, *more)
-
-    def train(self, part: SequencePart | None, step: Callable[..., Any], own: Any, *more: Any) -> Any:
-        """As :meth:`training_step`, of a batch that is cut; ``None``: it is whole."""
         self._part = part
         if part is None:
             return step(own, *more)
         with computing(part):
             return self._averaged(part, step(own, *more))
 
-    def evaluation_step(self, step: Callable[..., Any], batch: Any, *more: Any) -> Any:
-        """``step`` on this rank's part; what it returns is as it is."""
-        part, own = self.cut(batch)
-        return self.evaluate(part, step, own, *more)
-
     def evaluate(self, part: SequencePart | None, step: Callable[..., Any], own: Any, *more: Any) -> Any:
-        """As :meth:`evaluation_step`, of a batch that is cut; ``None``: it is whole."""
+        """Run ``step`` on what :meth:`cut` gave; what it returns is as it is."""
         with computing(part) if part is not None else contextlib.nullcontext():
             return step(own, *more)
 
@@ -80,7 +75,7 @@ class SequenceSteps:
         if self._part is None or current() is not None:
             yield
         else:
-            with computing(self._part, again=True):
+            with computing(self._part):
                 yield
 
     def manual_loss(self, loss: Tensor) -> Tensor:

@@ -14,15 +14,12 @@ from lightning_zero.checkpoint.rng import Generators
 from lightning_zero.comm.sequence import SequenceGroup, open_sequence_group
 from lightning_zero.config import ConfigError
 from lightning_zero.device import accelerator_of
-from lightning_zero.engine import Engine, chunked_loss
+from lightning_zero.engine import Engine
 from lightning_zero.planning.topology import check_sequence_parallel
-from lightning_zero.sequence import losses
 from lightning_zero.sequence.step import SequenceSteps, check_alike
 from lightning_zero.trainer.sequence_check import SequenceCheck
 
 LARGEST_SEED = 2**62
-
-losses.make_known(chunked_loss)
 
 
 class LongSequences:
@@ -53,8 +50,8 @@ class LongSequences:
         if size > 1:
             if engine.is_compiled:
                 raise ConfigError(
-                    "zero.sequence_parallel: expected a module that torch.compile has not made (attention is found "
-                    f"while modules run, which graphs hide), got a compiled one with zero.sequence_parallel={size}. "
+                    "zero.sequence_parallel: expected a module that torch.compile has not made (attention is another "
+                    f"function in a step, which graphs hide), got a compiled one with zero.sequence_parallel={size}. "
                     "Drop torch.compile, or zero.sequence_parallel."
                 )
             found._device = engine.comm.device
@@ -82,12 +79,16 @@ class LongSequences:
         if self._steps is None:
             return step(*args, **kwargs)
         with self._random_numbers_of_a_part():
-            return self._steps.training_step(step, *args, *kwargs.values())
+            batch, *more = (*args, *kwargs.values())
+            part, own = self._steps.cut(batch)
+            return self._steps.train(part, step, own, *more)
 
     def evaluation_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._steps is None:
             return step(*args, **kwargs)
-        return self._steps.evaluation_step(step, *args, *kwargs.values())
+        batch, *more = (*args, *kwargs.values())
+        part, own = self._steps.cut(batch)
+        return self._steps.evaluate(part, step, own, *more)
 
     @contextlib.contextmanager
     def backward(self) -> Iterator[None]:

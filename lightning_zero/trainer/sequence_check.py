@@ -15,7 +15,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_zero.checkpoint.rng import Generators
-from lightning_zero.comm.sequence import SequenceGroup
+from lightning_zero.comm.sequence import OnPaper, SequenceGroup
 from lightning_zero.config import ConfigError
 from lightning_zero.device import recording
 from lightning_zero.engine import Engine
@@ -36,18 +36,6 @@ from lightning_zero.sequence.step import SequenceSteps
 _TRIES = (0.0, 0.5, 1.0)  # where in the sequences; there may be no labels at their beginning
 _LOSS_SCALE = 1024.0  # of fp16, where it is not smaller by now: what a run begins with may overflow
 _SEED = 1
-
-
-class Alone:
-    """A rank that has whole sequences."""
-
-    rank, size = 0, 1
-
-    def exchange(self, rows: Tensor, label: str = "") -> Tensor:
-        return rows
-
-    def sum_alike(self, values: Tensor, kind: int) -> Tensor:
-        return values
 
 
 class SequenceCheck:
@@ -79,7 +67,7 @@ class SequenceCheck:
         self._steps.cut(args[0])  # what cannot be cut is refused here
         for number, at in enumerate(_TRIES):
             window = Window(self._group.size, at)
-            whole = self._try(name, step, args, window, number, Alone())
+            whole = self._try(name, step, args, window, number, OnPaper(1))
             parts = self._try(name, step, args, window, number, self._group)
             if name != "training_step" or not self._any(not whole.says_something):
                 what = "the check of zero.sequence_parallel"

@@ -39,7 +39,6 @@ from lightning_zero.lightning_api import (
 )
 from lightning_zero.planning.whole import copy_nbytes
 from lightning_zero.ranks.progress import LongWork
-from lightning_zero.sequence.model import check_model
 from lightning_zero.trainer import compiled, processes
 from lightning_zero.trainer.bars import has_bar
 from lightning_zero.trainer.callbacks import averaging, finetuning, pruning, stochastic_averaging
@@ -296,7 +295,6 @@ class ZeroStrategy(Processes, pl.strategies.ParallelStrategy):
         Raises:
             ConfigError: what the settings ask for does not fit here.
         """
-        check_model(model, self.config.sequence_parallel)
         if self.config.after_fit is AfterFit.whole and self._speaks_for_all and engine_of(model) is None:
             units = describe_units(model, for_layout(self.config), self.precision_plugin.row)
             check_room_here(copy_nbytes(nbytes for shape in bucket_shapes(units) for nbytes in shape.built_nbytes))
@@ -344,7 +342,6 @@ class ZeroStrategy(Processes, pl.strategies.ParallelStrategy):
             engine.hide_whole(keep=not fitting)  # a step changes all values
         if self.lightning_module is not None:
             auto_row.decide(self, trainer, self.lightning_module, fitting=fitting)
-        check_model(self.model, self.config.sequence_parallel)
         self._has_values = engine_of(self.model) is not None  # of a run before, whatever its settings
         if fitting and trainer.accumulate_grad_batches > 1:
             check_accumulation(with_precision(self.config, self.precision_plugin.row))

@@ -26,7 +26,7 @@ HOWS = {
 }
 
 ARRIVED = Wait("engine/units/grad_store.py: _wait", "event", main=False)
-LANDED = Wait("engine/units/landing.py: Landing._land", "event", main=False)
+LANDED = Wait("engine/units/grad_store.py: Landing._land", "event", main=False)
 TO_WRITE = Wait("engine/units/home.py: HostHome.open", "event", main=False)
 SENT = Wait("tiers/pinned.py: Sender.send", "event", main=False)
 READ_INTO = Wait("tiers/pinned.py: ReadAhead.take", "event")

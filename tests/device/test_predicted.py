@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from lightning_zero.comm.streams import Streams
-from lightning_zero.engine.units.after_step import AfterStep
-from lightning_zero.engine.units.worker import StepJob
+from lightning_zero.engine.units.after_step import AfterStep, StepJob
 from tests.device.timed import HIDING_TOKENS, HOWS, Predicted, predict
 
 LEAST = 0.9  # of the bound that is reached

@@ -15,9 +15,8 @@ from lightning_zero.comm.reduction import Pending
 from lightning_zero.comm.streams import Streams
 from lightning_zero.comm.transports import Members, PlainTransport, Sent, _reduce_scatter_single, all_gather_single
 from lightning_zero.engine.units.bucket import Bucket
-from lightning_zero.engine.units.grad_store import Arrived, Claimed, _wait
+from lightning_zero.engine.units.grad_store import Arrived, Claimed, Landing, _wait
 from lightning_zero.engine.units.home import copy_cast
-from lightning_zero.engine.units.landing import Landing
 from lightning_zero.engine.units.unit import Unit
 from lightning_zero.tiers.pinned import ReadAhead, Sender
 from tests.device.simulate import Case, Found, Step, loss_of
@@ -284,7 +283,7 @@ WITHOUT: dict[str, tuple[str, Any, Case, Any]] = {
         None,
     ),
     "a second gradient is added when it is there": (
-        "lightning_zero.engine.units.landing.Landing._land",
+        "lightning_zero.engine.units.grad_store.Landing._land",
         land_at_once,
         Case(3, "optimizer_cpu", steps=(Step(2),) * 2),
         None,
@@ -328,7 +327,7 @@ WITHOUT: dict[str, tuple[str, Any, Case, Any]] = {
         None,
     ),
     "a gather waits for the step of its bucket": (
-        "lightning_zero.engine.units.awaited_step.AwaitedStep.wait",
+        "lightning_zero.engine.units.bucket.AwaitedStep.wait",
         do_not_wait,
         Case(3, "cpu", worker="eager"),
         None,

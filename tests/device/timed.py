@@ -225,7 +225,7 @@ def _smaller(scale: float) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for module, name in (
             ("engine.units.home", "CAST_CHUNK"),
-            ("engine.units.landing", "PAIR_NBYTES"),
+            ("engine.units.grad_store", "PAIR_NBYTES"),
             ("tiers.pinned", "PAIR_NBYTES"),
             ("optimizers.chunks", "MAX_CHUNK"),
         ):

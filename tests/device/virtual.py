@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import lightning_zero.device
 from lightning_zero.device.accelerator import Accelerator
-from lightning_zero.engine.units.worker import StepWorker
+from lightning_zero.engine.units.after_step import StepWorker
 from lightning_zero.tiers.nvme import NvmeTier
 from tests.device.machine import Copy, Machine, is_on_device, nbytes_of, place, zeros_for
 

@@ -324,6 +324,28 @@ class Forgetful(torch.optim.AdamW):
         return loss
 
 
+class WarmsUp(torch.optim.AdamW):
+    """Does something of its own around the step of torch."""
+
+    steps = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.steps += 1
+        for group in self.param_groups:
+            group["lr"] = 0.01 * min(1.0, self.steps / 3)
+        return super().step(closure)
+
+
+class Rewritten(torch.optim.SGD):
+    """A subclass of a known optimizer with arithmetic of its own."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(p.grad.sign(), alpha=group["lr"])
+
+
 class NormOverLarge(_Toy):
     """Couples tensors by a norm over those that are matrices with sides of more than 64."""
 

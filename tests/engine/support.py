@@ -239,12 +239,22 @@ class Twin:
 class Sharded:
     """The engine behind the interface of :class:`Twin`. Use it as a context: it gives the plain module back."""
 
-    def __init__(self, module: nn.Module, *, optimizer: MakeOptimizer = adamw, plain: bool = False, **config: Any):
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        optimizer: MakeOptimizer = adamw,
+        optimizer_settings: dict[str, Any] | None = None,
+        plain: bool = False,
+        **config: Any,
+    ):
         """
         Args:
+            optimizer_settings: of the group ``optimizer``.
             plain: call ``loss.backward()`` and let the engine notice, instead of telling it.
         """
         self.module = module
+        config |= {} if optimizer_settings is None else {"optimizer": optimizer_settings}
         self.engine = lightning_zero.shard(module, device=DEVICE, **{"summary": False, **config})
         self.optimizer = optimizer(module.parameters())
         self.engine.add_optimizer(self.optimizer)

@@ -26,7 +26,7 @@ import lightning_zero
 from lightning_zero.config import ConfigError
 from lightning_zero.engine import Engine
 from lightning_zero.engine.passes.gather_order import GatherOrder
-from lightning_zero.engine.units.worker import StepJob, StepWorker
+from lightning_zero.engine.units.after_step import StepJob, StepWorker
 from lightning_zero.tiers.nvme import NvmeTier
 from tests.engine.support import (
     MakeOptimizer,
@@ -605,21 +605,7 @@ def test_an_optimizer_of_ones_own_steps_whole(row: str, stage: int, tmp_path: Pa
         return list(losses)
 
     settings: dict[str, Any] = {"optimizer": Counting, "optimizer_settings": {"elementwise": True}}
-    compare_own(row, stage, tmp_path, body, **settings)
-
-
-def compare_own(row: str, stage: int, folder: Path, body: Body, *, optimizer: Any, optimizer_settings: Any) -> None:
-    found = []
-    for place in (offload(row, folder), {"offload": "none"}):
-        torch.manual_seed(3)
-        module = Model()
-        engine = lightning_zero.shard(module, stage=stage, device="cpu", optimizer=optimizer_settings, **place)
-        side = object.__new__(Sharded)
-        side.module, side.engine, side.optimizer, side._plain = module, engine, optimizer(module.parameters()), False
-        engine.add_optimizer(side.optimizer)
-        with side:
-            found.append(body(side) + whole(side))
-    assert_equal(*found)
+    compare(row, stage, tmp_path, body, **settings)
 
 
 @on_ranks(1, 2)

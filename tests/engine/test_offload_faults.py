@@ -24,10 +24,10 @@ import lightning_zero
 from lightning_zero.comm.streams import Streams
 from lightning_zero.device.accelerator import Accelerator
 from lightning_zero.engine import Engine
-from lightning_zero.engine.units.awaited_step import AwaitedStep
+from lightning_zero.engine.units.after_step import StepJob, StepWorker
+from lightning_zero.engine.units.bucket import AwaitedStep
 from lightning_zero.engine.units.home import FileHome, Home, Tiers, make_home, opened
 from lightning_zero.engine.units.param_store import FileShard
-from lightning_zero.engine.units.worker import StepJob, StepWorker
 from lightning_zero.planning.placement import Tier
 from lightning_zero.ranks import watchdog
 from lightning_zero.tiers.aio import DiskError, Syscalls

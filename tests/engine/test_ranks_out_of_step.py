@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import lightning_zero
-from lightning_zero.engine.units.worker import StepJob, StepWorker
+from lightning_zero.engine.units.after_step import StepJob, StepWorker
 from lightning_zero.ranks.waits import StallError
 from tests.engine.support import Model, Sharded, Side, Twin, assert_same, check, floats, language_work, sgd, tokens
 from tests.engine.test_offload import offload

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lightning_zero.config import ConfigError, Offload
 from lightning_zero.engine.passes import passes
-from lightning_zero.engine.units.worker import StepWorker
+from lightning_zero.engine.units.after_step import StepWorker
 from lightning_zero.engine.whole.restage import Move
 from lightning_zero.planning.fit import allowed_rows
 from lightning_zero.planning.memory import Moment, planned_bytes

@@ -40,11 +40,13 @@ from tests.engine.optimizers import (
     Prepared,
     RareClip,
     Remembering,
+    Rewritten,
     Shampoo,
     Shared,
     Shrinking,
     SignDescent,
     Slow,
+    WarmsUp,
     adafactor,
     muon_and_adam,
 )
@@ -284,9 +286,7 @@ def side_by_side(
     torch.default_generator.manual_seed(3)
     module = build()
     twin = WholeTwin(module, optimizer=make)
-    settings = {"reduce_bucket_bytes": SMALL_WINDOWS, "optimizer_settings": {}} | settings
-    own = settings.pop("optimizer_settings")
-    with sharded_with(module, make, own, **settings) as sharded:
+    with Sharded(module, optimizer=make, **{"reduce_bucket_bytes": SMALL_WINDOWS, **settings}) as sharded:
         for step in range(steps):
             for side in (sharded, twin):
                 work(side, step)
@@ -295,17 +295,6 @@ def side_by_side(
                 side.module.zero_grad()
                 between(side, step)
             assert_same(sharded, twin, what=f"step {step}: ")
-
-
-class sharded_with(Sharded):
-    """With settings of the group ``optimizer``."""
-
-    def __init__(self, module: nn.Module, make: Any, own: dict[str, Any], **config: Any) -> None:
-        self.module = module
-        self.engine = lightning_zero.shard(module, device="cpu", summary=False, optimizer=own, **config)
-        self.optimizer = make(module.parameters())
-        self.engine.add_optimizer(self.optimizer)
-        self._plain = False
 
 
 def language(side: Any, step: int) -> None:
@@ -429,14 +418,18 @@ def test_schedules_new_groups_and_what_is_thawed() -> None:
 
 @on_ranks(2)
 @pytest.mark.parametrize(
-    ("kind", "stage"), [(torch.optim.AdamW, 0), (torch.optim.AdamW, 2), (Shrinking, 1), (Shrinking, 3), (Forgetful, 3)]
+    ("kind", "stage", "settings"),
+    [(torch.optim.AdamW, 0, {"whole": True}), (torch.optim.AdamW, 2, {"whole": True}), (WarmsUp, 3, {"whole": True})]
+    + [(kind, stage, {}) for kind in (Shrinking, Forgetful, Rewritten, WarmsUp) for stage in (0, 1, 3)],
 )
-def test_all_optimizers_step_whole_tensors_if_asked(kind: Any, stage: int) -> None:
+def test_what_is_asked_to_and_classes_of_torch_s_with_a_step_of_their_own_step_whole_tensors(
+    kind: Any, stage: int, settings: dict[str, Any]
+) -> None:
     def make(params: Any) -> Optimizer:
         made: Optimizer = kind(params, lr=0.01, weight_decay=0.1, fused=True)
         return made
 
-    side_by_side(make, language, stage=stage, optimizer_settings={"whole": True})
+    side_by_side(make, language, stage=stage, optimizer_settings=settings)
 
 
 @on_ranks(3)
@@ -651,13 +644,6 @@ class NeedsClosure(SignDescent):
         return super().step(closure)
 
 
-class LeadsOn(torch.optim.SGD):
-    """Its closure is the engine's to call."""
-
-    def step(self, closure: Any) -> Any:  # type: ignore[override]
-        return super().step(closure)
-
-
 @on_ranks(2)
 def test_steps_that_call_their_closure_are_refused_at_every_stage() -> None:
     declared: list[dict[str, Any]] = [{}, {"whole": True}, {"whole": False}, {"elementwise": True}]
@@ -671,13 +657,6 @@ def test_steps_that_call_their_closure_are_refused_at_every_stage() -> None:
             with pytest.raises(ConfigError, match=match):
                 engine.add_optimizer(make(module.parameters()))
         engine.release()
-    for settings in ({"whole": True}, {"elementwise": True}):
-        with pytest.raises(ConfigError, match="LeadsOn, whose step"):
-            sharded_with(Model(), LeadsOn, settings, stage=2)
-    with Sharded(Model(), stage=2, optimizer=LeadsOn) as side:
-        calls: list[int] = []
-        side.optimizer.step(lambda: calls.append(1) or 0.0)  # type: ignore[func-returns-value]
-        assert calls == [1]
 
 
 class Sending(SignDescent):
@@ -734,7 +713,7 @@ def test_what_cannot_be_stepped_apart_is_refused() -> None:
         with pytest.raises(ConfigError, match=match):
             Sharded(Model(), stage=0, optimizer=make)
     with pytest.raises(ConfigError, match=r"has train\(\) and eval\(\)"):
-        sharded_with(Model(), ScheduleFree, {"elementwise": True})
+        Sharded(Model(), optimizer=ScheduleFree, optimizer_settings={"elementwise": True})
 
 
 def large() -> nn.Module:

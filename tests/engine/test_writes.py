@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 import lightning_zero
-from lightning_zero.engine.passes.writes import CHUNK, checksum
+from lightning_zero.engine.passes.access import CHUNK, checksum
 from tests.engine.support import (
     VOCABULARY,
     Block,

@@ -16,9 +16,8 @@ from torch.utils.data import DataLoader
 import lightning_zero
 from lightning_zero.comm.sequence import OnPaper
 from lightning_zero.config import ConfigError
-from lightning_zero.sequence import losses
 from lightning_zero.sequence.part import SequencePart
-from lightning_zero.sequence.step import _fingerprint
+from lightning_zero.sequence.step import _fingerprint, computing
 from tests.harness import on_ranks
 from tests.trainer.test_long_sequences import LR, VOCABULARY, Own, Texts, assert_parity, fit, one_process
 from tests.trainer.toys import seeded, some_of
@@ -65,6 +64,8 @@ class Loss(Own):
             self.accuracy = lightning_zero.mean_over_tokens(right, labels != -100)
             return F.cross_entropy(flat, labels.flatten())
         if self.form == "values":
+            return lightning_zero.mean_over_tokens(F.mse_loss(logits, torch.zeros_like(logits), reduction="none"))
+        if self.form == "mse":
             return F.mse_loss(logits, torch.zeros_like(logits))
         nats = F.cross_entropy(flat, labels.flatten(), reduction="none" if self.form == "each" else "sum")
         return nats.sum()
@@ -87,13 +88,13 @@ def test_each_token_counts_once(form: str, tmp_path: Path) -> None:
 
 @on_ranks(2)
 def test_losses_that_are_no_means_are_refused(tmp_path: Path) -> None:
-    for form, words in (("sum", "reduction='sum'"), ("each", "reduction='none'")):
-        with pytest.raises(ConfigError, match=words):
+    for form in ("sum", "each", "mse"):
+        with pytest.raises(ConfigError, match="mean over the tokens of all parts"):
             fit(seeded(lambda f=form: Loss(f)), Texts("pair", 1), tmp_path, 2, 1)
 
 
 class Beside(Own):
-    """A loss by hand, or one that is no mean, beside a mean with gradients that is only logged."""
+    """A loss by hand beside a mean that is only logged; or one that looks so, beside a mean that it counts."""
 
     def __init__(self, form: str) -> None:
         super().__init__()
@@ -103,17 +104,20 @@ class Beside(Own):
         tokens, labels = batch
         flat = self(tokens).flatten(0, 1)
         self.logged = F.cross_entropy(flat, labels.flatten()) + F.mse_loss(flat, flat.detach() + 1)
-        if self.form == "sum":
-            return F.cross_entropy(flat, labels.flatten(), reduction="sum")
+        if self.form == "feature":
+            flat = flat + lightning_zero.mean_over_tokens(self(tokens), dim=1).mean()
         nats = -flat.log_softmax(-1).gather(-1, labels.clamp(min=0).view(-1, 1))[:, 0]
+        if self.form == "mean":
+            return lightning_zero.mean_over_tokens(nats, labels.flatten() != -100)
         return nats[labels.flatten() != -100].mean()
 
 
 @on_ranks(2)
 def test_another_loss_of_the_step_changes_nothing(tmp_path: Path) -> None:
-    assert_parity(lambda: Beside("by hand"), loss_of_step, "pair", tmp_path, 2, 1, ignored=True)
-    with pytest.raises(ConfigError, match="reduction='sum'"):
-        fit(seeded(lambda: Beside("sum")), Texts("pair", 1), tmp_path, 2, 1)
+    assert_parity(lambda: Beside("mean"), loss_of_step, "pair", tmp_path, 2, 1, ignored=True)
+    for form in ("by hand", "feature"):  # also where the first batch has as many labels in each part
+        with pytest.raises(ConfigError, match="mean over the tokens of all parts"):
+            fit(seeded(lambda f=form: Beside(f)), Texts("pair", 1), tmp_path, 2, 1)
 
 
 class Leaves(Own):
@@ -134,12 +138,12 @@ def test_losses_that_some_ranks_leave_out_are_refused(tmp_path: Path) -> None:
 
 
 class TwoSteps(Own):
-    """Two optimizer steps for each batch, by hand; and losses by torch's function, or by hand too."""
+    """Two optimizer steps for each batch, by hand; and losses by torch's function, or by the helper."""
 
-    def __init__(self, by_hand: bool) -> None:
+    def __init__(self, by_helper: bool) -> None:
         super().__init__()
         self.automatic_optimization = False
-        self.by_hand = by_hand
+        self.by_helper = by_helper
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         tokens, labels = batch
@@ -149,14 +153,14 @@ class TwoSteps(Own):
             self.manual_backward(loss)
             optimizer.step()
             optimizer.zero_grad()
-            labels = labels if self.by_hand else torch.where(tokens > 5, labels, -100)
+            labels = labels if self.by_helper else torch.where(tokens > 5, labels, -100)
         return {"loss": loss}
 
     def loss(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        if not self.by_hand:
+        if not self.by_helper:
             return loss_of(self, tokens, labels)
         nats = -self(tokens).log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
-        return nats[labels != -100].mean()
+        return lightning_zero.mean_over_tokens(nats, labels != -100)
 
 
 def loss_of(module: Own, tokens: Tensor, labels: Tensor) -> Tensor:
@@ -166,17 +170,17 @@ def loss_of(module: Own, tokens: Tensor, labels: Tensor) -> Tensor:
 @on_ranks(2)
 def test_each_loss_of_manual_optimization_counts_its_tokens(tmp_path: Path) -> None:
     data = Texts("pair", 1, ignored=True)
-    for by_hand in (False, True):
-        expected, losses = seeded(lambda b=by_hand: TwoSteps(b)), []
+    for by_helper in (False, True):
+        expected, losses = seeded(lambda b=by_helper: TwoSteps(b)), []
         optimizer = torch.optim.SGD(expected.parameters(), lr=LR)
         for tokens, labels in DataLoader(data, batch_size=2):
-            for wanted in (labels, labels if by_hand else torch.where(tokens > 5, labels, -100)):
+            for wanted in (labels, labels if by_helper else torch.where(tokens > 5, labels, -100)):
                 loss = expected.loss(tokens, wanted)
                 loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
             losses.append(loss.item())
-        found = seeded(lambda b=by_hand: TwoSteps(b))
+        found = seeded(lambda b=by_helper: TwoSteps(b))
         assert fit(found, data, tmp_path, 2, 3).losses == pytest.approx(losses, rel=1e-5)
         with lightning_zero.gather(found):
             for name, value in expected.state_dict().items():
@@ -212,13 +216,11 @@ def test_losses_in_half_precision_keep_what_torch_computes() -> None:
     """Sums over many tokens are beyond its largest number."""
     logits = torch.zeros(3000, 3, dtype=torch.half).index_fill_(1, torch.tensor(0), 20.5).requires_grad_()
     args = logits, torch.ones(3000, dtype=torch.int64)
-    part = SequencePart(OnPaper(2))
-    found = losses.compute(part, F.cross_entropy, args, {})
-    assert torch.equal(found, F.cross_entropy(*args)) and found.dtype is torch.half
+    part, expected = SequencePart(OnPaper(2)), F.cross_entropy(*args)
+    with computing(part):
+        found = F.cross_entropy(*args)
+    assert torch.equal(found, expected) and found.dtype is torch.half
     assert part.loss(found) is found and part.loss(found + 0) == found
-    by_hand = SequencePart(OnPaper(2))
-    by_hand.own_count = torch.tensor(5000)
-    assert by_hand.loss(found + 0) == found
     values = torch.full((2, 5000), 20.5, dtype=torch.half)
     assert lightning_zero.mean_over_tokens(values, values > 0) == 20.5
 

@@ -34,9 +34,9 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "GPT2LMHeadModel": ("GPT2Config", {**GPT2, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}),
     "MistralForCausalLM": ("MistralConfig", {**COMMON, "num_key_value_heads": 2, "sliding_window": 3}),
     "Qwen3ForCausalLM": ("Qwen3Config", {**COMMON, "num_key_value_heads": 2, "head_dim": 8}),
-    "Gemma2ForCausalLM": (
-        "Gemma2Config",
-        {**COMMON, "num_key_value_heads": 2, "head_dim": 4, "sliding_window": 4, "attn_implementation": "eager"},
+    "Gemma3ForCausalLM": (
+        "Gemma3TextConfig",
+        {**COMMON, "num_key_value_heads": 2, "head_dim": 4, "sliding_window": 4},
     ),
     "OPTForCausalLM": (
         "OPTConfig",
@@ -66,28 +66,30 @@ class Model(Llama):
 
 
 class OnTheLeft(Texts):
-    """Padding comes first, which some models do not count as positions; and the batch has positions, if asked."""
+    """Padding comes first, which some models do not count as positions; the batch has those that count from there."""
 
-    def __init__(self, *arguments: Any, given: bool = False) -> None:
+    def __init__(self, *arguments: Any, first: int | None = None) -> None:
         super().__init__(*arguments)
-        self.given = given
+        self.first = first
 
     def __getitem__(self, index: int) -> Any:
         found = {name: value.flip(0) for name, value in super().__getitem__(index).items()}
         mask = found["attention_mask"]
-        return {**found, "position_ids": mask.cumsum(0) * mask + 1} if self.given else found
+        return found if self.first is None else {**found, "position_ids": mask.cumsum(0) * mask - 1 + self.first}
 
 
 @on_ranks(2)
 def test_positions_are_those_that_a_model_would_make_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """OPT counts what its mask lets through. What RoBERTa counts only RoBERTa knows: it is refused, or given."""
+    """Some count padding and others do not: they are given, or the batch is refused. RoBERTa begins at 2."""
+    with pytest.raises(ConfigError, match=r"Look in training_step.*batch\['position_ids'\]"):
+        assert_parity(lambda: Model("RobertaForMaskedLM"), loss_of_llama, "padded", tmp_path, 2)
     with monkeypatch.context() as patch:
         patch.setattr(long_sequences, "Texts", OnTheLeft)
-        assert_parity(lambda: Model("OPTForCausalLM"), loss_of_llama, "padded", tmp_path, 2)
-        with pytest.raises(ConfigError, match="position_ids in the batch for RobertaForMaskedLM"):
-            assert_parity(lambda: Model("RobertaForMaskedLM"), loss_of_llama, "padded", tmp_path, 2)
-        patch.setattr(long_sequences, "Texts", partial(OnTheLeft, given=True))
-        assert_parity(lambda: Model("RobertaForMaskedLM"), loss_of_llama, "padded", tmp_path, 2)
+        with pytest.raises(ConfigError, match="expected position_ids in a batch"):
+            assert_parity(lambda: Model("OPTForCausalLM"), loss_of_llama, "padded", tmp_path, 2)
+        for kind, first in (("OPTForCausalLM", 0), ("RobertaForMaskedLM", 2)):
+            patch.setattr(long_sequences, "Texts", partial(OnTheLeft, first=first))
+            assert_parity(lambda k=kind: Model(k), loss_of_llama, "padded", tmp_path, 2)
 
 
 @on_ranks(2)

@@ -14,8 +14,8 @@
     gradient_sentinels  what stands in ``param.grad``
     grad_norms          norms of gradients; total_norm: as torch's clipping asks for that of many
     grad_changes        what may be done to gradients in place
-    access              reads by users' code, outside of a unit's call: they gather the unit
-    writes              what is written to a parameter gets into its master, equally on all ranks
+    access              reads by users' code, outside of a unit's call: they gather the unit; and writes, which get
+                        into masters, equally on all ranks
     recompute           activation checkpointing by unit
     compiled            torch.compile, of what units compute
     output_dtypes       modules that give back the dtype that they were given

@@ -24,7 +24,6 @@ from lightning_zero.planning.schedule import Cursor, Plan, compile_plan, may_com
 
 DONE = -1
 CALLED = -2
-FORGIVEN = 1  # passes in a row that may leave the plan before it is recorded anew
 
 
 class GatherOrder:
@@ -51,30 +50,31 @@ class GatherOrder:
         self.keep_bytes = keep_bytes
         self.dynamic = dynamic
         self.plans: dict[str, Plan] = {}
-        self._reductions: dict[str, list[int]] = {}  # see IssuedReductions.learned
-        self._strays: dict[str, int] = {}
         self._key = ""
         self._cyclic = False
         self._cursor: Cursor | None = None
         self._agreeing = False
         self._history: list[int] = []
+        self._one_path = True  # all ranks have asked for the same units so far
         self._idle: deque[Unit] = deque()  # gathered ahead or for others, not used yet
         self._guess: Cursor | None = None  # dynamic: the last pass, as a hint of what comes next
         self.ahead = self.missed = 0
         self.holds_next = False  # the next gather was not issued ahead, because its unit awaits a step
 
     def plans_changed(self) -> None:
-        """Other units are dropped after use from here on: what was learned of passes does not hold any more."""
-        self.plans, self._reductions, self._strays = {}, {}, {}
+        """Forget the plans, because other units are dropped after use from here on."""
+        self.plans = {}
 
     def begin(self, key: str, *, cyclic: bool) -> None:
         """A pass starts. Passes of one ``key`` are expected to take the same path."""
         self._key, self._cyclic = key, cyclic
         plan = self.plans.get(key)
-        self._issued.pass_begins(self._reductions.get(key, ()))
+        follows = plan is not None and not self.dynamic
+        self._issued.pass_begins(one_path=plan is not None and follows and plan.one_path)
+        self._one_path = True
         anything = any(unit.reshards for unit in self.units)  # else nothing is ever gathered along the path
-        self._agreeing = (plan is None or self.dynamic) and anything
-        self._cursor = None if plan is None or self.dynamic else Cursor(plan)
+        self._agreeing = not follows and anything
+        self._cursor = Cursor(plan) if plan is not None and follows else None
         self._guess = Cursor(plan) if plan is not None and self.dynamic else None
         self._history = []
         self._idle.clear()
@@ -95,8 +95,6 @@ class GatherOrder:
             self._idle.remove(unit)
         # Before the wait: the next gathers are under way while this one is waited for and used.
         self._look_ahead()
-        if self._cursor is not None and not self._agreeing:
-            self._issued.gathered(self._cursor.position)
         unit.unshard_wait()
 
     def used(self, unit: Unit) -> bool:
@@ -116,7 +114,6 @@ class GatherOrder:
             for index in self._cursor.rest():
                 self._issue(index, ahead=True)
                 self._drop_idle()
-            self._strays[self._key] = 0
 
     def call_ends(self) -> None:
         """Under ``dynamic``: answer the ranks that are still in their call. Messages of the user's may follow, and they
@@ -133,14 +130,15 @@ class GatherOrder:
     # -- agreeing -------------------------------------------------------------------------------------------------
 
     def _agree_on(self, unit: Unit) -> None:
-        self._agreeing = True
+        self._agreeing, self._issued.one_path = True, False
         self.comm.place = f"needs unit {unit.title} next ({self._key}), which the recorded order does not have here"
         self._serve(self._exchange(unit.index), own=unit)
 
     def _exchange(self, want: int) -> list[int]:
         """Tell all ranks what this one wants next. Returns what each rank wants, in rank order."""
         wants, issued = self.comm.exchange(want, self._issued.here)
-        self._issued.told(len(self._history), issued)
+        self._issued.everywhere = min(issued)
+        self._one_path &= len(set(wants)) == 1
         return wants
 
     def _serve(self, wants: Sequence[int], own: Unit | None = None) -> None:
@@ -161,17 +159,13 @@ class GatherOrder:
         return [] if following is None or following in wanted else [following]
 
     def _learn(self) -> None:
-        strays = self._strays.get(self._key, 0)
-        if self._key not in self.plans or self.dynamic:
-            nbytes = [unit.gathered_nbytes for unit in self.units]
-            keep = 0 if self.dynamic else self.keep_bytes
-            self.plans[self._key] = plan = compile_plan(self._history, nbytes, keep, cyclic=self._cyclic)
-            self._reductions[self._key] = self._issued.learned(plan.places)
-            self._strays[self._key] = 0
-        elif strays >= FORGIVEN:
+        if self._key in self.plans and not self.dynamic:
             del self.plans[self._key]  # the next pass is recorded as a whole: this one knows only what it gathered
-        else:
-            self._strays[self._key] = strays + 1
+            return
+        nbytes = [unit.gathered_nbytes for unit in self.units]
+        keep = 0 if self.dynamic else self.keep_bytes
+        plan = compile_plan(self._history, nbytes, keep, cyclic=self._cyclic)
+        self.plans[self._key] = plan._replace(one_path=self._one_path)
 
     # -- issuing --------------------------------------------------------------------------------------------------
 

@@ -9,9 +9,8 @@
 A bucket that got no gradient on this rank is reduced with zeros in its place of the order: other ranks may have some.
 
 A rank that waits for a reduction may hold up the gathers that another rank needs before it can issue that reduction.
-So it waits only for reductions that all ranks have issued, or will issue without further gathers of this rank
-(:class:`IssuedReductions`). While ranks agree on gathers, they tell each other how many reductions they have issued.
-When a later pass of the same kind follows the plan, each rank is taken to have issued as many after as many gathers.
+So it waits only for reductions that all ranks have issued, which they tell each other as they agree on gathers; or
+where all ranks are on one path, so that every rank issues a reduction after the same gathers.
 """
 
 from __future__ import annotations
@@ -38,51 +37,16 @@ class IssuedReductions:
     Attributes:
         here: reductions that this rank has issued in this pass.
         everywhere: reductions that all ranks have issued in this pass, as they told: the first so many of their order.
-        expected: reductions that all ranks will issue without further gathers of this one, if they do as in the pass
-            that was learned from.
+        one_path: all ranks follow a plan that was made where all were on one path.
     """
 
     def __init__(self) -> None:
-        self.here = self.everywhere = self.expected = 0
-        self._met: list[tuple[int, int]] = []  # gathers issued, reductions issued by all, at each agreement
-        self._known: Sequence[int] = ()
+        self.pass_begins(one_path=False)
 
-    def pass_begins(self, known: Sequence[int] = ()) -> None:
-        """Begin to count anew.
-
-        Args:
-            known: from :meth:`learned`, where this kind of pass has a plan.
-        """
-        self.here = self.everywhere = self.expected = 0
-        self._met, self._known = [], known
-
-    def told(self, gathers: int, counts: Sequence[int]) -> None:
-        """Note that all ranks have issued the same ``gathers`` by now, and these ``counts`` of reductions."""
-        self.everywhere = min(counts)
-        self._met.append((gathers, self.everywhere))
-
-    def gathered(self, gathers: int) -> None:
-        """Take the number of gathers of the plan that this rank has issued."""
-        if gathers < len(self._known):
-            self.expected = self._known[gathers]
-
-    def disappointed(self) -> None:
-        """Some rank does not do as before: nothing is expected any more in this pass."""
-        self._known, self.expected = (), 0
-
-    def learned(self, places: Sequence[int]) -> list[int]:
-        """For each number of gathers of the plan, the reductions that all ranks had issued by then in this pass.
-
-        Args:
-            places: for each gather of the pass, and for its end, how many gathers of the plan come before it.
-        """
-        known = [0] * (places[-1] + 1)
-        for gathers, reductions in self._met:
-            if gathers < len(places):  # a plan has an end, and what comes after it is agreed again
-                known[places[gathers]] = max(known[places[gathers]], reductions)
-        for place in range(1, len(known)):
-            known[place] = max(known[place], known[place - 1])
-        return known
+    def pass_begins(self, *, one_path: bool) -> None:
+        """Begin to count anew."""
+        self.here = self.everywhere = 0
+        self.one_path = one_path
 
 
 PATIENCE_S = 2.0  # for a reduction that is in the way of the next
@@ -103,17 +67,13 @@ class Reducer:
         comm: Communicator,
         issued: IssuedReductions,
         max_in_flight_nbytes: int,
-        *,
-        dynamic: bool = False,
     ) -> None:
         """
         Args:
             max_in_flight_nbytes: bound on buffers of reductions that are not over yet, as far as waiting is safe.
-            dynamic: ranks may take different paths in every pass.
         """
         self.comm = comm
         self._issued = issued
-        self.dynamic = dynamic
         buckets = list(buckets)
         nbytes = max((b.layout.numel * b.dtypes.reduce.itemsize for b in buckets), default=0)
         self.spare = SpareBuffers(min(KEPT_BUFFERS * nbytes, KEPT_BUFFERS_NBYTES))
@@ -338,18 +298,18 @@ class Reducer:
         oldest = self._issued.here - len(self._in_flight)
         if oldest < self._issued.everywhere or not self._gathers_in_backward:
             return True
-        return oldest < self._issued.expected and self._comes(pending)
+        return self._issued.one_path and self._comes(pending)
 
     def _comes(self, pending: Reduction) -> bool:
         """Give a reduction some time. Returns whether it has arrived; at once true on a device, whose stream waits.
 
-        A rank that leaves the path of the passes before may need this one after all. Then this rank goes on, and holds
-        more memory than the bound allows.
+        Another rank may not use a parameter that it has used before, and issue the reduction at its end. Then this rank
+        goes on, and holds more memory than the bound allows; from the next backward on the bucket comes last.
         """
         deadline = time.monotonic() + PATIENCE_S
         while not self.comm.queues and not pending.done():
             if time.monotonic() > deadline:
-                self._issued.disappointed()
+                self._issued.one_path = False
                 return False
             time.sleep(_POLL_S)
         return True

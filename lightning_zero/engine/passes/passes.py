@@ -23,6 +23,7 @@ from torch import Tensor
 
 from lightning_zero.comm.communicator import ABANDON_S, Communicator
 from lightning_zero.config import Precision
+from lightning_zero.engine.passes.access import Writes
 from lightning_zero.engine.passes.errors import explain_weights
 from lightning_zero.engine.passes.gather_order import GatherOrder
 from lightning_zero.engine.passes.gradient_sentinels import Sentinels
@@ -30,7 +31,6 @@ from lightning_zero.engine.passes.gradients import Reducer
 from lightning_zero.engine.passes.hooks import Hooks
 from lightning_zero.engine.passes.open_pass import LEGAL, GraphTask, OpenPass, Phase, Progress, Scope, Stays
 from lightning_zero.engine.passes.saved_weights import SavedWeights
-from lightning_zero.engine.passes.writes import Writes
 from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units.after_step import AfterStep
 from lightning_zero.engine.units.bucket import Bucket
@@ -242,6 +242,7 @@ class Passes:
         self.progress.pass_ends()
         for unit in self.units:
             unit.pass_ends(deadline)
+        self.saved.plans_changed()  # buffers may have other memory
         # Set and not entered: an exception comes in any phase, between two passes too.
         self.phase, self._open = Phase.BETWEEN, OpenPass(None)
         self.stays.pass_ends()

@@ -54,8 +54,6 @@ class SavedWeights:
         self._needed = needed
         self._units = units
         self.plans_changed()
-        for unit in units:
-            unit.has_other_memory = self.plans_changed
 
     def plans_changed(self) -> None:
         """Find the memory of units that are dropped after use."""

@@ -21,9 +21,8 @@ from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.profiling import profiled
 from lightning_zero.config import ConfigError
 from lightning_zero.device import recording
-from lightning_zero.engine.steps.around import AroundStep
 from lightning_zero.engine.steps.interception import Stepping
-from lightning_zero.engine.steps.optimizer import ShardedOptimizer
+from lightning_zero.engine.steps.optimizer import AroundStep, ShardedOptimizer
 from lightning_zero.engine.steps.owned import Owned, WholeEntry, WholeTensor
 from lightning_zero.engine.steps.runs import ParamStates, Runs
 from lightning_zero.engine.steps.windows import Window, traveller_of
@@ -90,7 +89,7 @@ class WholeOptimizer(ShardedOptimizer):
         self._windows: list[list[WholeTensor]] = []
         self._arranged: list[tuple[int, int, int]] = []
         self._routes: dict[object, Route] = {}
-        self._stepping = Stepping(optimizer, self.step, intercept=False)
+        self._stepping = Stepping(optimizer, self.step)
         self._take_over_state()
 
     def release(self) -> None:

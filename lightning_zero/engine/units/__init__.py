@@ -9,12 +9,10 @@
     capacity     which tiers a unit rests on, and whether it fits
     unit         a group of parameters that is gathered at once, and its states
     bucket       the parameters of one unit with equal dtypes and equal requires_grad, split by size: one flat buffer
-    flat_buffer  memory that comes and goes under views of it
-    node_shard   what a rank keeps of gathered values for its node, from the forward to the backward
+    flat_buffer  memory that comes and goes under views of it; what a rank keeps of it for its node
     param        what is known of one parameter, and the classes that say what touching it means
     home         where a bucket's masters and optimizer state rest; kept: what they were, for a later reader
     param_store  where its compute parameters are between uses
-    grad_store   where its reduced gradient is; landing: how it comes to the host
-    worker       a thread that steps what rests off the device; awaited_step: a step that was asked for
-    after_step   offloaded steps, and the gathers that follow a step: the next forward waits for them
+    grad_store   where its reduced gradient is, and how it comes to the host
+    after_step   offloaded steps and their thread, and the gathers that follow a step: the next forward waits for them
 """

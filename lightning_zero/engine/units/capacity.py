@@ -22,8 +22,8 @@ from lightning_zero.comm.share import Share, own_path, ranks_on_disk
 from lightning_zero.config import ConfigError, Hierarchy, Offload, OffloadConfig, ZeroConfig
 from lightning_zero.device import accelerator_of
 from lightning_zero.engine.units.describe import UnitGroup, bucket_shapes, sizes_of
+from lightning_zero.engine.units.grad_store import Landing
 from lightning_zero.engine.units.home import Tiers
-from lightning_zero.engine.units.landing import Landing
 from lightning_zero.planning import memory
 from lightning_zero.planning.buckets import BucketPlan, Role, place
 from lightning_zero.planning.memory import Moment

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -28,13 +28,15 @@ from lightning_zero.comm.streams import Streams
 from lightning_zero.config import ConfigError
 from lightning_zero.device import recording
 from lightning_zero.engine.units.kept import Kept, KeptInFiles, KeptInMemory, Sliced
-from lightning_zero.engine.units.landing import Landing
 from lightning_zero.planning.placement import Tier
 from lightning_zero.tiers.extents import Extent, Wanted
 from lightning_zero.tiers.host import HostTier
 from lightning_zero.tiers.nvme import NvmeTier
 from lightning_zero.tiers.pinned import ReadAhead, Sender
 from lightning_zero.tiers.write_behind import WriteBehind
+
+if TYPE_CHECKING:  # which knows the tiers
+    from lightning_zero.engine.units.grad_store import Landing
 
 CAST_CHUNK = 1 << 22  # elements: few enough to need little memory, and enough to keep a link busy
 _CHANGES = itertools.count()  # see :attr:`Home.changes`
@@ -80,7 +82,7 @@ class Tiers:
             self.nvme.budget = nvme
 
 
-class Home(Protocol):
+class Home:
     """The place of a bucket's master_param and optimizer state.
 
     Attributes:
@@ -88,40 +90,37 @@ class Home(Protocol):
         changes: another number whenever the master may have got other values; of all homes of the process.
     """
 
-    master: Tensor
-    changes: int
+    def __init__(self, master: Tensor) -> None:
+        self.master = master
+        self.changes = next(_CHANGES)
 
     def begin_open(self) -> None:
         """Start bringing the tensors into memory."""
-        ...
 
     def open(self, *, to_write: bool = False) -> None:
         """Have the tensors in memory, until the matching ``close``; ``to_write``: and nobody reads them any more."""
-        ...
+        raise NotImplementedError
 
     def copy_to(self, target: Tensor) -> None:
         """Copy the master, which is readable, into ``target`` [owned numel] of any dtype on the device."""
-        ...
+        copy_cast(self.master, target)
 
     def read_until(self, event: Any) -> None:
         """A stream reads the master until ``event`` (None: it does not): it is not written to before."""
-        ...
 
     def lend(self, writing: Future[Any]) -> None:
         """The disk reads the master, which is readable, until ``writing`` is done: it is not written to before."""
-        ...
+        raise NotImplementedError
 
     def close(self, *, changed: bool) -> None:
         """End one ``open``; the last end starts to bring the tensors to rest. ``changed``: they were written to."""
-        ...
 
     def settle(self) -> None:
         """Wait until the tensors of a closed home are at rest."""
-        ...
 
     def keep(self, parts: Sequence[Sliced], streams: Streams) -> Kept:
         """Keep the values of ``parts``, slices of the home's tensors, as they are now. The home is closed."""
-        ...
+        raise NotImplementedError
 
     def adopt(self, owner: object, states: Sequence[Tensor]) -> None:
         """Take ``states`` as the state tensors of ``owner``, an optimizer's runs; the home is open.
@@ -129,11 +128,9 @@ class Home(Protocol):
         They rest beside the master from now on, and replace those that ``owner`` had here. Several optimizers may step
         one master.
         """
-        ...
 
     def free(self) -> None:
         """Give the home's place back; the master is not readable any more."""
-        ...
 
 
 @contextlib.contextmanager
@@ -147,7 +144,7 @@ def opened(home: Home, *, changed: bool = False) -> Iterator[Tensor]:
         home.settle()
 
 
-class ResidentHome:
+class ResidentHome(Home):
     """Always readable, in device memory; state that an optimizer makes lies beside its parameter."""
 
     def __init__(self, master: Tensor, *, is_exposed: bool = False) -> None:
@@ -155,14 +152,11 @@ class ResidentHome:
         Args:
             is_exposed: users' code may change the master itself, without ``open``.
         """
-        self.master = master
-        self.changes = next(_CHANGES)
+        super().__init__(master)
         self._is_exposed = is_exposed
         self._kept: KeptInMemory | None = None
         self._spare: list[Tensor] | None = []  # for copies of what is kept
         self._lent: Future[Any] | None = None
-
-    def begin_open(self) -> None: ...
 
     def open(self, *, to_write: bool = False) -> None:
         if to_write:
@@ -182,21 +176,8 @@ class ResidentHome:
             self._kept.secure()
             self._kept = None
 
-    def copy_to(self, target: Tensor) -> None:
-        copy_cast(self.master, target)
-
-    def read_until(self, event: Any) -> None: ...
-
     def lend(self, writing: Future[Any]) -> None:
         self._lent = writing
-
-    def close(self, *, changed: bool) -> None: ...
-
-    def settle(self) -> None: ...
-
-    def adopt(self, owner: object, states: Sequence[Tensor]) -> None: ...
-
-    def free(self) -> None: ...
 
 
 class HostHome(ResidentHome):
@@ -280,14 +261,13 @@ def _by_one_thread(method: _Method) -> _Method:
     return cast(_Method, locked)
 
 
-class FileHome:
+class FileHome(Home):
     """In files: tensors have memory from ``begin_open`` until the ``settle`` after ``close``."""
 
     def __init__(self, tier: NvmeTier, label: str, master: Tensor, sender: Sender | None = None) -> None:
         self._tier, self._sender = tier, sender
         self._label = label
-        self.master = master
-        self.changes = next(_CHANGES)
+        super().__init__(master)
         self._states: dict[int, list[Tensor]] = {}  # of each owner
         self._tensors: list[Tensor] = []
         self._extents: list[Any] = []
@@ -318,13 +298,10 @@ class FileHome:
             self._enter(Phase.READING)
 
     def copy_to(self, target: Tensor) -> None:
-        if self._sender is None:
-            copy_cast(self.master, target)
+        if self._sender is None:  # memory that is not pinned has been read when its copy is queued
+            super().copy_to(target)
         else:
             self._sender.send(self.master, target)
-
-    def read_until(self, event: Any) -> None:
-        """Not needed: memory that is not pinned has been read when its copy is queued."""
 
     @_by_one_thread
     def lend(self, writing: Future[Any]) -> None:

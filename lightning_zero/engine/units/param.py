@@ -319,7 +319,7 @@ def values_changed(infos: Iterable[ParamInfo]) -> None:
     """Raise the versions of parameters that have got other values by another way than an operation on them.
 
     As after an operation in place, torch then refuses a backward that has saved the values of before. The versions that
-    are noted in ``infos`` rise too, so that :class:`~lightning_zero.engine.passes.writes.Writes` sees no write.
+    are noted in ``infos`` rise too, so that :class:`~lightning_zero.engine.passes.access.Writes` sees no write.
     """
     infos = list(infos)
     increment_version([info.param for info in infos])

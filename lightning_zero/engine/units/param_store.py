@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
@@ -29,17 +29,25 @@ from lightning_zero.tiers.pinned import ReadAhead
 from lightning_zero.tiers.write_behind import WriteBehind
 
 
-class ParamStore(Protocol):
-    """The compute parameters of the range that a rank owns. Tensors are [owned numel] in compute_dtype."""
+class ParamStore:
+    """The compute parameters of the range that a rank owns. Tensors are [owned numel] in compute_dtype.
+
+    Attributes:
+        memory: what holds the parameters beside the full buffer and the home; None where there is none.
+    """
+
+    memory: Tensor | None = None
 
     def stage_ahead(self) -> None:
         """Start reading from files, because the parameters will be asked for soon."""
 
     def prepare(self, own: Tensor) -> None:
         """Fill ``own``, this rank's slice of the full buffer, which a gather is about to send."""
+        self.read(own)
 
     def read(self, target: Tensor) -> None:
         """Copy the parameters, as they follow from the masters, into ``target``."""
+        raise NotImplementedError
 
     def update(self, master: Tensor) -> None:
         """Follow the masters, which have changed; ``master`` is readable."""
@@ -50,37 +58,22 @@ class ParamStore(Protocol):
     def free(self) -> None:
         """Give back what it holds on a tier; it is not used any more."""
 
-    @property
-    def memory(self) -> Tensor | None:
-        """The memory that holds the parameters beside the full buffer and the home; None where there is none."""
 
-
-class FullIsMaster:
+class FullIsMaster(ParamStore):
     """The full buffer is the memory of the masters."""
-
-    memory: Tensor | None = None
 
     def __init__(self, own: Tensor) -> None:
         self._own = own
 
-    def stage_ahead(self) -> None: ...
-
-    def prepare(self, own: Tensor) -> None: ...
+    def prepare(self, own: Tensor) -> None:
+        """Nothing to do: the slice is the master."""
 
     def read(self, target: Tensor) -> None:
         target.copy_(self._own)
 
-    def update(self, master: Tensor) -> None: ...
 
-    def settle(self) -> None: ...
-
-    def free(self) -> None: ...
-
-
-class InHome:
+class InHome(ParamStore):
     """The parameters are cast from the masters when they are asked for; frozen ones are in the home themselves."""
-
-    memory: Tensor | None = None
 
     def __init__(self, home: Home) -> None:
         self._home = home
@@ -88,45 +81,35 @@ class InHome:
     def stage_ahead(self) -> None:
         self._home.begin_open()
 
+    def read(self, target: Tensor) -> None:
+        with opened(self._home):
+            self._home.copy_to(target)
+
+
+class FullCopy(ParamStore):
+    """The full buffer is a copy of the masters. Users' code may have written to it since, so reads go to the home."""
+
+    def __init__(self, home: Home, own: Tensor, send: Callable[[Tensor], None]) -> None:
+        self._home, self._own, self._send = home, own, send
+
     def prepare(self, own: Tensor) -> None:
-        self.read(own)
+        """Nothing to do: the slice has followed the master."""
 
     def read(self, target: Tensor) -> None:
         with opened(self._home):
             self._home.copy_to(target)
 
-    def update(self, master: Tensor) -> None: ...
-
-    def settle(self) -> None: ...
-
-    def free(self) -> None: ...
-
-
-class FullCopy(InHome):
-    """The full buffer is a copy of the masters. Users' code may have written to it since, so reads go to the home."""
-
-    def __init__(self, home: Home, own: Tensor, send: Callable[[Tensor], None]) -> None:
-        super().__init__(home)
-        self._own, self._send = own, send
-
-    def stage_ahead(self) -> None: ...
-
-    def prepare(self, own: Tensor) -> None: ...
-
     def update(self, master: Tensor) -> None:
         self._send(self._own)
 
 
-class DeviceShard:
+class DeviceShard(ParamStore):
     """A shard on the device, while the masters are elsewhere."""
+
+    memory: Tensor
 
     def __init__(self, values: Tensor, send: Callable[[Tensor], None]) -> None:
         self.memory, self._send = values, send
-
-    def stage_ahead(self) -> None: ...
-
-    def prepare(self, own: Tensor) -> None:
-        self.read(own)
 
     def read(self, target: Tensor) -> None:
         target.copy_(self.memory)
@@ -134,15 +117,9 @@ class DeviceShard:
     def update(self, master: Tensor) -> None:
         self._send(self.memory)
 
-    def settle(self) -> None: ...
 
-    def free(self) -> None: ...
-
-
-class FileShard:
+class FileShard(ParamStore):
     """A shard in a file, apart from the masters."""
-
-    memory: Tensor | None = None
 
     def __init__(
         self,
@@ -167,9 +144,6 @@ class FileShard:
         if self._reading is None:
             self._staged, self._give_back = self._read_ahead.take(self._extent.dtype, self._extent.numel)
             self._reading = self._tier.stage_in(self._extent, self._staged)
-
-    def prepare(self, own: Tensor) -> None:
-        self.read(own)
 
     def read(self, target: Tensor) -> None:
         self.stage_ahead()

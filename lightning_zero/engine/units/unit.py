@@ -54,7 +54,6 @@ class Unit:
     keeps: bool = False  # a pass with a backward is open: what is dropped in it is kept for the node
     comes_of_node: bool = False  # it has been gathered in it: the next gather is of what the node has kept
     before_drop: Callable[[Bucket], None] = lambda _: None  # called while the values are still there
-    has_other_memory: Callable[[], None] = lambda: None  # called when buffers have left their storages
 
     def __post_init__(self) -> None:
         self.plans_changed()
@@ -155,7 +154,6 @@ class Unit:
                 # A rank that comes late would write into memory that is somebody else's by then.
                 for bucket in self.resharded:
                     bucket.leave_memory()
-                self.has_other_memory()
             if self.state is State.GATHERING:
                 self._enter(State.GATHERED)
             if self.state is State.GATHERED:

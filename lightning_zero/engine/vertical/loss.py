@@ -10,12 +10,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from lightning_zero.config import ConfigError
 from lightning_zero.engine.engine import Engine, engines
 from lightning_zero.engine.vertical.chunked import Chunked
 from lightning_zero.engine.vertical.split import Inputs
+from lightning_zero.sequence.part import current
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -58,11 +58,6 @@ def chunked_loss(
             f"chunked_loss: expected head to be a module, whose parameters are to have gradients, got a "
             f"{type(head).__name__}. For a weight that is another module's, give a module that has the same parameter."
         )
-    if has_torch_function_variadic(hidden, targets):  # as torch's own losses ask: a step on parts makes means of them
-        return handle_torch_function(  # type: ignore[no-any-return]
-            chunked_loss, (hidden, targets), head, loss, hidden, targets, chunks=chunks, ignore_index=ignore_index,
-            reduction=reduction,
-        )  # fmt: skip
     if reduction not in _REDUCTIONS:
         raise ConfigError(f"chunked_loss: expected reduction to be one of {', '.join(_REDUCTIONS)}, got {reduction!r}.")
     if hidden.shape[:-1] != targets.shape:
@@ -80,7 +75,10 @@ def chunked_loss(
     if reduction == "none":
         return of_tokens.view(targets.shape)
     total = of_tokens.sum()
-    return total if reduction == "sum" else total / counts.sum()
+    if reduction == "sum":
+        return total
+    part = current()
+    return total / counts.sum() if part is None else part.mean_of(total, counts.sum(), total.dtype)
 
 
 def chunks_of(head: nn.Module) -> int:

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 
 from lightning_zero.config import AfterFit, ConfigError
 from lightning_zero.engine.assembly import Assembly
+from lightning_zero.engine.passes.access import checksum
 from lightning_zero.engine.passes.gradient_sentinels import GradSentinel
-from lightning_zero.engine.passes.writes import checksum
 from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units.bucket import Bucket, Place
 from lightning_zero.engine.units.home import opened

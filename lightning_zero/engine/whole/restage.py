@@ -27,11 +27,11 @@ from lightning_zero.engine.assembly import LIVE, Assembly
 from lightning_zero.engine.steps.optimizer import ShardedOptimizer
 from lightning_zero.engine.steps.runs import ParamStates
 from lightning_zero.engine.torch_modes import outside_autograd
+from lightning_zero.engine.units.after_step import default_threads
 from lightning_zero.engine.units.bucket import Bucket
 from lightning_zero.engine.units.capacity import Held, change_tiers
 from lightning_zero.engine.units.describe import BucketGroup, UnitGroup, refuse_cuda_graphs, stays_whole
 from lightning_zero.engine.units.home import Tiers, opened
-from lightning_zero.engine.units.worker import default_threads
 from lightning_zero.engine.whole.optimizer_state import Entry, full_states_of
 from lightning_zero.engine.whole.owned_state import all_who_have_what, full_entries
 from lightning_zero.engine.whole.ranges import full_state

@@ -335,7 +335,9 @@ class _Measurement:
             self._step(step, batch)
             return
         steps = SequenceSteps(self._module, self._sharers)
-        loss = _loss_of(steps.training_step(step, *self._arguments(batch)))
+        first, *more = self._arguments(batch)
+        part, own = steps.cut(first)
+        loss = _loss_of(steps.train(part, step, own, *more))
         with steps.backward():
             if loss is not None and self._module.automatic_optimization:
                 self._backward(loss)
