@@ -15,5 +15,5 @@
     last_batches    batches of an epoch that will not divide under zero.micro_batches
     long_sequences  steps on parts of sequences; sequence_check: the first ones are tried whole and in parts before
     compiled        LightningModules that torch.compile has made
-    summary         what is shown at the start and at the end     bars  whether the Trainer has a progress bar
+    summary         what is shown at the start and at the end
 """

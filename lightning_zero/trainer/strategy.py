@@ -40,7 +40,6 @@ from lightning_zero.lightning_api import (
 from lightning_zero.planning.whole import copy_nbytes
 from lightning_zero.ranks.progress import LongWork
 from lightning_zero.trainer import compiled, processes
-from lightning_zero.trainer.bars import has_bar
 from lightning_zero.trainer.callbacks import averaging, finetuning, pruning, stochastic_averaging
 from lightning_zero.trainer.interruptions import Interruptions, Left, repair_counts, step_plateau_schedulers
 from lightning_zero.trainer.last_batches import check_last_batches
@@ -320,10 +319,11 @@ class ZeroStrategy(Processes, pl.strategies.ParallelStrategy):
 
     @property
     def _long_work(self) -> LongWork:
-        """Shows what takes long, on rank 0 and where the Trainer has a progress bar."""
-        module = self.lightning_module
-        trainer = module._trainer if module is not None else None
-        return LongWork(self.is_global_zero and self.config.summary and (trainer is None or has_bar(trainer)))
+        """Shows what takes long, on rank 0 and where the Trainer has a progress bar that is not switched off."""
+        trainer = self.lightning_module._trainer if self.lightning_module is not None else None
+        bar = trainer.progress_bar_callback if trainer is not None else None
+        is_wanted = trainer is None or (bar is not None and not getattr(bar, "is_disabled", False))
+        return LongWork(self.is_global_zero and self.config.summary and is_wanted)
 
     @contextlib.contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
