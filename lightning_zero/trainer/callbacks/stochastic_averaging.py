@@ -78,10 +78,12 @@ def average_shards(trainer: pl.Trainer, engine: Engine) -> None:
 
 
 @in_place_of(StochasticWeightAveraging, "setup")
-def _setup(theirs: Any, callback: StochasticWeightAveraging, trainer: pl.Trainer, *args: Any) -> None:
+def _setup(
+    theirs: Any, callback: StochasticWeightAveraging, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str
+) -> None:
     """Copy nothing: :func:`average_shards` makes the average."""
     if not averages_shards(trainer):
-        theirs(callback, trainer, *args)
+        theirs(callback, trainer, pl_module, stage)
     elif trainer.state.fn == TrainerFn.FITTING:
         callback._average_model = NoAverageYet()  # type: ignore[assignment]
 
