@@ -45,7 +45,8 @@ from lightning_zero.engine.passes.gradients import IssuedReductions, Reducer
 from lightning_zero.engine.passes.hooks import ENGINE
 from lightning_zero.engine.passes.passes import Passes
 from lightning_zero.engine.passes.recompute import check_blocks, recompute_blocks
-from lightning_zero.engine.steps.optimizer import AroundStep, ShardedOptimizer
+from lightning_zero.engine.steps.interception import AroundStep
+from lightning_zero.engine.steps.optimizer import ShardedOptimizer
 from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units import capacity, describe
 from lightning_zero.engine.units.after_step import AfterStep, default_threads

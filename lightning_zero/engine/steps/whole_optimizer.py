@@ -21,8 +21,8 @@ from lightning_zero.comm.communicator import Communicator
 from lightning_zero.comm.profiling import profiled
 from lightning_zero.config import ConfigError
 from lightning_zero.device import recording
-from lightning_zero.engine.steps.interception import Stepping
-from lightning_zero.engine.steps.optimizer import AroundStep, ShardedOptimizer
+from lightning_zero.engine.steps.interception import AroundStep, Stepping
+from lightning_zero.engine.steps.optimizer import ShardedOptimizer
 from lightning_zero.engine.steps.owned import Owned, WholeEntry, WholeTensor
 from lightning_zero.engine.steps.runs import ParamStates, Runs
 from lightning_zero.engine.steps.windows import Window, traveller_of
