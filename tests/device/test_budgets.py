@@ -153,7 +153,7 @@ def for_a_block(count: Callable[[int], Counts]) -> Counts:
 def test_a_block_costs_what_the_table_says(
     precision: str, fp32_modules: tuple[str, ...] | None, trained: Trained
 ) -> None:
-    """See the table in ``docs/one_step.md``."""
+    """See the table in ``docs/architecture.md``."""
 
     def ours(blocks: int) -> Counts:
         case = Case(
@@ -182,7 +182,7 @@ def test_what_is_gathered_of_a_block_is_one_message(stage: int, launches: int, t
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_block_costs_no_more_than_under_fsdp2(precision: str, elsewhere: Callable[..., Any]) -> None:
     theirs = vars(for_a_block(lambda blocks: elsewhere(fsdp2_step, blocks, precision, RANKS)))
-    assert theirs["collectives"] == 3, "torch does something else now: look at the table in docs/one_step.md"
+    assert theirs["collectives"] == 3, "torch does something else now: look at the table in docs/architecture.md"
     assert all(number <= theirs[name] for name, number in vars(COUNTS[precision, ()]).items()), theirs
 
 

@@ -1,4 +1,4 @@
-"""Through which files a parameter and a gradient pass: ``docs/one_step.md`` draws these walks.
+"""Through which files a parameter and a gradient pass: ``docs/architecture.md`` draws these walks.
 
 A file counts if one of its functions has the values in hand: as an argument, a local or a result that is a tensor over
 the same memory. Files that only decide, wait or count do not.
