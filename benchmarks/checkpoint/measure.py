@@ -49,7 +49,6 @@ def _ours(checkpoint: Any) -> Callable[[Any], Side]:
 SIDES: dict[str, Callable[[Any], Side]] = {
     "full": _ours("full"),
     "sharded": _ours("sharded"),
-    "full, background": _ours({"name": "full", "background": True}),
     "sharded, background": _ours({"name": "sharded", "background": True}),
     "dcp.save": Dcp,
     "dcp.async_save": DcpAsync,

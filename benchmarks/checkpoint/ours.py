@@ -17,8 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from benchmarks.bench import batch
 from benchmarks.checkpoint.sides import Side
 from benchmarks.sides.side import loss_of, make_adamw
-from lightning_zero.engine.units.home import opened
-from lightning_zero.engine.units.kept import KeptInMemory
+from lightning_zero.engine.units.home import ResidentHome, opened
 from lightning_zero.engine.whole.ranges import local_parts
 
 
@@ -42,14 +41,14 @@ class Ours(Side):
         self._count_waits()
 
     def _count_waits(self) -> None:
-        secure = KeptInMemory.secure
+        take_back = ResidentHome._take_back
 
-        def timed(kept: KeptInMemory) -> None:
+        def timed(home: ResidentHome) -> None:
             started = time.perf_counter()
-            secure(kept)
+            take_back(home)
             self.waited_s += time.perf_counter() - started
 
-        KeptInMemory.secure = timed  # type: ignore[method-assign]  # of this process, which has one side
+        ResidentHome._take_back = timed  # type: ignore[method-assign]  # of this process, which has one side
 
     def run(self, program: Iterator[None]) -> None:
         self._trainer = pl.Trainer(

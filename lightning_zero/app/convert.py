@@ -28,7 +28,7 @@ from lightning_zero.checkpoint.hugging_face.extras import write_extras
 from lightning_zero.checkpoint.hugging_face.files import Files, Writer, parse_dtype
 from lightning_zero.checkpoint.hugging_face.names import outgoing
 from lightning_zero.checkpoint.hugging_face.record import RECORD, model_of
-from lightning_zero.checkpoint.sharded.save import ShardedSaver
+from lightning_zero.checkpoint.sharded.save import save_folder
 from lightning_zero.config import ConfigError, parse_bytes
 from lightning_zero.pretrained.stored import StoredTensor
 from lightning_zero.ranks.progress import LongWork
@@ -82,7 +82,7 @@ def convert(
     if to == "safetensors":
         _to_safetensors(checkpoint, Path(target), nbytes, prefix)
     elif to == "sharded":
-        ShardedSaver(0).save(*divide(checkpoint), target, None, None, long_work=LongWork(shows=True))
+        save_folder(*divide(checkpoint), target, long_work=LongWork(shows=True))
     else:
         _to_full(checkpoint, Path(target))
 

@@ -4,12 +4,10 @@
 
     durable   files and folders, written whole or not at all, whatever the moment at which a process is killed
     archive   torch's one-file checkpoints, whose bytes several processes write
-    direct    writes past the page cache
-    crc       checksums of long ranges, put together from those of pieces
+    crc       the checksum of a record, put together from those of pieces
     verify    compares checkpoints with their checksums
     hugging_face  folders of Hugging Face, out
     sharded   folders in the format of torch.distributed.checkpoint
-    background  writes that go on while a rank trains
     rng       random number generators of all ranks
     __main__  python -m lightning_zero.checkpoint
 """

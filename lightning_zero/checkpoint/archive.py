@@ -2,36 +2,35 @@
 
 ::
 
-    last.ckpt    data.pkl | data/0 | data/1 | ... | version | lightning_zero/crc32 | table of records
+    last.ckpt    data.pkl | data/0 | data/1 | ... | version | table of records
 
 ``torch.save`` writes the file with holes where tensors belong, so it takes no memory of theirs. Then ranks write their
-ranges, and rank 0 adds the checksums. They are inside of the file, so that they cannot be lost, or be those of another
-file: ``torch.load`` reads the records that it knows by name. Each record's own checksum stands in the table, where any
-zip tool finds it; those of 16 MiB each, of records that are longer, in a record of their own.
+ranges, and rank 0 puts the checksum of each record into the table, where any zip tool finds it.
 """
 
 from __future__ import annotations
 
 import ctypes
 import errno
-import json
 import os
 import pickle
 import struct
 import zipfile
+import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, BinaryIO, NamedTuple, cast
 
 import torch
 from torch import Tensor, UntypedStorage
 
-from lightning_zero.checkpoint.crc import CHUNK_NBYTES, Piece, add_up, pieces, whole
+from lightning_zero.checkpoint.crc import Piece, add_up
 from lightning_zero.checkpoint.durable import write_at
+from lightning_zero.config import MIB
 from lightning_zero.ranks.progress import SILENT, Did, LongWork
 
-RECORD = "lightning_zero/crc32"
+CHUNK_NBYTES = 16 * MIB  # written or read at a time
 WriteAt = Callable[[memoryview, int], None]  # all of a view of bytes, at a place of the file
 _FLAGS = 0x808  # of a record of torch.save: its checksum stands behind it as well, and its name is UTF-8
 _FOLDER = 0x10
@@ -118,14 +117,13 @@ class Skeleton:
             hole.record: add_up(hole.record, hole.nbytes, found[hole.record], gaps_are_zeros=may_have_gaps(hole.record))
             for hole in self.holes.values()
         }
-        chunks = {name: s.chunks for name, s in sums.items() if len(s.chunks) > 1}
         with os.fdopen(self._fd, "r+b", closefd=False) as file, zipfile.ZipFile(file, "a") as archive:
-            prefix = archive.namelist()[0].partition("/")[0]
             for info in archive.infolist():
-                if (added := sums.get(info.filename.partition("/")[2])) is not None:
-                    info.CRC = added.whole
-                    self._describe(info.filename.partition("/")[2], added.whole)
-            archive.writestr(f"{prefix}/{RECORD}", _packed(chunks))
+                name = info.filename.partition("/")[2]
+                if name in sums:
+                    info.CRC = sums[name]
+                    self._describe(name, sums[name])
+            archive.comment = b""  # has it write the table anew
 
     def _describe(self, name: str, crc: int) -> None:
         """Put a checksum where those go by who read a zip file from its beginning, without its table."""
@@ -157,30 +155,20 @@ def write_values(
         data = memoryview((ctypes.c_char * (part.numel() * size)).from_address(part.data_ptr())).cast("B")
         offset = start + low * size
         write(data, hole.start + offset)
-        done += pieces(hole.record, offset, data)
+        done.append(Piece(hole.record, offset, len(data), zlib.crc32(data)))
     return done
-
-
-def _packed(chunks: Mapping[str, tuple[int, ...]]) -> bytes:
-    sums = {name: " ".join(f"{crc:08x}" for crc in found) for name, found in chunks.items()}
-    return json.dumps({"chunk_nbytes": CHUNK_NBYTES, "crc32": sums}).encode()
 
 
 # -- reading ----------------------------------------------------------------------------------------------------------
 
 
 class Record(NamedTuple):
-    """Where a record is, and what its bytes must add up to.
-
-    Attributes:
-        chunk_nbytes: of each of ``crcs``, except the last.
-    """
+    """Where a record is, and what its bytes must add up to."""
 
     name: str
     start: int
     nbytes: int
-    crcs: tuple[int, ...]
-    chunk_nbytes: int
+    crc: int
 
 
 def records_of(file: BinaryIO) -> list[Record]:
@@ -208,20 +196,8 @@ def _records_of(file: BinaryIO) -> list[Record]:
             packed = info.compress_type or info.compress_size != info.file_size
             if packed or info.flag_bits & ~_FLAGS or info.external_attr & _FOLDER:  # torch would take it for no values
                 raise zipfile.BadZipFile(f"its table of records says of {info.filename} what torch.save does not")
-        held = archive.read(infos[RECORD]) if RECORD in infos else b"{}"
     file.seek(0)  # torch takes what is behind here for the file
     reader = cast(Any, torch._C.PyTorchFileReader)(file)
     if sorted(reader.get_all_records()) != sorted(infos):
         raise zipfile.BadZipFile("its table of records names some twice, or others than torch finds")
-    kept = json.loads(held)
-    chunk_nbytes, sums = kept.get("chunk_nbytes", 0), kept.get("crc32", {})
-    found = []
-    for name, info in infos.items():
-        crcs: tuple[int, ...] = (info.CRC,)
-        size = info.file_size
-        if name in sums:
-            crcs, size = tuple(int(crc, 16) for crc in sums[name].split()), chunk_nbytes
-            if whole(crcs, info.file_size) != info.CRC:
-                raise zipfile.BadZipFile(f"the checksums of {name} contradict each other")
-        found.append(Record(name, reader.get_record_offset(name), info.file_size, crcs, size))
-    return found
+    return [Record(name, reader.get_record_offset(name), info.file_size, info.CRC) for name, info in infos.items()]

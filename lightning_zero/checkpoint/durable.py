@@ -30,12 +30,10 @@ import re
 import shutil
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
 
 REST_S = 3600.0
-LINK_REST_S = 60.0
 _PART = re.compile(r"\.(?P<name>.+)\.(?P<host>[^.]+)\.\d+-\d+\.(?P<kind>part|old)")
 _ROOM, _PLACE = "Free some space, or save to another disk.", "Save to a folder that can be written."
 _WAYS_OUT = {
@@ -76,17 +74,6 @@ class Part:
         if self.fd in _LOCKED:
             _LOCKED.discard(self.fd)  # before the close: a forked child would close another file of that number
             os.close(self.fd)
-
-
-def write_whole(path: str | os.PathLike[str], write: Callable[[BinaryIO], object]) -> None:
-    """Put what ``write`` writes under the name ``path``; when this returns, a power cut does not take it away.
-
-    Raises:
-        OSError: the system's, or a RuntimeError of what ``write`` has raised: with the file and the cause. What was
-            under this name before is there still.
-    """
-    with written_aside(path) as part, os.fdopen(part.fd, "wb", closefd=False) as file:
-        write(file)
 
 
 @contextlib.contextmanager
@@ -150,20 +137,26 @@ def naming(target: Path, *, folder: bool = False) -> Iterator[None]:
     except Exception as error:
         if str(target) in str(error):
             raise
-        cause = cause_of(error, outer)
-        text = f"{target}: the {'folder' if folder else 'file'} could not be written: {said(error, outer)}"
+        cause = _cause_of(error, outer)
+        way_out = _WAYS_OUT.get(cause.errno or 0) if isinstance(cause, OSError) else None
+        text = f"{target}: the {'folder' if folder else 'file'} could not be written: {type(cause).__name__}: {cause}"
+        text += f". {way_out}" if way_out else ""
         raise OSError(cause.errno, text) if isinstance(cause, OSError) else RuntimeError(text) from error
 
 
 def link(path: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
     """Have ``path`` lead to ``target``, from one moment to the next, whatever it was before."""
-    where = Path(path)
-    made = where.with_name(part_name(where.name))
-    made.symlink_to(os.path.relpath(target, where.parent))
-    try:
-        _replace(made, where)
-    finally:
-        _remove(made)  # after an exchange of names, the folder that was there
+    where, is_there = Path(path), False
+    while not is_there:
+        made = where.with_name(part_name(where.name))
+        made.symlink_to(os.path.relpath(target, where.parent))
+        try:
+            _replace(made, where)
+            is_there = True
+        except FileNotFoundError:  # another process has taken it for a leftover: a link cannot be locked
+            pass
+        finally:
+            _remove(made)  # after an exchange of names, the folder that was there
     sync_folder(where.parent)
 
 
@@ -187,13 +180,13 @@ def _open_part(target: Path, folder: bool) -> Part:
         os.close(fd)
 
 
-def part_name(name: str, kind: str = "part") -> str:
+def part_name(name: str) -> str:
     """The name of what is being written. It is one that Lightning does not take for a checkpoint.
 
     Lightning looks for ``hpc_ckpt_`` and ``last`` anywhere in a name. So this one begins with a dot and has no ``_``.
     """
     stem = name.replace("_", "-").encode()[:_NAME_BYTES].decode(errors="ignore")
-    return f".{stem}.{_host()}.{os.getpid()}-{next(_numbers)}.{kind}"
+    return f".{stem}.{_host()}.{os.getpid()}-{next(_numbers)}.part"
 
 
 def _host() -> str:
@@ -249,10 +242,9 @@ def remove_leftovers(folder: Path) -> list[str]:
 
 def _end(path: Path, name: str | None, *, here: bool) -> bool:
     """Remove what a dead process has begun, or has put aside: if nothing has that ``name`` now, it has it again."""
-    if path.is_symlink():  # which nobody can lock, and which has its name in a moment
-        if (here and _is_gone(path)) or path.parent.stat().st_mtime - path.lstat().st_mtime > LINK_REST_S:
-            path.unlink()
-        return not path.is_symlink()
+    if path.is_symlink():  # if its process lives, that makes another one
+        path.unlink()
+        return True
     fd = os.open(path, os.O_CLOEXEC | (os.O_DIRECTORY if path.is_dir() else os.O_RDWR))
     try:
         try:
@@ -272,18 +264,6 @@ def _end(path: Path, name: str | None, *, here: bool) -> bool:
         return True
     finally:
         os.close(fd)
-
-
-def _is_gone(path: Path) -> bool:
-    """Whether no process of this host has the number of the one that has made ``path``."""
-    number = int(path.name.rsplit(".", 2)[1].partition("-")[0])
-    try:
-        os.kill(number, 0)
-    except ProcessLookupError:
-        return True
-    except OSError:
-        pass
-    return False
 
 
 def remove_whole(path: str | os.PathLike[str]) -> None:
@@ -355,15 +335,12 @@ def begin_sync(fd: int, start: int, nbytes: int) -> None:
         begin(fd, ctypes.c_int64(start), ctypes.c_int64(nbytes), _SYNC_WRITE)
 
 
-def said(error: BaseException, outer: BaseException | None = None) -> str:
-    """What has failed, and what to do about it; ``outer``: what was raised already when it was tried."""
-    cause = cause_of(error, outer)
-    way_out = _WAYS_OUT.get(cause.errno or 0) if isinstance(cause, OSError) else None
-    return f"{type(cause).__name__}: {cause}{f'. {way_out}' if way_out else ''}"
+def _cause_of(error: BaseException, outer: BaseException | None) -> BaseException:
+    """Find the system's own error, under what ``torch.save`` makes of it while it unwinds.
 
-
-def cause_of(error: BaseException, outer: BaseException | None = None) -> BaseException:
-    """The system's own error, under what ``torch.save`` makes of it while it unwinds."""
+    Args:
+        outer: what was raised already when it was tried.
+    """
     found: BaseException | None = error
     while found is not None and found is not outer:
         if isinstance(found, OSError):

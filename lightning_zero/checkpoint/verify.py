@@ -1,8 +1,4 @@
-"""Compares checkpoints with their checksums.
-
-A file of ours has one for every 16 MiB; one that ``torch.save`` has written elsewhere, one for every tensor, and a
-folder one for every box.
-"""
+"""Compares checkpoints with their checksums: one for each record of a file, and of each box of a folder."""
 
 from __future__ import annotations
 
@@ -12,20 +8,39 @@ import zlib
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, NamedTuple
 
-from lightning_zero.checkpoint.archive import Record, records_of
-from lightning_zero.checkpoint.crc import CHUNK_NBYTES, Report
+from lightning_zero.checkpoint.archive import CHUNK_NBYTES, Record, records_of
 from lightning_zero.checkpoint.sharded.index import EXTRA, read_index
-from lightning_zero.checkpoint.sharded.slices import Slice
+from lightning_zero.checkpoint.sharded.read import Slice
 from lightning_zero.ranks.progress import SILENT, LongWork
+
+
+class Report(NamedTuple):
+    """What a comparison with checksums has found.
+
+    Attributes:
+        checked: bytes that have a checksum.
+        unknown: bytes that have none.
+        damage: the places that are not as they were written, in words.
+    """
+
+    checked: int
+    unknown: int
+    damage: list[str]
+
+    def __add__(self, other: Report) -> Report:  # type: ignore[override]
+        return Report(self.checked + other.checked, self.unknown + other.unknown, [*self.damage, *other.damage])
+
+
+NOTHING = Report(0, 0, [])
 
 
 def check(path: str | os.PathLike[str], part: int = 0, parts: int = 1, long_work: LongWork = SILENT) -> Report:
     """Read a checkpoint and compare it with its checksums.
 
     Args:
-        part, parts: look at one of so many parts only, about equally large.
+        part, parts: look at every so many-th record only, from this one on.
         long_work: shows how far it is.
 
     Raises:
@@ -33,81 +48,57 @@ def check(path: str | os.PathLike[str], part: int = 0, parts: int = 1, long_work
         OSError: the system's.
         zipfile.BadZipFile: it is no file of torch.save, or was cut off.
     """
-    total = Report(0, 0, [])
-    compares = _parts_of_folder(Path(path)) if os.path.isdir(path) else _parts_of_file(path)
-    with long_work.bytes(f"checksums of {Path(path).name}", lambda: _nbytes(Path(path)) // parts) as did:
-        for number, compare in enumerate(compares):
+    path, total = Path(path), NOTHING
+    files = list(path.iterdir()) if path.is_dir() else [path]
+    with long_work.bytes(
+        f"checksums of {path.name}", lambda: sum(file.stat().st_size for file in files) // parts
+    ) as did:
+        for number, compare in enumerate(_of_folder(path) if path.is_dir() else _of_file(path)):
             if number % parts == part:
-                found = compare()
-                total += found
-                did(found.checked + found.unknown)
+                report = compare()
+                total += report
+                did(report.checked + report.unknown)
     return total
-
-
-def _nbytes(path: Path) -> int:
-    return sum(file.stat().st_size for file in (path.iterdir() if path.is_dir() else [path]))
 
 
 # Comparisons, each to be made before the next one is asked for.
 
 
-def _parts_of_file(path: str | os.PathLike[str]) -> Iterator[Callable[[], Report]]:
-    with open(path, "rb") as file:
-        yield from _parts_of(file)
+def _of_file(path: Path) -> Iterator[Callable[[], Report]]:
+    with path.open("rb") as file:
+        for record in records_of(file):
+            yield partial(_compare, file, record)
 
 
-def _parts_of_folder(path: Path) -> Iterator[Callable[[], Report]]:
+def _of_folder(path: Path) -> Iterator[Callable[[], Report]]:
     seen: set[tuple[str, int]] = set()  # tied parameters are in the index several times
     for place, info in read_index(path).storage_data.items():
         if (key := (info.relative_path, info.offset)) not in seen:
             seen.add(key)
             with (path / info.relative_path).open("rb") as file:
-                yield partial(_whole, f"{info.relative_path}: {place.fqn}", Slice(file, info.offset, info.length))
+                yield partial(_all_of, f"{info.relative_path}: {place.fqn}", Slice(file, info.offset, info.length))
     with (path / EXTRA).open("rb") as file:
-        yield partial(_whole, EXTRA, file)
+        yield partial(_all_of, EXTRA, file)
 
 
-def _whole(name: str, file: Any) -> Report:
+def _all_of(name: str, file: Any) -> Report:
     try:
-        found = sum((compare() for compare in _parts_of(file)), Report(0, 0, []))
+        report = sum((_compare(file, record) for record in records_of(file)), NOTHING)
     except zipfile.BadZipFile as error:
         return Report(0, 0, [f"{name} ({error})"])
-    return found._replace(damage=[f"{name}, {damage}" for damage in found.damage])
+    return report._replace(damage=[f"{name}, {damage}" for damage in report.damage])
 
 
-def _parts_of(file: BinaryIO) -> Iterator[Callable[[], Report]]:
-    for chunk in _chunks(records_of(file)):
-        yield partial(_compare, file, *chunk)
-
-
-def _compare(file: BinaryIO, record: Record, start: int, nbytes: int, crc: int | None) -> Report:
-    if crc is None:
-        return Report(0, nbytes, [])
-    low = record.start + start
-    same = _crc_of(file, low, nbytes) == crc
-    return Report(nbytes, 0, [] if same else [f"bytes {low} to {low + nbytes} ({record.name})"])
-
-
-def _chunks(records: list[Record]) -> Iterator[tuple[Record, int, int, int | None]]:
-    """Record, place in it, bytes, checksum."""
-    for record in records:
-        size = record.chunk_nbytes or max(1, record.nbytes)
-        for number, crc in enumerate(record.crcs):
-            start = number * size
-            nbytes = min(size, record.nbytes - start)
-            # torch can be told to compute none.
-            yield record, start, nbytes, None if nbytes and not crc and len(record.crcs) == 1 else crc
-
-
-def _crc_of(file: BinaryIO, start: int, nbytes: int) -> int:
-    file.seek(start)
-    crc, done = 0, 0
-    while done < nbytes:
-        data = file.read(min(CHUNK_NBYTES, nbytes - done))
-        if not data:
-            return -1  # the file ends here
-        crc, done = zlib.crc32(data, crc), done + len(data)
-    return crc
+def _compare(file: Any, record: Record) -> Report:
+    if record.nbytes and not record.crc:  # torch can be told to compute none
+        return Report(0, record.nbytes, [])
+    file.seek(record.start)
+    crc, left = 0, record.nbytes
+    while left and (data := file.read(min(CHUNK_NBYTES, left))):
+        crc, left = zlib.crc32(data, crc), left - len(data)
+    if left or crc != record.crc:
+        return Report(record.nbytes, 0, [f"bytes {record.start} to {record.start + record.nbytes} ({record.name})"])
+    return Report(record.nbytes, 0, [])
 
 
 def main(arguments: list[str]) -> int:

@@ -267,8 +267,7 @@ class CheckpointConfig:
         exclude_frozen: leave frozen parameters out (adapters); a run that goes on keeps those it has.
         verify: compare a checkpoint with its checksums before it is loaded. ``None``: where a job that was started
             again goes on from it.
-        background: training goes on while a checkpoint is written. What changes meanwhile is copied to host memory
-            first.
+        background: training goes on while a folder is written. What changes meanwhile is copied to host memory first.
     """
 
     name: CheckpointFormat = CheckpointFormat.full
@@ -278,6 +277,11 @@ class CheckpointConfig:
 
     def __post_init__(self) -> None:
         check_types("zero.checkpoint", self)
+        if self.background and self.name is CheckpointFormat.full:
+            raise ConfigError(
+                "zero.checkpoint.background: expected false with zero/checkpoint=full (one file is written while "
+                "training waits), got true. Choose zero/checkpoint=sharded, or drop zero.checkpoint.background."
+            )
 
 
 # Modes of torch.compile, and whether they record CUDA graphs.

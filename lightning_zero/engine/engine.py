@@ -24,7 +24,6 @@ from lightning_zero.engine.whole import host_copy, module_state, optimizer_state
 from lightning_zero.engine.whole.ranges import Copies, Hollow, Range, Value
 from lightning_zero.engine.whole.restage import Follow
 from lightning_zero.engine.whole.restage import restage as restage_to
-from lightning_zero.engine.whole.snapshot import KeptRanges
 from lightning_zero.optimizers.refused import check_optimizer
 
 
@@ -197,10 +196,6 @@ class Engine(Assembly):
             visit(part)
 
     @outside_autograd
-    def keep_ranges(self, wanted: Mapping[Value, torch.dtype], copies: Copies) -> KeptRanges:
-        """As :meth:`visit_ranges`, for a thread that asks for the values later, while training goes on."""
-        return KeptRanges(self, wanted, copies)
-
     def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         """On all ranks, each with the same full ``state``, as a plain optimizer's ``state_dict()`` gives it: each rank
         takes its slices.

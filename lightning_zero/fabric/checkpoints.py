@@ -12,61 +12,30 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch.distributed as dist
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from lightning_zero.checkpoint.sharded.save import ShardedSaver
-from lightning_zero.config import CheckpointFormat, ConfigError, ZeroConfig
+from lightning_zero.config import CheckpointFormat
 from lightning_zero.engine import Engine
 from lightning_zero.engine.whole.module_state import keeping_frozen
 from lightning_zero.engine.whole.sharded_state import sharded_optimizer_state, sharded_state_dict
 from lightning_zero.fabric.module import ZeroModule
-from lightning_zero.lightning_api import CheckpointIO, get_filesystem, is_local
-from lightning_zero.ranks.progress import LongWork
-from lightning_zero.ranks.waits import Waits
+from lightning_zero.lightning_api import get_filesystem, is_local
+from lightning_zero.trainer.saves.checkpoint_files import CheckpointFiles
 from lightning_zero.trainer.saves.checkpoint_fits import check_model
-from lightning_zero.trainer.saves.checkpoint_io import ZeroCheckpointIO, load, writes_files
+from lightning_zero.trainer.saves.checkpoint_io import writes_files
 from lightning_zero.trainer.saves.range_saves import RangeSave
-from lightning_zero.trainer.saves.sharded_checkpoints import divide, is_folder, local_path, read, refuse_writer
-from lightning_zero.trainer.saves.verified_loads import verify
 
 T = TypeVar("T")
 Filter = Mapping[str, Callable[[str, Any], bool]]
 
 
-class Checkpoints:
+class Checkpoints(CheckpointFiles):
     """What a strategy of Fabric's does with checkpoints."""
 
-    config: ZeroConfig
     if TYPE_CHECKING:  # the strategy's
-        _checkpoint_io: CheckpointIO | None
-        global_rank: Any
-        is_global_zero: Any
-        broadcast: Callable[[Any], Any]
         engine_of_optimizer: Callable[[Optimizer], Engine]
-        _gather_objects: Callable[[Any, str], list[Any]]
-        _together: Callable[[str, Callable[[], Any]], Any]
-
-        @property
-        def _waits(self) -> Waits | None: ...
-
-    @property
-    def checkpoint_io(self) -> CheckpointIO:
-        if self._checkpoint_io is None:
-            self._checkpoint_io = ZeroCheckpointIO()
-        return self._checkpoint_io
-
-    @checkpoint_io.setter
-    def checkpoint_io(self, io: CheckpointIO | None) -> None:
-        refuse_writer(io, self.config.checkpoint)
-        self._checkpoint_io = io
-
-    @property
-    def long_work(self) -> LongWork:
-        """Shows what takes long, on rank 0."""
-        return LongWork(self.is_global_zero and self.config.summary)
 
     # -- states ---------------------------------------------------------------------------------------------------
 
@@ -111,12 +80,7 @@ class Checkpoints:
         path = self.broadcast(path)
         filter = filter or {}
         if self.config.checkpoint.name is CheckpointFormat.sharded:
-            if storage_options is not None:
-                raise ConfigError(
-                    "zero/checkpoint=sharded: expected no storage_options, which only plugins use, got "
-                    f"{storage_options!r}. Leave them out, or choose zero/checkpoint=full."
-                )
-            self._save_folder(local_path(path), state, filter)
+            self._save_folder(path, state, filter, storage_options)
             return
         save = self._save_by_ranges(path, state, filter) if storage_options is None else None
         if save is None:
@@ -129,7 +93,7 @@ class Checkpoints:
     def _write(self, content: dict[str, Any], path: Any, storage_options: Any) -> None:
         if self.is_global_zero:
             if writes_files(self.checkpoint_io):
-                self.checkpoint_io.long_work = self.long_work
+                self.checkpoint_io.long_work = self._long_work
             self.checkpoint_io.save_checkpoint(content, path, storage_options)
 
     def _save_by_ranges(self, path: Any, state: Mapping[str, Any], filter: Filter) -> RangeSave | None:
@@ -149,7 +113,7 @@ class Checkpoints:
     def _whole_optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
         return self.engine_of_optimizer(optimizer).optimizer_state(optimizer)
 
-    def _save_folder(self, path: Path, state: Mapping[str, Any], filter: Filter) -> None:
+    def _save_folder(self, path: Any, state: Mapping[str, Any], filter: Filter, options: Any) -> None:
         without_frozen = self.config.checkpoint.exclude_frozen
         content = _converted(
             state,
@@ -158,9 +122,7 @@ class Checkpoints:
             lambda optimizer: sharded_optimizer_state(self.engine_of_optimizer(optimizer), optimizer),
         )
         optimizers = [key for key, entry in state.items() if isinstance(entry, Optimizer)]
-        saver, group = ShardedSaver(self.global_rank), dist.group.WORLD if self._waits is not None else None
-        parts = divide(content, named=optimizers)
-        saver.save(*parts, path, group, self._waits, long_work=self.long_work)
+        self._write_folder(content, path, options, named=optimizers)
 
     # -- load -----------------------------------------------------------------------------------------------------
 
@@ -181,7 +143,9 @@ class Checkpoints:
             KeyError: something that is named is not there.
         """
         path = self.broadcast(path)
-        checkpoint = self._read(path, weights_only)
+        checkpoint = self._read_checkpoint(
+            path, weights_only, verified=bool(self.config.checkpoint.verify), of_trainer=False
+        )
         if not state:
             return checkpoint
         if isinstance(state, Module | Optimizer):
@@ -196,23 +160,6 @@ class Checkpoints:
         found = {key: checkpoint.pop(key) for key in list(state) if key in checkpoint}
         self._load_into(state, found, path, strict)
         return checkpoint
-
-    def _read(self, path: Any, weights_only: bool | None) -> dict[str, Any]:
-        if self.config.checkpoint.verify:
-            verify(
-                path,
-                self.global_rank,
-                lambda value: self._gather_objects(value, "checksums"),
-                lambda act: self._together("reading checksums", act),
-                self.long_work,
-            )
-
-        def act() -> dict[str, Any]:
-            if is_folder(path):
-                return read(path, weights_only, of_trainer=False, long_work=self.long_work)
-            return load(self.checkpoint_io, path, weights_only)
-
-        return self._together("reading a checkpoint", act)
 
     def _load_into(self, state: Any, found: Mapping[str, Any], path: Any, strict: bool) -> None:
         optimizers = {key: entry for key, entry in state.items() if isinstance(entry, Optimizer) and key in found}

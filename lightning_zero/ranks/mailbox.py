@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -13,27 +12,22 @@ from lightning_zero.ranks.messages import dumps, loads
 from lightning_zero.ranks.watchdog import connection_of_its_own
 
 EVERY_S = 0.05
-_numbers = itertools.count(1)
 
 
 class Mailbox:
     """For one message of each rank.
 
     Args:
-        number: tells it from all others, and is the same on all ranks: :meth:`new_number` of rank 0.
+        key: tells it from all others, and is the same on all ranks.
     """
 
-    def __init__(self, number: int, rank: int, world_size: int) -> None:
+    def __init__(self, key: str, rank: int, world_size: int) -> None:
         self._rank, self._world_size = rank, world_size
         self._store = None
         if world_size > 1:
             self._store = connection_of_its_own(dist.distributed_c10d._get_default_store())
-        self._prefix = f"lightning_zero/mail/{number}"
+        self._prefix = f"lightning_zero/mail/{key}"
         self._own: Any = None
-
-    @staticmethod
-    def new_number() -> int:
-        return next(_numbers)
 
     def post(self, value: Any) -> None:
         """Send this rank's message, anything that :func:`dumps` takes."""

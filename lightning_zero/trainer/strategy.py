@@ -49,7 +49,7 @@ from lightning_zero.trainer.memory import auto_row
 from lightning_zero.trainer.precision import ZeroPrecision
 from lightning_zero.trainer.processes import Processes
 from lightning_zero.trainer.saves import kept_files, range_saves
-from lightning_zero.trainer.saves.checkpoint_io import with_default
+from lightning_zero.trainer.saves.checkpoint_files import CheckpointFiles
 from lightning_zero.trainer.saves.checkpointing import Checkpoints
 from lightning_zero.trainer.saves.random_numbers import RandomNumbers
 from lightning_zero.trainer.saves.sharded_checkpoints import local_path, refuse_writer
@@ -62,7 +62,7 @@ ADAPTERS = compiled, averaging, stochastic_averaging, finetuning, pruning, kept_
 _BETWEEN_STEPS = ("on_train_", "on_validation_", "on_test_", "on_predict_", "on_fit_", "on_sanity_check_")
 
 
-class ZeroStrategy(Processes, pl.strategies.ParallelStrategy):
+class ZeroStrategy(Processes, CheckpointFiles, pl.strategies.ParallelStrategy):
     """Trains a LightningModule with ZeRO stages 0-3.
 
     Args:
@@ -262,17 +262,6 @@ class ZeroStrategy(Processes, pl.strategies.ParallelStrategy):
         ours = ZeroPrecision.from_plugin(plugin, self._asked_precision)
         ours.attach(self)
         self._precision_plugin = ours
-
-    @property
-    def checkpoint_io(self) -> CheckpointIO:
-        """The user's, else ours; an AsyncCheckpointIO without one of its own writes by ours too."""
-        self._checkpoint_io = with_default(self._checkpoint_io)
-        return self._checkpoint_io
-
-    @checkpoint_io.setter
-    def checkpoint_io(self, io: CheckpointIO | None) -> None:
-        refuse_writer(io, self.config.checkpoint)
-        self._checkpoint_io = io
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

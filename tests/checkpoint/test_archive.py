@@ -21,7 +21,7 @@ from lightning_zero.checkpoint import archive, crc, durable, verify
 from lightning_zero.checkpoint.__main__ import main
 from lightning_zero.trainer.saves.checkpoint_io import ZeroCheckpointIO, load
 
-CHUNK = crc.CHUNK_NBYTES
+CHUNK = archive.CHUNK_NBYTES
 
 
 def test_checksums_of_pieces_add_up() -> None:
@@ -35,26 +35,22 @@ def test_checksums_of_pieces_add_up() -> None:
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 40, 100, 101])
-def test_pieces_in_any_order_and_gaps(nbytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(crc, "CHUNK_NBYTES", 20)
+def test_pieces_in_any_order_and_gaps(nbytes: int) -> None:
     generator = random.Random(nbytes)
     data = bytearray(generator.randbytes(nbytes))
     cuts = sorted({0, nbytes, *(generator.randrange(nbytes + 1) for _ in range(7))})
-    spans = list(itertools.pairwise(cuts))
-    found = [p for a, b in spans for p in crc.pieces("r", a, memoryview(bytes(data[a:b])))]
+    found = [crc.Piece("r", a, b - a, zlib.crc32(data[a:b])) for a, b in itertools.pairwise(cuts)]
     generator.shuffle(found)
-    sums = crc.add_up("r", nbytes, found)
-    assert sums.whole == zlib.crc32(data) == crc.whole(sums.chunks, nbytes)
-    assert list(sums.chunks) == [zlib.crc32(data[i : i + 20]) for i in range(0, nbytes, 20)]
+    assert crc.add_up("r", nbytes, found) == zlib.crc32(data)
     if not found:
         return
-    with pytest.raises(RuntimeError, match="written twice|of 1?.* bytes were written"):
+    with pytest.raises(RuntimeError, match="written twice"):
         crc.add_up("r", nbytes, [*found, found[0]])
     lost = found.pop()
-    with pytest.raises(RuntimeError, match="not at all|bytes were written"):
+    with pytest.raises(RuntimeError, match="not at all"):
         crc.add_up("r", nbytes, found)
     data[lost.start : lost.start + lost.nbytes] = bytes(lost.nbytes)
-    assert crc.add_up("r", nbytes, found, gaps_are_zeros=True).whole == zlib.crc32(data)
+    assert crc.add_up("r", nbytes, found, gaps_are_zeros=True) == zlib.crc32(data)
 
 
 def contents() -> dict[str, Any]:
@@ -92,8 +88,8 @@ def test_the_file_is_an_ordinary_one(tmp_path: Path) -> None:
     assert zipfile.ZipFile(path).testzip() is None
     plain = tmp_path / "plain.ckpt"
     torch.save(value, plain)
-    records = set(torch._C.PyTorchFileReader(str(path)).get_all_records())
-    assert records == {*torch._C.PyTorchFileReader(str(plain)).get_all_records(), archive.RECORD}
+    readers = [torch._C.PyTorchFileReader(str(file)) for file in (path, plain)]
+    assert sorted(readers[0].get_all_records()) == sorted(readers[1].get_all_records())
 
 
 def test_more_than_4_gib(tmp_path: Path) -> None:
@@ -111,7 +107,7 @@ def test_more_than_4_gib(tmp_path: Path) -> None:
     assert found["big"][2**30 :].eq(2).all() and found["last"].eq(1).all() and not found["big"][:1000].any()
     assert os.stat(tmp_path / "a.ckpt").st_blocks * 512 < 2**20
     [record] = [r for r in archive.records_of(open(tmp_path / "a.ckpt", "rb")) if r.name == hole.record]  # noqa: SIM115
-    assert len(record.crcs) == 257
+    assert record.nbytes == 4 * (2**30 + 5000)
 
 
 @pytest.mark.parametrize("ours", [True, False])
@@ -137,7 +133,7 @@ def test_a_flipped_byte_is_found(ours: bool, tmp_path: Path, capsys: pytest.Capt
         path.write_bytes(data)
         [damage] = verify.check(path).damage
         low, high = (int(word) for word in damage.split() if word.isdigit())
-        assert name in damage and low <= place < high <= low + (CHUNK if ours else big.nbytes)
+        assert name in damage and low <= place < high <= low + big.nbytes
         parts = [verify.check(path, part, 3) for part in range(3)]
         assert [d for part in parts for d in part.damage] == [damage]
         assert sum(part.checked for part in parts) == verify.check(path).checked

@@ -12,7 +12,6 @@ import resource
 import shutil
 import signal
 import socket
-import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,6 +25,11 @@ from lightning_zero.checkpoint import durable
 from lightning_zero.trainer.saves.checkpoint_io import ZeroCheckpointIO
 
 OLD, NEW = {"value": torch.zeros(50_000)}, {"value": torch.ones(50_000)}
+
+
+def write_whole(path: Path, write: Callable[[BinaryIO], object]) -> None:
+    with durable.written_aside(path) as part, os.fdopen(part.fd, "wb", closefd=False) as file:
+        write(file)
 
 
 def killed(*_: Any, **__: Any) -> Any:
@@ -125,7 +129,7 @@ def test_a_kill_leaves_the_old_folder_or_the_new_one(
         pytest.skip("there is no such moment")
     write_folder(tmp_path / "last.ckpt", "old")
     assert in_child(lambda: write_folder_and_die(tmp_path, moment)) == -signal.SIGKILL
-    durable.write_whole(tmp_path / "other.ckpt", lambda file: file.write(b"x"))
+    write_whole(tmp_path / "other.ckpt", lambda file: file.write(b"x"))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["last.ckpt", "other.ckpt"]  # what was left over is gone
     assert {p.read_text() for p in tmp_path.glob("last.ckpt/**/*") if p.is_file()} == {ends}
 
@@ -143,7 +147,7 @@ def test_a_folder_in_the_place_of_anything(old: str, tmp_path: Path) -> None:
     write_folder(path, "new")
     assert (path / "deep" / "b").read_text() == "new" and not path.is_symlink()
     assert not (tmp_path / "best.ckpt").exists() or (tmp_path / "best.ckpt" / "a").read_text() == "old"
-    durable.write_whole(path, lambda file: file.write(b"a file in the place of a folder"))
+    write_whole(path, lambda file: file.write(b"a file in the place of a folder"))
     assert path.is_file()
     assert {p.name for p in tmp_path.iterdir()} <= {"last_1.ckpt", "best.ckpt"}
 
@@ -160,20 +164,27 @@ def test_a_folder_that_fails_leaves_the_old_one(tmp_path: Path) -> None:
 
 def test_a_folder_that_is_being_written_stays(tmp_path: Path) -> None:
     with durable.written_aside(tmp_path / "last.ckpt", folder=True) as part:
-        durable.write_whole(tmp_path / "other.ckpt", lambda file: file.write(b"x"))
+        write_whole(tmp_path / "other.ckpt", lambda file: file.write(b"x"))
         assert part.path.is_dir()
 
 
-def test_a_link_of_a_dead_process_goes_at_once(tmp_path: Path) -> None:
-    """A link cannot be locked; one of a process that lives has its name in a moment."""
-    gone = subprocess.Popen(["true"])
-    gone.wait()
+def test_a_link_that_was_not_renamed_goes_and_its_process_makes_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "folder").mkdir()
-    for number in (gone.pid, os.getpid()):
-        name = durable.part_name("last.ckpt").replace(f".{os.getpid()}-", f".{number}-")
-        (tmp_path / name).symlink_to("folder")
+    (tmp_path / durable.part_name("last.ckpt")).symlink_to("folder")
     assert len(durable.remove_leftovers(tmp_path)) == 1
-    assert [str(os.getpid()) in p.name for p in tmp_path.glob("*.part")] == [True]
+    replace, taken = os.replace, list[str]()
+
+    def late(source: Path, target: Path) -> None:
+        if not taken:
+            taken.extend(durable.remove_leftovers(tmp_path))
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", late)
+    durable.link(tmp_path / "last.ckpt", tmp_path / "folder")
+    assert len(taken) == 1 and os.readlink(tmp_path / "last.ckpt") == "folder"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "last.ckpt"]
 
 
 def test_without_locks_a_file_must_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,7 +219,7 @@ def test_durable_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(os, "fsync", sync)
     monkeypatch.setattr(os, "replace", rename)
-    durable.write_whole(tmp_path / "a.ckpt", lambda file: file.write(b"x"))
+    write_whole(tmp_path / "a.ckpt", lambda file: file.write(b"x"))
     assert done == ["file", "rename", "folder"]
 
 
@@ -255,7 +266,7 @@ def test_only_what_the_dead_have_left_is_removed(tmp_path: Path, monkeypatch: py
     os.utime(tmp_path / names["long ago"], (0, 0))
     with (tmp_path / names["written"]).open("rb+") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        durable.write_whole(tmp_path / "a.ckpt", lambda file: file.write(b"x"))
+        write_whole(tmp_path / "a.ckpt", lambda file: file.write(b"x"))
     left = {key for key, name in names.items() if (tmp_path / name).exists()}
     assert left == {"written", "of another node", "the user's"}
 
@@ -267,7 +278,7 @@ def test_a_process_with_the_ids_of_one_that_was_killed(tmp_path: Path, monkeypat
     for path in left:
         path.touch()
     monkeypatch.setattr(durable, "_numbers", itertools.count(1))
-    durable.write_whole(tmp_path / "last.ckpt", lambda file: file.write(b"x"))
+    write_whole(tmp_path / "last.ckpt", lambda file: file.write(b"x"))
     assert [p.name for p in tmp_path.iterdir()] == ["last.ckpt"]
 
 
@@ -293,7 +304,7 @@ def test_a_forked_process_holds_no_lock(tmp_path: Path) -> None:
         assert in_child(lambda: os._exit(any(name.endswith(".part") for name in open_files()))) == 0
         assert any(name.endswith(".part") for name in open_files())
 
-    durable.write_whole(tmp_path / "a.ckpt", write)
+    write_whole(tmp_path / "a.ckpt", write)
 
 
 def test_an_interrupted_write_leaves_nothing(tmp_path: Path) -> None:
@@ -301,7 +312,7 @@ def test_an_interrupted_write_leaves_nothing(tmp_path: Path) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        durable.write_whole(tmp_path / "a.ckpt", write)
+        write_whole(tmp_path / "a.ckpt", write)
     assert not list(tmp_path.iterdir())
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightning_zero.checkpoint import durable, verify
 from lightning_zero.checkpoint.sharded.read import ShardedFolder
-from lightning_zero.checkpoint.sharded.save import ShardedSaver
+from lightning_zero.checkpoint.sharded.save import save_folder
 from lightning_zero.checkpoint.sharded.write import alone
 from lightning_zero.config import ConfigError
 from lightning_zero.engine.whole.sharded_state import Lone, Part, TensorParts
@@ -76,7 +76,7 @@ def test_what_is_cut_anyhow_is_read_in_any_range(
 ) -> None:
     value, cuts, start, stop = case
     path = tmp_path_factory.mktemp("folder") / "a.ckpt"
-    ShardedSaver(0).save({"top": {"value": parts_of(value, cuts, 0, 1)}}, {}, path, None, None)
+    save_folder({"top": {"value": parts_of(value, cuts, 0, 1)}}, {}, path)
     found = ShardedFolder(path).tensor("top.value")
     assert found.shape == value.shape and found.dtype == value.dtype
     assert torch.equal(found.whole(), value)
@@ -90,7 +90,7 @@ def test_values_that_are_no_parts(tmp_path: Path) -> None:
         "a": {"plain": torch.arange(3), "turned": torch.arange(6).view(2, 3).t(), "lone": Lone(torch.tensor(2.0))},
         "b": {"groups": [{"lr": 0.1, "betas": (0.9, 0.99), "params": ["x", "y"]}], "none": None},
     }
-    ShardedSaver(0).save(state, {"epoch": 3}, tmp_path / "a.ckpt", None, None)
+    save_folder(state, {"epoch": 3}, tmp_path / "a.ckpt")
     folder = ShardedFolder(tmp_path / "a.ckpt")
     assert torch.equal(folder.tensor("a.turned").whole(), state["a"]["turned"])  # type: ignore[index]
     assert folder.tensor("a.lone").whole() == 2
@@ -123,7 +123,7 @@ def test_no_flipped_bit_loads_other_values(tmp_path: Path, capsys: pytest.Captur
     path, generator = tmp_path / "a.ckpt", random.Random(4)
     state = {"state_dict": {str(n): torch.arange(float(n * 9)).view(3, -1) for n in range(1, 5)}, "rate": 0.5}
     parts = {k: parts_of(v, [4, 9], 0, 1) for k, v in state["state_dict"].items()}  # type: ignore[attr-defined]
-    ShardedSaver(0).save({**state, "state_dict": parts}, {"epoch": 3}, path, None, None)
+    save_folder({**state, "state_dict": parts}, {"epoch": 3}, path)
 
     def loaded() -> Any:
         folder = ShardedFolder(path)
@@ -148,7 +148,7 @@ def test_no_flipped_bit_loads_other_values(tmp_path: Path, capsys: pytest.Captur
 
 def test_an_index_is_no_way_out_of_its_folder(tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
-    ShardedSaver(0).save({"a": {"b": torch.ones(3)}}, {}, path, None, None)
+    save_folder({"a": {"b": torch.ones(3)}}, {}, path)
     index = ShardedFolder(path).index
     for info in index.storage_data.values():
         info.relative_path = "../other"
@@ -159,7 +159,7 @@ def test_an_index_is_no_way_out_of_its_folder(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_that_is_half_removed_has_not_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ShardedSaver(0).save({"a": {"b": torch.ones(3)}}, {}, tmp_path / "a.ckpt", None, None)
+    save_folder({"a": {"b": torch.ones(3)}}, {}, tmp_path / "a.ckpt")
     names: list[str] = []
 
     def killed(path: Path) -> None:
@@ -171,6 +171,7 @@ def test_a_checkpoint_that_is_half_removed_has_not_its_name(tmp_path: Path, monk
         with pytest.raises(KeyboardInterrupt):
             ZeroCheckpointIO().remove_checkpoint(tmp_path / "a.ckpt")
     assert len(names) == 1 and names[0].endswith(".part")
-    durable.write_whole(tmp_path / "b.ckpt", lambda file: file.write(b"x"))
+    with durable.written_aside(tmp_path / "b.ckpt"):
+        pass
     assert os.listdir(tmp_path) == ["b.ckpt"]
     ZeroCheckpointIO().remove_checkpoint(tmp_path / "a.ckpt")  # as Lightning's: nothing is there

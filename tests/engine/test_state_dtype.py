@@ -21,7 +21,6 @@ from torch.optim import Optimizer
 
 import lightning_zero
 from lightning_zero.config import ConfigError, StateDtype
-from lightning_zero.engine.whole.snapshot import KeptRanges
 from lightning_zero.optimizers import low_bits
 from lightning_zero.optimizers.low_bits import Format, NarrowStep, PieceMemory, Stretch, in_threads
 from lightning_zero.planning.buckets import Role
@@ -29,6 +28,7 @@ from lightning_zero.planning.memory import Moment, planned_bytes
 from lightning_zero.planning.placement import Tier
 from lightning_zero.trainer.memory.held_bytes import held_bytes, plan_of, state_tensors
 from tests.engine.narrow_twin import narrow_twin
+from tests.engine.snapshots import KeptRanges
 from tests.engine.support import (
     VOCABULARY,
     Model,
@@ -385,12 +385,12 @@ class Everything:
 
 @on_ranks(2)
 @pytest.mark.parametrize("dtype", ["bf16", "int8"])
-@pytest.mark.parametrize(("stage", "row"), [(0, "none"), (1, "optimizer_cpu"), (3, "nvme")])
+@pytest.mark.parametrize(("stage", "row"), [(0, "none"), (1, "optimizer_cpu"), (3, "cpu")])
 def test_what_is_kept_is_read_behind_a_step(stage: int, row: str, dtype: str, tmp_path: Path) -> None:
     with Side(seeded(), dtype, stage=stage, offload=settings(row, tmp_path)) as side:
         seldom(side, range(2))
         before, engine = everything(side), side.engine
-        kept = KeptRanges(engine, Everything(), {})
+        kept = KeptRanges(engine, Everything())
         kept.snapshot.stage()
         seldom(side, range(2, 4))
         seen = 0

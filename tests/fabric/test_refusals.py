@@ -21,7 +21,7 @@ def test_settings_that_only_the_trainer_follows() -> None:
     with pytest.raises(ConfigError, match="zero/stage: expected zero0, zero1, zero2 or zero3 with Fabric"):
         Fabric(strategy="zero_auto", accelerator="cpu", devices=2)
     with pytest.raises(ConfigError, match=r"zero\.checkpoint\.background: expected false with Fabric"):
-        ZeroFabricStrategy("zero3", checkpoint={"background": True})
+        ZeroFabricStrategy("zero3", checkpoint={"name": "sharded", "background": True})
     with pytest.raises(ConfigError, match=r"zero\.after_fit: expected auto or sharded with Fabric"):
         ZeroFabricStrategy("zero3", after_fit="whole")
     with pytest.raises(ConfigError, match="fabric.precision: expected 'bf16-mixed'"):

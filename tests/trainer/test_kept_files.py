@@ -131,3 +131,13 @@ def test_a_note_that_was_cut_off(tmp_path: Path) -> None:
         file.write('["a", "/tw')
     resume.note_file(tmp_path, "a", "/three.ckpt")
     assert resume.files_of_job(tmp_path) == {"a": {Path("/one.ckpt"), Path("/three.ckpt")}}
+
+
+@on_ranks(1)
+def test_a_users_method_of_the_callback_is_called_and_stays(tmp_path: Path) -> None:
+    save = ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=1)
+    plain = save._remove_checkpoint
+    with mock.patch.object(save, "_remove_checkpoint", wraps=plain) as removes:
+        fit("zero3", tmp_path, max_epochs=1, enable_checkpointing=True, callbacks=[save])
+        assert removes.called and save._remove_checkpoint is removes
+    assert "_remove_checkpoint" not in vars(save)

@@ -226,7 +226,7 @@ CHAINS = [
     (Job("zero3", "none", "training", None, steps=12), 2, 1),
     (Job("zero2", "optimizer_cpu", "async", 1e-9, steps=12), 2, 2),
     (Job("zero3", "none", "training", 1e-9, "sharded", steps=12), 3, 3),
-    pytest.param(Job("zero3", "none", "behind", 1e-9, steps=12), 3, 4, marks=pytest.mark.full),
+    pytest.param(Job("zero3", "none", "behind", 1e-9, "sharded", steps=12), 3, 4, marks=pytest.mark.full),
     (Job("zero3", "optimizer_cpu", "behind", None, "sharded", steps=8), 2, 5),
     *[
         pytest.param(job, 5, seed, marks=pytest.mark.full)
@@ -245,9 +245,9 @@ CHAINS = [
                 Job("zero3", "nvme", "training", 1e-9, "sharded"),
                 Job("zero0", "none", "training", None, "sharded"),
                 Job("zero1", "optimizer_cpu", "training", 1e-9, "sharded"),
-                Job("zero3", "none", "behind", None),
-                Job("zero1", "none", "behind", 1e-9),
-                Job("zero3", "nvme", "behind", None),
+                Job("zero3", "none", "behind", None, "sharded"),
+                Job("zero1", "none", "behind", 1e-9, "sharded"),
+                Job("zero3", "nvme", "behind", None, "sharded"),
                 Job("zero3", "cpu", "behind", 1e-9, "sharded"),
                 Job("zero0", "none", "behind", None, "sharded"),
             ],

@@ -27,7 +27,7 @@ from lightning_zero.engine.whole import ranges
 from lightning_zero.trainer.saves import range_saves
 from tests.harness import on_ranks
 from tests.pairwise import pairwise_places
-from tests.trainer.toys import Lit, assert_same, fit, seeded, weights
+from tests.trainer.toys import Lit, assert_same, fit, loader, seeded, trainer, weights
 
 
 class Model(Lit):
@@ -289,3 +289,31 @@ def test_what_is_loaded_is_mapped_and_what_is_kept_is_not(tmp_path: Path) -> Non
     assert mapped(found["state_dict"]["w"])
     assert not any(map(mapped, [found["state_dict"]["b"], *here.values(), frozen.tensor]))
     assert here["w2"].data_ptr() == here["w"].data_ptr() + 20
+
+
+@on_ranks(2)
+def test_what_the_user_has_put_in_its_place_is_called(tmp_path: Path) -> None:
+    """For as long as it is there, in this run and the next, and in the place of ``torch.save`` too."""
+    of, called = trainer("zero3", tmp_path, max_epochs=1), []
+    plain = of.save_checkpoint
+
+    def theirs(path: Any, *rest: Any) -> None:
+        called.append(path)
+        plain(path, *rest)
+
+    of.save_checkpoint = theirs  # type: ignore[method-assign]
+    of.fit(seeded(Model), loader())
+    of.save_checkpoint(tmp_path / "a.ckpt")
+    of.fit(seeded(Model), loader())
+    of.save_checkpoint(tmp_path / "b.ckpt")
+    assert called == [tmp_path / "a.ckpt", tmp_path / "b.ckpt"]
+    assert verify.check(tmp_path / "a.ckpt").damage == [] == verify.check(tmp_path / "b.ckpt").damage
+    with mock.patch.object(of, "save_checkpoint") as mocked:
+        of.save_checkpoint("c")
+    mocked.assert_called_once_with("c")
+    with mock.patch.object(torch, "save") as mocked:
+        of.save_checkpoint(tmp_path / "d.ckpt")
+    assert mocked.called == (dist.get_rank() == 0)
+    if mocked.called:
+        state = mocked.call_args.args[0]["state_dict"]
+        assert state["first.weight"].sum() == torch.load(tmp_path / "b.ckpt")["state_dict"]["first.weight"].sum()

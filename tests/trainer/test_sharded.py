@@ -467,28 +467,6 @@ def test_saving_without_training_and_before_any_run(tmp_path: Path) -> None:
     assert_weights(weights(test), seeded(Lit).state_dict(), tolerance=0)
 
 
-@on_ranks(2)
-def test_the_second_save_sends_no_index(tmp_path: Path) -> None:
-    sent: list[Any] = []
-    collect = saving.collect_objects
-
-    def counted(group: Any, value: Any, *rest: Any) -> Any:
-        sent.append(value)
-        return collect(group, value, *rest)
-
-    saving.collect_objects = counted
-    try:
-        of = fit(sharded(), tmp_path, odd()).trainer
-        of.save_checkpoint(tmp_path / "a.ckpt")
-        of.save_checkpoint(tmp_path / "b.ckpt")
-    finally:
-        saving.collect_objects = collect
-    assert sent[0] and sent[1] is None
-    one, other = (ShardedFolder(tmp_path / f"{name}.ckpt") for name in "ab")
-    assert one.index.storage_data == other.index.storage_data
-    assert torch.equal(one.tensor("state_dict.turned").whole(), other.tensor("state_dict.turned").whole())
-
-
 # -- what goes wrong --------------------------------------------------------------------------------------------------
 
 

@@ -148,18 +148,13 @@ def _shapes(value: Any) -> Any:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize(
-    ("stage", "offload", "checkpoint"),
-    [("zero3", "none", "full"), ("zero2", "optimizer_cpu", "sharded"), ("zero3", "nvme", "full")],
-)
-def test_what_is_written_behind_training_is_what_was_there(
-    stage: str, offload: str, checkpoint: str, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(("stage", "offload"), [("zero3", "none"), ("zero2", "optimizer_cpu")])
+def test_what_is_written_behind_training_is_what_was_there(stage: str, offload: str, tmp_path: Path) -> None:
     """The reader comes when the next step has changed state in place, and put other tensors in its place."""
     gate = Gate("step")
     with gate.watched():
         callbacks = [Saves(tmp_path, gate.saved), Opens(gate)]
-        strategy = behind(tmp_path, stage, offload, checkpoint)
+        strategy = behind(tmp_path, stage, offload)
         fit(strategy, tmp_path, made("nested"), callbacks=callbacks, max_epochs=1)
     assert gate.passed.is_set()
     found, expected = (content(tmp_path / f"{name}.ckpt") for name in ("behind", "now"))

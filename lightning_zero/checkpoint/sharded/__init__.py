@@ -6,7 +6,6 @@
     write     one file of a rank
     save      all ranks together
     index     .metadata, which says where everything is: made, read without running code, and checked
-    slices    a range of a file, as a file
     read      tensors of such a folder, of which a rank reads its parts only
 
 ::

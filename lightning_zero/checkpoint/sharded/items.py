@@ -52,7 +52,7 @@ class Item(NamedTuple):
         if not isinstance(self.source, Part):
             return self.source.whole() if isinstance(self.source, StoredTensor) else cast(Tensor, self.source)
         if snapshot is not None and self.home is not None and self.slice is not None:
-            flat = snapshot.read(self.home, self.slice)
+            flat = snapshot.read(self.slice)
         else:
             flat = self.source.values()[self.box.start - self.source.start :][: self.box.numel]
         return unflattened(flat, self.box.sizes, self.order)

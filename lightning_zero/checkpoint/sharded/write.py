@@ -11,14 +11,13 @@ import copy
 import ctypes
 import itertools
 from collections.abc import Sequence
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightning_zero.checkpoint.durable import begin_sync
 from lightning_zero.checkpoint.sharded.items import Item, Path
-from lightning_zero.comm.streams import Streams
 from lightning_zero.engine.units.home import Home, opened
 from lightning_zero.engine.units.kept import Sliced
 from lightning_zero.engine.units.param import strides_of
@@ -40,20 +39,23 @@ class Entry(NamedTuple):
     length: int
 
 
-def keep(items: Sequence[Item], streams: Streams) -> tuple[list[Item], Snapshot]:
-    """``items`` whose values do not change any more, for a thread that writes them later."""
-    wanted: dict[Home, list[Sliced]] = {}
-    kept: list[Item] = []
+def slices_of(items: Sequence[Item]) -> dict[Home, list[Sliced]]:
+    """What of each home is written."""
+    found: dict[Home, list[Sliced]] = {}
     for item in items:
-        if item.home is None:
-            source = item.source
-            value = source.to("cpu", copy=True) if isinstance(source, Tensor) else copy.deepcopy(source)
-            kept.append(item._replace(source=value))
-        else:
+        if item.home is not None:
             assert item.slice is not None
-            wanted.setdefault(item.home, []).append(item.slice)
-            kept.append(item)
-    return kept, Snapshot(wanted, streams)
+            found.setdefault(item.home, []).append(item.slice)
+    return found
+
+
+def detached(items: Sequence[Item]) -> list[Item]:
+    """``items`` with copies of all values that rest in no home, for a thread that writes them later."""
+    return [item if item.home is not None else item._replace(source=_copy(item.source)) for item in items]
+
+
+def _copy(value: Any) -> Any:
+    return value.to("cpu", copy=True) if isinstance(value, Tensor) else copy.deepcopy(value)
 
 
 def write_items(
@@ -63,7 +65,7 @@ def write_items(
 
     Args:
         did: is told of each, by ``Item.nbytes``.
-        snapshot: of :func:`keep`.
+        snapshot: of all that rests in homes.
     """
     entries: list[Entry] = []
     for home, own in itertools.groupby(items, key=lambda item: item.home):
@@ -71,8 +73,6 @@ def write_items(
             for item in own:
                 entries.append(_write(item, file, name, snapshot))
                 did(item.nbytes)
-        if home is not None and snapshot is not None:
-            snapshot.done_with(home)
     return entries
 
 

@@ -24,10 +24,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero.comm.profiling import profiled
-from lightning_zero.comm.streams import Streams
-from lightning_zero.config import ConfigError
 from lightning_zero.device import recording
-from lightning_zero.engine.units.kept import Kept, KeptInFiles, KeptInMemory, Sliced
 from lightning_zero.planning.placement import Tier
 from lightning_zero.tiers.extents import Extent, Wanted
 from lightning_zero.tiers.host import HostTier
@@ -93,6 +90,7 @@ class Home:
     def __init__(self, master: Tensor) -> None:
         self.master = master
         self.changes = next(_CHANGES)
+        self._lent: list[Future[Any]] = []
 
     def begin_open(self) -> None:
         """Start bringing the tensors into memory."""
@@ -108,19 +106,15 @@ class Home:
     def read_until(self, event: Any) -> None:
         """A stream reads the master until ``event`` (None: it does not): it is not written to before."""
 
-    def lend(self, writing: Future[Any]) -> None:
-        """The disk reads the master, which is readable, until ``writing`` is done: it is not written to before."""
-        raise NotImplementedError
+    def lend(self, reading: Future[Any]) -> None:
+        """Somebody reads the tensors, which are readable, until ``reading`` is done: they are not written to before."""
+        self._lent.append(reading)
 
     def close(self, *, changed: bool) -> None:
         """End one ``open``; the last end starts to bring the tensors to rest. ``changed``: they were written to."""
 
     def settle(self) -> None:
         """Wait until the tensors of a closed home are at rest."""
-
-    def keep(self, parts: Sequence[Sliced], streams: Streams) -> Kept:
-        """Keep the values of ``parts``, slices of the home's tensors, as they are now. The home is closed."""
-        raise NotImplementedError
 
     def adopt(self, owner: object, states: Sequence[Tensor]) -> None:
         """Take ``states`` as the state tensors of ``owner``, an optimizer's runs; the home is open.
@@ -153,31 +147,16 @@ class ResidentHome(Home):
             is_exposed: users' code may change the master itself, without ``open``.
         """
         super().__init__(master)
-        self._is_exposed = is_exposed
-        self._kept: KeptInMemory | None = None
-        self._spare: list[Tensor] | None = []  # for copies of what is kept
-        self._lent: Future[Any] | None = None
+        self.is_exposed = is_exposed
 
     def open(self, *, to_write: bool = False) -> None:
         if to_write:
             self.changes = next(_CHANGES)
-            self._secure()
-            if self._lent is not None:
-                wait([self._lent])  # an error is for whoever reads the file
-                self._lent = None
+            self._take_back()
 
-    def keep(self, parts: Sequence[Sliced], streams: Streams) -> Kept:
-        at_once = self.master if self._is_exposed else None
-        self._kept = KeptInMemory(parts, streams, at_once=at_once, spare=self._spare)
-        return self._kept
-
-    def _secure(self) -> None:
-        if self._kept is not None:
-            self._kept.secure()
-            self._kept = None
-
-    def lend(self, writing: Future[Any]) -> None:
-        self._lent = writing
+    def _take_back(self) -> None:
+        wait(self._lent)  # an error is for whoever reads
+        self._lent = []
 
 
 class HostHome(ResidentHome):
@@ -191,7 +170,6 @@ class HostHome(ResidentHome):
         # The host waits: nothing tells whoever reads or writes the masters next that a copy is still under way.
         copy_cast(values, master, wait=True)
         super().__init__(master)
-        self._spare = None  # what is kept is mostly read where it lies
         self._reads: Any = None  # the end of the last copy to the device
 
     def open(self, *, to_write: bool = False) -> None:
@@ -209,7 +187,7 @@ class HostHome(ResidentHome):
         wanted = {id(state): state for state in states}
         held = self._states.get(id(owner), [])
         if gone := [extent for state, extent in held if id(state) not in wanted]:
-            self._secure()
+            self._take_back()
             self._tier.free(gone)
         held = self._states[id(owner)] = [(state, extent) for state, extent in held if id(state) in wanted]
         known = {id(state) for state, _ in held}
@@ -226,7 +204,7 @@ class HostHome(ResidentHome):
             held.append((state, extent))
 
     def free(self) -> None:
-        self._secure()
+        self._take_back()
         self._tier.free([self._extent, *(extent for held in self._states.values() for _, extent in held)])
         self._states = {}
 
@@ -275,8 +253,6 @@ class FileHome(Home):
         self._changed = False
         self._phase = Phase.OPEN
         self._moving: list[Future[Any]] = []  # reads or writes
-        self._lent: list[Future[Any]] = []  # writes of others
-        self._kept: KeptInFiles | None = None
         # The worker brings a home to rest after its step is over, and the main thread may open it from then on.
         self._lock = threading.RLock()
         self._place([master])
@@ -304,8 +280,8 @@ class FileHome(Home):
             self._sender.send(self.master, target)
 
     @_by_one_thread
-    def lend(self, writing: Future[Any]) -> None:
-        self._lent.append(writing)
+    def lend(self, reading: Future[Any]) -> None:
+        self._lent.append(reading)
 
     @_by_one_thread
     def open(self, *, to_write: bool = False) -> None:
@@ -328,7 +304,6 @@ class FileHome(Home):
         if self._opens:
             return
         if self._changed:
-            self._leave_kept_extents()
             self._move(self._tier.stage_out)
             self._changed = False
             self._enter(Phase.WRITING)
@@ -340,28 +315,6 @@ class FileHome(Home):
         if self._phase is Phase.WRITING:
             self._wait()
             self._rest()
-
-    @_by_one_thread
-    def keep(self, parts: Sequence[Sliced], streams: Streams) -> Kept:
-        assert not self._opens, "what is in memory may be newer than what is in the file"
-        self._kept = KeptInFiles(self._tier, dict(zip(self._tensors, self._extents, strict=True)))
-        return self._kept
-
-    def _leave_kept_extents(self) -> None:
-        """Have other extents, undefined as yet, where somebody still reads these."""
-        kept, self._kept = self._kept, None
-        if kept is None or kept.is_over:
-            return
-        try:
-            others = self._tier.reserve([Wanted(self._label, e.numel, e.dtype) for e in self._extents])
-        except (ConfigError, OSError):  # there is no room for both
-            kept.wait()
-            return
-        unread = self._extents if kept.take_extents() else others
-        if unread is others:
-            self._tier.free(others)
-        else:
-            self._extents = others
 
     def _move(self, operation: Callable[[Extent, Tensor], Future[Any]]) -> None:
         self._moving = [operation(extent, tensor) for extent, tensor in zip(self._extents, self._tensors, strict=True)]
@@ -394,7 +347,6 @@ class FileHome(Home):
 
     def _place(self, tensors: Sequence[Tensor]) -> None:
         """Give each of ``tensors`` an extent; extents that the home has are used again where their size is right."""
-        self._leave_kept_extents()
         spare = list(self._extents)
         self._extents, self._tensors = [], list(tensors)
         for tensor in self._tensors:
@@ -413,8 +365,7 @@ class FileHome(Home):
 
     @_by_one_thread
     def free(self) -> None:
-        if self._kept is None or not self._kept.take_extents():
-            self._tier.free(self._extents)
+        self._tier.free(self._extents)
         self._extents, self._tensors = [], []
 
 

@@ -1,65 +1,96 @@
-"""What shards are at one moment, for a thread that writes them to files while training goes on."""
+"""What shards are at one moment, copied to the host for a thread that writes them while training goes on."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 
 from torch import Tensor
 
 from lightning_zero.comm.streams import Streams
-from lightning_zero.engine.assembly import Assembly
-from lightning_zero.engine.units.home import Home
-from lightning_zero.engine.units.kept import Kept, Sliced
-from lightning_zero.engine.whole.ranges import Copies, Range, Value, own_parts
+from lightning_zero.engine.units.home import Home, ResidentHome
+from lightning_zero.engine.units.kept import Sliced
+from lightning_zero.tiers.pages import HostPages
 
-PIECE_NUMEL = 1 << 22  # what is read at a time: a step may wait for that
+
+class _Span:
+    """The range of one tensor that is copied."""
+
+    def __init__(self, whole: Tensor) -> None:
+        self.whole = whole
+        self.start, self.stop = len(whole), 0
+        self.copy: Tensor | None = None
+
+    @property
+    def values(self) -> Tensor:
+        return self.whole[self.start : self.stop].detach()
 
 
 class Snapshot:
-    """The values of homes as they are when this is made. Everything else is for threads that read them."""
+    """Copies the values of homes in memory, as they are when this is made.
 
-    def __init__(self, wanted: Mapping[Home, Sequence[Sliced]], streams: Streams) -> None:
-        self._kept: dict[int, Kept] = {}
-        self._accelerator = streams.accelerator
-        self._homes = list(wanted)
-        try:
-            for home, parts in wanted.items():
-                self._kept[id(home)] = home.keep(parts, streams)
-        except BaseException:
-            self.close()
-            raise
+    Whoever is about to change a home waits until :meth:`stage` has copied all, or until :meth:`close`.
+
+    Args:
+        wanted: parts of the homes' tensors.
+        spare: memory of the copies that were made last, and afterwards of these: new memory takes as long again.
+    """
+
+    def __init__(self, wanted: Mapping[Home, Sequence[Sliced]], streams: Streams, spare: list[Tensor]) -> None:
+        self._streams, self._spare = streams, spare
+        self._spans: dict[int, _Span] = {}
+        for part in (part for parts in wanted.values() for part in parts):
+            span = self._spans.setdefault(id(part.whole), _Span(part.whole))
+            low, high = part.rows
+            span.start, span.stop = min(span.start, low), max(span.stop, high)
+        for home in wanted:
+            if isinstance(home, ResidentHome) and home.is_exposed and id(home.master) in self._spans:
+                self._copy(self._spans[id(home.master)])  # it may change without a word
+        self._made = streams.mark()  # behind what has made the values
+        self._copied: Future[None] = Future()
+        for home in wanted:
+            home.lend(self._copied)
+
+    @staticmethod
+    def nbytes(wanted: Mapping[Home, Sequence[Sliced]]) -> int:
+        """Host memory that the copies take, nearly."""
+        return sum(part.whole[:1].nbytes * (part.rows[1] - part.rows[0]) for parts in wanted.values() for part in parts)
 
     def stage(self) -> None:
-        """Copy what the next step is sure to change."""
-        self._accelerator.bind_thread()
-        for kept in self._kept.values():
-            kept.stage()
+        """Make the copies. For the thread that writes them."""
+        accelerator = self._streams.accelerator
+        accelerator.bind_thread()
+        with self._streams.on("d2h", after=self._made):
+            for span in self._spans.values():
+                if span.copy is None:
+                    self._copy(span)
+            arrived = self._streams.mark()
+        accelerator.wait_on_host(arrived)
+        self._copied.set_result(None)
 
-    def read(self, home: Home, part: Sliced) -> Tensor:
-        """[part.numel] on the host, valid until this home is done with."""
-        self._accelerator.bind_thread()
-        return self._kept[id(home)].read(part)
+    def _copy(self, span: _Span) -> None:
+        span.copy = self._memory_for(span.values).copy_(span.values, non_blocking=True)
 
-    def done_with(self, home: Home) -> None:
-        self._kept[id(home)].release()
+    def _memory_for(self, values: Tensor) -> Tensor:
+        for place, memory in enumerate(self._spare):
+            if (memory.shape, memory.dtype) == (values.shape, values.dtype):
+                return self._spare.pop(place)
+        if values.device.type == "cpu":
+            # In large pages: to fill these takes half the time.
+            return HostPages(values.nbytes).tensor(0, values.dtype, values.numel()).view(values.shape)
+        return self._streams.accelerator.host_memory(values.shape, values.dtype)
+
+    def read(self, part: Sliced) -> Tensor:
+        """Return the values of ``part`` [numel] as they were, on the host, until :meth:`close`."""
+        span = self._spans[id(part.whole)]
+        assert span.copy is not None
+        low, high = part.rows
+        return part.of(span.copy[low - span.start : high - span.start])
 
     def close(self) -> None:
-        for kept in self._kept.values():
-            kept.release()
-
-
-class KeptRanges:
-    """What :func:`~lightning_zero.engine.whole.ranges.own_ranges` would give now, for a thread that asks later."""
-
-    def __init__(self, engine: Assembly, wanted: Container[Value], copies: Copies) -> None:
-        self._parts = list(own_parts(engine, wanted, copies))
-        parts = {home: [part.values for part in found] for home, found in self._parts}
-        self.snapshot = Snapshot(parts, engine.comm.streams)
-
-    def __iter__(self) -> Iterator[Range]:
-        for home, parts in self._parts:
-            for value, start, values in parts:
-                for done in range(0, values.numel, PIECE_NUMEL):
-                    piece = values.part(done, min(PIECE_NUMEL, values.numel - done))
-                    yield Range(value, start + done, self.snapshot.read(home, piece))
-            self.snapshot.done_with(home)
+        """Let homes change that were not copied, and give the memory of the copies back. May be called twice."""
+        if not self._copied.done():
+            self._copied.set_result(None)
+        if self._spans:
+            self._spare[:] = [span.copy for span in self._spans.values() if span.copy is not None]
+            self._spans = {}

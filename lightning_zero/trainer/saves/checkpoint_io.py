@@ -37,7 +37,7 @@ class ZeroCheckpointIO(TorchCheckpointIO):
     _looked: frozenset[bool] = frozenset()  # what files of weights only, and whole ones, of this run hold
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        if storage_options is not None or not is_local(path):
+        if storage_options is not None or not is_local(path) or not saves_as_torch():
             super().save_checkpoint(checkpoint, path, storage_options)
             return
         name = get_filesystem(path)._strip_protocol(str(path))  # of file:///folder/last.ckpt too
@@ -124,6 +124,14 @@ def _tensors_in(value: Any, seen: set[int]) -> Iterator[Tensor]:
 def writes_files(io: CheckpointIO) -> TypeGuard[ZeroCheckpointIO]:
     """Whether files of torch.save are all that ``io`` writes: it is ours, and not one of the user's."""
     return type(io).save_checkpoint is ZeroCheckpointIO.save_checkpoint
+
+
+_TORCHS = torch.save
+
+
+def saves_as_torch() -> bool:
+    """Whether ``torch.save`` is torch's own: a mock of it is called as by Lightning, with all values."""
+    return torch.save is _TORCHS
 
 
 def with_default(io: CheckpointIO | None) -> CheckpointIO:

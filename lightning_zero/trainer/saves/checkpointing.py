@@ -19,9 +19,9 @@ from torch.optim import Optimizer
 
 from lightning_zero.checkpoint.hugging_face.record import RECORD as HUGGING_FACE
 from lightning_zero.checkpoint.hugging_face.record import record_of
-from lightning_zero.checkpoint.sharded.save import ShardedSaver
+from lightning_zero.checkpoint.sharded.save import Behind
 from lightning_zero.comm.agreements import ApartError, gather_rows
-from lightning_zero.config import CheckpointFormat, ConfigError
+from lightning_zero.config import CheckpointFormat
 from lightning_zero.device import accelerator_of
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.engine.whole.module_state import keeping_frozen
@@ -48,22 +48,18 @@ from lightning_zero.trainer.saves.checkpoint_fits import (
     check_states,
     may_change_optimizers,
     of_lightning,
+    warn_of_overruled,
 )
 from lightning_zero.trainer.saves.checkpoint_io import (
     after_writes,
     async_writer,
-    load,
     remove,
     wait_for_writes,
     writes_files,
 )
-from lightning_zero.trainer.saves.overruled import warn_of_overruled
 from lightning_zero.trainer.saves.random_numbers import KEY as RNG_KEY
 from lightning_zero.trainer.saves.random_numbers import Saved, saved_ranks
 from lightning_zero.trainer.saves.range_saves import RangeSave
-from lightning_zero.trainer.saves.sharded_checkpoints import divide, is_folder, local_path
-from lightning_zero.trainer.saves.sharded_checkpoints import read as read_folder
-from lightning_zero.trainer.saves.verified_loads import verify
 
 if TYPE_CHECKING:
     from lightning_zero.trainer.strategy import ZeroStrategy
@@ -90,7 +86,6 @@ class Checkpoints:
 
     def begin_run(self) -> None:
         """Forget what an earlier run has loaded."""
-        self._saver: ShardedSaver | None = None
         self._to_load: tuple[Mapping[str, Any], bool] | None = None  # what waits for setup(), and strict
         self._waits_for_setup = True
         self._loaded_from: Any = "the checkpoint"
@@ -143,13 +138,11 @@ class Checkpoints:
         if (decision := self._strategy._auto.decision) is not None:
             checkpoint[auto_row.KEY] = asdict(decision)
         if self._saves_folders:
-            if storage_options is not None:
-                raise ConfigError(
-                    "zero/checkpoint=sharded: expected no storage_options, which only plugins use, got "
-                    f"{storage_options!r}. Leave them out, or choose zero/checkpoint=full."
-                )
-            with self.noting_failure():
-                self._save_folder(checkpoint, filepath)
+            if (
+                self._strategy._waits is not None or self._strategy.is_global_zero
+            ):  # before any run, as Lightning does: nobody waits
+                with self.noting_failure():
+                    self._strategy._write_folder(checkpoint, filepath, storage_options, behind=self._behind)
             return
         if writes_files(self._strategy.checkpoint_io):
             self._strategy.checkpoint_io.long_work = self._strategy._long_work
@@ -171,15 +164,16 @@ class Checkpoints:
             raise
 
     @property
-    def begin_in_background(self) -> Callable[..., None] | None:
-        """Hands over what is left of a save, where training goes on behind it."""
+    def _behind(self) -> Behind | None:
+        """How this save goes on behind training, where it does."""
         module = self._strategy.lightning_module
         if not self._strategy.config.checkpoint.background or module is None or module._trainer is None:
             return None
         state = module.trainer.state
         if state.fn != TrainerFn.FITTING or state.status != TrainerStatus.RUNNING:
             return None
-        return partial(self._background.begin, self._strategy._waits, may_fail=self.next_may_fail)
+        begin = partial(self._background.begin, self._strategy._waits, may_fail=self.next_may_fail)
+        return Behind(begin, self._strategy.engine.comm.streams, self._background.spare)
 
     def after_writes(self, act: Callable[[], Any]) -> None:
         """Do this when all saves that were begun are on the disk; not at all if one of them fails."""
@@ -200,14 +194,12 @@ class Checkpoints:
             Exception: on all ranks: the last one has failed, and training was not to go on then.
         """
         if self._background.is_under_way:
-            self._background.is_under_way = False
             try:
                 with self.noting_failure():
                     self._strategy._together(
                         "the save before this one", partial(self._background.wait, self._strategy._long_work)
                     )
             except Exception as error:
-                self._saver = None  # rank 0 may not have heard what the others have written
                 if not failed_on_all_ranks(error) or not self._background.may_fail:
                     raise
                 rank_zero_warn(f"{error} Training goes on, and this is tried again later (save_minutes).")
@@ -217,19 +209,6 @@ class Checkpoints:
                 self._strategy._together(
                     "the save before this one", lambda: wait_for_writes(io, self._strategy._long_work)
                 )
-
-    def _save_folder(self, checkpoint: Mapping[str, Any], filepath: Any) -> None:
-        waits = self._strategy._waits
-        if waits is None and not self._strategy.is_global_zero:
-            return  # before any run, as Lightning does: nobody can be waited for
-        path = local_path(self._strategy.broadcast(str(filepath)))
-        if self._saver is None:
-            self._saver = ShardedSaver(self._strategy.global_rank)
-        group = dist.group.WORLD if waits is not None else None
-        begin = self.begin_in_background
-        streams = self._strategy.engine.comm.streams if begin is not None else None
-        parts, long_work = divide(checkpoint), self._strategy._long_work
-        self._saver.save(*parts, path, group, waits, behind=begin, streams=streams, long_work=long_work)
 
     def remove(self, filepath: Any) -> None:
         if self._strategy.is_global_zero:
@@ -243,15 +222,14 @@ class Checkpoints:
         """
         if self._background.is_under_way:
             self.wait_for_writes()
-        if (
-            writer := async_writer(self._strategy.checkpoint_io)
-        ) is not None:  # a wrapper around it does not pass this on
-            long_work = self._strategy._long_work
+        # A wrapper around it does not pass this on.
+        if (writer := async_writer(self._strategy.checkpoint_io)) is not None:
 
             def finish() -> None:
-                if writer._executor is not None:
-                    long_work.wait(writer._executor.submit(lambda: None), "the last save")
-                writer.teardown()
+                try:
+                    wait_for_writes(writer, self._strategy._long_work)
+                finally:
+                    writer.teardown()
 
             self._strategy._together("the last writes of checkpoints", finish)
 
@@ -265,28 +243,15 @@ class Checkpoints:
         """
         if self._background.is_under_way:
             self.wait_for_writes()
-        accelerator_of(self._strategy.root_device).release_cached()
-        wanted = self._strategy.config.checkpoint.verify
-        if self._strategy.run_plan.resumes_job if wanted is None else wanted:
-            verify(
-                checkpoint_path,
-                self._strategy.global_rank,
-                lambda value: self._strategy._gather_objects(value, "checksums"),
-                lambda act: self._strategy._together("reading checksums", act),
-                self._strategy._long_work,
-            )
+        strategy = self._strategy
+        accelerator_of(strategy.root_device).release_cached()
+        wanted = strategy.config.checkpoint.verify
         self._loaded_from = checkpoint_path
-
-        def read() -> dict[str, Any]:
-            if is_folder(checkpoint_path):
-                found = read_folder(checkpoint_path, weights_only, long_work=self._strategy._long_work)
-            else:
-                found = load(self._strategy.checkpoint_io, checkpoint_path, weights_only)
-            return of_lightning(found, checkpoint_path)
-
-        checkpoint = self._strategy._together("reading a checkpoint", read)
+        verified = strategy.run_plan.resumes_job if wanted is None else wanted
+        read = strategy._read_checkpoint(checkpoint_path, weights_only, verified=verified)
+        checkpoint = strategy._together("looking at a checkpoint", lambda: of_lightning(read, checkpoint_path))
         saved = checkpoint.pop(auto_row.KEY, None)
-        self._strategy._auto.saved = None if saved is None else auto_row.Decision(**saved)
+        strategy._auto.saved = None if saved is None else auto_row.Decision(**saved)
         self._take_random_numbers(checkpoint.pop(RNG_KEY, None), checkpoint_path)
         return checkpoint
 

@@ -11,8 +11,6 @@ Hooks may read and replace what is saved. So where there are some, tensors have 
 and has no name any more. No memory holds them, but the disk must have room for both files.
 
 Where a rank does not see rank 0's folder, rank 0 writes all, one bucket at a time.
-
-In the background (``background_saves.py``) threads write the ranges; what is hollow is kept as it is (``kept.py``).
 """
 
 from __future__ import annotations
@@ -31,8 +29,7 @@ from torch.optim import Optimizer
 
 from lightning_zero.checkpoint.archive import Hole, Skeleton, WriteAt, write_values
 from lightning_zero.checkpoint.crc import Piece
-from lightning_zero.checkpoint.direct import DirectFile
-from lightning_zero.checkpoint.durable import Part, aside, leave, naming, write_at
+from lightning_zero.checkpoint.durable import Part, aside, naming, write_at
 from lightning_zero.checkpoint.sharded.index import refuse_other_folder
 from lightning_zero.comm.agreements import broadcast_object, gather_objects, together
 from lightning_zero.config import CheckpointFormat
@@ -40,14 +37,11 @@ from lightning_zero.engine import Engine, engine_of
 from lightning_zero.engine.units.home import Home
 from lightning_zero.engine.whole.module_state import hollow_copy
 from lightning_zero.engine.whole.ranges import COPY, MASTER, Copies, Hollow, Range, Value, own_parts
-from lightning_zero.engine.whole.snapshot import KeptRanges
 from lightning_zero.lightning_api import Callback, WeightAveraging, get_filesystem, is_local, is_overridden, pl
-from lightning_zero.ranks.mailbox import Mailbox
-from lightning_zero.ranks.progress import Count, Did
+from lightning_zero.ranks.progress import Did
 from lightning_zero.trainer.interruptions import refuse_lonely_save
 from lightning_zero.trainer.replaced import in_place_of
-from lightning_zero.trainer.saves.background_saves import not_behind
-from lightning_zero.trainer.saves.checkpoint_io import ZeroCheckpointIO, writes_files
+from lightning_zero.trainer.saves.checkpoint_io import ZeroCheckpointIO, saves_as_torch, writes_files
 
 T = TypeVar("T")
 Noting = Callable[[], contextlib.AbstractContextManager[None]]
@@ -61,13 +55,11 @@ class _Place(NamedTuple):
         part: the file.
         identity: of the file.
         holes: of each value, as many as there are tensors of it, with their dtypes.
-        number: of the mailbox, where they are written behind training.
     """
 
     part: str
     identity: tuple[int, int]
     holes: dict[Value, list[tuple[Hole, torch.dtype]]]
-    number: int
 
     @property
     def dtypes(self) -> dict[Value, torch.dtype]:
@@ -83,7 +75,6 @@ class RangeSave:
         with_values: tensors have values when they are asked for.
         noting: inside of it, what fails has failed on all ranks.
         hollow: makes the tensors that have no values.
-        begin: hands what follows over to a thread; None: it is done at once.
     """
 
     def __init__(
@@ -95,9 +86,8 @@ class RangeSave:
         with_values: bool,
         noting: Noting,
         hollow: Hollow | None = None,
-        begin: Callable[..., None] | None = None,
     ) -> None:
-        self._engine, self._io, self._behind = engine, io, begin
+        self._engine, self._io = engine, io
         self._path, self._noting = path, noting
         self._with_values = with_values
         self._hollow = hollow if hollow is not None else Hollow()
@@ -157,61 +147,12 @@ class RangeSave:
             if fd is not None:
                 stack.callback(os.close, fd)
             shared = all(self._gather(fd is not None, "who sees the folder of a checkpoint"))
-            if keep and self._behind is not None and shared:
-                self._hand_over(stack.pop_all(), place, hollow.copies, begun, content)
-                return {}
             if shared:
                 done = self._together("writing a checkpoint", partial(self._write_own, fd, place, hollow.copies))
             else:
-                if self._behind is not None:
-                    not_behind(f"not all ranks see {self._path.parent}, so rank 0 writes what the others send")
                 done = self._write_all(fd, place, hollow.copies)
             found = self._gather(done, "checksums of a checkpoint")
             return self._together("ending a checkpoint", partial(self._end, stack, begun, place, content, found, keep))
-
-    def _hand_over(
-        self,
-        stack: contextlib.ExitStack,
-        place: _Place,
-        copies: Copies,
-        begun: list[tuple[Part, Skeleton, list[Piece]]],
-        content: Any,
-    ) -> None:
-        def keep() -> tuple[KeptRanges, DirectFile]:
-            kept = self._engine.keep_ranges(place.dtypes, copies)
-            try:
-                return kept, DirectFile(place.part)  # now: where another rank fails it may be gone later
-            except BaseException:
-                kept.snapshot.close()
-                raise
-
-        def let_go(made: tuple[KeptRanges, DirectFile]) -> None:
-            made[0].snapshot.close()
-            made[1].close()
-
-        with contextlib.ExitStack() as undo:
-            undo.push(stack)
-            kept, file = made = self._together("keeping values", keep, undo=let_go)
-            undo.pop_all()
-
-        count = Count(self._own_nbytes(place, copies))
-
-        def write() -> list[Piece]:
-            done: list[Piece] = []
-            for part in kept:
-                _write_range(_telling(count.did, file.write_at), place, done, part)
-            file.sync()
-            return done
-
-        def end(found: Sequence[list[Piece]]) -> None:
-            self._end(stack, begun, place, content, found, True)
-
-        def close(error: BaseException | None) -> None:
-            let_go(made)
-            leave(stack, error)
-
-        assert self._behind is not None
-        self._behind(place.number, self._path, write, end, close, kept.snapshot.stage, count)
 
     def _begin(
         self,
@@ -232,7 +173,7 @@ class RangeSave:
             hole = skeleton.holes.get(tensor.untyped_storage()._cdata)
             if hole is not None:  # a state_dict of the user's may have left it out
                 holes.setdefault(value, []).append((hole, tensor.dtype))
-        return _Place(str(part.path), _identity(part.fd), holes, Mailbox.new_number())
+        return _Place(str(part.path), _identity(part.fd), holes)
 
     def _write_own(self, fd: int | None, place: _Place, copies: Copies) -> list[Piece]:
         assert fd is not None
@@ -375,7 +316,7 @@ def _save_by_ranges(
 ) -> None:
     strategy: Any = trainer.strategy
     checkpoints = getattr(strategy, "_checkpoints", None)
-    if checkpoints is None:
+    if checkpoints is None or checkpoints.range_save is not None:
         theirs(trainer, filepath, weights_only, storage_options)
         return
     engine = engine_of(trainer.lightning_module) if trainer.lightning_module is not None else None
@@ -397,27 +338,24 @@ def _choose(trainer: pl.Trainer, filepath: Any) -> RangeSave | None:
     folders = strategy.config.checkpoint.name is CheckpointFormat.sharded
     if engine is None or folders or not writes_files(io):
         return None
-    checkpoints = strategy._checkpoints
-    begin = checkpoints.begin_in_background
     if not is_local(filepath):
-        if begin is not None:
-            not_behind("rank 0 writes all of a file that is not on a mounted file system")
         return None
     path = Path(get_filesystem(filepath)._strip_protocol(str(filepath)))
     # A callback that rank 0 alone has would see no values, and the ranks would go different ways.
-    found = strategy._gather_objects(_readers(trainer), "saving a checkpoint: who has hooks that see it")
-    readers = [name for names in found for name in names]
-    if begin is not None and readers:
-        not_behind(f"{readers[0]} reads what is saved")
-    noting = checkpoints.noting_failure
+    found = strategy._gather_objects((_have_hooks(trainer), saves_as_torch()), "saving a checkpoint: who sees it")
+    if not all(plain for _, plain in found):
+        return None
+    hooks = any(some for some, _ in found)
+    checkpoints = strategy._checkpoints
     checkpoints.hollow = hollow = Hollow(checkpoints.hollow)
-    return RangeSave(engine, io, path, with_values=bool(readers), noting=noting, hollow=hollow, begin=begin)
+    return RangeSave(engine, io, path, with_values=hooks, noting=checkpoints.noting_failure, hollow=hollow)
 
 
-def _readers(trainer: pl.Trainer) -> list[str]:
-    """Hooks that see what is saved."""
+def _have_hooks(trainer: pl.Trainer) -> bool:
+    """Whether there are hooks that see what is saved."""
     harmless = (Callback.on_save_checkpoint, WeightAveraging.on_save_checkpoint)  # these read no values
     data: Any = trainer.datamodule  # type: ignore[attr-defined]
-    found = [part for part in (trainer.lightning_module, data) if part is not None and is_overridden(_HOOK, part)]
-    found += [c for c in trainer.callbacks if type(c).on_save_checkpoint not in harmless or _HOOK in vars(c)]  # type: ignore[attr-defined]
-    return [f"{type(part).__name__}.{_HOOK}" for part in found]
+    return any(part is not None and is_overridden(_HOOK, part) for part in (trainer.lightning_module, data)) or any(
+        type(callback).on_save_checkpoint not in harmless or _HOOK in vars(callback)
+        for callback in trainer.callbacks  # type: ignore[attr-defined]
+    )

@@ -60,12 +60,6 @@ def refuse_writer(io: CheckpointIO | None, settings: CheckpointConfig) -> None:
             f"zero/checkpoint=sharded: expected no CheckpointIO, got {type(io).__name__}: all ranks write the folder, "
             "and plugins write what one rank hands over. Drop the plugin, or choose zero/checkpoint=full."
         )
-    if io is not None and type(io) is not ZeroCheckpointIO and settings.background:
-        raise ConfigError(
-            f"zero.checkpoint.background=true: expected no CheckpointIO, got {type(io).__name__}: all ranks write "
-            "behind training, and plugins write what one rank hands over. Drop the plugin, or set "
-            "zero.checkpoint.background=false."
-        )
 
 
 def divide(checkpoint: Mapping[str, Any], named: Sequence[str] = ()) -> tuple[dict[str, Any], dict[str, Any]]:

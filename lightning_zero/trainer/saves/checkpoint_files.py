@@ -1,0 +1,159 @@
+"""What the strategies of the Trainer and of Fabric do alike with files and folders of checkpoints."""
+
+from __future__ import annotations
+
+import os
+import zipfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch.distributed as dist
+from lightning_utilities.core.rank_zero import rank_zero_warn
+
+from lightning_zero.checkpoint.sharded.index import INDEX, refusal
+from lightning_zero.checkpoint.sharded.save import Behind, save_folder
+from lightning_zero.checkpoint.verify import NOTHING, Report, check
+from lightning_zero.config import ConfigError, ZeroConfig
+from lightning_zero.lightning_api import CheckpointIO, get_filesystem, is_local, rank_zero_info
+from lightning_zero.ranks.progress import SILENT, LongWork
+from lightning_zero.ranks.waits import Waits
+from lightning_zero.trainer.saves.checkpoint_io import load, with_default
+from lightning_zero.trainer.saves.sharded_checkpoints import divide, is_folder, local_path, read, refuse_writer
+
+T = TypeVar("T")
+_ZIP = b"PK\x03\x04"  # how a file of torch.save begins
+
+
+class CheckpointFiles:
+    """A strategy, as far as files are concerned."""
+
+    config: ZeroConfig
+    if TYPE_CHECKING:  # the strategy's
+        _checkpoint_io: CheckpointIO | None
+        global_rank: Any
+        is_global_zero: Any
+        broadcast: Any
+
+        _gather_objects: Callable[[Any, str], list[Any]]
+        _together: Callable[[str, Callable[[], Any]], Any]
+
+        @property
+        def _waits(self) -> Waits | None: ...
+
+    @property
+    def _long_work(self) -> LongWork:
+        """Shows what takes long, on rank 0."""
+        return LongWork(self.is_global_zero and self.config.summary)
+
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        """The user's, else ours; an AsyncCheckpointIO without one of its own writes by ours too."""
+        self._checkpoint_io = with_default(self._checkpoint_io)
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO | None) -> None:
+        refuse_writer(io, self.config.checkpoint)
+        self._checkpoint_io = io
+
+    def _write_folder(
+        self, checkpoint: Mapping[str, Any], path: Any, options: Any, *, behind: Behind | None = None, **settings: Any
+    ) -> None:
+        """Save ``checkpoint`` as a folder. Collective.
+
+        Args:
+            options: of a plugin.
+            settings: of :func:`divide`.
+
+        Raises:
+            ConfigError: there are ``options``, or the path is not on a mounted file system.
+            Exception: on all ranks, with folder and cause: it could not be written.
+        """
+        if options is not None:
+            raise ConfigError(
+                "zero/checkpoint=sharded: expected no storage_options, which only plugins use, got "
+                f"{options!r}. Leave them out, or choose zero/checkpoint=full."
+            )
+        folder = local_path(self.broadcast(str(path)))
+        parts, waits = divide(checkpoint, **settings), self._waits
+        save_folder(*parts, folder, dist.group.WORLD, waits, behind=behind, long_work=self._long_work)
+
+    def _read_checkpoint(
+        self, path: Any, weights_only: bool | None, *, verified: bool, of_trainer: bool = True
+    ) -> dict[str, Any]:
+        """Read a file or a folder. Collective.
+
+        Args:
+            verified: it is compared with its checksums before.
+            of_trainer: the module is wanted under the name that it has in checkpoints of the Trainer.
+        """
+        if verified:
+            self._verify(path)
+
+        def act() -> dict[str, Any]:
+            if is_folder(path):
+                return read(path, weights_only, of_trainer=of_trainer, long_work=self._long_work)
+            return load(self.checkpoint_io, path, weights_only)
+
+        return self._together("reading a checkpoint", act)
+
+    def _verify(self, path: Any) -> None:
+        """Compare a checkpoint with its checksums. Those that see the same one look at a part of it each. Collective.
+
+        Raises:
+            ConfigError: on all ranks, with the file: it is not as it was written.
+            OSError: the system's.
+        """
+        if not is_local(path):
+            raise ConfigError(
+                f"zero.checkpoint.verify: expected false for a checkpoint that is no local file, got true for {path}. "
+                "Drop zero.checkpoint.verify, or copy the checkpoint."
+            )
+        name = get_filesystem(path)._strip_protocol(str(path))
+        found = self._gather_objects(_identity(name), "checksums")
+        # A node that has a copy of its own reads all of it.
+        peers = [rank for rank, identity in enumerate(found) if identity == found[self.global_rank]]
+        part = peers.index(self.global_rank)
+        report = self._together("reading checksums", lambda: check_sums(name, part, len(peers), self._long_work))
+        total = sum(r.checked for r in self._gather_objects(report, "checksums")) // max(1, len(found) // len(peers))
+        if report.unknown:
+            rank_zero_warn(
+                f"{name} has no checksums for all that is in it: it is loaded as it is (zero.checkpoint.verify)."
+            )
+        elif total:
+            rank_zero_info(f"{name} is as it was written: {total:,} bytes agree with their checksums")
+
+
+def _identity(name: str) -> tuple[int, ...] | None:
+    try:
+        found = os.stat(name)
+    except OSError:
+        return None
+    return found.st_size, found.st_mtime_ns, found.st_ino
+
+
+def check_sums(name: str, part: int = 0, parts: int = 1, long_work: LongWork = SILENT) -> Report:
+    """Compare a part of a checkpoint with its checksums, before anything of it is loaded.
+
+    Raises:
+        ConfigError: it is not as it was written; with the file.
+    """
+    if not os.path.isfile(name) and not os.path.isfile(os.path.join(name, INDEX)):  # said by who loads it
+        return NOTHING
+    try:
+        report = check(name, part, parts, long_work)
+    except zipfile.BadZipFile as error:
+        with open(name, "rb") as file:
+            if file.read(len(_ZIP)) == _ZIP:  # torch might read it all the same, and take other bytes for tensors
+                raise ConfigError(refusal(Path(name), f"it cannot be read: {error}")) from error
+        return Report(0, 1, [])  # an older format, or no checkpoint: likewise
+    if report.damage:
+        raise ConfigError(
+            f"ckpt_path (path of fabric.load): expected {name} as it was written, got other values in "
+            f"{', '.join(report.damage[:5])}"
+            f"{' and more' if len(report.damage) > 5 else ''}: it was damaged since. "
+            "Give another one (a job that starts again takes the one before it when this file is gone), or "
+            "zero.checkpoint.verify=false."
+        )
+    return report
