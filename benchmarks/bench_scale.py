@@ -379,7 +379,7 @@ def print_layout(model: str) -> None:
     """The units of a model, and the buckets of one block."""
     from lightning_zero.config import Precision, make_config
     from lightning_zero.engine.units.describe import describe_units
-    from lightning_zero.planning.choose import size_text
+    from lightning_zero.planning.choose import human_bytes
 
     units = describe_units(make_model(MODELS[model]), make_config(), Precision.bf16)
     print(f"\n{model}: {len(units)} units with {sum(len(u.buckets) for u in units)} buckets, gathered in bf16")
@@ -388,14 +388,14 @@ def print_layout(model: str) -> None:
         shape = tuple(tuple(info.numel for info in bucket.params) for bucket in unit.buckets)
         shown.setdefault(shape, []).append(unit.name or "(root)")
     for shape, names in shown.items():
-        nbytes = size_text(2 * sum(map(sum, shape)))
+        nbytes = human_bytes(2 * sum(map(sum, shape)))
         sizes = ", ".join(" + ".join(f"{n:,}" for n in bucket) for bucket in shape)
         print(f"  {len(names)} x {names[0]}: {nbytes}; elements of its buckets: {sizes}")
 
 
 def by_stage(result: Result) -> dict[str, Any]:
     """A row of the table of stages."""
-    from lightning_zero.planning.choose import size_text
+    from lightning_zero.planning.choose import human_bytes
 
     counts, nbytes = result.counts, result.nbytes
     return {
@@ -406,25 +406,25 @@ def by_stage(result: Result) -> dict[str, Any]:
         "buckets": result.buckets,
         "gathers": counts.get("all_gather", 0),
         "reductions": counts.get("all_reduce", 0) + counts.get("reduce_scatter", 0),
-        "parameters": size_text(nbytes["compute_param"]),
-        "gradients": size_text(nbytes["grad"]),
-        "masters, state": size_text(nbytes["master_param"] + nbytes["optim_state"]),
+        "parameters": human_bytes(nbytes["compute_param"]),
+        "gradients": human_bytes(nbytes["grad"]),
+        "masters, state": human_bytes(nbytes["master_param"] + nbytes["optim_state"]),
         **_timed(result),
     }
 
 
 def by_world(result: Result) -> dict[str, Any]:
     """A row of the table of growth."""
-    from lightning_zero.planning.choose import size_text
+    from lightning_zero.planning.choose import human_bytes
 
     return {
         "model": result.case.model,
         "ranks": result.case.world_size,
         "operations": sum(result.counts.values()),
-        "at rest": size_text(sum(result.nbytes.values())),
+        "at rest": human_bytes(sum(result.nbytes.values())),
         "padding": f"{1 - result.used_numel / result.padded_numel:.2%}",
         "agreements, first / next step": "{} / {}".format(*result.exchanges),
-        "table of shards": size_text(result.norm_table_nbytes),
+        "table of shards": human_bytes(result.norm_table_nbytes),
         "calls per unit": round(result.calls / result.units),
         "own": round(result.own_calls / result.units),
         "build s": round(result.build_s, 2),

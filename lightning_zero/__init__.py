@@ -13,16 +13,16 @@ from lightning_zero.trainer.registration import register_presets
 
 if TYPE_CHECKING:
     from lightning_zero.config import ZeroConfig as ZeroConfig
-    from lightning_zero.engine import chunked_loss as chunked_loss
     from lightning_zero.engine import clip_grad_norm_ as clip_grad_norm_
     from lightning_zero.engine import gather as gather
     from lightning_zero.engine import grad_norm as grad_norm
-    from lightning_zero.engine import shard as shard
     from lightning_zero.fabric.strategy import ZeroFabricStrategy as ZeroFabricStrategy
+    from lightning_zero.layerwise.loss import chunked_loss as chunked_loss
     from lightning_zero.sequence.attention import attention as attention
     from lightning_zero.sequence.part import SequencePart as SequencePart
     from lightning_zero.sequence.part import mean_over_tokens as mean_over_tokens
     from lightning_zero.sequence.part import sequence_positions as sequence_positions
+    from lightning_zero.sharding import shard as shard
     from lightning_zero.trainer.callbacks.monitor import ZeroMonitor as ZeroMonitor
     from lightning_zero.trainer.precision import ZeroPrecision as ZeroPrecision
     from lightning_zero.trainer.strategy import ZeroStrategy as ZeroStrategy
@@ -35,11 +35,11 @@ _HOMES = {
     "ZeroConfig": "lightning_zero.config",
     "ZeroPrecision": "lightning_zero.trainer.precision",
     "ZeroMonitor": "lightning_zero.trainer.callbacks.monitor",
-    "chunked_loss": "lightning_zero.engine",
+    "chunked_loss": "lightning_zero.layerwise.loss",
     "gather": "lightning_zero.engine",
     "grad_norm": "lightning_zero.engine",
     "clip_grad_norm_": "lightning_zero.engine",
-    "shard": "lightning_zero.engine",
+    "shard": "lightning_zero.sharding",
     "attention": "lightning_zero.sequence.attention",
     "SequencePart": "lightning_zero.sequence.part",
     "mean_over_tokens": "lightning_zero.sequence.part",

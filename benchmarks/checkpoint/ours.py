@@ -18,7 +18,6 @@ from benchmarks.bench import batch
 from benchmarks.checkpoint.sides import Side
 from benchmarks.sides.side import loss_of, make_adamw
 from lightning_zero.engine.units.home import ResidentHome, opened
-from lightning_zero.engine.whole.ranges import local_parts
 
 
 class Ours(Side):
@@ -83,8 +82,7 @@ class Ours(Side):
             with opened(bucket.home) as master:
                 yield master
                 for sharded in engine.optimizers:
-                    for parts in local_parts(bucket, sharded).values():
-                        yield from (values for _, _, values in parts)
+                    yield from sharded.state_tensors(bucket)
 
 
 class _Module(pl.LightningModule):

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_zero.config import ConfigError
-from lightning_zero.planning.choose import size_text
+from lightning_zero.planning.choose import human_bytes
 from lightning_zero.tiers.limits import available_cpus, available_host_memory, lines_of
 
 VARIABLES = re.compile(
@@ -94,16 +94,16 @@ def _host() -> Facts:
     found: Facts = {
         "cores": os.cpu_count(),
         "cores for this process": available_cpus(),
-        "memory": size_text(psutil.virtual_memory().total),
-        "memory for this process": size_text(available_host_memory()),
-        "may be locked": "unlimited" if soft == resource.RLIM_INFINITY else size_text(soft),
+        "memory": human_bytes(psutil.virtual_memory().total),
+        "memory for this process": human_bytes(available_host_memory()),
+        "may be locked": "unlimited" if soft == resource.RLIM_INFINITY else human_bytes(soft),
         "open files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         "in a container": Path("/.dockerenv").exists() or "container" in os.environ,
         "started by": place.by if place is not None else "nobody",
         "SLURM": next(iter(_lines_of(["sbatch", "--version"])), "none"),
     }
     if os.path.isdir("/dev/shm"):
-        found["/dev/shm free"] = size_text(shutil.disk_usage("/dev/shm").free)
+        found["/dev/shm free"] = human_bytes(shutil.disk_usage("/dev/shm").free)
     return found
 
 
@@ -165,7 +165,7 @@ def _disk(folder: str) -> Facts:
     from lightning_zero.tiers.nvme import NvmeTier
 
     usage = shutil.disk_usage(folder)
-    found: Facts = {"folder": folder, "free": size_text(usage.free), "of": size_text(usage.total)}
+    found: Facts = {"folder": folder, "free": human_bytes(usage.free), "of": human_bytes(usage.total)}
     with tempfile.TemporaryDirectory(dir=folder, prefix="lightning_zero-env-") as place:
         tier = NvmeTier(place, rank=0)
         try:

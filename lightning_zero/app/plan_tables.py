@@ -15,7 +15,7 @@ from rich.table import Table
 from lightning_zero.app.plan_model import Described
 from lightning_zero.config import AfterFit, ZeroConfig
 from lightning_zero.planning.buckets import Role
-from lightning_zero.planning.choose import Choice, seconds_text, size_text
+from lightning_zero.planning.choose import Choice, human_bytes, seconds_text
 from lightning_zero.planning.fit import Advice, Machine, Model, Row, best
 from lightning_zero.planning.placement import Tier
 from lightning_zero.planning.speed import Rates
@@ -39,7 +39,7 @@ def is_chosen(row: Row, chosen: ZeroConfig) -> bool:
 
 def short_bytes(nbytes: float) -> str:
     """``1536`` -> ``1.5K``: powers of 1024."""
-    number, _, unit = size_text(nbytes).partition(" ")
+    number, _, unit = human_bytes(nbytes).partition(" ")
     return number + unit.removesuffix("iB").removesuffix("B")
 
 

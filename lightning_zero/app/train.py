@@ -163,7 +163,7 @@ def check_model(config: TrainConfig, trainer: Trainer) -> None:
     """
     from lightning.pytorch.utilities.seed import isolate_rng
 
-    from lightning_zero.engine.whole.host_copy import check_room_here
+    from lightning_zero.engine.whole.shown import check_room_here
     from lightning_zero.pretrained.folder import SafetensorsFolder
 
     strategy: Any = trainer.strategy

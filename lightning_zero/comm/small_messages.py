@@ -7,7 +7,8 @@ reductions, or with the gathers.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, Literal, TypeVar
 
@@ -79,6 +80,13 @@ class SmallMessages:
     @place.setter
     def place(self, place: str) -> None:
         self.waits.place = place
+
+    @contextlib.contextmanager
+    def at(self, place: str) -> Iterator[None]:
+        """Set :attr:`place` inside. It stays after an exception: the others' messages say where this rank has left."""
+        before, self.place = self.place, place
+        yield
+        self.place = before
 
     # -- values of one rank, agreements, sums ------------------------------------------------------------------------
 

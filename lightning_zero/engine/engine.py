@@ -1,30 +1,85 @@
-"""The engine: one sharded module, and its public methods. ``assembly.py`` shows its parts. No Lightning here."""
+"""The engine: one sharded module, its parts, and what may be asked of it. No Lightning here.
+
+::
+
+    hooks ---> passes ---> order        gathers, in one order on all ranks
+                      ---> reducer      gradients, over the ranks into shards
+                      ---> sentinels    what users see of gradients; grad_norms
+                      ---> after_step   offloaded steps, and the gathers that follow steps
+    optimizers ---> around_step ---> all of these
+"""
 
 from __future__ import annotations
 
 import contextlib
+import os
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_zero.config import Whole, check_accumulation, with_rows
-from lightning_zero.engine.assembly import LIVE, Assembly
+from lightning_zero.comm.agreements import open_waits, together
+from lightning_zero.comm.communicator import Communicator
+from lightning_zero.comm.share import Share, share_of_machine
+from lightning_zero.config import (
+    ConfigError,
+    Offload,
+    Precision,
+    ZeroConfig,
+    check_accumulation,
+    with_rows,
+)
+from lightning_zero.engine import build
+from lightning_zero.engine.passes.access import Access, Fence, Writes
+from lightning_zero.engine.passes.compiled import CompiledModules, from_settings
+from lightning_zero.engine.passes.gather_order import GatherOrder
+from lightning_zero.engine.passes.grad_changes import GradChanges
+from lightning_zero.engine.passes.grad_norms import GradNorms
+from lightning_zero.engine.passes.gradient_sentinels import Sentinels
+from lightning_zero.engine.passes.gradients import IssuedReductions, Reducer
 from lightning_zero.engine.passes.hooks import ENGINE
-from lightning_zero.engine.passes.passes import Look
-from lightning_zero.engine.steps.optimizer import ShardedOptimizer
-from lightning_zero.engine.steps.whole_optimizer import WholeOptimizer
+from lightning_zero.engine.passes.passes import Passes
+from lightning_zero.engine.steps.interception import AroundStep
+from lightning_zero.engine.steps.optimizer import Stepper
 from lightning_zero.engine.torch_modes import outside_autograd
-from lightning_zero.engine.units import capacity
-from lightning_zero.engine.units.param import disown
-from lightning_zero.engine.whole import host_copy, module_state, optimizer_state, ranges
-from lightning_zero.engine.whole.ranges import Copies, Hollow, Range, Value
+from lightning_zero.engine.units import capacity, describe
+from lightning_zero.engine.units.after_step import AfterStep, default_threads
+from lightning_zero.engine.units.bucket import Bucket, Place
+from lightning_zero.engine.units.build import BufferSync, build_units
+from lightning_zero.engine.units.describe import agree_on_model, agree_on_sources
+from lightning_zero.engine.units.home import Tiers, opened
+from lightning_zero.engine.units.param import disown, make_plain
+from lightning_zero.engine.units.unit import Unit
+from lightning_zero.engine.whole import shown, state_dicts
 from lightning_zero.engine.whole.restage import Follow
 from lightning_zero.engine.whole.restage import restage as restage_to
-from lightning_zero.optimizers.refused import check_optimizer
+from lightning_zero.engine.whole.values import Hollow
+from lightning_zero.planning.placement import TierRow
+from lightning_zero.pretrained import sources_from
+from lightning_zero.pretrained.conversions import forget
+from lightning_zero.ranks.progress import LongWork
+from lightning_zero.timeline.record import Timeline
+
+# Weakly: the module owns its engine, and both go together. A table that held engines would keep every module alive to
+# which an engine leads, through a hook of an optimizer, say.
+LIVE: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+
+def _close_tiers(tiers: Tiers, pid: int) -> None:
+    """Close the tiers of an engine that is gone, but not in a forked child, where only a copy of it is gone."""
+    # A finalizer runs in a forked child too. There it would remove the parent's files and locks.
+    if os.getpid() == pid:
+        tiers.close()
+
+
+def _instances() -> set[int]:
+    """Numbers of the tiers in files that engines of this process have."""
+    return {engine.tiers.nvme.instance for engine in LIVE if engine.tiers.nvme is not None}
 
 
 def engine_of(module: nn.Module) -> Engine | None:
@@ -34,16 +89,18 @@ def engine_of(module: nn.Module) -> Engine | None:
 
 def engines() -> list[Engine]:
     """All live engines of this process."""
-    return [cast(Engine, engine) for engine in LIVE]
+    return list(LIVE)
 
 
-class Engine(Assembly):
+class Engine:
     """ZeRO for one module over one process group.
 
     Attributes:
         units: the root first, then in the order of ``named_modules``.
         comm: collectives, their counts and observers.
-        optimizers: the optimizers that step this engine's shards.
+        optimizers: what steps this engine's shards.
+        compiled: what ``torch.compile`` has a part in.
+        long_work: shows on one rank what takes long.
     """
 
     # A module that is whole holds its engine, and a copy or a pickle of it is a plain module.
@@ -52,6 +109,250 @@ class Engine(Assembly):
 
     def __reduce__(self) -> Any:
         return type(None), ()
+
+    @outside_autograd
+    def __init__(
+        self,
+        module: nn.Module,
+        config: ZeroConfig,
+        group: Any,
+        device: torch.device,
+        node: str,
+        sources: Mapping[str, Tensor] | None = None,
+        *,
+        make_stepper: Callable[[Engine, Optimizer], Stepper],
+        has_values: bool = False,
+        long_work: LongWork | None = None,
+    ) -> None:
+        """
+        Args:
+            make_stepper: chooses how an optimizer of this engine is to be stepped.
+        """
+        self.config = config
+        self._make_stepper = make_stepper
+        self.precision = config.precision.name or Precision.fp32
+        self._module = weakref.ref(module)
+        self._group = group
+        self.tiers = Tiers()
+        self._closing: Any = None  # what closes the tiers
+        self.host_copy: shown.HostCopy | None = None  # the module whole, between runs
+        first = group is None or dist.get_rank(group) == 0
+        self.long_work = long_work if long_work is not None else LongWork(first and config.summary)
+        share = self._shard(module, group, device, node, sources, has_values)
+        self._places = {id(info.param): Place(b, info) for u in self.units for b in u.buckets for info in b.params}
+        self.optimizers: list[Stepper] = []
+        self._put_together(share)
+        self.compiled = CompiledModules(
+            module,
+            [unit.name for unit in self.units],
+            from_settings(config.compile),
+            lambda function, name: describe.refuse_cuda_graph(function, name, self.config),
+        )
+        pin_memory = self.comm.streams.are_there
+        self._undo = build.recompute(module, self.units, self.passes, config, pin_memory=pin_memory)
+        self._undo.append(self.compiled.undo)
+        self._buffer_sync = BufferSync(module, self.comm)
+        build.register_hooks(module, self.units, self.passes, config, self.precision, self._fence.refuse)
+        for unit in self.units:
+            unit.before_drop = self.writes.take_over
+        # Last: an engine whose construction raises is found nowhere.
+        LIVE.add(self)
+        module.__dict__[ENGINE] = self
+
+    def _shard(
+        self,
+        module: nn.Module,
+        group: Any,
+        device: torch.device,
+        node: str,
+        sources: Mapping[str, Tensor] | None,
+        has_values: bool,
+    ) -> Share:
+        """Check everything that can be refused, then make the units. Returns this rank's share of its machine."""
+        config = self.config
+        waits = open_waits(group, device, config.stall_timeout_s)
+        try:
+            groups = together(
+                group,
+                waits,
+                "sharding a module",
+                partial(build.describe_checked, module, config, self.precision, group),
+            )
+            agree_on_model(groups, group, waits)
+            if config.init_from is not None and device.type != "meta":
+                warn = group is None or dist.get_rank(group) == 0
+                find = partial(sources_from, config.init_from, module, warn=warn, only_meta=has_values)
+                sources = {**together(group, waits, "finding first values", find), **(sources or {})}
+            agree_on_sources(sources or {}, group, waits)
+            topology = capacity.find_topology(groups, config, group, device, node, waits)
+            self.comm = Communicator(
+                group,
+                device,
+                transport=config.comm.transport,
+                topology=topology,
+                waits=waits,
+                even_alone=config.comm.even_alone,
+            )
+            share = share_of_machine(self.comm) if config.offload.name is not Offload.none else Share()
+            rows = self._make_tiers(groups, share)
+            self.units: list[Unit] = build_units(
+                module, groups, config, self.comm, rows, self.tiers, sources, self.long_work
+            )
+            self.comm.connect([bucket.sends for bucket in unit.buckets] for unit in self.units)
+            forget()
+        except BaseException:
+            # The module may be sharded again: files and locks, threads and classes of a half-made engine must be gone.
+            self.tiers.close()
+            waits.close()
+            make_plain(module.parameters())
+            raise
+        return share
+
+    def _put_together(self, share: Share) -> None:
+        config = self.config
+        issued = IssuedReductions()
+        self.order = GatherOrder(
+            self.units,
+            self.comm,
+            issued,
+            prefetch_bytes=config.prefetch_bytes,
+            keep_bytes=config.keep_gathered_bytes,
+            dynamic=config.dynamic,
+        )
+        self.reducer = Reducer(self.buckets, self.comm, issued, config.reduce_bucket_bytes)
+        self.grad_norms = GradNorms(self.reducer, self.comm, self.forget_zeroed)
+        self.sentinels = Sentinels(self.reducer.grads, self.grad_norms, GradChanges(self.reducer))
+        self.after_step = AfterStep(
+            self.units, self.comm.streams, config.offload.threads or default_threads(share.cpus)
+        )
+        self.writes = Writes(self.buckets, self.comm)
+        self.passes = passes = Passes(
+            self.units,
+            self.comm,
+            order=self.order,
+            reducer=self.reducer,
+            sentinels=self.sentinels,
+            after_step=self.after_step,
+            writes=self.writes,
+            precision=self.precision,
+        )
+
+        self.timeline = Timeline(config.debug, self.comm, self.settle)
+        self.around_step = AroundStep(
+            self.units,
+            self.place_of,
+            passes=passes,
+            reducer=self.reducer,
+            sentinels=self.sentinels,
+            writes=self.writes,
+            after_step=self.after_step,
+            stepped=self.timeline.stepped,
+        )
+        self._fence = Fence(self.buckets, in_pass=lambda: passes.key is not None)
+        self._access = Access(
+            self.units,
+            self._places,
+            passes=passes,
+            after_step=self.after_step,
+            writes=self.writes,
+            fence=self._fence,
+        )
+
+    def _make_tiers(self, groups: Sequence[describe.UnitGroup], share: Share) -> list[TierRow]:
+        """Each unit's row of tiers."""
+        tiers, rows = capacity.make_tiers(groups, self.config, self.comm, _instances(), share)
+        self.take_tiers(tiers)
+        return rows
+
+    def take_tiers(self, tiers: Tiers) -> Callable[[], object]:
+        """Have ``tiers``, and close them when the engine is gone. Those of before are closed then too, unless what this
+        returns is called."""
+        before, self.tiers = self._closing, tiers
+        # Also at the end of the process. It is given the tiers and not the engine, which it would keep alive.
+        self._closing = weakref.finalize(self, _close_tiers, tiers, os.getpid())
+        return before.detach if before is not None else lambda: None
+
+    def close_tiers(self) -> None:
+        """Close the tiers at the end of the process that has made them; nothing can be asked of the engine then."""
+        if self._closing is not None:
+            self._closing()
+
+    @property
+    def module(self) -> nn.Module:
+        module = self._module()
+        assert module is not None, "the module that was sharded is gone: keep a reference to it"
+        return module
+
+    def shards(self, module: nn.Module) -> bool:
+        """Whether ``module`` is the one that this engine shards."""
+        return self._module() is module
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        return [b for u in self.units for b in u.buckets]
+
+    @property
+    def shown(self) -> list[Bucket]:
+        """The buckets that are inside a ``gather()``."""
+        return [bucket for bucket in self.buckets if bucket.is_plain]
+
+    @property
+    def rank(self) -> int:
+        return self.comm.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.comm.world_size
+
+    def place_of(self, param: nn.Parameter) -> Place:
+        """Where a parameter lives.
+
+        Raises:
+            ConfigError: it is not a parameter of the sharded module.
+        """
+        place = self._places.get(id(param))
+        if place is None:
+            raise ConfigError(
+                f"a parameter of shape {tuple(param.shape)} is not part of the sharded module, so ranks would step it "
+                "apart. Register it on the module before it is sharded (in __init__ or configure_model)."
+            )
+        return place
+
+    def owns(self, param: nn.Parameter) -> bool:
+        return id(param) in self._places
+
+    def placeholders_allowed(self) -> contextlib.AbstractContextManager[None]:
+        """Allow state dict calls of the module to see placeholders, for callers that put values in their place."""
+        return self._fence.lowered()
+
+    @outside_autograd
+    def settle(self) -> None:
+        """Wait for steps and the gathers that follow them: masters may be read and changed from here on.
+
+        On all ranks: after an exception they first agree on whether their groups can still be used.
+        """
+        self.passes.recover()
+        self.after_step.settle()
+
+    def forget_zeroed(self) -> None:
+        """Wait for steps, drop the gradients that the user has cleared, and zero those that they have zeroed."""
+        self.passes.forget_failed()
+        self.after_step.wait_for_steps()
+        self.sentinels.forget_zeroed()
+
+    @outside_autograd
+    def masters_changed(self, changed: set[Bucket] | None = None) -> None:
+        """Follow new masters of ``changed`` buckets. On all ranks. See :meth:`AroundStep.masters_changed`.
+
+        Args:
+            changed: default: all; then this rank's own compute parameters are brought up to date here too.
+        """
+        if changed is None:
+            changed = set(self.buckets)
+            for bucket in self.long_work.items(self.buckets, "parameters from masters, in buckets"):
+                with opened(bucket.home):
+                    bucket.push()
+        self.around_step.masters_changed(changed)
 
     # -- the model ----------------------------------------------------------------------------------------------------
 
@@ -67,7 +368,7 @@ class Engine(Assembly):
         Raises:
             RuntimeError: ranks have written different values to parameters since the last backward.
         """
-        self.hide_whole(keep=False)
+        shown.hide_whole(self, keep=False)
         self.timeline.close()
         # What was written before an exception may differ, and is nobody's concern any more.
         confirms = not self.passes.aborted
@@ -81,7 +382,8 @@ class Engine(Assembly):
         for undo in self._undo:
             undo()
         for bucket in self.buckets:
-            bucket.show_plain(bucket.full_master())
+            full = bucket.full_master()
+            bucket.show_plain(bucket.part_of(full, info) for info in bucket.params)
             for info in bucket.params:
                 # A copy: as a view each parameter would keep the memory of its whole bucket, and torch.save would write
                 # it.
@@ -113,31 +415,15 @@ class Engine(Assembly):
             Exception: while values moved. Every use of the engine raises from then on.
         """
         config = self.comm.together("restaging: its rows", lambda: with_rows(self.config, stage, offload))
-        with host_copy.set_aside(self):
-            restage_to(self, config, follow)
+        with shown.set_aside(self):
+            restage_to(self, config, follow, _instances())
 
-    # -- the module whole between runs (whole/host_copy.py) -----------------------------------------------------------
+    # -- the module whole between runs (whole/shown.py) ---------------------------------------------------------------
 
     @property
     def is_whole(self) -> bool:
         """Whether the module shows whole parameters on the host, as plain tensors, between runs."""
         return self.host_copy is not None and self.host_copy.is_shown
-
-    def show_whole(self) -> bool:
-        """See :func:`~lightning_zero.engine.whole.host_copy.show_whole`."""
-        return host_copy.show_whole(self)
-
-    def show_again(self) -> bool:
-        """See :func:`~lightning_zero.engine.whole.host_copy.show_again`."""
-        return host_copy.show_again(self)
-
-    def hide_whole(self, *, keep: bool = True) -> bool:
-        """See :func:`~lightning_zero.engine.whole.host_copy.hide_whole`."""
-        return host_copy.hide_whole(self, keep=keep)
-
-    def set_aside(self) -> contextlib.AbstractContextManager[None]:
-        """See :func:`~lightning_zero.engine.whole.host_copy.set_aside`."""
-        return host_copy.set_aside(self)
 
     # -- whole values -------------------------------------------------------------------------------------------------
 
@@ -148,54 +434,29 @@ class Engine(Assembly):
 
         Names, buffers, extra state and the module's own overrides of ``state_dict`` are kept: the dict is made by the
         module, and its parameters are replaced by their values. Tied parameters share one tensor. With ``hollow`` these
-        have no values; :meth:`visit_ranges` has them.
+        have no values: ``whole/values.py``.
 
         Args:
             trainable_only: leave parameters out that are frozen.
         """
-        return module_state.whole_state_dict(
-            self, only_rank_0=only_rank_0, hollow=hollow, trainable_only=trainable_only
-        )
+        return state_dicts.module_state(self, only_rank_0=only_rank_0, hollow=hollow, trainable_only=trainable_only)
 
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> Any:
         """On all ranks, each with the same full ``state``: load it into the shards."""
-        with host_copy.set_aside(self):
-            return module_state.load_whole(self, state, strict=strict)
+        with shown.set_aside(self):
+            return state_dicts.load_module(self, state, strict=strict)
 
     def optimizer_state(
         self, optimizer: Optimizer, *, only_rank_0: bool = True, hollow: Hollow | None = None
     ) -> dict[str, Any]:
         """On all ranks: ``optimizer.state_dict()`` as the plain optimizer would give it, with full tensors on the host.
-        By default empty on other ranks than 0. With ``hollow`` tensors have no values; :meth:`visit_ranges` has them.
+        By default empty on other ranks than 0. With ``hollow`` tensors have no values.
 
         Raises:
             ConfigError: ``optimizer`` does not step this engine's shards.
         """
-        return optimizer_state.whole_state(self, optimizer, only_rank_0=only_rank_0, hollow=hollow)
+        return state_dicts.optimizer_state(self, optimizer, only_rank_0=only_rank_0, hollow=hollow)
 
-    @outside_autograd
-    def visit_ranges(
-        self,
-        wanted: Mapping[Value, torch.dtype],
-        copies: Copies,
-        visit: Callable[[Range], object],
-        *,
-        gathered: bool = False,
-    ) -> None:
-        """Show ``visit`` the values of hollow tensors, a bucket at a time: those that this rank is to give, or all.
-
-        What :meth:`state_dict` has brought up to date must not have changed since.
-
-        Args:
-            wanted: the dtype of each.
-            copies: see :class:`Hollow`.
-            gathered: all of them, each whole: on all ranks, for the same ``wanted``, and ``visit`` must not raise.
-        """
-        found = ranges.gathered_ranges(self, wanted, copies) if gathered else ranges.own_ranges(self, wanted, copies)
-        for part in found:
-            visit(part)
-
-    @outside_autograd
     def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         """On all ranks, each with the same full ``state``, as a plain optimizer's ``state_dict()`` gives it: each rank
         takes its slices.
@@ -203,18 +464,7 @@ class Engine(Assembly):
         Raises:
             ConfigError: the param groups or shapes differ from the optimizer's.
         """
-        optimizer_state.load_whole(self, optimizer, state)
-
-    def check_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any], what: str) -> None:
-        """Refuse what :meth:`load_optimizer_state` would refuse, before anything is loaded.
-
-        Args:
-            what: has this state, in words.
-
-        Raises:
-            ConfigError: the kinds of the optimizers, the param groups or shapes differ.
-        """
-        optimizer_state.check_whole(self, optimizer, state, what)
+        state_dicts.load_optimizer(self, optimizer, state)
 
     # -- passes: the engine is told where steps and backwards are (passes/passes.py) -----------------------------------
 
@@ -231,27 +481,11 @@ class Engine(Assembly):
     def _scope_between_runs(self, key: str, evaluation: bool) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             if evaluation:
-                stack.enter_context(self.set_aside())
+                stack.enter_context(shown.set_aside(self))
             else:
-                self.hide_whole()  # a backward follows the scope
+                shown.hide_whole(self)  # a backward follows the scope
             stack.enter_context(self.passes.scope(key, evaluation=evaluation))
             yield
-
-    def batch_scope(self, batch: Any, *, evaluation: bool = False) -> contextlib.AbstractContextManager[None]:
-        """Around the user's code of a step that is given ``batch``: its units divide along the first dimension of the
-        first tensor in it, under ``micro_batches``.
-
-        Raises:
-            ConfigError: a batch to train on whose size does not divide.
-        """
-        return self.passes.vertical.step(batch, evaluation=evaluation)
-
-    def keep_gathered(self, module: nn.Module) -> None:
-        """Have the units of the parameters of ``module`` stay gathered from their next use until the pass ends."""
-        wanted = {id(param) for param in module.parameters()}
-        for unit in self.units[1:]:
-            if unit.reshards and any(id(info.param) in wanted for info in unit.infos()):
-                self.passes.progress.hold(unit)
 
     def backward_scope(self) -> contextlib.AbstractContextManager[None]:
         """Around a backward that all ranks run: at its end every bucket is reduced."""
@@ -262,16 +496,6 @@ class Engine(Assembly):
         with self.backward_scope():
             loss.backward(**kwargs)
 
-    def looking_at_gradients(self, look: Look) -> contextlib.AbstractContextManager[None]:
-        """Inside, ``look(info, grad)`` is given each gradient as autograd has made it on this rank, and nothing keeps
-        it: gradients that are there stay as they are, and steps and clipping do nothing. Around whole steps, on all
-        ranks."""
-        return self.passes.looking(look)
-
-    @property
-    def looks_at_gradients(self) -> bool:
-        return self.passes.look is not None
-
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Let backwards inside accumulate without reducing, where gradients rest replicated (stages 0 and 1).
 
@@ -280,11 +504,6 @@ class Engine(Assembly):
         """
         check_accumulation(self.config)
         return self.reducer.no_sync()
-
-    @property
-    def has_open_pass(self) -> bool:
-        """Whether a forward has come whose backward, or end, has not."""
-        return self.passes.key is not None
 
     def abort(self) -> None:
         """Bring every unit to rest after an exception. Starts no collective, and waits a bounded time for others."""
@@ -300,37 +519,17 @@ class Engine(Assembly):
 
     # -- optimizers ---------------------------------------------------------------------------------------------------
 
-    def add_optimizer(self, optimizer: Optimizer) -> ShardedOptimizer:
+    def add_optimizer(self, optimizer: Optimizer) -> Stepper:
         """Make ``optimizer`` step this engine's shards.
 
         Raises:
             ConfigError: it cannot step shards, or has parameters that are not ours; the same on all ranks.
         """
-        make = partial(self._make_sharded, optimizer)
-        sharded = self.comm.together("adding an optimizer", make, undo=ShardedOptimizer.release, patient=True)
+        make = partial(self._make_stepper, self, optimizer)
+        sharded = self.comm.together("adding an optimizer", make, undo=Stepper.release, patient=True)
         capacity.check_state_fits(self.comm, self.tiers, sharded.state_to_come, self.config.offload)
         self.optimizers.append(sharded)
         return sharded
-
-    def _make_sharded(self, optimizer: Optimizer) -> ShardedOptimizer:
-        settings, rounds = self.config.optimizer, self.config.precision.stochastic_rounding
-        if check_optimizer(optimizer, settings, stochastic_rounding=rounds):
-            return WholeOptimizer(
-                optimizer,
-                self.around_step,
-                self.comm,
-                {bucket: number for number, bucket in enumerate(self.buckets)},
-                window_nbytes=self.config.reduce_bucket_bytes,
-                unprobed=settings.whole is Whole.true,
-            )
-        return ShardedOptimizer(
-            optimizer,
-            self.around_step,
-            device_type=self.comm.device.type,
-            declared_elementwise=settings.elementwise,
-            stochastic_rounding=rounds,
-            state_dtype=settings.state_dtype,
-        )
 
     def drop_optimizers(self) -> None:
         for optimizer in self.optimizers:

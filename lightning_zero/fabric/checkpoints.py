@@ -18,8 +18,12 @@ from torch.optim import Optimizer
 
 from lightning_zero.config import CheckpointFormat
 from lightning_zero.engine import Engine
-from lightning_zero.engine.whole.module_state import keeping_frozen
-from lightning_zero.engine.whole.sharded_state import sharded_optimizer_state, sharded_state_dict
+from lightning_zero.engine.whole.state_dicts import (
+    check_optimizer,
+    keeping_frozen,
+    sharded_optimizer_state,
+    sharded_state_dict,
+)
 from lightning_zero.fabric.module import ZeroModule
 from lightning_zero.lightning_api import get_filesystem, is_local
 from lightning_zero.trainer.saves.checkpoint_files import CheckpointFiles
@@ -171,7 +175,7 @@ class Checkpoints(CheckpointFiles):
                     check_model(module.module, self._with_frozen(module, found[key]), path, strict=strict)
             for key, optimizer in optimizers.items():
                 engine = self.engine_of_optimizer(optimizer)
-                engine.check_optimizer_state(optimizer, found[key], f"fabric.load: {path}")
+                check_optimizer(engine, optimizer, found[key], f"fabric.load: {path}")
 
         self._together("comparing a checkpoint with what it is loaded into", check)
         for key, value in found.items():

@@ -14,7 +14,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from lightning_zero.config import AfterFit, ConfigError, PrecisionConfig, ZeroConfig, is_decided
-from lightning_zero.engine import Engine, engine_of, shard
+from lightning_zero.engine import Engine, engine_of
 from lightning_zero.engine.engine import engines
 from lightning_zero.engine.whole import norms
 from lightning_zero.fabric.checkpoints import Checkpoints
@@ -28,6 +28,7 @@ from lightning_zero.lightning_api import (
     FabricScriptLauncher,
     fabric,
 )
+from lightning_zero.sharding import shard
 from lightning_zero.trainer.launchers import Forking
 from lightning_zero.trainer.processes import Processes
 from lightning_zero.trainer.settings import settings_of, with_precision
@@ -201,7 +202,7 @@ class ZeroFabricStrategy(Processes, Checkpoints, fabric.strategies.ParallelStrat
         if isinstance(module, ZeroModule):
             return [module.engine]
         found = self._engines
-        return found if len(found) == 1 else [engine for engine in found if engine.has_open_pass]
+        return found if len(found) == 1 else [engine for engine in found if engine.passes.key is not None]
 
     @property
     def _engines(self) -> list[Engine]:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_zero.config import ConfigError
-from lightning_zero.engine.vertical.loss import chunked_loss, chunks_of
+from lightning_zero.layerwise.loss import chunked_loss, chunks_of
 from lightning_zero.models.language_model import LanguageModel, MakeOptimizer
 from lightning_zero.sequence.part import sequence_positions
 

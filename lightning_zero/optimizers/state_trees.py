@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -46,22 +48,62 @@ def leaves_of(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
             yield from leaves_of(item, f"{name}/{key}" if name else str(key))
 
 
-def map_leaves(value: Any, change: Callable[[str, Tensor], Any], name: str = "") -> Any:
-    """A copy of a state's mappings and lists, with others in the place of the tensors of :func:`leaves_of`."""
-    if isinstance(value, Tensor):
-        return change(name, value) if value.numel() > 1 else value
+def map_tree(value: Any, change: Callable[[str, Any], Any], name: str = "") -> Any:
+    """Copy the mappings and lists of a state, with ``change(way, leaf)`` in the place of all that is neither."""
+
+    def inside(key: Any, item: Any) -> Any:
+        return map_tree(item, change, f"{name}/{key}" if name else str(key))
+
     if isinstance(value, Mapping):
-        new = {k: map_leaves(v, change, f"{name}/{k}" if name else str(k)) for k, v in value.items()}
+        new = {key: inside(key, item) for key, item in value.items()}
         if type(value) is dict:
             return new
         rebuilt: Any = copy.copy(value)
         rebuilt.update(new)
         return rebuilt
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(map_leaves(v, change, f"{name}/{n}") for n, v in enumerate(value)))
+        return type(value)(*(inside(number, item) for number, item in enumerate(value)))
     if type(value) in (list, tuple):
-        return type(value)(map_leaves(v, change, f"{name}/{n}" if name else str(n)) for n, v in enumerate(value))
-    return value
+        return type(value)(inside(number, item) for number, item in enumerate(value))
+    return change(name, value)
+
+
+def map_leaves(value: Any, change: Callable[[str, Tensor], Any]) -> Any:
+    """Copy a state, with ``change(way, tensor)`` in the place of the tensors of :func:`leaves_of`."""
+    return map_tree(
+        value, lambda name, leaf: change(name, leaf) if isinstance(leaf, Tensor) and leaf.numel() > 1 else leaf
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """Stands for a tensor of a parameter's state, in what ranks tell each other.
+
+    Attributes:
+        name: its way in the state; see :func:`leaves_of`.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+def with_leaves(entry: Any, value_of: Callable[[Leaf], Any]) -> Any:
+    """Copy a state that has a :class:`Leaf` for each tensor, with other values in their place."""
+    # A copy of what else there is: a plain optimizer would add to a step count as often as it is shared.
+    return map_tree(entry, lambda _, value: value_of(value) if isinstance(value, Leaf) else copy.deepcopy(value))
+
+
+def leaves_in(entry: Any) -> list[Leaf]:
+    """In the order of the entry, which is one on all ranks."""
+    found: list[Leaf] = []
+    map_tree(entry, lambda _, value: found.append(value) if isinstance(value, Leaf) else None)
+    return found
 
 
 def same(one: Any, other: Any) -> bool:

@@ -168,7 +168,7 @@ def seconds_text(seconds: float) -> str:
     return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
 
 
-def size_text(nbytes: float) -> str:
+def human_bytes(nbytes: float) -> str:
     """``1536`` -> ``1.5 KiB``."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if nbytes < 1024:
@@ -185,7 +185,7 @@ def lacks(row: Row, room: Machine) -> str:
         return "fits"
     worst = max(row.shortages, key=lambda s: s.nbytes)
     have = {Tier.device: room.gpu_memory, Tier.host: room.host_memory, Tier.nvme: room.nvme}[worst.tier]
-    return f"needs {size_text(have + worst.nbytes)} of {NAMES[worst.tier]} where {size_text(have)} may be used"
+    return f"needs {human_bytes(have + worst.nbytes)} of {NAMES[worst.tier]} where {human_bytes(have)} may be used"
 
 
 def _nothing_fits(rows: Sequence[Row], room: Machine, model: Model, keys: str) -> str:
@@ -215,5 +215,5 @@ def _nothing_fits(rows: Sequence[Row], room: Machine, model: Model, keys: str) -
 def machine_text(room: Machine) -> str:
     """What a plan may fill, in words."""
     ranks = f"{room.world_size} rank(s) on {room.nodes} host(s)"
-    device = "" if room.shared else f"{size_text(room.gpu_memory)} of each GPU, "
-    return f"{ranks}: {device}{size_text(room.host_memory)} of a host's memory, {size_text(room.nvme)} of its disk"
+    device = "" if room.shared else f"{human_bytes(room.gpu_memory)} of each GPU, "
+    return f"{ranks}: {device}{human_bytes(room.host_memory)} of a host's memory, {human_bytes(room.nvme)} of its disk"

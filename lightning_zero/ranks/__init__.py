@@ -5,8 +5,8 @@
     start      started_by    which launcher started this process, and its place among the others
                environments  processes that mpirun has started, for Lightning
                allocation    what was started against what the run expects
-               meeting       all ranks come together in a store, or a sentence says which did not
-               rendezvous    the store and the process group of a run, and what must be equal on all ranks
+               rendezvous    all ranks join in a store with equal settings, or a sentence says which did not; then
+                             they make the process group
     run        waits         waits for other ranks, with a bound and with names
                watchdog      a thread that ends a rank which waits for one that is gone
                peers         which rank is gone, and who found out

@@ -1,4 +1,4 @@
-"""Shows how far work is that takes longer than a second: a bar on a terminal, else two lines."""
+"""Shows how far work is that takes longer than a second, in lines on stderr."""
 
 from __future__ import annotations
 
@@ -9,22 +9,11 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
-import rich
-from rich.console import Console
 from rich.filesize import decimal
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    MofNCompleteColumn,
-    Progress,
-    ProgressColumn,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 
 AFTER_S = 1.0
-EVERY_S = 0.1  # a bar is drawn at most as often
+EVERY_S = 10.0  # a line
+LOOKS_S = 0.1  # at what a thread does
 Did = Callable[[int], None]  # is told of bytes as they are done
 T = TypeVar("T")
 
@@ -50,14 +39,11 @@ class LongWork:
         self.shows = shows
 
     def items(self, items: Sequence[T], what: str) -> Iterator[T]:
-        """``items``, whose work is what the caller does between two of them."""
-        if not self.shows:
-            yield from items
-            return
-        with _Bar(what, len(items), in_bytes=False) as bar:
+        """Yield ``items``, whose work is what the caller does between two of them."""
+        with self._lines(what, len(items), str) as at:
             for done, item in enumerate(items):
                 if done:
-                    bar.at(done)
+                    at(done)
                 yield item
 
     @contextlib.contextmanager
@@ -67,15 +53,12 @@ class LongWork:
         Args:
             total: is asked where it is shown alone.
         """
-        if not self.shows:
-            yield lambda nbytes: None
-            return
-        count = Count(total())
-        with _Bar(what, count.total, in_bytes=True) as bar:
+        count = Count(total() if self.shows else 0)
+        with self._lines(what, count.total, decimal) as at:
 
             def did(nbytes: int) -> None:
                 count.did(nbytes)
-                bar.at(count.done)
+                at(count.done)
 
             yield did
 
@@ -90,86 +73,29 @@ class LongWork:
 
     def wait(self, future: Future[Any], what: str, count: Count | None = None) -> None:
         """Wait until what a thread does is over, well or not."""
-        if not self.shows:
-            wait([future])
-            return
-        with _Bar(what, count.total if count is not None else None, in_bytes=True) as bar:
-            while wait([future], EVERY_S).not_done:
-                bar.at(count.done if count is not None else 0)
+        with self._lines(what, None if count is None else count.total, decimal) as at:
+            while wait([future], LOOKS_S if self.shows else None).not_done:
+                at(0 if count is None else count.done)
+
+    @contextlib.contextmanager
+    def _lines(self, what: str, total: int | None, text: Callable[[int], str]) -> Iterator[Callable[[int], None]]:
+        """Inside, how far one piece of work is is said to what this gives; ``total``: None where nobody knows it."""
+        begin = time.monotonic()
+        following = begin + AFTER_S
+
+        def at(done: int) -> None:
+            nonlocal following
+            now = time.monotonic()
+            if self.shows and now > following:
+                following = now + EVERY_S
+                far = "" if total is None else f"{text(min(done, total))} of {text(total)} after "
+                print(f"{what}: {far}{now - begin:.0f} s", file=sys.stderr, flush=True)
+
+        yield at
+        seconds = time.monotonic() - begin
+        if self.shows and seconds > AFTER_S:
+            far = "over after" if total is None else f"{text(total)} in"
+            print(f"{what}: {far} {seconds:.0f} s", file=sys.stderr, flush=True)
 
 
 SILENT = LongWork()
-
-
-class _Bar:
-    """One piece of work; ``total`` is None where nobody knows it.
-
-    A bar is drawn when something is over, and not by a thread of its own: ranks may be forked or killed meanwhile.
-    """
-
-    def __init__(self, what: str, total: int | None, *, in_bytes: bool) -> None:
-        self._what, self._total, self._in_bytes = what, total, in_bytes
-        self._begin = time.monotonic()
-        self._drawn = float("-inf")
-        self._drawing = contextlib.ExitStack()
-        self._bar: Progress | None = None
-        self._said = False
-
-    def __enter__(self) -> _Bar:
-        return self
-
-    def at(self, done: int) -> None:
-        now = time.monotonic()
-        if now - self._begin <= AFTER_S or now - self._drawn < EVERY_S:
-            return
-        self._drawn = now
-        if self._bar is None and sys.stderr.isatty():
-            self._bar = self._drawing.enter_context(_beside_others(self._columns()))
-            self._bar.add_task(self._what, total=self._total)
-        if self._bar is not None:
-            done = done if self._total is None else min(done, self._total)  # nearly known, here and there
-            self._bar.update(self._bar.task_ids[0], completed=done, refresh=True)
-        elif not self._said:
-            self._said = True
-            far = f"{self._amount(done)} of {self._amount(self._total)} after " if self._total is not None else ""
-            print(f"{self._what}: {far}{now - self._begin:.0f} s", file=sys.stderr, flush=True)
-
-    def __exit__(self, kind: Any, *_: object) -> None:
-        seconds = time.monotonic() - self._begin
-        if kind is None and self._bar is not None:
-            all_of_it = self._total if self._total is not None else 1
-            self._bar.update(self._bar.task_ids[0], total=all_of_it, completed=all_of_it, refresh=True)
-        elif kind is None and seconds > AFTER_S:
-            far = f"{self._amount(self._total)} in" if self._total is not None else "over after"
-            print(f"{self._what}: {far} {seconds:.0f} s", file=sys.stderr, flush=True)
-        self._drawing.close()
-
-    def _amount(self, done: int | None) -> str:
-        return decimal(done or 0) if self._in_bytes else str(done)
-
-    def _columns(self) -> list[ProgressColumn]:
-        columns: list[ProgressColumn] = [TextColumn("{task.description}"), BarColumn()]
-        if self._total is not None:
-            columns.append(DownloadColumn() if self._in_bytes else MofNCompleteColumn())
-        columns.append(TimeElapsedColumn())
-        return columns if self._total is None else [*columns, TimeRemainingColumn()]
-
-
-@contextlib.contextmanager
-def _beside_others(columns: Sequence[ProgressColumn]) -> Iterator[Progress]:
-    """A bar on a terminal on which others may stand, such as Lightning's: these are there again afterwards, and of this
-    one nothing is left then."""
-    with contextlib.ExitStack() as stack:
-        tqdm = getattr(sys.modules.get("tqdm.std"), "tqdm", None)
-        others = any(not getattr(bar, "disable", True) for bar in getattr(tqdm, "_instances", ()))
-        if tqdm is not None and others:
-            # Without its lock, which forked processes share: another rank might wait for it, and this one for that one.
-            stack.enter_context(tqdm.external_write_mode(nolock=True))
-        shared = rich.get_console()
-        lives = list(getattr(shared, "_live_stack", ()))  # rich draws all of these, one below the other
-        for live in lives[:1]:
-            stack.callback(live.refresh)  # at once without this one: it may come to its end next
-        console = shared if lives else Console(stderr=True)
-        bar = Progress(*columns, console=console, auto_refresh=False, transient=others or bool(lives))
-        stack.enter_context(bar)
-        yield bar

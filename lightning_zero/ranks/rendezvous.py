@@ -1,27 +1,32 @@
-"""The start of a run: the ranks' store and process group, and what must be equal on all of them."""
+"""The start of a run: the ranks' store and process group, and what must be equal on all of them.
+
+Before the process group is made all ranks join in its store, so that a rank that never comes is known by its number
+instead of by a hang.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import logging
 import os
 import platform
 import socket
 import time
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from enum import Enum
+from itertools import groupby
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import lightning_zero
-from lightning_zero.config import ZeroConfig
+from lightning_zero.config import ConfigError, ZeroConfig
 from lightning_zero.lightning_api import ClusterEnvironment, pl, rank_zero_info
-from lightning_zero.ranks.meeting import Guest, Meeting, StartError
 
 # A node may have its own paths and counts of threads, and all may find another moment's name for a folder.
 OWN_SETTINGS = frozenset(
@@ -37,6 +42,12 @@ OWN_SETTINGS = frozenset(
 )
 RESOLVE_S = 20.0  # names of nodes that were just started may take a moment
 ELSEWHERE_S = 15.0  # for an address that is not this machine's, but may be mapped to it
+MARGIN_S = 15.0  # for rank 0 to say what is wrong, after the others' time is over
+_POLL_S = 0.02
+
+
+class StartError(ConfigError):
+    """The ranks did not come together. The message says what was expected, what was found, and what to change."""
 
 
 # -- what is compared ---------------------------------------------------------------------------------------------
@@ -71,6 +82,222 @@ def versions() -> dict[str, str]:
         "torch": torch.__version__,
         "python": ".".join(platform.python_version_tuple()[:2]),
     }
+
+
+# -- the ranks join -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Member:
+    """A rank that has joined."""
+
+    rank: int
+    world_size: int
+    host: str
+    pid: int
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} on {self.host} (process {self.pid})"
+
+
+class Rendezvous:
+    """All ranks join in a store, or a sentence says which did not::
+
+        rank 0    opens a round .... answers each ........ all have joined ........ result
+        others        ask ........ join, read rank 0's settings ....... ready ...... hear it
+
+    torchrun's agent keeps its store when it starts processes again, with all that an earlier round has written. So a
+    round is a prefix of keys with a new number, which rank 0 tells to every rank that asks. Ranks of an earlier round
+    are answered too, and nobody reads these answers. The process group lives in the round's store as well.
+
+    Args:
+        shared: parts (versions, settings) of keys and values that must be equal on all ranks.
+        where: address and port, for messages.
+        per_node: processes of a node, for messages.
+
+    Attributes:
+        store: of this round.
+    """
+
+    def __init__(
+        self,
+        store: Any,
+        own: Member,
+        shared: Mapping[str, Mapping[str, str]],
+        *,
+        where: str,
+        timeout_s: float,
+        per_node: int = 1,
+    ) -> None:
+        self._all = dist.PrefixStore("lightning_zero/start", store)
+        self._own, self._shared = own, shared
+        self._where, self._timeout_s, self._per_node = where, timeout_s, per_node
+        self.store: Any = None
+        self._round = 0
+
+    def join(self) -> dict[int, Member]:
+        """Wait until all ranks have joined with equal settings; returns them on rank 0. Collective.
+
+        Raises:
+            StartError: some did not come, or differ; on all ranks that came.
+        """
+        try:
+            return self._host() if self._own.rank == 0 else self._join()
+        except dist.DistError as error:
+            raise StartError(
+                f"{self._own}: the store at {self._where} broke off while the ranks came together: rank 0 has ended, "
+                f"and its output says why ({str(error).splitlines()[0]})."
+            ) from error
+
+    def _host(self) -> dict[int, Member]:
+        self._round = self._all.add("rounds", 1)
+        self.store = dist.PrefixStore(str(self._round), self._all)
+        self.store.set("shared", json.dumps(self._shared))
+        members = self._wait_for_members()
+        self.store.set("complete", "")  # before they are ready: a rank may have ended while it waited for others
+        found: dict[int, str] = {}
+        deadline = time.monotonic() + self._timeout_s
+        for rank in range(1, self._own.world_size):
+            try:
+                self.store.wait([f"ready/{rank}"], timedelta(seconds=max(0.001, deadline - time.monotonic())))
+            except dist.DistStoreError:
+                why = f"{members[rank]} came, and ended before all had. Its output says why."
+                self._dismiss("result", why, len(members) - 1)
+            found[rank] = self.store.get(f"ready/{rank}").decode()
+        if first := next(filter(None, found.values()), ""):
+            part, key, expected, got = json.loads(first)
+            ranks = [rank for rank, unequal in found.items() if unequal == first]
+            self._dismiss("result", _disagreement(part, key, expected, got, ranks), len(members) - 1)
+        self.store.set("result", "")
+        return members
+
+    def _wait_for_members(self) -> dict[int, Member]:
+        members, joined = {0: self._own}, 0
+        answered = int(self._all.get("answered")) if self._all.check(["answered"]) else 0
+        deadline = time.monotonic() + self._timeout_s
+        while len(members) < self._own.world_size:
+            while answered < self._all.add("asked", 0):
+                answered += 1
+                self._all.set(f"answer/{answered}", str(self._round))
+                self._all.set("answered", str(answered))
+            while joined < self.store.add("joined", 0):
+                joined += 1
+                member = Member(**json.loads(self.store.get(f"member/{joined}")))
+                if why := self._refusal(member, members):
+                    self._dismiss("complete", why, joined)
+                members[member.rank] = member
+            if self._all.add("rounds", 0) != self._round:
+                self._dismiss("complete", f"rank 0 came twice: one is {self._own}. {_SAME_RANK}", joined)
+            if time.monotonic() > deadline:
+                self._dismiss("complete", self._absence(members), joined)
+            time.sleep(_POLL_S)
+        return members
+
+    def _refusal(self, member: Member, members: Mapping[int, Member]) -> str:
+        if member.world_size != self._own.world_size:
+            return (
+                f"expected {self._own.world_size} ranks, as {self._own} does, got {member.world_size} from {member}. "
+                "Give all nodes the same trainer.num_nodes and trainer.devices."
+            )
+        if other := members.get(member.rank):
+            return f"rank {member.rank} came twice: {other} and {member}. {_SAME_RANK}"
+        if not 0 <= member.rank < member.world_size:
+            return f"rank {member.rank} is not one of {member.world_size}. {_SAME_RANK}"
+        return ""
+
+    def _absence(self, members: Mapping[int, Member]) -> str:
+        world, per_node = self._own.world_size, self._per_node
+        missing = [rank for rank in range(world) if rank not in members]
+        empty = sorted({r // per_node for r in range(world)} - {r // per_node for r in members})
+        nodes = f" (all of node{'s' if len(empty) > 1 else ''} {ranges(empty)})" if empty else ""
+        return (
+            f"{_plural(missing)} of {world}{nodes} did not come to {self._where} within {self._timeout_s:g} s: "
+            f"expected ranks {ranges(range(world))}, found {ranges(members)} on {places(members.values())}. Start the "
+            "missing ones with the same MASTER_ADDR and MASTER_PORT (their own output says why they ended, if they "
+            "did), set trainer.num_nodes and trainer.devices to what there is, or raise zero.stall_timeout_s for ranks "
+            "that come late."
+        )
+
+    def _dismiss(self, key: str, message: str, others: int) -> None:
+        """Tell all who wait, and give them time to hear it: the store may end with this process."""
+        for n in range(self._round, self._all.add("rounds", 0) + 1):
+            self._all.set(f"{n}/{key}", message)
+        deadline = time.monotonic() + MARGIN_S / 3
+        while self.store.add("heard", 0) < others and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        raise StartError(message)
+
+    def _join(self) -> dict[int, Member]:
+        answer = self._wait_for(self._all, f"answer/{self._all.add('asked', 1)}", self._timeout_s)
+        self.store = dist.PrefixStore(answer, self._all)
+        unequal = _first_difference(json.loads(self.store.get("shared")), self._shared)
+        # The number is counted before the entry is written. Rank 0 may read in between; its ``get`` waits for it.
+        self.store.set(f"member/{self.store.add('joined', 1)}", json.dumps(asdict(self._own)))
+        self._hear("complete")
+        self.store.set(f"ready/{self._own.rank}", json.dumps(unequal) if unequal else "")
+        self._hear("result")
+        return {}
+
+    def _hear(self, key: str) -> None:
+        if message := self._wait_for(self.store, key, self._timeout_s + MARGIN_S):
+            self.store.add("heard", 1)
+            raise StartError(message)
+
+    def _wait_for(self, store: Any, key: str, timeout_s: float) -> str:
+        try:
+            store.wait([key], timedelta(seconds=timeout_s))
+        except dist.DistStoreError as error:
+            raise StartError(
+                f"{self._own}: expected rank 0 at {self._where}, heard nothing of it within {timeout_s:g} s. Its "
+                "output says why, if it was started; raise zero.stall_timeout_s for a rank that comes late."
+            ) from error
+        return store.get(key).decode()
+
+
+_SAME_RANK = "Give each node a NODE_RANK (torchrun: --node-rank) of its own, and each job a MASTER_PORT of its own."
+
+
+def _first_difference(reference: Mapping[str, Mapping[str, str]], own: Mapping[str, Mapping[str, str]]) -> list[str]:
+    """Part, key, the reference's value and the own one; nothing, if all are equal."""
+    for part in reference:
+        for key in sorted({*reference[part], *own[part]}):
+            expected, got = (values[part].get(key, "nothing") for values in (reference, own))
+            if expected != got:
+                return [part, key, expected, got]
+    return []
+
+
+def _disagreement(part: str, key: str, expected: str, got: str, ranks: Sequence[int]) -> str:
+    fix = "Start all ranks with the same command, files and environment."
+    if part == "versions":
+        fix = "Install the same versions on all nodes."
+    elif key == "ckpt_path":
+        fix = "The run folder (hydra.run.dir) must be on a disk that all nodes share."
+    return f"{key}: expected {expected[:200]}, as rank 0 has it, got {got[:200]} on {_plural(ranks)}. {fix}"
+
+
+def ranges(ranks: Iterable[int]) -> str:
+    """``0-3, 7``."""
+    parts = []
+    for _, run in groupby(enumerate(sorted(set(ranks))), key=lambda pair: pair[1] - pair[0]):
+        members = [rank for _, rank in run]
+        parts.append(str(members[0]) if len(members) == 1 else f"{members[0]}-{members[-1]}")
+    return ", ".join(parts)
+
+
+def _plural(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {ranges(ranks)}"
+
+
+def places(members: Iterable[Member]) -> str:
+    """``2 nodes (a: 0-1, b: 2-3)``; only their number where there are many."""
+    hosts: dict[str, list[int]] = {}
+    for member in members:
+        hosts.setdefault(member.host, []).append(member.rank)
+    count = f"{len(hosts)} node{'s' if len(hosts) > 1 else ''}"
+    if len(hosts) > 4:
+        return count
+    return f"{count} ({', '.join(f'{host}: {ranges(ranks)}' for host, ranks in hosts.items())})"
 
 
 # -- the store and the process group --------------------------------------------------------------------------------
@@ -168,7 +395,7 @@ def join(
     wait_s: float,
     per_node: int,
 ) -> None:
-    """Meet the other ranks and make the default process group; rank 0 says what it found, a line each.
+    """Join the other ranks and make the default process group; rank 0 says who came. Collective.
 
     Args:
         timeout: of the process group, and of the store.
@@ -182,20 +409,24 @@ def join(
     address, port = environment.main_address, environment.main_port
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = address, str(port)
     store = open_store(address, port, rank=rank, timeout=timeout, wait_s=wait_s)
-    guest = Guest(rank=rank, world_size=world, host=socket.gethostname(), pid=os.getpid())
+    own = Member(rank=rank, world_size=world, host=socket.gethostname(), pid=os.getpid())
     where = f"{address}:{port}"
-    meeting = Meeting(store, guest, shared, where=where, timeout_s=wait_s, per_node=per_node)
-    report = meeting.hold()
+    rendezvous = Rendezvous(store, own, shared, where=where, timeout_s=wait_s, per_node=per_node)
+    members = rendezvous.join()
     if stall_timeout_s is not None and backend == "gloo":
         timeout = timedelta(seconds=stall_timeout_s)
     try:
-        dist.init_process_group(backend, store=meeting.room, rank=rank, world_size=world, timeout=timeout)
+        dist.init_process_group(backend, store=rendezvous.store, rank=rank, world_size=world, timeout=timeout)
     except (dist.DistError, RuntimeError) as error:
         raise StartError(_no_connection(error, where, backend)) from error
-    if report is not None:
-        details = logging.getLogger("lightning_zero").isEnabledFor(logging.DEBUG)  # hydra.verbose=lightning_zero
-        for line in report.lines(f"{where}, {backend}", shared, details=details):
-            rank_zero_info(line)
+    if members:
+        rank_zero_info(f"ranks: {world} of {world} on {places(members.values())}")
+        # hydra.verbose=lightning_zero shows more on one machine too
+        if len({m.host for m in members.values()}) > 1 or logging.getLogger("lightning_zero").isEnabledFor(
+            logging.DEBUG
+        ):
+            same = ", ".join(f"{name} {version}" for name, version in shared["versions"].items())
+            rank_zero_info(f"address: {where}, {backend}; the same on all ranks: settings, {same}")
 
 
 def _no_connection(error: Exception, where: str, backend: str) -> str:

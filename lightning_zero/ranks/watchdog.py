@@ -24,12 +24,15 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable
 from multiprocessing.util import Finalize
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakSet, finalize, ref
 
 from lightning_zero.ranks.peers import Peers
+
+if TYPE_CHECKING:
+    from lightning_zero.ranks.waits import Waits
 
 EVERY_S = 2.0
 RANKS_AT_THIS_PACE = 512  # more of them go slower: all ask one store
@@ -41,26 +44,6 @@ ENDS_S = 1.0  # of a process that has closed its connections
 STILL_S = 1.0  # beside the time that places take to be posted
 
 T = TypeVar("T")
-
-
-class Watched(Protocol):
-    """What the thread knows of a ``Waits``."""
-
-    rank: int
-    world_size: int
-    place: str  # what it is doing, in words
-    issued: int  # operations
-    stall_timeout_s: float
-
-    @property
-    def asked(self) -> Mapping[str, int]:
-        """Messages that it has sent, by their names."""
-        ...
-
-    @property
-    def waiting(self) -> str:
-        """Names the wait that it is in; empty where it is at work."""
-        ...
 
 
 _CONNECTIONS: list[tuple[Any, Any]] = []  # a store and its clone
@@ -107,7 +90,7 @@ class Watchdog:
 
     def __init__(
         self,
-        watched: Watched,
+        watched: Waits,
         store: Any,
         *,
         number: int,
@@ -211,7 +194,7 @@ class Watchdog:
         if self._gone is None or limit_s < self._gone[1]:
             self._gone = who, limit_s
 
-    def _end_if_stuck(self, watched: Watched | None) -> None:
+    def _end_if_stuck(self, watched: Waits | None) -> None:
         state = (watched.place, watched.issued) if watched is not None else None
         still_s = self._trains.seconds(state)
         if self._gone is None or still_s < self._gone[1] or _typed_into():

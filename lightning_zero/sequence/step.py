@@ -45,10 +45,10 @@ class SequenceSteps:
     """The steps of a run under ``zero.sequence_parallel``.
 
     Args:
-        sharers: the ranks that share a sequence with this one.
+        sharers: the ranks that share a sequence with this one; ``None``: sequences are whole.
     """
 
-    def __init__(self, module: nn.Module, sharers: Sharers) -> None:
+    def __init__(self, module: nn.Module, sharers: Sharers | None) -> None:
         self._module, self._sharers = module, sharers
         self._part: SequencePart | None = None  # of the last training step, whose backward may compute blocks again
 
@@ -96,7 +96,10 @@ class SequenceSteps:
             window: cut only this out of the sequences.
             sharers: default: those of this run.
         """
-        part = SequencePart(sharers or self._sharers, window)
+        sharers = sharers or self._sharers
+        if sharers is None:
+            return None, batch
+        part = SequencePart(sharers, window)
         own = split_batch(self._module, batch, part)
         return (None if own is batch and part.length is None else part), own
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 
 from lightning_zero.checkpoint.rng import Generators
 from lightning_zero.comm.sequence import SequenceGroup, open_sequence_group
@@ -22,22 +21,15 @@ from lightning_zero.trainer.sequence_check import SequenceCheck
 LARGEST_SEED = 2**62
 
 
-class LongSequences:
-    """Steps on whole sequences, until :meth:`open` has made them steps on parts.
+class LongSequences(SequenceSteps):
+    """Steps of a run: on whole sequences, or on parts of them where ranks share sequences.
 
     Attributes:
         group: the ranks that share a sequence with this one; ``None``: sequences are whole.
     """
 
-    def __init__(self) -> None:
-        self._device = torch.device("cpu")
-        self.group: SequenceGroup | None = None
-        self._steps: SequenceSteps | None = None
-        self._check: SequenceCheck | None = None
-
-    @classmethod
-    def open(cls, module: nn.Module, engine: Engine, size: int) -> LongSequences:
-        """All ranks call it together.
+    def __init__(self, module: Any = None, engine: Engine | None = None, size: int = 1) -> None:
+        """Open the group of this rank. Collective.
 
         Args:
             size: ranks that share a sequence.
@@ -45,20 +37,22 @@ class LongSequences:
         Raises:
             ConfigError: the ranks do not divide, or the module is compiled.
         """
-        found = cls()
+        self.group: SequenceGroup | None = None
+        self._check: SequenceCheck | None = None
+        if engine is None or size == 1:
+            super().__init__(module, None)
+            return
         check_sequence_parallel(size, engine.world_size)
-        if size > 1:
-            if engine.is_compiled:
-                raise ConfigError(
-                    "zero.sequence_parallel: expected a module that torch.compile has not made (attention is another "
-                    f"function in a step, which graphs hide), got a compiled one with zero.sequence_parallel={size}. "
-                    "Drop torch.compile, or zero.sequence_parallel."
-                )
-            found._device = engine.comm.device
-            found.group = open_sequence_group(dist.group.WORLD, size, found._device, engine.comm.waits)
-            found._steps = SequenceSteps(module, found.group)
-            found._check = SequenceCheck(module, engine, found._steps, found.group)
-        return found
+        if engine.compiled.are_there:
+            raise ConfigError(
+                "zero.sequence_parallel: expected a module that torch.compile has not made (attention is another "
+                f"function in a step, which graphs hide), got a compiled one with zero.sequence_parallel={size}. "
+                "Drop torch.compile, or zero.sequence_parallel."
+            )
+        self._device = engine.comm.device
+        self.group = open_sequence_group(dist.group.WORLD, size, self._device, engine.comm.waits)
+        super().__init__(module, self.group)
+        self._check = SequenceCheck(module, engine, self, self.group)
 
     def check_alike(self, batch: Any) -> None:
         """See :func:`check_alike`."""
@@ -76,43 +70,31 @@ class LongSequences:
             self._check.before(name, step, (*args, *kwargs.values()), together=together)
 
     def training_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._steps is None:
-            return step(*args, **kwargs)
-        with self._random_numbers_of_a_part():
-            batch, *more = (*args, *kwargs.values())
-            part, own = self._steps.cut(batch)
-            return self._steps.train(part, step, own, *more)
-
-    def evaluation_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._steps is None:
+        if self.group is None:
             return step(*args, **kwargs)
         batch, *more = (*args, *kwargs.values())
-        part, own = self._steps.cut(batch)
-        return self._steps.evaluate(part, step, own, *more)
+        with self._random_numbers_of_a_part(self.group.rank):
+            part, own = self.cut(batch)
+            return self.train(part, step, own, *more)
+
+    def evaluation_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self.group is None:
+            return step(*args, **kwargs)
+        batch, *more = (*args, *kwargs.values())
+        part, own = self.cut(batch)
+        return self.evaluate(part, step, own, *more)
 
     @contextlib.contextmanager
-    def backward(self) -> Iterator[None]:
-        if self._steps is None:
-            yield
-        else:
-            with self._steps.backward():
-                yield
-
-    def manual_loss(self, loss: Tensor) -> Tensor:
-        return loss if self._steps is None else self._steps.manual_loss(loss)
-
-    @contextlib.contextmanager
-    def _random_numbers_of_a_part(self) -> Iterator[None]:
+    def _random_numbers_of_a_part(self, rank: int) -> Iterator[None]:
         """Inside, torch draws other numbers on each rank of a group: dropout of different positions, or heads.
 
         Outside they draw the same ones, so that they make the same batches. What is drawn inside follows from the state
         outside, which checkpoints hold. Python's and NumPy's numbers stay the same: by them models choose layers, on
         all ranks alike.
         """
-        assert self.group is not None
         seed = int(torch.randint(LARGEST_SEED, (1,), dtype=torch.int64))
         before, accelerator = Generators.now(self._device), accelerator_of(self._device)
-        own = Generators.seeded(seed + self.group.rank, self._device)
+        own = Generators.seeded(seed + rank, self._device)
         _set(own, accelerator)
         try:
             yield

@@ -112,10 +112,10 @@ class SequenceCheck:
                 stack.enter_context(trying())
                 stack.enter_context(_left_as_it_is(self._module, engine.comm.device, self._log))
                 if not evaluates:
-                    stack.enter_context(engine.looking_at_gradients(lambda info, grad: sums.add(info.fqn, grad)))
+                    stack.enter_context(engine.passes.looking(lambda info, grad: sums.add(info.fqn, grad)))
                 stack.enter_context(agreeing)
                 stack.enter_context(engine.step_scope(f"the check of {name}", evaluation=evaluates))
-                stack.enter_context(engine.batch_scope((own, *args[1:]), evaluation=evaluates))
+                stack.enter_context(engine.passes.vertical.step((own, *args[1:]), evaluation=evaluates))
                 if evaluates:
                     found.output = self._steps.evaluate(computing, step, own, *args[1:])
                 else:

@@ -25,9 +25,9 @@ from lightning_zero.config import (
     parse_bytes,
     with_rows,
 )
-from lightning_zero.engine import Engine, engine_of, shard
+from lightning_zero.engine import Engine, engine_of
 from lightning_zero.engine.units.describe import TRUE_DTYPES, bucket_shapes, describe_units
-from lightning_zero.engine.whole.host_copy import check_room, check_room_here
+from lightning_zero.engine.whole import shown
 from lightning_zero.lightning_api import (
     CheckpointIO,
     ClusterEnvironment,
@@ -39,6 +39,7 @@ from lightning_zero.lightning_api import (
 )
 from lightning_zero.planning.whole import copy_nbytes
 from lightning_zero.ranks.progress import LongWork
+from lightning_zero.sharding import shard
 from lightning_zero.trainer import compiled, processes
 from lightning_zero.trainer.callbacks import averaging, finetuning, pruning, stochastic_averaging
 from lightning_zero.trainer.interruptions import Interruptions, Left, repair_counts, step_plateau_schedulers
@@ -285,7 +286,9 @@ class ZeroStrategy(Processes, CheckpointFiles, pl.strategies.ParallelStrategy):
         """
         if self.config.after_fit is AfterFit.whole and self._speaks_for_all and engine_of(model) is None:
             units = describe_units(model, for_layout(self.config), self.precision_plugin.row)
-            check_room_here(copy_nbytes(nbytes for shape in bucket_shapes(units) for nbytes in shape.built_nbytes))
+            shown.check_room_here(
+                copy_nbytes(nbytes for shape in bucket_shapes(units) for nbytes in shape.built_nbytes)
+            )
 
     def setup_environment(self) -> None:
         self._left = False
@@ -328,7 +331,7 @@ class ZeroStrategy(Processes, CheckpointFiles, pl.strategies.ParallelStrategy):
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
         if (engine := engine_of(self.model)) is not None:
-            engine.hide_whole(keep=not fitting)  # a step changes all values
+            shown.hide_whole(engine, keep=not fitting)  # a step changes all values
         if self.lightning_module is not None:
             auto_row.decide(self, trainer, self.lightning_module, fitting=fitting)
         self._has_values = engine_of(self.model) is not None  # of a run before, whatever its settings
@@ -337,7 +340,7 @@ class ZeroStrategy(Processes, CheckpointFiles, pl.strategies.ParallelStrategy):
         if fitting and self._layer_sync:
             self.model = self._sync_layers(self.model)
         self.model = self._setup_model(self.model)
-        self._sequences = LongSequences.open(self.model, self.engine, self.config.sequence_parallel)
+        self._sequences = LongSequences(self.model, self.engine, self.config.sequence_parallel)
         if fitting:
             saved = self._checkpoints.take_saved_rng()
             self._random_numbers = RandomNumbers(trainer, self.root_device, saved)
@@ -389,7 +392,7 @@ class ZeroStrategy(Processes, CheckpointFiles, pl.strategies.ParallelStrategy):
             self._start_is_over()
             if self.config.summary and self.is_global_zero:
                 print_units(engine)
-            check_room(engine)
+            shown.check_room(engine)
         else:
             engine.comm.waits.forget_failures()
             engine.long_work = self._long_work
@@ -429,7 +432,10 @@ class ZeroStrategy(Processes, CheckpointFiles, pl.strategies.ParallelStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self.engine.sync_buffers()  # as DDP does: ranks compute with rank 0's, which its own batches have changed
         self._sequences.check("training_step", super().training_step, args, kwargs)
-        with self.engine.step_scope("training_step"), self.engine.batch_scope((args, kwargs)):
+        with (
+            self.engine.step_scope("training_step"),
+            self.engine.passes.vertical.step((args, kwargs), evaluation=False),
+        ):
             return self._sequences.training_step(super().training_step, *args, **kwargs)
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -485,7 +491,7 @@ class ZeroStrategy(Processes, CheckpointFiles, pl.strategies.ParallelStrategy):
             self.engine.sync_buffers()
         self._sequences.check(key, step, args, kwargs, together=starts)
         engine = self.engine
-        with engine.step_scope(key, evaluation=True), engine.batch_scope((args, kwargs), evaluation=True):
+        with engine.step_scope(key, evaluation=True), engine.passes.vertical.step((args, kwargs), evaluation=True):
             yield
 
     @contextlib.contextmanager
@@ -560,9 +566,9 @@ class ZeroStrategy(Processes, CheckpointFiles, pl.strategies.ParallelStrategy):
             return
         alone = engine.world_size == 1 and not engine.after_step.has_failed
         if not processes.has_failed() or alone:
-            engine.show_whole()
+            shown.show_whole(engine)
         else:
-            engine.show_again()
+            shown.show_again(engine)
 
     def on_exception(self, exception: BaseException) -> None:
         """No collective here: the other ranks may be gone."""

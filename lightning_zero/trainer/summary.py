@@ -11,7 +11,7 @@ from rich.table import Table
 from lightning_zero.planning import memory
 from lightning_zero.planning.activations import Activations, peaks_with
 from lightning_zero.planning.buckets import BucketPlan, Role
-from lightning_zero.planning.choose import size_text
+from lightning_zero.planning.choose import human_bytes
 from lightning_zero.planning.memory import Bytes, Limits, Phase, States
 from lightning_zero.planning.placement import ON_DEVICE, Tier
 
@@ -34,7 +34,7 @@ def unit_rows(engine: Engine) -> list[tuple[str, str, str, str]]:
         units = list(same)
         name = units[0].title if len(units) == 1 else f"{units[0].title} .. {units[-1].title} ({len(units)} units)"
         each = "" if len(units) == 1 else " each"
-        rows.append((name, f"{numel:,}{each}", f"{size_text(nbytes)}{each}", where))
+        rows.append((name, f"{numel:,}{each}", f"{human_bytes(nbytes)}{each}", where))
     return rows
 
 
@@ -96,17 +96,17 @@ def print_held(engine: Engine, micro_batches: int, activations: Activations | No
     for role in Role:
         for tier in Tier:
             if (role, tier) in plan | held and (plan[role, tier] or held[role, tier]):
-                table.add_row(role.value, tier.value, size_text(plan[role, tier]), size_text(held[role, tier]))
+                table.add_row(role.value, tier.value, human_bytes(plan[role, tier]), human_bytes(held[role, tier]))
     accelerator = engine.comm.streams.accelerator
     limits = limits_of(engine, micro_batches)
     peaks = planned_peaks(engine, buckets, limits, states, activations)
     what = "peak of a step" if activations is not None else "peak of a step, activations not planned"
     if accelerator.has_streams:
         most = max(memory.on_tier(peaks[phase], Tier.device) for phase in Phase)
-        table.add_row(what, "device", size_text(most), size_text(accelerator.peak_nbytes()))
+        table.add_row(what, "device", human_bytes(most), human_bytes(accelerator.peak_nbytes()))
     else:
         most = max(memory.on_tier(held, Tier.device) + memory.on_tier(held, Tier.host) for held in peaks.values())
-        table.add_row(what, "device, host", size_text(most), "not measured")
+        table.add_row(what, "device, host", human_bytes(most), "not measured")
     Console(stderr=True).print(table)
 
 

@@ -301,7 +301,7 @@ def command_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.
 
 
 def test_without_room_for_a_whole_copy_nothing_starts(command_line: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_zero.engine.whole.host_copy.available_host_memory", lambda: 1000)
+    monkeypatch.setattr("lightning_zero.engine.whole.shown.available_host_memory", lambda: 1000)
     code, said = command_line("experiment=tiny", "trainer.accelerator=cpu", "zero.after_fit=whole", "data=synthetic")
     assert code == 2, said
     assert "zero.after_fit=whole: expected room for a whole copy of the module, " in said

@@ -412,7 +412,7 @@ def test_outside_of_a_job_a_run_for_a_cluster_is_refused(monkeypatch: pytest.Mon
 
 def test_ranks_that_do_not_come_are_no_refusal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The job goes back to the queue."""
-    from lightning_zero.ranks.meeting import StartError
+    from lightning_zero.ranks.rendezvous import StartError
 
     monkeypatch.setenv("LIGHTNING_ZERO_VERDICT", str(tmp_path / "verdict"))
     with pytest.raises(SystemExit), train.refusals():

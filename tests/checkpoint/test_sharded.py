@@ -21,7 +21,8 @@ from lightning_zero.checkpoint.sharded.read import ShardedFolder
 from lightning_zero.checkpoint.sharded.save import save_folder
 from lightning_zero.checkpoint.sharded.write import alone
 from lightning_zero.config import ConfigError
-from lightning_zero.engine.whole.sharded_state import Lone, Part, TensorParts
+from lightning_zero.engine.units.kept import Sliced
+from lightning_zero.engine.whole.values import Lone, Part, TensorParts, Value
 from lightning_zero.planning.boxes import memory_order
 from lightning_zero.pretrained.stored import KeptTensor, StoredTensor
 from lightning_zero.trainer.saves.checkpoint_io import ZeroCheckpointIO
@@ -55,8 +56,8 @@ def parts_of(value: Tensor, cuts: list[int], rank: int, ranks: int) -> TensorPar
     flat = value.permute(order).reshape(-1)
     ends = [0, *sorted(cuts), len(flat)]
     own = [(a, b) for a, b in itertools.pairwise(ends) if a < b][rank::ranks]
-    parts = [Part(a, b - a, lambda a=a, b=b: flat[a:b], None) for a, b in own]  # type: ignore[misc]
-    return TensorParts(value.shape, value.dtype, parts, order)
+    parts = [Part(Value(0, 0), a, Sliced(flat, a, b - a), None) for a, b in own]
+    return TensorParts(value.shape, value.dtype, parts, value.stride())
 
 
 @st.composite

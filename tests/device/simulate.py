@@ -218,7 +218,7 @@ def train(case: Case, mutations: Sequence[tuple[str, Any]] = (), *, then: Callab
             stack.enter_context(world(case.ranks))
             stack.enter_context(fused_on_meta())
             # No tensor has values: each is taken for one that was written to.
-            stack.enter_context(mock.patch("lightning_zero.engine.whole.gather.same_bits", lambda *_: False))
+            stack.enter_context(mock.patch("lightning_zero.engine.whole.shown.same_bits", lambda *_: False))
             stack.enter_context(on_nodes(case))
             stack.enter_context(simulated(machine, case.worker))
             return _train(case, machine, files, then)

@@ -17,7 +17,7 @@ from torch import nn
 
 import lightning_zero
 from lightning_zero.engine.whole import norms
-from lightning_zero.engine.whole.ranges import Hollow
+from lightning_zero.engine.whole.values import Hollow
 from tests.device.simulate import MIXED, Case, Found, Step, loss_of, train_step
 from tests.engine.snapshots import KeptRanges
 

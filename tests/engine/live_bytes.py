@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from lightning_zero.engine.assembly import Assembly
+from lightning_zero.engine.engine import Engine
 from lightning_zero.planning.buckets import Role
 from lightning_zero.planning.memory import Bytes
 from lightning_zero.planning.placement import Tier
 from lightning_zero.trainer.memory.held_bytes import held_bytes
 
 
-def live_bytes(engine: Assembly) -> Bytes:
+def live_bytes(engine: Engine) -> Bytes:
     """Bytes of this rank at this instant, by role and tier: those at rest, and those that come and go.
 
     ::

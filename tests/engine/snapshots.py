@@ -5,17 +5,21 @@ from __future__ import annotations
 from collections.abc import Container, Iterator
 from typing import Any
 
-from lightning_zero.engine.whole.ranges import Range, Value, own_parts
+from lightning_zero.engine.units.home import Home
+from lightning_zero.engine.units.kept import Sliced
 from lightning_zero.engine.whole.snapshot import Snapshot
+from lightning_zero.engine.whole.values import Range, Value, own_parts
 
 
 class KeptRanges:
     def __init__(self, engine: Any, wanted: Container[Value]) -> None:
-        self._parts = list(own_parts(engine, wanted, {}))
-        sources = {home: [part.values for part in parts] for home, parts in self._parts}
+        self._parts = [part for part in own_parts(engine) if part.value in wanted]
+        sources: dict[Home, list[Sliced]] = {}
+        for part in self._parts:
+            assert part.home is not None
+            sources.setdefault(part.home, []).append(part.source)
         self.snapshot = Snapshot(sources, engine.comm.streams, [])
 
     def __iter__(self) -> Iterator[Range]:
-        for _, parts in self._parts:
-            for value, start, part in parts:
-                yield Range(value, start, self.snapshot.read(part))
+        for value, start, source, _ in self._parts:
+            yield Range(value, start, self.snapshot.read(source))

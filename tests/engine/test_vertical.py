@@ -22,8 +22,8 @@ import lightning_zero
 from lightning_zero.config import ConfigError
 from lightning_zero.engine import Engine, gather
 from lightning_zero.engine.vertical import units
-from lightning_zero.engine.vertical.loss import chunks_of
 from lightning_zero.engine.vertical.split import CannotDivide
+from lightning_zero.layerwise.loss import chunks_of
 from tests.engine.support import VOCABULARY, Model, autocast, language_loss, tokens
 from tests.harness import assert_gone, on_ranks
 from tests.pairwise import pairwise_places
@@ -333,7 +333,7 @@ def test_inputs_wait_on_the_host() -> None:
 def test_the_batch_of_a_step_is_that_of_its_scope_alone() -> None:
     module = Layers(Dropping(), Dropping())
     engine = vertical(module, stage=3)
-    with engine.step_scope(), engine.batch_scope(torch.randn(ROWS, 8)):
+    with engine.step_scope(), engine.passes.vertical.step(torch.randn(ROWS, 8), evaluation=False):
         with pytest.raises(CannotDivide, match=rf"the batch \({ROWS}\)"):
             module(torch.randn(2 * ROWS, 8))
         loss = module(torch.randn(ROWS, 8))

@@ -17,8 +17,9 @@ from torch.optim import Optimizer
 import lightning_zero
 from lightning_zero.comm.agreements import FailedElsewhereError
 from lightning_zero.config import ConfigError, Precision, Whole, make_config
-from lightning_zero.engine.steps import whole_optimizer
 from lightning_zero.engine.units.describe import describe_units
+from lightning_zero.layerwise import whole_optimizer
+from lightning_zero.layerwise.whole_optimizer import WholeOptimizer
 from lightning_zero.optimizers import trial
 from lightning_zero.planning.memory import Moment, planned_bytes
 from lightning_zero.planning.tensor_states import TensorStates
@@ -328,7 +329,7 @@ def test_muon_for_matrices_and_adamw_for_the_rest_share_buckets(row: str) -> Non
     engine = lightning_zero.shard(module, stage=int(stage), offload=offload, device="cpu", summary=False)
     optimizers = muon_and_adamw(module.parameters())
     made = [engine.add_optimizer(optimizer) for optimizer in optimizers]
-    assert [sharded.owned is not None for sharded in made] == [True, False]
+    assert [isinstance(sharded, WholeOptimizer) for sharded in made] == [True, False]
     for step in range(3):
         language(twin, step)
         twin.show_grads()
@@ -501,8 +502,8 @@ def test_the_next_window_is_on_its_way_while_one_is_stepped() -> None:
         events.clear()  # of the trial
         side.engine.comm.observers.append(lambda kind, label: events.append(kind) if kind == "all_to_all" else None)
         side.optimizer.step()
-        owned = side.engine.optimizers[0].owned
-        assert owned is not None and {t.owner for t in owned.tensors.values()} == {0, 1}
+        stepper = side.engine.optimizers[0]
+        assert isinstance(stepper, WholeOptimizer) and {t.owner for t in stepper.owned.tensors.values()} == {0, 1}
     windows = events.count("all_to_all") // 2
     sent = [events[:place].count("all_to_all") for place, event in enumerate(events) if event == "step"]
     # Before window n is stepped: n + 1 windows there, n back, and the next one there.

@@ -82,7 +82,7 @@ def test_batches_in_parts(tmp_path: Path) -> None:
 @on_ranks(2)
 def test_compiled_blocks(tmp_path: Path) -> None:
     run = train(strategy(tmp_path, compile={"name": "blocks", "backend": "eager"}))
-    assert run.model._forward_module.engine.is_compiled
+    assert run.model._forward_module.engine.compiled.are_there
 
 
 @on_ranks(2)

@@ -23,7 +23,7 @@ from lightning_zero import ZeroStrategy
 from lightning_zero.config import ConfigError, Precision, ZeroConfig
 from lightning_zero.engine import engine_of
 from lightning_zero.engine.units.describe import bucket_shapes, describe_units
-from lightning_zero.engine.whole import host_copy
+from lightning_zero.engine.whole import shown
 from lightning_zero.planning.layout import round_up
 from lightning_zero.planning.whole import COPY_ALIGN, copy_nbytes
 from lightning_zero.trainer.interruptions import Interruptions
@@ -69,13 +69,13 @@ def values(module: nn.Module) -> dict[str, Tensor]:
 def counted_copies() -> Iterator[list[int]]:
     """Counts the copies that are made, inside."""
     made: list[int] = []
-    fill = host_copy._fill
+    fill = shown._fill
 
     def counting(engine: Any, *args: Any) -> None:
         made.append(1)
         fill(engine, *args)
 
-    with mock.patch.object(host_copy, "_fill", counting):
+    with mock.patch.object(shown, "_fill", counting):
         yield made
 
 
@@ -325,7 +325,7 @@ def test_one_copy_for_all_ranks_of_a_host(tmp_path: Path) -> None:
 def test_without_room_it_stays_sharded(after_fit: str, tmp_path: Path) -> None:
     strategy = ZeroStrategy("zero3", summary=False, after_fit=after_fit)
     module = seeded(Lit)
-    with mock.patch.object(host_copy, "available_host_memory", lambda: 1000):
+    with mock.patch.object(shown, "available_host_memory", lambda: 1000):
         if after_fit == "whole":
             with pytest.raises(ConfigError, match=r"zero\.after_fit=whole: expected room .* Set zero\.after_fit=auto"):
                 fit(strategy, tmp_path, module)
@@ -351,7 +351,7 @@ def test_without_room_here_nothing_starts(call: str, tmp_path: Path) -> None:
     assert launcher is not None
     with (
         mock.patch.object(launcher, "launch", side_effect=AssertionError("processes start")),
-        mock.patch.object(host_copy, "available_host_memory", lambda: 1000),
+        mock.patch.object(shown, "available_host_memory", lambda: 1000),
         pytest.raises(
             ConfigError,
             match=r"zero\.after_fit=whole: expected room for a whole copy of the module, [\d,]+ bytes, on this host, "
@@ -385,7 +385,7 @@ def test_memory_that_cannot_be_had_leaves_it_sharded(tmp_path: Path) -> None:
     of.test(module, loader(), verbose=False)
     assert engine.is_whole
     of.fit_loop.max_epochs = 2
-    with mock.patch.object(host_copy, "_mapped", mock.Mock(side_effect=OSError(13, "Permission denied"))):
+    with mock.patch.object(shown, "_open", mock.Mock(side_effect=OSError(13, "Permission denied"))):
         of.fit(module, loader())
     assert not engine.is_whole
 

@@ -22,7 +22,8 @@ from lightning_zero.config import ConfigError
 from lightning_zero.engine import Engine
 from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units.home import Home, opened
-from lightning_zero.engine.whole.sharded_state import TensorParts, sharded_state_dict
+from lightning_zero.engine.whole.state_dicts import sharded_state_dict
+from lightning_zero.engine.whole.values import TensorParts
 from lightning_zero.planning.boxes import boxes
 from lightning_zero.pretrained.folder import SINGLE
 
@@ -133,7 +134,7 @@ class _Export:
                 continue
             for part in value.parts:
                 if list(value.order) == sorted(value.order):
-                    found.append(_Piece(name, part.start, part.home, part.values))
+                    found.append(_Piece(name, part.start, part.home, lambda part=part: part.source.tensor))  # type: ignore[misc]
                 else:
                     found += _turned(name, value, part)
         places: dict[int, int] = {}
@@ -173,11 +174,11 @@ def _turned(name: str, value: TensorParts, part: Any) -> list[_Piece]:
     """Pieces of a parameter that does not lie row-major in memory: rows of its boxes."""
     strides = torch.empty(value.shape, device="meta").stride()
     found: list[_Piece] = []
-    for box in boxes(value.shape, part.start, part.start + part.numel, value.order):
+    for box in boxes(value.shape, part.start, part.start + part.source.numel, value.order):
         low = box.start - part.start
 
         def rows(low: int = low, box: Any = box) -> Tensor:
-            flat = part.values()[low : low + box.numel]
+            flat = part.source.tensor[low : low + box.numel]
             return unflattened(flat, box.sizes, tuple(value.order)).reshape(-1, box.sizes[-1])
 
         base = sum(o * s for o, s in zip(box.offsets, strides, strict=True))

@@ -11,8 +11,8 @@ from torch.distributed.checkpoint import DefaultSavePlanner
 
 from lightning_zero.engine.units.home import Home
 from lightning_zero.engine.units.kept import Sliced
-from lightning_zero.engine.whole.sharded_state import Lone, Part, TensorParts
 from lightning_zero.engine.whole.snapshot import Snapshot
+from lightning_zero.engine.whole.values import Lone, Part, TensorParts
 from lightning_zero.planning.boxes import Box, boxes, memory_order
 from lightning_zero.pretrained.stored import StoredTensor
 
@@ -43,9 +43,9 @@ class Item(NamedTuple):
     @property
     def slice(self) -> Sliced | None:
         """What of ``home`` the box is."""
-        if not isinstance(self.source, Part) or (source := self.source.source) is None:
+        if not isinstance(self.source, Part):
             return None
-        return source._replace(start=source.start + self.box.start - self.source.start, numel=self.box.numel)
+        return self.source.source.part(self.box.start - self.source.start, self.box.numel)
 
     def tensor(self, snapshot: Snapshot | None = None) -> Tensor:
         """The box, [box.sizes], where it rests, or as it was when ``snapshot`` was made."""
@@ -54,7 +54,7 @@ class Item(NamedTuple):
         if snapshot is not None and self.home is not None and self.slice is not None:
             flat = snapshot.read(self.slice)
         else:
-            flat = self.source.values()[self.box.start - self.source.start :][: self.box.numel]
+            flat = self.source.source.tensor[self.box.start - self.source.start :][: self.box.numel]
         return unflattened(flat, self.box.sizes, self.order)
 
 
@@ -87,7 +87,7 @@ def _items(keys: tuple[str, ...], paths: tuple[Path, ...], value: Any, rank: int
     if isinstance(value, TensorParts):
         shape, order = tuple(value.shape), tuple(value.order)
         for part in value.parts:
-            for box in boxes(shape, part.start, part.start + part.numel, order):
+            for box in boxes(shape, part.start, part.start + part.source.numel, order):
                 yield Item(keys, paths, value.dtype, shape, box, order, part)
         if not value.numel() and rank == 0:
             yield _whole(keys, paths, torch.empty(shape, dtype=value.dtype))

@@ -86,7 +86,6 @@ class Writes:
         self._number = {bucket: number for number, bucket in enumerate(buckets)}
         self._handed_out: dict[Bucket, dict[int, int]] = {}  # slot -> checksum when .data was read
         self._unconfirmed: dict[_Key, _Entry] = {}
-        self.between_runs: Callable[[], None] = lambda: None  # takes over what was written to the whole module
 
     # -- noticing -------------------------------------------------------------------------------------------------
 
@@ -132,7 +131,6 @@ class Writes:
             self.forget(bucket)
 
     def take_all_over(self) -> None:
-        self.between_runs()
         for bucket in self._buckets:
             self.take_over(bucket)
 
@@ -389,10 +387,10 @@ class Access:
             unit = self._unit_of[place.bucket]
             if not place.bucket.reshards:
                 # Between passes only some ranks may come here. The others' error message then says where this one is.
-                if self._passes.key is None:
-                    self._passes.comm.place = f"a read of {place.info.fqn} between steps, which takes all ranks"
-                self._after_step.refresh(unit)
-                unit.unshard_wait()
+                read = f"a read of {place.info.fqn} between steps, which takes all ranks"
+                with self._passes.comm.at(read if self._passes.key is None else self._passes.comm.place):
+                    self._after_step.refresh(unit)
+                    unit.unshard_wait()
             elif self._passes.key is None:
                 raise RuntimeError(
                     f"{place.info.fqn} is sharded, and between steps its values are on no rank, so {operation!r} would "

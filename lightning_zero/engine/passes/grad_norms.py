@@ -115,15 +115,15 @@ def parts_of_shards(
 class GradNorms:
     """The norms of one engine's gradients, as far as they have been asked for.
 
-    Attributes:
+    Args:
         settle: waits until gradients are what users' code has left of them, before they are looked at.
     """
 
-    def __init__(self, reducer: Reducer, comm: Communicator) -> None:
+    def __init__(self, reducer: Reducer, comm: Communicator, settle: Callable[[], None]) -> None:
         self._reducer, self._comm = reducer, comm
         self._known: dict[float, dict[int, Tensor]] = {}  # norm type -> id of the parameter -> 0-d fp64
         self._bucket_of = {id(info.param): bucket for bucket in reducer.grads for info in bucket.params}
-        self.settle: Callable[[], None] = lambda: None
+        self._settle = settle
 
     def changed(self) -> None:
         """Gradients are about to change, or have changed: on all ranks alike."""
@@ -148,7 +148,7 @@ class GradNorms:
                 "Read the gradient inside `with lightning_zero.gather(module, grads=True):`."
             )
         if norm_type not in self._known:
-            self.settle()
+            self._settle()
             self._known[norm_type] = self._find(norm_type)
         found = self._known[norm_type].get(id(info.param))
         if found is None:
@@ -180,7 +180,7 @@ class GradNorms:
         places = list(places)
         refuse_whole(places)
         wanted = slots_of(places)
-        self.settle()
+        self._settle()
         self._reducer.refuse_unreduced(places)
         device = self._comm.device
         # A place for each rank, where the others add zeros, and the sum over places afterwards: the order in which a
@@ -191,9 +191,8 @@ class GradNorms:
         if own and self._comm.replica == 0:  # the other replicas hold the same
             norms = _norms_of_parts(own, norm_type, device)  # of all buckets at once: a GPU is asked a few times
             cell.copy_(norms.max() if math.isinf(norm_type) else (norms**norm_type).sum())
-        place, self._comm.place = self._comm.place, "the norm of gradients, which takes all ranks"
-        self._comm.sum_(partial)
-        self._comm.place = place
+        with self._comm.at("the norm of gradients, which takes all ranks"):
+            self._comm.sum_(partial)
         whole = partial.max() if math.isinf(norm_type) else partial.sum() ** (1.0 / norm_type)
         # At least fp32, and the same on all ranks, also on one that holds no gradient.
         dtypes = [bucket.dtypes.grad.to_real() for bucket in wanted]
@@ -256,12 +255,10 @@ class GradNorms:
         comm = self._comm
         # The other replicas hold the same shards.
         own = table[shared, comm.shard_rank].tolist() if comm.replica == 0 else []
-        place = comm.place
-        comm.place = "a read of .grad.norm(), which takes all ranks"
         # Over the ranks' agreements, where each says what it is there for: where other ranks are at another agreement,
         # all find out; and where they are anywhere else, none takes this message for one of its own.
-        rows = comm.meet(own, f"the norms of gradients, of type {norm_type:g}")
-        comm.place = place
+        with comm.at("a read of .grad.norm(), which takes all ranks"):
+            rows = comm.meet(own, f"the norms of gradients, of type {norm_type:g}")
         for number, rank in enumerate(comm.topology.shard_groups[0]):
             table[shared, number] = torch.tensor(rows[rank], dtype=torch.float64)
 

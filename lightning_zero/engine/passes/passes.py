@@ -413,7 +413,10 @@ class Passes:
 
     @contextlib.contextmanager
     def looking(self, look: Look) -> Iterator[None]:
-        """See ``Engine.looking_at_gradients``."""
+        """Inside, ``look(info, grad)`` is given each gradient as autograd has made it, and nothing keeps it.
+
+        Gradients that are there stay as they are, and steps and clipping do nothing. Around whole steps, on all ranks.
+        """
         self.leave()
         with self.sentinels.set_aside(info for unit in self.units for info in unit.infos()):
             self.look = look

@@ -105,6 +105,7 @@ class AroundStep:
 
     Args:
         place_of: finds a parameter's bucket; raises for parameters that the engine does not own.
+        stepped: called behind every step, on all ranks.
 
     Attributes:
         pieces: memory of the steps in the worker, which does one at a time.
@@ -120,6 +121,7 @@ class AroundStep:
         sentinels: Sentinels,
         writes: Writes,
         after_step: AfterStep,
+        stepped: Callable[[], None],
     ) -> None:
         self._units = units
         self.place_of = place_of
@@ -128,7 +130,7 @@ class AroundStep:
         self._sentinels = sentinels
         self._writes = writes
         self._after_step = after_step
-        self.stepped: Callable[[], None] = lambda: None  # called behind every step, on all ranks
+        self._stepped = stepped
         self.pieces = PieceMemory()
 
     @outside_autograd
@@ -181,7 +183,7 @@ class AroundStep:
         self._passes.stepped()
         values_changed(self.place_of(param).info for param in params)
         self.masters_changed(changed)
-        self.stepped()
+        self._stepped()
 
     def masters_changed(self, changed: set[Bucket]) -> None:
         """Bring replicated compute parameters up to date by gathers, unit by unit. On all ranks.

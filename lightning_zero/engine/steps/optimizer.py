@@ -1,7 +1,6 @@
 """Makes the user's optimizer step shards.
 
-The optimizer object is kept, because schedulers and callbacks hold it. Outside ``step`` its param groups list the
-user's own Parameters. Inside the patched ``step`` they list *runs*: flat slices of master_param, each of adjacent
+Inside the patched ``step`` the param groups list *runs*: flat slices of master_param, each of adjacent
 fragments of one param group with one step count, with the matching slice of the gradient.
 
 A parameter that no rank gave a gradient is left alone, as DDP leaves it: no decay, no state, no step count. Its
@@ -11,7 +10,8 @@ fragments then differ in step count from their neighbours, and the run is cut th
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,10 +20,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zero.comm.profiling import profiled
-from lightning_zero.config import StateDtype
+from lightning_zero.config import ConfigError, StateDtype
 from lightning_zero.device import recording
 from lightning_zero.engine.steps.interception import AroundStep, Stepping
-from lightning_zero.engine.steps.owned import Owned
 from lightning_zero.engine.steps.runs import FlatRun, ParamStates, Runs, steps_in
 from lightning_zero.engine.torch_modes import without_autocast
 from lightning_zero.engine.units.after_step import StepJob
@@ -43,52 +42,31 @@ from lightning_zero.optimizers.known import (
 )
 from lightning_zero.optimizers.low_bits import NarrowStep, PieceMemory, formats_of
 from lightning_zero.optimizers.slices import check_declared
+from lightning_zero.optimizers.state_trees import Leaf
 from lightning_zero.planning.buckets import BucketPlan
 from lightning_zero.planning.placement import StageRow, Tier
 from lightning_zero.ranks.progress import SILENT, LongWork
 
 
-class ShardedOptimizer:
-    """Makes ``optimizer.step`` work on the shards of an engine.
+class Stepper(ABC):
+    """Makes ``optimizer.step`` step the shards of an engine.
 
     Attributes:
         optimizer: the user's object, patched.
-        runs: what stands in its param groups inside ``step``.
-        owned: stands there where tensors are stepped whole; see ``whole_optimizer.py``.
     """
 
-    owned: Owned | None = None
-
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        around: AroundStep,
-        *,
-        device_type: str = "cpu",
-        declared_elementwise: bool = False,
-        stochastic_rounding: bool = False,
-        state_dtype: StateDtype = StateDtype.fp32,
-    ) -> None:
+    def __init__(self, optimizer: Optimizer, around: AroundStep) -> None:
         self.optimizer = optimizer
         self._around = around
-        if declared_elementwise and not is_known(optimizer):
-            places = around.place_of
-            dtype_of, cut = (lambda p: places(p).bucket.dtypes.master), (lambda p: places(p).slices)
-            check_declared(optimizer, dtype_of, cut, torch.device(device_type))
-        self._stochastic = stochastic_rounding
-        formats = formats_of(optimizer, state_dtype)
-        self.runs = Runs(optimizer, per_fragment=not isinstance(optimizer, ELEMENTWISE), formats=formats)
-        self._device_type = device_type
-        self._known = is_known(optimizer)
-        self._stepping = Stepping(optimizer, self.step)
-        self._take_over_state()
+
+    def _patch(self) -> None:
+        """Lead the optimizer's ``step`` to this object, once it is known that it can be stepped."""
+        self._stepping = Stepping(self.optimizer, self.step)
 
     # -- the user's object ----------------------------------------------------------------------------------------
 
     def release(self) -> None:
-        """Give the optimizer its own step back. The state of runs is dropped."""
-        for bucket in self.runs.buckets():
-            self.runs.drop(bucket)
+        """Give the optimizer its own step back. State is dropped."""
         self._stepping.undo()
         self.optimizer.state.clear()
         self._around.pieces.clear()
@@ -101,32 +79,14 @@ class ShardedOptimizer:
         """
         return [[self._around.place_of(p) for p in group["params"]] for group in self.optimizer.param_groups]
 
-    def _take_over_state(self) -> None:
-        """Move the state that the optimizer holds for whole parameters into the runs, if it comes from an earlier step.
-
-        Other state is dropped (Adagrad makes its sums, as large as the parameters, when it is built).
-        """
-        states = {
-            (place.bucket, place.info.slot): self.optimizer.state.pop(place.info.param, {})
-            for places in self.places()
-            for place in places
-        }
-        stepped = {key: state for key, state in states.items() if steps_in(state)}
-        if stepped:
-            self.load_param_states(stepped)
-
     def params(self) -> list[nn.Parameter]:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
     def buckets(self) -> list[Bucket]:
         """The buckets whose masters this optimizer steps, in order."""
-        return list(dict.fromkeys(place.bucket for group in self.places() for place in group))
+        return list(self.groups())
 
-    def groups_of(self, bucket: Bucket) -> dict[int, int]:
-        """Slot -> param group, of the parameters of ``bucket`` that it steps."""
-        return self._group_of().get(bucket, {})
-
-    def _group_of(self) -> dict[Bucket, dict[int, int]]:
+    def groups(self) -> dict[Bucket, dict[int, int]]:
         """For each bucket: slot -> param group."""
         result: dict[Bucket, dict[int, int]] = {}
         for index, group in enumerate(self.places()):
@@ -134,88 +94,17 @@ class ShardedOptimizer:
                 result.setdefault(place.bucket, {})[place.info.slot] = index
         return result
 
-    def check_row(self, row: StageRow) -> None:
-        """Refuse a row of ``zero/stage`` that the optimizer cannot be stepped under.
-
-        Raises:
-            ConfigError: why not.
-        """
-
-    def replanned(self) -> None:
-        """Follow other plans of buckets."""
-        self._around.pieces.clear()
-
-    # -- state ----------------------------------------------------------------------------------------------------
-
-    def state_tensors(self, bucket: Bucket) -> Iterator[Tensor]:
-        """Tensors of state, one value for each element, that this rank holds for a bucket."""
-        for run in self.runs.of(bucket):
-            # A list at once: a step may be under way in the worker, which adds entries.
-            state = list(self.optimizer.state.get(run.tensor, {}).items())
-            yield from (value for name, value in state if is_elementwise(name, value, run.tensor))
-
-    def entries(self, bucket: Bucket) -> dict[int, dict[str, Any]]:
-        """By slot, the state of a bucket that this rank has: a dtype stands for a sliced value (a
-        :class:`~lightning_zero.engine.steps.owned.Leaf` for one of a whole tensor), plain values for themselves.
-        """
-        found: dict[int, dict[str, Any]] = {}
-        for fragment, state in self.runs.fragment_states(bucket):
-            entry = found.setdefault(fragment.index, {})
-            for name, value in state.items():
-                if isinstance(value, Sliced):
-                    entry[name] = value.dtype
-                else:
-                    entry[name] = value.cpu() if isinstance(value, Tensor) else value
-        return found
-
-    def parts(self, bucket: Bucket) -> Iterator[tuple[int, str, int, Sliced]]:
-        """Slot, name, first element and values of a bucket's state that this rank saves. Its home may be closed."""
-        for fragment, state in self.runs.fragment_states(bucket):
-            if (part := fragment.within(bucket.own_shard_of_owned)) is not None:
-                start, low, high = part
-                for name, value in state.items():
-                    if isinstance(value, Sliced) and value.numel:
-                        yield fragment.index, name, start, value.part(low, high - low)
-
-    def planned_state(self, bucket: Bucket) -> Iterator[int]:
-        """Bytes of each tensor of state of a bucket that this rank has, where steps have been made."""
-        for run in self.runs.of(bucket):
-            states = count_states(self.optimizer) if self.optimizer.state.get(run.tensor) else 0
-            yield from [run.tensor.nbytes] * states
-
-    def whole_state_under(self, bucket: Bucket, plan: BucketPlan) -> int:
-        """Bytes of state that this rank will have under ``plan`` for a bucket's tensors that are stepped whole."""
-        return 0
-
-    def state_to_come(self, tier: Tier) -> int:
-        """Bytes that its state will take on ``tier`` on this rank, as far as that is known before the first step."""
-        states = count_states(self.optimizer)
-        return sum(
-            states * bucket.plan.state_nbytes(bucket.owned_numel)
-            for bucket in self.buckets()
-            if bucket.trainable and bucket.plan.tiers.master is tier
-        )
-
-    def step_peak(self) -> int:
-        """The most bytes that this rank holds beside its shards while they are stepped on the device."""
-        return 0
-
-    def load_param_states(self, states: ParamStates, long_work: LongWork = SILENT) -> None:
-        """Replace all state; see :meth:`Runs.load`."""
-        self.runs.load(states, self._group_of(), long_work)
-
-    def reload(self, bucket: Bucket, states: ParamStates) -> None:
-        """Make the state of a bucket anew, in its new home."""
-        groups = self.groups_of(bucket)
-        if self.runs.has_stepped(bucket) and groups and bucket.trainable:
-            self.runs.reload(bucket, groups, states)
-        else:
-            self.runs.forget(bucket)
-
-    # -- step -----------------------------------------------------------------------------------------------------
+    def _pop_states(self) -> dict[tuple[Bucket, int], dict[str, Any]]:
+        """Take the state that the optimizer holds for whole parameters: of earlier steps, or of its making."""
+        states = {
+            (place.bucket, place.info.slot): self.optimizer.state.pop(place.info.param, {})
+            for places in self.places()
+            for place in places
+        }
+        return {key: state for key, state in states.items() if state}
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Do the user's ``optimizer.step``: the closure first, which needs the user's own groups, then the runs."""
+        """Do the user's ``optimizer.step``: the closure first, which needs the user's own groups, then the shards."""
         loss = None
         if closure is not None:
             with torch.enable_grad():  # callers may step under ``no_grad``, and the closure runs a forward
@@ -228,6 +117,7 @@ class ShardedOptimizer:
         self._around.ends(changed, [p for p in self.params() if id(p) in used])
         return loss
 
+    @abstractmethod
     def _step(self, used: set[int]) -> set[Bucket]:
         """Step what got a gradient.
 
@@ -237,6 +127,219 @@ class ShardedOptimizer:
         Returns:
             The buckets that this changes, on any rank.
         """
+
+    # -- other rows -----------------------------------------------------------------------------------------------
+
+    def check_row(self, row: StageRow) -> None:
+        """Refuse a row of ``zero/stage`` that the optimizer cannot be stepped under.
+
+        Raises:
+            ConfigError: why not.
+        """
+        return
+
+    def replanned(self) -> None:
+        """Follow other plans of buckets."""
+        self._around.pieces.clear()
+
+    @abstractmethod
+    def reload(self, bucket: Bucket, states: ParamStates) -> None:
+        """Make the state of a bucket anew, in its new home."""
+
+    # -- state ----------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def state_tensors(self, bucket: Bucket) -> Iterator[Tensor]:
+        """Tensors of state, such that are not one for a whole parameter, that this rank holds for a bucket."""
+
+    @abstractmethod
+    def entries(self, bucket: Bucket, *, once: bool = False) -> dict[int, dict[str, Any]]:
+        """By slot, the state of a bucket that this rank saves, with a :class:`Leaf` for each tensor.
+
+        What there is once for a parameter (a step count) is that of the rank of its first element.
+
+        Args:
+            once: state of empty parameters is that of the first rank; else of all ranks that know of it.
+        """
+
+    @abstractmethod
+    def parts(self, bucket: Bucket) -> Iterator[tuple[int, str, int, Sliced]]:
+        """Slot, name, first element and values of a bucket's state that this rank saves. Its home may be closed."""
+
+    @abstractmethod
+    def gathered(self, bucket: Bucket, slots: Mapping[int, Sequence[Leaf]]) -> Iterator[tuple[int, Leaf, Tensor]]:
+        """Slot, leaf and whole values of a bucket's state, on the device, one after the other. Collective.
+
+        Args:
+            slots: the leaves of each slot that are wanted; the same on all ranks.
+        """
+
+    def check_state(self, place: Place, state: Mapping[str, Any], what: str) -> None:
+        """Refuse the state of a parameter that has other shapes than this optimizer keeps.
+
+        Args:
+            what: has it, in words.
+
+        Raises:
+            ConfigError: it has.
+        """
+        return
+
+    @abstractmethod
+    def has_stepped(self, bucket: Bucket) -> bool:
+        """Whether the optimizer has stepped any of the bucket's parameters: the same on all ranks."""
+
+    @abstractmethod
+    def load_param_states(self, states: ParamStates, long_work: LongWork = SILENT) -> None:
+        """Replace all state. ``states``: for a parameter, its full tensors or plain values."""
+
+    # -- bytes ----------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def planned_state(self, bucket: Bucket) -> Iterator[int]:
+        """Bytes of each tensor of state of a bucket that this rank has, where steps have been made."""
+
+    @abstractmethod
+    def state_to_come(self, tier: Tier) -> int:
+        """Bytes that its state will take on ``tier`` on this rank, as far as that is known before the first step."""
+
+    def states_per_element(self) -> int:
+        """Tensors of state as large as the masters that its class keeps, where that is known; else 0."""
+        return 0
+
+    def whole_state(self, bucket: Bucket, plan: BucketPlan | None = None) -> int:
+        """Bytes of state of a bucket's tensors that are stepped whole: that there are, or will be under ``plan``."""
+        return 0
+
+    def step_peak(self) -> int:
+        """The most bytes that this rank holds beside its shards while they are stepped on the device."""
+        return 0
+
+
+class ShardedOptimizer(Stepper):
+    """Steps slices.
+
+    Attributes:
+        runs: what stands in the param groups inside ``step``.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        around: AroundStep,
+        *,
+        device_type: str = "cpu",
+        declared_elementwise: bool = False,
+        stochastic_rounding: bool = False,
+        state_dtype: StateDtype = StateDtype.fp32,
+    ) -> None:
+        super().__init__(optimizer, around)
+        if declared_elementwise and not is_known(optimizer):
+            places = around.place_of
+            dtype_of, cut = (lambda p: places(p).bucket.dtypes.master), (lambda p: places(p).slices)
+            check_declared(optimizer, dtype_of, cut, torch.device(device_type))
+        self._stochastic = stochastic_rounding
+        formats = formats_of(optimizer, state_dtype)
+        self.runs = Runs(optimizer, per_fragment=not isinstance(optimizer, ELEMENTWISE), formats=formats)
+        self._device_type = device_type
+        self._known = is_known(optimizer)
+        self._patch()
+        # State of earlier steps goes on. Other state is dropped: Adagrad makes its sums, which are as large as the
+        # parameters, when it is built.
+        if stepped := {key: state for key, state in self._pop_states().items() if steps_in(state)}:
+            self.load_param_states(stepped)
+
+    def release(self) -> None:
+        for bucket in self.runs.buckets():
+            self.runs.drop(bucket)
+        super().release()
+
+    # -- state ----------------------------------------------------------------------------------------------------
+
+    def state_tensors(self, bucket: Bucket) -> Iterator[Tensor]:
+        for run in self.runs.of(bucket):
+            # A list at once: a step may be under way in the worker, which adds entries.
+            state = list(self.optimizer.state.get(run.tensor, {}).items())
+            yield from (value for name, value in state if is_elementwise(name, value, run.tensor))
+
+    def entries(self, bucket: Bucket, *, once: bool = False) -> dict[int, dict[str, Any]]:
+        found: dict[int, dict[str, Any]] = {}
+        for fragment, state in self.runs.fragment_states(bucket):
+            info, part = bucket.params[fragment.index], fragment.within(bucket.own_shard_of_owned)
+            if part is None and (info.numel or (once and bucket.comm.shard_rank)):
+                continue
+            entry = found.setdefault(fragment.index, {})
+            for name, value in state.items():
+                if isinstance(value, Sliced):
+                    entry[name] = Leaf(name, tuple(info.shape), info.strides, value.dtype)
+                elif part is None or not part[0]:
+                    entry[name] = value.cpu() if isinstance(value, Tensor) else value
+        return found
+
+    def parts(self, bucket: Bucket) -> Iterator[tuple[int, str, int, Sliced]]:
+        for fragment, state in self.runs.fragment_states(bucket):
+            if (part := fragment.within(bucket.own_shard_of_owned)) is not None:
+                start, low, high = part
+                for name, value in state.items():
+                    if isinstance(value, Sliced) and value.numel:
+                        yield fragment.index, name, start, value.part(low, high - low)
+
+    def gathered(self, bucket: Bucket, slots: Mapping[int, Sequence[Leaf]]) -> Iterator[tuple[int, Leaf, Tensor]]:
+        own: dict[str, list[tuple[int, Sliced]]] = {}
+        with opened(bucket.home):
+            for fragment, state in self.runs.fragment_states(bucket):
+                for name, value in state.items():
+                    if isinstance(value, Sliced) and value.numel:
+                        own.setdefault(name, []).append((fragment.start, value))
+            dtypes = {leaf.name: leaf.dtype for leaves in slots.values() for leaf in leaves}
+            for name in sorted(dtypes):  # also where this rank has nothing of it
+                parts = ((start, value.tensor) for start, value in own.get(name, ()))
+                full = bucket.gathered(parts, dtypes[name], "optimizer state")
+                for slot, leaves in slots.items():
+                    for leaf in leaves:
+                        if leaf.name == name:
+                            yield slot, leaf, bucket.part_of(full, bucket.params[slot])
+
+    def planned_state(self, bucket: Bucket) -> Iterator[int]:
+        for run in self.runs.of(bucket):
+            states = count_states(self.optimizer) if self.optimizer.state.get(run.tensor) else 0
+            yield from [run.tensor.nbytes] * states
+
+    def states_per_element(self) -> int:
+        return count_states(self.optimizer)
+
+    def state_to_come(self, tier: Tier) -> int:
+        states = count_states(self.optimizer)
+        return sum(
+            states * bucket.plan.state_nbytes(bucket.owned_numel)
+            for bucket in self.buckets()
+            if bucket.trainable and bucket.plan.tiers.master is tier
+        )
+
+    def check_state(self, place: Place, state: Mapping[str, Any], what: str) -> None:
+        for name, value in state.items():
+            if isinstance(value, Tensor) and value.dim() and value.shape != place.info.shape and value.numel() != 1:
+                raise ConfigError(
+                    f"{what}: its optimizer state {name!r} of {place.info.fqn} has shape {tuple(value.shape)}, "
+                    f"expected {tuple(place.info.shape)}. Load a checkpoint of the same model."
+                )
+
+    def has_stepped(self, bucket: Bucket) -> bool:
+        return self.runs.has_stepped(bucket)
+
+    def load_param_states(self, states: ParamStates, long_work: LongWork = SILENT) -> None:
+        self.runs.load(states, self.groups(), long_work)
+
+    def reload(self, bucket: Bucket, states: ParamStates) -> None:
+        groups = self.groups().get(bucket, {})
+        if self.runs.has_stepped(bucket) and groups and bucket.trainable:
+            self.runs.reload(bucket, groups, states)
+        else:
+            self.runs.forget(bucket)
+
+    # -- step -----------------------------------------------------------------------------------------------------
+
+    def _step(self, used: set[int]) -> set[Bucket]:
         changed = self._arrange(used)
         lazy = [b for b in self.runs.buckets() if b in changed and self._is_lazy(b)]
         eager = [b for b in self.runs.buckets() if b in changed and b not in lazy]
@@ -318,7 +421,7 @@ class ShardedOptimizer:
         Returns:
             The buckets that this step changes, on any rank.
         """
-        group_of = self._group_of()
+        group_of = self.groups()
         changed: set[Bucket] = set()
         for bucket, groups in group_of.items():
             if not bucket.trainable:

@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -29,11 +29,12 @@ from lightning_zero.device import recording
 from lightning_zero.engine.units.flat_buffer import FlatBuffer, NodeShard, placeholders
 from lightning_zero.engine.units.grad_store import GradStore, make_grad_store
 from lightning_zero.engine.units.home import Home, ResidentHome, Tiers, make_home, opened
-from lightning_zero.engine.units.param import ParamInfo, set_values
+from lightning_zero.engine.units.param import ParamInfo, set_values, values_changed
 from lightning_zero.engine.units.param_store import ParamStore, make_param_store
 from lightning_zero.planning.buckets import BucketPlan
 from lightning_zero.planning.layout import Fragment
 from lightning_zero.planning.placement import Tier
+from lightning_zero.pretrained.stored import StoredTensor
 
 
 class AwaitedStep:
@@ -393,6 +394,14 @@ class Bucket:
                 same = new == before[own].to(master.device)
                 master[own].copy_(torch.where(same, master[own], new.to(master.dtype)))
 
+    def write(self, info: ParamInfo, value: Tensor) -> None:
+        """Set one parameter from a full value of its shape; every rank takes its own part."""
+        self.write_master(info, value.detach())
+        if not self.reshards and not isinstance(value, StoredTensor):  # else by the push and the gather that follow
+            assert info.gathered is not None
+            info.gathered.copy_(value.detach().reshape(info.shape))
+        values_changed([info])
+
     # -- gathered values ------------------------------------------------------------------------------------------
 
     @property
@@ -445,13 +454,22 @@ class Bucket:
         self._make_views()
 
     def full_master(self) -> Tensor:
-        """Gather the masters of the whole bucket: a new tensor [layout.numel] on the device. Blocking, on all ranks."""
-        low, high = self.owned_range
+        """Gather the masters of the whole bucket: a new tensor [layout.numel] on the device. Blocking, collective."""
         with opened(self.home) as master:
-            full = torch.empty(self.layout.numel, dtype=master.dtype, device=self.comm.device)
-            full[low:high].copy_(master)
+            return self.gathered([(0, master)], master.dtype, "values")
+
+    def gathered(self, own: Iterable[tuple[int, Tensor]], dtype: torch.dtype, what: str) -> Tensor:
+        """Gather values of the whole bucket: a new tensor [layout.numel] on the device. Blocking, collective.
+
+        Args:
+            own: the parts that this rank has, each with its start in the owned range; what no rank has is zero.
+        """
+        low, _ = self.owned_range
+        full = torch.zeros(self.layout.numel, dtype=dtype, device=self.comm.device)
+        for start, values in own:
+            full[low + start : low + start + values.numel()].copy_(values)
         if self.plan.shards_master:
-            self.comm.all_gather(full, f"{self.label} (values)").wait()
+            self.comm.all_gather(full, f"{self.label} ({what})").wait()
         return full
 
     def show(self, gathered: bool) -> None:
@@ -467,18 +485,11 @@ class Bucket:
             assert value is not None
             set_values(info.param, value, info.classes.present if gathered else info.classes.absent, info.classes)
 
-    def show_plain(self, full: Tensor) -> None:
-        """Point the parameters at their parts of ``full`` [layout.numel], as plain parameters, until ``hide_plain``."""
+    def show_plain(self, values: Iterable[Tensor]) -> None:
+        """Have the parameters hold ``values``, one for each, as plain parameters, until ``hide_plain``."""
         self.is_plain = True
         self._values_are(here=True)
-        for info in self.params:
-            set_values(info.param, self.part_of(full, info), info.classes.plain, info.classes)
-
-    def show_values_of(self, values: Iterator[Tensor]) -> None:
-        """As :meth:`show_plain`, with the next of ``values`` for each parameter."""
-        self.is_plain = True
-        self._values_are(here=True)
-        for info, value in zip(self.params, values, strict=False):  # it goes on behind the last of the parameters
+        for info, value in zip(self.params, values, strict=True):
             set_values(info.param, value, info.classes.plain, info.classes)
 
     def hide_plain(self, *, gathered: bool) -> None:

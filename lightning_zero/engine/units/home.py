@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
@@ -36,7 +35,6 @@ if TYPE_CHECKING:  # which knows the tiers
     from lightning_zero.engine.units.grad_store import Landing
 
 CAST_CHUNK = 1 << 22  # elements: few enough to need little memory, and enough to keep a link busy
-_CHANGES = itertools.count()  # see :attr:`Home.changes`
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +82,12 @@ class Home:
 
     Attributes:
         master: [owned numel]; readable while open.
-        changes: another number whenever the master may have got other values; of all homes of the process.
+        changes: another object whenever the master may have got other values.
     """
 
     def __init__(self, master: Tensor) -> None:
         self.master = master
-        self.changes = next(_CHANGES)
+        self.changes = object()
         self._lent: list[Future[Any]] = []
 
     def begin_open(self) -> None:
@@ -151,7 +149,7 @@ class ResidentHome(Home):
 
     def open(self, *, to_write: bool = False) -> None:
         if to_write:
-            self.changes = next(_CHANGES)
+            self.changes = object()
             self._take_back()
 
     def _take_back(self) -> None:
@@ -299,7 +297,7 @@ class FileHome(Home):
     def close(self, *, changed: bool) -> None:
         self._changed |= changed
         if changed:
-            self.changes = next(_CHANGES)
+            self.changes = object()
         self._opens -= 1
         if self._opens:
             return

@@ -8,5 +8,4 @@
     chunked      the autograd function: chunks without a graph, and each computed again in the backward
     units        units whose forwards are divided so; sums of their gradients
     coupled      units that are not to be divided, found by class
-    loss         a head and its loss in chunks, for the user's step
 """

@@ -19,7 +19,7 @@ def grad_norm_of(engine: Engine, params: Iterable[nn.Parameter], norm_type: floa
     Raises:
         ValueError: a norm of a type that does not add up over parts.
     """
-    if engine.looks_at_gradients:
+    if engine.passes.look is not None:
         return torch.zeros((), device=engine.comm.device)
     return engine.grad_norms.total([engine.place_of(param) for param in params], norm_type)
 
@@ -39,7 +39,7 @@ def owned_grads(engine: Engine, params: Iterable[nn.Parameter]) -> list[Tensor]:
 
 def _settled_slots(engine: Engine, params: Iterable[nn.Parameter]) -> dict[Bucket, set[int]]:
     """The slots of ``params`` in their buckets, whose gradients may be changed in place."""
-    places = [] if engine.looks_at_gradients else [engine.place_of(param) for param in params]
+    places = [] if engine.passes.look is not None else [engine.place_of(param) for param in params]
     refuse_whole(places)
     engine.forget_zeroed()  # and wait for steps under way, which own their gradients until they are over
     engine.grad_norms.changed()
@@ -76,11 +76,11 @@ def clip_by_value(engine: Engine, params: Iterable[nn.Parameter], clip_value: fl
 
 def overflowed(engine: Engine, params: Iterable[nn.Parameter]) -> bool:
     """Whether any rank holds a gradient of ``params`` that is not finite; checked where they rest. On all ranks."""
-    if engine.looks_at_gradients:
+    if engine.passes.look is not None:
         return False
     places = [engine.place_of(param) for param in params]
     engine.forget_zeroed()
-    engine.check_reduced(place.info.param for place in places)
+    engine.reducer.refuse_unreduced(places)
     parts = parts_of_shards(engine.buckets, slots_of(places), lambda store: store.all_finite())
     finite = [part.found for part in parts if part.found is not None]
     left = {place: part.grad for place, part in enumerate(parts) if part.grad is not None}

@@ -13,18 +13,16 @@ is cut or gathered. Of one bucket the old and the new are there together, and of
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from lightning_zero.comm.share import Share, share_of_machine
 from lightning_zero.config import ConfigError, Offload, ZeroConfig
-from lightning_zero.engine.assembly import LIVE, Assembly
-from lightning_zero.engine.steps.optimizer import ShardedOptimizer
+from lightning_zero.engine.steps.optimizer import Stepper
 from lightning_zero.engine.steps.runs import ParamStates
 from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units.after_step import default_threads
@@ -32,12 +30,13 @@ from lightning_zero.engine.units.bucket import Bucket
 from lightning_zero.engine.units.capacity import Held, change_tiers
 from lightning_zero.engine.units.describe import BucketGroup, UnitGroup, refuse_cuda_graphs, stays_whole
 from lightning_zero.engine.units.home import Tiers, opened
-from lightning_zero.engine.whole.optimizer_state import Entry, full_states_of
-from lightning_zero.engine.whole.owned_state import all_who_have_what, full_entries
-from lightning_zero.engine.whole.ranges import full_state
-from lightning_zero.optimizers.known import count_states
+from lightning_zero.engine.whole.shown import take_writes_over
+from lightning_zero.engine.whole.values import Entries, all_entries, full_entries
 from lightning_zero.planning.buckets import BucketPlan
 from lightning_zero.planning.placement import STAGES
+
+if TYPE_CHECKING:
+    from lightning_zero.engine.engine import Engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +58,7 @@ class Move:
         On all ranks: where a whole bucket is to be owned it is gathered.
         """
         if self.bucket.plan.shards_master:
-            values = full_state(self.bucket, values.dtype, [(0, values.numel(), values)])
+            values = self.bucket.gathered([(0, values)], values.dtype, "optimizer state")
         return values[slice(*self.plan.owned_range(self.bucket.comm.shard_rank))]
 
 
@@ -75,11 +74,12 @@ class _Seen(NamedTuple):
 
 
 @outside_autograd
-def restage(engine: Assembly, config: ZeroConfig, follow: Sequence[Follow] = ()) -> None:
+def restage(engine: Engine, config: ZeroConfig, follow: Sequence[Follow], instances: Collection[int]) -> None:
     """See ``Engine.restage``.
 
     Args:
         config: differs from that of ``engine`` in ``stage`` and ``offload`` only.
+        instances: of tiers in files that this process has.
         follow: is called for each bucket, before it moves. On all ranks.
     """
     if not _agree(engine, config):
@@ -88,15 +88,13 @@ def restage(engine: Assembly, config: ZeroConfig, follow: Sequence[Follow] = ())
         sharded.check_row(STAGES[config.stage.name])
     passes, comm = engine.passes, engine.comm
     passes.leave()
-    engine.settle()
-    engine.writes.take_all_over()
-    engine.writes.confirm_if_any()
+    take_writes_over(engine)
     engine.forget_zeroed()
     _agree_on_grads(engine)
     comm.together("restaging: the model", partial(refuse_cuda_graphs, engine.module, config))
     share = share_of_machine(comm) if config.offload.name is not Offload.none else Share()
-    tiers, plans = _make_tiers(engine, config, share)
-    known = [all_who_have_what(engine, sharded) for sharded in engine.optimizers]
+    tiers, plans = _make_tiers(engine, config, share, instances)
+    known = [all_entries(engine, sharded) for sharded in engine.optimizers]
     comm.streams.accelerator.synchronize()  # what rests may still be read
     comm.streams.let_go()
     before = engine.tiers
@@ -132,7 +130,7 @@ def _partly_moved(error: BaseException) -> RuntimeError:
 # -- before anything has changed --------------------------------------------------------------------------------------
 
 
-def _agree(engine: Assembly, config: ZeroConfig) -> bool:
+def _agree(engine: Engine, config: ZeroConfig) -> bool:
     """Compare what all ranks bring. It changes nothing. Returns whether there is anything to change, on any rank.
 
     Raises:
@@ -152,7 +150,7 @@ def _agree(engine: Assembly, config: ZeroConfig) -> bool:
     return any(seen.changes for seen in table)
 
 
-def _agree_on_grads(engine: Assembly) -> None:
+def _agree_on_grads(engine: Engine) -> None:
     """
     Raises:
         ConfigError: on all ranks: some have gradients that others have not, which then could not be gathered.
@@ -179,7 +177,7 @@ def _say(rows: tuple[Any, ...]) -> str:
     return f"stage {stage} with offload {offload}" + (f" and budgets {budgets}" if any(budgets) else "")
 
 
-def _in_the_way(engine: Assembly) -> str | None:
+def _in_the_way(engine: Engine) -> str | None:
     """Why this rank cannot restage now."""
     if (what := engine.passes.under_way()) is not None:
         return (
@@ -194,7 +192,9 @@ def _in_the_way(engine: Assembly) -> str | None:
     return None
 
 
-def _make_tiers(engine: Assembly, config: ZeroConfig, share: Share) -> tuple[Tiers, list[BucketPlan]]:
+def _make_tiers(
+    engine: Engine, config: ZeroConfig, share: Share, instances: Collection[int]
+) -> tuple[Tiers, list[BucketPlan]]:
     groups = [
         UnitGroup(
             unit.name,
@@ -202,33 +202,29 @@ def _make_tiers(engine: Assembly, config: ZeroConfig, share: Share) -> tuple[Tie
         )
         for unit in engine.units
     ]
-    counts = {s: count_states(s.optimizer) if s.owned is None else 0 for s in engine.optimizers}
+    counts = {sharded: sharded.states_per_element() for sharded in engine.optimizers}
     owners = {sharded: set(sharded.buckets()) for sharded in engine.optimizers}
     held = []
     for bucket in engine.buckets:
         own = [sharded for sharded in engine.optimizers if bucket in owners[sharded]]
+        now = sum(counts[sharded] for sharded in own if sharded.has_stepped(bucket))
         later = sum(counts[sharded] for sharded in own)
-        now = sum(leaf.nbytes for s in own if s.owned is not None for _, _, leaf in s.owned.leaves(bucket))
-        held.append(
-            Held(
-                bucket.plan,
-                sum(counts[s] for s in own if s.runs.has_stepped(bucket)),
-                later,
-                now,
-                lambda plan, own=own, bucket=bucket: sum(s.whole_state_under(bucket, plan) for s in own),  # type: ignore[misc]
-            )
-        )
-    taken = {other.tiers.nvme.instance for other in LIVE if other.tiers.nvme is not None}
-    return change_tiers(groups, config, engine.comm, taken, share, engine.tiers, held)
+        whole = sum(sharded.whole_state(bucket) for sharded in own)
+        held.append(Held(bucket.plan, now, later, whole, partial(_whole_state, own, bucket)))
+    return change_tiers(groups, config, engine.comm, instances, share, engine.tiers, held)
+
+
+def _whole_state(own: Sequence[Stepper], bucket: Bucket, plan: BucketPlan) -> int:
+    return sum(sharded.whole_state(bucket, plan) for sharded in own)
 
 
 # -- the move ---------------------------------------------------------------------------------------------------------
 
 
 def _move_all(
-    engine: Assembly,
+    engine: Engine,
     plans: Sequence[BucketPlan],
-    known: Sequence[dict[int, dict[int, Entry]]],
+    known: Sequence[Entries],
     follow: Sequence[Follow],
 ) -> None:
     number = 0
@@ -238,15 +234,14 @@ def _move_all(
             if move.plan != bucket.plan or move.plan.tiers.leaves_device:
                 for other in follow:
                     other(number, move)
-                engine.comm.place = f"restaging {bucket.label}"
-                _move(engine, move, [own.get(number, {}) for own in known])
+                with engine.comm.at(f"restaging {bucket.label}"):
+                    _move(engine, move, [own.get(number, {}) for own in known])
             number += 1
         unit.restaged()
     engine.comm.streams.accelerator.synchronize()
-    engine.comm.place = "between passes"
 
 
-def _move(engine: Assembly, move: Move, known: Sequence[dict[int, Entry]]) -> None:
+def _move(engine: Engine, move: Move, known: Sequence[Mapping[int, dict[str, Any]]]) -> None:
     """
     Args:
         known: of each optimizer, who has what of the bucket's state.
@@ -261,7 +256,9 @@ def _move(engine: Assembly, move: Move, known: Sequence[dict[int, Entry]]) -> No
         states: list[ParamStates] = [{} for _ in known]
         if not keeps_home:
             values = move.of(master)
-            states = [_states(bucket, s, slots) for s, slots in zip(engine.optimizers, known, strict=True)]
+            for number, (sharded, entries) in enumerate(zip(engine.optimizers, known, strict=True)):
+                full = full_entries(bucket, sharded, entries, lambda values: values)
+                states[number] = {(bucket, slot): entry for slot, entry in full.items()}
         if not keeps_grad and bucket.grad is not None:
             grad = move.of(bucket.grad)
 
@@ -276,19 +273,3 @@ def _move(engine: Assembly, move: Move, known: Sequence[dict[int, Entry]]) -> No
     if not keeps_home:
         comm.streams.accelerator.synchronize()
         home.free()
-
-
-def _states(bucket: Bucket, sharded: ShardedOptimizer, slots: dict[int, Entry]) -> ParamStates:
-    """State of a bucket's parameters, with full tensors. On all ranks."""
-    if sharded.owned is not None:
-        found = full_entries(bucket, sharded.owned, slots, lambda values: values)
-    else:
-        full = full_states_of(bucket, sharded, slots)
-        found = {
-            slot: {
-                name: bucket.part_of(full[name], bucket.params[slot]) if isinstance(value, torch.dtype) else value
-                for name, value in entry.items()
-            }
-            for slot, entry in slots.items()
-        }
-    return {(bucket, slot): entry for slot, entry in found.items()}

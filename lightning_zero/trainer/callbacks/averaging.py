@@ -20,9 +20,8 @@ from lightning_zero.config import CheckpointFormat
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units.home import ResidentHome, opened
-from lightning_zero.engine.whole.module_state import keeping_frozen, loading_into_shards
 from lightning_zero.engine.whole.restage import Follow, Move
-from lightning_zero.engine.whole.sharded_state import sharded_state_dict
+from lightning_zero.engine.whole.state_dicts import keeping_frozen, loading_into_shards, sharded_state_dict
 from lightning_zero.lightning_api import StochasticWeightAveraging, WeightAveraging, pl
 from lightning_zero.planning.placement import Tier
 from lightning_zero.trainer.replaced import in_place_of
@@ -127,8 +126,9 @@ class ShardedAverage(AveragedModel):
         self.module.register_parameter(str(number), nn.Parameter(values, requires_grad=False))
 
     def _own_state(self, *, trainable_only: bool) -> dict[str, Any]:
-        values = dict(zip(self.engine.buckets, self._make_homes(), strict=True))
-        return self._with_own_buffers(sharded_state_dict(self.engine, values, trainable_only=trainable_only))
+        return self._with_own_buffers(
+            sharded_state_dict(self.engine, self._make_homes(), trainable_only=trainable_only)
+        )
 
     def _make_homes(self) -> list[ResidentHome]:
         self._homes = [ResidentHome(average.detach()) for average in self.module.parameters()]

@@ -113,7 +113,7 @@ class ZeroMonitor(Callback):
         self._end_counting()  # of a batch that was left out: on_train_batch_start has returned -1
         first = self._recorder is not None and not self._sums["batches"]
         known = getattr(pl_module, "flops_per_batch", None) is not None
-        if first and self._count_flops and not known and not _engine(trainer).is_compiled:
+        if first and self._count_flops and not known and not _engine(trainer).compiled.are_there:
             self._counting = FlopCount()
             self._counting.__enter__()  # type: ignore[no-untyped-call]
 

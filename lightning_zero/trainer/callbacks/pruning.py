@@ -16,7 +16,7 @@ from torch import nn
 
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.engine.engine import engines
-from lightning_zero.engine.whole.gather import show_full
+from lightning_zero.engine.whole.shown import show_full
 from lightning_zero.lightning_api import ModelPruning, pl
 from lightning_zero.trainer.replaced import in_place_of
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_zero.engine import Engine
 from lightning_zero.engine.torch_modes import outside_autograd
+from lightning_zero.engine.whole.shown import take_writes_over
 from lightning_zero.lightning_api import StochasticWeightAveraging, TrainerFn, pl
 from lightning_zero.trainer.callbacks.averaging import (
     NoAverageYet,
@@ -59,12 +60,6 @@ class StochasticAverage(ShardedAverage):
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:  # type: ignore[override]
         self._load(state, strict)
-
-
-def take_writes_over(engine: Engine) -> None:
-    engine.settle()
-    engine.writes.take_all_over()
-    engine.writes.confirm_if_any()
 
 
 def average_shards(trainer: pl.Trainer, engine: Engine) -> None:

@@ -31,9 +31,9 @@ from lightning_zero.engine.passes.recompute import without_empty_caches
 from lightning_zero.engine.units.describe import AUTOCAST_DTYPES, TRUE_DTYPES, describe_units, fp32_modules
 from lightning_zero.engine.vertical.chunked import Chunked
 from lightning_zero.engine.vertical.coupled import units_around, whole_batch_units
-from lightning_zero.engine.vertical.loss import assuming
 from lightning_zero.engine.vertical.split import Inputs, first_size
 from lightning_zero.engine.vertical.tables import Tables
+from lightning_zero.layerwise.loss import assuming
 from lightning_zero.lightning_api import extract_batch_size, isolate_rng, pl
 from lightning_zero.planning.activations import Activations, ByBatchSize, Stretch
 from lightning_zero.sequence.step import SequenceSteps

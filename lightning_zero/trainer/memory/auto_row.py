@@ -35,7 +35,7 @@ from lightning_zero.engine import engine_of
 from lightning_zero.engine.units.describe import bucket_shapes, describe_units
 from lightning_zero.lightning_api import isolate_rng, pl, rank_zero_info
 from lightning_zero.planning.activations import Activations, ByBatchSize
-from lightning_zero.planning.choose import Choice, choose_row, size_text, with_room
+from lightning_zero.planning.choose import Choice, choose_row, human_bytes, with_room
 from lightning_zero.planning.fit import Machine, Model, plan_row
 from lightning_zero.planning.memory import ADAM_STATES, Limits
 from lightning_zero.planning.placement import Tier
@@ -216,7 +216,7 @@ def _kept(saved: Decision, model: Model, there: Machine, candidates: Any) -> tup
     row = plan_row(model, stage, offload, room, settings)
     if row.fits:
         return True, ""
-    lack = ", ".join(f"{size_text(s.nbytes)} of {Tier(s.tier).value}" for s in row.shortages) or row.refused
+    lack = ", ".join(f"{human_bytes(s.nbytes)} of {Tier(s.tier).value}" for s in row.shortages) or row.refused
     return False, f"{before}lacks {lack} here, on {there.world_size} rank(s) after {saved.world_size})"
 
 

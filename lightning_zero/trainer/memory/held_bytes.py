@@ -6,7 +6,8 @@ from collections import Counter
 
 from torch import Tensor
 
-from lightning_zero.engine.assembly import Assembly
+from lightning_zero.engine.engine import Engine
+from lightning_zero.engine.steps.optimizer import ShardedOptimizer
 from lightning_zero.planning.buckets import RESTING, BucketPlan, Role
 from lightning_zero.planning.layout import round_up
 from lightning_zero.planning.memory import (
@@ -22,7 +23,7 @@ from lightning_zero.planning.memory import (
 from lightning_zero.planning.placement import Tier
 
 
-def held_bytes(engine: Assembly) -> Bytes:
+def held_bytes(engine: Engine) -> Bytes:
     """Bytes of this rank now, by role and tier: every storage once, and files as their tier reserved them.
 
     Parameters that are gathered for a moment do not rest and do not count, nor do numbers that the optimizer keeps once
@@ -55,7 +56,7 @@ def held_bytes(engine: Assembly) -> Bytes:
     return held
 
 
-def _in_files(engine: Assembly, total: int) -> Bytes:
+def _in_files(engine: Engine, total: int) -> Bytes:
     """Bytes in files by role. The tier knows their sum: what is neither master nor compute parameter is state."""
     held: Bytes = Counter()
     for bucket in engine.buckets:
@@ -66,28 +67,29 @@ def _in_files(engine: Assembly, total: int) -> Bytes:
     return held
 
 
-def plan_of(engine: Assembly) -> list[BucketPlan]:
+def plan_of(engine: Engine) -> list[BucketPlan]:
     """The plans of all buckets, as :mod:`lightning_zero.planning.memory` needs them."""
     return [bucket.plan for bucket in engine.buckets]
 
 
-def state_tensors(engine: Assembly) -> States:
+def state_tensors(engine: Engine) -> States:
     """Elementwise tensors that the optimizers keep for each parameter, as far as they have stepped; or all state of
     this rank, as it follows from the owners, where some step whole tensors."""
-    if any(sharded.owned is not None for sharded in engine.optimizers):
+    sliced = [sharded for sharded in engine.optimizers if isinstance(sharded, ShardedOptimizer)]
+    if len(sliced) < len(engine.optimizers):
         tensors = tuple(
             tuple(n for s in engine.optimizers for n in s.planned_state(bucket)) for bucket in engine.buckets
         )
         return StateOfRank(tensors, max(sharded.step_peak() for sharded in engine.optimizers))
     counts = [0]
     for bucket in engine.buckets:
-        runs = sum(len(sharded.runs.of(bucket)) for sharded in engine.optimizers)
-        states = sum(1 for sharded in engine.optimizers for _ in sharded.state_tensors(bucket))
+        runs = sum(len(sharded.runs.of(bucket)) for sharded in sliced)
+        states = sum(1 for sharded in sliced for _ in sharded.state_tensors(bucket))
         counts.append(states // max(1, runs))
     return max(counts)
 
 
-def limits_of(engine: Assembly, micro_batches: int = 1) -> Limits:
+def limits_of(engine: Engine, micro_batches: int = 1) -> Limits:
     """The settings that bound the bytes that come and go."""
     config = engine.config
     return Limits(
@@ -100,7 +102,7 @@ def limits_of(engine: Assembly, micro_batches: int = 1) -> Limits:
     )
 
 
-def planned_now(engine: Assembly, held: Bytes) -> Bytes:
+def planned_now(engine: Engine, held: Bytes) -> Bytes:
     """What was planned to be held at this moment, between two steps. Gradients that the user has cleared are dropped at
     the next backward: they are held, and planned, until then."""
     gone = not any(nbytes for (role, _), nbytes in held.items() if role is Role.grad)

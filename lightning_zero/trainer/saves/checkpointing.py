@@ -24,9 +24,14 @@ from lightning_zero.comm.agreements import ApartError, gather_rows
 from lightning_zero.config import CheckpointFormat
 from lightning_zero.device import accelerator_of
 from lightning_zero.engine import Engine, engine_of
-from lightning_zero.engine.whole.module_state import keeping_frozen
-from lightning_zero.engine.whole.ranges import Hollow
-from lightning_zero.engine.whole.sharded_state import sharded_optimizer_state, sharded_state_dict
+from lightning_zero.engine.whole.shown import hide_whole
+from lightning_zero.engine.whole.state_dicts import (
+    check_optimizer,
+    keeping_frozen,
+    sharded_optimizer_state,
+    sharded_state_dict,
+)
+from lightning_zero.engine.whole.values import Hollow
 from lightning_zero.lightning_api import (
     LightningOptimizer,
     NoOptimizer,
@@ -337,7 +342,7 @@ class Checkpoints:
     ) -> None:
         if checkpoint.get(averaging.EXCLUDES_FROZEN):
             state = keeping_frozen(engine.module, state)
-        engine.hide_whole(keep=False)  # else it would be made whole again with these values, and then begin the run
+        hide_whole(engine, keep=False)  # else it would be made whole again with these values, and then begin the run
         try:
             engine.load_state_dict(state, strict=strict)
         except OSError as error:
@@ -370,7 +375,7 @@ class Checkpoints:
 
         def check() -> None:
             for optimizer, state in pairs:
-                self._strategy.engine.check_optimizer_state(optimizer, state, f"ckpt_path: {self._loaded_from}")
+                check_optimizer(self._strategy.engine, optimizer, state, f"ckpt_path: {self._loaded_from}")
 
         self._strategy._together("comparing a checkpoint with the optimizers", check)
         return pairs

@@ -34,9 +34,20 @@ from lightning_zero.checkpoint.sharded.index import refuse_other_folder
 from lightning_zero.comm.agreements import broadcast_object, gather_objects, together
 from lightning_zero.config import CheckpointFormat
 from lightning_zero.engine import Engine, engine_of
+from lightning_zero.engine.torch_modes import outside_autograd
 from lightning_zero.engine.units.home import Home
-from lightning_zero.engine.whole.module_state import hollow_copy
-from lightning_zero.engine.whole.ranges import COPY, MASTER, Copies, Hollow, Range, Value, own_parts
+from lightning_zero.engine.whole.state_dicts import hollow_copy
+from lightning_zero.engine.whole.values import (
+    COPY,
+    MASTER,
+    Copies,
+    Hollow,
+    Range,
+    Value,
+    gathered_ranges,
+    own_parts,
+    own_ranges,
+)
 from lightning_zero.lightning_api import Callback, WeightAveraging, get_filesystem, is_local, is_overridden, pl
 from lightning_zero.ranks.progress import Did
 from lightning_zero.trainer.interruptions import refuse_lonely_save
@@ -175,13 +186,15 @@ class RangeSave:
                 holes.setdefault(value, []).append((hole, tensor.dtype))
         return _Place(str(part.path), _identity(part.fd), holes)
 
+    @outside_autograd
     def _write_own(self, fd: int | None, place: _Place, copies: Copies) -> list[Piece]:
         assert fd is not None
         done: list[Piece] = []
         long_work, name = self._engine.long_work, self._path.name
         with long_work.bytes(f"saving {name}", partial(self._own_nbytes, place, copies)) as did:
             write = _telling(did, partial(write_at, fd))
-            self._engine.visit_ranges(place.dtypes, copies, partial(_write_range, write, place, done))
+            for part in own_ranges(self._engine, place.dtypes, copies):
+                _write_range(write, place, done, part)
         # By the process that has written: on a network's file system rank 0 cannot do it.
         long_work.call(partial(os.fsync, fd), f"{name}, to the disk")
         return done
@@ -189,9 +202,9 @@ class RangeSave:
     def _own_nbytes(self, place: _Place, copies: Copies) -> int:
         """What this rank is to write, in bytes."""
         sizes = {value: sum(dtype.itemsize for _, dtype in holes) for value, holes in place.holes.items()}
-        found = own_parts(self._engine, sizes, copies)
-        return sum(part.values.numel * sizes[part.value] for _, parts in found for part in parts)
+        return sum(part.source.numel * sizes.get(part.value, 0) for part in own_parts(self._engine, copies))
 
+    @outside_autograd
     def _write_all(self, fd: int | None, place: _Place, copies: Copies) -> list[Piece]:
         """As rank 0, to which all others send their ranges. An error waits until no rank waits for this one."""
         done: list[Piece] = []
@@ -201,16 +214,13 @@ class RangeSave:
             return sum(hole.nbytes for holes in place.holes.values() for hole, _ in holes)
 
         with self._engine.long_work.bytes(f"saving {self._path.name}", total) as did:
-
-            def visit(part: Range) -> None:
+            for part in gathered_ranges(self._engine, place.dtypes, copies):
                 if self._engine.rank == 0 and not errors:
                     try:
                         assert fd is not None
                         _write_range(_telling(did, partial(write_at, fd)), place, done, part)
                     except Exception as error:
                         errors.append(error)
-
-            self._engine.visit_ranges(place.dtypes, copies, visit, gathered=True)
         self._together("writing a checkpoint", partial(_raise_first, errors))
         return done
 

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from lightning_zero.checkpoint.sharded.index import EXTRA, refusal
 from lightning_zero.checkpoint.sharded.read import ShardedFolder
 from lightning_zero.config import CheckpointConfig, CheckpointFormat, ConfigError
-from lightning_zero.engine.whole.sharded_state import TensorParts
+from lightning_zero.engine.whole.values import TensorParts
 from lightning_zero.lightning_api import CheckpointIO, TorchCheckpointIO, get_filesystem, is_local
 from lightning_zero.pretrained.stored import StoredTensor
 from lightning_zero.ranks.progress import SILENT, LongWork

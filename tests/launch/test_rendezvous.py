@@ -1,4 +1,4 @@
-"""The meeting of ranks at the start of a run. Ranks are threads here, around a store in memory."""
+"""How ranks join at the start of a run. Ranks are threads here, around a store in memory."""
 
 from __future__ import annotations
 
@@ -13,16 +13,14 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from lightning_zero.ranks import meeting as meeting_module
 from lightning_zero.ranks import rendezvous
-from lightning_zero.ranks.meeting import Guest, Meeting, Report, StartError, digest
-from lightning_zero.ranks.rendezvous import open_store
+from lightning_zero.ranks.rendezvous import Member, Rendezvous, StartError, open_store, places
 
 SHARED = {"versions": {"torch": "2.13"}, "settings": {"seed": "1", "zero.dynamic": "False"}}
 
 
-def guest(rank: int, world_size: int, *, per_node: int = 2) -> Guest:
-    return Guest(rank=rank, world_size=world_size, host=f"node{rank // per_node}", pid=100 + rank)
+def member(rank: int, world_size: int, *, per_node: int = 2) -> Member:
+    return Member(rank=rank, world_size=world_size, host=f"node{rank // per_node}", pid=100 + rank)
 
 
 def meet(
@@ -32,19 +30,19 @@ def meet(
     store: Any = None,
     change: Callable[[int, dict[str, Any]], None] = lambda rank, arguments: None,
     timeout_s: float = 10.0,
-) -> list[Report | StartError | None]:
-    """What each rank's meeting returns or raises."""
+) -> list[Any]:
+    """What joining returns or raises, on each rank."""
     store = store if store is not None else dist.HashStore()
     found: list[Any] = [None] * len(ranks)
 
     def hold(index: int, rank: int) -> None:
-        arguments: dict[str, Any] = {"guest": guest(rank, world_size), "shared": SHARED}
+        arguments: dict[str, Any] = {"own": member(rank, world_size), "shared": SHARED}
         change(rank, arguments)
         try:
             # A connection waits for one thing at a time.
-            own = store.clone() if isinstance(store, dist.TCPStore) else store
-            meeting = Meeting(own, where="node0:1", timeout_s=timeout_s, per_node=2, **arguments)
-            found[index] = meeting.hold()
+            connection = store.clone() if isinstance(store, dist.TCPStore) else store
+            joins = Rendezvous(connection, where="node0:1", timeout_s=timeout_s, per_node=2, **arguments)
+            found[index] = joins.join()
         except StartError as error:
             found[index] = error
 
@@ -58,7 +56,7 @@ def meet(
 
 @pytest.fixture(autouse=True)
 def short_margin(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meeting_module, "MARGIN_S", 1.5)
+    monkeypatch.setattr(rendezvous, "MARGIN_S", 1.5)
 
 
 def text_of(found: object) -> str:
@@ -66,26 +64,11 @@ def text_of(found: object) -> str:
     return str(found)
 
 
-def test_all_come_and_rank_0_says_so_in_lines() -> None:
+def test_all_come_and_rank_0_knows_where_they_are() -> None:
     found = meet([2, 0, 3, 1], 4)
-    report = found[1]
-    assert isinstance(report, Report)
-    assert found[0] is found[2] is found[3] is None
-    lines = report.lines("node0:1, gloo", SHARED)
-    assert lines[0].startswith("ranks: 4 of 4 on 2 nodes (node0: 0-1, node1: 2-3); the last, rank ") or (
-        "node1: 2-3" in lines[0] and "4 of 4 on 2 nodes" in lines[0]
-    )
-    assert lines[1] == "address: node0:1, gloo"
-    assert lines[2] == f"same on all ranks: torch 2.13; configuration {digest(SHARED['settings'])}"
-    assert len(lines) == 3
-    assert report.lines("node0:1, gloo", SHARED, details=False) == lines
-
-
-def test_on_one_machine_there_is_little_to_say() -> None:
-    guests = {rank: Guest(rank=rank, world_size=2, host="here", pid=rank) for rank in range(2)}
-    report = Report(guests=guests, last=1, last_s=0.3)
-    assert report.lines("here:1, gloo", SHARED, details=False) == ["ranks: 2 of 2 on 1 node (here: 0-1)"]
-    assert len(report.lines("here:1, gloo", SHARED)) == 3
+    assert found[1] == {rank: member(rank, 4) for rank in range(4)}
+    assert found[0] == found[2] == found[3] == {}
+    assert places(found[1].values()) == "2 nodes (node0: 0-1, node1: 2-3)"
 
 
 def test_a_rank_that_does_not_come_is_named_to_all() -> None:
@@ -126,6 +109,16 @@ def test_a_rank_that_differs_is_named_with_keys_and_values(part: str) -> None:
         assert expected[part] in text_of(error)
 
 
+def test_the_first_difference_is_named() -> None:
+    def change(rank: int, arguments: dict[str, Any]) -> None:
+        if rank:
+            other = {"versions": {"torch": "2.12"} if rank == 2 else SHARED["versions"], "settings": {"seed": "1"}}
+            arguments["shared"] = other
+
+    for error in meet([0, 1, 2, 3], 4, change=change):
+        assert text_of(error).startswith("zero.dynamic: expected False, as rank 0 has it, got nothing on ranks 1, 3.")
+
+
 def test_two_ranks_of_one_number() -> None:
     found = meet([0, 1, 1], 3)
     assert all("rank 1 came twice" in text_of(error) and "NODE_RANK" in text_of(error) for error in found)
@@ -138,7 +131,7 @@ def test_two_rank_0s() -> None:
 
 def test_ranks_that_expect_other_numbers_of_ranks() -> None:
     def change(rank: int, arguments: dict[str, Any]) -> None:
-        arguments["guest"] = guest(rank, 3 if rank else 2)
+        arguments["own"] = member(rank, 3 if rank else 2)
 
     for error in meet([0, 1], 2, change=change):
         assert "expected 2 ranks" in text_of(error) and "got 3 from rank 1 on node0" in text_of(error)
@@ -147,23 +140,22 @@ def test_ranks_that_expect_other_numbers_of_ranks() -> None:
 def test_a_store_that_knows_earlier_rounds() -> None:
     """torchrun's agent keeps its store: what ranks of an earlier round have left counts for nothing."""
     store = dist.HashStore()
-    assert isinstance(meet([0, 1], 2, store=store)[0], Report)
+    assert len(meet([0, 1], 2, store=store)[0]) == 2
     text_of(meet([0, 1], 3, store=store, timeout_s=0.5)[0])
     text_of(meet([1], 2, store=store, timeout_s=0.3)[0])  # knocked, and died
     for world in (3, 1, 2):
-        report = meet(range(world), world, store=store)[0]
-        assert isinstance(report, Report) and sorted(report.guests) == list(range(world))
+        assert sorted(meet(range(world), world, store=store)[0]) == list(range(world))
 
 
 def test_a_rank_that_ends_before_all_have_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    listen = Meeting._listen
+    hear = Rendezvous._hear
 
-    def die(self: Meeting, key: str) -> Any:
-        if self._guest.rank == 1:
+    def die(self: Rendezvous, key: str) -> None:
+        if self._own.rank == 1:
             raise StartError("killed")
-        return listen(self, key)
+        hear(self, key)
 
-    monkeypatch.setattr(Meeting, "_listen", die)
+    monkeypatch.setattr(Rendezvous, "_hear", die)
     found = meet([0, 1, 2], 3, timeout_s=0.5)
     assert "rank 1 on node0 (process 101) came, and ended before all had" in text_of(found[0])
     assert text_of(found[2]) == text_of(found[0])
@@ -207,9 +199,9 @@ def test_an_address_of_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:
         open_store("192.0.2.1", 1, rank=0, timeout=timedelta(seconds=5), wait_s=60)
 
 
-def test_the_store_serves_a_meeting(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_store_serves_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     store = open_store("127.0.0.1", 0, rank=0, timeout=timedelta(seconds=5), wait_s=5)
     found = meet([0, 1, 2], 3, store=store)
-    assert isinstance(found[0], Report) and found[1] is found[2] is None
+    assert len(found[0]) == 3 and found[1] == found[2] == {}
     assert json.loads(dist.PrefixStore("lightning_zero/start/1", store).get("shared")) == SHARED

@@ -8,11 +8,10 @@ the rank that owns the tensor (on all ranks where masters are replicated), and r
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,36 +21,9 @@ from lightning_zero.engine.units.bucket import Bucket
 from lightning_zero.engine.units.home import opened
 from lightning_zero.engine.units.kept import Sliced
 from lightning_zero.engine.units.param import ParamInfo, strides_of
-from lightning_zero.optimizers.state_trees import leaves_of, map_leaves
+from lightning_zero.optimizers.state_trees import Leaf, leaves_of, map_leaves, map_tree
 from lightning_zero.planning.placement import Tier
 from lightning_zero.pretrained.stored import StoredTensor
-
-
-class Leaf(NamedTuple):
-    """Stands for a tensor of a parameter's state, in what ranks tell each other.
-
-    Attributes:
-        name: its way in the state; see :func:`leaves_of`.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-
-    @classmethod
-    def of(cls, name: str, tensor: Tensor) -> Leaf:
-        return cls(name, tuple(tensor.shape), strides_of(tensor), tensor.dtype)
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
-
-    def empty(self, device: torch.device) -> Tensor:
-        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=device)
-
-
-WholeEntry = dict[str, Any]  # state of a parameter, with a Leaf for each tensor
 
 
 @dataclass(eq=False, slots=True)
@@ -217,12 +189,12 @@ class Owned:
             for name, leaf in leaves_of(self.state(tensor)):
                 yield tensor, name, leaf
 
-    def entries(self, bucket: Bucket) -> dict[int, WholeEntry]:
+    def entries(self, bucket: Bucket) -> dict[int, dict[str, Any]]:
         """By slot, the state that this rank saves, without its values."""
-        found: dict[int, WholeEntry] = {}
+        found: dict[int, dict[str, Any]] = {}
         for tensor in self.here(bucket):
             if tensor.is_owner and (state := self.state(tensor)):
-                found[tensor.info.slot] = _on_host(map_leaves(state, Leaf.of))
+                found[tensor.info.slot] = map_tree(state, _told)
         return found
 
     def parts(self, bucket: Bucket) -> Iterator[tuple[WholeTensor, str, Tensor, Sliced]]:
@@ -297,6 +269,17 @@ def flat_view(tensor: Tensor) -> Tensor:
     return tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
 
 
+def _leaf(name: str, tensor: Tensor) -> Leaf:
+    return Leaf(name, tuple(tensor.shape), strides_of(tensor), tensor.dtype)
+
+
+def _told(name: str, value: Any) -> Any:
+    """What other ranks are told of a value of state; small tensors lie on the host, in copies."""
+    if not isinstance(value, Tensor):
+        return copy.deepcopy(value)
+    return _leaf(name, value) if value.numel() > 1 else value.detach().cpu().clone()
+
+
 def _is_alone(leaf: Tensor) -> bool:
     """Whether a tensor is without gaps, and nothing else is in its memory."""
     alone = leaf.untyped_storage().nbytes() == leaf.numel() * leaf.element_size()
@@ -308,7 +291,7 @@ def _alone(before: Mapping[str, Tensor], name: str, leaf: Tensor) -> Tensor:
     if _is_alone(leaf):
         return leaf
     at_home = before.get(name)
-    if at_home is not None and Leaf.of("", at_home) == Leaf.of("", leaf):
+    if at_home is not None and _leaf("", at_home) == _leaf("", leaf):
         return at_home.copy_(leaf.detach())
     return _copied(leaf, torch.device("cpu"))
 
@@ -320,41 +303,17 @@ def _copied(leaf: Tensor, device: torch.device) -> Tensor:
 
 
 def _taken(state: Mapping[str, Any], tensor: WholeTensor, device: torch.device, dtype_of: DtypeOf) -> dict[str, Any]:
-    def take(name: str, leaf: Tensor) -> Tensor:
-        dtype = dtype_of(tensor, name) or leaf.dtype
-        own_shape = leaf.shape == tensor.info.shape
-        if isinstance(leaf, StoredTensor):
-            strides = tensor.info.strides if own_shape else torch.empty(leaf.shape, device="meta").stride()
-            leaf = leaf.whole()
-        else:
-            strides = tensor.info.strides if own_shape else strides_of(leaf)
-        return torch.empty_strided(leaf.shape, strides, dtype=dtype, device=device).copy_(leaf.detach())
+    def take(name: str, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        value = leaf.whole() if isinstance(leaf, StoredTensor) else leaf
+        if value.numel() <= 1:
+            return value.clone()
+        if value.shape == tensor.info.shape:
+            strides = tensor.info.strides
+        else:  # in a file it has those of a contiguous tensor
+            strides = torch.empty(value.shape, device="meta").stride() if leaf is not value else strides_of(value)
+        dtype = dtype_of(tensor, name) or value.dtype
+        return torch.empty_strided(value.shape, strides, dtype=dtype, device=device).copy_(value.detach())
 
-    def small(value: Any) -> Any:
-        if isinstance(value, Tensor) and value.numel() <= 1:
-            return (value.whole() if isinstance(value, StoredTensor) else value).clone()
-        return value
-
-    return map_values(copy.copy(map_leaves(dict(state), take)), small)
-
-
-def map_values(value: Any, change: Callable[[Any], Any]) -> Any:
-    """A copy of nested mappings and lists with other values in them."""
-    if isinstance(value, Mapping):
-        new = {k: map_values(v, change) for k, v in value.items()}
-        if type(value) is dict:
-            return new
-        rebuilt: Any = copy.copy(value)
-        rebuilt.update(new)
-        return rebuilt
-    if type(value) in (list, tuple):
-        return type(value)(map_values(v, change) for v in value)
-    return change(value)
-
-
-def _on_host(entry: WholeEntry) -> WholeEntry:
-    """With small tensors on the host, in copies."""
-    found: WholeEntry = map_values(
-        entry, lambda value: value.detach().cpu().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
-    )
-    return found
+    return {name: map_tree(value, take, name) for name, value in state.items()}

@@ -125,7 +125,7 @@ def _losses(head: nn.Module, loss: Loss, hidden: Tensor, targets: Tensor, count:
     in_chunks = len(targets) // count * count if count > 1 else 0
     found: list[Tensor] = []
     if engine is not None and count > 1:  # also for few tokens: another rank may have more, and gathers are of all
-        engine.keep_gathered(head)
+        _keep_gathered(engine, head)
     if in_chunks:
         found.append(_run(head, loss, engine, function, hidden[:in_chunks], targets[:in_chunks], count))
     if in_chunks < len(targets) or not found:
@@ -133,6 +133,14 @@ def _losses(head: nn.Module, loss: Loss, hidden: Tensor, targets: Tensor, count:
         with engine.passes.vertical.in_chunk() if engine is not None else contextlib.nullcontext():
             found.append(function(hidden[in_chunks:], targets[in_chunks:]))
     return found[0] if len(found) == 1 else torch.cat(found)
+
+
+def _keep_gathered(engine: Engine, module: nn.Module) -> None:
+    """Have the units of the parameters of ``module`` stay gathered from their next use until the pass ends."""
+    wanted = {id(param) for param in module.parameters()}
+    for unit in engine.units[1:]:
+        if unit.reshards and any(id(info.param) in wanted for info in unit.infos()):
+            engine.passes.progress.hold(unit)
 
 
 def _run(

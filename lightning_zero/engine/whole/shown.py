@@ -1,0 +1,549 @@
+"""Whole parameters for a while: inside of ``gather()``, and on the host between runs.
+
+Between runs there is one copy per host, in shared memory, that every rank maps::
+
+    masters of all ranks -- each rank writes its part --> memory of a file without a name (memfd), one per host
+    each rank maps it    -- copy-on-write             --> parameters are plain tensors; a write is of this rank alone
+    the next run         -- compared with the file    --> what was written, on all ranks alike, goes into the shards
+
+Shards, optimizer state and units rest as they are: who goes on pays nothing, and a save reads the shards. The file has
+no name, so nothing is left of it when the processes are gone, however they went.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lightning_zero.config import AfterFit, ConfigError
+from lightning_zero.engine.passes.access import checksum
+from lightning_zero.engine.passes.gradient_sentinels import GradSentinel
+from lightning_zero.engine.torch_modes import outside_autograd
+from lightning_zero.engine.units.bucket import Bucket, Place
+from lightning_zero.engine.units.home import opened
+from lightning_zero.engine.units.param import ParamInfo, values_changed
+from lightning_zero.engine.units.unit import State
+from lightning_zero.optimizers.state_trees import same_bits
+from lightning_zero.planning.layout import round_up
+from lightning_zero.planning.whole import COPY_ALIGN, copy_nbytes, no_room_for, on_the_way_nbytes
+from lightning_zero.ranks.peers import machine
+from lightning_zero.tiers.limits import available_host_memory
+
+if TYPE_CHECKING:
+    from lightning_zero.engine.engine import Engine
+
+CALLS = "trainer.save_checkpoint(path) saves it, and `with lightning_zero.gather(model):`, on all ranks, shows it whole"
+
+
+def take_writes_over(engine: Engine) -> None:
+    """Wait for steps, and have what users wrote to parameters in the masters, agreed on. Collective."""
+    engine.settle()
+    _take_over(engine)
+    engine.writes.take_all_over()
+    engine.writes.confirm_if_any()
+
+
+def _back_to_shards(engine: Engine, shown: Collection[Bucket]) -> None:
+    """Have the parameters of ``shown`` buckets as they were before they were plain."""
+    for unit in engine.units:
+        for bucket in unit.buckets:
+            if bucket in shown:
+                # What was written is in the masters, or was dropped with an exception; it is no write to take over.
+                engine.writes.forget(bucket)
+                bucket.hide_plain(gathered=not bucket.reshards or unit.state is State.GATHERED)
+
+
+# -- gather() ---------------------------------------------------------------------------------------------------------
+
+
+class _Full(NamedTuple):
+    """What a bucket shows inside of ``gather()``."""
+
+    values: Tensor
+    grad: Tensor | None
+
+
+@contextlib.contextmanager
+def show_full(
+    engine: Engine, params: Iterable[nn.Parameter], *, from_rank: int | None = None, grads: bool = False
+) -> Iterator[None]:
+    """Let ``params``, and the others of their buckets, hold full masters inside: :func:`lightning_zero.gather`.
+
+    Values that are written to them inside are kept. All ranks enter, and write the same values unless ``from_rank``
+    names the one whose values count. Where all parameters of the module are shown, the module is plain inside: it is
+    without our hooks.
+    """
+    # On a group of its own, before any message that a rank which is elsewhere could take for another of its own.
+    engine.comm.meet(None, "gather(), which all ranks must enter")
+    with set_aside(engine):
+        yield from _shown(engine, params, from_rank, grads)
+
+
+def _shown(engine: Engine, params: Iterable[nn.Parameter], from_rank: int | None, grads: bool) -> Iterator[None]:
+    wanted = {engine.place_of(p).bucket for p in params}
+    if (from_rank is not None or grads) and wanted & set(engine.shown):
+        raise RuntimeError(
+            "gather(from_rank=) and gather(grads=True) cannot be nested in another gather() of the same parameters. "
+            "Give these arguments to the outer one."
+        )
+    buckets = [b for b in engine.buckets if b in wanted and not b.is_plain]
+    shown: dict[Bucket, _Full] = {}
+    put_back: Callable[[], None] = lambda: None  # noqa: E731
+    try:
+        _show_full(engine, buckets, grads, shown)
+        if buckets and len(engine.shown) == len(engine.buckets):
+            put_back = engine.passes.hooks.lift_off()
+        yield
+        _refuse_replaced(engine)
+        _write_back(shown, from_rank)
+    finally:  # also after an error on the way in: buckets that stayed plain could never be stepped again
+        put_back()
+        _hide_full(engine, shown)
+
+
+def _refuse_replaced(engine: Engine) -> None:
+    """Raise where the module has got other parameter objects or other shapes: those would not be trained."""
+    now = dict(engine.module.named_parameters(remove_duplicate=False))
+    for bucket in engine.buckets:
+        for info in bucket.params:
+            for fqn in info.fqns:
+                if now.get(fqn, info.param) is not info.param:
+                    raise RuntimeError(
+                        f"{fqn} was replaced by another parameter inside gather(), which is not sharded and would not "
+                        "be trained. Write to the parameter (param.copy_(value), load_state_dict(assign=False))."
+                    )
+            info.check_shape(info.param.shape)
+
+
+@outside_autograd
+def _show_full(engine: Engine, buckets: list[Bucket], grads: bool, shown: dict[Bucket, _Full]) -> None:
+    """Show ``buckets``, and note in ``shown`` what each of them shows: full masters, and full gradients if wanted."""
+    # Masters are read below: steps must be over, and what users wrote to the copies must be in them, agreed on.
+    take_writes_over(engine)
+    engine.forget_zeroed()
+    if grads:
+        engine.reducer.refuse_unreduced(Place(bucket, info) for bucket in buckets for info in bucket.params)
+    for bucket in buckets:
+        full = bucket.full_master()
+        full_grad = full_reduced_grad(bucket) if grads else None
+        shown[bucket] = _Full(full, full_grad)
+        bucket.show_plain(bucket.part_of(full, info) for info in bucket.params)
+        for info in bucket.params:
+            if full_grad is not None and info.param.grad is not None:
+                part = bucket.part_of(full_grad, info)
+                info.param.grad = part.to(info.param.dtype) if part.dtype != info.param.dtype else part
+
+
+@outside_autograd
+def _write_back(shown: dict[Bucket, _Full], from_rank: int | None) -> None:
+    for bucket, (full, full_grad) in shown.items():
+        replaced = []
+        for info in bucket.params:
+            # The user has assigned another tensor to ``.data``: what it holds is not in ``full`` yet.
+            part = bucket.part_of(full, info)
+            if info.param.data_ptr() != part.data_ptr() and info.param.shape == info.shape:
+                part.copy_(info.param.data)
+                replaced.append(info)
+        if from_rank is not None:
+            bucket.comm.broadcast(full, from_rank)
+        values_changed(replaced if from_rank is None else bucket.params)
+        low, high = bucket.owned_range
+        with opened(bucket.home) as master:
+            own = full[low:high].to(master.device)
+            if not same_bits(master, own):  # else there is nothing to write to a file, or to make whole anew
+                with opened(bucket.home, changed=True):
+                    master.copy_(own)
+                    if bucket.reshards:
+                        bucket.push()
+        # The compute parameters, too, where they are here now. All of them: no gather follows that would bring the
+        # other ranks' slices.
+        if not bucket.reshards or bucket.full.allocated:
+            bucket.full.data.copy_(full)
+        bucket.node_shard.becomes(full)
+        if full_grad is not None and bucket.grad is not None:
+            for info in bucket.params:
+                if info.param.grad is not None:
+                    bucket.part_of(full_grad, info).copy_(info.param.grad)
+            bucket.grad.copy_(full_grad[low:high])
+
+
+@outside_autograd
+def _hide_full(engine: Engine, shown: dict[Bucket, _Full]) -> None:
+    _back_to_shards(engine, shown)
+    for bucket, full in shown.items():
+        if full.grad is not None:
+            engine.sentinels.place(info for info in bucket.params if info.param.grad is not None)
+
+
+def full_reduced_grad(bucket: Bucket) -> Tensor | None:
+    """On all ranks: the reduced gradient of a whole bucket [layout.numel], a new tensor; None where there is none."""
+    if bucket.grad is None:
+        return None
+    return bucket.gathered([(0, bucket.grad)], bucket.grad.dtype, "gradients")
+
+
+# -- between runs: memory ---------------------------------------------------------------------------------------------
+
+
+class _Shown(NamedTuple):
+    """A parameter in the memory of this host.
+
+    Attributes:
+        original: what was gathered; the same for all ranks of the host.
+        value: what the module shows, and this rank may write to.
+    """
+
+    bucket: Bucket
+    info: ParamInfo
+    original: Tensor
+    value: Tensor
+
+
+class HostCopy:
+    """The whole copy of one engine's parameters on this host, as this rank maps it.
+
+    Attributes:
+        nbytes: of the file.
+        is_shown: the module shows it now.
+    """
+
+    def __init__(self, engine: Engine, fd: int) -> None:
+        self.nbytes, start = _nbytes(engine), 0
+        rights = mmap.PROT_READ | mmap.PROT_WRITE
+        shared = mmap.mmap(fd, self.nbytes, flags=mmap.MAP_SHARED, prot=rights)
+        own = mmap.mmap(fd, self.nbytes, flags=mmap.MAP_PRIVATE, prot=rights)
+        self.params: list[_Shown] = []
+        with torch.inference_mode(False):
+            for bucket, info in _params(engine):
+                self.params.append(_Shown(bucket, info, _mapped(info, shared, start), _mapped(info, own, start)))
+                start = round_up(start + info.numel * info.dtype.itemsize, COPY_ALIGN)
+        self.is_shown = False
+        self.put_back: Callable[[], None] = lambda: None
+        self.grads: list[tuple[nn.Parameter, Any]] = []
+        self._seen: list[object] = []  # of the buckets' homes, when the file had their values
+
+    def equals_masters(self, buckets: Sequence[Bucket]) -> None:
+        """Take notice that the file has the values that the masters have now."""
+        self._seen = [bucket.home.changes for bucket in buckets]
+
+    def still_equals(self, engine: Engine) -> bool:
+        """Whether it has the values of this rank's masters. They are at rest."""
+        if self._seen != [bucket.home.changes for bucket in engine.buckets]:
+            return False
+        # Where parameters are the masters themselves, users' code may have written to them by any way.
+        for bucket, info, original, _ in self.params:
+            if not bucket.plan.copies_master:
+                for f in bucket.owned_fragments():
+                    if f.index == info.slot:
+                        now = bucket.master[f.start : f.start + f.numel].to("cpu", info.dtype)
+                        if not same_bits(info.flattened(original)[f.offset : f.offset + f.numel], now):
+                            return False
+        return True
+
+    def written(self) -> dict[int, Tensor]:
+        """What this rank has written since it was shown, by place in ``params``, on the host in the built dtype."""
+        found = {}
+        for number, (_, info, original, _) in enumerate(self.params):
+            now = info.param.data.detach().to("cpu", info.dtype)
+            if now.shape != info.shape or not same_bits(info.flattened(now), info.flattened(original)):
+                found[number] = now
+        return found
+
+
+def _params(engine: Engine) -> Iterator[tuple[Bucket, ParamInfo]]:
+    return ((bucket, info) for bucket in engine.buckets for info in bucket.params)
+
+
+def _nbytes(engine: Engine) -> int:
+    return copy_nbytes(info.numel * info.dtype.itemsize for _, info in _params(engine))
+
+
+def _mapped(info: ParamInfo, memory: mmap.mmap, start: int) -> Tensor:
+    """A parameter in ``memory``, from a byte on. A storage of its own: a view of all would be saved with all."""
+    if not info.numel:
+        return torch.empty_strided(info.shape, info.strides, dtype=info.dtype)
+    flat = torch.frombuffer(memory, dtype=torch.uint8, count=info.numel * info.dtype.itemsize, offset=start)
+    return flat.view(info.dtype).as_strided(info.shape, info.strides)
+
+
+def _gathers(engine: Engine, hosts: Sequence[str]) -> bool:
+    """Whether the shards of some rank are on several hosts; else each host has all values."""
+    groups = engine.comm.topology.shard_groups
+    return any(len({hosts[rank] for rank in group}) > 1 for group in groups)
+
+
+def _no_room(engine: Engine, hosts: Sequence[str], available: Sequence[int]) -> str | None:
+    """Why some host has no room; the same on all ranks."""
+    gathers = engine.comm.device.type == "cpu" and _gathers(engine, hosts)
+    on_the_way = on_the_way_nbytes([bucket.plan for bucket in engine.buckets], gathers=gathers)
+    for host in dict.fromkeys(hosts):
+        left = [free for name, free in zip(hosts, available, strict=True) if name == host]
+        ranks = ", ".join(str(rank) for rank, name in enumerate(hosts) if name == host)
+        found = no_room_for(_nbytes(engine) + on_the_way * len(left), min(left), f"the host of ranks {ranks}")
+        if found is not None:
+            return found
+    return None
+
+
+def _make(engine: Engine, hosts: Sequence[str]) -> tuple[HostCopy | None, str]:
+    """Map new memory of this host, which the first of its ranks makes; None on all ranks, and why, if one cannot."""
+    comm = engine.comm
+    leader = hosts.index(hosts[comm.rank])
+    fd, failed, copy = -1, "", None
+    try:
+        if comm.rank == leader:
+            try:
+                fd = os.memfd_create("lightning_zero", os.MFD_CLOEXEC)
+                os.posix_fallocate(fd, 0, _nbytes(engine))  # no room is an error now, and no signal at a later write
+            except (OSError, AttributeError) as error:  # a system without it
+                failed = f"rank {comm.rank} could not have {_nbytes(engine):,} bytes of shared memory ({error})"
+        places = comm.meet((os.getpid(), fd, failed), "where the whole module is")
+        failed = next((row[2] for row in places if row[2]), "")
+        if not failed:
+            pid, number, _ = places[leader]
+            try:
+                if comm.rank != leader:
+                    fd = _open(pid, number)
+                copy = HostCopy(engine, fd)
+            except OSError as error:  # processes that may not see each other
+                failed = f"rank {comm.rank} could not map the memory of rank {leader} ({error})"
+            failed = next((text for text in comm.meet(failed, "mapping the whole module") if text), "")
+        return (None, failed) if failed else (copy, "")
+    finally:
+        if fd >= 0:
+            os.close(fd)
+
+
+def _open(pid: int, fd: int) -> int:
+    """Another process's file, as a file of this one."""
+    return os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+
+
+def _fill(engine: Engine, copy: HostCopy, hosts: Sequence[str]) -> None:
+    """Write the masters into the file. Each rank of a host writes a part: what it holds, or else an equal share."""
+    comm = engine.comm
+    here = [rank for rank, host in enumerate(hosts) if host == hosts[comm.rank]]
+    gathers = _gathers(engine, hosts)
+    group = comm.topology.shard_group_of(comm.rank)
+    originals = iter(copy.params)
+    for bucket in engine.long_work.items(engine.buckets, "making the module whole, in buckets"):
+        targets = [info.flattened(next(originals).original) for info in bucket.params]
+        if bucket.plan.shards_master and not gathers:
+            if here[0] in group:  # other ranks here have the same shards, under hybrid sharding
+                with opened(bucket.home) as master:
+                    _write(bucket, targets, master, bucket.owned_range)
+            continue
+        place, numel = here.index(comm.rank), bucket.layout.numel
+        low, high = place * numel // len(here), (place + 1) * numel // len(here)
+        full = bucket.full_master()
+        _write(bucket, targets, full[low:high], (low, high))
+        del full
+    comm.meet(None, "the whole module is there")
+    copy.equals_masters(engine.buckets)
+
+
+def _write(bucket: Bucket, targets: Sequence[Tensor], values: Tensor, part: tuple[int, int]) -> None:
+    """Write ``values`` of the elements ``part`` of a bucket, where they belong."""
+    for f in bucket.layout.cut(*part):
+        targets[f.index][f.offset : f.offset + f.numel].copy_(values[f.start : f.start + f.numel])
+
+
+# -- between runs: shown, and hidden -----------------------------------------------------------------------------------
+
+
+@outside_autograd
+def show_whole(engine: Engine) -> bool:
+    """Let the module hold whole parameters on the host, if there is room. On all ranks, between runs.
+
+    Returns:
+        whether it does; where not, and ``zero.after_fit`` does not say so, a warning tells why.
+    """
+    copy = engine.host_copy
+    if copy is not None and copy.is_shown:
+        return True
+    if engine.config.after_fit is AfterFit.sharded or engine.shown or engine.comm.device.type == "meta":
+        return False
+    take_writes_over(engine)
+    known = copy is not None and copy.still_equals(engine)
+    table = engine.comm.meet((machine(), available_host_memory(), known), "making the module whole", patient=True)
+    if not all(row[2] for row in table):
+        copy = engine.host_copy = None  # first: there may be no room for two
+        hosts = [row[0] for row in table]
+        refusal = _no_room(engine, hosts, [row[1] for row in table])
+        if refusal is None:
+            copy, refusal = _make(engine, hosts)
+        if copy is None:
+            if engine.rank == 0:
+                stays = f"the module stays sharded after this run: {refusal}. {CALLS}."
+                warnings.warn(f"{stays} Set zero.after_fit=sharded to have it so without this warning.", stacklevel=2)
+            return False
+        _fill(engine, copy, hosts)
+    assert copy is not None
+    _show(engine, copy)
+    return True
+
+
+def _show(engine: Engine, copy: HostCopy) -> None:
+    """Sends no message."""
+    copy.grads = []
+    values = iter(copy.params)
+    for bucket in engine.buckets:
+        for info in bucket.params:
+            if isinstance(info.param.grad, GradSentinel):
+                copy.grads.append((info.param, info.param.grad))
+            info.param.grad = None
+        bucket.show_plain(next(values).value for _ in bucket.params)
+    copy.put_back = engine.passes.hooks.lift_off(keep_engine=True)
+    engine.passes.hooks.idle = True
+    if engine.comm.device.type != "cpu":
+        engine.module.to("cpu")  # buffers, as Lightning leaves them after a run
+    engine.host_copy, copy.is_shown = copy, True
+
+
+def show_again(engine: Engine) -> bool:
+    """Show the whole module once more, if this rank knows that it is as it was. No message: ranks may be gone."""
+    copy = engine.host_copy
+    if copy is None or copy.is_shown or engine.shown or not copy.still_equals(engine):
+        return False
+    _show(engine, copy)
+    return True
+
+
+@outside_autograd
+def _take_over(engine: Engine) -> None:
+    """Take what was written to the whole module into the shards. On all ranks.
+
+    Raises:
+        RuntimeError: on all ranks: they have written different values, or values of another shape.
+    """
+    copy = engine.host_copy
+    if copy is None or not copy.is_shown:
+        return
+    written = copy.written()
+    own = {n: (tuple(v.shape), checksum(copy.params[n].info.flattened(v))) for n, v in written.items()}
+    table = engine.comm.meet(own, "what was written to the module between runs")
+    numbers = sorted({number for found in table for number in found})
+    unequal = [n for n in numbers if len({found.get(n) for found in table}) > 1]
+    if unequal:
+        names = ", ".join(copy.params[n].info.fqn for n in unequal)
+        raise RuntimeError(
+            f"{names}: written to between runs, with other values on some ranks than on others. Write the same on all "
+            "ranks, or inside `with lightning_zero.gather(model, from_rank=0):`."
+        )
+    if not numbers:
+        return
+    shown = {number: copy.params[number] for number in numbers}
+    for number, param in shown.items():  # on all ranks alike
+        param.info.check_shape(written[number].shape)
+    _warn_of_dtypes(engine, [param.info for param in shown.values()])
+    for number, (bucket, info, original, value) in shown.items():
+        bucket.write(info, written[number])
+        original.copy_(written[number])  # by all ranks of the host, the same
+        if info.param.data_ptr() != value.data_ptr():
+            value.copy_(written[number])
+    changed = {param.bucket for param in shown.values()}
+    for bucket in changed:
+        with opened(bucket.home) as _:
+            bucket.push()
+    engine.masters_changed(changed)
+    engine.settle()
+    copy.equals_masters(engine.buckets)
+
+
+def _warn_of_dtypes(engine: Engine, written: Sequence[ParamInfo]) -> None:
+    converted = [info for info in written if info.param.dtype != info.dtype]
+    if converted and engine.rank == 0:
+        now, before = converted[0].param.dtype, converted[0].dtype
+        warnings.warn(
+            f"{converted[0].fqn} (and {len(converted) - 1} other parameters) was converted to {now} between runs: its "
+            f"values are taken over, and it goes on in {before}. Trainer(precision=) chooses what to compute in.",
+            stacklevel=2,
+        )
+
+
+@outside_autograd
+def hide_whole(engine: Engine, *, keep: bool = True) -> bool:
+    """Back to shards, with what was written to the whole module in them. On all ranks. See :func:`_take_over`.
+
+    Args:
+        keep: the copy, for as long as masters stay as they are.
+
+    Returns:
+        whether the module was whole.
+    """
+    copy = engine.host_copy
+    was_shown = copy is not None and copy.is_shown
+    if copy is not None and was_shown:
+        _take_over(engine)
+        _hide(engine, copy)
+    if not keep:
+        engine.host_copy = None
+    return was_shown
+
+
+def _hide(engine: Engine, copy: HostCopy) -> None:
+    copy.is_shown = False
+    copy.put_back()
+    engine.passes.hooks.idle = False
+    for _, info in _params(engine):
+        info.param.grad = None  # of the user's own backwards in between
+    _back_to_shards(engine, engine.buckets)
+    for param, grad in copy.grads:
+        param.grad = grad
+    if engine.comm.device.type != "cpu":
+        with engine.placeholders_allowed():
+            engine.module.to(engine.comm.device)
+
+
+@contextlib.contextmanager
+def set_aside(engine: Engine) -> Iterator[None]:
+    """Inside, the module is sharded. Between runs it is whole again afterwards. On all ranks."""
+    was_whole = hide_whole(engine)
+    try:
+        yield
+    except BaseException:
+        if was_whole:
+            show_again(engine)  # other ranks may not have raised
+        raise
+    if was_whole:
+        show_whole(engine)
+
+
+# -- between runs: room ----------------------------------------------------------------------------------------------
+
+
+def check_room(engine: Engine) -> None:
+    """Refuse ``zero.after_fit=whole`` at the start of a run where some host has no room for a whole copy. On all ranks.
+
+    Raises:
+        ConfigError: on all ranks, with the bytes that are needed and available.
+    """
+    if engine.config.after_fit is AfterFit.whole and engine.host_copy is None:
+        table = engine.comm.meet((machine(), available_host_memory()), "room for the whole module")
+        _refuse(_no_room(engine, [row[0] for row in table], [row[1] for row in table]))
+
+
+def check_room_here(nbytes: int) -> None:
+    """As :func:`check_room`, on this host alone, and before any process starts.
+
+    Args:
+        nbytes: of the copy.
+
+    Raises:
+        ConfigError: with the bytes that are needed and available.
+    """
+    _refuse(no_room_for(nbytes, available_host_memory(), "this host"))
+
+
+def _refuse(why: str | None) -> None:
+    if why is not None:
+        raise ConfigError(
+            f"zero.after_fit=whole: {why}. Set zero.after_fit=auto: the module then stays sharded; {CALLS}."
+        )

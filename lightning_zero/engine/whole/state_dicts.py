@@ -1,0 +1,398 @@
+"""State dicts of a sharded module and its optimizers: out of shards, in all forms of ``values.py``, and into them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
+
+from lightning_zero.config import ConfigError
+from lightning_zero.engine.steps.optimizer import Stepper
+from lightning_zero.engine.torch_modes import outside_autograd
+from lightning_zero.engine.units.bucket import Bucket, Place
+from lightning_zero.engine.units.home import Home
+from lightning_zero.engine.units.param import ParamInfo
+from lightning_zero.engine.whole.shown import take_writes_over
+from lightning_zero.engine.whole.values import (
+    COPY,
+    Copies,
+    Hollow,
+    Part,
+    TensorParts,
+    Value,
+    all_entries,
+    full_entries,
+    own_entries,
+    own_parts,
+    parts_for_folder,
+)
+from lightning_zero.optimizers.state_trees import Leaf, with_leaves
+from lightning_zero.pretrained.stored import KeptTensor
+
+if TYPE_CHECKING:
+    from lightning_zero.engine.engine import Engine
+
+# -- the module, out of shards ----------------------------------------------------------------------------------------
+
+
+@outside_autograd
+def module_state(
+    engine: Engine, *, only_rank_0: bool = True, hollow: Hollow | None = None, trainable_only: bool = False
+) -> dict[str, Any]:
+    """See ``Engine.state_dict``."""
+    take_writes_over(engine)
+    if hollow is not None:
+        values = _tensors(engine, lambda value, info: hollow.tensor(value, info, info.dtype), trainable_only)
+    else:
+        values = _gathered(engine, wanted=not only_rank_0 or engine.rank == 0)
+    if only_rank_0 and engine.rank != 0:
+        return {}
+    return _state_dict_with(engine, values, trainable_only)
+
+
+def hollow_copy(
+    engine: Engine, hollow: Hollow, homes: Sequence[Home], *, trainable_only: bool = False
+) -> dict[str, Any]:
+    """``module.state_dict()`` on rank 0, nothing on others, with hollow tensors for a copy of the masters.
+
+    Args:
+        homes: of the copy of each bucket's.
+    """
+    name = f"copy {len(hollow.copies)}"
+    hollow.copies[name] = homes
+
+    def tensor(value: Value, info: ParamInfo) -> Tensor:
+        return hollow.tensor(value._replace(optimizer=COPY, name=name), info, info.dtype)
+
+    values = _tensors(engine, tensor, trainable_only)
+    return {} if engine.rank else _state_dict_with(engine, values, trainable_only)
+
+
+@outside_autograd
+def sharded_state_dict(
+    engine: Engine, homes: Sequence[Home] | None = None, *, trainable_only: bool = False
+) -> dict[str, Any]:
+    """``module.state_dict()`` with :class:`TensorParts` for parameters, in the dtypes of the masters. Collective.
+
+    Args:
+        homes: of a copy of each bucket's masters, which is saved in their place.
+        trainable_only: leave parameters out that are frozen.
+    """
+    take_writes_over(engine)
+    parts = _parts_by_value(engine, {} if homes is None else {"copy": homes})
+
+    def tensor(value: Value, info: ParamInfo) -> Tensor:
+        home = engine.buckets[value.bucket].home
+        if homes is not None:
+            value, home = value._replace(optimizer=COPY, name="copy"), homes[value.bucket]
+        return TensorParts(info.shape, home.master.dtype, parts.get(value, ()), info.strides)
+
+    return _state_dict_with(engine, _tensors(engine, tensor, trainable_only), trainable_only)
+
+
+def _parts_by_value(engine: Engine, copies: Copies | None = None) -> dict[Value, list[Part]]:
+    found: dict[Value, list[Part]] = {}
+    for part in own_parts(engine, copies):
+        found.setdefault(part.value, []).append(part)
+    return found
+
+
+def _tensors(engine: Engine, tensor: Callable[[Value, ParamInfo], Tensor], trainable_only: bool) -> dict[int, Tensor]:
+    """By ``id`` of the parameter, what stands for its value."""
+    return {
+        id(info.param): tensor(Value(number, info.slot), info)
+        for number, bucket in enumerate(engine.buckets)
+        for info in bucket.params
+        if info.param.requires_grad or not trainable_only
+    }
+
+
+def _gathered(engine: Engine, *, wanted: bool) -> dict[int, Tensor]:
+    """By ``id``, every parameter on the host in its checkpoint dtype; none where they are not wanted. Collective."""
+    result: dict[int, Tensor] = {}
+    for bucket in engine.long_work.items(engine.buckets, "gathering weights, in buckets"):
+        full = bucket.full_master()  # ranks that do not want the values take part in the gather
+        for info in bucket.params if wanted else ():
+            result[id(info.param)] = bucket.part_of(full, info).to(device="cpu", dtype=info.dtype, copy=True)
+    return result
+
+
+def _state_dict_with(engine: Engine, values: Mapping[int, Tensor], trainable_only: bool) -> dict[str, Any]:
+    """``module.state_dict()`` with ``values``, by ``id`` of the parameter, in the place of parameters."""
+    with engine.placeholders_allowed():
+        state = engine.module.state_dict(keep_vars=True)
+    by_id = {id(info.param): info for b in engine.buckets for info in b.params}
+    by_storage = {_identity(info.param): info for info in by_id.values()}
+
+    def info_of(entry: Any) -> ParamInfo | None:
+        if not isinstance(entry, Tensor):
+            return None
+        # By its memory: an override of ``state_dict`` has detached the parameter, which is another object then, with
+        # the same placeholder.
+        return by_id.get(id(entry)) or by_storage.get(_identity(entry))
+
+    result = type(state)()
+    for key, entry in state.items():
+        info = info_of(entry)
+        if info is None:
+            result[key] = entry.detach().to("cpu", copy=True) if isinstance(entry, Tensor) else entry
+        elif info.param.requires_grad or not trainable_only:
+            result[key] = values[id(info.param)]
+    if hasattr(state, "_metadata"):
+        result._metadata = state._metadata  # type: ignore[attr-defined]
+    return result
+
+
+def _identity(tensor: Tensor) -> tuple[int, torch.Size, tuple[int, ...]]:
+    return tensor.data_ptr(), tensor.shape, tensor.stride()
+
+
+# -- optimizers, out of shards ----------------------------------------------------------------------------------------
+
+
+def sharded_optimizer(engine: Engine, optimizer: Optimizer) -> Stepper:
+    """What steps the shards of ``engine`` for ``optimizer``.
+
+    Raises:
+        ConfigError: nothing does.
+    """
+    for sharded in engine.optimizers:
+        if sharded.optimizer is optimizer:
+            return sharded
+    raise ConfigError("this optimizer does not step the sharded module. Add it by engine.add_optimizer(optimizer).")
+
+
+@outside_autograd
+def optimizer_state(
+    engine: Engine, optimizer: Optimizer, *, only_rank_0: bool = True, hollow: Hollow | None = None
+) -> dict[str, Any]:
+    """See ``Engine.optimizer_state``."""
+    sharded = sharded_optimizer(engine, optimizer)
+    engine.settle()
+    wanted, index = not only_rank_0 or engine.rank == 0, engine.optimizers.index(sharded)
+    # A rank may own nothing of a parameter, or of a whole bucket, and so not know that there is state. It takes part in
+    # the gathers all the same: they follow from what all ranks have told.
+    known = all_entries(engine, sharded)
+    states: dict[tuple[int, int], Any] = {}
+    if hollow is None:
+        work = engine.long_work.items(engine.buckets, "gathering optimizer state, in buckets")
+        for number, bucket in enumerate(work):
+            full = full_entries(
+                bucket,
+                sharded,
+                known.get(number, {}),
+                lambda value: value.to("cpu", copy=True) if wanted else None,
+            )
+            states |= {(number, slot): entry for slot, entry in full.items()}
+    elif wanted:
+        for number, slots in sorted(known.items()):
+            for slot, entry in slots.items():
+                value = Value(number, slot, index)
+                states[number, slot] = with_leaves(entry, partial(_hollow_leaf, hollow, value))
+    if not wanted:
+        return {}
+    bucket_numbers = {bucket: number for number, bucket in enumerate(engine.buckets)}
+    places = [place for group in sharded.places() for place in group]
+    numbers = {(bucket_numbers[place.bucket], place.info.slot): number for number, place in enumerate(places)}
+    state = {number: states[place] for place, number in numbers.items() if place in states}
+    return {
+        "state": state,
+        "param_groups": _groups(sharded, lambda place: numbers[bucket_numbers[place.bucket], place.info.slot]),
+    }
+
+
+def _hollow_leaf(hollow: Hollow, value: Value, leaf: Leaf) -> Tensor:
+    return hollow.tensor(value._replace(name=leaf.name), leaf, leaf.dtype)
+
+
+@outside_autograd
+def sharded_optimizer_state(engine: Engine, optimizer: Optimizer) -> dict[str, Any]:
+    """The state of ``optimizer`` by names of parameters, with the parts that this rank holds. Collective.
+
+    Values that belong to a whole parameter, such as a step count, are :class:`Lone` ones of the rank that holds its
+    first element.
+    """
+    sharded = sharded_optimizer(engine, optimizer)
+    engine.settle()
+    index, parts = engine.optimizers.index(sharded), _parts_by_value(engine)
+    stepped = {place.info.fqn for group in sharded.places() for place in group}
+    state: dict[str, Any] = {}
+    for number, entries in own_entries(engine, sharded, once=True).items():
+        for slot, entry in entries.items():
+            if (name := engine.buckets[number].params[slot].fqn) in stepped:
+                state[name] = parts_for_folder(entry, partial(_leaf_parts, parts, Value(number, slot, index)))
+    return {"state": state, "param_groups": _groups(sharded, lambda place: place.info.fqn)}
+
+
+def _leaf_parts(parts: Mapping[Value, Sequence[Part]], value: Value, leaf: Leaf) -> TensorParts:
+    return TensorParts(leaf.shape, leaf.dtype, parts.get(value._replace(name=leaf.name), ()), leaf.strides)
+
+
+def _groups(sharded: Stepper, key_of: Callable[[Place], Any]) -> list[dict[str, Any]]:
+    return [
+        {**{k: v for k, v in group.items() if k != "params"}, "params": [key_of(place) for place in places]}
+        for group, places in zip(sharded.optimizer.param_groups, sharded.places(), strict=True)
+    ]
+
+
+# -- the module, into shards ------------------------------------------------------------------------------------------
+
+
+class _CopyIntoShards(TorchFunctionMode):
+    """Turns ``param.copy_(value)`` of ``Module.load_state_dict`` into a write to this rank's slice."""
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__()
+        self.engine = engine
+        self.failed: OSError | None = None  # what has kept a value from being read
+        self.did: Callable[[nn.Parameter], object] = lambda param: None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.copy_ and isinstance(args[1], KeptTensor):
+            return args[0]
+        if func is Tensor.copy_ and isinstance(args[0], nn.Parameter) and self.engine.owns(args[0]):
+            place = self.engine.place_of(args[0])
+            try:
+                outside_autograd(place.bucket.write)(place.info, args[1])
+            except OSError as error:
+                self.failed = error
+                raise
+            self.did(args[0])
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+def load_module(engine: Engine, state: Mapping[str, Any], *, strict: bool = True) -> Any:
+    """See ``Engine.load_state_dict``."""
+    own: dict[int, int] = {}
+
+    def total() -> int:
+        own.update(_own_nbytes(engine))
+        return sum(own.values())
+
+    with loading_into_shards(engine) as copies, engine.long_work.bytes("loading weights", total) as did:
+        copies.did = lambda param: did(own.pop(id(param), 0))  # once, of those that are tied
+
+        def load() -> Any:
+            try:
+                return engine.module.load_state_dict(state, strict=strict)
+            except RuntimeError:  # torch's, of all that has failed
+                if copies.failed is not None:
+                    raise copies.failed from None
+                raise
+
+        # A rank that cannot read its part would leave the others waiting in what follows a load.
+        return engine.comm.together("loading a checkpoint", load, patient=True)
+
+
+def _own_nbytes(engine: Engine) -> dict[int, int]:
+    """By ``id`` of a parameter: the bytes of its masters that this rank has."""
+    found: dict[int, int] = {}
+    for bucket in engine.buckets:
+        for fragment in bucket.owned_fragments():
+            param = bucket.params[fragment.index].param
+            found[id(param)] = found.get(id(param), 0) + fragment.numel * bucket.home.master.element_size()
+    return found
+
+
+def keeping_frozen(module: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
+    """``state`` of a checkpoint without frozen parameters, with what makes a load leave them as they are."""
+    params = module.named_parameters(remove_duplicate=False)
+    lacking = {fqn: p for fqn, p in params if not p.requires_grad and fqn not in state}
+    return {**state, **{fqn: KeptTensor(p.shape, p.dtype) for fqn, p in lacking.items()}}
+
+
+@contextlib.contextmanager
+def loading_into_shards(engine: Engine) -> Iterator[_CopyIntoShards]:
+    """Make ``module.load_state_dict`` write slices, inside. On all ranks, each with the same full values."""
+    engine.settle()
+    # Before the load: taken over later, what the user wrote earlier would replace what is loaded.
+    engine.writes.take_all_over()
+    with engine.placeholders_allowed(), _CopyIntoShards(engine) as copies:
+        yield copies
+    engine.masters_changed()
+
+
+# -- optimizers, into shards ------------------------------------------------------------------------------------------
+
+
+def load_optimizer(engine: Engine, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    """See ``Engine.load_optimizer_state``."""
+    sharded = sharded_optimizer(engine, optimizer)
+    engine.settle()
+    check_optimizer(engine, optimizer, state, "the checkpoint")
+    states: dict[tuple[Bucket, int], Any] = {}
+    for group, saved, place, found in _pairs(optimizer, sharded, state):
+        group.update({k: v for k, v in saved.items() if k != "params"})
+        if place is not None and found:
+            states[place.bucket, place.info.slot] = found
+    with torch.inference_mode(False), torch.no_grad():
+        sharded.load_param_states(states, engine.long_work)
+
+
+def check_optimizer(engine: Engine, optimizer: Optimizer, state: Mapping[str, Any], what: str) -> None:
+    """Refuse what ``Engine.load_optimizer_state`` would refuse, before anything is loaded.
+
+    Args:
+        what: has this state, in words.
+
+    Raises:
+        ConfigError: the kinds of the optimizers, the param groups or shapes differ.
+    """
+    sharded = sharded_optimizer(engine, optimizer)
+    saved, own = state["param_groups"], optimizer.param_groups
+    kind = type(optimizer).__name__
+    sizes = [len(g["params"]) for g in saved], [len(g["params"]) for g in own]
+    if sizes[0] != sizes[1]:
+        raise ConfigError(
+            f"{what}: its optimizer has param groups of {sizes[0]} parameters, this {kind} of {sizes[1]}. Build the "
+            "optimizer as it was when the checkpoint was saved."
+        )
+    settings = optimizer.defaults.keys() - LATER
+    for theirs, ours in zip(saved, own, strict=True):
+        # More of them on one side alone are those of another version or a scheduler, or names that users give groups.
+        lacks, has = sorted(settings - theirs.keys()), sorted(theirs.keys() - ours.keys() - LATER)
+        if lacks and has:
+            raise ConfigError(
+                f"{what}: its optimizer is no {kind}: it has the settings {', '.join(has)} and not {', '.join(lacks)}. "
+                "Build the optimizer as it was when the checkpoint was saved."
+            )
+    for _, _, place, found in _pairs(optimizer, sharded, state, what):
+        if place is not None and found:
+            sharded.check_state(place, found, what)
+
+
+# Settings that torch has given to optimizers in later versions, or that schedulers add.
+LATER = frozenset(
+    ("foreach", "fused", "maximize", "capturable", "differentiable", "decoupled_weight_decay", "initial_lr", "params")
+)
+
+
+def _pairs(
+    optimizer: Optimizer, sharded: Stepper, state: Mapping[str, Any], what: str = "the checkpoint"
+) -> Iterator[tuple[dict[str, Any], Mapping[str, Any], Place | None, Mapping[str, Any] | None]]:
+    """Param group, its saved one, and each of its parameters with its saved state; each group at least once."""
+    for group, saved, places in zip(optimizer.param_groups, state["param_groups"], sharded.places(), strict=True):
+        yield group, saved, None, None
+        for number, place in _matched(saved["params"], places, what):
+            yield group, saved, place, state["state"].get(number)
+
+
+def _matched(saved: Sequence[Any], places: Sequence[Place], what: str) -> list[tuple[Any, Place]]:
+    """Keys of saved states with the parameters that they belong to: by name where they are names, else by order."""
+    if not all(isinstance(key, str) for key in saved):
+        return list(zip(saved, places, strict=True))
+    names = set(saved)
+    missing = [place.info.fqn for place in places if not any(fqn in names for fqn in place.info.fqns)]
+    if missing:
+        raise ConfigError(
+            f"{what}: its optimizer has no {missing[0]} in the param group where this optimizer has it (nor "
+            f"{len(missing) - 1} others). Build the optimizer as it was when the checkpoint was saved."
+        )
+    return [(next(fqn for fqn in place.info.fqns if fqn in names), place) for place in places]

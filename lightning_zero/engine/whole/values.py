@@ -1,0 +1,274 @@
+"""Which rank holds which part of what: masters and the state of optimizers, for all forms in which they are saved.
+
+::
+
+    Hollow        one file: tensors without memory, and each rank writes its ranges into the file
+    TensorParts   a folder: tensors of which each rank holds the parts that it writes
+    gathered      whole tensors
+
+The parts of all ranks together are every element once, whatever the stage: where masters are replicated each rank still
+saves a shard only, and of several replicas the first one saves.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_zero.engine.steps.optimizer import Stepper
+from lightning_zero.engine.units.bucket import Bucket
+from lightning_zero.engine.units.home import Home, opened
+from lightning_zero.engine.units.kept import Sliced
+from lightning_zero.engine.units.param import ParamInfo
+from lightning_zero.optimizers.state_trees import Leaf, leaves_in, with_leaves
+from lightning_zero.planning.boxes import memory_order
+
+if TYPE_CHECKING:
+    from lightning_zero.engine.engine import Engine
+
+MASTER = ""  # the name of a parameter's own values
+COPY = -1  # in the place of an optimizer: a copy of the masters, which somebody else keeps
+
+Copies = Mapping[str, Sequence[Home]]  # of the masters of all buckets, by name
+Entries = Mapping[int, dict[int, dict[str, Any]]]  # state by bucket and slot, with a Leaf for each tensor
+
+
+class Value(NamedTuple):
+    """A value of a parameter: its own, one of the states that an optimizer keeps for it, or a copy.
+
+    It is of the parameter's shape, but for state of optimizers that step whole tensors.
+    """
+
+    bucket: int
+    slot: int
+    optimizer: int = 0
+    name: str = MASTER
+
+
+class Part(NamedTuple):
+    """Adjacent elements of a value, as they lie in the memory of a tensor of its strides.
+
+    Attributes:
+        source: where they rest; to be read while ``home`` is open.
+    """
+
+    value: Value
+    start: int
+    source: Sliced
+    home: Home | None
+
+
+class Range(NamedTuple):
+    """As :class:`Part`, with values."""
+
+    value: Value
+    start: int
+    values: Tensor  # [n], wherever they rest; to be read before the next one is asked for
+
+
+# -- who has what -----------------------------------------------------------------------------------------------------
+
+
+def own_parts(engine: Engine, copies: Copies | None = None) -> Iterator[Part]:
+    """What this rank is to save, those of one home one behind the other. Sends no message, and opens no home."""
+    if engine.comm.replica:  # another node has the same
+        return
+    for number, bucket in enumerate(engine.buckets):
+        yield from _of_masters(bucket, Value(number, 0), bucket.home)
+        for index, sharded in enumerate(engine.optimizers):
+            for slot, name, start, source in sharded.parts(bucket):
+                yield Part(Value(number, slot, index, name), start, source, bucket.home)
+        for name, homes in (copies or {}).items():
+            yield from _of_masters(bucket, Value(number, 0, COPY, name), homes[number])
+
+
+def _of_masters(bucket: Bucket, value: Value, home: Home) -> Iterator[Part]:
+    for fragment in bucket.owned_fragments():
+        if (part := fragment.within(bucket.own_shard_of_owned)) is not None:
+            start, low, high = part
+            source = Sliced(home.master, fragment.start + low, high - low)
+            yield Part(value._replace(slot=fragment.index), start, source, home)
+
+
+def own_entries(engine: Engine, sharded: Stepper, *, once: bool = False) -> Entries:
+    """By number of the bucket and slot: the state that this rank is to save.
+
+    Args:
+        once: see :meth:`Stepper.entries`.
+    """
+    buckets = engine.buckets if not engine.comm.replica else ()
+    found = {number: sharded.entries(bucket, once=once) for number, bucket in enumerate(buckets)}
+    return {number: entries for number, entries in found.items() if entries}
+
+
+def all_entries(engine: Engine, sharded: Stepper) -> Entries:
+    """As :func:`own_entries`, of all ranks together. Collective."""
+    known: dict[int, dict[int, dict[str, Any]]] = {}
+    for told in engine.comm.all_gather_objects(own_entries(engine, sharded), "optimizer state"):
+        for number, slots in told.items():
+            for slot, entry in slots.items():
+                known.setdefault(number, {}).setdefault(slot, {}).update(entry)
+    return known
+
+
+# -- values -----------------------------------------------------------------------------------------------------------
+
+
+def own_ranges(engine: Engine, wanted: Container[Value], copies: Copies) -> Iterator[Range]:
+    """What this rank is to give of ``wanted``, as ``Engine.state_dict`` has brought it up to date.
+
+    Sends no message. What rests in files is read a bucket at a time.
+    """
+    for home, parts in itertools.groupby(own_parts(engine, copies), lambda part: part.home):
+        if own := [part for part in parts if part.value in wanted]:
+            assert home is not None
+            with opened(home):
+                for part in own:
+                    yield Range(part.value, part.start, part.source.tensor)
+
+
+def gathered_ranges(engine: Engine, wanted: Mapping[Value, torch.dtype], copies: Copies) -> Iterator[Range]:
+    """Gather all of ``wanted``, each value in one range, a bucket at a time. Collective.
+
+    Args:
+        wanted: the same on all ranks.
+    """
+    known = [all_entries(engine, sharded) for sharded in engine.optimizers]
+    for number, bucket in enumerate(engine.buckets):
+        of_params = {v[2:] for v in wanted if v.bucket == number and (v.name == MASTER or v.optimizer == COPY)}
+        for index, name in sorted(of_params):
+            if index == COPY:
+                copy = copies[name][number].master
+                full = bucket.gathered([(0, copy)], copy.dtype, "copy")
+            else:
+                full = bucket.full_master()
+            for info in bucket.params:
+                if (value := Value(number, info.slot, index, name)) in wanted:
+                    yield Range(value, 0, _flat(bucket.part_of(full, info)))
+        for index, sharded in enumerate(engine.optimizers):
+            leaves = {
+                slot: [leaf for leaf in leaves_in(entry) if Value(number, slot, index, leaf.name) in wanted]
+                for slot, entry in known[index].get(number, {}).items()
+            }
+            for slot, leaf, values in sharded.gathered(bucket, leaves):
+                yield Range(Value(number, slot, index, leaf.name), 0, _flat(values))
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def full_entries(
+    bucket: Bucket, sharded: Stepper, entries: Mapping[int, Any], keep: Callable[[Tensor], Any]
+) -> dict[int, Any]:
+    """By slot, state of a bucket with whole tensors. Collective.
+
+    Args:
+        entries: of :func:`all_entries`.
+        keep: makes of each gathered tensor what is kept.
+    """
+    leaves = {slot: leaves_in(entry) for slot, entry in entries.items()}
+    values = {(slot, leaf): keep(value) for slot, leaf, value in sharded.gathered(bucket, leaves)}
+    return {slot: with_leaves(entry, lambda leaf, slot=slot: values[slot, leaf]) for slot, entry in entries.items()}  # type: ignore[misc]
+
+
+# -- tensors that stand for values ------------------------------------------------------------------------------------
+
+
+class Hollow:
+    """Makes tensors that have shape and dtype, and no values: reading one raises.
+
+    Args:
+        last: gives those again that it has made, as making one takes a tenth of a millisecond. It is of no use then.
+
+    Attributes:
+        made: each of them with what it stands for.
+        copies: of the masters of all buckets, each in a home; by name.
+    """
+
+    def __init__(self, last: Hollow | None = None) -> None:
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        self._mode: Any = last._mode if last is not None else FakeTensorMode()
+        self._kept = {(value, made.dtype): made for value, made in last.made} if last is not None else {}
+        self.made: list[tuple[Value, Tensor]] = []
+        self.copies: dict[str, Sequence[Home]] = {}
+
+    def __reduce__(self) -> Any:
+        return type(self), ()  # a copy of what has saved begins anew
+
+    def tensor(self, value: Value, like: ParamInfo | Leaf, dtype: torch.dtype) -> Tensor:
+        """A tensor for ``value``, with shape and strides of ``like``: those of a parameter in its flat buffer, say."""
+        made = self._kept.pop((value, dtype), None)
+        if made is None or (made.shape, made.stride()) != (like.shape, like.strides):
+            with self._mode:
+                made = torch.empty_strided(like.shape, like.strides, dtype=dtype, device="cpu")
+        self.made.append((value, made))
+        return made
+
+
+class TensorParts(Tensor):
+    """A tensor of which this rank holds some parts.
+
+    Attributes:
+        parts: those that this rank is to save; none on a rank that holds none, or holds what another one saves.
+        order: the dimensions as they are flattened, the slowest first.
+    """
+
+    parts: tuple[Part, ...]
+    order: Sequence[int]
+
+    @staticmethod
+    def __new__(
+        cls, shape: Sequence[int], dtype: torch.dtype, parts: Sequence[Part], strides: Sequence[int]
+    ) -> TensorParts:
+        made: TensorParts = Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype, device="cpu")  # type: ignore
+        made.parts, made.order = tuple(parts), memory_order(strides)
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if func is torch.ops.aten.detach.default:
+            return args[0]
+        cls._refuse(str(func))
+
+    @staticmethod
+    def _refuse(what: str) -> None:
+        raise RuntimeError(
+            f"{what}: no rank holds all of a tensor of a sharded checkpoint, so hooks that save it can look at names, "
+            "shapes and dtypes only, leave tensors out or add others. Choose zero/checkpoint=full, or read parameters "
+            "inside lightning_zero.gather."
+        )
+
+    def __deepcopy__(self, memo: Any) -> TensorParts:
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        self._refuse("pickling")
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"TensorParts({tuple(self.shape)}, {self.dtype}, {len(self.parts)} here)"
+
+
+class Lone(NamedTuple):
+    """A value that this rank saves, and no other one."""
+
+    value: Any
+
+
+def parts_for_folder(entry: Any, tensor_of: Callable[[Leaf], TensorParts]) -> Any:
+    """Copy a state with ``tensor_of(leaf)`` for each tensor, and :class:`Lone` for what else there is.
+
+    Lists stay lists where tensors are inside; elsewhere they are one value.
+    """
+    if isinstance(entry, Leaf):
+        return tensor_of(entry)
+    if isinstance(entry, Mapping):
+        return {key: parts_for_folder(item, tensor_of) for key, item in entry.items()}
+    if isinstance(entry, (list, tuple)) and leaves_in(entry):
+        return [parts_for_folder(item, tensor_of) for item in entry]
+    return Lone(entry)

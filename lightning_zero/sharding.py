@@ -1,0 +1,115 @@
+"""Sharded training without Lightning: :func:`shard` a module, add optimizers, train as usual.
+
+::
+
+    engine = lightning_zero.shard(model, stage=3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    engine.add_optimizer(optimizer)
+    loss = model(batch).sum()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_zero.config import ConfigError, Whole, ZeroConfig, check_decided, make_config
+from lightning_zero.device.cuda import default_device, with_index
+from lightning_zero.engine import Engine
+from lightning_zero.engine.steps.optimizer import ShardedOptimizer, Stepper
+from lightning_zero.layerwise.whole_optimizer import WholeOptimizer
+from lightning_zero.optimizers.refused import check_optimizer
+from lightning_zero.ranks.progress import LongWork
+
+
+def shard(
+    module: nn.Module,
+    *,
+    config: ZeroConfig | None = None,
+    process_group: Any = None,
+    device: torch.device | str | None = None,
+    node: str | None = None,
+    sources: Mapping[str, Tensor] | None = None,
+    has_values: bool = False,
+    long_work: LongWork | None = None,
+    **settings: Any,
+) -> Engine:
+    """Shard ``module`` over the ranks of a process group, in place.
+
+    All ranks call it; the values of rank 0 become everyone's. Parameters may be on any device or on meta.
+
+    Args:
+        config: a whole configuration; ``settings`` are fields of :class:`ZeroConfig` on top of it.
+        process_group: the data-parallel group; default: the world, or a single rank without ``torch.distributed``.
+        device: where to train; default: this rank's GPU, else the CPU. On ``meta`` nothing has values: whole steps run
+            for their order, counts and bytes, over torch's fake process group at any scale (``make bench-scale``).
+        sources: first values by names of parameters and buffers, which may be in files. They count more than the folder
+            ``init_from``.
+        has_values: an engine before has trained ``module``: the folder ``init_from`` counts for what is on meta only.
+        long_work: shows what takes long; default: on rank 0, unless ``summary`` is off.
+        node: names the node of this rank; default: its host, and the number that a launcher has given it.
+
+    Raises:
+        ConfigError: a setting that cannot work, a module that is sharded already, DTensor parameters.
+    """
+    config = make_config(config, **settings)
+    check_decided(config)
+    if config.sequence_parallel > 1:
+        raise ConfigError(
+            "zero.sequence_parallel: expected 1 with lightning_zero.shard and Fabric, which do not see the steps that "
+            f"batches are cut for, got {config.sequence_parallel}. Train with ZeroStrategy, or drop "
+            "zero.sequence_parallel."
+        )
+    if process_group is None and dist.is_available() and dist.is_initialized():
+        process_group = dist.group.WORLD
+    where = default_device() if device is None else with_index(torch.device(device))
+    node = node or node_name()
+    return Engine(
+        module,
+        config,
+        process_group,
+        where,
+        node,
+        sources,
+        make_stepper=_make_stepper,
+        has_values=has_values,
+        long_work=long_work,
+    )
+
+
+def node_name() -> str:
+    """The node of this process, by host and by the number that torchrun, SLURM or the user has given it."""
+    number = next((os.environ[key] for key in ("GROUP_RANK", "SLURM_NODEID", "NODE_RANK") if key in os.environ), "")
+    return f"{socket.gethostname()}/{number}"
+
+
+def _make_stepper(engine: Engine, optimizer: Optimizer) -> Stepper:
+    """Step slices, or whole tensors, as the class of ``optimizer`` and the settings say."""
+    settings, rounds = engine.config.optimizer, engine.config.precision.stochastic_rounding
+    if check_optimizer(optimizer, settings, stochastic_rounding=rounds):
+        return WholeOptimizer(
+            optimizer,
+            engine.around_step,
+            engine.comm,
+            {bucket: number for number, bucket in enumerate(engine.buckets)},
+            window_nbytes=engine.config.reduce_bucket_bytes,
+            unprobed=settings.whole is Whole.true,
+        )
+    return ShardedOptimizer(
+        optimizer,
+        engine.around_step,
+        device_type=engine.comm.device.type,
+        declared_elementwise=settings.elementwise,
+        stochastic_rounding=rounds,
+        state_dtype=settings.state_dtype,
+    )
